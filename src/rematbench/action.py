@@ -1,0 +1,170 @@
+"""The words both readers read: one explicit action on one stream, printable and parseable.
+
+A tensor name is local to a (micro-batch, chunk): `L3.q` is activation q of the chunk's layer 3,
+`E.` the embedding's, `H.` the head's; `d:` a gradient; `.full` a gathered copy, `.part` an output
+before its reduction; `#k`, `#o`, `#r` the kept, offloaded and rebuilt rows; `@host` host memory.
+"""
+
+import re
+from enum import Enum
+
+from msgspec import Struct
+
+from rematbench.ops import Comm
+
+
+class Kind(Enum):
+    """What an action does."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "B"
+    BACKWARD_WEIGHT = "W"
+    RECOMPUTE = "R"
+    D2H = "D2H"
+    H2D = "H2D"
+    SPLIT = "SPLIT"
+    JOIN = "JOIN"
+    ALL_GATHER = "AG"
+    REDUCE_SCATTER = "RS"
+    ALL_REDUCE = "AR"
+    ALL_TO_ALL = "A2A"
+    RING = "RING"
+    SEND = "SEND"
+    RECV = "RECV"
+    OPTIMIZER = "OPT"
+    WAIT = "WAIT"
+    FREE = "FREE"
+    ALLOC = "ALLOC"
+    EVENT = "EVENT"
+
+
+STREAMS = ("compute", "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d")
+STREAM_INDEX = {name: index for index, name in enumerate(STREAMS)}
+HOST = "@host"
+
+COMM_KIND = {
+    "all_gather": Kind.ALL_GATHER,
+    "reduce_scatter": Kind.REDUCE_SCATTER,
+    "all_reduce": Kind.ALL_REDUCE,
+    "all_to_all": Kind.ALL_TO_ALL,
+    "ring": Kind.RING,
+}
+
+
+class Alloc(Struct, frozen=True, array_like=True):
+    """A new storage: its local name, its bytes, and the staging slot it lives in (if any)."""
+
+    name: str
+    nbytes: int
+    slot: str = ""
+
+
+class Action(Struct, frozen=True, kw_only=True):
+    """One action of a block, relative to the block's micro-batch and chunk.
+
+    `part` is L<i>, E or H (what the op belongs to), `op` the operator or tensor; `event` is
+    recorded when the action ends, `begin` when it starts; a WAIT holds its stream until `wait`.
+    `fraction` is the share of rows worked on; `comm` the collective; `nbytes` a copy's payload;
+    `beside` names the stream of a collective that runs during a compute action; `scratch` bytes
+    live inside the action only.
+    """
+
+    kind: Kind
+    stream: str
+    part: str = ""
+    op: str = ""
+    reads: tuple[str, ...] = ()
+    allocs: tuple[Alloc, ...] = ()
+    frees: tuple[str, ...] = ()
+    event: str = ""
+    begin: str = ""
+    wait: str = ""
+    fraction: float = 1.0
+    comm: Comm | None = None
+    nbytes: int = 0
+    beside: str = ""
+    scratch: int = 0
+
+
+def _fields(action: Action) -> list[str]:
+    pairs = [
+        ("r", ",".join(action.reads)),
+        ("a", ",".join(_alloc_text(a) for a in action.allocs)),
+        ("f", ",".join(action.frees)),
+        ("e", action.event),
+        ("b", action.begin),
+        ("w", action.wait),
+        ("x", "" if action.fraction == 1.0 else repr(action.fraction)),
+        ("c", _comm_text(action.comm)),
+        ("n", str(action.nbytes) if action.nbytes else ""),
+        ("s", action.beside),
+        ("t", str(action.scratch) if action.scratch else ""),
+    ]
+    return [f"{key}={value}" for key, value in pairs if value]
+
+
+def _alloc_text(alloc: Alloc) -> str:
+    return f"{alloc.name}:{alloc.nbytes}" + (f":{alloc.slot}" if alloc.slot else "")
+
+
+def _comm_text(comm: Comm | None) -> str:
+    return f"{comm.kind}:{comm.group}:{comm.nbytes}" if comm else ""
+
+
+def to_text(action: Action, micro_batch: int, chunk: int) -> str:
+    """One line: `F0.3 compute L1.qkv r=... a=...` (kind, micro-batch.chunk, stream, operator)."""
+    where = ".".join(word for word in (action.part, action.op) if word) or "-"
+    head = f"{action.kind.value}{micro_batch}.{chunk} {action.stream} {where}"
+    return " ".join([head, *_fields(action)])
+
+
+_HEAD = re.compile(r"(?P<kind>[A-Z][A-Z0-9]*[A-Z]|[A-Z])(?P<micro_batch>\d+)\.(?P<chunk>\d+)")
+
+
+def from_text(line: str) -> tuple[Action, int, int]:
+    """Parse `to_text`'s line; ValueError names the line that is not one."""
+    words = line.split()
+    head = _HEAD.fullmatch(words[0]) if len(words) > 2 else None  # noqa: PLR2004
+    if head is None:
+        raise ValueError(f"not an action: {line!r}")
+    try:
+        fields = dict(field.split("=", 1) for field in words[3:])
+        part, _, op = words[2].partition(".") if words[2] != "-" else ("", "", "")
+        action = _build(Kind(head["kind"]), words[1], part, op, fields)
+    except ValueError as error:
+        raise ValueError(f"not an action: {line!r} ({error})") from error
+    return action, int(head["micro_batch"]), int(head["chunk"])
+
+
+def _build(kind: Kind, stream: str, part: str, op: str, fields: dict[str, str]) -> Action:
+    def names(key: str) -> tuple[str, ...]:
+        return tuple(fields[key].split(",")) if key in fields else ()
+
+    allocs = tuple(_parse_alloc(text) for text in names("a"))
+    comm = None
+    if "c" in fields:
+        word, group, nbytes = fields["c"].split(":")
+        comm = Comm(word, group, int(nbytes))  # type: ignore[arg-type]  # literals, checked by check()
+    return Action(
+        kind=kind,
+        stream=stream,
+        part=part,
+        op=op,
+        reads=names("r"),
+        allocs=allocs,
+        frees=names("f"),
+        event=fields.get("e", ""),
+        begin=fields.get("b", ""),
+        wait=fields.get("w", ""),
+        fraction=float(fields.get("x", "1.0")),
+        comm=comm,
+        nbytes=int(fields.get("n", "0")),
+        beside=fields.get("s", ""),
+        scratch=int(fields.get("t", "0")),
+    )
+
+
+def _parse_alloc(text: str) -> Alloc:
+    name_bytes, _, slot = text.partition(":slot/")
+    name, nbytes = name_bytes.rsplit(":", 1)
+    return Alloc(name, int(nbytes), f"slot/{slot}" if slot else "")

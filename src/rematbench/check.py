@@ -1,0 +1,132 @@
+"""Prove a program sound before anyone runs it: life of tensors, races between streams, deadlock.
+
+Every stream carries a vector clock: how far it is known to be behind each other stream.  A tensor
+may be read on a stream only if that stream has waited for its producer; it may be freed (its
+memory reused by the compute stream) only when compute has waited for every reader.
+"""
+
+from rematbench.action import HOST, STREAM_INDEX, STREAMS, Action, Kind
+from rematbench.program import Program, RankProgram
+from rematbench.simulate import is_local, simulate
+
+Key = tuple[str, int, int]
+VectorClock = list[int]
+COMPUTE = STREAM_INDEX["compute"]
+
+
+class CheckError(ValueError):
+    """A program breaks a rule; the message names rank, action and tensor."""
+
+
+def check(program: Program) -> None:
+    """Raise CheckError on the first violation; DeadlockError if ranks wait for ever."""
+    for rank in program.ranks:
+        _RankCheck(rank).run()
+    simulate(program, lambda action, rank: 1.0)
+
+
+class _RankCheck:
+    """State of one rank's walk."""
+
+    def __init__(self, rank: RankProgram) -> None:
+        self.rank = rank
+        self.clocks: list[VectorClock] = [[0] * len(STREAMS) for _ in STREAMS]
+        self.events: dict[Key, VectorClock] = {}
+        self.local: dict[str, VectorClock] = {}
+        self.made: dict[Key, tuple[int, int]] = {}
+        self.touched: dict[Key, list[tuple[int, int]]] = {}
+        self.slots: dict[str, Key] = {}
+        self.where = ""
+
+    def run(self) -> None:
+        for index, micro_batch, chunk in self.rank.steps:
+            self.local = {}
+            block = self.rank.blocks[index]
+            for action in block.actions:
+                self.where = (
+                    f"rank {self.rank.rank} {block.label}{micro_batch}.{chunk} "
+                    f"{action.kind.value} {action.part}.{action.op}"
+                )
+                self._step(action, micro_batch, chunk)
+        if self.made:
+            name, micro_batch, chunk = next(iter(self.made))
+            raise CheckError(
+                f"rank {self.rank.rank}: {name} of {micro_batch}.{chunk} is never freed"
+            )
+
+    def _step(self, action: Action, micro_batch: int, chunk: int) -> None:
+        stream = STREAM_INDEX[action.stream]
+        clock = self.clocks[stream]
+        if action.wait:
+            self._merge(clock, action.wait, micro_batch, chunk)
+        if action.begin:
+            self.local[action.begin] = clock.copy()
+        clock[stream] += 1
+        for name in action.reads:
+            self._read((name, micro_batch, chunk), stream, clock, action)
+        for alloc in action.allocs:
+            self._alloc((alloc.name, micro_batch, chunk), stream, clock, alloc.slot)
+        for name in action.frees:
+            self._free((name, micro_batch, chunk))
+        if action.event:
+            self._record(action.event, micro_batch, chunk, clock)
+
+    def _merge(self, clock: VectorClock, event: str, micro_batch: int, chunk: int) -> None:
+        seen = self.local.get(event) or self.events.get((event, micro_batch, chunk))
+        if seen is None:
+            raise CheckError(f"{self.where}: waits for {event!r}, which nothing has recorded")
+        for index, value in enumerate(seen):
+            clock[index] = max(clock[index], value)
+
+    def _record(self, event: str, micro_batch: int, chunk: int, clock: VectorClock) -> None:
+        if is_local(event):
+            self.local[event] = clock.copy()
+        else:
+            self.events[(event, micro_batch, chunk)] = clock.copy()
+
+    def _read(self, key: Key, stream: int, clock: VectorClock, action: Action) -> None:
+        if key not in self.made:
+            raise CheckError(f"{self.where}: reads {key[0]}, which is not alive")
+        producer, at = self.made[key]
+        pipelined = action.comm is not None or bool(action.beside)
+        if clock[producer] < at and not pipelined:
+            raise CheckError(
+                f"{self.where}: reads {key[0]} before {STREAMS[producer]} is known to have made it"
+            )
+        self.touched[key].append((stream, clock[stream]))
+
+    def _alloc(self, key: Key, stream: int, clock: VectorClock, slot: str) -> None:
+        if key in self.made:
+            raise CheckError(f"{self.where}: allocates {key[0]}, which is alive")
+        if slot:
+            holder = self.slots.get(slot)
+            if holder is not None and holder in self.made:
+                raise CheckError(f"{self.where}: slot {slot} still holds {holder[0]}")
+            self.slots[slot] = key
+        self.made[key] = (stream, clock[stream])
+        self.touched[key] = [(stream, clock[stream])]
+
+    def _free(self, key: Key) -> None:
+        if key not in self.made:
+            raise CheckError(f"{self.where}: frees {key[0]}, which is not alive")
+        behind = self.clocks[COMPUTE]
+        for stream, at in self.touched[key]:
+            if stream != COMPUTE and behind[stream] < at:
+                raise CheckError(
+                    f"{self.where}: frees {key[0]} while {STREAMS[stream]} may still use it"
+                )
+        del self.made[key]
+        del self.touched[key]
+
+
+def host_tensors(program: Program) -> set[str]:
+    """Names of everything that ever lives on the host (for tests and tables)."""
+    return {
+        alloc.name
+        for rank in program.ranks
+        for block in rank.blocks
+        for action in block.actions
+        if action.kind is Kind.D2H
+        for alloc in action.allocs
+        if alloc.name.endswith(HOST)
+    }

@@ -1,0 +1,119 @@
+"""One rank's model chunk as a run of operator instances with tensor names and fates."""
+
+from functools import cached_property
+from typing import NamedTuple
+
+from rematbench.fates import ChunkSites, Resolved, Site
+from rematbench.ops import Activation, Op, OpTable
+from rematbench.problem import Problem
+
+
+class Unit(NamedTuple):
+    """The embedding, one layer or the head inside a chunk.  `prefix` is E, L<i> or H."""
+
+    prefix: str
+    table: OpTable
+    index: int
+    layer: int  # global layer, -1 for embedding and head
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the unit on one rank (before any ZeRO sharding)."""
+        return self.table.parameters
+
+
+class ChunkOps:
+    """The units of (stage, chunk), the storage name of every activation, the chunk's ports."""
+
+    def __init__(self, problem: Problem, stage: int, chunk: int, layers: tuple[int, ...]) -> None:
+        pp, vpp = problem.layout.pp, problem.layout.vpp
+        self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
+        self.first = stage == 0 and chunk == 0
+        self.last = stage == pp - 1 and chunk == vpp - 1
+        self.units: list[Unit] = []
+        if self.first:
+            self.units.append(Unit("E", problem.embedding, 0, -1))
+        for i, layer in enumerate(layers):
+            self.units.append(Unit(f"L{i}", problem.layer(layer), i, layer))
+        if self.last:
+            self.units.append(Unit("H", problem.head, 0, -1))
+
+    @property
+    def input_name(self) -> str:
+        """The boundary activation entering the chunk's first layer."""
+        return "L0.layer_input"
+
+    @property
+    def output_name(self) -> str:
+        """The boundary activation leaving the chunk's last layer."""
+        return f"L{len(self.layers)}.layer_input"
+
+    @property
+    def boundary(self) -> Activation:
+        """The tensor sent between stages."""
+        return self.problem.layer_kinds[0].activations["layer_input"]
+
+    def storage(self, unit: Unit, activation: str) -> str:
+        """Local storage name; a layer's output is the next layer's input."""
+        match unit.table.part, activation:
+            case "embedding", "layer_input":
+                return "L0.layer_input"
+            case "layer", "layer_output":
+                return f"L{unit.index + 1}.layer_input"
+            case "head", "layer_output":
+                return self.output_name
+        return f"{unit.prefix}.{activation}"
+
+    def site(self, unit: Unit, activation: str) -> Site:
+        """The plan's site of a unit's saved tensor."""
+        return (unit.table.part, unit.index, activation)
+
+    @cached_property
+    def sites(self) -> ChunkSites:
+        """Every saved tensor of the chunk."""
+        return ChunkSites(
+            stage=self.stage,
+            chunk=self.chunk,
+            sites={
+                self.site(unit, name): unit.table.activations[name]
+                for unit in self.units
+                for name in unit.table.saved
+            },
+            layers=dict(enumerate(self.layers)),
+        )
+
+    def saved(self, unit: Unit) -> list[tuple[str, str, Site]]:
+        """(activation, storage, site) of a unit's saved tensors."""
+        return [(n, self.storage(unit, n), self.site(unit, n)) for n in unit.table.saved]
+
+    @cached_property
+    def layer_unit(self) -> dict[int, Unit]:
+        """Layer unit by index inside the chunk."""
+        return {unit.index: unit for unit in self.units if unit.table.part == "layer"}
+
+
+class StoredPart(NamedTuple):
+    """A storage that stays for the backward: its name, bytes and whether it goes to the host."""
+
+    name: str
+    nbytes: int
+    offload: bool
+
+
+def stored_parts(storage: str, fate: Resolved) -> list[StoredPart]:
+    """The storages a saved tensor leaves behind after the forward."""
+    if not fate.mixed:
+        if fate.recompute_bytes:
+            return []
+        return [StoredPart(storage, fate.nbytes, fate.offload_bytes > 0)]
+    parts = []
+    if fate.keep_bytes:
+        parts.append(StoredPart(f"{storage}#k", fate.keep_bytes, False))
+    if fate.offload_bytes:
+        parts.append(StoredPart(f"{storage}#o", fate.offload_bytes, True))
+    return parts
+
+
+def rows_of(op: Op, fates: list[Resolved]) -> float:
+    """Share of rows to rebuild: the largest among the outputs wanted."""
+    return max((f.recompute_bytes / f.nbytes for f in fates if f.nbytes), default=0.0)

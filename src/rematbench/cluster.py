@@ -1,0 +1,50 @@
+"""Where it runs: GPUs, the links inside a node, the network between nodes, host memory."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from rematbench.workload import NonNegativeInt, PositiveInt
+
+PositiveFloat = Annotated[float, Meta(gt=0.0)]
+
+
+class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One homogeneous cluster.  Rates are per direction; `generation` names the GPU constants.
+
+    `host_bytes` is the memory of a node; `non_torch_bytes` is what the CUDA context, NCCL and
+    workspaces take from `hbm_bytes` before the allocator sees any; `pcie_gpus_per_link` is how
+    many GPUs share one host link.
+    """
+
+    name: str
+    gpu: str
+    generation: str
+    peak_flop_per_s: PositiveFloat
+    hbm_bytes: PositiveInt
+    hbm_bytes_per_s: PositiveFloat
+    non_torch_bytes: NonNegativeInt
+    gpus_per_node: PositiveInt
+    nvlink_bytes_per_s: PositiveFloat
+    nics_per_node: PositiveInt
+    nic_bytes_per_s: PositiveFloat
+    pcie_bytes_per_s: PositiveFloat
+    pcie_gpus_per_link: PositiveInt = 1
+    numa_nodes: PositiveInt = 2
+    host_bytes: PositiveInt
+    sources: dict[str, str] = {}
+
+    @property
+    def usable_bytes(self) -> int:
+        """Device bytes the framework's allocator may reserve."""
+        return self.hbm_bytes - self.non_torch_bytes
+
+    @property
+    def node_network_bytes_per_s(self) -> float:
+        """All NICs of one node together, per direction."""
+        return self.nics_per_node * self.nic_bytes_per_s
+
+    @property
+    def host_link_bytes_per_s(self) -> float:
+        """One GPU's share of the host link, per direction."""
+        return self.pcie_bytes_per_s / self.pcie_gpus_per_link

@@ -1,0 +1,163 @@
+"""Strict reading of configuration files: every number carries a source, every mistake one line.
+
+A value is written plainly, or as `{value: V, source: "..."}`, or `{value: V, fitted: "..."}`; a
+`source:` at the top of a file covers the plain values of that file.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+from msgspec import Struct
+
+T = TypeVar("T", bound=Struct)
+
+
+class ConfigError(ValueError):
+    """A configuration is wrong; the message is one line: file, key path, what would be right."""
+
+    def __init__(self, file: str, key: str, problem: str) -> None:
+        super().__init__(": ".join(part for part in (file, key, problem) if part))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that reads `9.895e14` as a number (YAML 1.2) and refuses a key given twice."""
+
+
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[object] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {key!r} is given twice", key_node.start_mark
+            )
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return loader.construct_mapping(node)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """A did-you-mean clause for `word`, or nothing when no known word is near."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def read_mapping(path: Path, label: str) -> dict[str, Any]:
+    """The top-level mapping of a YAML or JSON file; `label` names the file in errors."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(label, "", f"cannot be read ({reason})") from error
+    try:
+        data = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=_Loader)
+    except (yaml.MarkedYAMLError, json.JSONDecodeError) as error:
+        raise ConfigError(label, "", _syntax_problem(error)) from error
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(label, "", "expected a mapping of names to values at the top level")
+    return data
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError | json.JSONDecodeError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno}: {error.msg}"
+    line = error.problem_mark.line + 1 if error.problem_mark else 0
+    return f"line {line}: {error.problem or 'not valid YAML'}"
+
+
+def flatten(
+    data: Mapping[str, Any], label: str, unsourced: Iterable[str] = ()
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Plain values and `{key: source}` of a mapping; a number without a source is an error.
+
+    Keys in `unsourced` (names, texts) need no source.
+    """
+    everywhere = data.get("source", "")
+    if not isinstance(everywhere, str):
+        raise ConfigError(label, "source", "expected a text")
+    exempt = set(unsourced)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for key, entry in data.items():
+        if key == "source":
+            continue
+        value, source = _entry(entry, label, key)
+        source = source or everywhere
+        if not source and key not in exempt and _has_number(value):
+            raise ConfigError(
+                label,
+                key,
+                f"{value!r} has no source: write {{value: ..., source: ...}}, "
+                "or one `source:` for the file",
+            )
+        values[key] = value
+        if source and _has_number(value):
+            sources[key] = source
+    return values, sources
+
+
+def _entry(entry: object, label: str, key: str) -> tuple[object, str]:
+    """Value and source of one key, written plainly or as a mapping."""
+    if not isinstance(entry, dict):
+        return entry, ""
+    unknown = sorted(set(entry) - {"value", "source", "fitted"})
+    if unknown or "value" not in entry or len(entry) != 2:
+        raise ConfigError(
+            label, key, "expected {value: ..., source: ...} or {value: ..., fitted: ...}"
+        )
+    text = entry.get("source", entry.get("fitted"))
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigError(label, key, "the source must be a text that is not empty")
+    return entry["value"], text if "source" in entry else f"fitted: {text}"
+
+
+def _has_number(value: object) -> bool:
+    """Whether a value states a quantity (a number or a switch), alone or in a list."""
+    if isinstance(value, list | tuple):
+        return any(_has_number(item) for item in value)
+    return isinstance(value, int | float)
+
+
+def convert(data: Mapping[str, Any], kind: type[T], label: str) -> T:
+    """The struct of plain values; unknown keys and wrong types name the key and what is allowed."""
+    fields = [field.encode_name for field in msgspec.structs.fields(kind)]
+    for key in data:
+        if key not in fields:
+            raise ConfigError(
+                label,
+                key,
+                f"unknown key{closest(key, fields)} (allowed: {', '.join(sorted(fields))})",
+            )
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        key, problem = _validation_problem(str(error), kind)
+        raise ConfigError(label, key, problem) from error
+
+
+def _validation_problem(message: str, kind: type[Struct]) -> tuple[str, str]:
+    """msgspec's message as (key path, problem) with the allowed values of a closed set."""
+    text, _, where = message.partition(" - at `$.")
+    key = where.rstrip("`")
+    text = text[:1].lower() + text[1:].replace("`", "")
+    missing = re.match(r"object missing required field (\w+)", text)
+    if missing:
+        return missing[1], "required key is missing"
+    hint = get_type_hints(kind).get(key.split("[")[0])
+    allowed = get_args(hint) if get_origin(hint) is Literal else ()
+    if allowed:
+        text = f"{text} (allowed: {', '.join(str(value) for value in allowed)})"
+    return key, text

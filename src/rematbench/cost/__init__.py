@@ -1,0 +1,1 @@
+"""Seconds and bytes: the only arithmetic on FLOPs and links in the project."""

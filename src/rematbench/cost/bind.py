@@ -1,0 +1,245 @@
+"""Costs bound to one problem: kernels, operators, collectives, copies, states, in seconds.
+
+The only place that joins the pure formulas with a cluster, a stack, a layout and a calibration.
+"""
+
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from rematbench.cluster import Cluster
+from rematbench.cost import collectives, copies, formulas, states
+from rematbench.cost.constants import (
+    Calibration,
+    CommonConstants,
+    GpuConstants,
+    NetworkConstants,
+    SystemConstants,
+)
+from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel
+from rematbench.layout import Layout
+from rematbench.ops import Comm, Op
+from rematbench.system import System
+from rematbench.workload import Workload
+
+Direction = Literal["forward", "backward_input", "backward_weight"]
+CopyDirection = Literal["d2h", "h2d"]
+
+NCCL_STREAMS = frozenset({"tp", "cp", "dp"})
+"""Streams whose work occupies SMs beside compute; p2p and copies are left to copy engines."""
+FLASH_BACKWARD_FLOP = 2.5
+"""Five GEMMs to the forward's two (Dao 2023, arXiv 2307.08691)."""
+
+
+class CostModel:
+    """Read-only seconds and bytes of one rank's work; memoised, so cheap to ask again."""
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        system: System,
+        layout: Layout,
+        workload: Workload,
+        calibration: Calibration,
+    ) -> None:
+        self.cluster = cluster
+        self.system = system
+        self.layout = layout
+        self.workload = workload
+        self.calibration = calibration
+        self._kernels: dict[tuple[Kernel, Direction], float] = {}
+        self._ops: dict[tuple[int, Direction, float], tuple[Op, float]] = {}
+        self._comms: dict[tuple[Comm, int], float] = {}
+
+    @cached_property
+    def gpu(self) -> GpuConstants:
+        """Constants of the cluster's GPU generation."""
+        return self.calibration.gpu(self.cluster.generation)
+
+    @cached_property
+    def network(self) -> NetworkConstants:
+        """Constants of the cluster's links."""
+        return self.calibration.network(self.cluster.name)
+
+    @cached_property
+    def stack(self) -> SystemConstants:
+        """Constants of the software stack."""
+        return self.calibration.system(self.system.name)
+
+    @property
+    def common(self) -> CommonConstants:
+        """Constants that are the same everywhere."""
+        return self.calibration.common
+
+    @cached_property
+    def nvlink_bytes_per_s(self) -> float:
+        """Reached rate of one GPU's NVLink, per direction."""
+        return self.cluster.nvlink_bytes_per_s * self.network.nvlink_efficiency
+
+    @cached_property
+    def nic_bytes_per_s(self) -> float:
+        """Reached rate of one GPU's share of its node's NICs, per direction."""
+        share = self.cluster.node_network_bytes_per_s / self.cluster.gpus_per_node
+        return share * self.network.nic_efficiency
+
+    def kernel_s(self, kernel: Kernel, direction: Direction) -> float:
+        """Seconds of one kernel; attention's backward costs 2.5 forwards at its own efficiency."""
+        key = (kernel, direction)
+        if key not in self._kernels:
+            match kernel:
+                case Gemm():
+                    seconds = self._gemm_s(kernel) * self.stack.kernel_scale
+                case Elementwise():
+                    seconds = self._elementwise_s(kernel) * self.stack.kernel_scale
+                case Attention():
+                    seconds = self._attention_s(kernel, direction) * self.stack.attention_scale
+            self._kernels[key] = float(seconds)
+        return self._kernels[key]
+
+    def _gemm_s(self, kernel: Gemm) -> formulas.Quantity:
+        c = self.cluster
+        shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
+        width = self.workload.element_bytes
+        return formulas.gemm_s(*shape, width, c.peak_flop_per_s, c.hbm_bytes_per_s, self.gpu)
+
+    def _elementwise_s(self, kernel: Elementwise) -> formulas.Quantity:
+        rate = self.cluster.hbm_bytes_per_s
+        return formulas.elementwise_s(kernel.hbm_bytes, kernel.launches, rate, self.gpu)
+
+    def _attention_s(self, kernel: Attention, direction: Direction) -> formulas.Quantity:
+        forward = direction == "forward"
+        if not kernel.fused:
+            return self._unfused_attention_s(kernel, forward)
+        gpu = self.gpu
+        flop = formulas.flash_flop(kernel.pairs, kernel.heads, kernel.head_dim, kernel.batch)
+        return formulas.flash_s(
+            flop if forward else FLASH_BACKWARD_FLOP * flop,
+            kernel.q_rows,
+            gpu.flash_forward_efficiency if forward else gpu.flash_backward_efficiency,
+            self.cluster.peak_flop_per_s,
+            gpu,
+        )
+
+    def _unfused_attention_s(self, kernel: Attention, forward: bool) -> formulas.Quantity:
+        passes = formulas.UNFUSED_FORWARD_PASSES if forward else formulas.UNFUSED_BACKWARD_PASSES
+        if self.workload.model.dropout > 0:
+            passes += formulas.DROPOUT_PASSES
+        return formulas.unfused_attention_s(
+            kernel.batch,
+            kernel.heads,
+            kernel.head_dim,
+            kernel.q_rows,
+            kernel.kv_rows,
+            self.workload.element_bytes,
+            passes,
+            1.0 if forward else 2.0,
+            self.cluster.peak_flop_per_s,
+            self.cluster.hbm_bytes_per_s,
+            self.gpu,
+        )
+
+    def op_s(self, op: Op, direction: Direction, rows_fraction: float = 1.0) -> float:
+        """Seconds of an operator's kernels in a direction, on a share of its rows."""
+        key = (id(op), direction, rows_fraction)
+        if key not in self._ops:  # the op is kept, so that its id stays its own
+            kernels: tuple[Kernel, ...] = getattr(op, direction)
+            parts = (part_of(kernel, direction, rows_fraction) for kernel in kernels)
+            self._ops[key] = (op, sum(self.kernel_s(part, direction) for part in parts))
+        return self._ops[key][1]
+
+    def comm_s(self, comm: Comm, stage: int) -> float:
+        """Seconds of a collective of the worst-placed group at a pipeline stage.
+
+        The `dp` group is data- and context-parallel peers together (they share the states)."""
+        key = (comm, stage)
+        if key not in self._comms:
+            self._comms[key] = self._collective_s(comm, stage)
+        return self._comms[key]
+
+    def _collective_s(self, comm: Comm, stage: int) -> float:
+        shape = self.group(comm.group, stage)
+        nvlink, nic = self.nvlink_bytes_per_s, self.nic_bytes_per_s
+        ring = collectives.ring_bytes_per_s(shape.fewest_per_node, shape.nodes, nvlink, nic)
+        size, nodes, common = shape.ranks, shape.nodes, self.common
+        match comm.kind:
+            case "all_gather" | "reduce_scatter":
+                seconds = collectives.all_gather_s(comm.nbytes, size, nodes, ring, common)
+            case "all_reduce":
+                seconds = collectives.all_reduce_s(comm.nbytes, size, nodes, ring, common)
+            case "all_to_all":
+                seconds = collectives.all_to_all_s(
+                    comm.nbytes, size, shape.fewest_per_node, nodes, nvlink, nic, common
+                )
+            case "ring":
+                seconds = collectives.ring_exchange_s(comm.nbytes, size, nodes, nvlink, nic, common)
+            case "p2p":
+                return self.p2p_s(comm.nbytes, stage, stage + 1)
+        return float(seconds)
+
+    def group(self, group: str, stage: int) -> collectives.GroupShape:
+        """How the worst-placed group of a kind lies on the nodes."""
+        return collectives.worst_group(
+            self.layout,
+            "state" if group == "dp" else group,
+            stage,
+            self.cluster.gpus_per_node,
+            self.system.rank_order,
+        )
+
+    def p2p_s(self, nbytes: int, from_stage: int, to_stage: int) -> float:
+        """Seconds of one rank's send to its peer in another stage; the worst-placed pair."""
+        per_node = self.cluster.gpus_per_node
+        groups = collectives.group_ranks(self.layout, "pp", 0, self.system.rank_order)
+        last = self.layout.pp
+        pairs = np.array([(g[from_stage % last], g[to_stage % last]) for g in groups])
+        crosses = bool(np.any(pairs[:, 0] // per_node != pairs[:, 1] // per_node))
+        return float(
+            collectives.point_to_point_s(
+                nbytes, crosses, self.nvlink_bytes_per_s, self.nic_bytes_per_s, self.common
+            )
+        )
+
+    def copy_s(self, nbytes: int, direction: CopyDirection) -> float:
+        """Seconds of a copy to or from pinned host memory (both directions cost the same)."""
+        assert direction in ("d2h", "h2d")
+        link = self.cluster.host_link_bytes_per_s
+        return float(copies.host_copy_s(nbytes, link, self.common))
+
+    def device_copy_s(self, nbytes: int) -> float:
+        """Seconds of a copy inside the device (SPLIT, JOIN)."""
+        return float(copies.device_copy_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu))
+
+    def optimizer_s(self, parameters_per_rank: int) -> float:
+        """Seconds of clipping and the update of a rank's share of the parameters, on the GPU."""
+        traffic = states.optimizer_traffic_bytes(
+            parameters_per_rank,
+            self.system.param_bytes,
+            self.system.grad_bytes,
+            self.system.optimizer_bytes,
+            self.common,
+        )
+        return float(formulas.memory_s(traffic, self.cluster.hbm_bytes_per_s, self.gpu))
+
+    def overlap_factor(self, kernel_stream: str, other_stream: str) -> float:
+        """Slowdown of work on one stream beside work on the other; 1 where no SMs are shared."""
+        if kernel_stream == "compute" and other_stream in NCCL_STREAMS:
+            return self.gpu.overlap_slowdown
+        return 1.0
+
+
+def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kernel:
+    """The kernel on a share of its rows; a weight gradient's rows are its reduction."""
+    if rows_fraction == 1.0:
+        return kernel
+    match kernel:
+        case Gemm(m=m, n=n, k=k, batch=batch):
+            rows = k if direction == "backward_weight" else m
+            some = max(1, round(rows * rows_fraction))
+            weight = direction == "backward_weight"
+            return Gemm(m, n, some, batch) if weight else Gemm(some, n, k, batch)
+        case Elementwise(hbm_bytes=nbytes, launches=launches):
+            return Elementwise(round(nbytes * rows_fraction), launches)
+        case Attention():
+            raise ValueError("attention cannot run on a share of its rows")

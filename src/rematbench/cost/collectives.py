@@ -1,0 +1,196 @@
+"""Seconds of collectives, and which NICs and NVLinks a process group shares.
+
+Ranks are numbered with tp fastest, then cp, dp, pp (`System.rank_order`); a group is a first rank,
+a stride and a size.  Seconds follow from how many of its ranks sit on each node it touches.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+from msgspec import Struct
+
+from rematbench.cost.constants import CommonConstants
+from rematbench.cost.formulas import Quantity
+from rematbench.layout import Layout
+
+
+class GroupShape(Struct, frozen=True):
+    """How the worst-placed of the groups of one kind lies on the nodes.
+
+    `ranks` in all; `fewest_per_node` over the nodes it touches; `nodes` touched.
+    """
+
+    ranks: int
+    fewest_per_node: int
+    nodes: int
+
+
+def degrees(layout: Layout) -> dict[str, int]:
+    """Ranks per group.  Ulysses ranks are consecutive dp ranks and form the `cp` group."""
+    inner = layout.cp * layout.ulysses
+    return {"tp": layout.tp, "cp": inner, "dp": layout.dp // layout.ulysses, "pp": layout.pp}
+
+
+def group_stride(layout: Layout, group: str, order: tuple[str, ...]) -> int:
+    """Distance in ranks between neighbours of a group: the product of the faster degrees."""
+    sizes = degrees(layout)
+    return int(np.prod([sizes[name] for name in order[: order.index(group)]], initial=1))
+
+
+def group_ranks(
+    layout: Layout, group: str, stage: int, order: tuple[str, ...]
+) -> list[tuple[int, ...]]:
+    """All groups of a kind at a pipeline stage, as global rank numbers.
+
+    `state` is data- and context-parallel peers together, over which ZeRO shards the states.
+    """
+    sizes = degrees(layout)
+    members = ("cp", "dp") if group == "state" else (group,)
+    shape = [sizes[name] for name in order]
+    grid = np.arange(int(np.prod(shape))).reshape(shape[::-1])  # slowest first
+    axes = list(order[::-1])
+    if group != "pp":
+        grid = np.take(grid, stage, axis=axes.index("pp"))
+        axes.remove("pp")
+    inside = [axes.index(name) for name in axes if name in members]
+    outside = [i for i in range(len(axes)) if i not in inside]
+    flat = grid.transpose(outside + inside)
+    size = int(np.prod([grid.shape[i] for i in inside], initial=1))
+    return [tuple(int(r) for r in row) for row in flat.reshape(-1, size)]
+
+
+@lru_cache(maxsize=4096)
+def worst_group(
+    layout: Layout, group: str, stage: int, gpus_per_node: int, order: tuple[str, ...]
+) -> GroupShape:
+    """The group that is served worst: several nodes before one, then fewest ranks on a node."""
+    shapes = []
+    for ranks in group_ranks(layout, group, stage, order):
+        nodes, counts = np.unique(np.array(ranks) // gpus_per_node, return_counts=True)
+        shapes.append(GroupShape(len(ranks), int(counts.min()), len(nodes)))
+    return min(shapes, key=lambda s: (s.nodes == 1, s.fewest_per_node, -s.nodes))
+
+
+def ring_bytes_per_s(
+    fewest_per_node: Quantity,
+    nodes: Quantity,
+    nvlink_bytes_per_s: Quantity,
+    nic_bytes_per_s: Quantity,
+) -> Quantity:
+    """Rate at which a ring passes bytes on: NVLink inside a node, else the NICs of its ranks.
+
+    A ring that leaves a node enters and leaves it once per channel, and the node serves it with
+    the NICs of the ranks it has there: (fewest ranks on any node it touches) x NIC.
+    Source: NCCL ring channels, one NIC per GPU; see DESIGN.md, "A DP ring's bandwidth".
+    Rates are already multiplied by their efficiencies.
+    """
+    network = np.minimum(fewest_per_node * nic_bytes_per_s, nvlink_bytes_per_s)
+    rate: Quantity = np.where(np.asarray(nodes) > 1, network, nvlink_bytes_per_s)
+    return rate
+
+
+def ring_steps_s(
+    steps: Quantity,
+    ranks: Quantity,
+    nodes: Quantity,
+    nbytes: Quantity,
+    bytes_per_s: Quantity,
+    common: CommonConstants,
+) -> Quantity:
+    """Seconds of a ring of `steps` hops, each passing nbytes / ranks: the faster of NCCL's LL128
+    and Simple protocols, base + hops inside nodes + hops between nodes + steps nbytes / (ranks rate).
+
+    Source: NCCL 2.18 src/graph/tuning.cc, ncclTopoTuneModel (baseLat, hwLat, LL128 at 92 %).
+    """
+    between = np.where(np.asarray(nodes) > 1, steps * nodes / ranks, 0.0)
+    within = steps - between
+    wire = steps * nbytes / ranks / bytes_per_s
+    choices = [
+        base + within * near + between * far + wire / share
+        for base, near, far, share in zip(
+            common.nccl_base_s,
+            common.nccl_nvlink_hop_s,
+            common.nccl_network_hop_s,
+            common.nccl_bandwidth_share,
+            strict=True,
+        )
+    ]
+    fastest: Quantity = np.minimum.reduce(np.broadcast_arrays(*choices))
+    return np.where(np.asarray(ranks) > 1, fastest, 0.0)[()]
+
+
+def all_gather_s(
+    nbytes: Quantity,
+    ranks: Quantity,
+    nodes: Quantity,
+    bytes_per_s: Quantity,
+    common: CommonConstants,
+) -> Quantity:
+    """Ring all-gather or reduce-scatter of a gathered payload: ranks - 1 steps, (ranks - 1) / ranks
+    of the bytes over each link.  Source: Thakur, Rabenseifner & Gropp 2005; NCCL tests' bus rate."""
+    return ring_steps_s(np.subtract(ranks, 1), ranks, nodes, nbytes, bytes_per_s, common)
+
+
+def all_reduce_s(
+    nbytes: Quantity,
+    ranks: Quantity,
+    nodes: Quantity,
+    bytes_per_s: Quantity,
+    common: CommonConstants,
+) -> Quantity:
+    """Ring all-reduce: a reduce-scatter and an all-gather in one call, 2 (ranks - 1) steps."""
+    steps = 2.0 * np.subtract(ranks, 1)
+    return ring_steps_s(steps, ranks, nodes, nbytes, bytes_per_s, common)
+
+
+def all_to_all_s(
+    nbytes: Quantity,
+    ranks: Quantity,
+    fewest_per_node: Quantity,
+    nodes: Quantity,
+    nvlink_bytes_per_s: Quantity,
+    nic_bytes_per_s: Quantity,
+    common: CommonConstants,
+) -> Quantity:
+    """All-to-all of one rank's `nbytes`: the share for ranks of its node over NVLink, the rest over
+    its own NIC, side by side.  Source: NCCL's grouped send/receive (one NIC per GPU)."""
+    inside = nbytes * np.subtract(fewest_per_node, 1) / ranks / nvlink_bytes_per_s
+    outside = nbytes * np.subtract(ranks, fewest_per_node) / ranks / nic_bytes_per_s
+    wire = np.maximum(inside, np.where(np.asarray(nodes) > 1, outside, 0.0))
+    far, near = common.nccl_network_hop_s[-1], common.nccl_nvlink_hop_s[-1]
+    latency = common.nccl_base_s[-1] + np.where(np.asarray(nodes) > 1, far, near)
+    return np.where(np.asarray(ranks) > 1, wire + latency, 0.0)[()]
+
+
+def ring_exchange_s(
+    nbytes: Quantity,
+    ranks: Quantity,
+    nodes: Quantity,
+    nvlink_bytes_per_s: Quantity,
+    nic_bytes_per_s: Quantity,
+    common: CommonConstants,
+) -> Quantity:
+    """Ring attention's KV exchange: ranks - 1 neighbour sends of nbytes / ranks, paced by the
+    slowest link; one rank's NIC where the ring leaves a node (its other ranks cannot help).
+
+    Source: Liu et al. 2023 (arXiv 2310.01889); point-to-point, so no ring channels over NICs.
+    """
+    crosses = np.asarray(nodes) > 1
+    rate = np.where(crosses, np.minimum(nic_bytes_per_s, nvlink_bytes_per_s), nvlink_bytes_per_s)
+    hop = np.where(crosses, common.nccl_network_hop_s[-1], common.nccl_nvlink_hop_s[-1])
+    each = common.nccl_base_s[-1] + hop + nbytes / ranks / rate
+    return (np.subtract(ranks, 1) * each)[()]
+
+
+def point_to_point_s(
+    nbytes: Quantity,
+    crosses_nodes: Quantity,
+    nvlink_bytes_per_s: Quantity,
+    nic_bytes_per_s: Quantity,
+    common: CommonConstants,
+) -> Quantity:
+    """One send and its receive: base + hop + bytes / link (the GPU's own NIC between nodes)."""
+    crosses = np.asarray(crosses_nodes) > 0
+    rate = np.where(crosses, nic_bytes_per_s, nvlink_bytes_per_s)
+    hop = np.where(crosses, common.nccl_network_hop_s[-1], common.nccl_nvlink_hop_s[-1])
+    return (common.nccl_base_s[-1] + hop + nbytes / rate)[()]

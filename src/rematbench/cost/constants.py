@@ -1,0 +1,176 @@
+"""The numbers behind the formulas: per GPU generation, cluster network and software system.
+
+Every number in config/calibration.yaml is `{value, source}`; `source: fitted` marks the scalars
+that were fitted to published rows.  They are budgeted: FITTED_BUDGET says how many each may have.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+FITTED = "fitted"
+FITTED_BUDGET = {"gpus": 8, "networks": 2, "systems": 2}
+DEFAULT = "default"
+
+
+class Number(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One constant and where it comes from (`fitted`, or a citation)."""
+
+    value: float
+    source: str
+
+
+class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one GPU generation reaches of its peaks (see formulas.py for each one's use).
+
+    Efficiencies are fractions of the dense peak or of the HBM rate; `gemm_tail_waves` is the part
+    of a wave of tiles lost at the end of a GEMM; `*_half_*` is the size at which an efficiency is
+    half its limit; `launch_s` is the gap a kernel costs; `overlap_slowdown` is the factor on
+    compute beside a NCCL collective; `sm_count`, `tile_rows`, `tile_columns` are hardware facts.
+    """
+
+    sm_count: float
+    tile_rows: float
+    tile_columns: float
+    gemm_efficiency: float
+    gemm_tail_waves: float
+    gemm_half_k: float
+    flash_forward_efficiency: float
+    flash_backward_efficiency: float
+    flash_half_rows: float
+    hbm_efficiency: float
+    launch_s: float
+    overlap_slowdown: float
+
+
+class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Shares of the link rates that collectives reach inside a node and between nodes."""
+
+    nvlink_efficiency: float
+    nic_efficiency: float
+
+
+class SystemConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a software stack differs from the generation's kernels: multipliers on kernel seconds."""
+
+    kernel_scale: float
+    attention_scale: float
+
+
+class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Constants of libraries and host links, the same everywhere; seconds and fractions.
+
+    Tuples are NCCL's protocols (LL128, Simple): base latency, latency of a hop inside a node and
+    between nodes, and share of the link rate.
+    """
+
+    nccl_base_s: tuple[float, ...]
+    nccl_nvlink_hop_s: tuple[float, ...]
+    nccl_network_hop_s: tuple[float, ...]
+    nccl_bandwidth_share: tuple[float, ...]
+    pcie_efficiency: float
+    copy_latency_s: float
+    optimizer_extra_bytes: float
+
+
+class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole sweep of published rows: every field given must match (text fields as substrings)."""
+
+    source: str
+    why: str = ""
+    table: str = ""
+    system: tuple[str, ...] = ()
+    cluster: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    gpus: tuple[int, ...] = ()
+    tp: tuple[int, ...] = ()
+    cp: tuple[int, ...] = ()
+    pp: tuple[int, ...] = ()
+
+
+class ShapedBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A source whose test rows were looked at when a formula or rule was changed (`in-sample`)."""
+
+    source: str
+    mechanism: str
+
+
+class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything config/calibration.yaml says, as plain numbers; `fitted` names the fitted ones
+    as `section.entry.field`."""
+
+    gpus: dict[str, GpuConstants]
+    networks: dict[str, NetworkConstants]
+    systems: dict[str, SystemConstants]
+    common: CommonConstants
+    fitted: tuple[str, ...] = ()
+    fit: tuple[FitRule, ...] = ()
+    shaped_by: tuple[ShapedBy, ...] = ()
+    date: str = ""
+
+    def gpu(self, generation: str) -> GpuConstants:
+        """Constants of a generation; an unknown one is an error (no default is defensible)."""
+        if generation not in self.gpus:
+            known = ", ".join(sorted(self.gpus))
+            raise KeyError(f"no calibration for GPU generation {generation!r} (known: {known})")
+        return self.gpus[generation]
+
+    def network(self, cluster: str) -> NetworkConstants:
+        """Constants of a cluster's links, or the declared default."""
+        return self.networks.get(cluster, self.networks[DEFAULT])
+
+    def system(self, name: str) -> SystemConstants:
+        """Constants of a stack, or the declared default."""
+        return self.systems.get(name, self.systems[DEFAULT])
+
+
+def load_calibration(path: Path) -> Calibration:
+    """Read config/calibration.yaml; an unknown key or a number without a source is an error."""
+    return parse_calibration(path.read_bytes())
+
+
+class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file as written: every number with its source."""
+
+    date: str
+    gpus: dict[str, dict[str, Number]]
+    networks: dict[str, dict[str, Number]]
+    systems: dict[str, dict[str, Number]]
+    common: dict[str, Any]
+    fit: tuple[FitRule, ...]
+    shaped_by: tuple[ShapedBy, ...] = field(default=())
+
+
+def parse_calibration(text: bytes) -> Calibration:
+    """Calibration from YAML text; raises on a fitted count above FITTED_BUDGET."""
+    raw = msgspec.yaml.decode(text, type=_File)
+    fitted: list[str] = []
+    plain: dict[str, Any] = {}
+    for section, budget in FITTED_BUDGET.items():
+        entries: dict[str, dict[str, Number]] = getattr(raw, section)
+        plain[section] = {
+            name: {key: number.value for key, number in numbers.items()}
+            for name, numbers in entries.items()
+        }
+        for name, numbers in entries.items():
+            keys = [key for key, number in numbers.items() if number.source == FITTED]
+            if len(keys) > budget:
+                raise ValueError(f"calibration: {section}.{name} has {len(keys)} fitted > {budget}")
+            fitted += [f"{section}.{name}.{key}" for key in keys]
+        if section != "gpus" and DEFAULT not in entries:
+            raise ValueError(f"calibration: {section} needs a `{DEFAULT}` entry")
+    common = {key: number["value"] for key, number in raw.common.items()}
+    return msgspec.convert(
+        {
+            **plain,
+            "common": common,
+            "fitted": fitted,
+            "fit": msgspec.to_builtins(raw.fit),
+            "shaped_by": msgspec.to_builtins(raw.shaped_by),
+            "date": raw.date,
+        },
+        type=Calibration,
+        strict=False,
+    )

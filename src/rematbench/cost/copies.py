@@ -1,0 +1,19 @@
+"""Seconds of copies between device and host memory, and inside the device."""
+
+from rematbench.cost.constants import CommonConstants, GpuConstants
+from rematbench.cost.formulas import Quantity, elementwise_s
+
+
+def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonConstants) -> Quantity:
+    """Copy between device and pinned host memory: latency + bytes / (link share x efficiency).
+
+    `link_bytes_per_s` is one GPU's share of the PCIe link, per direction; both directions run at
+    once (PCIe is full duplex).  Source: PCI Express Base Specification 5.0 for the rate;
+    `pcie_efficiency` is the part left by 256-byte payload headers and flow control.
+    """
+    return common.copy_latency_s + nbytes / (link_bytes_per_s * common.pcie_efficiency)
+
+
+def device_copy_s(nbytes: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants) -> Quantity:
+    """Copy inside the device (SPLIT, JOIN): each byte is read once and written once."""
+    return elementwise_s(2.0 * nbytes, 1.0, hbm_bytes_per_s, gpu)

@@ -1,0 +1,67 @@
+"""The one FLOP function: model FLOPs per token, MFU and HFU, causal and dense."""
+
+from rematbench.block import causal_pairs
+from rematbench.workload import Model
+
+FORWARD_AND_BACKWARD = 3
+"""A matrix's backward costs two GEMMs to the forward's one."""
+
+
+def matrix_flop_per_token(model: Model) -> int:
+    """6 (L P_layer + h V): every weight matrix but the input embedding, forward and backward.
+
+    Source: Yuan et al., USENIX ATC 2024 (MFU as counted there); Narayanan et al. 2021, eq. 3.
+    """
+    weights = model.num_layers * model.layer_matrix_parameters + model.hidden * model.vocab
+    return 2 * FORWARD_AND_BACKWARD * weights
+
+
+def attention_flop_per_token(model: Model, seq_len: int, *, causal: bool) -> float:
+    """Scores and weighted sums, forward and backward: 12 s h L dense, half of it causal.
+
+    Generalised to heads x head_dim and to windows, per layer 12 x heads x head_dim x (mean keys
+    per query).  The causal mean is s / 2, as the sources count it, not (s + 1) / 2.
+    """
+    windows = model.attention_window or (0,) * model.num_layers
+    keys = sum(_mean_keys(seq_len, window, causal) for window in windows)
+    return 4 * FORWARD_AND_BACKWARD * model.q_width * keys
+
+
+def _mean_keys(seq_len: int, window: int, causal: bool) -> float:
+    """Keys per query, averaged over the sequence; a window below the sequence is counted exactly."""
+    if 0 < window < seq_len:
+        return causal_pairs(seq_len, window) / seq_len
+    return seq_len / 2 if causal else float(seq_len)
+
+
+def model_flop_per_token(model: Model, seq_len: int, *, causal: bool = True) -> float:
+    """Model FLOPs of one token's forward and backward (no recompute, no padding)."""
+    return matrix_flop_per_token(model) + attention_flop_per_token(model, seq_len, causal=causal)
+
+
+def mfu(
+    tokens_per_s_per_gpu: float,
+    model: Model,
+    seq_len: int,
+    peak_flop_per_s: float,
+    *,
+    causal: bool = True,
+) -> float:
+    """Model FLOPs utilisation, a fraction of the dense peak."""
+    return (
+        tokens_per_s_per_gpu * model_flop_per_token(model, seq_len, causal=causal) / peak_flop_per_s
+    )
+
+
+def hfu(
+    tokens_per_s_per_gpu: float,
+    model: Model,
+    seq_len: int,
+    peak_flop_per_s: float,
+    recompute_flop_per_token: float,
+    *,
+    causal: bool = True,
+) -> float:
+    """Hardware FLOPs utilisation: MFU with recomputed FLOPs counted."""
+    flop = model_flop_per_token(model, seq_len, causal=causal) + recompute_flop_per_token
+    return tokens_per_s_per_gpu * flop / peak_flop_per_s

@@ -1,0 +1,135 @@
+"""Seconds of one kernel on one GPU.  Pure, and broadcastable over NumPy arrays (no branches).
+
+Units: FLOP, bytes, seconds; rates per second.  `gpu` holds the generation's constants.
+"""
+
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematbench.cost.constants import GpuConstants
+
+Quantity: TypeAlias = "float | NDArray[np.float64]"
+
+
+def saturation(size: Quantity, half: Quantity) -> Quantity:
+    """size / (size + half): 1/2 at `half`, 1 in the limit.
+
+    Source: Hockney & Jesshope 1981, the n_1/2 law of pipelined machines.
+    """
+    return size / (size + half)
+
+
+def gemm_flop(m: Quantity, n: Quantity, k: Quantity, batch: Quantity = 1.0) -> Quantity:
+    """2 m n k batch (a multiply and an add per term)."""
+    return 2.0 * m * n * k * batch
+
+
+def gemm_s(
+    m: Quantity,
+    n: Quantity,
+    k: Quantity,
+    batch: Quantity,
+    element_bytes: Quantity,
+    peak_flop_per_s: Quantity,
+    hbm_bytes_per_s: Quantity,
+    gpu: GpuConstants,
+) -> Quantity:
+    """Seconds of `batch` GEMMs (m x k) @ (k x n): launch + max(arithmetic, traffic).
+
+    arithmetic = flop / (peak e) x (1 + half_k / k) x (1 + tail x SMs / tiles), with tiles of
+    tile_rows x tile_columns: the prologue of each tile (half_k) and the last, partly filled wave.
+    traffic = both operands read and the result written once.
+    Source: wave and tile quantisation as in NVIDIA, "Matrix Multiplication Background User's
+    Guide" (DU-09798); roofline of Williams et al. 2009.  e, tail and half_k are fitted.
+    """
+    tiles = m * n * batch / (gpu.tile_rows * gpu.tile_columns)
+    tail = 1.0 + gpu.gemm_tail_waves * gpu.sm_count / tiles
+    depth = 1.0 + gpu.gemm_half_k / k
+    arithmetic = gemm_flop(m, n, k, batch) / (peak_flop_per_s * gpu.gemm_efficiency) * tail * depth
+    moved = element_bytes * batch * (m * k + k * n + m * n)
+    traffic = memory_s(moved, hbm_bytes_per_s, gpu)
+    seconds: Quantity = gpu.launch_s + np.maximum(arithmetic, traffic)
+    return seconds
+
+
+def flash_flop(pairs: Quantity, heads: Quantity, head_dim: Quantity, batch: Quantity) -> Quantity:
+    """4 head_dim per (query, key) pair, head and sequence: scores and the weighted sum.
+
+    Source: Dao 2023 (arXiv 2307.08691), section 4.1.  The backward has five GEMMs to two: 2.5x.
+    """
+    return 4.0 * pairs * heads * head_dim * batch
+
+
+def flash_s(
+    flop: Quantity,
+    q_rows: Quantity,
+    efficiency: Quantity,
+    peak_flop_per_s: Quantity,
+    gpu: GpuConstants,
+) -> Quantity:
+    """Seconds of a fused attention kernel: launch + flop / (peak e q / (q + half_rows)).
+
+    Source: the rise of flash attention's rate with sequence length, Dao 2023 (arXiv 2307.08691)
+    figures 4-6; Shah et al. 2024 (arXiv 2407.08608) for Hopper.  e and half_rows are fitted.
+    """
+    rate = peak_flop_per_s * efficiency * saturation(q_rows, gpu.flash_half_rows)
+    return gpu.launch_s + flop / rate
+
+
+def memory_s(nbytes: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants) -> Quantity:
+    """Seconds to move bytes through HBM at the reached share of its rate (no launch)."""
+    return nbytes / (hbm_bytes_per_s * gpu.hbm_efficiency)
+
+
+def elementwise_s(
+    nbytes: Quantity, launches: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants
+) -> Quantity:
+    """Seconds of memory-bound kernels: launches x gap + bytes / (HBM rate x efficiency)."""
+    return launches * gpu.launch_s + memory_s(nbytes, hbm_bytes_per_s, gpu)
+
+
+UNFUSED_FORWARD_PASSES = 2.0
+"""Score-matrix passes of a fused scale-mask-softmax kernel: read, write."""
+UNFUSED_BACKWARD_PASSES = 3.0
+"""Softmax backward: read probabilities and gradient, write the gradient."""
+DROPOUT_PASSES = 2.5
+"""Dropout on probabilities: read, write, and a one-byte mask (half an element) either way."""
+
+
+def unfused_attention_s(
+    batch: Quantity,
+    heads: Quantity,
+    head_dim: Quantity,
+    q_rows: Quantity,
+    kv_rows: Quantity,
+    element_bytes: Quantity,
+    passes: Quantity,
+    gemm_pairs: Quantity,
+    peak_flop_per_s: Quantity,
+    hbm_bytes_per_s: Quantity,
+    gpu: GpuConstants,
+) -> Quantity:
+    """Seconds of attention with materialised scores: `gemm_pairs` times two batched GEMMs
+    (q x d x kv and q x kv x d; forward 1, backward 2) and `passes` over the score matrix.
+
+    Scores are computed in full, without causal savings.
+    Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 3 and figure 3 (core attention).
+    """
+    many = batch * heads
+    shared = (element_bytes, peak_flop_per_s, hbm_bytes_per_s, gpu)
+    gemms = gemm_s(q_rows, kv_rows, head_dim, many, *shared) + gemm_s(
+        q_rows, head_dim, kv_rows, many, *shared
+    )
+    scores_bytes = many * q_rows * kv_rows * element_bytes
+    softmax = elementwise_s(passes * scores_bytes, np.ceil(passes / 3.0), hbm_bytes_per_s, gpu)
+    return gemm_pairs * gemms + softmax
+
+
+def beside_s(compute_s: Quantity, other_s: Quantity, slowdown: Quantity) -> Quantity:
+    """Seconds of a compute kernel slowed while a collective runs beside it, or of the collective
+    if that is longer: max(compute + (slowdown - 1) min(compute, other), other)."""
+    slowed = compute_s + (slowdown - 1.0) * np.minimum(compute_s, other_s)
+    seconds: Quantity = np.maximum(slowed, other_s)
+    return seconds

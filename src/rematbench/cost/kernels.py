@@ -1,0 +1,40 @@
+"""What an operator asks of the GPU, in shapes: the words between the op table and the formulas."""
+
+from msgspec import Struct
+
+
+class Gemm(Struct, frozen=True, tag="gemm"):
+    """(m x k) @ (k x n), `batch` times: m rows (tokens), n output columns, k reduction."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+
+
+class Attention(Struct, frozen=True, tag="attention"):
+    """Causal attention of one rank: `q_rows` query rows against `kv_rows` prefix rows.
+
+    `heads` and `head_dim` are this rank's; `pairs` is the number of (query, key) pairs per
+    sequence and head that causality (and a window) leaves, summed over the rank's query rows;
+    `fused` tells flash kernels from materialised scores.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    q_rows: int
+    kv_rows: int
+    pairs: int
+    fused: bool = True
+
+
+class Elementwise(Struct, frozen=True, tag="elementwise"):
+    """A memory-bound kernel (or a fused run of them): bytes read plus written, kernels launched."""
+
+    hbm_bytes: int
+    launches: int = 1
+
+
+Kernel = Gemm | Attention | Elementwise

@@ -1,0 +1,177 @@
+"""Plan + problem -> everything a table needs: time, bytes per rank, verdict.  No method is named."""
+
+from collections import Counter
+
+from msgspec import Struct
+
+from rematbench.action import Kind
+from rematbench.chunk import simulate_chunks
+from rematbench.cost.flops import hfu, mfu
+from rematbench.cost.kernels import Attention, Gemm, Kernel
+from rematbench.cost.states import shard
+from rematbench.ledger import RankLedger, issue_order
+from rematbench.lower import lower
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.program import Program
+from rematbench.seconds import action_seconds, rank_parameters
+from rematbench.simulate import Simulation, simulate
+
+
+class RankBytes(Struct, frozen=True, kw_only=True):
+    """Device and host bytes of one rank: resident states and the activation ledger's peak."""
+
+    parameter: int
+    gradient: int
+    optimizer: int
+    activation_peak: int
+    pools: int
+    host_state: int
+    host_activation_peak: int
+    peak_step: int
+
+    @property
+    def device_peak(self) -> int:
+        """Peak of allocated device bytes."""
+        return self.parameter + self.gradient + self.optimizer + self.activation_peak + self.pools
+
+    @property
+    def host_peak(self) -> int:
+        """Peak of pinned host bytes."""
+        return self.host_state + self.host_activation_peak
+
+
+class PlanEvaluation(Struct, frozen=True, kw_only=True):
+    """One plan's simulated step.  Bytes are the issue-order ledger's; `mfu_*` and `hfu` fractions."""
+
+    step_s: float
+    tokens_per_s_per_gpu: float
+    mfu_causal: float
+    mfu_dense: float
+    hfu: float
+    ranks: tuple[RankBytes, ...]
+    host_node_bytes: int
+    recompute_flop: float
+    offload_bytes: int
+    simulation: Simulation
+
+    @property
+    def peak_device_bytes(self) -> tuple[int, ...]:
+        """Peak device bytes per pipeline rank."""
+        return tuple(rank.device_peak for rank in self.ranks)
+
+    @property
+    def peak_host_bytes(self) -> tuple[int, ...]:
+        """Peak pinned host bytes per pipeline rank."""
+        return tuple(rank.host_peak for rank in self.ranks)
+
+
+def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
+    """Chunk-level evaluation (a problem's evaluator)."""
+    return evaluate_program(problem, plan, lower(plan, problem))
+
+
+def evaluate_program(
+    problem: Problem,
+    plan: Plan,
+    program: Program,
+    *,
+    op_level: bool = False,
+    record: bool = False,
+) -> PlanEvaluation:
+    """Time and bytes of a lowered plan; `record` keeps the timeline (op level only)."""
+    seconds = action_seconds(problem, plan)
+    if op_level or record:
+        simulation = simulate(program, seconds, record=record)
+    else:
+        simulation = simulate_chunks(program, seconds)
+    lay, work = problem.layout, problem.workload
+    tokens = lay.global_batch * work.seq_len
+    rate = tokens / simulation.step_s / lay.gpus
+    ledgers = issue_order(program)
+    ranks = tuple(_rank_bytes(problem, plan, r, ledger) for r, ledger in enumerate(ledgers))
+    again, moved = _work(problem, program)
+    replicas = lay.tp * lay.cp * lay.dp  # ranks per stage, all alike
+    peak = problem.cluster.peak_flop_per_s
+    model = work.model
+    return PlanEvaluation(
+        step_s=simulation.step_s,
+        tokens_per_s_per_gpu=rate,
+        mfu_causal=mfu(rate, model, work.seq_len, peak, causal=True),
+        mfu_dense=mfu(rate, model, work.seq_len, peak, causal=False),
+        hfu=hfu(rate, model, work.seq_len, peak, again * replicas / tokens),
+        ranks=ranks,
+        host_node_bytes=host_node_bytes(problem, ranks),
+        recompute_flop=again * replicas,
+        offload_bytes=moved * replicas,
+        simulation=simulation,
+    )
+
+
+def _rank_bytes(problem: Problem, plan: Plan, rank: int, ledger: RankLedger) -> RankBytes:
+    system = problem.system
+    count = rank_parameters(problem, plan, rank)
+    sizes = {
+        "parameter": system.param_bytes,
+        "gradient": system.grad_bytes,
+        "optimizer": system.optimizer_bytes,
+    }
+    device = {"parameter": 0, "gradient": 0, "optimizer": 0}
+    host = 0
+    for kind in device:
+        fate = plan.state(kind)  # type: ignore[arg-type]  # the three state kinds
+        nbytes = shard(count, fate.shards) * sizes[kind]
+        if fate.home == "device":
+            device[kind] = nbytes
+        else:
+            host += nbytes
+    return RankBytes(
+        parameter=device["parameter"],
+        gradient=device["gradient"],
+        optimizer=device["optimizer"],
+        activation_peak=ledger.device_peak_bytes,
+        pools=0,
+        host_state=host,
+        host_activation_peak=ledger.host_peak_bytes,
+        peak_step=ledger.peak_step,
+    )
+
+
+def host_node_bytes(problem: Problem, ranks: tuple[RankBytes, ...]) -> int:
+    """Largest sum of pinned bytes over the ranks of one node (ranks ordered tp, cp, dp, pp)."""
+    lay, per_node = problem.layout, problem.cluster.gpus_per_node
+    per_stage = lay.tp * lay.cp * lay.dp
+    totals: Counter[int] = Counter()
+    for stage, rank in enumerate(ranks):
+        first, last = stage * per_stage, (stage + 1) * per_stage
+        for node in range(first // per_node, -(-last // per_node)):
+            here = min(last, (node + 1) * per_node) - max(first, node * per_node)
+            totals[node] += here * rank.host_peak
+    return max(totals.values(), default=0)
+
+
+def kernel_flop(kernel: Kernel) -> float:
+    """Multiply-adds x 2 of a forward kernel."""
+    match kernel:
+        case Gemm(m=m, n=n, k=k, batch=batch):
+            return 2.0 * m * n * k * batch
+        case Attention(batch=batch, heads=heads, head_dim=head_dim, pairs=pairs):
+            return 4.0 * pairs * heads * head_dim * batch
+    return 0.0
+
+
+def _work(problem: Problem, program: Program) -> tuple[float, int]:
+    """(recomputed FLOPs, bytes copied to the host) of one rank per stage, all stages."""
+    tables = {"E": problem.embedding, "H": problem.head, "L": problem.layer(0)}
+    flop, moved = 0.0, 0
+    for rank in program.ranks:
+        runs = Counter(step.block for step in rank.steps)
+        for index, block in enumerate(rank.blocks):
+            for action in block.actions:
+                if action.kind is Kind.D2H:
+                    moved += action.nbytes * runs[index]
+                elif action.kind is Kind.RECOMPUTE:
+                    op = next(o for o in tables[action.part[0]].ops if o.name == action.op)
+                    work = sum(kernel_flop(k) for k in op.forward) * action.fraction
+                    flop += work * runs[index]
+    return flop, moved

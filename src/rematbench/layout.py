@@ -1,0 +1,136 @@
+"""How the work is spread: parallel degrees, micro-batch and batch; and the rules they must obey."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from rematbench.cluster import Cluster
+from rematbench.system import System
+from rematbench.workload import Model, PositiveInt, Workload
+
+ZeroStage = Literal[0, 1, 2, 3]
+
+
+class LayoutError(ValueError):
+    """A layout breaks a rule; the message names the rule and the numbers."""
+
+
+class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parallel degrees.  `dp` excludes `cp`; `ulysses` is an all-to-all sequence-parallel degree
+    that takes ranks from dp; `sp` is Megatron's sequence parallelism (needs tp > 1 to matter);
+    `micro_batch` and `global_batch` count sequences."""
+
+    tp: PositiveInt = 1
+    sp: bool = True
+    cp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1
+    dp: PositiveInt = 1
+    zero_stage: ZeroStage = 1
+    ulysses: PositiveInt = 1
+    micro_batch: PositiveInt = 1
+    global_batch: PositiveInt = 1
+
+    @property
+    def gpus(self) -> int:
+        """Ranks in all."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that pass one pipeline per optimizer step."""
+        return self.global_batch // (self.replicas * self.micro_batch)
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel copies of the model that see different sequences."""
+        return self.dp // self.ulysses
+
+    @property
+    def state_shards(self) -> int:
+        """Ranks over which ZeRO spreads states: data- and context-parallel peers together."""
+        return self.dp * self.cp
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks over all pipeline ranks."""
+        return self.pp * self.vpp
+
+
+def check_layout(layout: Layout, workload: Workload, cluster: Cluster, system: System) -> None:
+    """Raise LayoutError on the first broken rule."""
+    for broken, rule in _rules(layout, workload, cluster, system):
+        if broken:
+            raise LayoutError(rule)
+
+
+def _rules(
+    lay: Layout, work: Workload, cluster: Cluster, system: System
+) -> list[tuple[bool, str]]:
+    model = work.model
+    return [
+        *_batch_rules(lay),
+        *_model_rules(lay, model),
+        (
+            work.seq_len % (lay.cp * (2 if lay.cp > 1 else 1)) != 0,
+            f"seq_len {work.seq_len} must divide by 2 x cp = {2 * lay.cp} (head/tail slices)",
+        ),
+        (
+            lay.sp and work.seq_len % (lay.cp * lay.tp) != 0,
+            f"seq_len {work.seq_len} must divide by cp x tp = {lay.cp * lay.tp} (sequence parallel)",
+        ),
+        (
+            lay.cp > 1 and system.cp_kind == "none",
+            f"system {system.name} has no context parallelism, but cp = {lay.cp}",
+        ),
+        (
+            lay.ulysses > 1 and "ulysses" not in system.features,
+            f"system {system.name} has no Ulysses all-to-all, but ulysses = {lay.ulysses}",
+        ),
+        (
+            lay.gpus > cluster.gpus_per_node and lay.gpus % cluster.gpus_per_node != 0,
+            f"tp x cp x pp x dp = {lay.gpus} GPUs do not fill nodes of {cluster.gpus_per_node}",
+        ),
+    ]
+
+
+def _batch_rules(lay: Layout) -> list[tuple[bool, str]]:
+    per_pass = lay.replicas * lay.micro_batch
+    micro_batches = lay.num_micro_batches
+    return [
+        (
+            lay.dp % lay.ulysses != 0,
+            f"dp {lay.dp} must divide by ulysses = {lay.ulysses} (it takes ranks from dp)",
+        ),
+        (
+            lay.global_batch % max(per_pass, 1) != 0,
+            f"global_batch {lay.global_batch} must divide by dp / ulysses x micro_batch = {per_pass}",
+        ),
+        (lay.vpp > 1 and lay.pp == 1, f"vpp = {lay.vpp} needs pp > 1"),
+        (
+            lay.vpp > 1 and micro_batches % lay.pp != 0,
+            f"interleaved 1F1B needs micro-batches % pp == 0, but {micro_batches} % {lay.pp} != 0",
+        ),
+        (
+            lay.zero_stage >= 2 and lay.pp > 1,
+            f"zero_stage {lay.zero_stage} with pp = {lay.pp}: gradient sharding with a pipeline is not modelled",
+        ),
+    ]
+
+
+def _model_rules(lay: Layout, model: Model) -> list[tuple[bool, str]]:
+    return [
+        (
+            model.num_layers < lay.num_chunks,
+            f"{model.num_layers} layers cannot fill pp x vpp = {lay.num_chunks} chunks",
+        ),
+        (
+            model.num_heads % (lay.tp * lay.ulysses) != 0,
+            f"{model.num_heads} heads must divide by tp x ulysses = {lay.tp * lay.ulysses}",
+        ),
+        (
+            max(model.num_kv_heads, lay.tp) % min(model.num_kv_heads, lay.tp) != 0,
+            f"{model.num_kv_heads} KV heads and tp = {lay.tp}: one must divide the other",
+        ),
+        (model.ffn % lay.tp != 0, f"ffn {model.ffn} must divide by tp = {lay.tp}"),
+    ]

@@ -1,0 +1,203 @@
+"""The two ledgers of activation bytes: in issue order (what an allocator sees) and on the timeline.
+
+The issue-order ledger needs no costs: a block's effect is its net bytes and its highest point, so
+a whole step is a walk over blocks.  Tensors in a staging slot are counted with their pool, once.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from rematbench.action import HOST, Action
+from rematbench.program import Block, Program, RankProgram
+from rematbench.simulate import Interval
+
+
+class Profile(NamedTuple):
+    """Effect of one block: net and highest bytes above entry, on the device and on the host."""
+
+    device_net: int
+    device_high: int
+    host_net: int
+    host_high: int
+
+
+class RankLedger(Struct, frozen=True, kw_only=True):
+    """Peaks of one rank's activations, where they occur (step index), and what is left over."""
+
+    device_peak_bytes: int
+    host_peak_bytes: int
+    peak_step: int
+    device_left_bytes: int
+    host_left_bytes: int
+
+
+class Live(NamedTuple):
+    """A storage that is alive: who holds it, how big it is."""
+
+    name: str
+    micro_batch: int
+    chunk: int
+    nbytes: int
+
+
+class LedgerError(ValueError):
+    """An action frees what is not alive, or allocates twice."""
+
+
+def program_profiles(program: Program) -> list[list[Profile]]:
+    """Profiles of every rank's blocks; sizes of freed tensors come from whoever allocated them."""
+    return [_rank_profiles(rank) for rank in program.ranks]
+
+
+def _rank_profiles(rank: RankProgram) -> list[Profile]:
+    """Walk the rank once to learn the size each block frees (equal for every run of a block)."""
+    sizes: dict[tuple[str, int, int], int] = {}
+    profiles: dict[int, Profile] = {}
+    for index, micro_batch, chunk in rank.steps:
+        block = rank.blocks[index]
+        if index in profiles:
+            _replay_sizes(block, sizes, micro_batch, chunk)
+        else:
+            profiles[index] = _measure(block, sizes, micro_batch, chunk)
+    return [profiles[i] for i in range(len(rank.blocks))]
+
+
+def _replay_sizes(
+    block: Block, sizes: dict[tuple[str, int, int], int], micro_batch: int, chunk: int
+) -> None:
+    births, deaths = _outlive(block)
+    for name, nbytes in births:
+        sizes[(name, micro_batch, chunk)] = nbytes
+    for name in deaths:
+        sizes.pop((name, micro_batch, chunk), None)
+
+
+_OUTLIVE: dict[int, tuple[Block, list[tuple[str, int]], list[str]]] = {}
+
+
+def _outlive(block: Block) -> tuple[list[tuple[str, int]], list[str]]:
+    """What a block leaves alive, and what it ends that was alive before."""
+    cached = _OUTLIVE.get(id(block))
+    if cached is not None and cached[0] is block:
+        return cached[1], cached[2]
+    births: dict[str, int] = {}
+    deaths: list[str] = []
+    for action in block.actions:
+        for alloc in action.allocs:
+            births[alloc.name] = 0 if alloc.slot else alloc.nbytes
+        for name in action.frees:
+            if births.pop(name, None) is None:
+                deaths.append(name)
+    if len(_OUTLIVE) > 4096:  # noqa: PLR2004  a bounded cache
+        _OUTLIVE.clear()
+    _OUTLIVE[id(block)] = (block, list(births.items()), deaths)
+    return list(births.items()), deaths
+
+
+def _measure(
+    block: Block, sizes: dict[tuple[str, int, int], int], micro_batch: int, chunk: int
+) -> Profile:
+    device = host = device_high = host_high = 0
+    for action in block.actions:
+        for alloc in action.allocs:
+            nbytes = 0 if alloc.slot else alloc.nbytes
+            sizes[(alloc.name, micro_batch, chunk)] = nbytes
+            if alloc.name.endswith(HOST):
+                host += nbytes
+            else:
+                device += nbytes
+        device_high = max(device_high, device + action.scratch)
+        host_high = max(host_high, host)
+        for name in action.frees:
+            key = (name, micro_batch, chunk)
+            if key not in sizes:
+                raise LedgerError(f"{block.label}{micro_batch}.{chunk} frees {name}: not alive")
+            if name.endswith(HOST):
+                host -= sizes.pop(key)
+            else:
+                device -= sizes.pop(key)
+    return Profile(device, device_high, host, host_high)
+
+
+def issue_order(program: Program) -> tuple[RankLedger, ...]:
+    """Peaks of every rank with each action applied in issue order."""
+    tables = program_profiles(program)
+    return tuple(_walk(r, t) for r, t in zip(program.ranks, tables, strict=True))
+
+
+def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
+    device = host = device_peak = host_peak = peak_step = 0
+    for position, step in enumerate(rank.steps):
+        profile = profiles[step.block]
+        if device + profile.device_high > device_peak:
+            device_peak, peak_step = device + profile.device_high, position
+        host_peak = max(host_peak, host + profile.host_high)
+        device += profile.device_net
+        host += profile.host_net
+    return RankLedger(
+        device_peak_bytes=device_peak,
+        host_peak_bytes=host_peak,
+        peak_step=peak_step,
+        device_left_bytes=device,
+        host_left_bytes=host,
+    )
+
+
+def live_bytes(actions: Iterable[tuple[Action, int, int]]) -> Iterable[tuple[int, int]]:
+    """(device, host) live bytes after each action, in issue order: the twin law's left side."""
+    sizes: dict[tuple[str, int, int], int] = {}
+    device = host = 0
+    for action, micro_batch, chunk in actions:
+        for alloc in action.allocs:
+            nbytes = 0 if alloc.slot else alloc.nbytes
+            sizes[(alloc.name, micro_batch, chunk)] = nbytes
+            device, host = _move(alloc.name, nbytes, device, host)
+        for name in action.frees:
+            device, host = _move(name, -sizes.pop((name, micro_batch, chunk)), device, host)
+        yield device, host
+
+
+def _move(name: str, nbytes: int, device: int, host: int) -> tuple[int, int]:
+    return (device, host + nbytes) if name.endswith(HOST) else (device + nbytes, host)
+
+
+def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
+    """Everything on the device at the rank's peak (for tables and stacked bars)."""
+    live: dict[tuple[str, int, int], int] = {}
+    best, best_bytes, total = (), -1, 0
+    for position, step in enumerate(rank.steps[: peak_step + 1]):
+        for action in rank.blocks[step.block].actions:
+            for alloc in action.allocs:
+                if not alloc.name.endswith(HOST):
+                    live[(alloc.name, step.micro_batch, step.chunk)] = alloc.nbytes
+                    total += alloc.nbytes
+            if position == peak_step and total + action.scratch > best_bytes:
+                best_bytes = total + action.scratch
+                best = tuple(live.items())  # type: ignore[assignment]
+            for name in action.frees:
+                total -= live.pop((name, step.micro_batch, step.chunk), 0)
+    return tuple(Live(name, mb, chunk, nbytes) for (name, mb, chunk), nbytes in best)
+
+
+def timeline(intervals: Sequence[Interval], rank: int) -> list[tuple[float, int]]:
+    """(seconds, live device bytes) of a rank with the deltas at simulated times: allocations when
+    the action starts, frees when the stream reaches them (for plots and for `active`)."""
+    sizes: dict[tuple[str, int, int], int] = {}
+    deltas: list[tuple[float, int]] = []
+    for item in intervals:
+        if item.rank != rank:
+            continue
+        for alloc in item.action.allocs:
+            if not alloc.name.endswith(HOST):
+                sizes[(alloc.name, item.micro_batch, item.chunk)] = alloc.nbytes
+                deltas.append((item.start_s, alloc.nbytes))
+        for name in item.action.frees:
+            freed = sizes.pop((name, item.micro_batch, item.chunk), 0)
+            deltas.append((item.end_s, -freed))
+    total, points = 0, []
+    for at, delta in sorted(deltas):
+        total += delta
+        points.append((at, total))
+    return points

@@ -1,0 +1,113 @@
+"""The decoder block as named operators: what each reads, writes, saves and asks of the GPU.
+
+Every activation of the plan vocabulary is a tensor here.  Saved sets follow from the system's
+fused operators: they are facts of the stack, never of a method.  Symbols: n = micro_batch x
+seq_len / cp tokens of a rank, t = tensor parallel, h hidden, e bytes per element.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from rematbench.cost.kernels import Elementwise, Kernel
+
+CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "p2p"]
+Group = Literal["tp", "cp", "dp", "pp"]
+Part = Literal["embedding", "layer", "head"]
+
+
+class Comm(Struct, frozen=True):
+    """A collective over one group; `nbytes` is the full (gathered) payload of the group's tensor.
+
+    `splits` says what the payload is made of when it is more than one tensor (names, for text).
+    """
+
+    kind: CommKind
+    group: Group
+    nbytes: int
+
+
+class Activation(Struct, frozen=True):
+    """A tensor one rank holds for one micro-batch: rows x row_bytes."""
+
+    name: str
+    rows: int
+    row_bytes: int
+    differentiable: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes."""
+        return self.rows * self.row_bytes
+
+
+class Op(Struct, frozen=True, kw_only=True):
+    """One operator of the block.
+
+    `inputs`, `outputs` and `saves` name activations; `forward`, `backward_input` and
+    `backward_weight` are kernels of one rank; `gather` runs on the inputs before the forward,
+    `regather` on the saved inputs before the backward (the gathered copy is not saved), `reduce` on
+    the output after the forward, `grad_gather` on the output's gradient, `grad_reduce` on the input's gradient.
+    `gathered_bytes` is the transient gathered input, `unreduced_bytes` the output before `reduce`.
+    `row_local`: each output row depends on the same input row only.  `alias_inputs`: inputs whose
+    gradient IS the output's gradient (a residual addition), so the backward moves no bytes.
+    `scratch_*` are bytes held inside the kernel only.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    saves: tuple[str, ...] = ()
+    forward: tuple[Kernel, ...] = ()
+    backward_input: tuple[Kernel, ...] = ()
+    backward_weight: tuple[Kernel, ...] = ()
+    gather: Comm | None = None
+    regather: Comm | None = None
+    reduce: Comm | None = None
+    grad_gather: Comm | None = None
+    grad_reduce: Comm | None = None
+    gathered_bytes: int = 0
+    unreduced_bytes: int = 0
+    row_local: bool = True
+    alias_inputs: tuple[str, ...] = ()
+    parameters: int = 0
+    scratch_forward_bytes: int = 0
+    scratch_backward_bytes: int = 0
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether a weight gradient is computed apart from the input gradient."""
+        return bool(self.backward_weight)
+
+
+class OpTable(Struct, frozen=True, kw_only=True):
+    """The operators of one part of the model in forward order, and every activation they name."""
+
+    part: Part
+    ops: tuple[Op, ...]
+    activations: dict[str, Activation]
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """Names some backward needs, in forward order of production."""
+        wanted = {name for op in self.ops for name in op.saves}
+        return tuple(name for name in self.activations if name in wanted)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd keeps for one micro-batch when nothing is done."""
+        return sum(self.activations[name].nbytes for name in self.saved)
+
+    @property
+    def parameters(self) -> int:
+        """Weights of one rank (after tensor parallelism)."""
+        return sum(op.parameters for op in self.ops)
+
+    def producer(self, name: str) -> Op | None:
+        """The operator that writes an activation; None for the part's input."""
+        return next((op for op in self.ops if name in op.outputs), None)
+
+
+def moved(*nbytes: int, launches: int = 1) -> tuple[Kernel, ...]:
+    """One memory-bound kernel that reads and writes the given bytes in all."""
+    return (Elementwise(hbm_bytes=sum(nbytes), launches=launches),)

@@ -1,0 +1,200 @@
+"""One planning problem, frozen: workload, cluster, system, layout, sites and costs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, Protocol
+
+from rematbench.block import embedding_table, head_table, layer_table
+from rematbench.cluster import Cluster
+from rematbench.cost.bind import CostModel
+from rematbench.cost.constants import Calibration
+from rematbench.layout import Layout, check_layout
+from rematbench.ops import Activation, Op, OpTable
+from rematbench.plan import Plan, StateFate
+from rematbench.system import System
+from rematbench.workload import Workload
+
+AttentionKind = Literal["flash", "unfused"]
+
+
+class Evaluation(Protocol):
+    """What the chunk-level evaluator tells a method."""
+
+    @property
+    def step_s(self) -> float: ...
+
+    @property
+    def peak_device_bytes(self) -> tuple[int, ...]: ...
+
+
+Evaluator = Callable[["Problem", Plan], Evaluation]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """The only argument of a method.  `evaluate` is the chunk-level evaluator (memoised)."""
+
+    workload: Workload
+    cluster: Cluster
+    system: System
+    layout: Layout
+    calibration: Calibration
+    attention: AttentionKind = "flash"
+    evaluator: Evaluator | None = None
+    _memo: dict[bytes, Evaluation] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        check_layout(self.layout, self.workload, self.cluster, self.system)
+
+    @cached_property
+    def cost(self) -> "CostFacade":
+        """Read-only costs: seconds and bytes of operators, links, states, and of whole plans."""
+        return CostFacade(self)
+
+    @cached_property
+    def embedding(self) -> OpTable:
+        """Operators of the embedding."""
+        return embedding_table(self.workload, self.layout, self.system)
+
+    @cached_property
+    def head(self) -> OpTable:
+        """Operators of the final norm, output projection and loss."""
+        return head_table(self.workload, self.layout, self.system)
+
+    @cached_property
+    def _layers(self) -> dict[int, OpTable]:
+        windows = set(self.workload.model.attention_window) or {0}
+        fused = self.attention == "flash"
+        return {
+            window: layer_table(
+                self.workload, self.layout, self.system, fused_attention=fused, window=window
+            )
+            for window in windows
+        }
+
+    def layer(self, index: int) -> OpTable:
+        """Operators of a decoder layer (global index); layers differ only in attention window."""
+        windows = self.workload.model.attention_window
+        return self._layers[windows[index] if windows else 0]
+
+    @property
+    def layer_kinds(self) -> tuple[OpTable, ...]:
+        """The distinct layer tables."""
+        return tuple(self._layers.values())
+
+    @cached_property
+    def base_plan(self) -> Plan:
+        """Keep everything: even partition, the layout's schedule, the system's state fates."""
+        return Plan(
+            partition=even_partition(self.workload.model.num_layers, self.layout),
+            schedule="interleaved_1f1b" if self.layout.vpp > 1 else "1f1b",
+            states=state_fates(self.layout, self.system),
+        )
+
+
+def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Contiguous layers over virtual stages, sizes differing by at most one; the middle stages
+    take the remainder (the ends also hold embedding and head)."""
+    stages = layout.num_chunks
+    base, extra = divmod(num_layers, stages)
+    sizes = [base] * stages
+    start = (stages - extra) // 2
+    for i in range(start, start + extra):
+        sizes[i] += 1
+    bounds = [sum(sizes[:i]) for i in range(stages + 1)]
+    virtual = [tuple(range(bounds[i], bounds[i + 1])) for i in range(stages)]
+    return tuple(
+        tuple(virtual[chunk * layout.pp + rank] for chunk in range(layout.vpp))
+        for rank in range(layout.pp)
+    )
+
+
+def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
+    """ZeRO stages and FSDP as fates (Rajbhandari et al. 2020, arXiv 1910.02054): stage 1 shards
+    the optimizer, 2 the gradients too, 3 the parameters too, gathered per layer before each use."""
+    shards = layout.state_shards
+    stage = layout.zero_stage
+    sharded_grad = shards if stage >= 2 else 1  # noqa: PLR2004  ZeRO stage 2 by definition
+    parameter = StateFate(kind="parameter", gather="step" if 1 <= stage <= 2 else "none")  # noqa: PLR2004
+    if stage == 3:  # noqa: PLR2004
+        parameter = StateFate(kind="parameter", shards=shards, gather="layer", release="forward")
+    elif stage == 2 and system.data_parallel == "fsdp":  # noqa: PLR2004
+        parameter = StateFate(kind="parameter", shards=shards, gather="layer", release="backward")
+    return (
+        parameter,
+        StateFate(kind="gradient", shards=sharded_grad),
+        StateFate(
+            kind="optimizer",
+            shards=shards if stage >= 1 else 1,
+            home="host" if system.optimizer_on_host else "device",
+        ),
+    )
+
+
+class CostFacade(CostModel):
+    """Cost formulas bound to a problem, with the evaluations a method may ask for."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(
+            cluster=problem.cluster,
+            system=problem.system,
+            layout=problem.layout,
+            workload=problem.workload,
+            calibration=problem.calibration,
+        )
+        self._problem = problem
+
+    def evaluate(self, plan: Plan) -> Evaluation:
+        """Chunk-level step time and peaks of a plan (memoised by the plan's content)."""
+        import msgspec
+
+        if self._problem.evaluator is None:
+            raise RuntimeError("this problem was built without an evaluator")
+        key = msgspec.json.encode(plan)
+        memo = self._problem._memo
+        if key not in memo:
+            memo[key] = self._problem.evaluator(self._problem, plan)
+        return memo[key]
+
+    def peak_bytes(self, plan: Plan) -> int:
+        """Largest device ledger peak over ranks, bytes."""
+        return max(self.evaluate(plan).peak_device_bytes)
+
+    def step_s(self, plan: Plan) -> float:
+        """Seconds of one optimizer step."""
+        return self.evaluate(plan).step_s
+
+    def site_bytes(self, activation: Activation) -> int:
+        """Bytes of one saved tensor for one micro-batch on one rank."""
+        return activation.nbytes
+
+    def rebuild_ops(
+        self, table: OpTable, missing: frozenset[str], available: frozenset[str]
+    ) -> tuple[Op, ...]:
+        """Operators to re-run, in forward order, so that `missing` exists again."""
+        return rebuild_ops(table, missing, available)
+
+    def recompute_s(self, table: OpTable, missing: frozenset[str]) -> float:
+        """Seconds of kernels and collectives to rebuild `missing` from the other saved tensors."""
+        available = frozenset(table.saved) - missing
+        return sum(
+            self.op_s(op, "forward")
+            + sum(self.comm_s(c, 0) for c in (op.gather, op.reduce) if c is not None)
+            for op in rebuild_ops(table, missing, available)
+        )
+
+
+def rebuild_ops(
+    table: OpTable, missing: frozenset[str], available: frozenset[str]
+) -> tuple[Op, ...]:
+    """The smallest run of operators that produces `missing` from `available` (by dataflow)."""
+    needed = set(missing)
+    chosen: list[Op] = []
+    for op in reversed(table.ops):
+        if needed.isdisjoint(op.outputs):
+            continue
+        chosen.append(op)
+        needed.difference_update(op.outputs)
+        needed.update(name for name in op.inputs if name not in available)
+    return tuple(reversed(chosen))

@@ -1,0 +1,70 @@
+"""The order of forward and backward work on each pipeline rank: GPipe, 1F1B, interleaved 1F1B."""
+
+from functools import lru_cache
+from typing import Literal
+
+from rematbench.plan import Pass, Phase
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b"]
+
+
+@lru_cache(maxsize=256)
+def passes(
+    schedule: ScheduleName, rank: int, pp: int, vpp: int, num_micro_batches: int
+) -> tuple[Pass, ...]:
+    """All passes of one rank in issue order.
+
+    Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473): micro-batches go through the
+    chunks in groups of pp; rank r runs (vpp - 1) pp + 2 (pp - r - 1) forwards before its first
+    backward.  Plain 1F1B runs pp - r - 1; GPipe all.
+    """
+    total = num_micro_batches * vpp
+    if schedule == "gpipe":
+        warmup = total
+    elif schedule == "1f1b":
+        warmup = min(pp - rank - 1, total)
+    else:
+        warmup = min((vpp - 1) * pp + 2 * (pp - rank - 1), total)
+        if num_micro_batches == pp:  # Megatron runs all forwards first when there is one group
+            warmup = total
+    forwards = [_place(i, pp, vpp, True) for i in range(total)]
+    backwards = [_place(i, pp, vpp, False) for i in range(total)]
+    order = list(forwards[:warmup])
+    for i in range(total - warmup):
+        order += [forwards[warmup + i], backwards[i]]
+    return (*order, *backwards[total - warmup :])
+
+
+def _place(i: int, pp: int, vpp: int, forward: bool) -> Pass:
+    """The i-th forward (backward) of a rank: which micro-batch, which chunk."""
+    if vpp == 1:
+        return Pass(forward, i, 0)
+    group, within = divmod(i, pp * vpp)
+    chunk = within // pp
+    return Pass(forward, group * pp + within % pp, chunk if forward else vpp - 1 - chunk)
+
+
+@lru_cache(maxsize=256)
+def phases(order: tuple[Pass, ...]) -> dict[tuple[int, int], Phase]:
+    """Phase of each (micro-batch, chunk): warmup if its forward precedes the rank's first
+    backward (the forward just before it excepted), cooldown if its backward follows the last
+    forward's own backward, else steady."""
+    first_backward = next((i for i, p in enumerate(order) if not p.forward), len(order))
+    last_forward = max((i for i, p in enumerate(order) if p.forward), default=-1)
+    phase: dict[tuple[int, int], Phase] = {}
+    for i, step in enumerate(order):
+        site = (step.micro_batch, step.chunk)
+        if step.forward:
+            phase[site] = "warmup" if i < first_backward - 1 else "steady"
+        elif i > last_forward + 1 and phase[site] == "steady":
+            phase[site] = "cooldown"
+    return phase
+
+
+def in_flight(order: tuple[Pass, ...]) -> int:
+    """Most (chunk, micro-batch) forwards alive at once on the rank."""
+    live = peak = 0
+    for step in order:
+        live += 1 if step.forward else -1
+        peak = max(peak, live)
+    return peak

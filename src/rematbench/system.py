@@ -1,0 +1,55 @@
+"""Which software stack runs: what it saves for the backward, what it overlaps, its state dtypes."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from rematbench.workload import NonNegativeInt, PositiveInt
+
+TpOverlap = Literal["none", "backward", "gemm"]
+CpKind = Literal["none", "allgather", "ring", "ulysses"]
+DataParallelKind = Literal["zero", "fsdp"]
+
+
+class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A training stack, as far as it decides bytes and time.
+
+    Bytes are per parameter: `param_bytes` and `grad_bytes` of the copies used in compute,
+    `optimizer_bytes` of master weights and moments (sharded from ZeRO stage 1 on), and the wire
+    dtypes `reduce_bytes` (gradient reduction) and `gather_bytes` (parameter gather).
+    `tp_overlap`: none; backward (collectives of a linear's backward run beside its two GEMMs, as
+    Megatron's asynchronous linear does); gemm (forward collectives too, chunk by chunk).
+    `bucket_bytes` is the gradient bucket of an overlapped reduction (0: not bucketed).
+    `vocab_multiple`: the vocabulary is padded up to a multiple of this times tp.
+    `features` lists what the stack can do beyond this struct; asking for another is Unsupported.
+    """
+
+    name: str
+    version: str
+    param_bytes: NonNegativeInt
+    grad_bytes: NonNegativeInt
+    optimizer_bytes: NonNegativeInt
+    reduce_bytes: NonNegativeInt
+    gather_bytes: NonNegativeInt
+    fused_swiglu: bool
+    fused_loss: bool
+    logits_fp32: bool
+    saves_norm_output: bool = True
+    tp_overlap: TpOverlap
+    p2p_overlap: bool
+    reduce_overlap: bool
+    gather_overlap: bool
+    bucket_bytes: NonNegativeInt = 0
+    cp_kind: CpKind = "none"
+    data_parallel: DataParallelKind = "zero"
+    compiled: bool = False
+    optimizer_on_host: bool = False
+    vocab_multiple: PositiveInt = 1
+    rank_order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
+    features: tuple[str, ...] = ()
+    sources: dict[str, str] = {}
+
+    def padded_vocab(self, vocab: int, tp: int) -> int:
+        """The vocabulary this stack computes with: padded up to vocab_multiple x tp."""
+        unit = self.vocab_multiple * tp
+        return -(-vocab // unit) * unit

@@ -1,0 +1,125 @@
+"""What is trained: a decoder-only transformer, a sequence length and a precision."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+from msgspec.structs import force_setattr, replace
+
+PositiveInt = Annotated[int, Meta(gt=0)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+Probability = Annotated[float, Meta(ge=0.0, lt=1.0)]
+
+MlpKind = Literal["swiglu", "geglu", "gelu"]
+NormKind = Literal["rmsnorm", "layernorm"]
+PositionKind = Literal["rope", "learned", "alibi"]
+Precision = Literal["bf16", "fp16", "fp32"]
+
+BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decoder-only transformer, in the words of its published config.
+
+    `attention_window` holds one entry per layer (0: full causal attention) or is empty when
+    every layer attends to the whole prefix.  `vocab` is the published vocabulary (a system may
+    pad it: `System.padded_vocab`).  Learned positions with `max_positions` 0 grow with the run:
+    a Workload resolves them to its sequence length.
+    """
+
+    name: str
+    num_layers: PositiveInt
+    hidden: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt
+    head_dim: PositiveInt
+    ffn: PositiveInt
+    vocab: PositiveInt
+    mlp: MlpKind
+    norm: NormKind
+    position: PositionKind
+    tied_embeddings: bool
+    qkv_bias: bool = False
+    proj_bias: bool = False
+    mlp_bias: bool = False
+    post_norm: bool = False
+    dropout: Probability = 0.0
+    max_positions: NonNegativeInt = 0
+    attention_window: tuple[NonNegativeInt, ...] = ()
+    attention_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
+    source: str = ""
+
+    @property
+    def q_width(self) -> int:
+        """Columns of the query projection: heads x head_dim."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of the key (or value) projection: KV heads x head_dim."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate and an up projection (three matrices, not two)."""
+        return self.mlp != "gelu"
+
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of one norm: a weight, and for LayerNorm a bias."""
+        return self.hidden * (2 if self.norm == "layernorm" else 1)
+
+    @property
+    def layer_matrix_parameters(self) -> int:
+        """Weights of one layer's four linears (these are split by tensor parallelism)."""
+        mlp_matrices = 3 if self.gated else 2
+        attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
+        return attention + mlp_matrices * self.hidden * self.ffn
+
+    @property
+    def layer_vector_parameters(self) -> int:
+        """Norm weights and biases of one layer (replicated over tensor-parallel ranks)."""
+        norms = self.norm_parameters * (4 if self.post_norm else 2)
+        qkv = (self.q_width + 2 * self.kv_width) if self.qkv_bias else 0
+        proj = self.hidden if self.proj_bias else 0
+        mlp = (self.ffn * (2 if self.gated else 1) + self.hidden) if self.mlp_bias else 0
+        return norms + qkv + proj + mlp
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Token and learned-position embedding weights."""
+        positions = self.max_positions if self.position == "learned" else 0
+        return (self.vocab + positions) * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Output projection weights as computed (counted as parameters only when untied)."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All trainable parameters."""
+        layer = self.layer_matrix_parameters + self.layer_vector_parameters
+        head = 0 if self.tied_embeddings else self.head_parameters
+        return self.num_layers * layer + self.embedding_parameters + head + self.norm_parameters
+
+
+class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A model at a sequence length (tokens) in a compute precision.
+
+    Learned positions that the model leaves open (`max_positions` 0) are as many as `seq_len`.
+    """
+
+    model: Model
+    seq_len: PositiveInt
+    precision: Precision = "bf16"
+
+    def __post_init__(self) -> None:
+        """Give a model with open learned positions this run's sequence length."""
+        if self.model.position == "learned" and self.model.max_positions == 0:
+            force_setattr(self, "model", replace(self.model, max_positions=self.seq_len))
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one activation element."""
+        return BYTES_PER_ELEMENT[self.precision]

@@ -1,0 +1,144 @@
+"""Write the actions of one block: events, waits, collectives, and frees from liveness."""
+
+import msgspec
+
+from rematbench.action import COMM_KIND, Action, Alloc, Kind
+from rematbench.ops import Comm, Op
+
+COMPUTE = "compute"
+
+
+class BlockWriter:
+    """Collects actions in issue order; events are local labels e0, e1, ..."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self._events = 0
+        self._waited_at: dict[str, int] = {}
+
+    def add(self, action: Action) -> int:
+        """Append; returns the action's index."""
+        self.actions.append(action)
+        return len(self.actions) - 1
+
+    def new_event(self) -> str:
+        self._events += 1
+        return f"e{self._events - 1}"
+
+    def mark(self, stream: str) -> str:
+        """An event that holds when all work issued so far on `stream` is done."""
+        for index in range(len(self.actions) - 1, -1, -1):
+            action = self.actions[index]
+            if action.stream == stream and action.kind is not Kind.FREE:
+                if not action.event:
+                    action = msgspec.structs.replace(action, event=self.new_event())
+                    self.actions[index] = action
+                return action.event
+        event = self.new_event()
+        self.add(Action(kind=Kind.EVENT, stream=stream, event=event))
+        return event
+
+    def mark_begin(self, index: int) -> str:
+        """An event that holds when the action at `index` starts."""
+        action = self.actions[index]
+        if not action.begin:
+            action = msgspec.structs.replace(action, begin=self.new_event())
+            self.actions[index] = action
+        return action.begin
+
+    def wait(self, stream: str, event: str) -> None:
+        self.add(Action(kind=Kind.WAIT, stream=stream, wait=event))
+        if stream == COMPUTE:
+            self._waited_at[event] = len(self.actions) - 1
+
+    def compute(
+        self,
+        kind: Kind,
+        part: str,
+        op: Op,
+        reads: list[str],
+        allocs: list[Alloc],
+        *,
+        fraction: float = 1.0,
+        beside: str = "",
+    ) -> int:
+        """A forward, backward or recompute kernel group on the compute stream."""
+        forward = kind in (Kind.FORWARD, Kind.RECOMPUTE)
+        scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
+        return self.add(
+            Action(
+                kind=kind,
+                stream=COMPUTE,
+                part=part,
+                op=op.name,
+                reads=tuple(dict.fromkeys(reads)),
+                allocs=tuple(allocs),
+                fraction=fraction,
+                beside=beside,
+                scratch=scratch,
+            )
+        )
+
+    def collective(
+        self,
+        comm: Comm,
+        part: str,
+        op: str,
+        reads: list[str],
+        allocs: list[Alloc],
+        *,
+        after: str = "",
+        fraction: float = 1.0,
+    ) -> str:
+        """A collective on its group's stream, after the compute issued so far (or event `after`);
+        returns its end event."""
+        self.wait(comm.group, after or self.mark(COMPUTE))
+        event = self.new_event()
+        self.add(
+            Action(
+                kind=COMM_KIND[comm.kind],
+                stream=comm.group,
+                part=part,
+                op=op,
+                reads=tuple(reads),
+                allocs=tuple(allocs),
+                event=event,
+                fraction=fraction,
+                comm=comm,
+            )
+        )
+        return event
+
+    def finish(self, label: str, survivors: set[str], arrivals: set[str]) -> tuple[Action, ...]:
+        """Insert a FREE after each tensor's last reader.
+
+        `survivors` outlive the block; `arrivals` are alive when it starts.  A tensor read by
+        another stream is freed where the compute stream has waited for that stream.
+        """
+        last: dict[str, int] = {}
+        born = set(arrivals)
+        for index, action in enumerate(self.actions):
+            for alloc in action.allocs:
+                born.add(alloc.name)
+                last[alloc.name] = self._safe_index(index)
+            for name in action.reads:
+                last[name] = max(last.get(name, -1), self._safe_index(index))
+            for name in action.frees:
+                born.discard(name)
+        end = len(self.actions) - 1
+        frees: dict[int, list[str]] = {}
+        for name in sorted(born - survivors, key=lambda n: (last.get(n, end), n)):
+            frees.setdefault(last.get(name, end), []).append(name)
+        out: list[Action] = []
+        for index, action in enumerate(self.actions):
+            out.append(action)
+            if index in frees:
+                out.append(Action(kind=Kind.FREE, stream=COMPUTE, frees=tuple(frees[index])))
+        return tuple(out)
+
+    def _safe_index(self, index: int) -> int:
+        """Where a tensor touched at `index` may be freed: after the compute stream's wait."""
+        action = self.actions[index]
+        if action.stream == COMPUTE:
+            return index
+        return self._waited_at.get(action.event, len(self.actions) - 1)

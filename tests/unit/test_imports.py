@@ -1,0 +1,167 @@
+"""The arrows of DESIGN.md, read from the syntax of every file: what may import what."""
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SRC = ROOT / "src"
+
+# plan <- lower <- {simulate, torch} <- suite <- cli: none reaches, through any number of imports,
+# a later layer or another group of its own layer.  A name stands for its submodules too.
+LAYERS: list[list[set[str]]] = [
+    [{"plan"}],
+    [{"lower"}],
+    [{"simulate", "chunk", "ledger", "check"}, {"torch"}],
+    [{"suite"}],
+    [{"cli"}],
+]
+
+METHOD_MAY_IMPORT = {"plan", "problem", "solve", "workload", "cluster", "system", "layout"}
+METHOD_LIBRARIES = {"rematbench", "msgspec", "numpy"} | sys.stdlib_module_names
+OUTSIDE = {"methods", "baselines", "figures"}
+FRAMEWORKS = {"torch", "megatron", "deepspeed"}
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in python_files("src")}
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Every dotted name a file imports, at any depth; `from a import b` counts as a and a.b."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {f"{node.module}"}
+    return frozenset(found)
+
+
+def with_parents(name: str) -> set[str]:
+    parts = name.split(".")
+    return {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+
+
+@cache
+def reachable(module: str) -> frozenset[str]:
+    """The rematbench modules that importing `module` may load."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        needed = {part for target in imports(MODULES[name]) for part in with_parents(target)}
+        waiting.extend((needed | with_parents(name)) & MODULES.keys())
+    return frozenset(found)
+
+
+def members(names: set[str]) -> set[str]:
+    full = {f"rematbench.{name}" for name in names}
+    return {module for module in MODULES if full & with_parents(module)}
+
+
+def top(names: frozenset[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
+
+
+def label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_every_name_of_the_layers_is_a_module() -> None:
+    """All but torch, the executor, which comes with its own extra."""
+    names = {name for row in LAYERS for group in row for name in group}
+    assert {name for name in names if not members({name})} <= {"torch"}
+
+
+@pytest.mark.parametrize("level", range(len(LAYERS)))
+def test_arrows_point_down(level: int) -> None:
+    later = [group for row in LAYERS[level + 1 :] for group in row]
+    for group in LAYERS[level]:
+        beside = [other for other in LAYERS[level] if other is not group]
+        forbidden = members(set().union(*later, *beside))
+        crossed = {module: reachable(module) & forbidden for module in members(group)}
+        assert not {module: sorted(found) for module, found in crossed.items() if found}
+
+
+def test_readers_of_actions_know_no_plan() -> None:
+    readers = members({"simulate", "chunk", "ledger", "check"})
+    vocabulary = members({"plan", "fates", "problem", "lower"})
+    assert not {module for module in readers if reachable(module) & vocabulary}
+
+
+def test_costs_do_not_know_the_problem() -> None:
+    crossed = {m for m in members({"cost"}) if reachable(m) & members({"problem", "lower"})}
+    assert not crossed
+
+
+@pytest.mark.parametrize("path", python_files("methods"), ids=label)
+def test_methods_import_only_the_vocabulary(path: Path) -> None:
+    names = imports(path)
+    assert top(names) <= METHOD_LIBRARIES
+    ours = {name.split(".")[1] for name in names if name.startswith("rematbench.")}
+    assert ours <= METHOD_MAY_IMPORT
+    assert "rematbench" not in names or ours, f"{label(path)}: import a module of rematbench"
+
+
+@pytest.mark.parametrize("path", python_files("src"), ids=label)
+def test_src_imports_no_method_baseline_or_figure(path: Path) -> None:
+    assert not top(imports(path)) & OUTSIDE
+
+
+def test_frameworks_stay_in_their_places() -> None:
+    searched = python_files("src", "methods", "figures", "workflows", "tests/unit")
+    torch_places = SRC / "rematbench" / "torch"
+    crossed = [
+        label(path)
+        for path in searched
+        if not path.is_relative_to(torch_places) and top(imports(path)) & FRAMEWORKS
+    ]
+    assert not crossed
+
+
+def test_loading_every_module_loads_no_framework() -> None:
+    modules = sorted(MODULES.keys() - members({"torch"}))
+    code = f"""
+import importlib, sys
+for name in {modules}:
+    importlib.import_module(name)
+print(sorted({FRAMEWORKS} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def reads_environment(node: ast.AST) -> bool:
+    words = {"environ", "environb", "getenv", "getenvb"}
+    if isinstance(node, ast.Attribute):
+        return node.attr in words and isinstance(node.value, ast.Name) and node.value.id == "os"
+    return (
+        isinstance(node, ast.ImportFrom)
+        and node.module == "os"
+        and bool(words & {alias.name for alias in node.names})
+    )
+
+
+@pytest.mark.parametrize("path", python_files("src", "methods"), ids=label)
+def test_library_code_does_not_read_the_environment(path: Path) -> None:
+    assert not [
+        node.lineno for node in ast.walk(ast.parse(path.read_text())) if reads_environment(node)
+    ]

@@ -1,0 +1,85 @@
+"""Every rule of check_layout, broken once: one error that names the rule and the numbers."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.layout import Layout, LayoutError, check_layout
+from rematbench.load import load_cluster, load_model, load_system
+from rematbench.workload import Workload
+
+LLAMA = load_model("llama-65b")
+
+
+def check(
+    layout: dict[str, Any],
+    *,
+    system: str = "megatron-kwai",
+    seq_len: int = 4096,
+    model: dict[str, Any] | None = None,
+) -> None:
+    work = Workload(model=replace(LLAMA, **(model or {})), seq_len=seq_len)
+    check_layout(Layout(**layout), work, load_cluster("h800-80gb"), load_system(system))
+
+
+def test_a_published_layout_breaks_no_rule() -> None:
+    check({"tp": 2, "cp": 2, "pp": 8, "vpp": 5, "dp": 8, "global_batch": 256}, seq_len=8192)
+
+
+BROKEN: list[tuple[str, dict[str, Any]]] = [
+    (
+        "dp 3 must divide by ulysses = 2 (it takes ranks from dp)",
+        {"layout": {"dp": 3, "ulysses": 2, "global_batch": 6}, "system": "deepspeed"},
+    ),
+    (
+        "global_batch 9 must divide by dp / ulysses x micro_batch = 4",
+        {"layout": {"dp": 2, "micro_batch": 2, "global_batch": 9}},
+    ),
+    ("vpp = 2 needs pp > 1", {"layout": {"vpp": 2}}),
+    (
+        "interleaved 1F1B needs micro-batches % pp == 0, but 6 % 4 != 0",
+        {"layout": {"pp": 4, "vpp": 2, "global_batch": 6}},
+    ),
+    (
+        "zero_stage 2 with pp = 2: gradient sharding with a pipeline is not modelled",
+        {"layout": {"pp": 2, "zero_stage": 2, "global_batch": 2}},
+    ),
+    (
+        "80 layers cannot fill pp x vpp = 128 chunks",
+        {"layout": {"pp": 16, "vpp": 8, "global_batch": 16}},
+    ),
+    ("64 heads must divide by tp x ulysses = 3", {"layout": {"tp": 3}}),
+    (
+        "8 KV heads and tp = 3: one must divide the other",
+        {"layout": {"tp": 3}, "model": {"num_heads": 24, "num_kv_heads": 8}},
+    ),
+    ("ffn 22018 must divide by tp = 4", {"layout": {"tp": 4}, "model": {"ffn": 22018}}),
+    (
+        "seq_len 4098 must divide by 2 x cp = 4 (head/tail slices)",
+        {"layout": {"cp": 2}, "seq_len": 4098},
+    ),
+    (
+        "seq_len 4098 must divide by cp x tp = 4 (sequence parallel)",
+        {"layout": {"tp": 4}, "seq_len": 4098},
+    ),
+    (
+        "system torchtitan has no context parallelism, but cp = 2",
+        {"layout": {"cp": 2}, "system": "torchtitan"},
+    ),
+    (
+        "system megatron-kwai has no Ulysses all-to-all, but ulysses = 2",
+        {"layout": {"dp": 2, "ulysses": 2}},
+    ),
+    (
+        "tp x cp x pp x dp = 12 GPUs do not fill nodes of 8",
+        {"layout": {"dp": 12, "global_batch": 12}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "case"), BROKEN, ids=[rule for rule, _ in BROKEN])
+def test_a_broken_rule_is_named(rule: str, case: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError) as error:
+        check(**case)
+    assert str(error.value) == rule

@@ -1,0 +1,215 @@
+"""Configuration files: what loads, where each number comes from, and the exact error lines."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rematbench.configfile import ConfigError, read_mapping
+from rematbench.load import Kind, load_cluster, load_model, load_system, names
+from rematbench.paths import data_dir
+
+KINDS: tuple[Kind, ...] = ("model", "cluster", "system")
+LOADERS: dict[Kind, Callable[[str | Path], Any]] = {
+    "model": load_model,
+    "cluster": load_cluster,
+    "system": load_system,
+}
+
+MODEL = """\
+name: mine
+num_layers: 4
+hidden: 256
+num_heads: 8
+num_kv_heads: 4
+head_dim: 32
+ffn: 704
+vocab: 2048
+mlp: swiglu
+norm: rmsnorm
+position: rope
+tied_embeddings: false
+source: a test
+"""
+
+
+def yaml_file(folder: Path, text: str) -> Path:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error_of(kind: Kind, name_or_path: str | Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        LOADERS[kind](name_or_path)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in names(kind)])
+def test_every_config_loads_under_its_own_name(kind: Kind, name: str) -> None:
+    assert LOADERS[kind](name).name == name
+
+
+def test_every_named_config_of_the_plan_exists() -> None:
+    assert set(names("cluster")) >= {
+        *("h800-80gb", "a800-80gb", "a100-80gb-selene", "a100-40gb-abci", "h100-94gb-tsubame4"),
+        *("h100-80gb", "h100-96gb-hbm2e", "h200-141gb", "a100-80gb-roce1600"),
+        *("a100-40gb-roce1600", "a100-80gb-roce400", "a100-vtrain", "this-machine"),
+    }
+    assert set(names("system")) >= {
+        *("megatron-kwai", "megatron-lm-2bc6cd3", "megatron-lm", "megatron-core", "deepspeed"),
+        *("megatron-deepspeed", "llm-foundry", "torchtitan", "internevo", "rematbench"),
+    }
+
+
+def numbers(data: dict[str, Any]) -> set[str]:
+    """Keys of a configuration whose value is a number or a switch."""
+    plain = {k: v["value"] if isinstance(v, dict) else v for k, v in data.items()}
+    return {key for key, value in plain.items() if isinstance(value, int | float)}
+
+
+@pytest.mark.parametrize("kind", ["cluster", "system"])
+def test_every_number_has_a_source(kind: Kind) -> None:
+    for name in names(kind):
+        path = data_dir("config") / f"{kind}s" / f"{name}.yaml"
+        sources = LOADERS[kind](name).sources
+        assert numbers(read_mapping(path, name)) == set(sources)
+        assert all(len(text) > 5 for text in sources.values())
+
+
+def test_every_model_has_a_source() -> None:
+    assert all(len(load_model(name).source) > 40 for name in names("model"))
+
+
+def test_every_estimate_says_that_it_is_ours() -> None:
+    for name in names("cluster"):
+        text = load_cluster(name).sources["non_torch_bytes"]
+        assert text.startswith("Estimate, ours") or name == "this-machine"
+
+
+def test_sources_are_kept_per_key() -> None:
+    assert "100 Gbps" in load_cluster("h800-80gb").sources["nic_bytes_per_s"]
+    assert "6 + 12/d" in load_system("megatron-kwai").sources["optimizer_bytes"]
+
+
+def test_a_published_system_name_is_an_alias() -> None:
+    assert load_system("torchtitan (FSDP2)") is load_system("torchtitan")
+    assert load_system("llm-foundry (FSDP)").data_parallel == "fsdp"
+
+
+def test_usable_bytes_of_the_h800_lie_in_the_bracket_of_figure_7() -> None:
+    assert 67.8 < load_cluster("h800-80gb").usable_bytes / 2**30 < 72.4
+
+
+def test_my_own_files_load(tmp_path: Path) -> None:
+    model = load_model(yaml_file(tmp_path, MODEL))
+    assert (model.name, model.parameters, model.source) == ("mine", 4_000_000, "a test")
+    own = MODEL.replace("vocab: 2048", "vocab: {value: 4096, source: my tokenizer}")
+    (tmp_path / "own").mkdir()
+    assert load_model(yaml_file(tmp_path / "own", own)).source == "a test; vocab: my tokenizer"
+
+
+def test_an_edited_file_counts_at_once(tmp_path: Path) -> None:
+    assert load_model(yaml_file(tmp_path, MODEL)).vocab == 2048
+    assert load_model(yaml_file(tmp_path, MODEL.replace("2048", "4096"))).vocab == 4096
+
+
+def test_a_fitted_value_says_so(tmp_path: Path) -> None:
+    text = (data_dir("config") / "clusters" / "this-machine.yaml").read_text(encoding="utf-8")
+    head, _, tail = text.partition("hbm_bytes_per_s:")
+    rest = tail[tail.index("non_torch_bytes:") :]
+    fitted = f"{head}hbm_bytes_per_s: {{value: 2e10, fitted: stream.py}}\n{rest}"
+    cluster = load_cluster(yaml_file(tmp_path, fitted))
+    assert cluster.hbm_bytes_per_s == 2e10
+    assert cluster.sources["hbm_bytes_per_s"] == "fitted: stream.py"
+
+
+ALLOWED = (
+    "attention_soft_cap, attention_window, dropout, ffn, head_dim, hidden, logit_soft_cap, "
+    "max_positions, mlp, mlp_bias, name, norm, num_heads, num_kv_heads, num_layers, position, "
+    "post_norm, proj_bias, qkv_bias, source, tied_embeddings, vocab"
+)
+MISTAKES = [
+    (
+        ("hidden: 256", "hiden: 256"),
+        f"hiden: unknown key; did you mean 'hidden'? (allowed: {ALLOWED})",
+    ),
+    (("hidden: 256\n", ""), "hidden: required key is missing"),
+    (("hidden: 256", "hidden: wide"), "hidden: expected int, got str"),
+    (("hidden: 256", "hidden: 0"), "hidden: expected int >= 1"),
+    (
+        ("norm: rmsnorm", "norm: rms"),
+        "norm: invalid enum value 'rms' (allowed: rmsnorm, layernorm)",
+    ),
+    (
+        ("source: a test\n", ""),
+        "num_layers: 4 has no source: "
+        "write {value: ..., source: ...}, or one `source:` for the file",
+    ),
+    (
+        ("vocab: 2048", "vocab: {value: 2048}"),
+        "vocab: expected {value: ..., source: ...} or {value: ..., fitted: ...}",
+    ),
+    (
+        ("vocab: 2048", "vocab: {value: 2048, source: ''}"),
+        "vocab: the source must be a text that is not empty",
+    ),
+    (("vocab: 2048", "vocab: 2048\nvocab: 4096"), "line 9: key 'vocab' is given twice"),
+    (("vocab: 2048", "vocab: [2048"), "line 9: expected ',' or ']', but got ':'"),
+    (("num_kv_heads: 4", "num_kv_heads: 3"), "num_kv_heads: 3 KV heads must divide 8 heads"),
+    (
+        ("vocab: 2048", "vocab: 2048\nattention_window: [4096, 0, 0]"),
+        "attention_window: 3 windows do not divide 4 layers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "line"), MISTAKES, ids=[line[:30] for _, line in MISTAKES])
+def test_a_mistake_in_a_model_file_is_one_line(
+    tmp_path: Path, change: tuple[str, str], line: str
+) -> None:
+    assert change[0] in MODEL
+    path = yaml_file(tmp_path, MODEL.replace(*change))
+    assert error_of("model", path) == f"{path}: {line}"
+
+
+def test_an_unknown_name_is_one_line_with_the_nearest() -> None:
+    known = ", ".join(names("system"))
+    assert error_of("system", "megatron-kwia") == (
+        f"unknown system 'megatron-kwia'; did you mean 'megatron-kwai'? (known: {known})"
+    )
+    assert error_of("cluster", "h80").startswith("unknown cluster 'h80'; did you mean 'h800-80gb'?")
+    assert error_of("model", "zzz").startswith("unknown model 'zzz' (known: gemma-2-9b, ")
+
+
+def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:
+    assert error_of("cluster", "no/where.yaml") == "no/where.yaml: no such cluster file"
+    path = yaml_file(tmp_path, "- 1\n")
+    assert error_of("cluster", path) == (
+        f"{path}: expected a mapping of names to values at the top level"
+    )
+    broken = tmp_path / "config.json"
+    broken.write_text("{", encoding="utf-8")
+    assert error_of("model", broken).startswith(f"{broken}: line 1: Expecting property name")
+
+
+def changed(kind: Kind, name: str, old: str, new: str, folder: Path) -> Path:
+    text = (data_dir("config") / f"{kind}s" / f"{name}.yaml").read_text(encoding="utf-8")
+    assert old in text
+    return yaml_file(folder, text.replace(old, new))
+
+
+def test_closed_sets_of_clusters_and_systems(tmp_path: Path) -> None:
+    path = changed("cluster", "h800-80gb", "generation: hopper", "generation: hoper", tmp_path)
+    assert error_of("cluster", path) == (
+        f"{path}: generation: 'hoper'; did you mean 'hopper'? (allowed: ampere, hopper, cpu)"
+    )
+    (tmp_path / "system").mkdir()
+    path = changed("system", "torchtitan", "[async_tp, compile]", "[float8]", tmp_path / "system")
+    assert error_of("system", path) == (
+        f"{path}: features: 'float8' (allowed: activation_offload, async_tp, compile, "
+        "optimizer_offload, param_offload, ulysses)"
+    )

@@ -1,0 +1,103 @@
+"""What is installed: one set of pins, one list of checks, a command, a wheel that stands alone."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LOCK = (ROOT / "requirements.lock").read_text()
+ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins(lines: list[str]) -> dict[str, str]:
+    found = (re.match(r"([\w.-]+)==([\w.]+)", line) for line in lines)
+    return {canonical(match[1]): match[2] for match in found if match}
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {canonical(re.split(r"[<>=!~ ;\[]", line)[0]) for line in requirements}
+
+
+def test_environment_carries_the_direct_pins_of_the_lock() -> None:
+    locked = pins(LOCK.splitlines())
+    direct = names(PROJECT["dependencies"])
+    conda = pins([line for line in ENVIRONMENT["dependencies"] if isinstance(line, str)])
+    assert conda == {name: locked[name] for name in direct}
+
+
+def test_environment_has_the_oldest_supported_python() -> None:
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    assert f"python={oldest}" in ENVIRONMENT["dependencies"]
+
+
+def test_lock_pins_every_direct_dependency_once() -> None:
+    lines = [line for line in LOCK.splitlines() if line and not line.lstrip().startswith("#")]
+    assert len(pins(lines)) == len(lines)
+    wanted = names(PROJECT["dependencies"]) | names(PROJECT["optional-dependencies"]["dev"])
+    assert wanted <= pins(lines).keys()
+
+
+@pytest.mark.parametrize("word", ["://", "--index", "--extra-index", "--find-links"])
+def test_lock_names_no_registry(word: str) -> None:
+    assert word not in LOCK
+
+
+def test_pre_commit_runs_the_checks_of_bench() -> None:
+    checks = re.findall(r"^ +check (.+)$", (ROOT / "bench").read_text(), re.MULTILINE)
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook["entry"] for repo in config["repos"] for hook in repo["hooks"]]
+    assert checks
+    assert hooks == [f"./bench run {line}" for line in checks]
+
+
+def test_console_script_exists() -> None:
+    (script,) = entry_points(group="console_scripts", name="rematbench")
+    assert script.value == "rematbench.cli:main"
+    command = Path(sys.executable).with_name("rematbench")
+    done = subprocess.run([command, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "simulate" in done.stdout
+
+
+def test_wheel_works_from_any_directory(tmp_path: Path) -> None:
+    """The wheel, laid out alone: the checkout is out of its sight."""
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps"]
+    subprocess.run([*pip, "--target", site, wheel], check=True, capture_output=True)
+    code = """
+from rematbench.cli import main
+from rematbench.paths import data_dir
+for kind in ("config", "methods", "published"):
+    print(data_dir(kind), len(list(data_dir(kind).iterdir())) > 0)
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "methods"],
+        cwd=elsewhere,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    data = site / "rematbench" / "_data"
+    assert done.stdout.splitlines()[:3] == [
+        f"{data / kind} True" for kind in ("config", "methods", "published")
+    ]
+    assert "keep_all" in done.stdout
