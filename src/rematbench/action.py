@@ -10,7 +10,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from rematbench.ops import Comm
+from rematbench.ops import Comm, CommKind
 
 
 class Kind(Enum):
@@ -42,7 +42,7 @@ STREAMS = ("compute", "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d")
 STREAM_INDEX = {name: index for index, name in enumerate(STREAMS)}
 HOST = "@host"
 
-COMM_KIND = {
+COMM_KIND: dict[CommKind, Kind] = {
     "all_gather": Kind.ALL_GATHER,
     "reduce_scatter": Kind.REDUCE_SCATTER,
     "all_reduce": Kind.ALL_REDUCE,
@@ -62,7 +62,8 @@ class Alloc(Struct, frozen=True, array_like=True):
 class Action(Struct, frozen=True, kw_only=True):
     """One action of a block, relative to the block's micro-batch and chunk.
 
-    `part` is L<i>, E or H (what the op belongs to), `op` the operator or tensor; `event` is
+    `part` is L<i>, E or H (what the op belongs to), `layer` the global layer (-1: none), `op` the
+    operator or tensor; `event` is
     recorded when the action ends, `begin` when it starts; a WAIT holds its stream until `wait`.
     `fraction` is the share of rows worked on; `comm` the collective; `nbytes` a copy's payload;
     `beside` names the stream of a collective that runs during a compute action; `scratch` bytes
@@ -84,6 +85,7 @@ class Action(Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     beside: str = ""
     scratch: int = 0
+    layer: int = -1
 
 
 def _fields(action: Action) -> list[str]:
@@ -99,6 +101,7 @@ def _fields(action: Action) -> list[str]:
         ("n", str(action.nbytes) if action.nbytes else ""),
         ("s", action.beside),
         ("t", str(action.scratch) if action.scratch else ""),
+        ("l", str(action.layer) if action.layer >= 0 else ""),
     ]
     return [f"{key}={value}" for key, value in pairs if value]
 
@@ -118,18 +121,28 @@ def to_text(action: Action, micro_batch: int, chunk: int) -> str:
     return " ".join([head, *_fields(action)])
 
 
+_PLACE = re.compile(r"(?:(E|H|L\d+)\.)?(.*)")
+"""What an action works on: a part (if any) and an operator or tensor of it."""
+
+
+def place(storage: str) -> tuple[str, str]:
+    """(part, tensor) of a storage name; the part is empty where the name has none."""
+    found = _PLACE.fullmatch(storage)
+    return (found[1] or "", found[2]) if found else ("", storage)
+
+
 _HEAD = re.compile(r"(?P<kind>[A-Z][A-Z0-9]*[A-Z]|[A-Z])(?P<micro_batch>\d+)\.(?P<chunk>\d+)")
 
 
 def from_text(line: str) -> tuple[Action, int, int]:
     """Parse `to_text`'s line; ValueError names the line that is not one."""
     words = line.split()
-    head = _HEAD.fullmatch(words[0]) if len(words) > 2 else None  # noqa: PLR2004
+    head = _HEAD.fullmatch(words[0]) if len(words) > 2 else None
     if head is None:
         raise ValueError(f"not an action: {line!r}")
     try:
         fields = dict(field.split("=", 1) for field in words[3:])
-        part, _, op = words[2].partition(".") if words[2] != "-" else ("", "", "")
+        part, op = place(words[2]) if words[2] != "-" else ("", "")
         action = _build(Kind(head["kind"]), words[1], part, op, fields)
     except ValueError as error:
         raise ValueError(f"not an action: {line!r} ({error})") from error
@@ -161,6 +174,7 @@ def _build(kind: Kind, stream: str, part: str, op: str, fields: dict[str, str]) 
         nbytes=int(fields.get("n", "0")),
         beside=fields.get("s", ""),
         scratch=int(fields.get("t", "0")),
+        layer=int(fields.get("l", "-1")),
     )
 
 

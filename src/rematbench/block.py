@@ -4,7 +4,7 @@ from msgspec import Struct
 
 from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel
 from rematbench.layout import Layout
-from rematbench.ops import Activation, Comm, Op, OpTable, moved
+from rematbench.ops import Activation, Comm, CommKind, Op, OpTable, Part, moved
 from rematbench.system import System
 from rematbench.workload import Model, Workload
 
@@ -104,8 +104,7 @@ class _Builder:
         """The hidden-wide tensor of all the rank's tokens (after a gather)."""
         return self.s.tokens * self.model.hidden * self.e
 
-    def table(self, part: str) -> OpTable:
-        assert part in ("embedding", "layer", "head")
+    def table(self, part: Part) -> OpTable:
         return OpTable(part=part, ops=tuple(self.ops), activations=self.activations)
 
     def norm(self, name: str, x: str, out: str) -> None:
@@ -132,14 +131,14 @@ class _Builder:
         *,
         bias: bool = False,
     ) -> None:
-        """A column-parallel linear: gathers its sequence-sharded input (or all-reduces its grad)."""
+        """A column-parallel linear: gathers its sequence shard (or all-reduces its gradient)."""
         for out, width in outs.items():
             self.wide(out, width)
         columns = sum(outs.values())
         n, h = self.s.tokens, self.model.hidden
         split = self.s.tp > 1
         gather = Comm("all_gather", "tp", self.full_bytes) if self.s.sp else None
-        back = "reduce_scatter" if self.s.sp else "all_reduce"
+        back: CommKind = "reduce_scatter" if self.s.sp else "all_reduce"
         self.ops.append(
             Op(
                 name=name,
@@ -161,7 +160,7 @@ class _Builder:
         """A row-parallel linear: reduces its output, gathers its output's gradient."""
         self.shard(out)
         n, h = self.s.tokens, self.model.hidden
-        forward = "reduce_scatter" if self.s.sp else "all_reduce"
+        forward: CommKind = "reduce_scatter" if self.s.sp else "all_reduce"
         split = self.s.tp > 1
         self.ops.append(
             Op(
@@ -183,7 +182,7 @@ class _Builder:
         """x (after dropout, if any) + skip."""
         self.shard(out)
         nbytes = self.nbytes(out)
-        mask = ()
+        mask: tuple[str, ...] = ()
         if self.model.dropout > 0:
             mask = (self.add(f"{out}_mask", self.s.shard_tokens, self.model.hidden, False),)
         self.ops.append(
@@ -258,7 +257,7 @@ class _Builder:
 
         allgather: KV of all cp ranks, dKV reduce-scattered (ATC'24); ring: KV passed on beside the
         kernels, KV and dKV in the backward (Ring Attention, arXiv 2310.01889); ulysses: q, k, v to
-        head shards and the output back (arXiv 2309.14509), whose saved tensors are the exchanged ones.
+        head shards and the output back (arXiv 2309.14509); it saves the exchanged tensors.
         """
         kv, qkv = self.nbytes("k", "v"), self.nbytes("q", "k", "v")
         cp = self.s.cp
@@ -352,9 +351,7 @@ def _mlp(b: _Builder) -> None:
         b.column("fc1", "mlp_norm_out", {"up_out": ffn}, bias=b.model.mlp_bias)
         b.pointwise("act", ("up_out",), "fc2_in", ("up_out",))
     else:
-        b.column(
-            "fc1", "mlp_norm_out", {"gate_out": ffn, "up_out": ffn}, bias=b.model.mlp_bias
-        )
+        b.column("fc1", "mlp_norm_out", {"gate_out": ffn, "up_out": ffn}, bias=b.model.mlp_bias)
         if b.system.fused_swiglu:
             b.pointwise("act", ("gate_out", "up_out"), "fc2_in", ("gate_out", "up_out"))
         else:
@@ -381,7 +378,9 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
             inputs=("logits",),
             outputs=(saved,),
             saves=(saved,),
-            forward=(Elementwise(logits_bytes + (passes + 1) * s.tokens * s.vocab * wide, passes + 2),),
+            forward=(
+                Elementwise(logits_bytes + (passes + 1) * s.tokens * s.vocab * wide, passes + 2),
+            ),
             backward_input=(Elementwise(2 * s.tokens * s.vocab * wide + logits_bytes, 2),),
             reduce=statistics,
         )

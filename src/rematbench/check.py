@@ -35,7 +35,7 @@ class _RankCheck:
         self.local: dict[str, VectorClock] = {}
         self.made: dict[Key, tuple[int, int]] = {}
         self.touched: dict[Key, list[tuple[int, int]]] = {}
-        self.slots: dict[str, Key] = {}
+        self.slots: dict[str, set[Key]] = {}
         self.where = ""
 
     def run(self) -> None:
@@ -99,10 +99,11 @@ class _RankCheck:
         if key in self.made:
             raise CheckError(f"{self.where}: allocates {key[0]}, which is alive")
         if slot:
-            holder = self.slots.get(slot)
-            if holder is not None and holder in self.made:
-                raise CheckError(f"{self.where}: slot {slot} still holds {holder[0]}")
-            self.slots[slot] = key
+            held = {k for k in self.slots.get(slot, set()) if k in self.made}
+            strangers = [k for k in held if k[1:] != key[1:]]
+            if strangers:
+                raise CheckError(f"{self.where}: slot {slot} still holds {strangers[0][0]}")
+            self.slots[slot] = held | {key}
         self.made[key] = (stream, clock[stream])
         self.touched[key] = [(stream, clock[stream])]
 

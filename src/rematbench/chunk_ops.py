@@ -4,7 +4,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from rematbench.fates import ChunkSites, Resolved, Site
-from rematbench.ops import Activation, Op, OpTable
+from rematbench.mini import MiniRun, mini_runs
+from rematbench.ops import Activation, OpTable
+from rematbench.plan import MiniSequence, PlanError
 from rematbench.problem import Problem
 
 
@@ -13,7 +15,7 @@ class Unit(NamedTuple):
 
     prefix: str
     table: OpTable
-    index: int
+    place: int  # inside the chunk
     layer: int  # global layer, -1 for embedding and head
 
     @property
@@ -25,7 +27,15 @@ class Unit(NamedTuple):
 class ChunkOps:
     """The units of (stage, chunk), the storage name of every activation, the chunk's ports."""
 
-    def __init__(self, problem: Problem, stage: int, chunk: int, layers: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        stage: int,
+        chunk: int,
+        layers: tuple[int, ...],
+        mini_sequences: tuple[MiniSequence, ...] = (),
+    ) -> None:
+        self.mini_sequences = mini_sequences
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
         self.first = stage == 0 and chunk == 0
@@ -59,14 +69,14 @@ class ChunkOps:
             case "embedding", "layer_input":
                 return "L0.layer_input"
             case "layer", "layer_output":
-                return f"L{unit.index + 1}.layer_input"
+                return f"L{unit.place + 1}.layer_input"
             case "head", "layer_output":
                 return self.output_name
         return f"{unit.prefix}.{activation}"
 
     def site(self, unit: Unit, activation: str) -> Site:
         """The plan's site of a unit's saved tensor."""
-        return (unit.table.part, unit.index, activation)
+        return (unit.table.part, unit.place, activation)
 
     @cached_property
     def sites(self) -> ChunkSites:
@@ -86,10 +96,35 @@ class ChunkOps:
         """(activation, storage, site) of a unit's saved tensors."""
         return [(n, self.storage(unit, n), self.site(unit, n)) for n in unit.table.saved]
 
+    def runs(self, unit: Unit) -> dict[str, MiniRun]:
+        """The unit's mini-sequence runs, by first operator."""
+        return mini_runs(unit.table, self.mini_sequences) if self.mini_sequences else {}
+
+    def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
+        """The run inside which an activation exists only in pieces."""
+        runs = self.runs(unit).values()
+        return next((run for run in runs if activation in run.interior), None)
+
+    def parts(self, unit: Unit, activation: str, fate: Resolved) -> list["StoredPart"]:
+        """Storages a saved tensor leaves behind: whole, split by fate, or in pieces."""
+        storage = self.storage(unit, activation)
+        run = self.run_of(unit, activation)
+        if run is None:
+            return stored_parts(storage, fate)
+        if fate.mixed or fate.offload_bytes:
+            raise PlanError(f"{storage} is inside a mini-sequence: keep it or recompute it whole")
+        if fate.recompute_bytes:
+            return []
+        tensor = unit.table.activations[activation]
+        return [
+            StoredPart(run.piece_name(storage, piece), piece_bytes(tensor, piece.fraction), False)
+            for piece in run.pieces
+        ]
+
     @cached_property
     def layer_unit(self) -> dict[int, Unit]:
         """Layer unit by index inside the chunk."""
-        return {unit.index: unit for unit in self.units if unit.table.part == "layer"}
+        return {unit.place: unit for unit in self.units if unit.table.part == "layer"}
 
 
 class StoredPart(NamedTuple):
@@ -114,6 +149,11 @@ def stored_parts(storage: str, fate: Resolved) -> list[StoredPart]:
     return parts
 
 
-def rows_of(op: Op, fates: list[Resolved]) -> float:
+def piece_bytes(tensor: Activation, fraction: float) -> int:
+    """Bytes of a share of a tensor's rows (floor; exact for shares made of whole rows)."""
+    return int(tensor.rows * fraction + 1e-6) * tensor.row_bytes
+
+
+def rows_of(fates: list[Resolved]) -> float:
     """Share of rows to rebuild: the largest among the outputs wanted."""
     return max((f.recompute_bytes / f.nbytes for f in fates if f.nbytes), default=0.0)

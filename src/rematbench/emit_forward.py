@@ -1,92 +1,16 @@
-"""Write a chunk's forward block: operators, collectives, parameter gathers, splits, layer copies."""
+"""Write a chunk's forward block: operators, collectives, gathers, splits, layer copies."""
 
 from rematbench.action import HOST, Action, Alloc, Kind
 from rematbench.chunk_ops import ChunkOps, Unit, stored_parts
+from rematbench.emit_op import Names, emit_alloc, emit_copies_out, emit_op
 from rematbench.emit_states import ParameterGatherer
 from rematbench.fates import Resolved, Site
-from rematbench.ops import Op
+from rematbench.mini import MiniRun, Piece
 from rematbench.plan import Transfers
 from rematbench.program import Block
 from rematbench.writer import COMPUTE, BlockWriter
 
 Fates = dict[Site, Resolved]
-
-
-def emit_op(
-    w: BlockWriter,
-    chunk: ChunkOps,
-    unit: Unit,
-    op: Op,
-    kind: Kind,
-    reads: dict[str, str],
-    writes: dict[str, str],
-    fraction: float = 1.0,
-) -> None:
-    """One operator forward (or recompute): gather, kernels, reduce.
-
-    `reads` and `writes` map activations to storage names.  With GEMM overlap the collectives run
-    beside the kernels and are only waited for afterwards.
-    """
-    gemm_overlap = chunk.problem.system.tp_overlap == "gemm"
-    beside = _ring(op) or (gemm_overlap and op.name != "attention")
-    tag = ".r" if kind is Kind.RECOMPUTE else ""
-    sources = [reads[name] for name in op.inputs]
-    pending, streams = "", ""
-    if op.gather is not None:
-        full = f"{unit.prefix}.{op.name}.full{tag}"
-        allocs = [Alloc(full, _part(op.gathered_bytes, fraction))] if op.gathered_bytes else []
-        pending = w.collective(op.gather, unit.prefix, op.name, sources, allocs, fraction=fraction)
-        sources = [*sources, full] if op.name == "attention" else [full]
-        if beside:
-            w.wait(COMPUTE, w.mark_begin(len(w.actions) - 1))
-            streams = op.gather.group
-        else:
-            w.wait(COMPUTE, pending)
-            pending = ""
-    partial = f"{unit.prefix}.{op.name}.part{tag}"
-    allocs = _outputs(unit, op, writes, fraction)
-    unreduced = op.reduce is not None and op.unreduced_bytes > 0
-    made = [Alloc(partial, _part(op.unreduced_bytes, fraction))] if unreduced else allocs
-    if op.reduce is not None and beside and op.reduce.group == "tp":
-        streams = "tp"
-    index = w.compute(
-        kind, unit.prefix, op, sources, made, fraction=fraction, beside=streams if beside else ""
-    )
-    if pending:
-        w.wait(COMPUTE, pending)
-    if op.reduce is not None:
-        after = w.mark_begin(index) if beside and op.has_weight else ""
-        done = w.collective(
-            op.reduce,
-            unit.prefix,
-            op.name,
-            [partial] if unreduced else [a.name for a in allocs],
-            allocs if unreduced else [],
-            after=after,
-            fraction=fraction,
-        )
-        w.wait(COMPUTE, done)
-
-
-def _ring(op: Op) -> bool:
-    return op.gather is not None and op.gather.kind == "ring"
-
-
-def _part(nbytes: int, fraction: float) -> int:
-    return nbytes if fraction == 1.0 else int(nbytes * fraction)
-
-
-def _outputs(unit: Unit, op: Op, writes: dict[str, str], fraction: float) -> list[Alloc]:
-    tensors = unit.table.activations
-    return [
-        Alloc(writes[name], _rows_bytes(tensors[name].rows, tensors[name].row_bytes, fraction))
-        for name in op.outputs
-        if name in writes
-    ]
-
-
-def _rows_bytes(rows: int, row_bytes: int, fraction: float) -> int:
-    return rows * row_bytes if fraction == 1.0 else int(rows * fraction + 1e-9) * row_bytes
 
 
 class ForwardEmitter:
@@ -112,9 +36,7 @@ class ForwardEmitter:
         for position, unit in enumerate(chunk.units):
             if self.gatherer:
                 self.gatherer.before(w, chunk.units, position)
-            for op in unit.table.ops:
-                names = {n: chunk.storage(unit, n) for n in (*op.inputs, *op.outputs)}
-                emit_op(w, chunk, unit, op, Kind.FORWARD, names, names)
+            self._operators(unit)
             self._store(unit)
             if self.gatherer:
                 self.gatherer.after(w, unit)
@@ -125,14 +47,24 @@ class ForwardEmitter:
         arrivals = set() if chunk.first else {chunk.input_name}
         if self.gatherer:
             self.survivors |= self.gatherer.survivors
-        return Block("F", w.finish("F", self.survivors, arrivals))
+        return Block("F", w.finish(self.survivors, arrivals))
+
+    def _operators(self, unit: Unit) -> None:
+        runs = self.chunk.runs(unit)
+        inside = {op.name for run in runs.values() for op in run.ops}
+        for op in unit.table.ops:
+            if op.name in runs:
+                emit_run(self.w, self.chunk, unit, runs[op.name], Kind.FORWARD)
+            elif op.name not in inside:
+                names = {n: self.chunk.storage(unit, n) for n in (*op.inputs, *op.outputs)}
+                emit_op(self.w, self.chunk, unit, op, Kind.FORWARD, Names(names, names, {}))
 
     def _store(self, unit: Unit) -> None:
         """Split mixed tensors; with layer granularity, start their copies."""
         leaving: list[tuple[str, int]] = []
-        for _, storage, site in self.chunk.saved(unit):
+        for name, storage, site in self.chunk.saved(unit):
             fate = self.fates[site]
-            parts = stored_parts(storage, fate)
+            parts = self.chunk.parts(unit, name, fate)
             self.survivors.update(part.name for part in parts)
             if fate.mixed:
                 self._split(unit, storage, fate)
@@ -142,7 +74,6 @@ class ForwardEmitter:
 
     def _split(self, unit: Unit, storage: str, fate: Resolved) -> None:
         allocs = tuple(Alloc(part.name, part.nbytes) for part in stored_parts(storage, fate))
-        moved = sum(alloc.nbytes for alloc in allocs)
         self.w.add(
             Action(
                 kind=Kind.SPLIT,
@@ -151,7 +82,7 @@ class ForwardEmitter:
                 op=storage,
                 reads=(storage,),
                 allocs=allocs,
-                nbytes=moved,
+                nbytes=sum(alloc.nbytes for alloc in allocs),
             )
         )
 
@@ -172,22 +103,25 @@ class ForwardEmitter:
             self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
 
 
-def emit_copies_out(
-    w: BlockWriter, prefix: str, leaving: list[tuple[str, int]], event: str
-) -> str:
-    """D2H actions of the given storages; the last one records `event`."""
-    for position, (name, nbytes) in enumerate(leaving):
-        w.add(
-            Action(
-                kind=Kind.D2H,
-                stream="d2h",
-                part=prefix,
-                op=name,
-                reads=(name,),
-                allocs=(Alloc(name + HOST, nbytes),),
-                nbytes=nbytes,
-                event=event if position == len(leaving) - 1 else "",
-            )
-        )
-    return event
+def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Kind) -> None:
+    """All pieces of a mini-sequence run, forward; its outputs are written in slices."""
+    for name in run.outputs:
+        emit_alloc(w, unit, chunk.storage(unit, name), unit.table.activations[name].nbytes)
+    for piece in run.pieces:
+        for op in run.ops:
+            names = piece_names(chunk, unit, run, piece, (*op.inputs, *op.outputs))
+            writes = {n: s for n, s in names.items() if n in run.interior}
+            slices = {n: s for n, s in names.items() if n in run.outputs}
+            tag = f"%{piece.number}"
+            emit_op(w, chunk, unit, op, kind, Names(names, writes, slices, tag), piece.fraction)
 
+
+def piece_names(
+    chunk: ChunkOps, unit: Unit, run: MiniRun, piece: Piece, wanted: tuple[str, ...]
+) -> dict[str, str]:
+    """Storage names inside a run: interior tensors by piece, the others whole."""
+    names = {}
+    for name in wanted:
+        storage = chunk.storage(unit, name)
+        names[name] = run.piece_name(storage, piece) if name in run.interior else storage
+    return names

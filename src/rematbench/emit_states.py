@@ -1,8 +1,8 @@
 """Write parameter gathers and gradient reductions inside a chunk's blocks (ZeRO, FSDP, overlap)."""
 
-from rematbench.action import Action, Alloc, Kind
+from rematbench.action import COMM_KIND, Action, Alloc, Kind
 from rematbench.chunk_ops import Unit
-from rematbench.ops import Comm
+from rematbench.ops import Comm, CommKind
 from rematbench.plan import StateFate
 from rematbench.system import System
 from rematbench.writer import COMPUTE, BlockWriter
@@ -78,7 +78,7 @@ class GradReducer:
         self.transient = fate.shards > 1
         self.system = system
         scatter = sharded_optimizer or self.transient
-        self.kind = "reduce_scatter" if scatter else "all_reduce"
+        self.kind: CommKind = "reduce_scatter" if scatter else "all_reduce"
         self.bucket: list[Unit] = []
         self.in_flight: list[tuple[str, str]] = []
 
@@ -118,17 +118,15 @@ class GradReducer:
         w.wait("dp", w.mark(COMPUTE))
         event = w.new_event()
         names = tuple(self.buffer(u) for u in self.bucket) if self.transient else ()
-        kind = Kind.REDUCE_SCATTER if self.kind == "reduce_scatter" else Kind.ALL_REDUCE
-        comm_kind = "reduce_scatter" if kind is Kind.REDUCE_SCATTER else "all_reduce"
         w.add(
             Action(
-                kind=kind,
+                kind=COMM_KIND[self.kind],
                 stream="dp",
                 part=self.bucket[-1].prefix,
                 op="gradients",
                 reads=names,
                 event=event,
-                comm=Comm(comm_kind, "dp", size),
+                comm=Comm(self.kind, "dp", size),
             )
         )
         self.in_flight += [(event, name) for name in names]

@@ -1,4 +1,4 @@
-"""Plan + problem -> everything a table needs: time, bytes per rank, verdict.  No method is named."""
+"""Plan + problem -> everything a table needs: time, bytes per rank.  No method is named."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from rematbench.chunk import simulate_chunks
 from rematbench.cost.flops import hfu, mfu
 from rematbench.cost.kernels import Attention, Gemm, Kernel
 from rematbench.cost.states import shard
-from rematbench.ledger import RankLedger, issue_order
+from rematbench.ledger import RankLedger, issue_order, pool_bytes
 from rematbench.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
@@ -42,7 +42,7 @@ class RankBytes(Struct, frozen=True, kw_only=True):
 
 
 class PlanEvaluation(Struct, frozen=True, kw_only=True):
-    """One plan's simulated step.  Bytes are the issue-order ledger's; `mfu_*` and `hfu` fractions."""
+    """One plan's simulated step.  Bytes are the issue-order ledger's; MFU and HFU are fractions."""
 
     step_s: float
     tokens_per_s_per_gpu: float
@@ -89,7 +89,10 @@ def evaluate_program(
     tokens = lay.global_batch * work.seq_len
     rate = tokens / simulation.step_s / lay.gpus
     ledgers = issue_order(program)
-    ranks = tuple(_rank_bytes(problem, plan, r, ledger) for r, ledger in enumerate(ledgers))
+    pools = [pool_bytes(rank) for rank in program.ranks]
+    ranks = tuple(
+        _rank_bytes(problem, plan, r, ledger, pools[r]) for r, ledger in enumerate(ledgers)
+    )
     again, moved = _work(problem, program)
     replicas = lay.tp * lay.cp * lay.dp  # ranks per stage, all alike
     peak = problem.cluster.peak_flop_per_s
@@ -108,7 +111,9 @@ def evaluate_program(
     )
 
 
-def _rank_bytes(problem: Problem, plan: Plan, rank: int, ledger: RankLedger) -> RankBytes:
+def _rank_bytes(
+    problem: Problem, plan: Plan, rank: int, ledger: RankLedger, pools: int
+) -> RankBytes:
     system = problem.system
     count = rank_parameters(problem, plan, rank)
     sizes = {
@@ -130,7 +135,7 @@ def _rank_bytes(problem: Problem, plan: Plan, rank: int, ledger: RankLedger) -> 
         gradient=device["gradient"],
         optimizer=device["optimizer"],
         activation_peak=ledger.device_peak_bytes,
-        pools=0,
+        pools=pools,
         host_state=host,
         host_activation_peak=ledger.host_peak_bytes,
         peak_step=ledger.peak_step,
@@ -162,7 +167,7 @@ def kernel_flop(kernel: Kernel) -> float:
 
 def _work(problem: Problem, program: Program) -> tuple[float, int]:
     """(recomputed FLOPs, bytes copied to the host) of one rank per stage, all stages."""
-    tables = {"E": problem.embedding, "H": problem.head, "L": problem.layer(0)}
+    ends = {"E": problem.embedding, "H": problem.head}
     flop, moved = 0.0, 0
     for rank in program.ranks:
         runs = Counter(step.block for step in rank.steps)
@@ -171,7 +176,8 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
                 if action.kind is Kind.D2H:
                     moved += action.nbytes * runs[index]
                 elif action.kind is Kind.RECOMPUTE:
-                    op = next(o for o in tables[action.part[0]].ops if o.name == action.op)
+                    table = ends.get(action.part) or problem.layer(action.layer)
+                    op = next(o for o in table.ops if o.name == action.op)
                     work = sum(kernel_flop(k) for k in op.forward) * action.fraction
                     flop += work * runs[index]
     return flop, moved

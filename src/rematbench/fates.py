@@ -1,6 +1,6 @@
 """Resolve a plan's rules: one exact fate, in bytes, for every saved tensor of a (chunk, phase)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -19,6 +19,7 @@ from rematbench.plan import (
     Scope,
     Select,
     Split,
+    Window,
 )
 
 Site = tuple[Part, int, str]
@@ -33,6 +34,7 @@ class Resolved(Struct, frozen=True, array_like=True):
     recompute_bytes: int
     scope: Scope | Group = "consumer"
     whole: bool = False
+    window: Window | None = None
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +55,11 @@ class ChunkSites(Struct, frozen=True, kw_only=True):
     chunk: int
     sites: dict[Site, Activation]
     layers: dict[int, int]
+
+    @property
+    def layer_set(self) -> set[int]:
+        """The global layers of the chunk."""
+        return set(self.layers.values())
 
 
 def matches(select: Select, where: ChunkSites, site: Site, phase: Phase, micro_batch: int) -> bool:
@@ -77,11 +84,7 @@ def resolve(
     plan: Plan, where: ChunkSites, phase: Phase, micro_batch: int
 ) -> tuple[dict[Site, Resolved], frozenset[int]]:
     """Fates of a chunk's sites, and the indices of the rules that matched something."""
-    winner: dict[Site, int] = {}
-    for index, rule in enumerate(plan.rules):
-        for site in where.sites:
-            if matches(rule.select, where, site, phase, micro_batch):
-                winner[site] = index
+    winner, matched = _winners(plan.rules, where, phase, micro_batch)
     table: dict[Site, Resolved] = {}
     budgets: dict[int, list[Site]] = {}
     for site, tensor in where.sites.items():
@@ -94,16 +97,34 @@ def resolve(
         budget = plan.rules[index].fate
         assert isinstance(budget, ByteBudget)
         table |= _spend(budget, {site: where.sites[site] for site in sites})
-    matched = frozenset(_matched(plan, where, phase, micro_batch))
-    return {site: table[site] for site in where.sites}, matched
+    return {site: table[site] for site in where.sites}, frozenset(matched)
 
 
-def _matched(plan: Plan, where: ChunkSites, phase: Phase, micro_batch: int) -> set[int]:
-    return {
-        index
-        for index, rule in enumerate(plan.rules)
-        if any(matches(rule.select, where, site, phase, micro_batch) for site in where.sites)
-    }
+def _winners(
+    rules: Sequence[Rule], where: ChunkSites, phase: Phase, micro_batch: int
+) -> tuple[dict[Site, int], set[int]]:
+    """The last rule that matches each site, and every rule that matched any."""
+    winner: dict[Site, int] = {}
+    matched: set[int] = set()
+    for index, rule in enumerate(rules):
+        if not _reaches(rule.select, where):
+            continue
+        hit = [s for s in where.sites if matches(rule.select, where, s, phase, micro_batch)]
+        if rule.select.kept:
+            hit = [s for s in hit if s not in winner or isinstance(rules[winner[s]].fate, Keep)]
+        winner.update(dict.fromkeys(hit, index))
+        if hit:
+            matched.add(index)
+    return winner, matched
+
+
+def _reaches(select: Select, where: ChunkSites) -> bool:
+    """Whether a selector can cover anything in a chunk (a quick test before the sites)."""
+    return (
+        (select.stages is None or where.stage in select.stages)
+        and (select.chunks is None or where.chunk in select.chunks)
+        and (select.layers is None or not where.layer_set.isdisjoint(select.layers))
+    )
 
 
 def _exact(fate: Fate, tensor: Activation) -> Resolved:
@@ -114,7 +135,7 @@ def _exact(fate: Fate, tensor: Activation) -> Resolved:
         case Offload():
             return Resolved(0, whole, 0)
         case Recompute():
-            return Resolved(0, 0, whole, fate.scope, fate.whole)
+            return Resolved(0, 0, whole, fate.scope, fate.whole, fate.window)
         case Split():
             if fate.offload + fate.recompute > 1.0:
                 raise PlanError(

@@ -64,9 +64,7 @@ def check_layout(layout: Layout, workload: Workload, cluster: Cluster, system: S
             raise LayoutError(rule)
 
 
-def _rules(
-    lay: Layout, work: Workload, cluster: Cluster, system: System
-) -> list[tuple[bool, str]]:
+def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> list[tuple[bool, str]]:
     model = work.model
     return [
         *_batch_rules(lay),
@@ -77,7 +75,7 @@ def _rules(
         ),
         (
             lay.sp and work.seq_len % (lay.cp * lay.tp) != 0,
-            f"seq_len {work.seq_len} must divide by cp x tp = {lay.cp * lay.tp} (sequence parallel)",
+            f"seq_len {work.seq_len} must divide by cp x tp = {lay.cp * lay.tp} (with sp)",
         ),
         (
             lay.cp > 1 and system.cp_kind == "none",
@@ -104,7 +102,7 @@ def _batch_rules(lay: Layout) -> list[tuple[bool, str]]:
         ),
         (
             lay.global_batch % max(per_pass, 1) != 0,
-            f"global_batch {lay.global_batch} must divide by dp / ulysses x micro_batch = {per_pass}",
+            f"global_batch {lay.global_batch} must divide by replicas x micro_batch = {per_pass}",
         ),
         (lay.vpp > 1 and lay.pp == 1, f"vpp = {lay.vpp} needs pp > 1"),
         (
@@ -113,7 +111,7 @@ def _batch_rules(lay: Layout) -> list[tuple[bool, str]]:
         ),
         (
             lay.zero_stage >= 2 and lay.pp > 1,
-            f"zero_stage {lay.zero_stage} with pp = {lay.pp}: gradient sharding with a pipeline is not modelled",
+            f"zero_stage {lay.zero_stage} with pp = {lay.pp} is not modelled (gradient sharding)",
         ),
     ]
 

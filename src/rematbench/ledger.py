@@ -42,6 +42,20 @@ class Live(NamedTuple):
     nbytes: int
 
 
+def pool_bytes(rank: RankProgram) -> int:
+    """Bytes of the rank's staging pools: each slot is as large as its largest tenant."""
+    slots: dict[str, int] = {}
+    for block in rank.blocks:
+        here: dict[str, int] = {}
+        for action in block.actions:
+            for alloc in action.allocs:
+                if alloc.slot:
+                    here[alloc.slot] = here.get(alloc.slot, 0) + alloc.nbytes
+        for slot, nbytes in here.items():
+            slots[slot] = max(slots.get(slot, 0), nbytes)
+    return sum(slots.values())
+
+
 class LedgerError(ValueError):
     """An action frees what is not alive, or allocates twice."""
 
@@ -52,10 +66,16 @@ def program_profiles(program: Program) -> list[list[Profile]]:
 
 
 def _rank_profiles(rank: RankProgram) -> list[Profile]:
-    """Walk the rank once to learn the size each block frees (equal for every run of a block)."""
+    """Walk the rank until every block that ends another block's tensors has met their sizes."""
     sizes: dict[tuple[str, int, int], int] = {}
-    profiles: dict[int, Profile] = {}
+    profiles = {
+        index: _measure(block, {}, 0, 0)
+        for index, block in enumerate(rank.blocks)
+        if not _outlive(block)[1]
+    }
     for index, micro_batch, chunk in rank.steps:
+        if len(profiles) == len(rank.blocks):
+            break
         block = rank.blocks[index]
         if index in profiles:
             _replay_sizes(block, sizes, micro_batch, chunk)
@@ -90,7 +110,7 @@ def _outlive(block: Block) -> tuple[list[tuple[str, int]], list[str]]:
         for name in action.frees:
             if births.pop(name, None) is None:
                 deaths.append(name)
-    if len(_OUTLIVE) > 4096:  # noqa: PLR2004  a bounded cache
+    if len(_OUTLIVE) > 4096:
         _OUTLIVE.clear()
     _OUTLIVE[id(block)] = (block, list(births.items()), deaths)
     return list(births.items()), deaths
@@ -166,7 +186,8 @@ def _move(name: str, nbytes: int, device: int, host: int) -> tuple[int, int]:
 def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
     """Everything on the device at the rank's peak (for tables and stacked bars)."""
     live: dict[tuple[str, int, int], int] = {}
-    best, best_bytes, total = (), -1, 0
+    best: dict[tuple[str, int, int], int] = {}
+    best_bytes, total = -1, 0
     for position, step in enumerate(rank.steps[: peak_step + 1]):
         for action in rank.blocks[step.block].actions:
             for alloc in action.allocs:
@@ -175,10 +196,10 @@ def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
                     total += alloc.nbytes
             if position == peak_step and total + action.scratch > best_bytes:
                 best_bytes = total + action.scratch
-                best = tuple(live.items())  # type: ignore[assignment]
+                best = dict(live)
             for name in action.frees:
                 total -= live.pop((name, step.micro_batch, step.chunk), 0)
-    return tuple(Live(name, mb, chunk, nbytes) for (name, mb, chunk), nbytes in best)
+    return tuple(Live(name, mb, chunk, nbytes) for (name, mb, chunk), nbytes in best.items())
 
 
 def timeline(intervals: Sequence[Interval], rank: int) -> list[tuple[float, int]]:

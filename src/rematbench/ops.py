@@ -47,7 +47,8 @@ class Op(Struct, frozen=True, kw_only=True):
     `inputs`, `outputs` and `saves` name activations; `forward`, `backward_input` and
     `backward_weight` are kernels of one rank; `gather` runs on the inputs before the forward,
     `regather` on the saved inputs before the backward (the gathered copy is not saved), `reduce` on
-    the output after the forward, `grad_gather` on the output's gradient, `grad_reduce` on the input's gradient.
+    the output after the forward, `grad_gather` on the output's gradient, `grad_reduce` on the
+    input's gradient.
     `gathered_bytes` is the transient gathered input, `unreduced_bytes` the output before `reduce`.
     `row_local`: each output row depends on the same input row only.  `alias_inputs`: inputs whose
     gradient IS the output's gradient (a residual addition), so the backward moves no bytes.

@@ -88,7 +88,8 @@ Fate = Keep | Recompute | Offload | Split | ByteBudget
 
 class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sites a rule speaks of; None means all.  `layers` are global indices; `micro_batches` is a
-    half-open range [first, last)."""
+    half-open range [first, last).  `kept`: only sites that the rules before this one leave whole
+    on the device, so that a composed method changes nothing its base decided."""
 
     stages: tuple[int, ...] | None = None
     chunks: tuple[int, ...] | None = None
@@ -97,6 +98,7 @@ class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     activations: tuple[str, ...] | None = None
     phases: tuple[Phase, ...] | None = None
     micro_batches: tuple[int, int] | None = None
+    kept: bool = False
 
 
 class Rule(Struct, frozen=True):
@@ -159,7 +161,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `partition[rank][chunk]` lists global layer indices; the embedding is before the first chunk of
     rank 0, the head after the last chunk of the last rank.  `orders` are explicit passes per rank
-    (empty: `schedule` by name).  `fit` records numbers a method derived (alpha, bounds), for tables.
+    (empty: `schedule` by name).  `fit` records numbers a method derived, for tables.
     """
 
     partition: tuple[tuple[tuple[int, ...], ...], ...]

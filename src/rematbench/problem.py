@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
 
+import msgspec
+
 from rematbench.block import embedding_table, head_table, layer_table
 from rematbench.cluster import Cluster
 from rematbench.cost.bind import CostModel
@@ -115,11 +117,11 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
     the optimizer, 2 the gradients too, 3 the parameters too, gathered per layer before each use."""
     shards = layout.state_shards
     stage = layout.zero_stage
-    sharded_grad = shards if stage >= 2 else 1  # noqa: PLR2004  ZeRO stage 2 by definition
-    parameter = StateFate(kind="parameter", gather="step" if 1 <= stage <= 2 else "none")  # noqa: PLR2004
-    if stage == 3:  # noqa: PLR2004
+    sharded_grad = shards if stage >= 2 else 1
+    parameter = StateFate(kind="parameter", gather="step" if 1 <= stage <= 2 else "none")
+    if stage == 3:
         parameter = StateFate(kind="parameter", shards=shards, gather="layer", release="forward")
-    elif stage == 2 and system.data_parallel == "fsdp":  # noqa: PLR2004
+    elif stage == 2 and system.data_parallel == "fsdp":
         parameter = StateFate(kind="parameter", shards=shards, gather="layer", release="backward")
     return (
         parameter,
@@ -147,8 +149,6 @@ class CostFacade(CostModel):
 
     def evaluate(self, plan: Plan) -> Evaluation:
         """Chunk-level step time and peaks of a plan (memoised by the plan's content)."""
-        import msgspec
-
         if self._problem.evaluator is None:
             raise RuntimeError("this problem was built without an evaluator")
         key = msgspec.json.encode(plan)

@@ -1,12 +1,13 @@
 """Bind a problem's costs to actions: the only bridge between the vocabulary and the formulas."""
 
 from rematbench.action import Action, Kind
+from rematbench.cost.bind import Direction
 from rematbench.ops import Op
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.simulate import Seconds
 
-DIRECTION = {
+DIRECTION: dict[Kind, Direction] = {
     Kind.FORWARD: "forward",
     Kind.RECOMPUTE: "forward",
     Kind.BACKWARD_INPUT: "backward_input",
@@ -15,58 +16,71 @@ DIRECTION = {
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
-    """Parameters one rank computes with, after tensor and pipeline parallelism."""
+    """Parameters one rank holds, after tensor and pipeline parallelism.
+
+    A tied embedding is held once where first and last stage are one rank.
+    """
     layers = sum(problem.layer(i).parameters for chunk in plan.partition[rank] for i in chunk)
     ends = problem.embedding.parameters if rank == 0 else 0
     if rank == problem.layout.pp - 1:
         shared = problem.layout.pp == 1 and problem.workload.model.tied_embeddings
-        ends += problem.head.parameters - (problem.head.ops[1].parameters if shared else 0)
+        projection = sum(op.parameters for op in problem.head.ops if op.name == "lm_head")
+        ends += problem.head.parameters - (projection if shared else 0)
     return layers + ends
+
+
+class ActionCosts:
+    """Seconds of an action on a rank, by what the action is."""
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem, self.plan, self.cost = problem, plan, problem.cost
+        self._ops: dict[tuple[str, int, str], Op] = {}
+        self._table = {
+            Kind.D2H: lambda action, _: self.cost.copy_s(action.nbytes, "d2h"),
+            Kind.H2D: lambda action, _: self.cost.copy_s(action.nbytes, "h2d"),
+            Kind.SPLIT: lambda action, _: self.cost.device_copy_s(action.nbytes),
+            Kind.JOIN: lambda action, _: self.cost.device_copy_s(action.nbytes),
+            Kind.SEND: self._send_s,
+            Kind.OPTIMIZER: self._optimizer_s,
+        }
+
+    def __call__(self, action: Action, rank: int) -> float:
+        """Seconds of the action on its stream."""
+        if action.kind in DIRECTION:
+            return self._compute_s(action, rank)
+        if action.comm is not None:
+            return self.cost.comm_s(action.comm, rank)
+        return self._table[action.kind](action, rank)
+
+    def _compute_s(self, action: Action, rank: int) -> float:
+        op = self._op(action, rank)
+        seconds = self.cost.op_s(op, DIRECTION[action.kind], action.fraction)
+        if action.beside:
+            seconds *= self.cost.overlap_factor("compute", action.beside)
+        return seconds
+
+    def _op(self, action: Action, rank: int) -> Op:
+        """The operator an action runs, in its own layer's table."""
+        part = action.part[:1]
+        key = (part, action.layer, action.op)
+        if key not in self._ops:
+            problem = self.problem
+            tables = {"E": problem.embedding, "H": problem.head}
+            table = tables[part] if part in tables else problem.layer(action.layer)
+            self._ops[key] = next(op for op in table.ops if op.name == action.op)
+        return self._ops[key]
+
+    def _send_s(self, action: Action, rank: int) -> float:
+        pp = self.problem.layout.pp
+        peer = {"f": rank + 1, "b": rank - 1, "tied": pp - 1 - rank}[action.op]
+        return self.cost.p2p_s(action.nbytes, rank, peer % pp)
+
+    def _optimizer_s(self, action: Action, rank: int) -> float:
+        shards = self.plan.state("optimizer").shards
+        assert action.kind is Kind.OPTIMIZER
+        return self.cost.optimizer_s(-(-rank_parameters(self.problem, self.plan, rank) // shards))
 
 
 def action_seconds(problem: Problem, plan: Plan) -> Seconds:
     """(action, rank) -> seconds, by kind."""
-    cost = problem.cost
-    ops: dict[tuple[int, str, str], Op] = {}
-    pp = problem.layout.pp
-
-    def op_of(action: Action, rank: int) -> Op:
-        part = action.part[:1]
-        layer = 0
-        if part == "L":  # layers differ only in attention window; any chunk's i-th will do
-            layer = next(iter(plan.partition[rank]))[0]
-        key = (layer, part, action.op)
-        if key not in ops:
-            table = {"E": problem.embedding, "H": problem.head}.get(part) or problem.layer(layer)
-            ops[key] = next(op for op in table.ops if op.name == action.op)
-        return ops[key]
-
-    def compute_s(action: Action, rank: int) -> float:
-        seconds = cost.op_s(op_of(action, rank), DIRECTION[action.kind], action.fraction)  # type: ignore[arg-type]
-        return seconds * (cost.overlap_factor("compute", action.beside) if action.beside else 1.0)
-
-    def seconds(action: Action, rank: int) -> float:
-        match action.kind:
-            case (
-                Kind.FORWARD | Kind.RECOMPUTE | Kind.BACKWARD_INPUT | Kind.BACKWARD_WEIGHT
-            ):
-                return compute_s(action, rank)
-            case Kind.D2H:
-                return cost.copy_s(action.nbytes, "d2h")
-            case Kind.H2D:
-                return cost.copy_s(action.nbytes, "h2d")
-            case Kind.SPLIT | Kind.JOIN:
-                return cost.device_copy_s(action.nbytes)
-            case Kind.SEND:
-                peer = rank + 1 if action.op == "f" else rank - 1
-                if action.op == "tied":
-                    peer = pp - 1 - rank
-                return cost.p2p_s(action.nbytes, rank, peer % pp)
-            case Kind.OPTIMIZER:
-                shards = plan.state("optimizer").shards
-                return cost.optimizer_s(-(-rank_parameters(problem, plan, rank) // shards))
-        if action.comm is None:
-            raise ValueError(f"no cost for {action.kind}")
-        return cost.comm_s(action.comm, rank)
-
-    return seconds
+    return ActionCosts(problem, plan)

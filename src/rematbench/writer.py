@@ -29,7 +29,7 @@ class BlockWriter:
         """An event that holds when all work issued so far on `stream` is done."""
         for index in range(len(self.actions) - 1, -1, -1):
             action = self.actions[index]
-            if action.stream == stream and action.kind is not Kind.FREE:
+            if action.stream == stream and action.kind not in (Kind.FREE, Kind.ALLOC):
                 if not action.event:
                     action = msgspec.structs.replace(action, event=self.new_event())
                     self.actions[index] = action
@@ -59,6 +59,7 @@ class BlockWriter:
         reads: list[str],
         allocs: list[Alloc],
         *,
+        layer: int = -1,
         fraction: float = 1.0,
         beside: str = "",
     ) -> int:
@@ -76,6 +77,7 @@ class BlockWriter:
                 fraction=fraction,
                 beside=beside,
                 scratch=scratch,
+                layer=layer,
             )
         )
 
@@ -91,7 +93,9 @@ class BlockWriter:
         fraction: float = 1.0,
     ) -> str:
         """A collective on its group's stream, after the compute issued so far (or event `after`);
-        returns its end event."""
+        returns its end event.  A share of the rows moves that share of the payload."""
+        if fraction != 1.0:
+            comm = Comm(comm.kind, comm.group, int(comm.nbytes * fraction))
         self.wait(comm.group, after or self.mark(COMPUTE))
         event = self.new_event()
         self.add(
@@ -103,13 +107,12 @@ class BlockWriter:
                 reads=tuple(reads),
                 allocs=tuple(allocs),
                 event=event,
-                fraction=fraction,
                 comm=comm,
             )
         )
         return event
 
-    def finish(self, label: str, survivors: set[str], arrivals: set[str]) -> tuple[Action, ...]:
+    def finish(self, survivors: set[str], arrivals: set[str]) -> tuple[Action, ...]:
         """Insert a FREE after each tensor's last reader.
 
         `survivors` outlive the block; `arrivals` are alive when it starts.  A tensor read by

@@ -33,7 +33,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"layout": {"dp": 3, "ulysses": 2, "global_batch": 6}, "system": "deepspeed"},
     ),
     (
-        "global_batch 9 must divide by dp / ulysses x micro_batch = 4",
+        "global_batch 9 must divide by replicas x micro_batch = 4",
         {"layout": {"dp": 2, "micro_batch": 2, "global_batch": 9}},
     ),
     ("vpp = 2 needs pp > 1", {"layout": {"vpp": 2}}),
@@ -42,7 +42,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"layout": {"pp": 4, "vpp": 2, "global_batch": 6}},
     ),
     (
-        "zero_stage 2 with pp = 2: gradient sharding with a pipeline is not modelled",
+        "zero_stage 2 with pp = 2 is not modelled (gradient sharding)",
         {"layout": {"pp": 2, "zero_stage": 2, "global_batch": 2}},
     ),
     (
@@ -60,7 +60,7 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"layout": {"cp": 2}, "seq_len": 4098},
     ),
     (
-        "seq_len 4098 must divide by cp x tp = 4 (sequence parallel)",
+        "seq_len 4098 must divide by cp x tp = 4 (with sp)",
         {"layout": {"tp": 4}, "seq_len": 4098},
     ),
     (

@@ -28,6 +28,8 @@ CopyDirection = Literal["d2h", "h2d"]
 
 NCCL_STREAMS = frozenset({"tp", "cp", "dp"})
 """Streams whose work occupies SMs beside compute; p2p and copies are left to copy engines."""
+FLASH_BACKWARD_LAUNCHES = 3
+"""Row sums of dO * O, the main kernel, and the conversion of dQ (Dao 2023)."""
 FLASH_BACKWARD_FLOP = 2.5
 """Five GEMMs to the forward's two (Dao 2023, arXiv 2307.08691)."""
 
@@ -85,17 +87,19 @@ class CostModel:
         return share * self.network.nic_efficiency
 
     def kernel_s(self, kernel: Kernel, direction: Direction) -> float:
-        """Seconds of one kernel; attention's backward costs 2.5 forwards at its own efficiency."""
+        """Seconds of one kernel: busy seconds x the stack's scale + launch gaps."""
         key = (kernel, direction)
         if key not in self._kernels:
             match kernel:
                 case Gemm():
-                    seconds = self._gemm_s(kernel) * self.stack.kernel_scale
+                    busy, launches = self._gemm_s(kernel), 1
                 case Elementwise():
-                    seconds = self._elementwise_s(kernel) * self.stack.kernel_scale
+                    busy, launches = self._memory_s(kernel.hbm_bytes), kernel.launches
                 case Attention():
-                    seconds = self._attention_s(kernel, direction) * self.stack.attention_scale
-            self._kernels[key] = float(seconds)
+                    busy, launches = self._attention_s(kernel, direction)
+                    busy *= self.stack.attention_scale
+            gaps = launches * self.stack.launch_s
+            self._kernels[key] = float(busy * self.stack.kernel_scale + gaps)
         return self._kernels[key]
 
     def _gemm_s(self, kernel: Gemm) -> formulas.Quantity:
@@ -104,41 +108,46 @@ class CostModel:
         width = self.workload.element_bytes
         return formulas.gemm_s(*shape, width, c.peak_flop_per_s, c.hbm_bytes_per_s, self.gpu)
 
-    def _elementwise_s(self, kernel: Elementwise) -> formulas.Quantity:
-        rate = self.cluster.hbm_bytes_per_s
-        return formulas.elementwise_s(kernel.hbm_bytes, kernel.launches, rate, self.gpu)
+    def _memory_s(self, nbytes: float) -> formulas.Quantity:
+        return formulas.memory_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu)
 
-    def _attention_s(self, kernel: Attention, direction: Direction) -> formulas.Quantity:
+    def _attention_s(
+        self, kernel: Attention, direction: Direction
+    ) -> tuple[formulas.Quantity, int]:
+        """Busy seconds and launches; the backward costs 2.5 forwards at its own efficiency."""
         forward = direction == "forward"
         if not kernel.fused:
             return self._unfused_attention_s(kernel, forward)
         gpu = self.gpu
         flop = formulas.flash_flop(kernel.pairs, kernel.heads, kernel.head_dim, kernel.batch)
-        return formulas.flash_s(
+        busy = formulas.flash_s(
             flop if forward else FLASH_BACKWARD_FLOP * flop,
             kernel.q_rows,
             gpu.flash_forward_efficiency if forward else gpu.flash_backward_efficiency,
             self.cluster.peak_flop_per_s,
             gpu,
         )
+        return busy, 1 if forward else FLASH_BACKWARD_LAUNCHES
 
-    def _unfused_attention_s(self, kernel: Attention, forward: bool) -> formulas.Quantity:
+    def _unfused_attention_s(
+        self, kernel: Attention, forward: bool
+    ) -> tuple[formulas.Quantity, int]:
+        """Scores in full (no causal savings): two batched GEMMs (four in the backward), softmax
+        and dropout passes over the score matrix."""
+        q, kv, d = kernel.q_rows, kernel.kv_rows, kernel.head_dim
+        many = kernel.batch * kernel.heads
+        pair = self._gemm_s(Gemm(q, kv, d, many)) + self._gemm_s(Gemm(q, d, kv, many))
         passes = formulas.UNFUSED_FORWARD_PASSES if forward else formulas.UNFUSED_BACKWARD_PASSES
-        if self.workload.model.dropout > 0:
-            passes += formulas.DROPOUT_PASSES
-        return formulas.unfused_attention_s(
-            kernel.batch,
-            kernel.heads,
-            kernel.head_dim,
-            kernel.q_rows,
-            kernel.kv_rows,
+        dropout = self.workload.model.dropout > 0
+        scores = formulas.scores_s(
+            many * q * kv,
+            passes + (formulas.DROPOUT_PASSES if dropout else 0.0),
             self.workload.element_bytes,
-            passes,
-            1.0 if forward else 2.0,
-            self.cluster.peak_flop_per_s,
             self.cluster.hbm_bytes_per_s,
             self.gpu,
         )
+        pairs = 1 if forward else 2
+        return pairs * pair + scores, 2 * pairs + 1 + int(dropout)
 
     def op_s(self, op: Op, direction: Direction, rows_fraction: float = 1.0) -> float:
         """Seconds of an operator's kernels in a direction, on a share of its rows."""
@@ -160,8 +169,11 @@ class CostModel:
 
     def _collective_s(self, comm: Comm, stage: int) -> float:
         shape = self.group(comm.group, stage)
-        nvlink, nic = self.nvlink_bytes_per_s, self.nic_bytes_per_s
-        ring = collectives.ring_bytes_per_s(shape.fewest_per_node, shape.nodes, nvlink, nic)
+        nvlink = self._group_nvlink_bytes_per_s(shape.fewest_per_node)
+        nic = self.nic_bytes_per_s
+        ring = collectives.ring_bytes_per_s(
+            shape.fewest_per_node, shape.nodes, nvlink, nic, self.network.ring_nics
+        )
         size, nodes, common = shape.ranks, shape.nodes, self.common
         match comm.kind:
             case "all_gather" | "reduce_scatter":
@@ -177,6 +189,12 @@ class CostModel:
             case "p2p":
                 return self.p2p_s(comm.nbytes, stage, stage + 1)
         return float(seconds)
+
+    def _group_nvlink_bytes_per_s(self, ranks_on_node: int) -> float:
+        """Reached NVLink rate of a GPU inside a group with so many ranks on its node."""
+        mesh = self.network.nvlink_mesh
+        share = collectives.nvlink_share(ranks_on_node, self.cluster.gpus_per_node, mesh)
+        return self.nvlink_bytes_per_s * float(share)
 
     def group(self, group: str, stage: int) -> collectives.GroupShape:
         """How the worst-placed group of a kind lies on the nodes."""
@@ -197,7 +215,11 @@ class CostModel:
         crosses = bool(np.any(pairs[:, 0] // per_node != pairs[:, 1] // per_node))
         return float(
             collectives.point_to_point_s(
-                nbytes, crosses, self.nvlink_bytes_per_s, self.nic_bytes_per_s, self.common
+                nbytes,
+                crosses,
+                self._group_nvlink_bytes_per_s(2),
+                self.nic_bytes_per_s,
+                self.common,
             )
         )
 
@@ -209,7 +231,8 @@ class CostModel:
 
     def device_copy_s(self, nbytes: int) -> float:
         """Seconds of a copy inside the device (SPLIT, JOIN)."""
-        return float(copies.device_copy_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu))
+        busy = copies.device_copy_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu)
+        return float(busy) + self.stack.launch_s
 
     def optimizer_s(self, parameters_per_rank: int) -> float:
         """Seconds of clipping and the update of a rank's share of the parameters, on the GPU."""
@@ -220,7 +243,7 @@ class CostModel:
             self.system.optimizer_bytes,
             self.common,
         )
-        return float(formulas.memory_s(traffic, self.cluster.hbm_bytes_per_s, self.gpu))
+        return float(self._memory_s(float(traffic)))
 
     def overlap_factor(self, kernel_stream: str, other_stream: str) -> float:
         """Slowdown of work on one stream beside work on the other; 1 where no SMs are shared."""

@@ -71,20 +71,36 @@ def worst_group(
     return min(shapes, key=lambda s: (s.nodes == 1, s.fewest_per_node, -s.nodes))
 
 
+def nvlink_share(fewest_per_node: Quantity, gpus_per_node: Quantity, mesh: Quantity) -> Quantity:
+    """Share of a GPU's NVLink that a group can use: all of it behind a switch; in a mesh of pairs
+    only the links to the group's own GPUs, (ranks - 1) / (GPUs - 1).
+
+    Source: NVIDIA HGX H100 and A100 4-GPU boards: no NVSwitch, 6 (4) links between each pair.
+    """
+    pairs = np.maximum(np.subtract(fewest_per_node, 1), 1) / np.maximum(
+        np.subtract(gpus_per_node, 1), 1
+    )
+    return np.where(np.asarray(mesh) > 0, pairs, 1.0)[()]
+
+
 def ring_bytes_per_s(
     fewest_per_node: Quantity,
     nodes: Quantity,
     nvlink_bytes_per_s: Quantity,
     nic_bytes_per_s: Quantity,
+    ring_nics: Quantity,
 ) -> Quantity:
     """Rate at which a ring passes bytes on: NVLink inside a node, else the NICs of its ranks.
 
     A ring that leaves a node enters and leaves it once per channel, and the node serves it with
-    the NICs of the ranks it has there: (fewest ranks on any node it touches) x NIC.
+    the NICs of the ranks it has there: (fewest ranks on any node it touches) x NIC, or fewer
+    where a cluster's NCCL does not find them (`ring_nics`).
     Source: NCCL ring channels, one NIC per GPU; see DESIGN.md, "A DP ring's bandwidth".
     Rates are already multiplied by their efficiencies.
     """
-    network = np.minimum(fewest_per_node * nic_bytes_per_s, nvlink_bytes_per_s)
+    network = np.minimum(
+        np.minimum(fewest_per_node, ring_nics) * nic_bytes_per_s, nvlink_bytes_per_s
+    )
     rate: Quantity = np.where(np.asarray(nodes) > 1, network, nvlink_bytes_per_s)
     return rate
 

@@ -27,8 +27,8 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Efficiencies are fractions of the dense peak or of the HBM rate; `gemm_tail_waves` is the part
     of a wave of tiles lost at the end of a GEMM; `*_half_*` is the size at which an efficiency is
-    half its limit; `launch_s` is the gap a kernel costs; `overlap_slowdown` is the factor on
-    compute beside a NCCL collective; `sm_count`, `tile_rows`, `tile_columns` are hardware facts.
+    half its limit; `overlap_slowdown` is the factor on compute beside a NCCL collective;
+    `sm_count`, `tile_rows`, `tile_columns` are hardware facts.
     """
 
     sm_count: float
@@ -41,22 +41,29 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     flash_backward_efficiency: float
     flash_half_rows: float
     hbm_efficiency: float
-    launch_s: float
     overlap_slowdown: float
 
 
 class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Shares of the link rates that collectives reach inside a node and between nodes."""
+    """Shares of the link rates that collectives reach inside a node and between nodes.
+
+    `ring_nics` is the most NICs of a node that one ring uses; `nvlink_mesh` is 1 where the GPUs of
+    a node are linked pairwise, without a switch, so that a small group has only its own pairs.
+    """
 
     nvlink_efficiency: float
     nic_efficiency: float
+    ring_nics: float
+    nvlink_mesh: float
 
 
 class SystemConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a software stack differs from the generation's kernels: multipliers on kernel seconds."""
+    """How a software stack differs from the generation's kernels: multipliers on the seconds of
+    all kernels and of attention, and the gap that launching a kernel leaves."""
 
     kernel_scale: float
     attention_scale: float
+    launch_s: float
 
 
 class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

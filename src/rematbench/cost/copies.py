@@ -1,7 +1,7 @@
 """Seconds of copies between device and host memory, and inside the device."""
 
 from rematbench.cost.constants import CommonConstants, GpuConstants
-from rematbench.cost.formulas import Quantity, elementwise_s
+from rematbench.cost.formulas import Quantity, memory_s
 
 
 def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonConstants) -> Quantity:
@@ -16,4 +16,4 @@ def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonCons
 
 def device_copy_s(nbytes: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants) -> Quantity:
     """Copy inside the device (SPLIT, JOIN): each byte is read once and written once."""
-    return elementwise_s(2.0 * nbytes, 1.0, hbm_bytes_per_s, gpu)
+    return memory_s(2.0 * nbytes, hbm_bytes_per_s, gpu)

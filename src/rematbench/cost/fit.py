@@ -17,6 +17,7 @@ from rematbench.cost.constants import Calibration, FitRule
 
 Row: TypeAlias = Mapping[str, Any]
 Predict: TypeAlias = Callable[[Row, Calibration], float]
+PredictAll: TypeAlias = Callable[[Sequence[tuple[Row, Calibration]]], Sequence[float]]
 
 
 class Prior(Struct, frozen=True):
@@ -35,6 +36,9 @@ ROW_SPREAD = 0.03
 """Logarithmic spread of a published speed around a perfect model: run-to-run noise and rounding;
 also where the loss turns from square to linear."""
 
+DIFFERENCE = 0.01
+"""Logarithmic step of the Jacobian."""
+
 PRIORS: dict[str, Prior] = {
     "gemm_efficiency": Prior(0.3, 0.7, 0.95),
     "gemm_tail_waves": Prior(0.05, 0.5, 2.0),
@@ -43,12 +47,13 @@ PRIORS: dict[str, Prior] = {
     "flash_backward_efficiency": Prior(0.15, 0.4, 0.85),
     "flash_half_rows": Prior(20.0, 500.0, 5000.0, 1.0),
     "hbm_efficiency": Prior(0.4, 0.8, 0.95, 0.15),
-    "launch_s": Prior(1e-6, 5e-6, 3e-5),
+    "launch_s": Prior(1e-6, 5e-6, 4e-5),
     "overlap_slowdown": Prior(1.0, 1.1, 1.6, 0.1),
     "nvlink_efficiency": Prior(0.2, 0.75, 1.0, 0.2),
     "nic_efficiency": Prior(0.1, 0.75, 1.0, 0.3),
     "kernel_scale": Prior(0.7, 1.0, 1.8, 0.1),
     "attention_scale": Prior(0.5, 1.0, 2.5, 0.2),
+    "ring_nics": Prior(1.0, 1.6, 8.0, 1.0),
 }
 
 
@@ -124,49 +129,103 @@ def row_weights(rows: Sequence[Row]) -> NDArray[np.float64]:
     return np.array([counts[key] ** -0.25 for key in keys])
 
 
-def fit(rows: Iterable[Row], calibration: Calibration, predict: Predict) -> FitReport:
+def fit(rows: Iterable[Row], calibration: Calibration, predict_all: PredictAll) -> FitReport:
     """Least squares on log step seconds over the FIT rows, robust, with log-normal priors."""
-    chosen = fit_rows(rows, calibration.fit)
-    names = used_names(chosen, calibration, predict)
-    priors = [PRIORS[name.rsplit(".", 1)[1]] for name in names]
-    target = np.log([published_step_s(row) for row in chosen])
-    weights = row_weights(chosen)
-
-    def residuals(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        trial = with_values(calibration, names, np.exp(logs))
-        predicted = np.log([predict(row, trial) for row in chosen])
-        return (predicted - target) * weights / ROW_SPREAD
-
-    def penalised(logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        robust = _soft(residuals(logs))
-        pull = [(x - np.log(p.centre)) / p.spread for x, p in zip(logs, priors, strict=True)]
-        return np.concatenate([robust, np.array(pull)])
-
-    start = np.log([p.centre for p in priors])
-    bounds = (np.log([p.low for p in priors]) - 1e-9, np.log([p.high for p in priors]) + 1e-9)
-    found = least_squares(penalised, start, bounds=bounds, x_scale=0.1, ftol=1e-6, xtol=1e-6)
-    fitted = with_values(calibration, names, np.exp(found.x))
+    problem = _Problem(fit_rows(rows, calibration.fit), calibration, predict_all)
+    low, high = problem.bounds()
+    found = least_squares(
+        problem.residuals,
+        problem.centres(),
+        jac=problem.jacobian,
+        bounds=(low, high),
+        x_scale=0.1,
+        ftol=1e-5,
+        xtol=1e-5,
+        max_nfev=40,
+    )
+    fitted = with_values(calibration, problem.names, np.exp(found.x))
     errors: dict[str, list[float]] = {}
-    for row in chosen:
-        error = float(np.log(predict(row, fitted) / published_step_s(row)))
-        errors.setdefault(row["source"], []).append(error)
-    return FitReport(calibration=fitted, rows=len(chosen), constants=len(names), errors=errors)
+    for row, error in zip(problem.rows, problem.log_errors(found.x), strict=True):
+        errors.setdefault(row["source"], []).append(float(error))
+    return FitReport(
+        calibration=fitted, rows=len(problem.rows), constants=len(problem.names), errors=errors
+    )
 
 
-def _soft(residual: NDArray[np.float64]) -> NDArray[np.float64]:
+class _Problem:
+    """Residuals over the FIT rows and their Jacobian, which is sparse: a constant of one cluster,
+    stack or generation moves only the rows that ran there."""
+
+    def __init__(self, rows: list[Row], calibration: Calibration, predict_all: PredictAll) -> None:
+        self.rows, self.calibration, self.predict_all = rows, calibration, predict_all
+        self.target = np.log([published_step_s(row) for row in rows])
+        self.scale = row_weights(rows) / ROW_SPREAD
+        base = predict_all([(row, calibration) for row in rows])
+        self.names: list[str] = []
+        self.moves: list[list[int]] = []
+        for name in calibration.fitted:
+            moved = self._moved(name, base)
+            if moved:
+                self.names.append(name)
+                self.moves.append(moved)
+        self.priors = [PRIORS[name.rsplit(".", 1)[1]] for name in self.names]
+
+    def _moved(self, name: str, base: Sequence[float]) -> list[int]:
+        """Rows that a constant moves."""
+        section, entry, key = name.split(".")
+        value = getattr(getattr(self.calibration, section)[entry], key)
+        trial = with_values(self.calibration, [name], [value * 1.2 if value < 1 else value / 1.2])
+        after = self.predict_all([(row, trial) for row in self.rows])
+        return [i for i, (a, b) in enumerate(zip(after, base, strict=True)) if a != b]
+
+    def centres(self) -> NDArray[np.float64]:
+        """Where the search starts: the priors' centres."""
+        return np.log([prior.centre for prior in self.priors])
+
+    def bounds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Logarithms of the priors' limits."""
+        low = np.log([prior.low for prior in self.priors]) - 1e-9
+        return low, np.log([prior.high for prior in self.priors]) + 1e-9
+
+    def log_errors(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """log(predicted / published seconds) of every FIT row."""
+        trial = with_values(self.calibration, self.names, np.exp(logs))
+        seconds = self.predict_all([(row, trial) for row in self.rows])
+        return np.log(np.asarray(seconds)) - self.target
+
+    def residuals(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Robust weighted errors, then the pull of the priors."""
+        pull = [(x - np.log(p.centre)) / p.spread for x, p in zip(logs, self.priors, strict=True)]
+        return np.concatenate([_soft(self.log_errors(logs) * self.scale), np.array(pull)])
+
+    def jacobian(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Forward differences of 1 % (the step model has corners), one batch for all of them."""
+        base = self.log_errors(logs)
+        low, high = self.bounds()
+        steps = np.where(logs + DIFFERENCE > high, -DIFFERENCE, DIFFERENCE)
+        jobs: list[tuple[Row, Calibration]] = []
+        for j, moved in enumerate(self.moves):
+            shifted = logs.copy()
+            shifted[j] += steps[j]
+            trial = with_values(self.calibration, self.names, np.exp(shifted))
+            jobs += [(self.rows[i], trial) for i in moved]
+        seconds = iter(self.predict_all(jobs))
+        matrix = np.zeros((len(self.rows) + len(self.names), len(self.names)))
+        for j, moved in enumerate(self.moves):
+            for i in moved:
+                error = np.log(next(seconds)) - self.target[i]
+                after, before = _soft(error * self.scale[i]), _soft(base[i] * self.scale[i])
+                matrix[i, j] = (after - before) / steps[j]
+            matrix[len(self.rows) + j, j] = 1.0 / self.priors[j].spread
+        return matrix
+
+
+def one_by_one(predict: Predict) -> PredictAll:
+    """The batch form of a single-row predictor."""
+    return lambda jobs: [predict(row, calibration) for row, calibration in jobs]
+
+
+def _soft(residual: Any) -> Any:
     """Residuals whose squares are the soft-L1 loss 2 (sqrt(1 + r^2) - 1): outliers count linearly."""
     loss = 2.0 * (np.sqrt(1.0 + residual**2) - 1.0)
     return np.sign(residual) * np.sqrt(loss)
-
-
-def used_names(rows: Sequence[Row], calibration: Calibration, predict: Predict) -> list[str]:
-    """The fitted constants that some FIT row depends on (others keep their value)."""
-    base = [predict(row, calibration) for row in rows]
-    used = []
-    for name in calibration.fitted:
-        section, entry, key = name.split(".")
-        value = getattr(getattr(calibration, section)[entry], key)
-        trial = with_values(calibration, [name], [value * 1.05])
-        if any(predict(row, trial) != before for row, before in zip(rows, base, strict=True)):
-            used.append(name)
-    return used

@@ -36,7 +36,7 @@ def gemm_s(
     hbm_bytes_per_s: Quantity,
     gpu: GpuConstants,
 ) -> Quantity:
-    """Seconds of `batch` GEMMs (m x k) @ (k x n): launch + max(arithmetic, traffic).
+    """Seconds of `batch` GEMMs (m x k) @ (k x n): max(arithmetic, traffic).
 
     arithmetic = flop / (peak e) x (1 + half_k / k) x (1 + tail x SMs / tiles), with tiles of
     tile_rows x tile_columns: the prologue of each tile (half_k) and the last, partly filled wave.
@@ -50,7 +50,7 @@ def gemm_s(
     arithmetic = gemm_flop(m, n, k, batch) / (peak_flop_per_s * gpu.gemm_efficiency) * tail * depth
     moved = element_bytes * batch * (m * k + k * n + m * n)
     traffic = memory_s(moved, hbm_bytes_per_s, gpu)
-    seconds: Quantity = gpu.launch_s + np.maximum(arithmetic, traffic)
+    seconds: Quantity = np.maximum(arithmetic, traffic)
     return seconds
 
 
@@ -69,25 +69,18 @@ def flash_s(
     peak_flop_per_s: Quantity,
     gpu: GpuConstants,
 ) -> Quantity:
-    """Seconds of a fused attention kernel: launch + flop / (peak e q / (q + half_rows)).
+    """Seconds of a fused attention kernel: flop / (peak e q / (q + half_rows)).
 
     Source: the rise of flash attention's rate with sequence length, Dao 2023 (arXiv 2307.08691)
     figures 4-6; Shah et al. 2024 (arXiv 2407.08608) for Hopper.  e and half_rows are fitted.
     """
     rate = peak_flop_per_s * efficiency * saturation(q_rows, gpu.flash_half_rows)
-    return gpu.launch_s + flop / rate
+    return flop / rate
 
 
 def memory_s(nbytes: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants) -> Quantity:
-    """Seconds to move bytes through HBM at the reached share of its rate (no launch)."""
+    """Seconds to move bytes through HBM at the reached share of its rate: bytes / (rate e)."""
     return nbytes / (hbm_bytes_per_s * gpu.hbm_efficiency)
-
-
-def elementwise_s(
-    nbytes: Quantity, launches: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants
-) -> Quantity:
-    """Seconds of memory-bound kernels: launches x gap + bytes / (HBM rate x efficiency)."""
-    return launches * gpu.launch_s + memory_s(nbytes, hbm_bytes_per_s, gpu)
 
 
 UNFUSED_FORWARD_PASSES = 2.0
@@ -98,33 +91,18 @@ DROPOUT_PASSES = 2.5
 """Dropout on probabilities: read, write, and a one-byte mask (half an element) either way."""
 
 
-def unfused_attention_s(
-    batch: Quantity,
-    heads: Quantity,
-    head_dim: Quantity,
-    q_rows: Quantity,
-    kv_rows: Quantity,
-    element_bytes: Quantity,
+def scores_s(
+    count: Quantity,
     passes: Quantity,
-    gemm_pairs: Quantity,
-    peak_flop_per_s: Quantity,
+    element_bytes: Quantity,
     hbm_bytes_per_s: Quantity,
     gpu: GpuConstants,
 ) -> Quantity:
-    """Seconds of attention with materialised scores: `gemm_pairs` times two batched GEMMs
-    (q x d x kv and q x kv x d; forward 1, backward 2) and `passes` over the score matrix.
+    """Seconds of `passes` over a materialised score matrix of `count` elements (softmax, dropout).
 
-    Scores are computed in full, without causal savings.
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 3 and figure 3 (core attention).
     """
-    many = batch * heads
-    shared = (element_bytes, peak_flop_per_s, hbm_bytes_per_s, gpu)
-    gemms = gemm_s(q_rows, kv_rows, head_dim, many, *shared) + gemm_s(
-        q_rows, head_dim, kv_rows, many, *shared
-    )
-    scores_bytes = many * q_rows * kv_rows * element_bytes
-    softmax = elementwise_s(passes * scores_bytes, np.ceil(passes / 3.0), hbm_bytes_per_s, gpu)
-    return gemm_pairs * gemms + softmax
+    return memory_s(passes * np.asarray(count) * element_bytes, hbm_bytes_per_s, gpu)
 
 
 def beside_s(compute_s: Quantity, other_s: Quantity, slowdown: Quantity) -> Quantity:

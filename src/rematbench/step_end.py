@@ -1,0 +1,70 @@
+"""What follows the last pass: gradient reduction, tied embeddings, optimizer, parameter gather."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from rematbench.chunk_ops import ChunkOps
+from rematbench.ops import Comm, CommKind
+from rematbench.plan import Pass, Plan
+from rematbench.problem import Problem
+from rematbench.program import Block
+from rematbench.step_blocks import (
+    gather_block,
+    optimizer_block,
+    reduce_block,
+    tied_recv_block,
+    tied_send_block,
+    wait_block,
+)
+
+
+class Steps(Protocol):
+    """What the end of a step needs of a rank's lowering."""
+
+    rank: int
+    chunks: list[ChunkOps]
+    overlap_reduce: bool
+
+    def add(self, key: tuple[object, ...], build: Callable[[], Block], site: Pass) -> None:
+        """Append a step, building its block at first use."""
+
+
+def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
+    """Append the end-of-step work of a rank."""
+    system, lay = problem.system, problem.layout
+    last = lay.num_micro_batches - 1
+    sites = {c.chunk: Pass(False, last, c.chunk) for c in steps.chunks}
+    sharded_gradients = plan.state("gradient").shards > 1
+    if lay.state_shards > 1:
+        for chunk in reversed(steps.chunks):
+            if not (sharded_gradients or steps.overlap_reduce):
+                comm = _reduction(plan, problem, chunk)
+                steps.add(("reduce", chunk.chunk), partial(reduce_block, comm), sites[chunk.chunk])
+            steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
+    if problem.workload.model.tied_embeddings and lay.pp > 1 and steps.rank in (0, lay.pp - 1):
+        _tied_embeddings(steps, problem)
+    steps.add(("OPT",), optimizer_block, Pass(False, 0, 0))
+    gathered = plan.state("parameter").gather == "step" and lay.state_shards > 1
+    if gathered and not system.gather_overlap:
+        for chunk in steps.chunks:
+            comm = Comm("all_gather", "dp", system.gather_bytes * _parameters(chunk))
+            steps.add(("gather", chunk.chunk), partial(gather_block, comm), sites[chunk.chunk])
+
+
+def _parameters(chunk: ChunkOps) -> int:
+    return sum(unit.parameters for unit in chunk.units)
+
+
+def _reduction(plan: Plan, problem: Problem, chunk: ChunkOps) -> Comm:
+    """Reduce-scatter where the optimizer is sharded, all-reduce where it is not."""
+    kind: CommKind = "reduce_scatter" if plan.state("optimizer").shards > 1 else "all_reduce"
+    return Comm(kind, "dp", problem.system.reduce_bytes * _parameters(chunk))
+
+
+def _tied_embeddings(steps: Steps, problem: Problem) -> None:
+    """First and last rank exchange the gradient of the shared embedding (as Megatron does)."""
+    projection = next(op for op in problem.head.ops if op.name == "lm_head")
+    nbytes = problem.system.grad_bytes * projection.parameters
+    steps.add(("tied_send",), partial(tied_send_block, nbytes), Pass(False, 0, 0))
+    steps.add(("tied_recv",), partial(tied_recv_block, nbytes), Pass(False, 0, 0))

@@ -1,0 +1,115 @@
+"""Tiny problems and named plans that the engine's tests share: kilobytes per tensor, 1-4 layers."""
+
+from functools import cache
+from typing import Any
+
+from msgspec.structs import replace
+
+from rematbench.cost.constants import Calibration, load_calibration
+from rematbench.layout import Layout
+from rematbench.load import load_cluster, load_system
+from rematbench.paths import data_dir
+from rematbench.plan import (
+    ByteBudget,
+    Fate,
+    Keep,
+    Offload,
+    Plan,
+    Recompute,
+    Rule,
+    Select,
+    Split,
+    Transfers,
+)
+from rematbench.problem import Problem
+from rematbench.workload import Model, Workload
+
+LLAMA = Model(
+    name="test-llama",
+    num_layers=4,
+    hidden=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn=64,
+    vocab=128,
+    mlp="swiglu",
+    norm="rmsnorm",
+    position="rope",
+    tied_embeddings=False,
+)
+GPT = replace(
+    LLAMA,
+    name="test-gpt",
+    num_kv_heads=4,
+    ffn=128,
+    mlp="gelu",
+    norm="layernorm",
+    position="learned",
+    dropout=0.1,
+    qkv_bias=True,
+    proj_bias=True,
+    mlp_bias=True,
+)
+
+
+@cache
+def calibration() -> Calibration:
+    """The repository's constants: no test of the engine depends on their values."""
+    return load_calibration(data_dir("config") / "calibration.yaml")
+
+
+def problem(
+    *,
+    model: Model = LLAMA,
+    seq_len: int = 32,
+    system: str = "rematbench",
+    attention: Any = "flash",
+    system_changes: dict[str, Any] | None = None,
+    **layout: Any,
+) -> Problem:
+    """A problem on one-GPU nodes, so that any degrees are a legal layout."""
+    return Problem(
+        Workload(model=model, seq_len=seq_len),
+        replace(load_cluster("h800-80gb"), gpus_per_node=1),
+        replace(load_system(system), **(system_changes or {})),
+        Layout(**layout),
+        calibration(),
+        attention,
+    )
+
+
+def layers(num_layers: int, model: Model = LLAMA) -> Model:
+    """The same model with another depth."""
+    return replace(model, num_layers=num_layers)
+
+
+def rule(fate: Fate, *activations: str, **select: Any) -> Rule:
+    """A rule over activations of the layers (all saved tensors of the layers if none is named)."""
+    return Rule(Select(parts=("layer",), activations=activations or None, **select), fate)
+
+
+BALANCED = rule(Recompute(), "attn_norm_out", "mlp_norm_out", "act_out", "fc2_in")
+"""Both norms and SiLU x mul, rebuilt before their readers (ATC'24)."""
+FULL = (rule(Recompute(scope="layer", whole=True)), rule(Keep(), "layer_input"))
+"""Every layer re-run from its input."""
+SKELETAL = (
+    rule(Split(offload=0.5, recompute=0.5, scope="layer")),
+    rule(Offload(), "layer_input", "attn_out", "lse"),
+)
+"""MEMO's token split: the input and attention leave whole, the rest half and half."""
+
+
+def half(alpha: float = 0.5) -> Rule:
+    """Offload a share of a chunk's bytes, with thresholds that fit kilobyte tensors."""
+    return Rule(Select(), ByteBudget(alpha=alpha, granularity=256, min_bytes=512))
+
+
+def by_layer(plan: Plan, **transfers: Any) -> Plan:
+    """The same plan with copies per layer."""
+    return replace(plan, transfers=Transfers(granularity="layer", **transfers))
+
+
+def transfers(plan: Plan, **changes: Any) -> Plan:
+    """The same plan with other transfer settings."""
+    return replace(plan, transfers=Transfers(**changes))
