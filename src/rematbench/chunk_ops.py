@@ -7,7 +7,7 @@ from rematbench.fates import ChunkSites, Resolved, Site
 from rematbench.mini import MiniRun, mini_runs
 from rematbench.ops import Activation, OpTable
 from rematbench.plan import MiniSequence, PlanError
-from rematbench.problem import Problem
+from rematbench.problem import Problem, head_parameters
 
 
 class Unit(NamedTuple):
@@ -17,11 +17,7 @@ class Unit(NamedTuple):
     table: OpTable
     place: int  # inside the chunk
     layer: int  # global layer, -1 for embedding and head
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the unit on one rank (before any ZeRO sharding)."""
-        return self.table.parameters
+    parameters: int  # on one rank, before any ZeRO sharding
 
 
 class ChunkOps:
@@ -42,11 +38,12 @@ class ChunkOps:
         self.last = stage == pp - 1 and chunk == vpp - 1
         self.units: list[Unit] = []
         if self.first:
-            self.units.append(Unit("E", problem.embedding, 0, -1))
+            self.units.append(Unit("E", problem.embedding, 0, -1, problem.embedding.parameters))
         for i, layer in enumerate(layers):
-            self.units.append(Unit(f"L{i}", problem.layer(layer), i, layer))
+            table = problem.layer(layer)
+            self.units.append(Unit(f"L{i}", table, i, layer, table.parameters))
         if self.last:
-            self.units.append(Unit("H", problem.head, 0, -1))
+            self.units.append(Unit("H", problem.head, 0, -1, head_parameters(problem)))
 
     @property
     def input_name(self) -> str:

@@ -68,16 +68,20 @@ class ParameterGatherer:
 
 
 class GradReducer:
-    """Reduces each unit's gradients on the dp stream when its backward is done.
+    """Reduces (and, with optimizer-in-backward, applies) each unit's gradients when its backward is
+    done, on the dp stream.
 
     Sharded gradients (ZeRO-2/3) live in a full buffer until reduced; resident ones are reduced in
-    place, in buckets of `bucket_bytes`.
+    place, in buckets of `bucket_bytes`.  `shared`: there are data-parallel peers to reduce with.
     """
 
-    def __init__(self, fate: StateFate, system: System, *, sharded_optimizer: bool) -> None:
-        self.transient = fate.shards > 1
-        self.system = system
-        scatter = sharded_optimizer or self.transient
+    def __init__(
+        self, gradient: StateFate, optimizer: StateFate, system: System, *, shared: bool
+    ) -> None:
+        self.update = optimizer.update == "backward"
+        self.transient = gradient.shards > 1 or self.update
+        self.system, self.optimizer, self.shared = system, optimizer, shared
+        scatter = optimizer.shards > 1 or gradient.shards > 1
         self.kind: CommKind = "reduce_scatter" if scatter else "all_reduce"
         self.bucket: list[Unit] = []
         self.in_flight: list[tuple[str, str]] = []
@@ -89,7 +93,8 @@ class GradReducer:
     def before(self, w: BlockWriter, unit: Unit) -> None:
         """Make room for the unit's gradients."""
         if self.transient and unit.parameters:
-            buffer = Alloc(self.buffer(unit), self.system.gather_bytes * unit.parameters)
+            width = self.system.grad_bytes if self.update else self.system.gather_bytes
+            buffer = Alloc(self.buffer(unit), width * unit.parameters)
             w.add(
                 Action(
                     kind=Kind.ALLOC,
@@ -102,6 +107,9 @@ class GradReducer:
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
         """Issue the reduction of a full bucket; free what an earlier reduction held."""
+        if self.update and unit.parameters:
+            self._apply(w, unit)
+            return
         if unit.parameters:
             self.bucket.append(unit)
         size = sum(self.system.reduce_bytes * u.parameters for u in self.bucket)
@@ -113,6 +121,25 @@ class GradReducer:
         if last:
             w.wait("dp", w.mark(COMPUTE))
             w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
+
+    def _apply(self, w: BlockWriter, unit: Unit) -> None:
+        """Reduce at once if there are peers, update the unit's parameters, free its gradients."""
+        if self.shared:
+            comm = Comm(self.kind, "dp", self.system.reduce_bytes * unit.parameters)
+            reads = [self.buffer(unit)]
+            w.wait(COMPUTE, w.collective(comm, unit.prefix, "gradients", reads, []))
+        count = -(-unit.parameters // self.optimizer.shards)
+        w.add(
+            Action(
+                kind=Kind.OPTIMIZER,
+                stream=COMPUTE,
+                part=unit.prefix,
+                op="optimizer",
+                reads=(self.buffer(unit),),
+                nbytes=self.system.param_bytes * count,
+            )
+        )
+        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
 
     def _reduce(self, w: BlockWriter, size: int) -> None:
         w.wait("dp", w.mark(COMPUTE))

@@ -12,9 +12,9 @@ from rematbench.cost.states import shard
 from rematbench.ledger import RankLedger, issue_order, pool_bytes
 from rematbench.lower import lower
 from rematbench.plan import Plan
-from rematbench.problem import Problem
+from rematbench.problem import Problem, rank_parameters
 from rematbench.program import Program
-from rematbench.seconds import action_seconds, rank_parameters
+from rematbench.seconds import action_seconds
 from rematbench.simulate import Simulation, simulate
 
 
@@ -80,7 +80,7 @@ def evaluate_program(
     record: bool = False,
 ) -> PlanEvaluation:
     """Time and bytes of a lowered plan; `record` keeps the timeline (op level only)."""
-    seconds = action_seconds(problem, plan)
+    seconds = action_seconds(problem)
     if op_level or record:
         simulation = simulate(program, seconds, record=record)
     else:
@@ -126,6 +126,8 @@ def _rank_bytes(
     for kind in device:
         fate = plan.state(kind)  # type: ignore[arg-type]  # the three state kinds
         nbytes = shard(count, fate.shards) * sizes[kind]
+        if kind == "gradient" and plan.state("optimizer").update == "backward":
+            nbytes = 0  # each unit's gradients live only until its update
         if fate.home == "device":
             device[kind] = nbytes
         else:

@@ -58,6 +58,10 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
         raise PlanError("partition must hold every layer once, in order, over the virtual stages")
     if any(not chunk for chunk in virtual):
         raise PlanError("partition has an empty chunk: every chunk needs a layer")
+    if plan.state("optimizer").update == "backward" and lay.num_micro_batches > 1:
+        raise PlanError(
+            f"optimizer-in-backward needs one micro-batch per step, not {lay.num_micro_batches}"
+        )
     idle = unused(plan.mini_sequences, [*problem.layer_kinds, problem.head])
     if idle:
         raise PlanError(f"mini-sequence of {idle.ops} names no operator of this model")
@@ -93,7 +97,8 @@ class _RankLowering:
         self.fetches = 0
         self.last_micro_batch = lay.num_micro_batches - 1
         parameter, shared = plan.state("parameter"), lay.state_shards > 1
-        self.transient_gradients = plan.state("gradient").shards > 1
+        self.update_in_backward = plan.state("optimizer").update == "backward"
+        self.transient_gradients = plan.state("gradient").shards > 1 or self.update_in_backward
         self.overlap_reduce = system.reduce_overlap and shared
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and shared
         self.layerwise = parameter.gather == "layer" and shared
@@ -149,9 +154,9 @@ class _RankLowering:
             parameter = self.plan.state("parameter")
             gatherer = ParameterGatherer(parameter, self.problem.system, release=True)
         if reduce:
-            gradient = self.plan.state("gradient")
-            sharded = self.plan.state("optimizer").shards > 1
-            reducer = GradReducer(gradient, self.problem.system, sharded_optimizer=sharded)
+            gradient, optimizer = self.plan.state("gradient"), self.plan.state("optimizer")
+            shared = self.problem.layout.state_shards > 1
+            reducer = GradReducer(gradient, optimizer, self.problem.system, shared=shared)
         return BackwardEmitter(chunk, fates, self.plan.transfers, gatherer, reducer).block()
 
     # -- steps --------------------------------------------------------------------------------

@@ -130,7 +130,8 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `shards` ranks share it; `gather` per step (after the optimizer) or per layer (before each use),
     `prefetch_layers` ahead; `release` frees the gathered copy after the forward use, after the
-    backward use, or never.
+    backward use, or never.  `update` (optimizer): once per step, or for each layer as soon as its
+    gradients are there (optimizer-in-backward; gradients are then freed layer by layer).
     """
 
     kind: StateKind
@@ -139,6 +140,7 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gather: Literal["none", "step", "layer"] = "none"
     release: Literal["never", "forward", "backward"] = "never"
     prefetch_layers: PositiveInt = 1
+    update: Literal["step", "backward"] = "step"
 
 
 class MiniSequence(Struct, frozen=True):

@@ -95,6 +95,23 @@ class Problem:
         )
 
 
+def head_parameters(problem: Problem) -> int:
+    """Head parameters a rank holds beside the embedding: a tied projection is held once where
+    first and last stage are one rank."""
+    tied = problem.workload.model.tied_embeddings and problem.layout.pp == 1
+    projection = sum(op.parameters for op in problem.head.ops if op.name == "lm_head")
+    return problem.head.parameters - (projection if tied else 0)
+
+
+def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
+    """Parameters one rank holds, after tensor and pipeline parallelism."""
+    layers = sum(problem.layer(i).parameters for chunk in plan.partition[rank] for i in chunk)
+    ends = problem.embedding.parameters if rank == 0 else 0
+    if rank == problem.layout.pp - 1:
+        ends += head_parameters(problem)
+    return layers + ends
+
+
 def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Contiguous layers over virtual stages, sizes differing by at most one; the middle stages
     take the remainder (the ends also hold embedding and head)."""

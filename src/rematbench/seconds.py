@@ -3,7 +3,6 @@
 from rematbench.action import Action, Kind
 from rematbench.cost.bind import Direction
 from rematbench.ops import Op
-from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.simulate import Seconds
 
@@ -15,25 +14,11 @@ DIRECTION: dict[Kind, Direction] = {
 }
 
 
-def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
-    """Parameters one rank holds, after tensor and pipeline parallelism.
-
-    A tied embedding is held once where first and last stage are one rank.
-    """
-    layers = sum(problem.layer(i).parameters for chunk in plan.partition[rank] for i in chunk)
-    ends = problem.embedding.parameters if rank == 0 else 0
-    if rank == problem.layout.pp - 1:
-        shared = problem.layout.pp == 1 and problem.workload.model.tied_embeddings
-        projection = sum(op.parameters for op in problem.head.ops if op.name == "lm_head")
-        ends += problem.head.parameters - (projection if shared else 0)
-    return layers + ends
-
-
 class ActionCosts:
     """Seconds of an action on a rank, by what the action is."""
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
-        self.problem, self.plan, self.cost = problem, plan, problem.cost
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.cost = problem, problem.cost
         self._ops: dict[tuple[str, int, str], Op] = {}
         self._table = {
             Kind.D2H: lambda action, _: self.cost.copy_s(action.nbytes, "d2h"),
@@ -75,12 +60,11 @@ class ActionCosts:
         peer = {"f": rank + 1, "b": rank - 1, "tied": pp - 1 - rank}[action.op]
         return self.cost.p2p_s(action.nbytes, rank, peer % pp)
 
-    def _optimizer_s(self, action: Action, rank: int) -> float:
-        shards = self.plan.state("optimizer").shards
-        assert action.kind is Kind.OPTIMIZER
-        return self.cost.optimizer_s(-(-rank_parameters(self.problem, self.plan, rank) // shards))
+    def _optimizer_s(self, action: Action, _: int) -> float:
+        """The update of the parameters whose compute copies are `nbytes` large."""
+        return self.cost.optimizer_s(action.nbytes // self.problem.system.param_bytes)
 
 
-def action_seconds(problem: Problem, plan: Plan) -> Seconds:
+def action_seconds(problem: Problem) -> Seconds:
     """(action, rank) -> seconds, by kind."""
-    return ActionCosts(problem, plan)
+    return ActionCosts(problem)

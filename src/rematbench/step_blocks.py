@@ -106,6 +106,7 @@ def gather_block(comm: Comm) -> Block:
     return Block("gather", tuple(w.actions))
 
 
-def optimizer_block() -> Block:
-    """The optimizer step of the rank's share of the parameters."""
-    return Block("OPT", (Action(kind=Kind.OPTIMIZER, stream=COMPUTE, op="optimizer"),))
+def optimizer_block(nbytes: int) -> Block:
+    """The optimizer step of the rank's share of the parameters (`nbytes` of compute copies)."""
+    action = Action(kind=Kind.OPTIMIZER, stream=COMPUTE, op="optimizer", nbytes=nbytes)
+    return Block("OPT", (action,))

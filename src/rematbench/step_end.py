@@ -7,7 +7,7 @@ from typing import Protocol
 from rematbench.chunk_ops import ChunkOps
 from rematbench.ops import Comm, CommKind
 from rematbench.plan import Pass, Plan
-from rematbench.problem import Problem
+from rematbench.problem import Problem, rank_parameters
 from rematbench.program import Block
 from rematbench.step_blocks import (
     gather_block,
@@ -35,8 +35,9 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     system, lay = problem.system, problem.layout
     last = lay.num_micro_batches - 1
     sites = {c.chunk: Pass(False, last, c.chunk) for c in steps.chunks}
+    updated = plan.state("optimizer").update == "backward"
     sharded_gradients = plan.state("gradient").shards > 1
-    if lay.state_shards > 1:
+    if lay.state_shards > 1 and not updated:
         for chunk in reversed(steps.chunks):
             if not (sharded_gradients or steps.overlap_reduce):
                 comm = _reduction(plan, problem, chunk)
@@ -44,7 +45,10 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
             steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
     if problem.workload.model.tied_embeddings and lay.pp > 1 and steps.rank in (0, lay.pp - 1):
         _tied_embeddings(steps, problem)
-    steps.add(("OPT",), optimizer_block, Pass(False, 0, 0))
+    if not updated:
+        count = -(-rank_parameters(problem, plan, steps.rank) // plan.state("optimizer").shards)
+        update = partial(optimizer_block, system.param_bytes * count)
+        steps.add(("OPT",), update, Pass(False, 0, 0))
     gathered = plan.state("parameter").gather == "step" and lay.state_shards > 1
     if gathered and not system.gather_overlap:
         for chunk in steps.chunks:
