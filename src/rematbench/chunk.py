@@ -21,6 +21,7 @@ from rematbench.simulate import (
     busy,
     compile_program,
     drive,
+    is_local,
 )
 
 Affine = dict[int, float]
@@ -29,19 +30,23 @@ Affine = dict[int, float]
 COMPUTE = STREAM_INDEX["compute"]
 
 
+AffineTerms = tuple[tuple[int, float], ...]
+"""The same, frozen for the inner loop."""
+
+
 class Terms(NamedTuple):
-    """One output: the maximum over (input index, constant)."""
+    """One output stream and its end."""
 
     target: int
-    terms: tuple[tuple[int, float], ...]
+    terms: AffineTerms
 
 
 class Macro(NamedTuple):
     """A block as a (max, +) map."""
 
     streams: tuple[Terms, ...]
-    events: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
-    sends: tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+    events: tuple[tuple[str, AffineTerms], ...]
+    sends: tuple[tuple[str, AffineTerms], ...]
     waits: tuple[str, ...]
     receives: tuple[str, ...]
 
@@ -102,31 +107,36 @@ def prune(macros: Sequence[Macro]) -> list[Macro]:
     If in every block a stream's end is bounded by the compute stream's, its free time never exceeds
     compute's, so a term through it with a smaller constant than compute's is dominated.
     """
-    trailing = {s for s in range(len(STREAMS)) if s != COMPUTE and _trails(s, macros)}
+    ends = [{target: dict(terms) for target, terms in m.streams} for m in macros]
+    trailing = {s for s in range(len(STREAMS)) if s != COMPUTE and _trails(s, ends)}
 
-    def cut(terms: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-        through = dict(terms).get(COMPUTE)
+    def cut(terms: AffineTerms) -> AffineTerms:
+        if len(terms) == 1:
+            return terms
+        through = next((c for i, c in terms if i == COMPUTE), None)
         if through is None:
             return terms
-        return tuple((i, c) for i, c in terms if i not in trailing or c > through)
+        return tuple(t for t in terms if t[0] not in trailing or t[1] > through)
 
     return [
-        m._replace(
+        Macro(
             streams=tuple(Terms(t, cut(terms)) for t, terms in m.streams),
             events=tuple((n, cut(terms)) for n, terms in m.events),
             sends=tuple((n, cut(terms)) for n, terms in m.sends),
+            waits=m.waits,
+            receives=m.receives,
         )
         for m in macros
     ]
 
 
-def _trails(stream: int, macros: Sequence[Macro]) -> bool:
-    for macro in macros:
-        ends = {t: dict(terms) for t, terms in macro.streams}
-        if stream not in ends:
+def _trails(stream: int, ends: Sequence[dict[int, Affine]]) -> bool:
+    """Whether no block leaves the stream later than compute, given it did not enter later."""
+    for end in ends:
+        if stream not in end:
             continue
-        compute = ends.get(COMPUTE, {COMPUTE: 0.0})
-        for key, value in ends[stream].items():
+        compute = end.get(COMPUTE, {COMPUTE: 0.0})
+        for key, value in end[stream].items():
             bound = compute.get(key, float("-inf"))
             if key == stream:
                 bound = max(bound, compute.get(COMPUTE, float("-inf")))
@@ -135,15 +145,63 @@ def _trails(stream: int, macros: Sequence[Macro]) -> bool:
     return True
 
 
+class MacroStep(NamedTuple):
+    """Run one macro for one (micro-batch, chunk)."""
+
+    macro: Macro
+    micro_batch: int
+    chunk: int
+
+
+def rank_macros(rank: RankProgram, code: Sequence[TimedBlock]) -> list[MacroStep]:
+    """The rank's steps as macros: neighbours of one (micro-batch, chunk) fused into one, events
+    that nobody outside waits for dropped, steps without effect left out."""
+    runs: list[tuple[tuple[int, ...], int, int]] = []
+    for block, micro_batch, chunk in rank.steps:
+        if runs and runs[-1][1:] == (micro_batch, chunk):
+            runs[-1] = ((*runs[-1][0], block), micro_batch, chunk)
+        else:
+            runs.append(((block,), micro_batch, chunk))
+    keys = list(dict.fromkeys(key for key, _, _ in runs))
+    macros = prune([macro_of(fuse([code[i] for i in key])) for key in keys])
+    awaited = {name for macro in macros for name in macro.waits}
+    table = {
+        key: macro._replace(events=tuple(e for e in macro.events if e[0] in awaited))
+        for key, macro in zip(keys, macros, strict=True)
+    }
+    return [MacroStep(table[key], mb, chunk) for key, mb, chunk in runs if not table[key].idle]
+
+
+def fuse(blocks: Sequence[TimedBlock]) -> TimedBlock:
+    """Blocks issued one after the other as one; local events are renamed apart."""
+    if len(blocks) == 1:
+        return blocks[0]
+
+    def rename(event: str, number: int) -> str:
+        return f"{event}/{number}" if is_local(event) else event
+
+    items = tuple(
+        item._replace(
+            wait=rename(item.wait, number),
+            begin=rename(item.begin, number),
+            event=rename(item.event, number),
+        )
+        for number, block in enumerate(blocks)
+        for item in block.items
+    )
+    receives = tuple(name for block in blocks for name in block.receives)
+    return TimedBlock(items, receives, "+".join(block.label for block in blocks))
+
+
 def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
     """Chunk-level times of a program (equal to `simulate` up to rounding)."""
     code = compile_program(program, seconds)
-    macros = [prune([macro_of(block) for block in blocks]) for blocks in code]
+    steps = [rank_macros(r, c) for r, c in zip(program.ranks, code, strict=True)]
     clocks = [Clock(r.rank, program.pp) for r in program.ranks]
     messages: dict[MessageKey, float] = {}
 
     def advance(rank: RankProgram, clock: Clock) -> bool:
-        return _advance(rank, clock, macros[rank.rank], messages)
+        return _advance(steps[rank.rank], clock, messages)
 
     drive(program, clocks, messages, advance)
     return Simulation(
@@ -153,20 +211,11 @@ def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
     )
 
 
-def _advance(
-    rank: RankProgram,
-    clock: Clock,
-    macros: list[Macro],
-    messages: dict[MessageKey, float],
-) -> bool:
-    steps, events, free = rank.steps, clock.events, clock.free
-    position, total = clock.position, len(rank.steps)
-    while position < total:
-        index, micro_batch, chunk = steps[position]
-        macro = macros[index]
-        if macro.idle:
-            position += 1
-            continue
+def _advance(steps: Sequence[MacroStep], clock: Clock, messages: dict[MessageKey, float]) -> bool:
+    """Run macros until done (True) or a message is missing (False)."""
+    events, free = clock.events, clock.free
+    for position in range(clock.position, len(steps)):
+        macro, micro_batch, chunk = steps[position]
         inputs = free
         if macro.waits:
             inputs = free.copy()
@@ -179,25 +228,20 @@ def _advance(
                     inputs.append(messages[key])
                 else:
                     inputs.append(events[(name, micro_batch, chunk)])
-        _apply(macro, inputs, clock, messages, micro_batch, chunk)
-        position += 1
-    clock.position = position
+        for name, terms in macro.events:
+            events[(name, micro_batch, chunk)] = _latest(inputs, terms)
+        for name, terms in macro.sends:
+            key = clock.outgoing(name, micro_batch, chunk)
+            messages[key] = _latest(inputs, terms)
+        ends = [(target, _latest(inputs, terms)) for target, terms in macro.streams]
+        for target, at in ends:
+            free[target] = at
     return True
 
 
-def _apply(
-    macro: Macro,
-    inputs: list[float],
-    clock: Clock,
-    messages: dict[MessageKey, float],
-    micro_batch: int,
-    chunk: int,
-) -> None:
-    for name, terms in macro.events:
-        clock.events[(name, micro_batch, chunk)] = max([inputs[i] + c for i, c in terms])
-    for name, terms in macro.sends:
-        at = max([inputs[i] + c for i, c in terms])
-        messages[clock.outgoing(name, micro_batch, chunk)] = at
-    ends = [(target, max([inputs[i] + c for i, c in terms])) for target, terms in macro.streams]
-    for target, at in ends:
-        clock.free[target] = at
+def _latest(inputs: Sequence[float], terms: AffineTerms) -> float:
+    """The maximum of input + constant."""
+    if len(terms) == 1:
+        index, constant = terms[0]
+        return inputs[index] + constant
+    return max([inputs[index] + constant for index, constant in terms])

@@ -108,7 +108,7 @@ class BackwardEmitter:
             if unit.prefix in self.offloaded and ahead not in self.fetched:
                 self.w.wait("h2d", self.w.mark(COMPUTE))
                 self.fetched[ahead] = emit_copies_in(
-                    self.w, unit.prefix, self.offloaded[unit.prefix], self.w.new_event()
+                    self.w, self.offloaded[unit.prefix], self.w.new_event()
                 )
         if position in self.fetched:
             self.w.wait(COMPUTE, self.fetched[position])
@@ -132,7 +132,7 @@ class BackwardEmitter:
             storage = self.chunk.storage(unit, name)
             if storage not in self.grads:
                 self.grads[storage] = f"d:{storage}"
-                emit_alloc(self.w, unit, f"d:{storage}", unit.table.activations[name].nbytes)
+                emit_alloc(self.w, f"d:{storage}", unit.table.activations[name].nbytes)
         for piece in run.pieces:
             self.rebuild.run, self.rebuild.piece = run, piece
             for op in reversed(run.ops):

@@ -1,6 +1,6 @@
 """Write a chunk's forward block: operators, collectives, gathers, splits, layer copies."""
 
-from rematbench.action import HOST, Action, Alloc, Kind
+from rematbench.action import HOST, Action, Alloc, Kind, place
 from rematbench.chunk_ops import ChunkOps, Unit, stored_parts
 from rematbench.emit_op import Names, emit_alloc, emit_copies_out, emit_op
 from rematbench.emit_states import ParameterGatherer
@@ -67,29 +67,30 @@ class ForwardEmitter:
             parts = self.chunk.parts(unit, name, fate)
             self.survivors.update(part.name for part in parts)
             if fate.mixed:
-                self._split(unit, storage, fate)
+                self._split(storage, fate)
             leaving += [(part.name, part.nbytes) for part in parts if part.offload]
         if leaving and self.transfers.granularity == "layer":
-            self._copy_out(unit, leaving)
+            self._copy_out(leaving)
 
-    def _split(self, unit: Unit, storage: str, fate: Resolved) -> None:
-        allocs = tuple(Alloc(part.name, part.nbytes) for part in stored_parts(storage, fate))
+    def _split(self, storage: str, fate: Resolved) -> None:
+        allocs = tuple(Alloc(p.name, p.nbytes) for p in stored_parts(storage, fate))
+        part, tensor = place(storage)
         self.w.add(
             Action(
                 kind=Kind.SPLIT,
                 stream=COMPUTE,
-                part=unit.prefix,
-                op=storage,
+                part=part,
+                op=tensor,
                 reads=(storage,),
                 allocs=allocs,
                 nbytes=sum(alloc.nbytes for alloc in allocs),
             )
         )
 
-    def _copy_out(self, unit: Unit, leaving: list[tuple[str, int]]) -> None:
+    def _copy_out(self, leaving: list[tuple[str, int]]) -> None:
         self._drain(self.transfers.release_lag)
         self.w.wait("d2h", self.w.mark(COMPUTE))
-        event = emit_copies_out(self.w, unit.prefix, leaving, self.w.new_event())
+        event = emit_copies_out(self.w, leaving, self.w.new_event())
         names = tuple(name for name, _ in leaving)
         self.survivors.difference_update(names)
         self.survivors.update(name + HOST for name in names)
@@ -106,7 +107,7 @@ class ForwardEmitter:
 def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Kind) -> None:
     """All pieces of a mini-sequence run, forward; its outputs are written in slices."""
     for name in run.outputs:
-        emit_alloc(w, unit, chunk.storage(unit, name), unit.table.activations[name].nbytes)
+        emit_alloc(w, chunk.storage(unit, name), unit.table.activations[name].nbytes)
     for piece in run.pieces:
         for op in run.ops:
             names = piece_names(chunk, unit, run, piece, (*op.inputs, *op.outputs))

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from rematbench.action import HOST, Action, Alloc, Kind
+from rematbench.action import HOST, Action, Alloc, Kind, place
 from rematbench.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.ops import Op
 from rematbench.writer import COMPUTE, BlockWriter
@@ -91,28 +91,30 @@ def _kernels(
     return index, reduced
 
 
-def emit_alloc(w: BlockWriter, unit: Unit, storage: str, nbytes: int) -> None:
+def emit_alloc(w: BlockWriter, storage: str, nbytes: int) -> None:
     """Make room for a tensor that is written in slices."""
+    part, tensor = place(storage)
     w.add(
         Action(
             kind=Kind.ALLOC,
             stream=COMPUTE,
-            part=unit.prefix,
-            op=storage,
+            part=part,
+            op=tensor,
             allocs=(Alloc(storage, nbytes),),
         )
     )
 
 
-def emit_copies_out(w: BlockWriter, prefix: str, leaving: list[tuple[str, int]], event: str) -> str:
+def emit_copies_out(w: BlockWriter, leaving: list[tuple[str, int]], event: str) -> str:
     """D2H actions of the given storages; the last one records `event`."""
     for position, (name, nbytes) in enumerate(leaving):
+        part, tensor = place(name)
         w.add(
             Action(
                 kind=Kind.D2H,
                 stream="d2h",
-                part=prefix,
-                op=name,
+                part=part,
+                op=tensor,
                 reads=(name,),
                 allocs=(Alloc(name + HOST, nbytes),),
                 nbytes=nbytes,
@@ -123,17 +125,18 @@ def emit_copies_out(w: BlockWriter, prefix: str, leaving: list[tuple[str, int]],
 
 
 def emit_copies_in(
-    w: BlockWriter, prefix: str, coming: list[tuple[str, int]], event: str, slot: str = ""
+    w: BlockWriter, coming: list[tuple[str, int]], event: str, slot: str = ""
 ) -> str:
     """H2D actions of the given storages into a staging slot (or fresh memory); the last one
     records `event`."""
     for position, (name, nbytes) in enumerate(coming):
+        part, tensor = place(name)
         w.add(
             Action(
                 kind=Kind.H2D,
                 stream="h2d",
-                part=prefix,
-                op=name,
+                part=part,
+                op=tensor,
                 reads=(name + HOST,),
                 allocs=(Alloc(name, nbytes, slot),),
                 nbytes=nbytes,

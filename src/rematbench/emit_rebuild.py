@@ -1,6 +1,6 @@
 """Make saved tensors whole again in a backward block: reruns, joins, pieces, windows."""
 
-from rematbench.action import Action, Alloc, Kind
+from rematbench.action import Action, Alloc, Kind, place
 from rematbench.chunk_ops import ChunkOps, Unit, rows_of, stored_parts
 from rematbench.emit_forward import Fates
 from rematbench.emit_op import Names, emit_alloc, emit_op
@@ -144,7 +144,7 @@ class Rebuilder:
         for name in run.outputs:
             if any(name in op.outputs for op in ops):
                 storage = f"{self.chunk.storage(unit, name)}.r"
-                emit_alloc(self.w, unit, storage, unit.table.activations[name].nbytes)
+                emit_alloc(self.w, storage, unit.table.activations[name].nbytes)
                 made[name] = storage
         for piece in run.pieces:
             self.run, self.piece = run, piece
@@ -205,20 +205,21 @@ class Rebuilder:
         if fate.recompute_bytes and f"{storage}#r" not in self.rebuilt:
             self._rebuild(unit, {name})
         if fate.mixed:
-            self._join(unit, storage, fate)
+            self._join(storage, fate)
         self.have.add(storage)
         return storage
 
-    def _join(self, unit: Unit, storage: str, fate: Resolved) -> None:
+    def _join(self, storage: str, fate: Resolved) -> None:
         parts = [part.name for part in stored_parts(storage, fate)]
         if fate.recompute_bytes:
             parts.append(f"{storage}#r")
+        part, tensor = place(storage)
         self.w.add(
             Action(
                 kind=Kind.JOIN,
                 stream=COMPUTE,
-                part=unit.prefix,
-                op=storage,
+                part=part,
+                op=tensor,
                 reads=tuple(parts),
                 allocs=(Alloc(storage, fate.nbytes),),
                 nbytes=fate.nbytes,

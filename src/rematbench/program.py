@@ -5,6 +5,7 @@ names a block (a list of actions shared by all micro-batches of the same kind) a
 and chunk it is run for; `actions()` expands it.
 """
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -42,8 +43,13 @@ class RankProgram(Struct, frozen=True, kw_only=True):
                 yield action, step.micro_batch, step.chunk
 
     def text(self) -> str:
-        """The rank's program as lines that diff (and parse back)."""
-        return "\n".join(to_text(*item) for item in self.actions()) + "\n"
+        """The rank's program as lines that diff (and parse back): `block F`, then its actions."""
+        lines: list[str] = []
+        for index, micro_batch, chunk in self.steps:
+            block = self.blocks[index]
+            lines.append(f"block {block.label}")
+            lines += [to_text(action, micro_batch, chunk) for action in block.actions]
+        return "\n".join(lines) + "\n"
 
 
 class Program(Struct, frozen=True, kw_only=True):
@@ -68,22 +74,23 @@ class Program(Struct, frozen=True, kw_only=True):
 
 
 def parse_program(text: str) -> Program:
-    """Read `Program.text` back: every action becomes a block of its own."""
-    ranks: list[RankProgram] = []
-    blocks: list[Block] = []
+    """Read `Program.text` back; equal blocks are one block, as `lower` writes them."""
+    return Program(
+        ranks=tuple(
+            _parse_rank(number, words.split("block ")[1:])
+            for number, words in enumerate(re.split(r"^rank \d+\n", text, flags=re.M)[1:])
+        )
+    )
+
+
+def _parse_rank(rank: int, texts: list[str]) -> RankProgram:
+    blocks: dict[Block, int] = {}
     steps: list[Step] = []
-    for line in text.splitlines():
-        if line.startswith("rank "):
-            if blocks:
-                ranks.append(_close(len(ranks), blocks, steps))
-            blocks, steps = [], []
-            continue
-        action, micro_batch, chunk = from_text(line)
-        steps.append(Step(len(blocks), micro_batch, chunk))
-        blocks.append(Block(action.kind.value, (action,)))
-    ranks.append(_close(len(ranks), blocks, steps))
-    return Program(ranks=tuple(ranks))
-
-
-def _close(rank: int, blocks: list[Block], steps: list[Step]) -> RankProgram:
+    for text in texts:
+        label, *lines = text.splitlines()
+        items = [from_text(line) for line in lines]
+        if len({item[1:] for item in items}) != 1:
+            raise ValueError(f"block {label} must hold actions of one (micro-batch, chunk)")
+        block = Block(label, tuple(action for action, _, _ in items))
+        steps.append(Step(blocks.setdefault(block, len(blocks)), *items[0][1:]))
     return RankProgram(rank=rank, blocks=tuple(blocks), steps=tuple(steps))

@@ -67,7 +67,7 @@ def d2h_block(leaving: Storages) -> Block:
     """To the host, after the chunk's forward."""
     w = BlockWriter()
     w.wait("d2h", "f_end")
-    emit_copies_out(w, "", leaving, "d2h")
+    emit_copies_out(w, leaving, "d2h")
     return Block("D2H", tuple(w.actions))
 
 
@@ -75,7 +75,7 @@ def h2d_block(coming: Storages, slot: str) -> Block:
     """Back to the device, into a staging slot if the plan has any."""
     w = BlockWriter()
     w.wait("h2d", "d2h")
-    emit_copies_in(w, "", coming, "h2d", slot)
+    emit_copies_in(w, coming, "h2d", slot)
     return Block("H2D", tuple(w.actions))
 
 

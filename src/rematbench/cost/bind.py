@@ -6,8 +6,6 @@ The only place that joins the pure formulas with a cluster, a stack, a layout an
 from functools import cached_property
 from typing import Literal
 
-import numpy as np
-
 from rematbench.cluster import Cluster
 from rematbench.cost import collectives, copies, formulas, states
 from rematbench.cost.constants import (
@@ -208,11 +206,13 @@ class CostModel:
 
     def p2p_s(self, nbytes: int, from_stage: int, to_stage: int) -> float:
         """Seconds of one rank's send to its peer in another stage; the worst-placed pair."""
-        per_node = self.cluster.gpus_per_node
-        groups = collectives.group_ranks(self.layout, "pp", 0, self.system.rank_order)
-        last = self.layout.pp
-        pairs = np.array([(g[from_stage % last], g[to_stage % last]) for g in groups])
-        crosses = bool(np.any(pairs[:, 0] // per_node != pairs[:, 1] // per_node))
+        crosses = collectives.crosses_nodes(
+            self.layout,
+            from_stage % self.layout.pp,
+            to_stage % self.layout.pp,
+            self.cluster.gpus_per_node,
+            self.system.rank_order,
+        )
         return float(
             collectives.point_to_point_s(
                 nbytes,

@@ -71,6 +71,15 @@ def worst_group(
     return min(shapes, key=lambda s: (s.nodes == 1, s.fewest_per_node, -s.nodes))
 
 
+@lru_cache(maxsize=4096)
+def crosses_nodes(
+    layout: Layout, from_stage: int, to_stage: int, gpus_per_node: int, order: tuple[str, ...]
+) -> bool:
+    """Whether any pair of pipeline peers of two stages sits on different nodes."""
+    groups = np.array(group_ranks(layout, "pp", 0, order)) // gpus_per_node
+    return bool(np.any(groups[:, from_stage] != groups[:, to_stage]))
+
+
 def nvlink_share(fewest_per_node: Quantity, gpus_per_node: Quantity, mesh: Quantity) -> Quantity:
     """Share of a GPU's NVLink that a group can use: all of it behind a switch; in a mesh of pairs
     only the links to the group's own GPUs, (ranks - 1) / (GPUs - 1).
