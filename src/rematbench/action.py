@@ -62,7 +62,7 @@ class Alloc(Struct, frozen=True, array_like=True):
 class Action(Struct, frozen=True, kw_only=True):
     """One action of a block, relative to the block's micro-batch and chunk.
 
-    `part` is L<i>, E or H (what the op belongs to), `layer` the global layer (-1: none), `op` the
+    `part` is L<i>, E or H (what the op belongs to), `variant` which of the model's distinct layers, `op` the
     operator or tensor; `event` is
     recorded when the action ends, `begin` when it starts; a WAIT holds its stream until `wait`.
     `fraction` is the share of rows worked on; `comm` the collective; `nbytes` a copy's payload;
@@ -85,7 +85,7 @@ class Action(Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     beside: str = ""
     scratch: int = 0
-    layer: int = -1
+    variant: int = 0
 
 
 def _fields(action: Action) -> list[str]:
@@ -101,7 +101,7 @@ def _fields(action: Action) -> list[str]:
         ("n", str(action.nbytes) if action.nbytes else ""),
         ("s", action.beside),
         ("t", str(action.scratch) if action.scratch else ""),
-        ("l", str(action.layer) if action.layer >= 0 else ""),
+        ("v", str(action.variant) if action.variant else ""),
     ]
     return [f"{key}={value}" for key, value in pairs if value]
 
@@ -174,7 +174,7 @@ def _build(kind: Kind, stream: str, part: str, op: str, fields: dict[str, str]) 
         nbytes=int(fields.get("n", "0")),
         beside=fields.get("s", ""),
         scratch=int(fields.get("t", "0")),
-        layer=int(fields.get("l", "-1")),
+        variant=int(fields.get("v", "0")),
     )
 
 

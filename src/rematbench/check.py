@@ -1,8 +1,9 @@
 """Prove a program sound before anyone runs it: life of tensors, races between streams, deadlock.
 
 Every stream carries a vector clock: how far it is known to be behind each other stream.  A tensor
-may be read on a stream only if that stream has waited for its producer; it may be freed (its
-memory reused by the compute stream) only when compute has waited for every reader.
+may be read on a stream only if that stream has waited for its producer (its start, where a
+collective and a kernel run beside each other, piece by piece); it may be freed (its memory reused
+by the compute stream) only when compute has waited for every reader.
 """
 
 from rematbench.action import HOST, STREAM_INDEX, STREAMS, Action, Kind
@@ -59,7 +60,8 @@ class _RankCheck:
         clock = self.clocks[stream]
         if action.wait:
             self._merge(clock, action.wait, micro_batch, chunk)
-        if action.begin:
+        if action.begin:  # a tick of its own, so that only who waited for it knows of it
+            clock[stream] += 1
             self.local[action.begin] = clock.copy()
         clock[stream] += 1
         for name in action.reads:
@@ -89,7 +91,7 @@ class _RankCheck:
             raise CheckError(f"{self.where}: reads {key[0]}, which is not alive")
         producer, at = self.made[key]
         pipelined = action.comm is not None or bool(action.beside)
-        if clock[producer] < at and not pipelined:
+        if clock[producer] < at - pipelined:
             raise CheckError(
                 f"{self.where}: reads {key[0]} before {STREAMS[producer]} is known to have made it"
             )

@@ -18,6 +18,7 @@ class Unit(NamedTuple):
     place: int  # inside the chunk
     layer: int  # global layer, -1 for embedding and head
     parameters: int  # on one rank, before any ZeRO sharding
+    variant: int = 0  # index into the problem's distinct layers
 
 
 class ChunkOps:
@@ -41,9 +42,15 @@ class ChunkOps:
             self.units.append(Unit("E", problem.embedding, 0, -1, problem.embedding.parameters))
         for i, layer in enumerate(layers):
             table = problem.layer(layer)
-            self.units.append(Unit(f"L{i}", table, i, layer, table.parameters))
+            variant = problem.variant(layer)
+            self.units.append(Unit(f"L{i}", table, i, layer, table.parameters, variant))
         if self.last:
             self.units.append(Unit("H", problem.head, 0, -1, head_parameters(problem)))
+
+    @cached_property
+    def shape(self) -> tuple[object, ...]:
+        """What its blocks depend on: chunks of equal shape have equal blocks."""
+        return (self.first, self.last, tuple((u.prefix, u.variant) for u in self.units))
 
     @property
     def input_name(self) -> str:

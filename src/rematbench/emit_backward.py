@@ -180,8 +180,11 @@ class BackwardEmitter:
         event = self.w.collective(
             op.regather, unit.prefix, op.name, saved, allocs, fraction=self._fraction
         )
+        ring = op.regather.kind == "ring"
+        if ring:  # the kernel reads what the ring brings, as it comes
+            self.w.wait(COMPUTE, self.w.mark_begin(len(self.w.actions) - 1))
         self.rebuild.window(unit, op.name, "backward")
-        beside = (self.overlap and op.has_weight) or op.regather.kind == "ring"
+        beside = (self.overlap and op.has_weight) or ring
         if not beside:
             self.w.wait(COMPUTE, event)
             event = ""
@@ -201,7 +204,7 @@ class BackwardEmitter:
                 op,
                 [*reads, *regathered],
                 [],
-                layer=unit.layer,
+                variant=unit.variant,
                 fraction=self._fraction,
                 beside="tp" if pending else "",
             )
@@ -222,7 +225,7 @@ class BackwardEmitter:
             op,
             [*reads, *needs_full, *added_into],
             allocs,
-            layer=unit.layer,
+            variant=unit.variant,
             fraction=self._fraction,
             beside=op.regather.group if pending and op.regather else "",
         )

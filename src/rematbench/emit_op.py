@@ -86,7 +86,7 @@ def _kernels(
         made, reads = allocs, [*sources, *slices]
         reduced = ([*(a.name for a in allocs), *slices], [])
     index = w.compute(
-        kind, unit.prefix, op, reads, made, layer=unit.layer, fraction=fraction, beside=stream
+        kind, unit.prefix, op, reads, made, variant=unit.variant, fraction=fraction, beside=stream
     )
     return index, reduced
 

@@ -178,7 +178,7 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
                 if action.kind is Kind.D2H:
                     moved += action.nbytes * runs[index]
                 elif action.kind is Kind.RECOMPUTE:
-                    table = ends.get(action.part) or problem.layer(action.layer)
+                    table = ends.get(action.part) or problem.layer_kinds[action.variant]
                     op = next(o for o in table.ops if o.name == action.op)
                     work = sum(kernel_flop(k) for k in op.forward) * action.fraction
                     flop += work * runs[index]

@@ -27,7 +27,8 @@ from rematbench.step_end import emit_step_end
 def lower(plan: Plan, problem: Problem) -> Program:
     """Expand a plan into every rank's actions; PlanError names what cannot be lowered."""
     _check_plan(plan, problem)
-    lowerings = [_RankLowering(plan, problem, rank) for rank in range(problem.layout.pp)]
+    shared = BlockCache()
+    lowerings = [_RankLowering(plan, problem, rank, shared) for rank in range(problem.layout.pp)]
     program = Program(ranks=tuple(lowering.run() for lowering in lowerings))
     matched = {index for lowering in lowerings for index in lowering.matched}
     idle = unmatched(plan, matched)
@@ -67,6 +68,18 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
         raise PlanError(f"mini-sequence of {idle.ops} names no operator of this model")
 
 
+class BlockCache:
+    """Blocks by shape of chunk, fates and flags: ranks and chunks that are alike share them."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[object, ...], Block] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def number(self, content: tuple[object, ...]) -> int:
+        """A short name of a content (equal contents, equal numbers)."""
+        return self._numbers.setdefault(content, len(self._numbers))
+
+
 class SiteClass(NamedTuple):
     """What equal (chunk, micro-batch) pairs share: fates, and the storages that leave."""
 
@@ -78,8 +91,8 @@ class SiteClass(NamedTuple):
 class _RankLowering:
     """Builds one rank's blocks (shared by equal micro-batches) and its steps."""
 
-    def __init__(self, plan: Plan, problem: Problem, rank: int) -> None:
-        self.plan, self.problem, self.rank = plan, problem, rank
+    def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
+        self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
         lay, system = problem.layout, problem.system
         self.order = rank_orders(plan, problem)[rank]
         self.phase = phases(self.order)
@@ -96,12 +109,12 @@ class _RankLowering:
         self.releases: list[tuple[int, str, Pass]] = []
         self.fetches = 0
         self.last_micro_batch = lay.num_micro_batches - 1
-        parameter, shared = plan.state("parameter"), lay.state_shards > 1
+        parameter, peers = plan.state("parameter"), lay.state_shards > 1
         self.update_in_backward = plan.state("optimizer").update == "backward"
         self.transient_gradients = plan.state("gradient").shards > 1 or self.update_in_backward
-        self.overlap_reduce = system.reduce_overlap and shared
-        self.overlap_gather = system.gather_overlap and parameter.gather == "step" and shared
-        self.layerwise = parameter.gather == "layer" and shared
+        self.overlap_reduce = system.reduce_overlap and peers
+        self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
+        self.layerwise = parameter.gather == "layer" and peers
 
     # -- fates and blocks ---------------------------------------------------------------------
 
@@ -114,9 +127,9 @@ class _RankLowering:
             where = self.chunks[site.chunk].sites
             fates, matched = resolve(self.plan, where, phase, site.micro_batch)
             self.matched |= matched
-            same = [c for k, c in self.classes.items() if k[0] == site.chunk and c.fates == fates]
-            fresh = SiteClass(len(self.classes), fates, self._leaving(site.chunk, fates))
-            self.classes[key] = same[0] if same else fresh
+            chunk = self.chunks[site.chunk]
+            number = self.shared.number((chunk.shape, tuple(fates.values())))
+            self.classes[key] = SiteClass(number, fates, self._leaving(site.chunk, fates))
         return self.classes[key]
 
     def _leaving(self, chunk_index: int, fates: Fates) -> Storages:
@@ -133,11 +146,13 @@ class _RankLowering:
         ]
 
     def add(self, key: tuple[object, ...], build: Callable[[], Block], site: Pass) -> None:
-        """Append a step, building its block at first use."""
+        """Append a step, building its block at first use on any rank."""
         index = self.block_index.get(key)
         if index is None:
+            if key not in self.shared.blocks:
+                self.shared.blocks[key] = build()
             index = self.block_index[key] = len(self.blocks)
-            self.blocks.append(build())
+            self.blocks.append(self.shared.blocks[key])
         self.steps.append(Step(index, site.micro_batch, site.chunk))
 
     def _forward_block(self, chunk: ChunkOps, fates: Fates, gather: bool) -> Block:
@@ -196,12 +211,12 @@ class _RankLowering:
         chunk = self.chunks[item.chunk]
         cls = self.site_class(item)
         if not chunk.first:
-            self.add(("recv_f", item.chunk), lambda: recv_block(chunk, forward=True), item)
+            self.add(("recv_f",), lambda: recv_block(chunk, forward=True), item)
         gather = self.layerwise or (self.overlap_gather and item.micro_batch == 0)
-        key = ("F", item.chunk, cls.number, gather)
+        key = ("F", cls.number, gather)
         self.add(key, lambda: self._forward_block(chunk, cls.fates, gather), item)
         if cls.leaving:
-            self.add(("D2H", item.chunk, cls.number), lambda: d2h_block(cls.leaving), item)
+            self.add(("D2H", cls.number), lambda: d2h_block(cls.leaving), item)
             self.releases.append((position + self.plan.transfers.release_lag, "d2h", item))
         if not chunk.last:
             phase = self.phase[(item.micro_batch, item.chunk)]
@@ -212,10 +227,10 @@ class _RankLowering:
         chunk = self.chunks[item.chunk]
         cls = self.site_class(item)
         if not chunk.last:
-            self.add(("recv_b", item.chunk), lambda: recv_block(chunk, forward=False), item)
+            self.add(("recv_b", chunk.output_name), lambda: recv_block(chunk, forward=False), item)
         final = item.micro_batch == self.last_micro_batch
         reduce = self.transient_gradients or (self.overlap_reduce and final)
-        key = ("B", item.chunk, cls.number, reduce)
+        key = ("B", cls.number, reduce)
         self.add(key, lambda: self._backward_block(chunk, cls.fates, reduce), item)
         if not chunk.first:
             self._send(item, position, forward=False, after_copy=False)
@@ -223,7 +238,7 @@ class _RankLowering:
     def _send(self, item: Pass, position: int, *, forward: bool, after_copy: bool) -> None:
         chunk = self.chunks[item.chunk]
         name = "send_f" if forward else "send_b"
-        key = (name, item.chunk, after_copy)
+        key = (name, chunk.output_name, after_copy)
         self.add(key, lambda: send_block(chunk, forward=forward, wait_copy=after_copy), item)
         lag = 1 if self.problem.system.p2p_overlap else 0
         self.releases.append((position + lag, name, item))
@@ -238,7 +253,7 @@ class _RankLowering:
         slots = self.plan.transfers.reload_slots
         slot = f"slot/reload{self.fetches % slots}" if slots else ""
         self.fetches += 1
-        key = ("H2D", item.chunk, cls.number, slot)
+        key = ("H2D", cls.number, slot)
         self.add(key, lambda: h2d_block(cls.leaving, slot), item)
 
     def _release_due(self, position: int) -> None:
@@ -255,11 +270,11 @@ class _RankLowering:
         if what == "d2h":
             cls = self.site_class(item)
             names = tuple(name for name, _ in cls.leaving)
-            key: tuple[object, ...] = ("free_d2h", item.chunk, cls.number)
+            key: tuple[object, ...] = ("free_d2h", cls.number)
             self.add(key, lambda: release_block("d2h", names), item)
         elif what == "send_f":
             output = (chunk.output_name,)
-            self.add(("free_f", item.chunk), lambda: release_block("sent_f", output), item)
+            self.add(("free_f", chunk.output_name), lambda: release_block("sent_f", output), item)
         else:
             gradient = (f"d:{chunk.output_name}",)
-            self.add(("free_b", item.chunk), lambda: release_block("sent_b", gradient), item)
+            self.add(("free_b", chunk.output_name), lambda: release_block("sent_b", gradient), item)

@@ -66,7 +66,7 @@ class Problem:
 
     @cached_property
     def _layers(self) -> dict[int, OpTable]:
-        windows = set(self.workload.model.attention_window) or {0}
+        windows = sorted(set(self.workload.model.attention_window)) or [0]
         fused = self.attention == "flash"
         return {
             window: layer_table(
@@ -79,6 +79,11 @@ class Problem:
         """Operators of a decoder layer (global index); layers differ only in attention window."""
         windows = self.workload.model.attention_window
         return self._layers[windows[index] if windows else 0]
+
+    def variant(self, index: int) -> int:
+        """Which of `layer_kinds` a layer is."""
+        windows = self.workload.model.attention_window
+        return list(self._layers).index(windows[index]) if windows else 0
 
     @property
     def layer_kinds(self) -> tuple[OpTable, ...]:

@@ -77,7 +77,7 @@ def parse_program(text: str) -> Program:
     """Read `Program.text` back; equal blocks are one block, as `lower` writes them."""
     return Program(
         ranks=tuple(
-            _parse_rank(number, words.split("block ")[1:])
+            _parse_rank(number, re.split(r"^block ", words, flags=re.M)[1:])
             for number, words in enumerate(re.split(r"^rank \d+\n", text, flags=re.M)[1:])
         )
     )

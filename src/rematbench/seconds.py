@@ -47,11 +47,11 @@ class ActionCosts:
     def _op(self, action: Action, rank: int) -> Op:
         """The operator an action runs, in its own layer's table."""
         part = action.part[:1]
-        key = (part, action.layer, action.op)
+        key = (part, action.variant, action.op)
         if key not in self._ops:
             problem = self.problem
             tables = {"E": problem.embedding, "H": problem.head}
-            table = tables[part] if part in tables else problem.layer(action.layer)
+            table = tables[part] if part in tables else problem.layer_kinds[action.variant]
             self._ops[key] = next(op for op in table.ops if op.name == action.op)
         return self._ops[key]
 

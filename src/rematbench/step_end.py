@@ -41,19 +41,19 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
         for chunk in reversed(steps.chunks):
             if not (sharded_gradients or steps.overlap_reduce):
                 comm = _reduction(plan, problem, chunk)
-                steps.add(("reduce", chunk.chunk), partial(reduce_block, comm), sites[chunk.chunk])
+                steps.add(("reduce", comm), partial(reduce_block, comm), sites[chunk.chunk])
             steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
     if problem.workload.model.tied_embeddings and lay.pp > 1 and steps.rank in (0, lay.pp - 1):
         _tied_embeddings(steps, problem)
     if not updated:
         count = -(-rank_parameters(problem, plan, steps.rank) // plan.state("optimizer").shards)
         update = partial(optimizer_block, system.param_bytes * count)
-        steps.add(("OPT",), update, Pass(False, 0, 0))
+        steps.add(("OPT", count), update, Pass(False, 0, 0))
     gathered = plan.state("parameter").gather == "step" and lay.state_shards > 1
     if gathered and not system.gather_overlap:
         for chunk in steps.chunks:
             comm = Comm("all_gather", "dp", system.gather_bytes * _parameters(chunk))
-            steps.add(("gather", chunk.chunk), partial(gather_block, comm), sites[chunk.chunk])
+            steps.add(("gather", comm), partial(gather_block, comm), sites[chunk.chunk])
 
 
 def _parameters(chunk: ChunkOps) -> int:
@@ -70,5 +70,5 @@ def _tied_embeddings(steps: Steps, problem: Problem) -> None:
     """First and last rank exchange the gradient of the shared embedding (as Megatron does)."""
     projection = next(op for op in problem.head.ops if op.name == "lm_head")
     nbytes = problem.system.grad_bytes * projection.parameters
-    steps.add(("tied_send",), partial(tied_send_block, nbytes), Pass(False, 0, 0))
-    steps.add(("tied_recv",), partial(tied_recv_block, nbytes), Pass(False, 0, 0))
+    steps.add(("tied_send", nbytes), partial(tied_send_block, nbytes), Pass(False, 0, 0))
+    steps.add(("tied_recv", nbytes), partial(tied_recv_block, nbytes), Pass(False, 0, 0))

@@ -59,7 +59,7 @@ class BlockWriter:
         reads: list[str],
         allocs: list[Alloc],
         *,
-        layer: int = -1,
+        variant: int = 0,
         fraction: float = 1.0,
         beside: str = "",
     ) -> int:
@@ -77,7 +77,7 @@ class BlockWriter:
                 fraction=fraction,
                 beside=beside,
                 scratch=scratch,
-                layer=layer,
+                variant=variant,
             )
         )
 
