@@ -119,7 +119,8 @@ class Rebuilder:
         self._rerun(unit, ops, missing)
 
     def _available(self, unit: Unit, name: str) -> bool:
-        if self.name(unit, name) in self.have:
+        storage = self.name(unit, name)
+        if storage in self.have or f"{storage}#r" in self.rebuilt:
             return True
         fate = self.fate(unit, name)
         return fate is not None and not fate.recompute_bytes
@@ -158,7 +159,7 @@ class Rebuilder:
         fraction = rows_of(fates) or 1.0
         if fraction < 1.0 and not op.row_local:
             raise PlanError(f"{op.name} is not row-local: recompute all of its rows or none")
-        reads = {name: made.get(name) or self._input(unit, name) for name in op.inputs}
+        reads = {name: self._source(unit, name, made, fraction) for name in op.inputs}
         slices = {n: made[n] for n in op.outputs if self.run and n in self.run.outputs}
         writes = self._outputs(unit, op, missing) if not slices else {}
         tag = f".r%{self.piece.number}" if self.piece else ".r"
@@ -166,6 +167,14 @@ class Rebuilder:
         names = Names(reads, writes, slices, tag)
         emit_op(self.w, self.chunk, unit, op, Kind.RECOMPUTE, names, share)
         made |= writes
+
+    def _source(self, unit: Unit, name: str, made: dict[str, str], fraction: float) -> str:
+        """What a re-run reads: rows rebuilt just now if they are enough, else the whole tensor."""
+        fate = self.fate(unit, name)
+        storage = made.get(name, "")
+        if storage.endswith("#r") and fate is not None and rows_of([fate]) < fraction:
+            return self.ensure(unit, name)
+        return storage or self._input(unit, name)
 
     def _input(self, unit: Unit, name: str) -> str:
         if not self._available(unit, name):

@@ -87,12 +87,13 @@ def resolve(
     winner, matched = _winners(plan.rules, where, phase, micro_batch)
     table: dict[Site, Resolved] = {}
     budgets: dict[int, list[Site]] = {}
+    shard_rows = min((tensor.rows for tensor in where.sites.values()), default=1)
     for site, tensor in where.sites.items():
         fate: Fate = plan.rules[winner[site]].fate if site in winner else Keep()
         if isinstance(fate, ByteBudget):
             budgets.setdefault(winner[site], []).append(site)
         else:
-            table[site] = _exact(fate, tensor)
+            table[site] = _exact(fate, tensor, shard_rows)
     for index, sites in budgets.items():
         budget = plan.rules[index].fate
         assert isinstance(budget, ByteBudget)
@@ -127,7 +128,7 @@ def _reaches(select: Select, where: ChunkSites) -> bool:
     )
 
 
-def _exact(fate: Fate, tensor: Activation) -> Resolved:
+def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
     whole = tensor.nbytes
     match fate:
         case Keep():
@@ -141,8 +142,9 @@ def _exact(fate: Fate, tensor: Activation) -> Resolved:
                 raise PlanError(
                     f"{tensor.name}: offload {fate.offload} + recompute {fate.recompute} exceed 1"
                 )
-            off = int(tensor.rows * fate.offload) * tensor.row_bytes
-            again = int(tensor.rows * fate.recompute) * tensor.row_bytes
+            row_bytes = tensor.nbytes // shard_rows  # the same rows before and after a gather
+            off = int(shard_rows * fate.offload + 1e-9) * row_bytes
+            again = int(shard_rows * fate.recompute + 1e-9) * row_bytes
             return Resolved(whole - off - again, off, again, fate.scope)
         case ByteBudget():
             raise PlanError("a byte budget is resolved over a chunk, not over one tensor")

@@ -20,6 +20,7 @@ from rematbench.step_blocks import (
     recv_block,
     release_block,
     send_block,
+    wait_block,
 )
 from rematbench.step_end import emit_step_end
 
@@ -108,6 +109,7 @@ class _RankLowering:
         self.classes: dict[tuple[object, ...], SiteClass] = {}
         self.releases: list[tuple[int, str, Pass]] = []
         self.fetches = 0
+        self.copying: Pass | None = None
         self.last_micro_batch = lay.num_micro_batches - 1
         parameter, peers = plan.state("parameter"), lay.state_shards > 1
         self.update_in_backward = plan.state("optimizer").update == "backward"
@@ -219,9 +221,10 @@ class _RankLowering:
             self.add(("D2H", cls.number), lambda: d2h_block(cls.leaving), item)
             self.releases.append((position + self.plan.transfers.release_lag, "d2h", item))
         if not chunk.last:
-            phase = self.phase[(item.micro_batch, item.chunk)]
-            after_copy = bool(cls.leaving) and phase in self.plan.transfers.before_send_phases
-            self._send(item, position, forward=True, after_copy=after_copy)
+            self._hold_send(item)
+            self._send(item, position, forward=True)
+        if cls.leaving:
+            self.copying = item
 
     def _backward(self, item: Pass, position: int) -> None:
         chunk = self.chunks[item.chunk]
@@ -233,13 +236,19 @@ class _RankLowering:
         key = ("B", cls.number, reduce)
         self.add(key, lambda: self._backward_block(chunk, cls.fates, reduce), item)
         if not chunk.first:
-            self._send(item, position, forward=False, after_copy=False)
+            self._send(item, position, forward=False)
 
-    def _send(self, item: Pass, position: int, *, forward: bool, after_copy: bool) -> None:
+    def _hold_send(self, item: Pass) -> None:
+        """In the plan's phases, the copy that ran beside this pass ends before its send starts."""
+        phase = self.phase[(item.micro_batch, item.chunk)]
+        if self.copying is not None and phase in self.plan.transfers.before_send_phases:
+            self.add(("hold",), lambda: wait_block("hold", "d2h", "pp_send"), self.copying)
+
+    def _send(self, item: Pass, position: int, *, forward: bool) -> None:
         chunk = self.chunks[item.chunk]
         name = "send_f" if forward else "send_b"
-        key = (name, chunk.output_name, after_copy)
-        self.add(key, lambda: send_block(chunk, forward=forward, wait_copy=after_copy), item)
+        key = (name, chunk.output_name)
+        self.add(key, lambda: send_block(chunk, forward=forward), item)
         lag = 1 if self.problem.system.p2p_overlap else 0
         self.releases.append((position + lag, name, item))
 

@@ -66,7 +66,8 @@ class Offload(Struct, frozen=True, tag="offload"):
 
 class Split(Struct, frozen=True, tag="split"):
     """Rows of one site shared out: floor(rows x offload) rows to the host,
-    floor(rows x recompute) rows rebuilt, the rest kept."""
+    floor(rows x recompute) rows rebuilt, the rest kept.  A row is a token of the rank's own shard:
+    the same rows before and after a gather."""
 
     offload: Fraction = 0.0
     recompute: Fraction = 0.0
@@ -115,7 +116,8 @@ class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     after the rank's next pass (`release_lag` passes); H2D is issued when the previous backward
     starts, so both run beside it.  layer: D2H after each layer's forward, freed after the next
     layer; H2D `prefetch_layers` layers ahead in the backward.  `before_send_phases`: phases in
-    which the D2H must finish before the point-to-point send (copies never share the link with it).
+    which the copy that runs beside a forward must end before that forward's send starts (copies
+    never share the link with point-to-point traffic).
     """
 
     granularity: Literal["chunk", "layer"] = "chunk"

@@ -43,13 +43,11 @@ def recv_block(chunk: ChunkOps, *, forward: bool) -> Block:
     return Block(action.event, (action,))
 
 
-def send_block(chunk: ChunkOps, *, forward: bool, wait_copy: bool) -> Block:
-    """After the block's compute (and its D2H, where copies must not share the link)."""
+def send_block(chunk: ChunkOps, *, forward: bool) -> Block:
+    """The boundary tensor (or its gradient) to the neighbour, after the block's compute."""
     name = chunk.output_name if forward else f"d:{chunk.output_name}"
     w = BlockWriter()
     w.wait("pp_send", "f_end" if forward else "b_end")
-    if wait_copy:
-        w.wait("pp_send", "d2h")
     w.add(
         Action(
             kind=Kind.SEND,
@@ -86,9 +84,9 @@ def release_block(event: str, names: tuple[str, ...]) -> Block:
     return Block(f"free_{event}", (wait, *frees))
 
 
-def wait_block(label: str, event: str) -> Block:
-    """The compute stream waits for an event of the step's own (micro-batch, chunk)."""
-    return Block(label, (Action(kind=Kind.WAIT, stream=COMPUTE, wait=event),))
+def wait_block(label: str, event: str, stream: str = COMPUTE) -> Block:
+    """A stream waits for an event of the step's own (micro-batch, chunk)."""
+    return Block(label, (Action(kind=Kind.WAIT, stream=stream, wait=event),))
 
 
 def reduce_block(comm: Comm) -> Block:

@@ -1,0 +1,192 @@
+"""Random legal problems and plans: layouts, stacks, partitions, schedules, fates, transfers."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from rematbench.plan import (
+    ByteBudget,
+    Fate,
+    Group,
+    Keep,
+    MiniSequence,
+    Offload,
+    Plan,
+    Recompute,
+    Rule,
+    Select,
+    Split,
+    Transfers,
+    Window,
+)
+from rematbench.problem import Problem
+from tests.problems import FULL, GPT, LLAMA, problem
+
+SYSTEMS = (
+    "rematbench",
+    "megatron-kwai",
+    "megatron-lm",
+    "megatron-core",
+    "torchtitan",
+    "deepspeed",
+    "internevo",
+)
+CONTEXT_PARALLEL = ("rematbench", "megatron-kwai", "megatron-core")
+ROW_LOCAL = ("attn_norm_out", "mlp_norm_out", "fc2_in", "up_out", "q", "attn_residual")
+"""Saved tensors of every layer that a part of the rows can rebuild."""
+LEFT_ALONE = ("layer_input", "attn_out", "lse")
+"""Where a random plan starts a rebuild: the chunk's input and attention, as MEMO keeps them."""
+PHASES = ("warmup", "steady", "cooldown")
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """A small problem whose layout is legal."""
+    system = draw(st.sampled_from(SYSTEMS))
+    pp = draw(st.integers(1, 3))
+    vpp = draw(st.integers(1, 2)) if pp > 1 else 1
+    dp = draw(st.sampled_from([1, 2]))
+    groups = draw(st.integers(1, 3))
+    m = pp * groups if vpp > 1 else draw(st.integers(1, 5))
+    micro_batch = draw(st.integers(1, 2))
+    layout: dict[str, Any] = {
+        "tp": draw(st.sampled_from([1, 2])),
+        "sp": draw(st.booleans()),
+        "cp": draw(st.sampled_from([1, 2])) if system in CONTEXT_PARALLEL else 1,
+        "pp": pp,
+        "vpp": vpp,
+        "dp": dp,
+        "zero_stage": draw(st.integers(0, 1 if pp > 1 else 3)),
+        "micro_batch": micro_batch,
+        "global_batch": m * dp * micro_batch,
+    }
+    if system == "deepspeed" and dp == 2 and draw(st.booleans()):
+        layout |= {"ulysses": 2, "tp": 1, "global_batch": m * micro_batch}
+    base = draw(st.sampled_from([LLAMA, GPT]))
+    model = replace(
+        base,
+        num_layers=pp * vpp + draw(st.integers(0, 2)),
+        tied_embeddings=draw(st.booleans()),
+    )
+    attention = "flash" if layout["cp"] > 1 else draw(st.sampled_from(["flash", "unfused"]))
+    return problem(model=model, system=system, attention=attention, **layout)
+
+
+@st.composite
+def partitions(draw: st.DrawFn, problem: Problem) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Any split of the layers into non-empty chunks."""
+    lay, total = problem.layout, problem.workload.model.num_layers
+    inner = st.lists(
+        st.integers(1, total - 1), min_size=lay.num_chunks - 1, max_size=lay.num_chunks - 1,
+        unique=True,
+    )  # fmt: skip
+    cuts = [0, *sorted(draw(inner)), total] if lay.num_chunks > 1 else [0, total]
+    virtual = [tuple(range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return tuple(tuple(virtual[c * lay.pp + r] for c in range(lay.vpp)) for r in range(lay.pp))
+
+
+@st.composite
+def selects(draw: st.DrawFn, problem: Problem, names: tuple[str, ...]) -> Select:
+    """Some activations of the layers, everywhere or in part of the run."""
+    where: dict[str, Any] = {}
+    match draw(st.integers(0, 4)):
+        case 1:
+            last = problem.workload.model.num_layers - 1
+            where["layers"] = tuple(draw(st.sets(st.integers(0, last), min_size=1)))
+        case 2:
+            where["micro_batches"] = (0, draw(st.integers(1, problem.layout.num_micro_batches)))
+        case 3:
+            where["stages"] = (draw(st.integers(0, problem.layout.pp - 1)),)
+    chosen = draw(st.sets(st.sampled_from(names), min_size=1))
+    return Select(parts=("layer",), activations=tuple(sorted(chosen)), **where)
+
+
+@st.composite
+def rule_sets(draw: st.DrawFn, problem: Problem) -> tuple[Rule, ...]:
+    """Rules of one kind of method, alone or composed."""
+    names = saved_everywhere(problem)
+    local = tuple(n for n in ROW_LOCAL if n in names)
+    share = st.sampled_from([0.1, 0.25, 0.5])
+    again: Fate = Recompute(scope=draw(st.sampled_from(["consumer", "layer"])))
+    split = Split(offload=draw(share), recompute=draw(share), scope=again.scope)
+    budget = ByteBudget(alpha=draw(st.floats(0, 1)), granularity=256, min_bytes=512)
+    rules: list[Rule] = []
+    match draw(st.integers(0, 5)):
+        case 0:
+            rules = [Rule(draw(selects(problem, local)), again)]
+        case 1:
+            rules = [Rule(draw(selects(problem, local)), split)]
+        case 2:
+            rules = [Rule(draw(selects(problem, names)), Offload())]
+        case 3:
+            rules = [*FULL]
+        case 4:
+            inner = tuple(n for n in names if n != "layer_input")
+            rules = [
+                Rule(Select(parts=("layer",), activations=inner), again),
+                Rule(Select(parts=("layer",), activations=("layer_input",)), Offload()),
+            ]
+        case _:
+            window = Window(op="qkv", direction="backward", layer_offset=draw(st.integers(0, 1)))
+            fate = Recompute(scope="layer", window=window)
+            rules = [Rule(Select(parts=("layer",), activations=("attn_norm_out",)), fate)]
+    if draw(st.booleans()):
+        rules.append(Rule(Select(kept=True), budget))
+    if draw(st.booleans()):
+        rules.append(Rule(draw(selects(problem, names)), Keep()))
+    return tuple(rules)
+
+
+def saved_everywhere(problem: Problem) -> tuple[str, ...]:
+    """Saved tensors of a layer."""
+    return problem.layer(0).saved
+
+
+@st.composite
+def all_transfers(draw: st.DrawFn) -> Transfers:
+    """When copies move."""
+    return Transfers(
+        granularity=draw(st.sampled_from(["chunk", "layer"])),
+        release_lag=draw(st.integers(1, 3)),
+        prefetch_layers=draw(st.integers(1, 2)),
+        before_send_phases=tuple(draw(st.sets(st.sampled_from(PHASES)))),
+        reload_slots=draw(st.sampled_from([0, 2, 3])),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Problem, Plan]:
+    """A problem and a plan for it."""
+    given = draw(problems())
+    lay = given.layout
+    plan = replace(
+        given.base_plan,
+        partition=draw(partitions(given)),
+        rules=draw(rule_sets(given)),
+        transfers=draw(all_transfers()),
+    )
+    if lay.vpp == 1 and draw(st.booleans()):
+        plan = replace(plan, schedule="gpipe")
+    if draw(st.integers(0, 4)) == 0:
+        head = MiniSequence(ops=("lm_head", "loss"), count=draw(st.integers(2, 3)))
+        plan = replace(plan, mini_sequences=(head,))
+    return given, plan
+
+
+def grouped(problem: Problem) -> tuple[Rule, ...]:
+    """Each chunk rebuilt as one group from its input."""
+    chunks = [chunk for rank in problem.base_plan.partition for chunk in rank]
+    return tuple(
+        rule
+        for chunk in chunks
+        for rule in (
+            Rule(
+                Select(parts=("layer",), layers=chunk),
+                Recompute(scope=Group(first=chunk[0], last=chunk[-1])),
+            ),
+            Rule(
+                Select(parts=("layer",), layers=chunk[:1], activations=("layer_input",)), Keep()
+            ),
+        )
+    )
