@@ -37,6 +37,7 @@ ROW_LOCAL = ("attn_norm_out", "mlp_norm_out", "fc2_in", "up_out", "q", "attn_res
 """Saved tensors of every layer that a part of the rows can rebuild."""
 LEFT_ALONE = ("layer_input", "attn_out", "lse")
 """Where a random plan starts a rebuild: the chunk's input and attention, as MEMO keeps them."""
+Partition = tuple[tuple[tuple[int, ...], ...], ...]
 PHASES = ("warmup", "steady", "cooldown")
 
 
@@ -74,7 +75,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @st.composite
-def partitions(draw: st.DrawFn, problem: Problem) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def partitions(draw: st.DrawFn, problem: Problem) -> Partition:
     """Any split of the layers into non-empty chunks."""
     lay, total = problem.layout, problem.workload.model.num_layers
     inner = st.lists(
@@ -103,7 +104,7 @@ def selects(draw: st.DrawFn, problem: Problem, names: tuple[str, ...]) -> Select
 
 
 @st.composite
-def rule_sets(draw: st.DrawFn, problem: Problem) -> tuple[Rule, ...]:
+def rule_sets(draw: st.DrawFn, problem: Problem, partition: Partition) -> tuple[Rule, ...]:
     """Rules of one kind of method, alone or composed."""
     names = saved_everywhere(problem)
     local = tuple(n for n in ROW_LOCAL if n in names)
@@ -112,7 +113,7 @@ def rule_sets(draw: st.DrawFn, problem: Problem) -> tuple[Rule, ...]:
     split = Split(offload=draw(share), recompute=draw(share), scope=again.scope)
     budget = ByteBudget(alpha=draw(st.floats(0, 1)), granularity=256, min_bytes=512)
     rules: list[Rule] = []
-    match draw(st.integers(0, 5)):
+    match draw(st.integers(0, 6)):
         case 0:
             rules = [Rule(draw(selects(problem, local)), again)]
         case 1:
@@ -127,6 +128,8 @@ def rule_sets(draw: st.DrawFn, problem: Problem) -> tuple[Rule, ...]:
                 Rule(Select(parts=("layer",), activations=inner), again),
                 Rule(Select(parts=("layer",), activations=("layer_input",)), Offload()),
             ]
+        case 5:
+            rules = [*grouped(partition)]
         case _:
             window = Window(op="qkv", direction="backward", layer_offset=draw(st.integers(0, 1)))
             fate = Recompute(scope="layer", window=window)
@@ -160,23 +163,24 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Plan]:
     """A problem and a plan for it."""
     given = draw(problems())
     lay = given.layout
+    partition = draw(partitions(given))
     plan = replace(
         given.base_plan,
-        partition=draw(partitions(given)),
-        rules=draw(rule_sets(given)),
+        partition=partition,
+        rules=draw(rule_sets(given, partition)),
         transfers=draw(all_transfers()),
     )
     if lay.vpp == 1 and draw(st.booleans()):
         plan = replace(plan, schedule="gpipe")
+    pieces = MiniSequence(ops=("mlp_norm", "fc1", "act", "mul", "fc2"), count=draw(st.integers(2, 3)))
     if draw(st.integers(0, 4)) == 0:
-        head = MiniSequence(ops=("lm_head", "loss"), count=draw(st.integers(2, 3)))
-        plan = replace(plan, mini_sequences=(head,))
+        plan = replace(plan, rules=FULL, mini_sequences=(pieces,))
     return given, plan
 
 
-def grouped(problem: Problem) -> tuple[Rule, ...]:
+def grouped(partition: Partition) -> tuple[Rule, ...]:
     """Each chunk rebuilt as one group from its input."""
-    chunks = [chunk for rank in problem.base_plan.partition for chunk in rank]
+    chunks = [chunk for rank in partition for chunk in rank]
     return tuple(
         rule
         for chunk in chunks

@@ -65,7 +65,7 @@ class Action(Struct, frozen=True, kw_only=True):
     `part` is L<i>, E or H (what the op belongs to), `variant` which of the model's distinct layers, `op` the
     operator or tensor; `event` is
     recorded when the action ends, `begin` when it starts; a WAIT holds its stream until `wait`.
-    `fraction` is the share of rows worked on; `comm` the collective; `nbytes` a copy's payload;
+    `fraction` is the share of rows worked on, `offset` the share of rows before them; `comm` the collective; `nbytes` a copy's payload;
     `beside` names the stream of a collective that runs during a compute action; `scratch` bytes
     live inside the action only.
     """
@@ -81,6 +81,7 @@ class Action(Struct, frozen=True, kw_only=True):
     begin: str = ""
     wait: str = ""
     fraction: float = 1.0
+    offset: float = 0.0
     comm: Comm | None = None
     nbytes: int = 0
     beside: str = ""
@@ -97,6 +98,7 @@ def _fields(action: Action) -> list[str]:
         ("b", action.begin),
         ("w", action.wait),
         ("x", "" if action.fraction == 1.0 else repr(action.fraction)),
+        ("o", repr(action.offset) if action.offset else ""),
         ("c", _comm_text(action.comm)),
         ("n", str(action.nbytes) if action.nbytes else ""),
         ("s", action.beside),
@@ -170,6 +172,7 @@ def _build(kind: Kind, stream: str, part: str, op: str, fields: dict[str, str]) 
         begin=fields.get("b", ""),
         wait=fields.get("w", ""),
         fraction=float(fields.get("x", "1.0")),
+        offset=float(fields.get("o", "0.0")),
         comm=comm,
         nbytes=int(fields.get("n", "0")),
         beside=fields.get("s", ""),

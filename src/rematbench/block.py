@@ -274,7 +274,7 @@ class _Builder:
         return _AttentionComms()
 
     def _lse(self) -> str:
-        return self.add("lse", self.s.tokens, self.s.heads * 4, False)
+        return self.add("lse", self.s.tokens, self.s.heads * max(4, self.e), False)
 
     def _scores(self) -> tuple[str, ...]:
         """Materialised probabilities; with dropout a byte mask and the dropped probabilities."""
@@ -368,9 +368,9 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
     b.norm("final_norm", "layer_output", "final_norm_out")
     b.column("lm_head", "final_norm_out", {"logits": s.vocab})
     logits_bytes = b.nbytes("logits")
-    wide = 4 if system.logits_fp32 else e
+    wide = max(4, e) if system.logits_fp32 else e
     saved = b.add("loss_saved", s.tokens, s.vocab * wide, False)
-    statistics = Comm("all_reduce", "tp", 3 * s.tokens * 4) if s.tp > 1 else None
+    statistics = Comm("all_reduce", "tp", 3 * s.tokens * max(4, e)) if s.tp > 1 else None
     passes = 1 if system.fused_loss else 4
     b.ops.append(
         Op(

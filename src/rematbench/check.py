@@ -13,6 +13,8 @@ from rematbench.simulate import is_local, simulate
 Key = tuple[str, int, int]
 VectorClock = list[int]
 COMPUTE = STREAM_INDEX["compute"]
+REUSING = frozenset(STREAM_INDEX[name] for name in ("tp", "cp", "h2d"))
+"""Streams whose tensors take memory that compute freed; gathers and receives have their own."""
 
 
 class CheckError(ValueError):
@@ -37,6 +39,7 @@ class _RankCheck:
         self.made: dict[Key, tuple[int, int]] = {}
         self.touched: dict[Key, list[tuple[int, int]]] = {}
         self.slots: dict[str, set[Key]] = {}
+        self.freed_at = 0  # tick of compute's last use of anything freed
         self.where = ""
 
     def run(self) -> None:
@@ -106,6 +109,10 @@ class _RankCheck:
             if strangers:
                 raise CheckError(f"{self.where}: slot {slot} still holds {strangers[0][0]}")
             self.slots[slot] = held | {key}
+        if stream in REUSING and clock[COMPUTE] < self.freed_at:
+            raise CheckError(
+                f"{self.where}: allocates {key[0]} where compute may still use what it frees"
+            )
         self.made[key] = (stream, clock[stream])
         self.touched[key] = [(stream, clock[stream])]
 
@@ -114,6 +121,8 @@ class _RankCheck:
             raise CheckError(f"{self.where}: frees {key[0]}, which is not alive")
         behind = self.clocks[COMPUTE]
         for stream, at in self.touched[key]:
+            if stream == COMPUTE:
+                self.freed_at = max(self.freed_at, at)
             if stream != COMPUTE and behind[stream] < at:
                 raise CheckError(
                     f"{self.where}: frees {key[0]} while {STREAMS[stream]} may still use it"

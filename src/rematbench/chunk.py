@@ -155,10 +155,12 @@ class MacroStep(NamedTuple):
 
 def rank_macros(rank: RankProgram, code: Sequence[TimedBlock]) -> list[MacroStep]:
     """The rank's steps as macros: neighbours of one (micro-batch, chunk) fused into one, events
-    that nobody outside waits for dropped, steps without effect left out."""
+    that nobody outside waits for dropped, steps without effect left out.  A block that receives
+    starts a macro: what was sent before it must be on its way while it waits."""
     runs: list[tuple[tuple[int, ...], int, int]] = []
     for block, micro_batch, chunk in rank.steps:
-        if runs and runs[-1][1:] == (micro_batch, chunk):
+        same = bool(runs) and runs[-1][1:] == (micro_batch, chunk)
+        if same and not code[block].receives:
             runs[-1] = ((*runs[-1][0], block), micro_batch, chunk)
         else:
             runs.append(((block,), micro_batch, chunk))

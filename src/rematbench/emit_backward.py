@@ -30,8 +30,10 @@ class BackwardEmitter:
         self.rebuild = Rebuilder(chunk, fates, self.w)
         self.grads: dict[str, str] = {}  # activation storage -> gradient storage
         self.arrivals: set[str] = set()
-        self.fetched: dict[int, str] = {}
+        self.fetched: dict[str, str] = {}  # unit -> event of its reloads
+        self.landed: set[str] = set()
         self.offloaded = self._offloaded()
+        self.rebuild.arrive = self._ahead_of_turn
         self.overlap = chunk.problem.system.tp_overlap in ("backward", "gemm")
 
     def _offloaded(self) -> dict[str, list[tuple[str, int]]]:
@@ -83,14 +85,14 @@ class BackwardEmitter:
             w.wait(COMPUTE, "h2d")
             names = tuple(n + HOST for parts in self.offloaded.values() for n, _ in parts)
             w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
+        if self.gatherer and self.gatherer.fate.release == "backward":
+            self._resident_parameters(self.gatherer)
         self.rebuild.before_receive()
         if not chunk.last:
             w.wait(COMPUTE, "recv_b")
             gradient = f"d:{chunk.output_name}"
             self.grads[chunk.output_name] = gradient
             self.arrivals.add(gradient)
-        if self.gatherer and self.gatherer.fate.release == "backward":
-            self._resident_parameters(self.gatherer)
 
     def _resident_parameters(self, gatherer: ParameterGatherer) -> None:
         """Parameters gathered in the forward and kept (ZeRO-2 as FSDP's shard-grad-op does)."""
@@ -98,22 +100,40 @@ class BackwardEmitter:
         for unit in self.chunk.units:
             if unit.parameters:
                 gatherer.pending[unit.prefix] = event
+                self.w.parameters[unit.prefix] = gatherer.buffer(unit)
                 self.arrivals.add(gatherer.buffer(unit))
 
     def _fetch_layers(self, order: list[Unit], position: int) -> None:
         """Layer granularity: start H2D copies ahead, wait for this unit's, free host copies."""
         if self.transfers.granularity != "layer":
             return
-        for ahead, unit in enumerate(order[: position + self.transfers.prefetch_layers + 1]):
-            if unit.prefix in self.offloaded and ahead not in self.fetched:
-                self.w.wait("h2d", self.w.mark(COMPUTE))
-                self.fetched[ahead] = emit_copies_in(
-                    self.w, self.offloaded[unit.prefix], self.w.new_event()
-                )
-        if position in self.fetched:
-            self.w.wait(COMPUTE, self.fetched[position])
-            names = tuple(n + HOST for n, _ in self.offloaded[order[position].prefix])
-            self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
+        for unit in order[: position + self.transfers.prefetch_layers + 1]:
+            self._fetch(unit)
+        self._land(order[position])
+
+    def _fetch(self, unit: Unit) -> None:
+        if unit.prefix in self.offloaded and unit.prefix not in self.fetched:
+            self.w.wait("h2d", self.w.mark(COMPUTE))
+            self.fetched[unit.prefix] = emit_copies_in(
+                self.w, self.offloaded[unit.prefix], self.w.new_event()
+            )
+
+    def _land(self, unit: Unit) -> None:
+        """Wait for a unit's reloads and free their host copies."""
+        if unit.prefix not in self.offloaded or unit.prefix in self.landed:
+            return
+        self.landed.add(unit.prefix)
+        self._fetch(unit)
+        self.w.wait(COMPUTE, self.fetched[unit.prefix])
+        names = tuple(n + HOST for n, _ in self.offloaded[unit.prefix])
+        self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
+
+    def _ahead_of_turn(self, unit: Unit) -> None:
+        """What rebuilding a unit needs before its backward: its reloads and its parameters."""
+        if self.transfers.granularity == "layer":
+            self._land(unit)
+        if self.gatherer and unit.parameters:
+            self.gatherer.ready(self.w, unit)
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -144,6 +164,10 @@ class BackwardEmitter:
         return self.rebuild.piece.fraction if self.rebuild.piece else 1.0
 
     @property
+    def _offset(self) -> float:
+        return self.rebuild.piece.offset if self.rebuild.piece else 0.0
+
+    @property
     def _tag(self) -> str:
         return f"%{self.rebuild.piece.number}" if self.rebuild.piece else ""
 
@@ -162,7 +186,7 @@ class BackwardEmitter:
             tensor_parallel = op.grad_gather.group == "tp"
             allocs = [Alloc(full, size)] if tensor_parallel else []
             event = w.collective(
-                op.grad_gather, unit.prefix, op.name, incoming, allocs, fraction=self._fraction
+                op.grad_gather, unit.prefix, op.name, incoming, allocs, fraction=self._fraction, offset=self._offset
             )
             self.rebuild.window(unit, op.name, "backward")
             w.wait(COMPUTE, event)
@@ -178,7 +202,7 @@ class BackwardEmitter:
         size = int(op.gathered_bytes * self._fraction)
         allocs = [Alloc(full, size)] if size else []
         event = self.w.collective(
-            op.regather, unit.prefix, op.name, saved, allocs, fraction=self._fraction
+            op.regather, unit.prefix, op.name, saved, allocs, fraction=self._fraction, offset=self._offset
         )
         ring = op.regather.kind == "ring"
         if ring:  # the kernel reads what the ring brings, as it comes
@@ -205,7 +229,7 @@ class BackwardEmitter:
                 [*reads, *regathered],
                 [],
                 variant=unit.variant,
-                fraction=self._fraction,
+                fraction=self._fraction, offset=self._offset,
                 beside="tp" if pending else "",
             )
         if pending:
@@ -226,7 +250,7 @@ class BackwardEmitter:
             [*reads, *needs_full, *added_into],
             allocs,
             variant=unit.variant,
-            fraction=self._fraction,
+            fraction=self._fraction, offset=self._offset,
             beside=op.regather.group if pending and op.regather else "",
         )
         if pending:
@@ -235,7 +259,7 @@ class BackwardEmitter:
             return ""
         parts = [a.name for a in allocs if ".part" in a.name]
         sources = [*parts, *added_into] if parts else [a.name for a in allocs] + added_into
-        event = w.collective(reduced, unit.prefix, op.name, sources, final, fraction=self._fraction)
+        event = w.collective(reduced, unit.prefix, op.name, sources, final, fraction=self._fraction, offset=self._offset)
         self.rebuild.window(unit, op.name, "backward")
         if self.overlap and op.has_weight:
             return event

@@ -2,7 +2,7 @@
 
 from rematbench.action import HOST, Action, Alloc, Kind, place
 from rematbench.chunk_ops import ChunkOps, Unit, stored_parts
-from rematbench.emit_op import Names, emit_alloc, emit_copies_out, emit_op
+from rematbench.emit_op import Names, Share, emit_alloc, emit_copies_out, emit_op
 from rematbench.emit_states import ParameterGatherer
 from rematbench.fates import Resolved, Site
 from rematbench.mini import MiniRun, Piece
@@ -113,8 +113,8 @@ def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Ki
             names = piece_names(chunk, unit, run, piece, (*op.inputs, *op.outputs))
             writes = {n: s for n, s in names.items() if n in run.interior}
             slices = {n: s for n, s in names.items() if n in run.outputs}
-            tag = f"%{piece.number}"
-            emit_op(w, chunk, unit, op, kind, Names(names, writes, slices, tag), piece.fraction)
+            tag, share = f"%{piece.number}", Share(piece.fraction, piece.offset)
+            emit_op(w, chunk, unit, op, kind, Names(names, writes, slices, tag), share)
 
 
 def piece_names(

@@ -18,6 +18,16 @@ class Names(NamedTuple):
     tag: str = ""
 
 
+class Share(NamedTuple):
+    """The rows an action works on, as shares of its operator's rows."""
+
+    fraction: float
+    offset: float = 0.0
+
+
+WHOLE = Share(1.0)
+
+
 def emit_op(
     w: BlockWriter,
     chunk: ChunkOps,
@@ -25,10 +35,11 @@ def emit_op(
     op: Op,
     kind: Kind,
     names: Names,
-    fraction: float = 1.0,
+    share: Share = WHOLE,
 ) -> None:
     """Gather, kernels, reduce.  With GEMM overlap (and in ring attention) the collectives run
     beside the kernels and are only waited for afterwards."""
+    fraction = share.fraction
     gemm_overlap = chunk.problem.system.tp_overlap == "gemm"
     ring = op.gather is not None and op.gather.kind == "ring"
     beside = ring or (gemm_overlap and op.name != "attention")
@@ -37,7 +48,9 @@ def emit_op(
     if op.gather is not None:
         full = f"{unit.prefix}.{op.name}.full{names.tag}"
         allocs = [Alloc(full, int(op.gathered_bytes * fraction))] if op.gathered_bytes else []
-        pending = w.collective(op.gather, unit.prefix, op.name, sources, allocs, fraction=fraction)
+        pending = w.collective(
+            op.gather, unit.prefix, op.name, sources, allocs, **share._asdict()
+        )
         sources = [*sources, full] if op.name == "attention" else [full]
         if beside:
             w.wait(COMPUTE, w.mark_begin(len(w.actions) - 1))
@@ -47,13 +60,13 @@ def emit_op(
             pending = ""
     if op.reduce is not None and beside and op.has_weight:
         stream = op.reduce.group
-    index, reduced = _kernels(w, unit, op, kind, names, fraction, sources, stream)
+    index, reduced = _kernels(w, unit, op, kind, names, share, sources, stream)
     if pending:
         w.wait(COMPUTE, pending)
     if op.reduce is not None:
         after = w.mark_begin(index) if beside and op.has_weight else ""
         done = w.collective(
-            op.reduce, unit.prefix, op.name, *reduced, after=after, fraction=fraction
+            op.reduce, unit.prefix, op.name, *reduced, after=after, **share._asdict()
         )
         w.wait(COMPUTE, done)
 
@@ -64,12 +77,12 @@ def _kernels(
     op: Op,
     kind: Kind,
     names: Names,
-    fraction: float,
+    share: Share,
     sources: list[str],
     stream: str,
 ) -> tuple[int, tuple[list[str], list[Alloc]]]:
     """The compute action; returns its index and the (reads, allocs) of the reduction after it."""
-    tensors = unit.table.activations
+    tensors, fraction = unit.table.activations, share.fraction
     allocs = [
         Alloc(names.writes[name], piece_bytes(tensors[name], fraction))
         for name in op.outputs
@@ -86,7 +99,14 @@ def _kernels(
         made, reads = allocs, [*sources, *slices]
         reduced = ([*(a.name for a in allocs), *slices], [])
     index = w.compute(
-        kind, unit.prefix, op, reads, made, variant=unit.variant, fraction=fraction, beside=stream
+        kind,
+        unit.prefix,
+        op,
+        reads,
+        made,
+        variant=unit.variant,
+        beside=stream,
+        **share._asdict(),
     )
     return index, reduced
 

@@ -1,9 +1,11 @@
 """Make saved tensors whole again in a backward block: reruns, joins, pieces, windows."""
 
+from collections.abc import Callable
+
 from rematbench.action import Action, Alloc, Kind, place
 from rematbench.chunk_ops import ChunkOps, Unit, rows_of, stored_parts
 from rematbench.emit_forward import Fates
-from rematbench.emit_op import Names, emit_alloc, emit_op
+from rematbench.emit_op import Names, Share, emit_alloc, emit_op
 from rematbench.fates import Resolved
 from rematbench.mini import MiniRun, Piece
 from rematbench.ops import Op
@@ -24,6 +26,7 @@ class Rebuilder:
         self.rebuilt: set[str] = set()  # `#r` parts that exist
         self.run: MiniRun | None = None
         self.piece: Piece | None = None
+        self.arrive: Callable[[Unit], None] = lambda unit: None  # before a unit's turn
         for unit in chunk.units:
             for name, _, site in chunk.saved(unit):
                 if chunk.run_of(unit, name) and not fates[site].recompute_bytes:
@@ -52,6 +55,8 @@ class Rebuilder:
                 if group.first <= layer <= group.last and i <= unit.place
             ]
         for member in due:
+            if member.prefix != unit.prefix:
+                self.arrive(member)
             self._rebuild_unit(member, last=member.prefix == unit.prefix)
 
     def _groups(self, unit: Unit) -> set[Group]:
@@ -71,6 +76,7 @@ class Rebuilder:
                 and storage not in self.have
             }
             if missing:
+                self.arrive(unit)
                 self._rebuild(unit, missing)
 
     def before_receive(self) -> None:
@@ -82,6 +88,7 @@ class Rebuilder:
                 if (w := self.fates[site].window) is not None and w.direction == "before_recv"
             }
             if missing:
+                self.arrive(unit)
                 self._rebuild(unit, missing)
 
     # -- what -----------------------------------------------------------------------------------
@@ -163,7 +170,9 @@ class Rebuilder:
         slices = {n: made[n] for n in op.outputs if self.run and n in self.run.outputs}
         writes = self._outputs(unit, op, missing) if not slices else {}
         tag = f".r%{self.piece.number}" if self.piece else ".r"
-        share = self.piece.fraction if self.piece else fraction
+        share = Share(fraction, 1.0 - fraction)  # a partial rebuild is of the last rows
+        if self.piece:
+            share = Share(self.piece.fraction, self.piece.offset)
         names = Names(reads, writes, slices, tag)
         emit_op(self.w, self.chunk, unit, op, Kind.RECOMPUTE, names, share)
         made |= writes

@@ -33,7 +33,13 @@ class ParameterGatherer:
             if unit.prefix not in self.pending and unit.parameters:
                 self._gather(w, unit)
         if units[position].parameters:
-            w.wait(COMPUTE, self.pending[units[position].prefix])
+            self.ready(w, units[position])
+
+    def ready(self, w: BlockWriter, unit: Unit) -> None:
+        """Wait for a unit's parameters."""
+        if unit.prefix not in self.pending:
+            self._gather(w, unit)
+        w.wait(COMPUTE, self.pending[unit.prefix])
 
     def _gather(self, w: BlockWriter, unit: Unit) -> None:
         if self.released and self.layerwise:
@@ -41,6 +47,7 @@ class ParameterGatherer:
         allocs: tuple[Alloc, ...] = ()
         if self.layerwise:
             allocs = (Alloc(self.buffer(unit), self.system.gather_bytes * unit.parameters),)
+            w.parameters[unit.prefix] = self.buffer(unit)
         event = w.new_event()
         payload = self.system.gather_bytes * unit.parameters
         w.add(
@@ -62,6 +69,7 @@ class ParameterGatherer:
             return
         self.released = w.mark(COMPUTE)
         if self.release:
+            del w.parameters[unit.prefix]
             w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
         else:
             self.survivors.add(self.buffer(unit))

@@ -42,6 +42,11 @@ class Resolved(Struct, frozen=True, array_like=True):
         return self.keep_bytes + self.offload_bytes + self.recompute_bytes
 
     @property
+    def changed(self) -> bool:
+        """Whether anything but keeping the whole tensor was decided."""
+        return self.keep_bytes < self.nbytes
+
+    @property
     def mixed(self) -> bool:
         """Whether more than one fate shares the tensor (then it is stored in parts)."""
         parts = (self.keep_bytes, self.offload_bytes, self.recompute_bytes)

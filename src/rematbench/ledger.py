@@ -204,7 +204,8 @@ def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
 
 def timeline(intervals: Sequence[Interval], rank: int) -> list[tuple[float, int]]:
     """(seconds, live device bytes) of a rank with the deltas at simulated times: allocations when
-    the action starts, frees when the stream reaches them (for plots and for `active`)."""
+    the action starts, frees when the stream reaches them (for plots and for `active`); what happens
+    at one time keeps its issue order.  Staging slots count with their pool."""
     sizes: dict[tuple[str, int, int], int] = {}
     deltas: list[tuple[float, int]] = []
     for item in intervals:
@@ -212,13 +213,14 @@ def timeline(intervals: Sequence[Interval], rank: int) -> list[tuple[float, int]
             continue
         for alloc in item.action.allocs:
             if not alloc.name.endswith(HOST):
-                sizes[(alloc.name, item.micro_batch, item.chunk)] = alloc.nbytes
-                deltas.append((item.start_s, alloc.nbytes))
+                nbytes = 0 if alloc.slot else alloc.nbytes
+                sizes[(alloc.name, item.micro_batch, item.chunk)] = nbytes
+                deltas.append((item.start_s, nbytes))
         for name in item.action.frees:
             freed = sizes.pop((name, item.micro_batch, item.chunk), 0)
             deltas.append((item.end_s, -freed))
     total, points = 0, []
-    for at, delta in sorted(deltas):
+    for at, delta in sorted(deltas, key=lambda delta: delta[0]):
         total += delta
         points.append((at, total))
     return points

@@ -194,8 +194,8 @@ class _RankLowering:
         return RankProgram(rank=self.rank, blocks=tuple(self.blocks), steps=tuple(self.steps))
 
     def _fetch_positions(self) -> dict[int, list[Pass]]:
-        """Where each backward's H2D is issued: when the previous backward starts, but not before
-        its own forward is done."""
+        """Where each backward's H2D is issued: when the previous backward starts (the first one's:
+        when the pass before it starts), but not before its own forward is done."""
         at: dict[int, list[Pass]] = {}
         forward_at: dict[tuple[int, int], int] = {}
         previous = -1
@@ -205,7 +205,8 @@ class _RankLowering:
                 forward_at[site] = index
                 continue
             if self.site_class(item).leaving:
-                at.setdefault(max(previous, forward_at[site] + 1), []).append(item)
+                beside = previous if previous >= 0 else index - 1
+                at.setdefault(max(beside, forward_at[site] + 1), []).append(item)
             previous = index
         return at
 

@@ -11,10 +11,11 @@ from rematbench.plan import MiniSequence, PlanError
 
 
 class Piece(NamedTuple):
-    """One mini-sequence: its number and its share of the rows."""
+    """One mini-sequence: its number, its share of the rows and the share before it."""
 
     number: int
     fraction: float
+    offset: float
 
 
 class MiniRun(NamedTuple):
@@ -53,11 +54,11 @@ def _run(table: OpTable, ops: tuple[Op, ...], count: int) -> MiniRun:
     made = [name for op in ops for name in op.outputs]
     read_after = {name for op in table.ops if op not in ops for name in (*op.inputs, *op.saves)}
     outputs = tuple(name for name in made if name in read_after)
-    rows = min(table.activations[name].rows for name in made)
+    rows = min(tensor.rows for tensor in table.activations.values())  # of the rank's own shard
     if count > rows:
         raise PlanError(f"mini-sequence of {ops[0].name}: {count} pieces of {rows} rows")
     sizes = [rows // count + (1 if j < rows % count else 0) for j in range(count)]
-    pieces = tuple(Piece(j, size / rows) for j, size in enumerate(sizes))
+    pieces = tuple(Piece(j, size / rows, sum(sizes[:j]) / rows) for j, size in enumerate(sizes))
     return MiniRun(ops, frozenset(made) - frozenset(outputs), outputs, pieces)
 
 

@@ -181,6 +181,10 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """This plan with rules appended (they win over earlier ones)."""
         return msgspec.structs.replace(self, rules=(*self.rules, *rules))
 
+    def noting(self, **facts: float | str) -> "Plan":
+        """This plan with numbers or remarks added to `fit`."""
+        return msgspec.structs.replace(self, fit={**self.fit, **facts})
+
     def state(self, kind: StateKind) -> StateFate:
         """The fate of a state kind (whole and on the device unless the plan says otherwise)."""
         return next((s for s in self.states if s.kind == kind), StateFate(kind=kind))

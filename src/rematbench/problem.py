@@ -11,6 +11,7 @@ from rematbench.block import embedding_table, head_table, layer_table
 from rematbench.cluster import Cluster
 from rematbench.cost.bind import CostModel
 from rematbench.cost.constants import Calibration
+from rematbench.cost.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.layout import Layout, check_layout
 from rematbench.ops import Activation, Op, OpTable
 from rematbench.plan import Plan, StateFate
@@ -182,6 +183,15 @@ class CostFacade(CostModel):
     def peak_bytes(self, plan: Plan) -> int:
         """Largest device ledger peak over ranks, bytes."""
         return max(self.evaluate(plan).peak_device_bytes)
+
+    def headroom_bytes(self, plan: Plan) -> int:
+        """Usable device bytes of the cluster less the largest peak over ranks; negative: out of
+        memory."""
+        return self.cluster.usable_bytes - self.peak_bytes(plan)
+
+    def pipeline_offload_estimator(self, chunk_bytes: float) -> PipelineOffloadEstimator:
+        """ATC'24's own estimate of first-stage bytes, as a function of the offloaded share."""
+        return pipeline_offload_estimator(self.workload.model, self.layout, chunk_bytes)
 
     def step_s(self, plan: Plan) -> float:
         """Seconds of one optimizer step."""

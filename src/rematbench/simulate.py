@@ -18,6 +18,7 @@ MessageKey = tuple[str, int, int]
 Seconds = Callable[[Action, int], float]
 """(action, rank) -> seconds on its stream."""
 
+COMPUTE = STREAM_INDEX["compute"]
 TIMELESS = (Kind.FREE, Kind.ALLOC, Kind.RECV)
 """Kinds that take no part in time (a RECV's event is the message's arrival)."""
 
@@ -107,11 +108,14 @@ def is_local(event: str) -> bool:
     return event[:1] == "e" and event[1:].isdigit()
 
 
-def compile_block(block: Block, rank: int, seconds: Seconds) -> TimedBlock:
-    """Bind seconds to the actions that take part in time."""
+def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = False) -> TimedBlock:
+    """Bind seconds to the actions that take part in time; a recording also keeps those that only
+    make or free room, at the time compute has reached when they are issued."""
     items = []
     for action in block.actions:
         if action.kind in TIMELESS:
+            if record:
+                items.append(Timed(COMPUTE, 0.0, "", "", "", False, "", action))
             continue
         items.append(
             Timed(
@@ -129,15 +133,17 @@ def compile_block(block: Block, rank: int, seconds: Seconds) -> TimedBlock:
     return TimedBlock(tuple(items), receives, block.label)
 
 
-def compile_program(program: Program, seconds: Seconds) -> list[list[TimedBlock]]:
+def compile_program(
+    program: Program, seconds: Seconds, record: bool = False
+) -> list[list[TimedBlock]]:
     """Every rank's blocks with seconds bound."""
-    return [[compile_block(b, r.rank, seconds) for b in r.blocks] for r in program.ranks]
+    return [[compile_block(b, r.rank, seconds, record) for b in r.blocks] for r in program.ranks]
 
 
 def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Simulation:
     """Op-level times of a program.  DeadlockError when ranks wait for each other for ever."""
     clocks = [Clock(r.rank, program.pp) for r in program.ranks]
-    code = compile_program(program, seconds)
+    code = compile_program(program, seconds, record)
     messages: dict[MessageKey, float] = {}
     intervals: list[Interval] | None = [] if record else None
 

@@ -73,6 +73,7 @@ def h2d_block(coming: Storages, slot: str) -> Block:
     """Back to the device, into a staging slot if the plan has any."""
     w = BlockWriter()
     w.wait("h2d", "d2h")
+    w.wait("h2d", w.mark(COMPUTE))  # its memory may be what compute frees until now
     emit_copies_in(w, coming, "h2d", slot)
     return Block("H2D", tuple(w.actions))
 

@@ -12,9 +12,9 @@ Probability = Annotated[float, Meta(ge=0.0, lt=1.0)]
 MlpKind = Literal["swiglu", "geglu", "gelu"]
 NormKind = Literal["rmsnorm", "layernorm"]
 PositionKind = Literal["rope", "learned", "alibi"]
-Precision = Literal["bf16", "fp16", "fp32"]
+Precision = Literal["bf16", "fp16", "fp32", "fp64"]
 
-BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
+BYTES_PER_ELEMENT: dict[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -13,8 +13,10 @@ class BlockWriter:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
+        self.parameters: dict[str, str] = {}  # gathered copies, by part: kernels read them
         self._events = 0
         self._waited_at: dict[str, int] = {}
+        self._beside: dict[str, int] = {}  # start of a kernel -> the collective that runs with it
 
     def add(self, action: Action) -> int:
         """Append; returns the action's index."""
@@ -61,11 +63,14 @@ class BlockWriter:
         *,
         variant: int = 0,
         fraction: float = 1.0,
+        offset: float = 0.0,
         beside: str = "",
     ) -> int:
         """A forward, backward or recompute kernel group on the compute stream."""
         forward = kind in (Kind.FORWARD, Kind.RECOMPUTE)
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
+        if op.parameters and part in self.parameters:
+            reads = [*reads, self.parameters[part]]
         return self.add(
             Action(
                 kind=kind,
@@ -75,6 +80,7 @@ class BlockWriter:
                 reads=tuple(dict.fromkeys(reads)),
                 allocs=tuple(allocs),
                 fraction=fraction,
+                offset=offset,
                 beside=beside,
                 scratch=scratch,
                 variant=variant,
@@ -91,6 +97,7 @@ class BlockWriter:
         *,
         after: str = "",
         fraction: float = 1.0,
+        offset: float = 0.0,
     ) -> str:
         """A collective on its group's stream, after the compute issued so far (or event `after`);
         returns its end event.  A share of the rows moves that share of the payload."""
@@ -98,6 +105,8 @@ class BlockWriter:
             comm = Comm(comm.kind, comm.group, int(comm.nbytes * fraction))
         self.wait(comm.group, after or self.mark(COMPUTE))
         event = self.new_event()
+        if after:
+            self._beside[after] = len(self.actions)
         self.add(
             Action(
                 kind=COMM_KIND[comm.kind],
@@ -107,6 +116,8 @@ class BlockWriter:
                 reads=tuple(reads),
                 allocs=tuple(allocs),
                 event=event,
+                fraction=fraction,
+                offset=offset,
                 comm=comm,
             )
         )
@@ -140,8 +151,9 @@ class BlockWriter:
         return tuple(out)
 
     def _safe_index(self, index: int) -> int:
-        """Where a tensor touched at `index` may be freed: after the compute stream's wait."""
+        """Where a tensor touched at `index` may be freed: after the compute stream's wait, and not
+        before a collective that runs beside the kernel has made room for its output."""
         action = self.actions[index]
         if action.stream == COMPUTE:
-            return index
+            return self._beside.get(action.begin, index)
         return self._waited_at.get(action.event, len(self.actions) - 1)

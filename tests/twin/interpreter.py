@@ -158,7 +158,7 @@ class Rank:
     def compute(self, action: Action, mb: int, chunk: int) -> None:
         """A kernel or collective: its outputs follow from its operator and the digests it reads."""
         digests = [self.read(action, (name, mb, chunk)) for name in action.reads]
-        what = hashlib.sha256(b"".join([action.part.encode(), action.op.encode(), *digests]))
+        what = hashlib.sha256(b"".join([action.part.encode(), identity(action.op).encode(), *digests]))
         for alloc in action.allocs:
             name = identity(alloc.name)
             digest = hashlib.sha256(what.digest() + name.encode()).digest()[:DIGEST]

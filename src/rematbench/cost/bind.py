@@ -245,6 +245,15 @@ class CostModel:
         )
         return float(self._memory_s(float(traffic)))
 
+    def slowed_s(self, seconds: float, other_s: float, other_stream: str) -> float:
+        """Seconds of compute slowed for as long as work on another stream runs beside it."""
+        slowdown = self.overlap_factor("compute", other_stream)
+        return float(formulas.slowed_s(seconds, other_s, slowdown))
+
+    def stall_s(self, comm: Comm, stage: int) -> float:
+        """Seconds that compute loses to a data-parallel collective that runs beside it."""
+        return self.stack.dp_stall * self.comm_s(comm, stage)
+
     def overlap_factor(self, kernel_stream: str, other_stream: str) -> float:
         """Slowdown of work on one stream beside work on the other; 1 where no SMs are shared."""
         if kernel_stream == "compute" and other_stream in NCCL_STREAMS:

@@ -59,11 +59,13 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class SystemConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a software stack differs from the generation's kernels: multipliers on the seconds of
-    all kernels and of attention, and the gap that launching a kernel leaves."""
+    all kernels and of attention, the gap that launching a kernel leaves, and the share of an
+    overlapped data-parallel collective's seconds that compute loses to it (`dp_stall`)."""
 
     kernel_scale: float
     attention_scale: float
     launch_s: float
+    dp_stall: float
 
 
 class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

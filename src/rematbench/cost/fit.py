@@ -53,6 +53,7 @@ PRIORS: dict[str, Prior] = {
     "nic_efficiency": Prior(0.1, 0.75, 1.0, 0.3),
     "kernel_scale": Prior(0.7, 1.0, 1.8, 0.1),
     "attention_scale": Prior(0.5, 1.0, 2.5, 0.2),
+    "dp_stall": Prior(0.01, 0.25, 3.0, 0.7),
     "ring_nics": Prior(1.0, 1.6, 8.0, 1.0),
 }
 

@@ -105,9 +105,12 @@ def scores_s(
     return memory_s(passes * np.asarray(count) * element_bytes, hbm_bytes_per_s, gpu)
 
 
-def beside_s(compute_s: Quantity, other_s: Quantity, slowdown: Quantity) -> Quantity:
-    """Seconds of a compute kernel slowed while a collective runs beside it, or of the collective
-    if that is longer: max(compute + (slowdown - 1) min(compute, other), other)."""
-    slowed = compute_s + (slowdown - 1.0) * np.minimum(compute_s, other_s)
-    seconds: Quantity = np.maximum(slowed, other_s)
-    return seconds
+def slowed_s(seconds: Quantity, other_s: Quantity, slowdown: Quantity) -> Quantity:
+    """Seconds of a kernel slowed while a collective runs beside it (NCCL's copies take SMs and
+    HBM rate): seconds + (slowdown - 1) min(seconds, other).
+
+    Source: the interference measured by Rashidi et al. 2021 (ACE, ISCA) and Hong et al. 2024;
+    the factor is fitted.
+    """
+    slower: Quantity = seconds + (slowdown - 1.0) * np.minimum(seconds, other_s)
+    return slower

@@ -1,0 +1,81 @@
+"""Predicted against published speeds of every scored cell, and signed errors by group.
+
+usage: accuracy.py CELLS.csv FIGURE.pdf
+"""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import style
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+SPLITS = ("held-out", "in-sample", "fitted")
+
+
+def main() -> None:
+    source, target = style.arguments(2, "CELLS.csv FIGURE.pdf")
+    cells = pd.read_csv(source)
+    cells = cells[(cells.metric == "tokens_per_s_per_gpu") & cells.predicted.notna()]
+    style.apply()
+    figure, (cloud, strips) = plt.subplots(
+        1, 2, figsize=(style.TEXT_IN, 2.9), width_ratios=(1.15, 1)
+    )
+    sources = list(dict.fromkeys(cells.source_name))
+    looks = dict(zip(sources, zip(style.PALETTE, style.MARKERS, strict=False), strict=False))
+    scatter(cloud, cells, looks)
+    errors(strips, cells, looks)
+    style.save(figure, target)
+
+
+def scatter(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> None:
+    """Log-log; filled markers are predictions, hollow ones shaped the model."""
+    low, high = 0.7 * cells.published.min(), 1.4 * cells.published.max()
+    line = np.array([low, high])
+    axis.fill_between(line, 0.9 * line, 1.1 * line, color=style.PALE, lw=0)
+    axis.plot(line, line, color=style.BLACK, lw=0.5)
+    for name, (color, marker) in looks.items():
+        for split in SPLITS:
+            some = cells[(cells.source_name == name) & (cells.split == split)]
+            face = color if split == "held-out" else "none"
+            axis.plot(
+                some.published, some.predicted, marker, color=color, mfc=face, ms=3, mew=0.6,
+                alpha=0.8,
+            )  # fmt: skip
+    axis.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    axis.set_xlabel("published tokens/s/GPU")
+    axis.set_ylabel("predicted tokens/s/GPU")
+    handles = [
+        Line2D([], [], marker=marker, color=color, ls="", label=name)
+        for name, (color, marker) in looks.items()
+    ]
+    for face, label in ((style.GREY, "held-out"), ("none", "in-sample or fitted")):
+        handles.append(Line2D([], [], marker="o", color=style.GREY, mfc=face, ls="", label=label))
+    axis.legend(handles=handles, loc="upper left", handletextpad=0.2, fontsize=6.5)
+
+
+def errors(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> None:
+    """Signed errors, one strip per source; the tick is the mean absolute error of predictions."""
+    rng = np.random.default_rng(0)
+    axis.axvspan(-10, 10, color=style.PALE, lw=0)
+    axis.axvline(0, color=style.BLACK, lw=0.5)
+    labels = []
+    for row, (name, (color, marker)) in enumerate(looks.items()):
+        own = cells[cells.source_name == name]
+        tested = own[own.split != "fitted"]
+        for split in SPLITS:
+            some = own[own.split == split]
+            face = color if split == "held-out" else "none"
+            height = row + rng.uniform(-0.25, 0.25, len(some))
+            axis.plot(
+                100 * some.error, height, marker, color=color, mfc=face, ms=3, mew=0.6, alpha=0.8
+            )
+        mean = 100 * tested.error.abs().mean()
+        labels.append(f"{name}\nn = {len(tested)}, mean {mean:.1f} %")
+    axis.set_yticks(range(len(labels)), labels)
+    axis.invert_yaxis()
+    axis.set_xlabel("error of predicted tokens/s/GPU (%)")
+
+
+if __name__ == "__main__":
+    main()

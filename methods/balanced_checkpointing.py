@@ -1,0 +1,55 @@
+"""balanced_checkpointing: recompute only what is cheap to rebuild per byte it frees.
+
+Claim: rebuilding both norms' outputs and SiLU x up inside the linears that read them frees a third
+of a layer's activations for well under one per cent of its work.
+Source: Yuan et al., USENIX ATC 2024, section on compute-memory balanced checkpointing.
+Deviations: the paper's Pareto front was not readable; `front` computes ours over all subsets of the
+saved activations with this problem's costs.  The published point is the default.
+"""
+
+from typing import ClassVar, Literal
+
+from msgspec import Struct
+
+from rematbench.plan import Fraction, Plan, Recompute, Rule, Scope, Select
+from rematbench.problem import Problem
+from rematbench.solve.kept import kept_activations
+from rematbench.solve.pareto import cheapest_within, front
+
+PUBLISHED = ("attn_norm_out", "mlp_norm_out", "act_out", "fc2_in")
+FC1 = ("gate_out", "up_out")
+
+
+class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`point`: a rung of the ladder none < published < published+fc1 < full, or `front`: the
+    fastest point of the computed front that keeps at most `keep_fraction` of a layer's bytes."""
+
+    name: ClassVar[str] = "balanced_checkpointing"
+    point: Literal["none", "published", "published+fc1", "full", "front"] = "published"
+    keep_fraction: Fraction = 0.7
+
+    def plan(self, problem: Problem, base: Plan) -> Plan:
+        """Recompute the point's activations where the base keeps them."""
+        kept = kept_activations(problem, base) - {"layer_input"}
+        dropped = tuple(sorted(kept & self._dropped(problem)))
+        if not dropped:
+            why = "" if self.point == "none" else ": the base keeps none of the activations"
+            return base.noting(balanced_checkpointing=f"no-op{why}")
+        scope: Scope = "layer" if self.point == "full" else "consumer"
+        fate = Recompute(scope=scope, whole=self.point == "full")
+        select = Select(parts=("layer",), activations=dropped, kept=True)
+        return base.with_rules(Rule(select, fate)).noting(dropped=", ".join(dropped))
+
+    def _dropped(self, problem: Problem) -> set[str]:
+        table = problem.layer_kinds[0]
+        match self.point:
+            case "none":
+                return set()
+            case "published":
+                return set(PUBLISHED)
+            case "published+fc1":
+                return {*PUBLISHED, *FC1}
+            case "full":
+                return set(table.saved)
+        chosen = cheapest_within(front(problem, table), self.keep_fraction * table.saved_bytes)
+        return set(chosen.dropped)

@@ -1,0 +1,67 @@
+"""full_recompute: keep the inputs of groups of layers and run whole layers again in the backward.
+
+Claim: activations fall to one tensor per group, for one more forward pass (about a third more work).
+Source: Chen et al. 2016 (arXiv 1604.06174); as Megatron-LM's `--recompute-granularity full` with
+`--recompute-method uniform|block` and `--recompute-num-layers N`; `every` is torchtitan's
+selective checkpointing of whole layers (`selective_ac_option: N`).
+Deviations: groups never cross a chunk (nor do Megatron's); attention's random state is not counted.
+"""
+
+from typing import ClassVar, Literal
+
+from msgspec import Struct
+
+from rematbench.plan import Group, Plan, Recompute, Rule, Select, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.kept import kept_activations
+from rematbench.workload import PositiveInt
+
+
+class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`uniform`: every chunk in groups of `num_layers`, each rebuilt from its first input.
+    `block`: the first `num_layers` layers of every chunk, each on its own; the rest is kept.
+    `every` n: only each n-th layer of the model, each on its own (uniform, one layer)."""
+
+    name: ClassVar[str] = "full_recompute"
+    method: Literal["uniform", "block"] = "uniform"
+    num_layers: PositiveInt = 1
+    every: PositiveInt = 1
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """Drop what the base keeps of each recomputed layer, but the inputs of the groups."""
+        kept = kept_activations(problem, base)
+        inner = tuple(sorted(kept - {"layer_input"}))
+        if not inner:
+            return base.noting(full_recompute="no-op: the base keeps nothing inside layers")
+        if self.every > 1:
+            if (self.method, self.num_layers) != ("uniform", 1):
+                return Unsupported("`every` goes with method uniform and num_layers 1")
+            chosen = tuple(range(self.every - 1, problem.workload.model.num_layers, self.every))
+            return base.with_rules(_layers(inner, chosen))
+        if self.method == "block":
+            first = tuple(i for chunk in _chunks(base) for i in chunk[: self.num_layers])
+            return base.with_rules(_layers(inner, first))
+        if self.num_layers == 1:
+            return base.with_rules(_layers(inner, None))
+        groups = [chunk[i : i + self.num_layers] for chunk in _chunks(base)
+                  for i in range(0, len(chunk), self.num_layers)]  # fmt: skip
+        return base.with_rules(*(rule for group in groups for rule in _group(inner, group)))
+
+
+def _chunks(plan: Plan) -> list[tuple[int, ...]]:
+    return [layers for rank in plan.partition for layers in rank]
+
+
+def _layers(names: tuple[str, ...], layers: tuple[int, ...] | None) -> Rule:
+    select = Select(parts=("layer",), layers=layers, activations=names, kept=True)
+    return Rule(select, Recompute(scope="layer", whole=True))
+
+
+def _group(names: tuple[str, ...], group: tuple[int, ...]) -> list[Rule]:
+    """One group: inner tensors of all its layers, and the inputs of all but the first."""
+    if len(group) == 1:
+        return [_layers(names, group)]
+    fate = Recompute(scope=Group(group[0], group[-1]), whole=True)
+    rules = [Rule(Select(parts=("layer",), layers=group, activations=names, kept=True), fate)]
+    inputs = Select(parts=("layer",), layers=group[1:], activations=("layer_input",), kept=True)
+    return [*rules, Rule(inputs, fate)]

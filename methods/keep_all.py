@@ -1,0 +1,23 @@
+"""keep_all: every activation stays on the device from its forward to its backward.
+
+Claim: the fastest plan wherever it fits, and the yardstick for all others.
+Source: what any framework does when nothing is asked of it.
+Deviations: none.
+"""
+
+from typing import ClassVar
+
+from msgspec import Struct
+
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+
+
+class KeepAll(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """No parameters."""
+
+    name: ClassVar[str] = "keep_all"
+
+    def plan(self, problem: Problem, base: Plan) -> Plan:
+        """The base itself."""
+        return base

@@ -1,0 +1,92 @@
+"""pp_offload: offload a fixed share of every chunk's activations beside the pipeline's other work.
+
+Claim: under interleaved 1F1B a chunk's copies to and from the host hide behind the backward of
+another, so memory falls by up to the share alpha at almost no time.
+Source: Yuan et al., USENIX ATC 2024, pipeline-parallel-aware offloading; artifact
+kwai/Megatron-Kwai.  One alpha for all ranks; bytes, rounded up to 1 MiB; largest tensors first;
+in warm-up the copy ends before the point-to-point send; the last rank's last chunk is exempt in
+steady state, where its backward follows at once.
+Two fixed reload buffers (ping-pong), and a copied chunk leaves the device two passes after its
+forward: together the four chunk buffers that the paper's memory model counts.
+Deviations: what the base recomputes or offloads is not counted in alpha's total; "the copy ends
+before the send" is read as the copy that runs beside a pass, not the pass's own (whose wait would
+lengthen every hop of the pipeline's fill, which the published times do not show).
+"""
+
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from rematbench.plan import MIB, ByteBudget, Fraction, Plan, Rule, Select, Transfers, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.kept import kept_layer_bytes
+from rematbench.solve.search import smallest_feasible
+from rematbench.workload import NonNegativeInt, PositiveInt
+
+STEPS = 1000  # alpha is published, and searched, to three decimals
+
+
+class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`alpha`: the share, or None to take the smallest that fits: `paper` by the paper's estimator
+    under `cap_bytes`, `ledger` by our own peak against the cluster's usable bytes."""
+
+    name: ClassVar[str] = "pp_offload"
+    alpha: Fraction | None = None
+    fit: Literal["paper", "ledger"] = "ledger"
+    cap_bytes: PositiveInt = 65_000 * MIB
+    granularity: PositiveInt = MIB
+    min_bytes: NonNegativeInt = MIB
+    reload_slots: Annotated[int, Meta(ge=0, le=8)] = 2
+    release_lag: PositiveInt = 2
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """Offload alpha of the bytes that the base keeps."""
+        pp = problem.layout.pp
+        if pp < 3:
+            return Unsupported(f"needs pp >= 3 so that copies have passes to hide behind, not {pp}")
+        if "activation_offload" not in problem.system.features:
+            return Unsupported(f"system {problem.system.name} has no activation offload")
+        if self.alpha is not None:
+            return self.at(problem, base, self.alpha).noting(alpha=self.alpha, bound="given")
+        if self.fit == "paper":
+            estimator = problem.cost.pipeline_offload_estimator(kept_layer_bytes(problem, base))
+            alpha = estimator.smallest_alpha(self.cap_bytes)
+            fits = alpha < 1.0 or estimator.peak_bytes(alpha) <= self.cap_bytes
+            bound = "paper estimate" if fits else "nothing fits the paper's estimate"
+        else:
+            steps = smallest_feasible(
+                lambda k: problem.cost.headroom_bytes(self.at(problem, base, k / STEPS)), STEPS
+            )
+            alpha = 1.0 if steps is None else steps / STEPS
+            bound = "nothing fits the device" if steps is None else "device ledger"
+        return self.at(problem, base, alpha).noting(alpha=alpha, bound=bound)
+
+    def at(self, problem: Problem, base: Plan, alpha: float) -> Plan:
+        """The plan at one alpha."""
+        if alpha == 0.0:
+            return base
+        budget = ByteBudget(
+            alpha=alpha, granularity=self.granularity, min_bytes=self.min_bytes
+        )
+        rules = [Rule(select, budget) for select in offloaded(problem, base)]
+        moves = Transfers(
+            before_send_phases=("warmup",),
+            reload_slots=self.reload_slots,
+            release_lag=self.release_lag,
+        )
+        return replace(base.with_rules(*rules), transfers=moves)
+
+
+def offloaded(problem: Problem, base: Plan) -> list[Select]:
+    """All sites but the last rank's last chunk, whose backward follows its forward at once (unless
+    all forwards come first: GPipe, or interleaving with a single group of micro-batches)."""
+    lay = problem.layout
+    last = lay.pp - 1
+    one_group = base.schedule == "interleaved_1f1b" and lay.num_micro_batches == lay.pp
+    if base.schedule == "gpipe" or one_group:
+        return [Select(kept=True)]
+    selects = [Select(stages=tuple(range(last)), kept=True)]
+    if lay.vpp > 1:
+        selects.append(Select(stages=(last,), chunks=tuple(range(lay.vpp - 1)), kept=True))
+    return selects

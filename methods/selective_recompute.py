@@ -1,0 +1,57 @@
+"""selective_recompute: drop chosen activations and rebuild them just before they are needed.
+
+Claim: recomputing only core attention saves most activation bytes for a few per cent more work.
+Source: Korthikanti et al. 2022 (arXiv 2205.05198, `--recompute-activations`); with `keep`, the
+per-operator selective checkpointing of torchtitan (distributed/activation_checkpoint.py).
+Deviations: with flash attention there are no scores to drop, so the default does nothing and says
+so; Megatron's flag would run the flash kernel again for nothing.
+"""
+
+from typing import ClassVar
+
+from msgspec import Struct
+
+from rematbench.plan import Plan, Recompute, Rule, Scope, Select, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.kept import kept_activations
+
+CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
+
+
+class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`activations` to drop, or `ops` whose saved outputs to drop, or `keep`: drop all of a layer
+    but these and its input.  Nothing given: the internals of unfused attention.
+    `scope`: rebuild before each consumer, or at the start of the layer's backward."""
+
+    name: ClassVar[str] = "selective_recompute"
+    activations: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    scope: Scope = "consumer"
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """Recompute the chosen activations where the base keeps them."""
+        tables = problem.layer_kinds
+        known = {name for table in tables for name in table.activations}
+        made = {op.name: op.outputs for table in tables for op in table.ops}
+        unknown = sorted({*self.activations, *self.keep} - known - set(CORE_ATTENTION))
+        unknown += sorted(set(self.ops) - made.keys())
+        if unknown:
+            names = ", ".join(sorted(known))
+            return Unsupported(f"no activation or operator {unknown[0]!r} in a layer ({names})")
+        kept = kept_activations(problem, base) - {"layer_input"}
+        wanted = {*self.activations, *(name for op in self.ops for name in made[op])}
+        if self.keep:
+            wanted |= kept - set(self.keep)
+        dropped = tuple(sorted(kept & (wanted or set(CORE_ATTENTION))))
+        if not dropped:
+            return base.noting(selective_recompute=f"no-op: {_why(problem, wanted)}")
+        select = Select(parts=("layer",), activations=dropped, kept=True)
+        rule = Rule(select, Recompute(scope=self.scope))
+        return base.with_rules(rule).noting(dropped=", ".join(dropped))
+
+
+def _why(problem: Problem, wanted: set[str]) -> str:
+    if not wanted and problem.attention == "flash":
+        return "flash attention saves no attention scores"
+    return "this stack saves, or the base keeps, none of the chosen activations"

@@ -1,0 +1,154 @@
+"""Accuracy as a promise: groups of published cells, their targets, and how errors are counted.
+
+`config/accuracy.yaml` declares the groups.  A cell is `fitted` (its speed shaped a constant),
+`in-sample` (its source shaped a formula) or `held-out`; fitted cells never count as predictions.
+"""
+
+import datetime
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.configfile import ConfigError
+from rematbench.cost.constants import Calibration, FitRule
+from rematbench.cost.fit import is_fit, matches
+from rematbench.paths import data_dir
+
+Row: TypeAlias = Mapping[str, Any]
+Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict"]
+Split = Literal["fitted", "in-sample", "held-out"]
+Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
+
+COUNTS: frozenset[str] = frozenset({"missed_oom", "false_oom"})
+"""Statistics that count cells; the others are fractions of the published value."""
+
+
+class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One number to keep: the target, and what was last reached (`accepted`) with reason and date.
+    Above `accepted`, tests and `rematbench validate` fail."""
+
+    target: float
+    accepted: float
+    reason: str
+    date: datetime.date
+
+
+class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Cells scored together: a whole sweep by `rule`, one metric, its promised statistics.
+
+    `in_sample` says what in the model these cells shaped although no constant was fitted to them.
+    """
+
+    name: str
+    rule: FitRule
+    metric: Metric
+    promises: dict[Statistic, Promise] = {}
+    in_sample: str = ""
+    note: str = ""
+
+
+class Accuracy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything config/accuracy.yaml says."""
+
+    groups: tuple[Group, ...]
+
+
+def load_accuracy() -> Accuracy:
+    """The committed targets; a misspelt key or a missing reason is an error with its place."""
+    path = data_dir("config") / "accuracy.yaml"
+    try:
+        found = msgspec.yaml.decode(path.read_bytes(), type=Accuracy)
+    except msgspec.DecodeError as error:
+        raise ConfigError("config/accuracy.yaml", "", str(error)) from error
+    for group in found.groups:
+        for name, promise in group.promises.items():
+            if promise.accepted > promise.target and not promise.reason.strip():
+                where = f"{group.name}: {name}"
+                raise ConfigError("config/accuracy.yaml", where, "missed without a reason")
+    return found
+
+
+def number(row: Row, key: str) -> float | None:
+    """A numeric cell, or None when it is empty."""
+    value = row.get(key)
+    return None if value in ("", None) else float(str(value))
+
+
+def is_scored(row: Row) -> bool:
+    """Whether a published cell says something to be held to: not a dash, not suspect, and with
+    its layout published."""
+    known = row["status"] in ("ok", "oom") and "SUSPECT" not in str(row.get("note", ""))
+    return known and number(row, "tp") is not None
+
+
+def members(group: Group, rows: Sequence[Row]) -> list[Row]:
+    """The scored cells of a group."""
+    return [row for row in rows if is_scored(row) and matches(group.rule, row)]
+
+
+def split_of(row: Row, group: Group, calibration: Calibration) -> Split:
+    """How much of a cell the model has seen.  Constants are fitted to speeds only."""
+    if group.metric in ("tokens_per_s_per_gpu", "gain") and is_fit(row, calibration.fit):
+        return "fitted"
+    shaped = any(entry.source in row["source"] for entry in calibration.shaped_by)
+    return "in-sample" if shaped or group.in_sample else "held-out"
+
+
+def ratio_error(row: Row, key: str) -> float | None:
+    """Signed relative error of `pred_<key>`; None without a published or a predicted value."""
+    published, predicted = number(row, key), number(row, f"pred_{key}")
+    if published is None or predicted is None or published == 0:
+        return None
+    return predicted / published - 1.0
+
+
+def gain_errors(rows: Sequence[Row]) -> list[float]:
+    """Errors of the gains between cells in order of published speed, in fractions (0.06 = 6 points
+    of a gain in percent)."""
+    key = "tokens_per_s_per_gpu"
+    pairs = [(number(row, key), number(row, f"pred_{key}")) for row in rows]
+    known = sorted((a, b) for a, b in pairs if a and b)
+    return [(b1 / b0) - (a1 / a0) for (a0, b0), (a1, b1) in itertools.pairwise(known)]
+
+
+def errors_of(metric: Metric, rows: Sequence[Row]) -> list[float]:
+    """Signed errors of a group's cells by its metric (verdicts have counts instead)."""
+    if metric == "verdict":
+        return []
+    if metric == "gain":
+        return gain_errors(rows)
+    found = (ratio_error(row, metric) for row in rows)
+    return [error for error in found if error is not None]
+
+
+def missed_oom(rows: Sequence[Row]) -> int:
+    """Cells published as out of memory that are predicted to fit."""
+    return sum(row["status"] == "oom" and row["pred_status"] == "ok" for row in rows)
+
+
+def false_oom(rows: Sequence[Row]) -> int:
+    """Cells published with a result that are not predicted to fit."""
+    return sum(row["status"] == "ok" and row["pred_status"] != "ok" for row in rows)
+
+
+OVER_ERRORS: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": statistics.fmean,
+    "median": statistics.median,
+    "max": max,
+}
+OVER_ROWS: dict[str, Callable[[Sequence[Row]], int]] = {
+    "missed_oom": missed_oom,
+    "false_oom": false_oom,
+}
+
+
+def statistic(name: Statistic, metric: Metric, rows: Sequence[Row]) -> float | None:
+    """One statistic of a group's cells; None when nothing can be compared."""
+    if name in OVER_ROWS:
+        return float(OVER_ROWS[name](rows)) if rows else None
+    errors = [abs(error) for error in errors_of(metric, rows)]
+    return OVER_ERRORS[name](errors) if errors else None

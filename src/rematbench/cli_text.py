@@ -1,0 +1,71 @@
+"""How the command line speaks: one-line errors, plain tables when piped, human units."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+PIPED_WIDTH = 160
+GIB = 2**30
+
+
+class CommandError(ValueError):
+    """What a person asked for cannot be done; the message is one line: what, where, allowed."""
+
+
+def console(*, error: bool = False) -> Console:
+    """A console that writes ASCII without colour, at a fixed width, when it is not a terminal."""
+    stream = sys.stderr if error else sys.stdout
+    if stream.isatty():
+        return Console(file=stream, highlight=False)
+    return Console(file=stream, highlight=False, width=PIPED_WIDTH, no_color=True)
+
+
+def grid(*columns: str, title: str = "") -> Table:
+    """A compact table; columns whose name ends in a space-free unit or number align right."""
+    table = Table(title=title or None, title_justify="left", box=box.ASCII2, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    return table
+
+
+def left(table: Table, *indices: int) -> Table:
+    """Align some columns to the left (texts)."""
+    for index in indices:
+        table.columns[index].justify = "left"
+    return table
+
+
+def plain(text: str) -> Text:
+    """Text with no markup (brackets in reasons stay brackets)."""
+    return Text(text)
+
+
+def example(function: Callable[..., Any], *lines: str) -> str:
+    """The docstring with an example block that --help shows line by line."""
+    shown = "\n".join(f"  {line}" for line in lines)
+    return f"{(function.__doc__ or '').strip()}\n\n\b\nExample:\n{shown}"
+
+
+def gib(nbytes: float) -> str:
+    """Bytes in GiB with two decimals."""
+    return f"{nbytes / GIB:.2f}"
+
+
+def percent(fraction: float | None) -> str:
+    """A fraction in percent with one decimal; a dash when there is none."""
+    return "-" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def seconds(value: float) -> str:
+    """Seconds with four significant digits."""
+    return f"{value:.4g} s"
+
+
+def rounded(value: float) -> str:
+    """A rate with four significant digits and no exponent."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

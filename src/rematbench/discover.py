@@ -1,0 +1,235 @@
+"""Find methods (files of `methods/`, entry points, `--methods DIR`) and build them with parameters.
+
+Nothing here knows a method by name.  A file that cannot be loaded makes its methods unavailable,
+with the reason; it never takes the others down.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints, runtime_checkable
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.configfile import closest
+from rematbench.paths import data_dir
+from rematbench.plan import Plan, Unsupported
+from rematbench.problem import Problem
+
+ENTRY_POINTS = "rematbench.methods"
+Value = str | int | float | bool | None | list[Any] | tuple[Any, ...]
+
+
+class MethodError(ValueError):
+    """A method cannot be found, loaded or given these parameters; the message is one line."""
+
+
+@runtime_checkable
+class Method(Protocol):
+    """What a file in methods/ defines: a frozen Struct whose fields are its parameters."""
+
+    name: ClassVar[str]
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """The plan, or why there is none: a pure function."""
+        ...
+
+
+class MethodEntry(Struct, frozen=True):
+    """A discovered method: its class and the file (or distribution) it came from."""
+
+    name: str
+    cls: type[Any]
+    origin: str
+    doc: str
+
+    @property
+    def claim(self) -> str:
+        """The first sentence of the docstring."""
+        return self.doc.strip().splitlines()[0] if self.doc.strip() else ""
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameter names and defaults."""
+        return {f.encode_name: f.default for f in msgspec.structs.fields(self.cls)}
+
+
+class Composition(Struct, frozen=True):
+    """Methods applied left to right, each on the plan of those before it."""
+
+    methods: tuple[Any, ...]
+
+    @property
+    def name(self) -> str:
+        """`a+b`."""
+        return "+".join(m.name for m in self.methods)
+
+    @property
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """All parameters with their values, by method."""
+        return {m.name: cast(dict[str, Any], msgspec.to_builtins(m)) for m in self.methods}
+
+    def plan(self, problem: Problem, base: Plan | None = None) -> Plan | Unsupported:
+        """The composed plan, or the first method's reason not to plan."""
+        plan = problem.base_plan if base is None else base
+        for method in self.methods:
+            answer = method.plan(problem, plan)
+            if isinstance(answer, Unsupported):
+                return Unsupported(f"{method.name}: {answer.reason}")
+            plan = answer
+        return plan
+
+
+class Registry(Struct, frozen=True):
+    """All methods found, and the reasons of those that could not be loaded (by file)."""
+
+    methods: dict[str, MethodEntry]
+    broken: dict[str, str]
+
+    def resolve(self, spec: str, settings: Mapping[str, Value] | None = None) -> Composition:
+        """`a+b` with settings `key` (the only method that has it) or `a.key`; MethodError if not
+        every name and every setting finds its place."""
+        names = spec.split("+")
+        entries = [self._entry(name.strip()) for name in names]
+        if len({e.name for e in entries}) < len(entries):
+            raise MethodError(f"method {spec!r} names a method twice")
+        given: dict[str, dict[str, Value]] = {entry.name: {} for entry in entries}
+        for key, value in (settings or {}).items():
+            owner, _, parameter = key.rpartition(".")
+            given[_owner(entries, owner, parameter)][parameter] = value
+        return Composition(tuple(build(entry, given[entry.name]) for entry in entries))
+
+    def _entry(self, name: str) -> MethodEntry:
+        if name in self.methods:
+            return self.methods[name]
+        for path, reason in self.broken.items():
+            if Path(path).stem == name:
+                raise MethodError(f"method {name!r} is unavailable: {path}: {reason}")
+        hint = closest(name, self.methods)
+        raise MethodError(f"unknown method {name!r}{hint} (known: {', '.join(self.methods)})")
+
+
+def _owner(entries: list[MethodEntry], owner: str, parameter: str) -> str:
+    """The method a setting is for."""
+    allowed = [f"{e.name}.{p}" for e in entries for p in e.parameters]
+    listing = f" (allowed: {', '.join(allowed) or 'none'})"
+    if owner and owner not in [e.name for e in entries]:
+        raise MethodError(f"setting {owner}.{parameter}: {owner!r} is not in the method{listing}")
+    holders = [e for e in entries if parameter in e.parameters and owner in ("", e.name)]
+    if not holders:
+        hint = closest(parameter, [p for e in entries for p in e.parameters])
+        raise MethodError(f"unknown parameter {parameter!r}{hint}{listing}")
+    if len(holders) > 1:
+        names = " or ".join(f"{e.name}.{parameter}" for e in holders)
+        raise MethodError(f"parameter {parameter!r} is ambiguous: write {names}")
+    return holders[0].name
+
+
+def build(entry: MethodEntry, settings: Mapping[str, Value]) -> Any:
+    """The method with typed parameters; texts (from a command line) are converted."""
+    hints = get_type_hints(entry.cls)
+    values = {key: _parsed(value, hints.get(key)) for key, value in settings.items()}
+    try:
+        return msgspec.convert(values, entry.cls, strict=False)
+    except msgspec.ValidationError as error:
+        problem, _, where = str(error).partition(" - at `$.")
+        key = where.rstrip("`") or "parameters"
+        raise MethodError(f"{entry.name}.{key}: {problem[:1].lower()}{problem[1:]}") from error
+
+
+def _parsed(value: Value, hint: object) -> Value:
+    """A text for a list parameter: JSON, or items between commas."""
+    if not isinstance(value, str) or get_origin(hint) not in (tuple, list):
+        return value
+    if value.startswith("["):
+        try:
+            return cast(Value, msgspec.json.decode(value))
+        except msgspec.DecodeError:
+            return value
+    return [item.strip() for item in value.split(",") if item.strip()]
+
+
+def discover(extra: Iterable[Path] = ()) -> Registry:
+    """Every method of the shipped folder, of entry points and of extra folders."""
+    methods: dict[str, MethodEntry] = {}
+    broken: dict[str, str] = {}
+    folders = [data_dir("methods"), *extra]
+    for folder in folders:
+        if not folder.is_dir():
+            raise MethodError(f"no such folder of methods: {folder}")
+        for path in sorted(folder.glob("*.py")):
+            if not path.name.startswith("_"):
+                _load_file(path, methods, broken)
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            _enter(cast(type[Any], point.load()), point.value, None, methods)
+        except Exception as error:  # a foreign distribution may fail in any way
+            broken[point.name] = _one_line(error)
+    return Registry(dict(sorted(methods.items())), broken)
+
+
+def _load_file(path: Path, methods: dict[str, MethodEntry], broken: dict[str, str]) -> None:
+    try:
+        module = _module(path)
+        classes = [
+            value
+            for value in vars(module).values()
+            if isinstance(value, type)
+            and value.__module__ == module.__name__
+            and isinstance(vars(value).get("name"), str)
+        ]
+        if not classes:
+            raise MethodError("defines no class with a `name` and a `plan`")
+        for cls in classes:
+            _enter(cls, str(path), module.__doc__, methods)
+    except Exception as error:  # a method's file may fail in any way
+        broken[str(path)] = _one_line(error)
+
+
+def _module(path: Path) -> ModuleType:
+    """The file as a module of its own name; two folders may hold equal file names."""
+    name = f"rematbench_methods.{path.parent.name}_{abs(hash(str(path.resolve())))}.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # type hints are resolved through it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _enter(
+    cls: type[Any], origin: str, doc: str | None, methods: dict[str, MethodEntry]
+) -> None:
+    """Check a class against the contract and add it."""
+    text = doc or cls.__doc__ or ""
+    if not (isinstance(cls, type) and issubclass(cls, Struct)):
+        raise MethodError(f"{cls.__name__} must be a msgspec Struct")
+    config = cls.__struct_config__
+    if not (config.frozen and config.forbid_unknown_fields):
+        raise MethodError(f"{cls.__name__} must be frozen and forbid unknown fields")
+    if not callable(getattr(cls, "plan", None)):
+        raise MethodError(f"{cls.__name__} has no `plan(problem, base)`")
+    if not text.strip():
+        raise MethodError(f"{cls.__name__} has no docstring (citation, claim, deviations)")
+    name = cls.name
+    if name in methods:
+        raise MethodError(f"method {name!r} is already defined by {methods[name].origin}")
+    try:
+        cls()
+    except TypeError as error:
+        raise MethodError(f"{cls.__name__}: every parameter needs a default") from error
+    methods[name] = MethodEntry(name, cls, origin, text)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, MethodError) else f"{type(error).__name__}: {text}"

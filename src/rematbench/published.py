@@ -1,0 +1,300 @@
+"""A row of results/published/runs.csv (or of a user's sheet) -> problem and method.
+
+Every cell is a text.  What a row does not say, or says wrongly, is a RowError with one line.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.configfile import ConfigError
+from rematbench.discover import MethodError, Registry, Value
+from rematbench.layout import Layout, LayoutError
+from rematbench.load import load_cluster, load_model, load_system, names
+from rematbench.plan import Unsupported
+from rematbench.problem import AttentionKind, Problem
+from rematbench.suite import Variant, make_problem, system_variant
+from rematbench.system import System
+from rematbench.workload import MlpKind, Model, Precision
+
+Row = Mapping[str, str]
+
+LAYOUT_COLUMNS = ("global_batch", "tp", "pp", "dp")
+SHAPE_COLUMNS = {
+    "layers": "num_layers",
+    "hidden": "hidden",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "ffn": "ffn",
+    "vocab": "vocab",
+}
+YES, NO = {"yes", "true", "1", "on"}, {"no", "false", "0", "off"}
+SAC_KEEPS = ("q", "v", "attn_out", "lse", "gate_out")
+"""What torchtitan's per-operator selective checkpointing keeps of a Llama layer: the outputs of
+every second matmul in the order wq, wk, wv, wo, w1, w3, w2 (so wq, wv, w1; w2's is read by nobody)
+and of attention.  Source: torchtitan/parallelisms/parallelize_llama.py, _save_list, 2024-12.  Ours:
+q is kept after RoPE, not before."""
+
+SELECTIVE_SAC: dict[str, Value] = {"keep": SAC_KEEPS, "scope": "layer"}
+
+
+class RowError(ValueError):
+    """A row that cannot be predicted: its status and a one-line reason."""
+
+    def __init__(self, status: Literal["failed", "unsupported"], reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Case(Struct, frozen=True, kw_only=True):
+    """A row read: equal cases have equal predictions."""
+
+    model: Model
+    cluster: str
+    system: System
+    layout: Layout
+    seq_len: int
+    precision: Precision
+    attention: AttentionKind
+    method: str
+    settings: dict[str, Value]
+    offload: float | None
+
+    @property
+    def key(self) -> bytes:
+        """Canonical bytes of the case."""
+        return msgspec.json.encode(self, order="deterministic")
+
+    def problem(self) -> Problem:
+        """The problem; RowError where the layout breaks a rule."""
+        try:
+            return make_problem(
+                model=self.model,
+                cluster=self.cluster,
+                system=self.system,
+                layout=self.layout,
+                seq_len=self.seq_len,
+                precision=self.precision,
+                attention=self.attention,
+            )
+        except LayoutError as error:
+            raise RowError("failed", f"layout: {error}") from error
+
+
+def read_case(row: Row, registry: Registry) -> Case:
+    """The case of a row."""
+    system = _system(row)
+    layout = _layout(row, system)
+    method, settings = recompute_method(text(row, "recompute"), registry)
+    try:
+        load_cluster(text(row, "cluster"))
+    except ConfigError as error:
+        raise RowError("unsupported", str(error)) from error
+    return Case(
+        model=_model(row),
+        cluster=text(row, "cluster"),
+        system=system,
+        layout=layout,
+        seq_len=whole(row, "seq_len"),
+        precision=_choice(row, "precision", "bf16", get_args(Precision)),
+        attention=_choice(row, "attention", "flash", get_args(AttentionKind)),
+        method=method,
+        settings=settings,
+        offload=_fraction(row, "offload_fraction"),
+    )
+
+
+# -- cells ------------------------------------------------------------------------------------
+
+
+def text(row: Row, column: str) -> str:
+    """A cell, stripped; empty where the column is missing."""
+    return str(row.get(column) or "").strip()
+
+
+def whole(row: Row, column: str, default: int | None = None) -> int:
+    """A positive whole number (`zero_stage` may be 0)."""
+    cell = text(row, column)
+    if not cell:
+        if default is None:
+            raise RowError("failed", f"column {column} is missing or empty")
+        return default
+    value = _number(column, cell)
+    if value != int(value) or value < (0 if column == "zero_stage" else 1):
+        raise RowError("failed", f"column {column}: {cell!r} is not a positive whole number")
+    return int(value)
+
+
+def _number(column: str, cell: str) -> float:
+    try:
+        value = float(cell.replace(",", ""))
+    except ValueError:
+        raise RowError("failed", f"column {column}: {cell!r} is not a number") from None
+    if value != value or abs(value) == float("inf"):
+        raise RowError("failed", f"column {column}: {cell!r} is not a number")
+    return value
+
+
+def _fraction(row: Row, column: str) -> float | None:
+    cell = text(row, column)
+    if not cell:
+        return None
+    value = _number(column, cell)
+    if not 0.0 <= value <= 1.0:
+        raise RowError("failed", f"column {column}: {cell!r} is not between 0 and 1")
+    return value
+
+
+def _flag(row: Row, column: str, default: bool) -> bool:
+    cell = text(row, column).lower()
+    if not cell:
+        return default
+    if cell not in YES | NO:
+        raise RowError("failed", f"column {column}: {cell!r} is neither yes nor no")
+    return cell in YES
+
+
+def _choice(row: Row, column: str, default: str, allowed: tuple[str, ...]) -> str:  # type: ignore[misc]
+    cell = text(row, column).lower() or default
+    if cell not in allowed:
+        known = ", ".join(allowed)
+        raise RowError("unsupported", f"{column} {cell!r} is not modelled (known: {known})")
+    return cell
+
+
+# -- model, system, layout --------------------------------------------------------------------
+
+
+def _model(row: Row) -> Model:
+    """The named model with the row's shape columns on top; an unknown name takes its family's
+    norms, positions and biases, and all shapes from the row."""
+    name = text(row, "model")
+    shape = {field: whole(row, c) for c, field in SHAPE_COLUMNS.items() if text(row, c)}
+    mlp = text(row, "mlp").lower()
+    if mlp and mlp not in get_args(MlpKind):
+        raise RowError("unsupported", f"mlp {mlp!r} is not modelled")
+    if name in names("model"):
+        model = load_model(name)
+    else:
+        missing = [c for c, field in SHAPE_COLUMNS.items() if field not in shape]
+        if missing:
+            columns = ", ".join(missing)
+            raise RowError("failed", f"unknown model {name!r}, and no column {columns} to build it")
+        model = load_model(_relative(name, mlp))
+    return _reshaped(model, name, shape, mlp or model.mlp)
+
+
+def _relative(name: str, mlp: str) -> str:
+    """A known model of the same family (the word before the first digit or dash)."""
+    family = re.split(r"[-\d]", name.lower(), maxsplit=1)[0]
+    known = [n for n in names("model") if family and re.split(r"[-\d]", n, maxsplit=1)[0] == family]
+    gated = mlp != "gelu"
+    for candidate in [*known, "llama-7b" if gated else "gpt-22b"]:
+        if load_model(candidate).gated == gated:
+            return candidate
+    raise AssertionError("the fallback is of the right kind")
+
+
+def _reshaped(model: Model, name: str, shape: dict[str, int], mlp: str) -> Model:
+    changed = {key: value for key, value in shape.items() if getattr(model, key) != value}
+    if not changed and mlp == model.mlp and name == model.name:
+        return model
+    new = {**changed, "mlp": mlp, "name": name or model.name}
+    heads, hidden = new.get("num_heads", model.num_heads), new.get("hidden", model.hidden)
+    assert isinstance(heads, int)
+    assert isinstance(hidden, int)
+    if {"num_heads", "hidden"} & changed.keys():
+        if hidden % heads:
+            raise RowError("failed", f"hidden {hidden} does not divide by heads {heads}")
+        new["head_dim"] = hidden // heads
+    if "num_layers" in changed:
+        new["attention_window"] = ()
+    result = msgspec.structs.replace(model, **new)
+    if result.num_heads % result.num_kv_heads:
+        raise RowError("failed", f"kv_heads {result.num_kv_heads} must divide heads {heads}")
+    return result
+
+
+def _system(row: Row) -> System:
+    name = text(row, "system")
+    if not name:
+        raise RowError("failed", "column system is missing or empty")
+    try:
+        system = load_system(name)
+    except ConfigError as error:
+        raise RowError("unsupported", str(error)) from error
+    options: tuple[Variant, ...] = get_args(Variant)
+    wanted = tuple(option for option in options if _flag(row, option, False))
+    variant = system_variant(system, wanted)
+    if isinstance(variant, Unsupported):
+        raise RowError("unsupported", variant.reason)
+    return variant
+
+
+def _layout(row: Row, system: System) -> Layout:
+    missing = [column for column in LAYOUT_COLUMNS if not text(row, column)]
+    if missing:
+        raise RowError("unsupported", f"layout not published: {', '.join(missing)} empty")
+    tp = whole(row, "tp")
+    default_stage = 3 if system.data_parallel == "fsdp" else 1
+    stage = whole(row, "zero_stage", default_stage)
+    if stage not in (0, 1, 2, 3):
+        raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
+    layout = Layout(
+        tp=tp,
+        sp=_flag(row, "sp", tp > 1),
+        cp=whole(row, "cp", 1),
+        pp=whole(row, "pp"),
+        vpp=whole(row, "vpp", 1),
+        dp=whole(row, "dp"),
+        zero_stage=stage,
+        ulysses=whole(row, "ulysses", 1),
+        micro_batch=whole(row, "micro_batch", 1),
+        global_batch=whole(row, "global_batch"),
+    )
+    gpus = whole(row, "gpus", layout.gpus)
+    if gpus != layout.gpus:
+        raise RowError("failed", f"gpus {gpus} is not tp x cp x pp x dp = {layout.gpus}")
+    return layout
+
+
+# -- method -----------------------------------------------------------------------------------
+
+POLICIES: dict[str, tuple[str, dict[str, Value]]] = {
+    "": ("keep_all", {}),
+    "none": ("keep_all", {}),
+    "no": ("keep_all", {}),
+    "full": ("full_recompute", {}),
+    "selective": ("selective_recompute", {}),
+    "balanced": ("balanced_checkpointing", {}),
+    "balanced+fc1": ("balanced_checkpointing", {"point": "published+fc1"}),
+    "selective(sac)": ("selective_recompute", SELECTIVE_SAC),
+    "selective(per-op sac)": ("selective_recompute", SELECTIVE_SAC),
+    "selective(op)": ("selective_recompute", SELECTIVE_SAC),
+}
+"""Published words for recomputation -> method and parameters; a method's own name works too."""
+
+_COUNTED = re.compile(r"^(full|uniform|block|selective)[ (:]*(\d+)\)?$")
+
+
+def recompute_method(words: str, registry: Registry) -> tuple[str, dict[str, Value]]:
+    """The method behind a published policy: `full`, `uniform 2`, `block 4`, `selective(2)`, ..."""
+    policy = " ".join(words.lower().split())
+    if policy in POLICIES:
+        return POLICIES[policy]
+    counted = _COUNTED.match(policy)
+    if counted and int(counted[2]) > 0:
+        kind, count = counted[1], int(counted[2])
+        if kind == "selective":
+            return "full_recompute", {"every": count}
+        method = "block" if kind == "block" else "uniform"
+        return "full_recompute", {"method": method, "num_layers": count}
+    try:
+        return registry.resolve(words).name, {}
+    except MethodError:
+        known = ", ".join([*filter(None, POLICIES), "uniform N", "block N", "selective(N)"])
+        reason = f"recompute {words!r} is not a known policy (known: {known})"
+        raise RowError("unsupported", reason) from None

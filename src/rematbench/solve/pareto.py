@@ -1,0 +1,51 @@
+"""The Pareto front of recompute seconds against kept bytes over subsets of a layer's activations."""
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from msgspec import Struct
+
+from rematbench.ops import OpTable
+from rematbench.problem import Problem
+
+
+class Point(Struct, frozen=True, kw_only=True, order=True):
+    """One choice for a layer: what is dropped, the bytes still kept for one micro-batch on one
+    rank, and the seconds of kernels and collectives to rebuild the rest."""
+
+    kept_bytes: int
+    recompute_s: float
+    dropped: tuple[str, ...]
+
+
+def candidates(table: OpTable) -> tuple[str, ...]:
+    """Saved activations that the layer's own operators can rebuild."""
+    return tuple(name for name in table.saved if table.producer(name) is not None)
+
+
+def point(problem: Problem, table: OpTable, dropped: tuple[str, ...]) -> Point:
+    """Bytes and seconds of dropping the named activations."""
+    again = problem.cost.recompute_s(table, frozenset(dropped)) if dropped else 0.0
+    kept = sum(table.activations[n].nbytes for n in table.saved if n not in dropped)
+    return Point(kept_bytes=kept, recompute_s=again, dropped=dropped)
+
+
+def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    for size in range(len(names) + 1):
+        yield from combinations(names, size)
+
+
+def front(problem: Problem, table: OpTable) -> tuple[Point, ...]:
+    """Every subset that no other beats in both bytes and seconds, from keep-all downwards."""
+    best: list[Point] = []
+    choices = (point(problem, table, dropped) for dropped in _subsets(candidates(table)))
+    for choice in sorted(choices, key=lambda p: (p.recompute_s, p.kept_bytes, p.dropped)):
+        if not best or choice.kept_bytes < best[-1].kept_bytes:
+            best.append(choice)
+    return tuple(best)
+
+
+def cheapest_within(front: tuple[Point, ...], kept_bytes: float) -> Point:
+    """The fastest point of a front that keeps at most so many bytes; its leanest if none does."""
+    fitting = [p for p in front if p.kept_bytes <= kept_bytes]
+    return min(fitting, key=lambda p: (p.recompute_s, p.kept_bytes)) if fitting else front[-1]

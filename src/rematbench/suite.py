@@ -1,0 +1,154 @@
+"""Problems from plain inputs, one method on one problem, and the verdict: fits, or what binds."""
+
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.check import check
+from rematbench.cluster import Cluster
+from rematbench.cost.constants import Calibration, load_calibration
+from rematbench.discover import Composition
+from rematbench.evaluate import PlanEvaluation, evaluate, evaluate_program
+from rematbench.layout import Layout, LayoutError
+from rematbench.load import load_cluster, load_model, load_system
+from rematbench.lower import lower
+from rematbench.paths import data_dir
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.problem import AttentionKind, Problem
+from rematbench.system import System
+from rematbench.workload import Model, Precision, Workload
+
+Status = Literal["ok", "oom", "unsupported", "failed"]
+Variant = Literal["compile", "async_tp"]
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """Whether a plan fits.  `headroom_bytes` is usable less needed device bytes on the rank that
+    has least (negative: out of memory); `binds` names what is short, or the tightest."""
+
+    fits: bool
+    headroom_bytes: int
+    host_headroom_bytes: int
+    binds: str
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """One method on one problem: always a row, whatever happened."""
+
+    status: Status
+    reason: str = ""
+    plan: Plan | None = None
+    evaluation: PlanEvaluation | None = None
+    verdict: Verdict | None = None
+
+
+_CALIBRATIONS: dict[Path, Calibration] = {}
+
+
+def calibration(path: Path | None = None) -> Calibration:
+    """The shipped constants, or a file's; each read once."""
+    path = path or data_dir("config") / "calibration.yaml"
+    if path not in _CALIBRATIONS:
+        _CALIBRATIONS[path] = load_calibration(path)
+    return _CALIBRATIONS[path]
+
+
+def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:
+    """A stack with an option of its own switched on; Unsupported names what it does not have.
+
+    compile: torch.compile fuses SiLU with the product.  async_tp: sequence-parallel collectives
+    run beside the GEMMs they feed.
+    """
+    for variant in variants:
+        if variant not in system.features:
+            return Unsupported(f"system {system.name} has no {variant}")
+    if "compile" in variants:
+        system = replace(system, compiled=True, fused_swiglu=True)
+    if "async_tp" in variants:
+        system = replace(system, tp_overlap="gemm")
+    return system
+
+
+def make_problem(
+    *,
+    model: str | Path | Model,
+    cluster: str | Path | Cluster,
+    system: str | Path | System,
+    layout: Layout,
+    seq_len: int,
+    precision: Precision = "bf16",
+    attention: AttentionKind = "flash",
+    constants: Calibration | None = None,
+) -> Problem:
+    """A problem with the chunk-level evaluator bound; names and files are loaded.
+
+    Raises ConfigError for names, LayoutError for layouts: both one clear line.
+    """
+    model = model if isinstance(model, Model) else load_model(model)
+    return Problem(
+        workload=Workload(model=model, seq_len=seq_len, precision=precision),
+        cluster=cluster if isinstance(cluster, Cluster) else load_cluster(cluster),
+        system=system if isinstance(system, System) else load_system(system),
+        layout=layout,
+        calibration=constants or calibration(),
+        attention=attention,
+        evaluator=evaluate,
+    )
+
+
+def run_method(problem: Problem, method: Composition, *, checked: bool = False) -> Outcome:
+    """Plan, lower, evaluate, judge; `checked` also proves the lowered program safe."""
+    try:
+        plan = method.plan(problem)
+        if isinstance(plan, Unsupported):
+            return Outcome(status="unsupported", reason=plan.reason)
+        return run_plan(problem, plan, checked=checked)
+    except (PlanError, LayoutError) as error:
+        return Outcome(status="failed", reason=f"{method.name}: {error}")
+
+
+def run_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Outcome:
+    """Evaluate a plan and judge it.  Raises PlanError if it cannot be lowered."""
+    if checked:
+        program = lower(plan, problem)
+        check(program)
+        evaluation = evaluate_program(problem, plan, program)
+    else:
+        found = problem.cost.evaluate(plan)
+        assert isinstance(found, PlanEvaluation)
+        evaluation = found
+    verdict = judge(problem, evaluation)
+    return Outcome(
+        status="ok" if verdict.fits else "oom",
+        reason="" if verdict.fits else verdict.binds,
+        plan=plan,
+        evaluation=evaluation,
+        verdict=verdict,
+    )
+
+
+def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
+    """Device bytes of every rank against the usable ones, pinned bytes of a node against its
+    host memory."""
+    cluster = problem.cluster
+    peaks = evaluation.peak_device_bytes
+    rank = max(range(len(peaks)), key=lambda r: peaks[r])
+    device = cluster.usable_bytes - peaks[rank]
+    host = cluster.host_bytes - evaluation.host_node_bytes
+    short = []
+    if device < 0:
+        short.append(f"device memory of pipeline rank {rank}: {_gib(-device)} GiB short")
+    if host < 0:
+        short.append(f"host memory of a node: {_gib(-host)} GiB short")
+    return Verdict(
+        fits=not short,
+        headroom_bytes=device,
+        host_headroom_bytes=host,
+        binds="; ".join(short) or "nothing",
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"

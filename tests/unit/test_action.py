@@ -1,0 +1,148 @@
+"""Actions print, parse and diff; a whole program comes back from its text."""
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.action import Action, Alloc, Kind, from_text, place, to_text
+from rematbench.lower import lower
+from rematbench.ops import Comm
+from rematbench.plan import MiniSequence
+from rematbench.program import parse_program
+from rematbench.simulate import simulate
+from tests.problems import BALANCED, FULL, LLAMA, SKELETAL, by_layer, half, problem, transfers
+
+LINES = [
+    (
+        "F0.3 compute L1.qkv r=L1.qkv.full a=L1.q:64,L1.k:32,L1.v:32 e=e2 s=tp",
+        Action(
+            kind=Kind.FORWARD,
+            stream="compute",
+            part="L1",
+            op="qkv",
+            reads=("L1.qkv.full",),
+            allocs=(Alloc("L1.q", 64), Alloc("L1.k", 32), Alloc("L1.v", 32)),
+            event="e2",
+            beside="tp",
+        ),
+    ),
+    (
+        "R0.3 compute H.loss r=H.logits x=0.125 t=7",
+        Action(
+            kind=Kind.RECOMPUTE,
+            stream="compute",
+            part="H",
+            op="loss",
+            reads=("H.logits",),
+            fraction=0.125,
+            scratch=7,
+        ),
+    ),
+    (
+        "H2D0.3 h2d L1.q#o r=L1.q#o@host a=L1.q#o:32:slot/reload1 e=h2d n=32",
+        Action(
+            kind=Kind.H2D,
+            stream="h2d",
+            part="L1",
+            op="q#o",
+            reads=("L1.q#o@host",),
+            allocs=(Alloc("L1.q#o", 32, "slot/reload1"),),
+            event="h2d",
+            nbytes=32,
+        ),
+    ),
+    (
+        "RS0.3 tp L1.proj r=L1.proj.part a=L1.proj_out:8 e=e4 c=reduce_scatter:tp:16",
+        Action(
+            kind=Kind.REDUCE_SCATTER,
+            stream="tp",
+            part="L1",
+            op="proj",
+            reads=("L1.proj.part",),
+            allocs=(Alloc("L1.proj_out", 8),),
+            event="e4",
+            comm=Comm("reduce_scatter", "tp", 16),
+        ),
+    ),
+    (
+        "SEND0.3 pp_send f r=L2.layer_input e=sent_f n=8",
+        Action(
+            kind=Kind.SEND,
+            stream="pp_send",
+            op="f",
+            reads=("L2.layer_input",),
+            event="sent_f",
+            nbytes=8,
+        ),
+    ),
+    (
+        "WAIT0.3 compute - e=e5 w=recv_f",
+        Action(kind=Kind.WAIT, stream="compute", event="e5", wait="recv_f"),
+    ),
+    (
+        "FREE0.3 compute - f=d:L1.q,L1.q@host",
+        Action(kind=Kind.FREE, stream="compute", frees=("d:L1.q", "L1.q@host")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "action"), LINES, ids=[line.split()[0] for line, _ in LINES])
+def test_literal_lines(line: str, action: Action) -> None:
+    assert to_text(action, 0, 3) == line
+    assert from_text(line) == (action, 0, 3)
+
+
+@pytest.mark.parametrize("line", ["", "F0.3", "F0 compute L0.q", "X0.0 compute L0.q", "F0.0 a b c"])
+def test_what_is_no_action_is_named(line: str) -> None:
+    with pytest.raises(ValueError, match="not an action"):
+        from_text(line)
+
+
+def test_place_of_a_storage() -> None:
+    assert place("L12.attn_out#o") == ("L12", "attn_out#o")
+    assert place("H.loss_saved") == ("H", "loss_saved")
+    assert place("optimizer") == ("", "optimizer")
+
+
+HEAD = (MiniSequence(ops=("lm_head", "loss"), count=3),)
+
+
+def _plans() -> list[tuple[str, dict[str, object]]]:
+    pipeline = {"tp": 2, "cp": 2, "pp": 2, "vpp": 2, "dp": 2, "global_batch": 8}
+    return [
+        ("keep", {}),
+        ("pipeline", pipeline),
+        ("offload", pipeline),
+        ("layer copies", pipeline),
+        ("zero 3", {"dp": 2, "zero_stage": 3, "global_batch": 4}),
+        ("tied", {"pp": 2, "global_batch": 2}),
+        ("pieces", {"tp": 2}),
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout"), _plans(), ids=[name for name, _ in _plans()])
+def test_a_program_comes_back_from_its_text(name: str, layout: dict[str, object]) -> None:
+    model = replace(LLAMA, tied_embeddings=name == "tied")
+    given = problem(model=model, **layout)
+    plan = given.base_plan
+    match name:
+        case "offload":
+            plan = transfers(plan.with_rules(BALANCED, half()), reload_slots=2)
+        case "layer copies":
+            plan = by_layer(plan.with_rules(*SKELETAL))
+        case "pieces":
+            plan = replace(plan.with_rules(*FULL), mini_sequences=HEAD)
+    program = lower(plan, given)
+    parsed = parse_program(program.text())
+    assert [list(r.actions()) for r in parsed.ranks] == [list(r.actions()) for r in program.ranks]
+    assert parsed.text() == program.text()
+
+    def seconds(action: Action, rank: int) -> float:
+        return len(action.reads) + 0.25 * len(action.allocs) + 0.125 * rank
+
+    assert simulate(parsed, seconds) == simulate(program, seconds)
+
+
+def test_a_block_of_two_micro_batches_is_refused() -> None:
+    text = "rank 0\nblock F\nF0.0 compute L0.qkv\nF1.0 compute L0.qkv\n"
+    with pytest.raises(ValueError, match=r"one \(micro-batch, chunk\)"):
+        parse_program(text)
