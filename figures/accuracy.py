@@ -16,7 +16,7 @@ SPLITS = ("held-out", "in-sample", "fitted")
 def main() -> None:
     source, target = style.arguments(2, "CELLS.csv FIGURE.pdf")
     cells = pd.read_csv(source)
-    cells = cells[(cells.metric == "tokens_per_s_per_gpu") & cells.predicted.notna()]
+    cells = cells[(cells.metric == "tokens_per_s_per_gpu") & cells.error.notna()]
     style.apply()
     figure, (cloud, strips) = plt.subplots(
         1, 2, figsize=(style.TEXT_IN, 2.9), width_ratios=(1.15, 1)

@@ -17,8 +17,7 @@ def main() -> None:
     figure, axes = plt.subplots(
         2, 2, figsize=(style.COLUMN_IN, 3.0), sharex="col", height_ratios=(3, 1)
     )
-    for column, (model, cells) in enumerate(rows.groupby("model", sort=False)):
-        cells = cells.sort_values("gpus")
+    for column, (model, cells) in enumerate(rows.sort_values("gpus").groupby("model", sort=False)):
         speeds(axes[0, column], str(model), cells)
         errors(axes[1, column], cells)
     axes[0, 0].set_ylabel("tokens/s/GPU")

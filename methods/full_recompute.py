@@ -1,6 +1,6 @@
 """full_recompute: keep the inputs of groups of layers and run whole layers again in the backward.
 
-Claim: activations fall to one tensor per group, for one more forward pass (about a third more work).
+Claim: activations fall to one tensor per group, for one more forward pass.
 Source: Chen et al. 2016 (arXiv 1604.06174); as Megatron-LM's `--recompute-granularity full` with
 `--recompute-method uniform|block` and `--recompute-num-layers N`; `every` is torchtitan's
 selective checkpointing of whole layers (`selective_ac_option: N`).

@@ -66,9 +66,7 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The plan at one alpha."""
         if alpha == 0.0:
             return base
-        budget = ByteBudget(
-            alpha=alpha, granularity=self.granularity, min_bytes=self.min_bytes
-        )
+        budget = ByteBudget(alpha=alpha, granularity=self.granularity, min_bytes=self.min_bytes)
         rules = [Rule(select, budget) for select in offloaded(problem, base)]
         moves = Transfers(
             before_send_phases=("warmup",),

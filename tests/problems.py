@@ -89,20 +89,22 @@ def rule(fate: Fate, *activations: str, **select: Any) -> Rule:
     return Rule(Select(parts=("layer",), activations=activations or None, **select), fate)
 
 
+SCORES = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
+"""What attention without flash kernels saves."""
 BALANCED = rule(Recompute(), "attn_norm_out", "mlp_norm_out", "act_out", "fc2_in")
 """Both norms and SiLU x mul, rebuilt before their readers (ATC'24)."""
 FULL = (rule(Recompute(scope="layer", whole=True)), rule(Keep(), "layer_input"))
 """Every layer re-run from its input."""
 SKELETAL = (
     rule(Split(offload=0.5, recompute=0.5, scope="layer")),
-    rule(Offload(), "layer_input", "attn_out", "lse"),
+    rule(Offload(), "layer_input", "attn_out", "lse", *SCORES),
 )
 """MEMO's token split: the input and attention leave whole, the rest half and half."""
 
 
 def half(alpha: float = 0.5) -> Rule:
-    """Offload a share of a chunk's bytes, with thresholds that fit kilobyte tensors."""
-    return Rule(Select(), ByteBudget(alpha=alpha, granularity=256, min_bytes=512))
+    """Offload a share of the bytes that a chunk keeps; thresholds fit kilobyte tensors."""
+    return Rule(Select(kept=True), ByteBudget(alpha=alpha, granularity=256, min_bytes=512))
 
 
 def by_layer(plan: Plan, **transfers: Any) -> Plan:

@@ -1,5 +1,6 @@
 """Random legal problems and plans: layouts, stacks, partitions, schedules, fates, transfers."""
 
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import strategies as st
@@ -83,7 +84,7 @@ def partitions(draw: st.DrawFn, problem: Problem) -> Partition:
         unique=True,
     )  # fmt: skip
     cuts = [0, *sorted(draw(inner)), total] if lay.num_chunks > 1 else [0, total]
-    virtual = [tuple(range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    virtual = [tuple(range(a, b)) for a, b in pairwise(cuts)]
     return tuple(tuple(virtual[c * lay.pp + r] for c in range(lay.vpp)) for r in range(lay.pp))
 
 
@@ -172,7 +173,8 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Plan]:
     )
     if lay.vpp == 1 and draw(st.booleans()):
         plan = replace(plan, schedule="gpipe")
-    pieces = MiniSequence(ops=("mlp_norm", "fc1", "act", "mul", "fc2"), count=draw(st.integers(2, 3)))
+    mlp = ("mlp_norm", "fc1", "act", "mul", "fc2")
+    pieces = MiniSequence(ops=mlp, count=draw(st.integers(2, 3)))
     if draw(st.integers(0, 4)) == 0:
         plan = replace(plan, rules=FULL, mini_sequences=(pieces,))
     return given, plan
@@ -189,8 +191,6 @@ def grouped(partition: Partition) -> tuple[Rule, ...]:
                 Select(parts=("layer",), layers=chunk),
                 Recompute(scope=Group(first=chunk[0], last=chunk[-1])),
             ),
-            Rule(
-                Select(parts=("layer",), layers=chunk[:1], activations=("layer_input",)), Keep()
-            ),
+            Rule(Select(parts=("layer",), layers=chunk[:1], activations=("layer_input",)), Keep()),
         )
     )

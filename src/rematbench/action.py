@@ -133,6 +133,20 @@ def place(storage: str) -> tuple[str, str]:
     return (found[1] or "", found[2]) if found else ("", storage)
 
 
+LAYER_SLOT = "slot/layer"
+
+
+def layer_slot(position: int, slots: int) -> str:
+    """The rounding buffer of the chunk's unit at a position: they take turns."""
+    return f"{LAYER_SLOT}{position % slots}"
+
+
+def tenant(alloc_name: str, slot: str) -> str:
+    """Who shares a staging slot at one time: the tensors of one part in a rounding buffer, those of
+    the whole (micro-batch, chunk) in any other slot."""
+    return place(alloc_name)[0] if slot.startswith(LAYER_SLOT) else ""
+
+
 _HEAD = re.compile(r"(?P<kind>[A-Z][A-Z0-9]*[A-Z]|[A-Z])(?P<micro_batch>\d+)\.(?P<chunk>\d+)")
 
 

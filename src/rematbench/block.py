@@ -372,6 +372,7 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
     saved = b.add("loss_saved", s.tokens, s.vocab * wide, False)
     statistics = Comm("all_reduce", "tp", 3 * s.tokens * max(4, e)) if s.tp > 1 else None
     passes = 1 if system.fused_loss else 4
+    scratch = _loss_scratch(system, logits_bytes, s.tokens * s.vocab * wide)
     b.ops.append(
         Op(
             name="loss",
@@ -383,6 +384,23 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
             ),
             backward_input=(Elementwise(2 * s.tokens * s.vocab * wide + logits_bytes, 2),),
             reduce=statistics,
+            scratch_forward_bytes=scratch[0],
+            scratch_backward_bytes=scratch[1],
         )
     )
     return b.table("head")
+
+
+def _loss_scratch(system: System, logits_bytes: int, wide_bytes: int) -> tuple[int, int]:
+    """Bytes inside an unfused loss beside its logits, its saved softmax and the logits' gradient.
+
+    Forward: the fp32 copy of the logits (Megatron keeps the logits themselves meanwhile;
+    F.cross_entropy of `model(x).float()` does not).  Backward, unless in place: the gradients of
+    the log-probabilities and of the fp32 logits, before those of the logits exist.
+    """
+    if system.fused_loss:
+        return 0, 0
+    copy = wide_bytes if system.logits_fp32 else 0
+    if system.loss_in_place:
+        return copy, 0
+    return max(0, copy - logits_bytes), 2 * wide_bytes - logits_bytes

@@ -6,7 +6,7 @@ collective and a kernel run beside each other, piece by piece); it may be freed 
 by the compute stream) only when compute has waited for every reader.
 """
 
-from rematbench.action import HOST, STREAM_INDEX, STREAMS, Action, Kind
+from rematbench.action import HOST, STREAM_INDEX, STREAMS, Action, Kind, tenant
 from rematbench.program import Program, RankProgram
 from rematbench.simulate import is_local, simulate
 
@@ -36,7 +36,7 @@ class _RankCheck:
         self.clocks: list[VectorClock] = [[0] * len(STREAMS) for _ in STREAMS]
         self.events: dict[Key, VectorClock] = {}
         self.local: dict[str, VectorClock] = {}
-        self.made: dict[Key, tuple[int, int]] = {}
+        self.made: dict[Key, tuple[int, int, int]] = {}  # stream, ticks of its start and end
         self.touched: dict[Key, list[tuple[int, int]]] = {}
         self.slots: dict[str, set[Key]] = {}
         self.freed_at = 0  # tick of compute's last use of anything freed
@@ -70,7 +70,10 @@ class _RankCheck:
         for name in action.reads:
             self._read((name, micro_batch, chunk), stream, clock, action)
         for alloc in action.allocs:
-            self._alloc((alloc.name, micro_batch, chunk), stream, clock, alloc.slot)
+            key = (alloc.name, micro_batch, chunk)
+            self._alloc(key, stream, clock, alloc.slot)
+            begun = clock[stream] - (1 if action.begin else 0)
+            self.made[key] = (stream, begun, clock[stream])
         for name in action.frees:
             self._free((name, micro_batch, chunk))
         if action.event:
@@ -92,9 +95,9 @@ class _RankCheck:
     def _read(self, key: Key, stream: int, clock: VectorClock, action: Action) -> None:
         if key not in self.made:
             raise CheckError(f"{self.where}: reads {key[0]}, which is not alive")
-        producer, at = self.made[key]
+        producer, begun, at = self.made[key]
         pipelined = action.comm is not None or bool(action.beside)
-        if clock[producer] < at - pipelined:
+        if clock[producer] < (begun if pipelined else at):
             raise CheckError(
                 f"{self.where}: reads {key[0]} before {STREAMS[producer]} is known to have made it"
             )
@@ -105,7 +108,8 @@ class _RankCheck:
             raise CheckError(f"{self.where}: allocates {key[0]}, which is alive")
         if slot:
             held = {k for k in self.slots.get(slot, set()) if k in self.made}
-            strangers = [k for k in held if k[1:] != key[1:]]
+            mine = (*key[1:], tenant(key[0], slot))
+            strangers = [k for k in held if (*k[1:], tenant(k[0], slot)) != mine]
             if strangers:
                 raise CheckError(f"{self.where}: slot {slot} still holds {strangers[0][0]}")
             self.slots[slot] = held | {key}
@@ -113,7 +117,6 @@ class _RankCheck:
             raise CheckError(
                 f"{self.where}: allocates {key[0]} where compute may still use what it frees"
             )
-        self.made[key] = (stream, clock[stream])
         self.touched[key] = [(stream, clock[stream])]
 
     def _free(self, key: Key) -> None:

@@ -35,6 +35,7 @@ class ChunkOps:
         self.mini_sequences = mini_sequences
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
+        self.at_once = False  # whether each of its backwards follows its forward at once
         self.first = stage == 0 and chunk == 0
         self.last = stage == pp - 1 and chunk == vpp - 1
         self.units: list[Unit] = []
@@ -50,7 +51,8 @@ class ChunkOps:
     @cached_property
     def shape(self) -> tuple[object, ...]:
         """What its blocks depend on: chunks of equal shape have equal blocks."""
-        return (self.first, self.last, tuple((u.prefix, u.variant) for u in self.units))
+        units = tuple((u.prefix, u.variant) for u in self.units)
+        return (self.first, self.last, self.at_once, units)
 
     @property
     def input_name(self) -> str:

@@ -40,9 +40,7 @@ def doctor(write: OUTPUT = None, force: FORCE = False) -> None:
     out.print(f"wrote {write}: check every number marked CHECK, then use --cluster {write}")
 
 
-doctor.__doc__ = example(
-    doctor, "rematbench doctor", "rematbench doctor --write my-cluster.yaml"
-)
+doctor.__doc__ = example(doctor, "rematbench doctor", "rematbench doctor --write my-cluster.yaml")
 
 
 def _facts() -> Table:
@@ -58,9 +56,7 @@ def _facts() -> Table:
     table.add_row("methods", ", ".join(found.methods) or "none")
     for path, reason in found.broken.items():
         table.add_row("broken method", f"{path}: {reason}")
-    counted = ", ".join(
-        f"{len(names(kind))} {kind}s" for kind in ("model", "cluster", "system")
-    )
+    counted = ", ".join(f"{len(names(kind))} {kind}s" for kind in ("model", "cluster", "system"))
     table.add_row("config", counted)
     return table
 

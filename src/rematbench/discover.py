@@ -70,8 +70,8 @@ class Composition(Struct, frozen=True):
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """All parameters with their values, by method."""
-        return {m.name: cast(dict[str, Any], msgspec.to_builtins(m)) for m in self.methods}
+        """All parameters with their values as JSON knows them, by method."""
+        return {m.name: msgspec.json.decode(msgspec.json.encode(m)) for m in self.methods}
 
     def plan(self, problem: Problem, base: Plan | None = None) -> Plan | Unsupported:
         """The composed plan, or the first method's reason not to plan."""
@@ -119,10 +119,12 @@ def _owner(entries: list[MethodEntry], owner: str, parameter: str) -> str:
     listing = f" (allowed: {', '.join(allowed) or 'none'})"
     if owner and owner not in [e.name for e in entries]:
         raise MethodError(f"setting {owner}.{parameter}: {owner!r} is not in the method{listing}")
-    holders = [e for e in entries if parameter in e.parameters and owner in ("", e.name)]
+    asked = [e for e in entries if owner in ("", e.name)]
+    holders = [e for e in asked if parameter in e.parameters]
     if not holders:
-        hint = closest(parameter, [p for e in entries for p in e.parameters])
-        raise MethodError(f"unknown parameter {parameter!r}{hint}{listing}")
+        hint = closest(parameter, [p for e in asked for p in e.parameters])
+        whose = f" of {owner}" if owner else ""
+        raise MethodError(f"unknown parameter {parameter!r}{whose}{hint}{listing}")
     if len(holders) > 1:
         names = " or ".join(f"{e.name}.{parameter}" for e in holders)
         raise MethodError(f"parameter {parameter!r} is ambiguous: write {names}")
@@ -142,9 +144,11 @@ def build(entry: MethodEntry, settings: Mapping[str, Value]) -> Any:
 
 
 def _parsed(value: Value, hint: object) -> Value:
-    """A text for a list parameter: JSON, or items between commas."""
-    if not isinstance(value, str) or get_origin(hint) not in (tuple, list):
+    """A text for a list parameter: JSON, or items between commas; `.5` is 0.5."""
+    if not isinstance(value, str):
         return value
+    if get_origin(hint) not in (tuple, list):
+        return f"0{value}" if value.startswith(".") else value
     if value.startswith("["):
         try:
             return cast(Value, msgspec.json.decode(value))
@@ -206,9 +210,7 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def _enter(
-    cls: type[Any], origin: str, doc: str | None, methods: dict[str, MethodEntry]
-) -> None:
+def _enter(cls: type[Any], origin: str, doc: str | None, methods: dict[str, MethodEntry]) -> None:
     """Check a class against the contract and add it."""
     text = doc or cls.__doc__ or ""
     if not (isinstance(cls, type) and issubclass(cls, Struct)):
@@ -220,7 +222,7 @@ def _enter(
         raise MethodError(f"{cls.__name__} has no `plan(problem, base)`")
     if not text.strip():
         raise MethodError(f"{cls.__name__} has no docstring (citation, claim, deviations)")
-    name = cls.name
+    name = str(vars(cls)["name"])
     if name in methods:
         raise MethodError(f"method {name!r} is already defined by {methods[name].origin}")
     try:

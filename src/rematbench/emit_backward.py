@@ -1,9 +1,9 @@
 """Write a chunk's backward block: reloads, gradients, collectives, reductions."""
 
-from rematbench.action import HOST, Action, Alloc, Kind
+from rematbench.action import HOST, Action, Alloc, Kind, layer_slot, place
 from rematbench.chunk_ops import ChunkOps, Unit, piece_bytes
-from rematbench.emit_forward import Fates
-from rematbench.emit_op import emit_alloc, emit_copies_in
+from rematbench.emit_forward import Fates, stays_in_slots
+from rematbench.emit_op import WHOLE, Share, emit_alloc, emit_copies_in
 from rematbench.emit_rebuild import Rebuilder
 from rematbench.emit_states import GradReducer, ParameterGatherer
 from rematbench.mini import MiniRun
@@ -32,6 +32,11 @@ class BackwardEmitter:
         self.arrivals: set[str] = set()
         self.fetched: dict[str, str] = {}  # unit -> event of its reloads
         self.landed: set[str] = set()
+        self.tenants: dict[str, str] = {}  # rounding buffer -> unit whose backward is not done
+        self.positions = {unit.prefix: i for i, unit in enumerate(chunk.units)}
+        if transfers.granularity == "layer" and transfers.reload_slots:
+            for unit in stays_in_slots(chunk, fates, transfers.reload_slots):
+                self._slot(unit)
         self.offloaded = self._offloaded()
         self.rebuild.arrive = self._ahead_of_turn
         self.overlap = chunk.problem.system.tp_overlap in ("backward", "gemm")
@@ -60,6 +65,7 @@ class BackwardEmitter:
                 self.reducer.before(w, unit)
             self.rebuild.scopes(unit)
             self._operators(unit)
+            self.tenants = {s: prefix for s, prefix in self.tenants.items() if prefix != unit.prefix}
             if self.gatherer:
                 self.gatherer.after(w, unit)
             if self.reducer:
@@ -114,9 +120,21 @@ class BackwardEmitter:
     def _fetch(self, unit: Unit) -> None:
         if unit.prefix in self.offloaded and unit.prefix not in self.fetched:
             self.w.wait("h2d", self.w.mark(COMPUTE))
-            self.fetched[unit.prefix] = emit_copies_in(
-                self.w, self.offloaded[unit.prefix], self.w.new_event()
-            )
+            coming, slot = self.offloaded[unit.prefix], self._slot(unit)
+            own = [name for name, _ in coming if place(name)[0] == unit.prefix]
+            self.w.slots = dict.fromkeys(own, slot) if slot else {}
+            self.fetched[unit.prefix] = emit_copies_in(self.w, coming, self.w.new_event())
+            self.w.slots = {}
+
+    def _slot(self, unit: Unit) -> str:
+        """The unit's rounding buffer, or fresh memory where a group's rebuild still needs it."""
+        slots = self.transfers.reload_slots
+        slot = layer_slot(self.positions[unit.prefix], slots) if slots else ""
+        if slot in self.tenants:
+            return ""
+        if slot:
+            self.tenants[slot] = unit.prefix
+        return slot
 
     def _land(self, unit: Unit) -> None:
         """Wait for a unit's reloads and free their host copies."""
@@ -161,11 +179,12 @@ class BackwardEmitter:
 
     @property
     def _fraction(self) -> float:
-        return self.rebuild.piece.fraction if self.rebuild.piece else 1.0
+        return self._share.fraction
 
     @property
-    def _offset(self) -> float:
-        return self.rebuild.piece.offset if self.rebuild.piece else 0.0
+    def _share(self) -> Share:
+        piece = self.rebuild.piece
+        return Share(piece.fraction, piece.offset) if piece else WHOLE
 
     @property
     def _tag(self) -> str:
@@ -186,7 +205,7 @@ class BackwardEmitter:
             tensor_parallel = op.grad_gather.group == "tp"
             allocs = [Alloc(full, size)] if tensor_parallel else []
             event = w.collective(
-                op.grad_gather, unit.prefix, op.name, incoming, allocs, fraction=self._fraction, offset=self._offset
+                op.grad_gather, unit.prefix, op.name, incoming, allocs, **self._share._asdict()
             )
             self.rebuild.window(unit, op.name, "backward")
             w.wait(COMPUTE, event)
@@ -202,7 +221,7 @@ class BackwardEmitter:
         size = int(op.gathered_bytes * self._fraction)
         allocs = [Alloc(full, size)] if size else []
         event = self.w.collective(
-            op.regather, unit.prefix, op.name, saved, allocs, fraction=self._fraction, offset=self._offset
+            op.regather, unit.prefix, op.name, saved, allocs, **self._share._asdict()
         )
         ring = op.regather.kind == "ring"
         if ring:  # the kernel reads what the ring brings, as it comes
@@ -229,7 +248,7 @@ class BackwardEmitter:
                 [*reads, *regathered],
                 [],
                 variant=unit.variant,
-                fraction=self._fraction, offset=self._offset,
+                **self._share._asdict(),
                 beside="tp" if pending else "",
             )
         if pending:
@@ -250,7 +269,7 @@ class BackwardEmitter:
             [*reads, *needs_full, *added_into],
             allocs,
             variant=unit.variant,
-            fraction=self._fraction, offset=self._offset,
+            **self._share._asdict(),
             beside=op.regather.group if pending and op.regather else "",
         )
         if pending:
@@ -259,7 +278,7 @@ class BackwardEmitter:
             return ""
         parts = [a.name for a in allocs if ".part" in a.name]
         sources = [*parts, *added_into] if parts else [a.name for a in allocs] + added_into
-        event = w.collective(reduced, unit.prefix, op.name, sources, final, fraction=self._fraction, offset=self._offset)
+        event = w.collective(reduced, unit.prefix, op.name, sources, final, **self._share._asdict())
         self.rebuild.window(unit, op.name, "backward")
         if self.overlap and op.has_weight:
             return event

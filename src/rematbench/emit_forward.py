@@ -1,6 +1,6 @@
 """Write a chunk's forward block: operators, collectives, gathers, splits, layer copies."""
 
-from rematbench.action import HOST, Action, Alloc, Kind, place
+from rematbench.action import HOST, Action, Alloc, Kind, layer_slot, place
 from rematbench.chunk_ops import ChunkOps, Unit, stored_parts
 from rematbench.emit_op import Names, Share, emit_alloc, emit_copies_out, emit_op
 from rematbench.emit_states import ParameterGatherer
@@ -26,7 +26,8 @@ class ForwardEmitter:
         self.chunk, self.fates, self.transfers, self.gatherer = chunk, fates, transfers, gatherer
         self.w = BlockWriter()
         self.survivors: set[str] = set()
-        self.in_flight: list[tuple[str, tuple[str, ...]]] = []
+        self.in_flight: list[tuple[str, tuple[str, ...], int]] = []
+        self.position = 0
 
     def block(self) -> Block:
         """F: from the chunk's input to its output, leaving what the backward needs."""
@@ -36,6 +37,7 @@ class ForwardEmitter:
         for position, unit in enumerate(chunk.units):
             if self.gatherer:
                 self.gatherer.before(w, chunk.units, position)
+            self._enter_slot(unit, position)
             self._operators(unit)
             self._store(unit)
             if self.gatherer:
@@ -48,6 +50,23 @@ class ForwardEmitter:
         if self.gatherer:
             self.survivors |= self.gatherer.survivors
         return Block("F", w.finish(self.survivors, arrivals))
+
+    def _enter_slot(self, unit: Unit, position: int) -> None:
+        """Rounding buffers: what the unit makes and the host takes is written into its slot, once
+        the copies of the slot's last tenant are done (its input comes from outside the slot).  The
+        last layers keep what they save in the buffers, where nothing else needs them till then."""
+        slots = self.transfers.reload_slots
+        if self.transfers.granularity != "layer" or slots == 0:
+            return
+        self.position = position
+        self._drain(sum(1 for _, _, at in self.in_flight if at > position - slots))
+        stays = unit in stays_in_slots(self.chunk, self.fates, slots)
+        self.w.slots = {
+            part.name: layer_slot(position, slots)
+            for name, _, site in self.chunk.saved(unit)
+            for part in self.chunk.parts(unit, name, self.fates[site])
+            if (part.offload or stays) and place(part.name)[0] == unit.prefix
+        }
 
     def _operators(self, unit: Unit) -> None:
         runs = self.chunk.runs(unit)
@@ -94,14 +113,23 @@ class ForwardEmitter:
         names = tuple(name for name, _ in leaving)
         self.survivors.difference_update(names)
         self.survivors.update(name + HOST for name in names)
-        self.in_flight.append((event, names))
+        self.in_flight.append((event, names, self.position))
 
     def _drain(self, leave: int) -> None:
         """Free the device copies of all but the last `leave` layers in flight."""
         while len(self.in_flight) > leave:
-            event, names = self.in_flight.pop(0)
+            event, names, _ = self.in_flight.pop(0)
             self.w.wait(COMPUTE, event)
             self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
+
+
+def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
+    """Layers of a chunk that is differentiated at once whose kept tensors wait in the rounding
+    buffers: the last ones, if they leave nothing to the host and no copy comes after them."""
+    last = [unit for unit in chunk.units if unit.table.part == "layer"][-slots:]
+    after = [*last, *(unit for unit in chunk.units if unit.table.part == "head")]
+    swapped = any(fates[site].offload_bytes for u in after for _, _, site in chunk.saved(u))
+    return last if chunk.at_once and not swapped else []
 
 
 def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Kind) -> None:

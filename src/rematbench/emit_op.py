@@ -48,9 +48,7 @@ def emit_op(
     if op.gather is not None:
         full = f"{unit.prefix}.{op.name}.full{names.tag}"
         allocs = [Alloc(full, int(op.gathered_bytes * fraction))] if op.gathered_bytes else []
-        pending = w.collective(
-            op.gather, unit.prefix, op.name, sources, allocs, **share._asdict()
-        )
+        pending = w.collective(op.gather, unit.prefix, op.name, sources, allocs, **share._asdict())
         sources = [*sources, full] if op.name == "attention" else [full]
         if beside:
             w.wait(COMPUTE, w.mark_begin(len(w.actions) - 1))

@@ -187,10 +187,7 @@ class Rebuilder:
 
     def _input(self, unit: Unit, name: str) -> str:
         if not self._available(unit, name):
-            storage = self.chunk.storage(unit, name)
-            raise PlanError(
-                f"{storage}: recomputation needs it, but it is dropped and has no producer"
-            )
+            raise PlanError(_orphan(self.chunk.storage(unit, name)))
         return self.ensure(unit, name)
 
     def _outputs(self, unit: Unit, op: Op, missing: set[str]) -> dict[str, str]:
@@ -221,6 +218,8 @@ class Rebuilder:
         if fate is None:
             raise PlanError(f"{storage} is needed in the backward but never saved")
         if fate.recompute_bytes and f"{storage}#r" not in self.rebuilt:
+            if unit.table.producer(name) is None:
+                raise PlanError(_orphan(storage))
             self._rebuild(unit, {name})
         if fate.mixed:
             self._join(storage, fate)
@@ -243,3 +242,7 @@ class Rebuilder:
                 nbytes=fate.nbytes,
             )
         )
+
+
+def _orphan(storage: str) -> str:
+    return f"{storage}: recomputation needs it, but it is dropped and has no producer"

@@ -22,6 +22,7 @@ from rematbench.plan import (
     Window,
 )
 
+PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 Site = tuple[Part, int, str]
 """(part, layer index inside the chunk, activation); embedding and head use layer 0."""
 

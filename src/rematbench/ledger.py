@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from rematbench.action import HOST, Action
+from rematbench.action import HOST, Action, tenant
 from rematbench.program import Block, Program, RankProgram
 from rematbench.simulate import Interval
 
@@ -33,6 +33,10 @@ class RankLedger(Struct, frozen=True, kw_only=True):
     host_left_bytes: int
 
 
+SCRATCH = "scratch"
+"""Name of the bytes that live inside one action."""
+
+
 class Live(NamedTuple):
     """A storage that is alive: who holds it, how big it is."""
 
@@ -46,12 +50,13 @@ def pool_bytes(rank: RankProgram) -> int:
     """Bytes of the rank's staging pools: each slot is as large as its largest tenant."""
     slots: dict[str, int] = {}
     for block in rank.blocks:
-        here: dict[str, int] = {}
+        here: dict[tuple[str, str], int] = {}
         for action in block.actions:
             for alloc in action.allocs:
                 if alloc.slot:
-                    here[alloc.slot] = here.get(alloc.slot, 0) + alloc.nbytes
-        for slot, nbytes in here.items():
+                    key = (alloc.slot, tenant(alloc.name, alloc.slot))
+                    here[key] = here.get(key, 0) + alloc.nbytes
+        for (slot, _), nbytes in here.items():
             slots[slot] = max(slots.get(slot, 0), nbytes)
     return sum(slots.values())
 
@@ -184,19 +189,22 @@ def _move(name: str, nbytes: int, device: int, host: int) -> tuple[int, int]:
 
 
 def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
-    """Everything on the device at the rank's peak (for tables and stacked bars)."""
+    """Everything on the device at the rank's peak, scratch inside the peak's action as one entry of
+    that name (for tables and stacked bars).  Staging slots are not listed: they are a pool."""
     live: dict[tuple[str, int, int], int] = {}
     best: dict[tuple[str, int, int], int] = {}
     best_bytes, total = -1, 0
     for position, step in enumerate(rank.steps[: peak_step + 1]):
         for action in rank.blocks[step.block].actions:
             for alloc in action.allocs:
-                if not alloc.name.endswith(HOST):
+                if not alloc.name.endswith(HOST) and not alloc.slot:
                     live[(alloc.name, step.micro_batch, step.chunk)] = alloc.nbytes
                     total += alloc.nbytes
             if position == peak_step and total + action.scratch > best_bytes:
                 best_bytes = total + action.scratch
                 best = dict(live)
+                if action.scratch:
+                    best[(SCRATCH, step.micro_batch, step.chunk)] = action.scratch
             for name in action.frees:
                 total -= live.pop((name, step.micro_batch, step.chunk), 0)
     return tuple(Live(name, mb, chunk, nbytes) for (name, mb, chunk), nbytes in best.items())

@@ -69,6 +69,14 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
         raise PlanError(f"mini-sequence of {idle.ops} names no operator of this model")
 
 
+def _at_once(order: tuple[Pass, ...], chunk: int) -> bool:
+    """Whether each forward of a chunk is followed by its own backward with nothing in between."""
+    return all(
+        item.chunk != chunk or not item.forward or after == Pass(False, item.micro_batch, chunk)
+        for item, after in zip(order, [*order[1:], None], strict=True)
+    )
+
+
 class BlockCache:
     """Blocks by shape of chunk, fates and flags: ranks and chunks that are alike share them."""
 
@@ -101,6 +109,8 @@ class _RankLowering:
             ChunkOps(problem, rank, c, plan.partition[rank][c], plan.mini_sequences)
             for c in range(lay.vpp)
         ]
+        for chunk in self.chunks:
+            chunk.at_once = _at_once(self.order, chunk.chunk)
         self.blocks: list[Block] = []
         self.block_index: dict[tuple[object, ...], int] = {}
         self.steps: list[Step] = []

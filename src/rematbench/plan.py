@@ -117,7 +117,9 @@ class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     starts, so both run beside it.  layer: D2H after each layer's forward, freed after the next
     layer; H2D `prefetch_layers` layers ahead in the backward.  `before_send_phases`: phases in
     which the copy that runs beside a forward must end before that forward's send starts (copies
-    never share the link with point-to-point traffic).
+    never share the link with point-to-point traffic).  `reload_slots`: staging slots that take
+    turns (0: fresh memory); chunk: what comes back; layer: rounding buffers, both ways (a layer may
+    write into its slot when the copies of the slot's last tenant are done).
     """
 
     granularity: Literal["chunk", "layer"] = "chunk"

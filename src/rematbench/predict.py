@@ -8,7 +8,8 @@ from typing import Any
 
 from rematbench.discover import Composition, Registry, discover
 from rematbench.problem import Problem
-from rematbench.published import Case, Row, RowError, read_case, text
+from rematbench.published import Case, Row, RowError, read_case
+from rematbench.reported import reported_peak_bytes
 from rematbench.suite import Outcome, run_method
 
 COLUMNS = (
@@ -100,18 +101,18 @@ def _effort(case: Case) -> int:
 def predict_case(case: Case, registry: Registry) -> Prediction:
     """The prediction of a case, whatever happens."""
     try:
-        outcome = run_case(case, registry)
+        problem = case.problem()
+        outcome = run_case(case, problem, registry)
     except RowError as error:
         return _nothing(error.status, str(error))
     except Exception as error:  # a bad row never brings the sheet down
         return _nothing("failed", f"{type(error).__name__}: {error}")
-    return _prediction(outcome)
+    return _prediction(problem, outcome)
 
 
-def run_case(case: Case, registry: Registry) -> Outcome:
+def run_case(case: Case, problem: Problem, registry: Registry) -> Outcome:
     """Plan and judge a case: the recompute policy, then offloading at the given share; no share
     given means the smallest that fits, by the paper's estimate for the paper's own stack."""
-    problem = case.problem()
     plain = registry.resolve(case.method, case.settings)
     if case.offload == 0.0:
         return run_method(problem, plain)
@@ -130,7 +131,8 @@ def _with_offload(
     return Composition((*plain.methods, *offload.methods))
 
 
-def _prediction(outcome: Outcome) -> Prediction:
+def _prediction(problem: Problem, outcome: Outcome) -> Prediction:
+    """The pred_* columns; the peak is counted as the stack's publications count theirs."""
     evaluation, plan = outcome.evaluation, outcome.plan
     if evaluation is None or plan is None:
         return _nothing(outcome.status, outcome.reason)
@@ -138,7 +140,7 @@ def _prediction(outcome: Outcome) -> Prediction:
         evaluation.tokens_per_s_per_gpu,
         evaluation.step_s,
         evaluation.mfu_causal,
-        max(evaluation.peak_device_bytes),
+        reported_peak_bytes(problem, plan, evaluation),
         max(evaluation.peak_host_bytes),
         plan.fit.get("alpha", 0.0),
         outcome.status,
@@ -150,9 +152,3 @@ def _prediction(outcome: Outcome) -> Prediction:
 def _nothing(status: str, reason: str) -> Prediction:
     empty = dict.fromkeys(COLUMNS, "")
     return {**empty, "pred_status": status, "pred_reason": " ".join(reason.split())}
-
-
-def describe(row: Row) -> str:
-    """A row in a few words, for messages."""
-    parts = [text(row, c) for c in ("system", "cluster", "model")]
-    return " ".join(part for part in parts if part)

@@ -3,16 +3,17 @@
 Every cell is a text.  What a row does not say, or says wrongly, is a RowError with one line.
 """
 
+import math
 import re
 from collections.abc import Mapping
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 from msgspec import Struct
 
 from rematbench.configfile import ConfigError
 from rematbench.discover import MethodError, Registry, Value
-from rematbench.layout import Layout, LayoutError
+from rematbench.layout import Layout, LayoutError, ZeroStage
 from rematbench.load import load_cluster, load_model, load_system, names
 from rematbench.plan import Unsupported
 from rematbench.problem import AttentionKind, Problem
@@ -99,8 +100,8 @@ def read_case(row: Row, registry: Registry) -> Case:
         system=system,
         layout=layout,
         seq_len=whole(row, "seq_len"),
-        precision=_choice(row, "precision", "bf16", get_args(Precision)),
-        attention=_choice(row, "attention", "flash", get_args(AttentionKind)),
+        precision=_choice(row, "precision", "bf16", Precision),
+        attention=_choice(row, "attention", "flash", AttentionKind),
         method=method,
         settings=settings,
         offload=_fraction(row, "offload_fraction"),
@@ -133,7 +134,7 @@ def _number(column: str, cell: str) -> float:
         value = float(cell.replace(",", ""))
     except ValueError:
         raise RowError("failed", f"column {column}: {cell!r} is not a number") from None
-    if value != value or abs(value) == float("inf"):
+    if not math.isfinite(value):
         raise RowError("failed", f"column {column}: {cell!r} is not a number")
     return value
 
@@ -157,10 +158,12 @@ def _flag(row: Row, column: str, default: bool) -> bool:
     return cell in YES
 
 
-def _choice(row: Row, column: str, default: str, allowed: tuple[str, ...]) -> str:  # type: ignore[misc]
+def _choice(row: Row, column: str, default: str, kind: Any) -> Any:
+    """A cell that must be one of a Literal's words."""
     cell = text(row, column).lower() or default
+    allowed = get_args(kind)
     if cell not in allowed:
-        known = ", ".join(allowed)
+        known = ", ".join(map(str, allowed))
         raise RowError("unsupported", f"{column} {cell!r} is not modelled (known: {known})")
     return cell
 
@@ -241,7 +244,7 @@ def _layout(row: Row, system: System) -> Layout:
     tp = whole(row, "tp")
     default_stage = 3 if system.data_parallel == "fsdp" else 1
     stage = whole(row, "zero_stage", default_stage)
-    if stage not in (0, 1, 2, 3):
+    if stage not in get_args(ZeroStage):
         raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
     layout = Layout(
         tp=tp,
@@ -250,7 +253,7 @@ def _layout(row: Row, system: System) -> Layout:
         pp=whole(row, "pp"),
         vpp=whole(row, "vpp", 1),
         dp=whole(row, "dp"),
-        zero_stage=stage,
+        zero_stage=cast(ZeroStage, stage),
         ulysses=whole(row, "ulysses", 1),
         micro_batch=whole(row, "micro_batch", 1),
         global_batch=whole(row, "global_batch"),

@@ -6,6 +6,7 @@ plans form one bundle, so that editing a method's file reruns its bundles only.
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 
 from rematbench.discover import Registry
@@ -18,7 +19,8 @@ LAYOUTS = "layouts that fit"
 NOBODY = "unplanned"
 OURS = "rematbench, derived from: "
 DEGREES = (1, 2, 4, 8)
-POLICIES = ("full", "none", "balanced")
+TP_CP, PP = (4, 8), (4, 8, 16)
+POLICIES = ("full", "balanced")
 
 
 def read_sheet(path: Path) -> list[Cell]:
@@ -137,18 +139,16 @@ def layout_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
 
 
 def layouts(gpus: int, num_layers: int, global_batch: int) -> list[dict[str, int]]:
-    """Interleaved layouts of whole chunks: tp and cp within reach of a node, pp >= 4, and
+    """Interleaved layouts of whole chunks: tp x cp half a node or a node of eight, and
     micro-batches that divide by pp."""
     found = []
-    for tp in DEGREES:
-        for cp in DEGREES:
-            for pp in range(4, num_layers + 1):
-                dp, rest = divmod(gpus, tp * cp * pp)
-                if rest or not dp or global_batch % dp or (global_batch // dp) % pp:
-                    continue
-                found += [
-                    {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp}
-                    for vpp in range(2, num_layers // pp + 1)
-                    if num_layers % (pp * vpp) == 0
-                ]
+    for tp, cp, pp in product(DEGREES, DEGREES, PP):
+        dp, rest = divmod(gpus, tp * cp * pp)
+        if tp * cp not in TP_CP or rest or not dp or (global_batch // dp) % pp:
+            continue
+        found += [
+            {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp}
+            for vpp in range(2, num_layers // pp + 1)
+            if num_layers % (pp * vpp) == 0
+        ]
     return found

@@ -72,8 +72,7 @@ def d2h_block(leaving: Storages) -> Block:
 def h2d_block(coming: Storages, slot: str) -> Block:
     """Back to the device, into a staging slot if the plan has any."""
     w = BlockWriter()
-    w.wait("h2d", "d2h")
-    w.wait("h2d", w.mark(COMPUTE))  # its memory may be what compute frees until now
+    w.wait("h2d", w.mark(COMPUTE))  # compute has waited for the D2H, and frees the room it needs
     emit_copies_in(w, coming, "h2d", slot)
     return Block("H2D", tuple(w.actions))
 
@@ -105,7 +104,16 @@ def gather_block(comm: Comm) -> Block:
     return Block("gather", tuple(w.actions))
 
 
-def optimizer_block(nbytes: int) -> Block:
+def norm_block(comm: Comm) -> Block:
+    """The norms' gradients, summed over the tensor-parallel group."""
+    w = BlockWriter()
+    w.wait(COMPUTE, w.collective(comm, "", "norm_gradients", [], []))
+    return Block("norms", tuple(w.actions))
+
+
+def optimizer_block(nbytes: int, scratch: int) -> Block:
     """The optimizer step of the rank's share of the parameters (`nbytes` of compute copies)."""
-    action = Action(kind=Kind.OPTIMIZER, stream=COMPUTE, op="optimizer", nbytes=nbytes)
+    action = Action(
+        kind=Kind.OPTIMIZER, stream=COMPUTE, op="optimizer", nbytes=nbytes, scratch=scratch
+    )
     return Block("OPT", (action,))

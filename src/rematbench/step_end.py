@@ -11,6 +11,7 @@ from rematbench.problem import Problem, rank_parameters
 from rematbench.program import Block
 from rematbench.step_blocks import (
     gather_block,
+    norm_block,
     optimizer_block,
     reduce_block,
     tied_recv_block,
@@ -43,11 +44,15 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
                 comm = _reduction(plan, problem, chunk)
                 steps.add(("reduce", comm), partial(reduce_block, comm), sites[chunk.chunk])
             steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
+    if lay.sp and lay.tp > 1 and not updated:
+        comm = _norm_reduction(plan, problem, steps.chunks)
+        steps.add(("norms", comm), partial(norm_block, comm), Pass(False, last, 0))
     if problem.workload.model.tied_embeddings and lay.pp > 1 and steps.rank in (0, lay.pp - 1):
         _tied_embeddings(steps, problem)
     if not updated:
         count = -(-rank_parameters(problem, plan, steps.rank) // plan.state("optimizer").shards)
-        update = partial(optimizer_block, system.param_bytes * count)
+        scratch = system.step_scratch_bytes * count
+        update = partial(optimizer_block, system.param_bytes * count, scratch)
         steps.add(("OPT", count), update, Pass(False, 0, 0))
     gathered = plan.state("parameter").gather == "step" and lay.state_shards > 1
     if gathered and not system.gather_overlap:
@@ -64,6 +69,20 @@ def _reduction(plan: Plan, problem: Problem, chunk: ChunkOps) -> Comm:
     """Reduce-scatter where the optimizer is sharded, all-reduce where it is not."""
     kind: CommKind = "reduce_scatter" if plan.state("optimizer").shards > 1 else "all_reduce"
     return Comm(kind, "dp", problem.system.reduce_bytes * _parameters(chunk))
+
+
+def _norm_reduction(plan: Plan, problem: Problem, chunks: list[ChunkOps]) -> Comm:
+    """Sequence parallelism: each rank has the norms' gradients of its own tokens only (Megatron's
+    allreduce of layer-norm gradients)."""
+    norms = sum(
+        op.parameters
+        for chunk in chunks
+        for unit in chunk.units
+        for op in unit.table.ops
+        if not op.has_weight
+    )
+    shards = plan.state("gradient").shards
+    return Comm("all_reduce", "tp", problem.system.grad_bytes * -(-norms // shards))
 
 
 def _tied_embeddings(steps: Steps, problem: Problem) -> None:

@@ -9,6 +9,7 @@ from rematbench.workload import NonNegativeInt, PositiveInt
 TpOverlap = Literal["none", "backward", "gemm"]
 CpKind = Literal["none", "allgather", "ring", "ulysses"]
 DataParallelKind = Literal["zero", "fsdp"]
+ReportedPeak = Literal["allocated", "reserved", "layers"]
 
 
 class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,7 +21,14 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `tp_overlap`: none; backward (collectives of a linear's backward run beside its two GEMMs, as
     Megatron's asynchronous linear does); gemm (forward collectives too, chunk by chunk).
     `bucket_bytes` is the gradient bucket of an overlapped reduction (0: not bucketed).
+    `loss_in_place`: the loss turns its saved softmax into the gradient (Megatron's vocabulary-
+    parallel cross-entropy) instead of writing gradients beside it (F.cross_entropy).
+    `step_scratch_bytes`: what the optimizer step holds per updated parameter, and frees again.
     `vocab_multiple`: the vocabulary is padded up to a multiple of this times tp.
+    `reported_peak` is what this stack's publications print as peak device bytes: the allocator's
+    allocated or reserved bytes, or the first stage's layers alone (their states, and their kept
+    activations times the micro-batches in flight).  Predictions of a published peak follow it;
+    verdicts never do.
     `features` lists what the stack can do beyond this struct; asking for another is Unsupported.
     """
 
@@ -34,17 +42,20 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fused_swiglu: bool
     fused_loss: bool
     logits_fp32: bool
+    loss_in_place: bool = True
     saves_norm_output: bool = True
     tp_overlap: TpOverlap
     p2p_overlap: bool
     reduce_overlap: bool
     gather_overlap: bool
     bucket_bytes: NonNegativeInt = 0
+    step_scratch_bytes: NonNegativeInt = 0
     cp_kind: CpKind = "none"
     data_parallel: DataParallelKind = "zero"
     compiled: bool = False
     optimizer_on_host: bool = False
     vocab_multiple: PositiveInt = 1
+    reported_peak: ReportedPeak = "allocated"
     rank_order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
     features: tuple[str, ...] = ()
     sources: dict[str, str] = {}

@@ -14,12 +14,17 @@ class BlockWriter:
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.parameters: dict[str, str] = {}  # gathered copies, by part: kernels read them
+        self.slots: dict[str, str] = {}  # storages that live in a staging slot
         self._events = 0
         self._waited_at: dict[str, int] = {}
+        self._waited: list[int] = []
         self._beside: dict[str, int] = {}  # start of a kernel -> the collective that runs with it
 
     def add(self, action: Action) -> int:
         """Append; returns the action's index."""
+        if self.slots and any(alloc.name in self.slots for alloc in action.allocs):
+            slotted = (Alloc(a.name, a.nbytes, self.slots.get(a.name, a.slot)) for a in action.allocs)
+            action = msgspec.structs.replace(action, allocs=tuple(slotted))
         self.actions.append(action)
         return len(self.actions) - 1
 
@@ -82,7 +87,7 @@ class BlockWriter:
                 fraction=fraction,
                 offset=offset,
                 beside=beside,
-                scratch=scratch,
+                scratch=int(scratch * fraction),
                 variant=variant,
             )
         )
@@ -129,6 +134,7 @@ class BlockWriter:
         `survivors` outlive the block; `arrivals` are alive when it starts.  A tensor read by
         another stream is freed where the compute stream has waited for that stream.
         """
+        self._waited = self._first_waits()
         last: dict[str, int] = {}
         born = set(arrivals)
         for index, action in enumerate(self.actions):
@@ -150,10 +156,23 @@ class BlockWriter:
                 out.append(Action(kind=Kind.FREE, stream=COMPUTE, frees=tuple(frees[index])))
         return tuple(out)
 
+    def _first_waits(self) -> list[int]:
+        """For each action of another stream, where compute has waited for it: for its own event or
+        that of a later action there (a stream runs in order); the end if nowhere."""
+        end = len(self.actions) - 1
+        soonest: dict[str, int] = {}
+        table = [end] * len(self.actions)
+        for index in range(end, -1, -1):
+            action = self.actions[index]
+            waited = self._waited_at.get(action.event, end)
+            soonest[action.stream] = min(waited, soonest.get(action.stream, end))
+            table[index] = soonest[action.stream]
+        return table
+
     def _safe_index(self, index: int) -> int:
         """Where a tensor touched at `index` may be freed: after the compute stream's wait, and not
         before a collective that runs beside the kernel has made room for its output."""
         action = self.actions[index]
         if action.stream == COMPUTE:
             return self._beside.get(action.begin, index)
-        return self._waited_at.get(action.event, len(self.actions) - 1)
+        return self._waited[index]

@@ -2,8 +2,9 @@
 
 Contents certify themselves: a tensor ends in a digest of what made it (operator and the digests it
 read) and all other bytes follow from that digest, so a lost, moved or stale byte shows at the next
-read, and a rebuilt tensor equals the forward's.  Compute runs at issue; the other streams run as
-late as their events allow, so that a missing WAIT reads garbage.
+read, and a rebuilt tensor equals the forward's.  Compute runs at issue.  The other streams run as
+late as their events allow, so that a missing WAIT reads garbage; or (EARLY) at issue too, so that
+a slot that is filled too soon spoils what it held.
 """
 
 import hashlib
@@ -11,10 +12,12 @@ import re
 from collections import defaultdict
 from functools import lru_cache
 
-from rematbench.action import HOST, Action, Kind
+from rematbench.action import HOST, Action, Kind, tenant
 from rematbench.program import Program, RankProgram
 
 DIGEST, SLOT_BYTES = 16, 1 << 20
+LATE = frozenset({"compute"})
+EARLY = frozenset({"compute", "tp", "cp", "dp", "d2h", "h2d"})
 COPIES = (Kind.SPLIT, Kind.JOIN, Kind.D2H, Kind.H2D, Kind.SEND, Kind.RECV)
 Key = tuple[str, int, int]
 
@@ -37,15 +40,18 @@ def identity(name: str) -> str:
 class Rank:
     """One rank's memory, queues and gradients' digests."""
 
-    def __init__(self, program: RankProgram, pp: int, mail: dict[tuple[str, int, int], bytes]):
-        self.number, self.pp, self.mail = program.rank, pp, mail
+    def __init__(
+        self, program: RankProgram, pp: int, mail: dict[Key, bytes], at_issue: frozenset[str]
+    ) -> None:
+        self.number, self.pp, self.mail, self.at_issue = program.rank, pp, mail, at_issue
         self.actions = list(program.actions())
         self.position = 0
         self.memory: dict[Key, memoryview] = {}
-        self.device = self.host = 0
+        self.device = self.host = self.peak = 0
         self.after: list[tuple[int, int]] = []  # (device, host) bytes after each action
         self.arenas: dict[str, tuple[memoryview, list[int]]] = {}
-        self.owner: dict[str, tuple[int, int]] = {}
+        self.owner: dict[str, tuple[int, int, str]] = {}
+        self.tenants: dict[str, set[Key]] = defaultdict(set)
         self.in_slot: set[Key] = set()
         self.queues: dict[str, list[tuple[Action, int, int]]] = defaultdict(list)
         self.done: dict[str, int] = defaultdict(int)
@@ -77,11 +83,12 @@ class Rank:
     def issue(self, action: Action, mb: int, chunk: int) -> None:
         for alloc in action.allocs:
             self.allocate((alloc.name, mb, chunk), alloc.nbytes, alloc.slot)
+        self.peak = max(self.peak, self.device + action.scratch)
         self.queues[action.stream].append((action, mb, chunk))
         at = self.done[action.stream] + len(self.queues[action.stream])
         for event in filter(None, (action.begin, action.event)):
             self.events[event, mb, chunk] = (action.stream, at)
-        if action.stream == "compute" or action.kind is Kind.SEND:
+        if action.stream in self.at_issue or action.kind is Kind.SEND:
             self.run_until(action.stream, at)
         for name in action.frees:
             self.free((name, mb, chunk))
@@ -94,12 +101,20 @@ class Rank:
             self.count(key, nbytes)
             return
         arena, used = self.arenas.setdefault(slot, (memoryview(bytearray(SLOT_BYTES)), [0, 0]))
-        if self.owner.get(slot) != key[1:]:
-            self.owner[slot], used[0] = (key[1], key[2]), 0
+        owner = (key[1], key[2], tenant(key[0], slot))
+        if self.owner.get(slot) != owner or not self.tenants[slot] & self.in_slot:
+            self.owner[slot], used[0] = owner, 0
+            self.tenants[slot] = set()
+        self.tenants[slot].add(key)
         self.memory[key] = arena[used[0] : used[0] + nbytes]
+        self.memory[key][:] = b"\xdd" * nbytes  # from now on, whoever held it reads garbage
         self.in_slot.add(key)
         used[0] += nbytes
         used[1] = max(used)
+
+    def slot_bytes(self) -> int:
+        """Room that the staging slots ever needed."""
+        return sum(used[1] for _, used in self.arenas.values())
 
     def free(self, key: Key) -> None:
         for stream, queue in self.queues.items():
@@ -141,7 +156,11 @@ class Rank:
         if action.kind is Kind.SEND:
             step = {"f": 1, "b": -1}.get(action.op)
             stage = chunk * self.pp + self.number
-            key = ("e", 0, self.pp - 1 - self.number) if step is None else (action.op, mb, stage + step)
+            key = (
+                ("e", 0, self.pp - 1 - self.number)
+                if step is None
+                else (action.op, mb, stage + step)
+            )
             self.mail[key] = data
             return
         if action.kind is Kind.RECV:
@@ -158,7 +177,9 @@ class Rank:
     def compute(self, action: Action, mb: int, chunk: int) -> None:
         """A kernel or collective: its outputs follow from its operator and the digests it reads."""
         digests = [self.read(action, (name, mb, chunk)) for name in action.reads]
-        what = hashlib.sha256(b"".join([action.part.encode(), identity(action.op).encode(), *digests]))
+        what = hashlib.sha256(
+            b"".join([action.part.encode(), identity(action.op).encode(), *digests])
+        )
         for alloc in action.allocs:
             name = identity(alloc.name)
             digest = hashlib.sha256(what.digest() + name.encode()).digest()[:DIGEST]
@@ -181,19 +202,18 @@ class Rank:
             raise TwinError(f"{action.part}.{action.op}: {key} holds {len(data)} of {whole} bytes")
         return digest
 
-
     def share(self, action: Action, mb: int, chunk: int) -> float:
-        """The share of its rows an action needs: a kernel says so, a collective by what it makes."""
+        """The share of its rows an action needs: a kernel says it, a collective makes it."""
         if action.comm is None:
             return action.fraction
         made = ((a.nbytes, self.rows.get((identity(a.name), mb, chunk))) for a in action.allocs)
         return max((nbytes / whole for nbytes, whole in made if whole), default=0.0)
 
 
-def interpret(program: Program) -> list[Rank]:
+def interpret(program: Program, at_issue: frozenset[str] = LATE) -> list[Rank]:
     """Run all ranks to their end; TwinError on a wrong byte, a leak or a deadlock."""
-    mail: dict[tuple[str, int, int], bytes] = {}
-    ranks = [Rank(rank, program.pp, mail) for rank in program.ranks]
+    mail: dict[Key, bytes] = {}
+    ranks = [Rank(rank, program.pp, mail, at_issue) for rank in program.ranks]
     waiting = ranks
     while waiting:
         before = [rank.position for rank in waiting]

@@ -1,4 +1,4 @@
-"""Bytes in closed form, from lowered programs: what a layer leaves, what a rank holds at its peak."""
+"""Bytes in closed form, from lowered programs: what a layer leaves, what a rank peaks at."""
 
 from fractions import Fraction
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import Kind
 from rematbench.ledger import (
     issue_order,
     live_at_peak,
@@ -16,7 +15,7 @@ from rematbench.ledger import (
     timeline,
 )
 from rematbench.lower import lower
-from rematbench.plan import Keep, Offload, Recompute, Rule, Select
+from rematbench.plan import Offload, Recompute, Rule
 from rematbench.problem import Problem
 from rematbench.program import parse_program
 from rematbench.simulate import simulate
@@ -25,7 +24,7 @@ from tests.problems import (
     FULL,
     GPT,
     LLAMA,
-    by_layer,
+    SCORES,
     half,
     layers,
     problem,
@@ -34,7 +33,7 @@ from tests.problems import (
 )
 
 WIDE = replace(LLAMA, hidden=64, num_heads=8, num_kv_heads=2, head_dim=8, ffn=192)
-SELECTIVE = rule(Recompute(), "attn_probs", "attn_probs_mask", "attn_probs_dropped")
+SELECTIVE = rule(Recompute(), *SCORES)
 
 
 def left_per_layer(rules: tuple[Rule, ...], model: Any, **kwargs: Any) -> int:
@@ -69,8 +68,11 @@ def test_atc24_bytes_per_layer(model: Any, tp: int, cp: int, b: int, s: int) -> 
 
 @pytest.mark.parametrize("t", [1, 2, 4])
 def test_korthikanti_bytes_per_layer(t: int) -> None:
-    """sbh (34 + 5as/h) / t with sequence parallelism, sbh (10 + 24/t + 5as/(ht)) without; 34 sbh / t
-    with selective and 2 sbh / t with full recomputation (Korthikanti et al. 2022, table 2)."""
+    """sbh (34 + 5as/h) / t with sequence parallelism, sbh (10 + 24/t + 5as/(ht)) without;
+    34 sbh / t with selective and 2 sbh / t with full recomputation.
+
+    Source: Korthikanti et al. 2022, arXiv 2205.05198, table 2.
+    """
     b, s, h, a = 2, 32, GPT.hidden, GPT.num_heads
 
     def left(*rules: Rule, sp: bool = True) -> Fraction:

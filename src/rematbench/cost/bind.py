@@ -240,7 +240,7 @@ class CostModel:
             parameters_per_rank,
             self.system.param_bytes,
             self.system.grad_bytes,
-            self.system.optimizer_bytes,
+            self.system.optimizer_bytes + self.system.step_scratch_bytes,
             self.common,
         )
         return float(self._memory_s(float(traffic)))

@@ -122,8 +122,8 @@ def ring_steps_s(
     bytes_per_s: Quantity,
     common: CommonConstants,
 ) -> Quantity:
-    """Seconds of a ring of `steps` hops, each passing nbytes / ranks: the faster of NCCL's LL128
-    and Simple protocols, base + hops inside nodes + hops between nodes + steps nbytes / (ranks rate).
+    """Seconds of a ring of `steps` hops, each passing nbytes / ranks, by the faster of NCCL's LL128
+    and Simple protocols: base + hops inside nodes + hops between nodes + wire time.
 
     Source: NCCL 2.18 src/graph/tuning.cc, ncclTopoTuneModel (baseLat, hwLat, LL128 at 92 %).
     """
@@ -152,7 +152,10 @@ def all_gather_s(
     common: CommonConstants,
 ) -> Quantity:
     """Ring all-gather or reduce-scatter of a gathered payload: ranks - 1 steps, (ranks - 1) / ranks
-    of the bytes over each link.  Source: Thakur, Rabenseifner & Gropp 2005; NCCL tests' bus rate."""
+    of the bytes over each link.
+
+    Source: Thakur, Rabenseifner and Gropp 2005; the bus rate of nccl-tests.
+    """
     return ring_steps_s(np.subtract(ranks, 1), ranks, nodes, nbytes, bytes_per_s, common)
 
 

@@ -4,6 +4,7 @@ Every number in config/calibration.yaml is `{value, source}`; `source: fitted` m
 that were fitted to published rows.  They are budgeted: FITTED_BUDGET says how many each may have.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,32 @@ def parse_calibration(text: bytes) -> Calibration:
         type=Calibration,
         strict=False,
     )
+
+
+_LINE = re.compile(r"^(?P<indent> *)(?P<key>[\w.-]+):(?P<rest>.*)$")
+_VALUE = re.compile(r"value: *[^,}]+")
+
+
+def updated_text(text: str, calibration: Calibration) -> str:
+    """The YAML text with the fitted values of `calibration`; sources, order and comments stay."""
+    path: list[str] = []
+    lines = []
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            lines.append(line)
+            continue
+        path = [*path[: len(match["indent"]) // 2], match["key"]]
+        if len(path) == 3 and ".".join(path) in calibration.fitted:
+            section, entry, key = path
+            value = getattr(getattr(calibration, section)[entry], key)
+            lines.append(_VALUE.sub(f"value: {_digits(value)}", line, count=1))
+        else:
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _digits(value: float) -> str:
+    """Four significant digits, as YAML 1.1 reads a float (a point before the exponent)."""
+    text = f"{value:.4g}"
+    return text.replace("e", ".0e") if "e" in text and "." not in text else text

@@ -59,7 +59,7 @@ PRIORS: dict[str, Prior] = {
 
 
 class FitReport(Struct, frozen=True, kw_only=True):
-    """The fitted calibration and how it does on the rows it was fitted to (log errors by source)."""
+    """The fitted calibration and its log errors by source on the rows it was fitted to."""
 
     calibration: Calibration
     rows: int
@@ -181,7 +181,8 @@ class _Problem:
 
     def centres(self) -> NDArray[np.float64]:
         """Where the search starts: the priors' centres."""
-        return np.log([prior.centre for prior in self.priors])
+        logs: NDArray[np.float64] = np.log([prior.centre for prior in self.priors])
+        return logs
 
     def bounds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Logarithms of the priors' limits."""
@@ -192,7 +193,8 @@ class _Problem:
         """log(predicted / published seconds) of every FIT row."""
         trial = with_values(self.calibration, self.names, np.exp(logs))
         seconds = self.predict_all([(row, trial) for row in self.rows])
-        return np.log(np.asarray(seconds)) - self.target
+        errors: NDArray[np.float64] = np.log(np.asarray(seconds)) - self.target
+        return errors
 
     def residuals(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Robust weighted errors, then the pull of the priors."""
@@ -202,7 +204,7 @@ class _Problem:
     def jacobian(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
         """Forward differences of 1 % (the step model has corners), one batch for all of them."""
         base = self.log_errors(logs)
-        low, high = self.bounds()
+        _, high = self.bounds()
         steps = np.where(logs + DIFFERENCE > high, -DIFFERENCE, DIFFERENCE)
         jobs: list[tuple[Row, Calibration]] = []
         for j, moved in enumerate(self.moves):
@@ -227,6 +229,6 @@ def one_by_one(predict: Predict) -> PredictAll:
 
 
 def _soft(residual: Any) -> Any:
-    """Residuals whose squares are the soft-L1 loss 2 (sqrt(1 + r^2) - 1): outliers count linearly."""
+    """Residuals whose squares are the soft-L1 loss 2 (sqrt(1 + r^2) - 1): outliers are linear."""
     loss = 2.0 * (np.sqrt(1.0 + residual**2) - 1.0)
     return np.sign(residual) * np.sqrt(loss)

@@ -28,7 +28,7 @@ def attention_flop_per_token(model: Model, seq_len: int, *, causal: bool) -> flo
 
 
 def _mean_keys(seq_len: int, window: int, causal: bool) -> float:
-    """Keys per query, averaged over the sequence; a window below the sequence is counted exactly."""
+    """Keys per query, averaged over the sequence; a window is counted exactly."""
     if 0 < window < seq_len:
         return causal_pairs(seq_len, window) / seq_len
     return seq_len / 2 if causal else float(seq_len)

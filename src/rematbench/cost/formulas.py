@@ -109,8 +109,8 @@ def slowed_s(seconds: Quantity, other_s: Quantity, slowdown: Quantity) -> Quanti
     """Seconds of a kernel slowed while a collective runs beside it (NCCL's copies take SMs and
     HBM rate): seconds + (slowdown - 1) min(seconds, other).
 
-    Source: the interference measured by Rashidi et al. 2021 (ACE, ISCA) and Hong et al. 2024;
-    the factor is fitted.
+    Source: the effect as in Rashidi et al., ISCA 2021 (compute and communication share SMs and
+    memory rate); the factor is fitted.
     """
     slower: Quantity = seconds + (slowdown - 1.0) * np.minimum(seconds, other_s)
     return slower

@@ -1,13 +1,10 @@
 """What a plan leaves whole on the device: the only sites a composed method may still change."""
 
 from rematbench.chunk_ops import ChunkOps
-from rematbench.fates import resolve
+from rematbench.fates import PHASES, resolve
 from rematbench.ops import Part
-from rematbench.plan import Phase, Plan
+from rematbench.plan import Plan
 from rematbench.problem import Problem
-
-PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
-
 
 def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
     """Saved activations of a part that some site keeps whole under the plan."""
@@ -25,6 +22,18 @@ def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> froz
         if kept == names:
             break
     return frozenset(kept)
+
+
+def offloaded_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
+    """Saved activations of a part of which some site leaves the device, all or in part."""
+    found: set[str] = set()
+    for rank, chunks in enumerate(plan.partition if plan.rules else ()):
+        for chunk, layers in enumerate(chunks):
+            ops = ChunkOps(problem, rank, chunk, layers)
+            for phase in PHASES:
+                fates, _ = resolve(plan, ops.sites, phase, 0)
+                found |= {n for (p, _, n), f in fates.items() if p == part and f.offload_bytes}
+    return frozenset(found)
 
 
 def kept_layer_bytes(problem: Problem, plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""The Pareto front of recompute seconds against kept bytes over subsets of a layer's activations."""
+"""The Pareto front of recompute seconds against kept bytes over subsets of a layer's tensors."""
 
 from collections.abc import Iterator
 from itertools import combinations

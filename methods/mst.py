@@ -1,0 +1,80 @@
+"""mst: compute the MLP and the LM head with its loss in mini-sequences, one piece at a time.
+
+Claim: the transients that bound long sequences, the MLP's wide tensors and above all the logits,
+shrink by the number of pieces, at no extra bytes saved and a few per cent of time.
+Source: Luo et al., mini-sequence transformer (MsT), arXiv 2407.15892: MLP pieces of d rows (C = d,
+so sequences up to d are not split), V / d pieces for the head (32 for Llama-3), logits of a piece
+computed again in its backward; used with full recomputation and optimizer-in-backward.
+Deviations: the loss's saved statistics are recomputed by piece instead of kept; weight gradients
+of the pieces are accumulated in place, as autograd does; an MLP whose inner tensors the base
+partly offloads is left whole.
+"""
+
+from math import ceil
+from typing import ClassVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.plan import MiniSequence, Plan, Recompute, Rule, Select, StateFate, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.kept import kept_activations, offloaded_activations
+from rematbench.workload import PositiveInt
+
+MLP = ("fc1", "act", "mul", "fc2")
+HEAD = ("lm_head", "loss")
+
+
+class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`mlp_chunks`, `head_chunks`: pieces (None: the paper's rules; 1: not split).
+    `optimizer_in_backward`: update each layer as soon as its gradients are there."""
+
+    name: ClassVar[str] = "mst"
+    mlp_chunks: PositiveInt | None = None
+    head_chunks: PositiveInt | None = None
+    optimizer_in_backward: bool = False
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """Add mini-sequences to the base; what it saves is the base's own affair."""
+        micro_batches = problem.layout.num_micro_batches
+        if self.optimizer_in_backward and micro_batches > 1:
+            return Unsupported(
+                f"optimizer-in-backward needs one micro-batch per step, not {micro_batches}"
+            )
+        taken = {name for sequence in base.mini_sequences for name in sequence.ops}
+        if taken:
+            return Unsupported(f"the base computes {min(taken)} in mini-sequences already")
+        mlp, why = self._mlp_count(problem, base)
+        head = self._head_count(problem)
+        added = tuple(MiniSequence(ops, n) for ops, n in ((MLP, mlp), (HEAD, head)) if n > 1)
+        plan = replace(base, mini_sequences=(*base.mini_sequences, *added))
+        if head > 1 and "loss_saved" in kept_activations(problem, base, "head"):
+            select = Select(parts=("head",), activations=("loss_saved",), kept=True)
+            plan = plan.with_rules(Rule(select, Recompute(scope="consumer")))
+        if self.optimizer_in_backward:
+            plan = _update_in_backward(plan)
+        return plan.noting(mlp_chunks=mlp, head_chunks=head, **why)
+
+    def _mlp_count(self, problem: Problem, base: Plan) -> tuple[int, dict[str, str]]:
+        """Pieces of the MLP, and a remark where it stays whole."""
+        table, model = problem.layer_kinds[0], problem.workload.model
+        layout = problem.layout
+        local = problem.workload.seq_len // (layout.cp * layout.ulysses)
+        inner = {name for op in table.ops if op.name in MLP[:-1] for name in op.outputs}
+        leaving = sorted(inner & offloaded_activations(problem, base))
+        if leaving:
+            return 1, {"mlp": f"whole: the base offloads part of {', '.join(leaving)}"}
+        rows = min(table.activations[name].rows for name in ("fc2_out", *inner))
+        return min(self.mlp_chunks or ceil(local / model.hidden), rows), {}
+
+    def _head_count(self, problem: Problem) -> int:
+        model = problem.workload.model
+        rows = min(a.rows for a in problem.head.activations.values())
+        return min(self.head_chunks or ceil(model.vocab / model.hidden), rows)
+
+
+def _update_in_backward(plan: Plan) -> Plan:
+    """The plan with its optimizer's update moved beside the backward."""
+    fate = replace(plan.state("optimizer"), update="backward")
+    others: tuple[StateFate, ...] = tuple(s for s in plan.states if s.kind != "optimizer")
+    return replace(plan, states=(*others, fate))

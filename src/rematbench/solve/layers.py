@@ -1,0 +1,43 @@
+"""Seconds and bytes of whole layers, and how many of them a rank holds at once."""
+
+from collections.abc import Collection
+
+from rematbench.lower import rank_orders
+from rematbench.ops import OpTable
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+
+
+def forward_s(problem: Problem, table: OpTable) -> float:
+    """Seconds of a part's forward when nothing overlaps: kernels and collectives."""
+    cost = problem.cost
+    return sum(
+        cost.op_s(op, "forward")
+        + sum(cost.comm_s(c, 0) for c in (op.gather, op.reduce) if c is not None)
+        for op in table.ops
+    )
+
+
+def backward_s(problem: Problem, table: OpTable) -> float:
+    """Seconds of a part's backward when nothing overlaps: kernels and collectives."""
+    cost = problem.cost
+    return sum(
+        cost.op_s(op, "backward_input")
+        + cost.op_s(op, "backward_weight")
+        + sum(
+            cost.comm_s(c, 0)
+            for c in (op.grad_gather, op.regather, op.grad_reduce)
+            if c is not None
+        )
+        for op in table.ops
+    )
+
+
+def layers_in_flight(problem: Problem, plan: Plan, rank: int, chosen: Collection[int]) -> int:
+    """Most (chosen layer, micro-batch) pairs of a rank between forward and backward at once."""
+    sizes = [len(set(layers) & set(chosen)) for layers in plan.partition[rank]]
+    live = peak = 0
+    for step in rank_orders(plan, problem)[rank]:
+        live += sizes[step.chunk] if step.forward else -sizes[step.chunk]
+        peak = max(peak, live)
+    return peak

@@ -1,0 +1,85 @@
+"""The largest share of a layer's tokens that may leave for the host: two constraints, closed form."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from rematbench.ops import OpTable
+from rematbench.plan import Plan
+from rematbench.problem import Problem, rank_parameters
+from rematbench.solve.layers import forward_s, layers_in_flight
+
+PROBE_BYTES = 1 << 30
+
+
+class SwapShare(Struct, frozen=True, kw_only=True):
+    """A share of tokens, what each constraint would allow (above 1: not binding), what binds."""
+
+    alpha: float
+    alpha_bandwidth: float
+    alpha_host: float
+    bound: str
+
+
+def swap_share(
+    problem: Problem,
+    base: Plan,
+    *,
+    whole: Sequence[str],
+    other: Sequence[str],
+    layers: Sequence[int],
+    host_bytes: int | None,
+) -> SwapShare:
+    """max alpha, in whole rows, so that S_whole + alpha S_other of a layer hides behind its forward
+    and what all layers in flight leave fits a GPU's share of the host."""
+    tables = [table for table in problem.layer_kinds]
+    bandwidth = min(_hidden_share(problem, table, whole, other) for table in tables)
+    table = tables[0]
+    fixed, free = _bytes(table, whole), _bytes(table, other)
+    in_flight = max(
+        layers_in_flight(problem, base, rank, layers) for rank in range(problem.layout.pp)
+    )
+    room = _host_share(problem, base, host_bytes) / in_flight - fixed
+    host = room / free if free else float(room >= 0)
+    alpha = min(1.0, max(0.0, min(bandwidth, host)))
+    rows = min((table.activations[name].rows for name in other), default=1)
+    return SwapShare(
+        alpha=int(alpha * rows + 1e-9) / rows,
+        alpha_bandwidth=bandwidth,
+        alpha_host=host,
+        bound=_bound(bandwidth, host),
+    )
+
+
+def _bound(bandwidth: float, host: float) -> str:
+    if min(bandwidth, host) >= 1.0:
+        return "nothing"
+    name = "host memory" if host <= bandwidth else "PCIe bandwidth"
+    short = " (even the tensors that leave whole do not fit)" if min(bandwidth, host) < 0 else ""
+    return name + short
+
+
+def _bytes(table: OpTable, names: Sequence[str]) -> int:
+    return sum(table.activations[name].nbytes for name in names if name in table.activations)
+
+
+def _hidden_share(
+    problem: Problem, table: OpTable, whole: Sequence[str], other: Sequence[str]
+) -> float:
+    """alpha at which a layer's copies take as long as its forward."""
+    copies = len(whole) + len(other)
+    latency = problem.cost.copy_s(0, "d2h")
+    bytes_per_s = PROBE_BYTES / (problem.cost.copy_s(PROBE_BYTES, "d2h") - latency)
+    hidden = (forward_s(problem, table) - copies * latency) * bytes_per_s
+    free = _bytes(table, other)
+    return (hidden - _bytes(table, whole)) / free if free else 1.0
+
+
+def _host_share(problem: Problem, base: Plan, host_bytes: int | None) -> float:
+    """Host bytes that one GPU's activations may take."""
+    cluster, layout, system = problem.cluster, problem.layout, problem.system
+    share = (host_bytes or cluster.host_bytes) / min(cluster.gpus_per_node, layout.gpus)
+    if host_bytes is not None or base.state("optimizer").home == "device":
+        return share
+    count = max(rank_parameters(problem, base, rank) for rank in range(layout.pp))
+    return share - system.optimizer_bytes * count / base.state("optimizer").shards

@@ -1,0 +1,133 @@
+"""Tables as data: typed columns once, then CSV (raw), Markdown and LaTeX (rounded, for reading)."""
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from msgspec import Struct
+
+Cells = Mapping[str, Any]
+Show = Callable[[Any], str]
+GIB = 2**30
+
+
+class Column(Struct, frozen=True):
+    """One column: its key in the data (and the CSV), its heading with the unit, how to show it."""
+
+    key: str
+    heading: str
+    show: Show = str
+
+
+class Table(Struct, frozen=True, kw_only=True):
+    """A named table; `title` says what it shows and in which world, `note` how to read it.
+
+    Markdown and LaTeX show the first `shown` rows (0: all) and say how many there are; the CSV
+    has all of them.
+    """
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[Cells, ...]
+    note: str = ""
+    shown: int = 0
+
+    def csv(self) -> str:
+        """Raw values under the keys."""
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        writer.writerow([column.key for column in self.columns])
+        for row in self.rows:
+            writer.writerow([row.get(column.key, "") for column in self.columns])
+        return out.getvalue()
+
+    def texts(self) -> list[list[str]]:
+        """The shown rows as texts."""
+        rows = self.rows[: self.shown] if self.shown else self.rows
+        return [[_shown(column, row.get(column.key)) for column in self.columns] for row in rows]
+
+    @property
+    def full_note(self) -> str:
+        """The note, and how many rows are left out."""
+        cut = len(self.rows) - self.shown if self.shown else 0
+        more = f"{cut} more rows in {self.name}.csv." if cut > 0 else ""
+        return " ".join(part for part in (self.note, more) if part)
+
+    def markdown(self) -> str:
+        """A pipe table with its title and note."""
+        heads = [column.heading for column in self.columns]
+        body = [[cell.replace("|", "\\|") for cell in row] for row in self.texts()]
+        widths = [max(len(row[i]) for row in [heads, *body]) for i in range(len(heads))]
+        lines = [_pipe(heads, widths), _pipe(["-" * width for width in widths], widths)]
+        lines += [_pipe(row, widths) for row in body]
+        note = f"\n{self.full_note}\n" if self.full_note else ""
+        return f"### {self.title}\n\n" + "\n".join(lines) + f"\n{note}"
+
+    def latex(self) -> str:
+        """A booktabs tabular in a table environment."""
+        frame = pd.DataFrame(self.texts(), columns=[column.heading for column in self.columns])
+        escaped = frame.map(_escape)
+        escaped.columns = pd.Index([_escape(str(name)) for name in frame.columns])
+        return str(
+            escaped.to_latex(
+                index=False,
+                escape=False,
+                caption=_escape(f"{self.title}. {self.full_note}".strip()),
+                label=f"tab:{self.name}",
+                column_format="l" + "r" * (len(self.columns) - 1),
+            )
+        )
+
+    def write(self, folder: Path) -> None:
+        """NAME.csv, NAME.md and NAME.tex under a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix, text in (("csv", self.csv()), ("md", self.markdown()), ("tex", self.latex())):
+            path = folder / f"{self.name}.{suffix}"
+            temporary = path.with_name(f".{path.name}.tmp")
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+
+
+def _pipe(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+    return f"| {' | '.join(padded)} |"
+
+
+def _shown(column: Column, value: Any) -> str:
+    return "-" if value is None or value == "" else column.show(value)
+
+
+_LATEX = {"%": r"\%", "_": r"\_", "&": r"\&", "#": r"\#", "<": r"$<$", ">": r"$>$"}
+
+
+def _escape(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in text)
+
+
+def whole(value: Any) -> str:
+    """An integer, or a float that is one."""
+    return f"{float(value):,.0f}"
+
+
+def fixed(digits: int) -> Show:
+    """So many decimals."""
+    return lambda value: f"{float(value):,.{digits}f}"
+
+
+def percent(value: Any) -> str:
+    """A fraction in percent, one decimal (no sign: the heading has it)."""
+    return f"{100 * float(value):.1f}"
+
+
+def signed_percent(value: Any) -> str:
+    """A signed fraction in percent, one decimal."""
+    return f"{100 * float(value):+.1f}"
+
+
+def gib(value: Any) -> str:
+    """Bytes in GiB, two decimals."""
+    return f"{float(value) / GIB:.2f}"

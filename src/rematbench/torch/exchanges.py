@@ -1,0 +1,129 @@
+"""Collectives and messages, as actions ask for them, on a rank's storages."""
+
+import torch
+
+from rematbench.action import Action, Kind
+from rematbench.torch.groups import Group, Groups
+from rematbench.torch.memory import Memory, Site, Value, identity
+from rematbench.torch.model import RankModel
+from rematbench.torch.parameters import Parameter
+
+
+class Exchanges:
+    """All-gathers, reduce-scatters and all-reduces of one rank."""
+
+    def __init__(self, model: RankModel, groups: Groups, memory: Memory) -> None:
+        self.model, self.groups, self.memory = model, groups, memory
+        self.reduced: dict[int, set[str]] = {}  # chunk -> units whose gradients are summed
+
+    def group(self, action: Action) -> Group:
+        """The communicator an action names."""
+        assert action.comm is not None
+        return self.groups.by_name[action.comm.group]
+
+    # -- activations ------------------------------------------------------------------------------
+
+    def all_gather(self, action: Action, site: Site) -> None:
+        """Rows of every rank of the group; keys and values of whole sequences for attention."""
+        group = self.group(action)
+        if group is self.groups.by_name["dp"]:
+            self._gather_parameters(action, site.chunk)
+            return
+        if action.op == "attention":
+            self._gather_kv(action, site, group)
+            return
+        source = self.memory[site.key(action.reads[0])].rows(site.first, site.count)
+        out = source.new_empty(source.shape[0] * group.size, source.shape[1])
+        group.all_gather(out, source)
+        self.memory.put(site.key(action.allocs[0].name), Value(out, site.first, site.count))
+
+    def _gather_kv(self, action: Action, site: Site, group: Group) -> None:
+        by_name = {identity(name).rpartition(".")[2]: name for name in action.reads}
+        pair = [self.memory[site.key(by_name[name])].data for name in ("k", "v")]
+        out = pair[0].new_empty(2, group.size * pair[0].numel())
+        for half, own in zip(out, pair, strict=True):
+            group.all_gather(half, own.view(-1))
+        self.memory.put(site.key(action.allocs[0].name), Value(out.view(-1)))
+
+    def reduce_scatter(self, action: Action, site: Site) -> None:
+        """This rank's rows of the sum, into a new storage or rows of one that exists."""
+        group = self.group(action)
+        if group is self.groups.by_name["dp"]:
+            self._reduce_gradients(action, site.chunk)
+            return
+        if action.op == "attention":
+            self._scatter_kv(action, site, group)
+            return
+        part = self.memory[site.key(action.reads[0])].data
+        own = part.new_empty(part.shape[0] // group.size, part.shape[1])
+        group.reduce_scatter(own, part)
+        for alloc in action.allocs:
+            self.memory.put(site.key(alloc.name), Value(own, site.first, site.count))
+        for name in action.reads[1:]:
+            target = self.memory[site.key(name)].view(site.first, site.count)
+            if name.startswith("d:"):
+                target.add_(own.view(target.shape))
+            else:
+                target.copy_(own.view(target.shape))
+
+    def _scatter_kv(self, action: Action, site: Site, group: Group) -> None:
+        halves = self.memory[site.key(action.reads[0])].data.view(2, -1)
+        rows = self.model.shapes.tokens
+        for alloc, half in zip(action.allocs, halves, strict=True):
+            own = half.new_empty(rows, half.numel() // group.size // rows)
+            group.reduce_scatter(own.view(-1), half)
+            self.memory.put(site.key(alloc.name), Value(own, site.first, site.count))
+
+    def all_reduce(self, action: Action, site: Site) -> None:
+        """The sum over the group, in place."""
+        group = self.group(action)
+        if group is self.groups.by_name["dp"]:
+            self._reduce_gradients(action, site.chunk)
+            return
+        if action.op == "norm_gradients":
+            self._reduce_norms(group)
+            return
+        rows = self.memory[site.key(action.reads[0])].view(site.first, site.count)
+        group.all_reduce(rows)
+
+    # -- states -----------------------------------------------------------------------------------
+
+    def _units_due(self, action: Action, chunk: int) -> list[str]:
+        """Units whose gradients an action sums: the chunk's, down to the one it names."""
+        units = [u.prefix for u in reversed(self.model.chunks[chunk].units)]
+        if action.part:
+            units = units[: units.index(action.part) + 1]
+        done = self.reduced.setdefault(chunk, set())
+        due = [prefix for prefix in units if prefix not in done]
+        done.update(due)
+        return due
+
+    def _reduce_gradients(self, action: Action, chunk: int) -> None:
+        group = self.groups.by_name["dp"]
+        for prefix in self._units_due(action, chunk):
+            for parameter in self.model.unit_parameters(chunk, prefix):
+                if action.kind is Kind.ALL_REDUCE:
+                    group.all_reduce(parameter.grad_flat)
+                else:
+                    self._scatter_gradient(parameter, group)
+
+    def _scatter_gradient(self, parameter: Parameter, group: Group) -> None:
+        own = parameter.grad_flat[parameter.start : parameter.stop]
+        total = torch.empty_like(own)
+        group.reduce_scatter(total, parameter.grad_flat)
+        own.copy_(total)
+
+    def _reduce_norms(self, group: Group) -> None:
+        """Replicated parameters whose gradients each rank has of its own tokens only."""
+        norms = [p for name, p in self.model.parameters.items() if "norm" in name]
+        for parameter in norms:
+            group.all_reduce(parameter.grad_flat)
+
+    def _gather_parameters(self, action: Action, chunk: int) -> None:
+        """Every ZeRO shard of a unit's (or the whole chunk's) compute copies."""
+        group = self.groups.by_name["dp"]
+        prefixes = [action.part] if action.part else list(self.model.units[chunk])
+        for prefix in prefixes:
+            for parameter in self.model.unit_parameters(chunk, prefix):
+                own = parameter.flat[parameter.start : parameter.stop].clone()
+                group.all_gather(parameter.flat, own)

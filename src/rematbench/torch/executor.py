@@ -1,0 +1,299 @@
+"""The interpreter: a table from an action's kind to a small function.  It knows nothing else."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rematbench.action import Action, Kind
+from rematbench.chunk_ops import Unit
+from rematbench.ops import Op
+from rematbench.program import RankProgram
+from rematbench.torch import operators
+from rematbench.torch.exchanges import Exchanges
+from rematbench.torch.groups import Groups
+from rematbench.torch.memory import (
+    ExecutionError,
+    Memory,
+    Site,
+    Slots,
+    Value,
+    compact,
+    describe,
+    identity,
+)
+from rematbench.torch.messages import Messages
+from rematbench.torch.model import RankModel
+from rematbench.torch.movers import Movers
+from rematbench.torch.operators import Call
+from rematbench.torch.parameters import AdamW
+from rematbench.torch.streams import Mark, make_streams
+from rematbench.torch.tracker import Tracker
+
+
+class Executor:
+    """Runs one rank's program, step after step."""
+
+    def __init__(
+        self,
+        program: RankProgram,
+        model: RankModel,
+        groups: Groups,
+        *,
+        tracker: Tracker | None = None,
+        optimizer: AdamW | None = None,
+    ) -> None:
+        self.model, self.groups, self.tracker = model, groups, tracker
+        self.optimizer = optimizer or AdamW()
+        self.actions = [
+            (index, action, step.micro_batch, step.chunk)
+            for index, step in enumerate(program.steps)
+            for action in program.blocks[step.block].actions
+        ]
+        self.memory = Memory()
+        self.exchanges = Exchanges(model, groups, self.memory)
+        self.slots = Slots(program, model.device)
+        self.movers = Movers(model, self.memory, self.slots, tracker)
+        self.messages = Messages(model, groups, self.memory)
+        self.streams = make_streams(model.device)
+        self.events: dict[tuple[str, int, int], Mark] = {}
+        self.local: dict[str, Mark] = {}
+        self.counting: dict[str, bool] = {}  # loss_saved -> whether its loss is a first one
+        self.loss = torch.zeros((), dtype=torch.float64, device=model.device)
+        self.step = 0
+        self.bytes_after: list[tuple[int, int]] = []
+        self.recompute_flop = 0.0
+        self.before_update: Callable[[], None] = lambda: None
+        self.table: dict[Kind, Callable[[Action, Site], None]] = {
+            Kind.FORWARD: self.forward,
+            Kind.RECOMPUTE: self.recompute,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHT: self.backward_weight,
+            Kind.SPLIT: self.movers.split,
+            Kind.JOIN: self.movers.join,
+            Kind.D2H: self.movers.to_host,
+            Kind.H2D: self.movers.to_device,
+            Kind.ALL_GATHER: self.exchanges.all_gather,
+            Kind.REDUCE_SCATTER: self.exchanges.reduce_scatter,
+            Kind.ALL_REDUCE: self.all_reduce,
+            Kind.SEND: self.messages.send,
+            Kind.RECV: self.messages.receive,
+            Kind.ALLOC: self.movers.alloc,
+            Kind.FREE: lambda action, site: None,
+            Kind.EVENT: lambda action, site: None,
+            Kind.WAIT: self.wait,
+            Kind.OPTIMIZER: self.update,
+        }
+
+    def states(self) -> list[Tensor]:
+        """Storages that are not activations."""
+        own = [*self.slots.arenas.values(), *self.messages.states(), self.loss]
+        return [*self.model.states(), *own]
+
+    # -- walk -------------------------------------------------------------------------------------
+
+    def run_step(self) -> float:
+        """One optimizer step over the model's micro-batches; this rank's share of the loss."""
+        self.step += 1
+        self.loss.zero_()
+        self.exchanges.reduced.clear()
+        self.events.clear()
+        self.bytes_after.clear()
+        for parameter in self.model.parameters.values():
+            parameter.grad_flat.zero_()
+        if self.tracker is not None:
+            self.tracker.exclude(self.states())
+            with self.tracker:
+                self._walk()
+        else:
+            self._walk()
+        if self.memory.values:
+            raise ExecutionError(f"never freed: {next(iter(self.memory.values))[0]}")
+        return float(self.loss)
+
+    def _walk(self) -> None:
+        block = -1
+        for index, action, micro_batch, chunk in self.actions:
+            if index != block:
+                block = index
+                self.local.clear()
+            try:
+                self._act(action, micro_batch, chunk)
+            except ExecutionError:
+                raise
+            except Exception as error:
+                where = describe(action, micro_batch, chunk)
+                raise ExecutionError(f"{where}: {type(error).__name__}: {error}") from error
+            if self.tracker is not None:
+                self.bytes_after.append((self.tracker.device_bytes, self.tracker.host_bytes))
+
+    def _act(self, action: Action, micro_batch: int, chunk: int) -> None:
+        site = self.site(action, micro_batch, chunk)
+        with self.streams.on(action.stream):
+            self.table[action.kind](action, site)
+        if action.stream != "compute":
+            for alloc in action.allocs:
+                self.streams.lend(self.memory[site.key(alloc.name)].data)
+        for name in (action.begin, action.event):
+            if name:
+                self._record(name, action, site)
+        for name in action.frees:
+            self.movers.free(site.key(name))
+
+    def site(self, action: Action, micro_batch: int, chunk: int) -> Site:
+        """Where an action works; its rows in units of the rank's own shard."""
+        rows = self.model.shapes.shard_tokens
+        first, count = round(rows * action.offset), round(rows * action.fraction)
+        return Site(micro_batch, chunk, first, count)
+
+    def _record(self, name: str, action: Action, site: Site) -> None:
+        """An event; messages under way were put into one already."""
+        mark = self.streams.mark(action.stream)
+        if action.kind in (Kind.SEND, Kind.RECV):
+            self.messages.attach(mark)
+        if name[:1] == "e" and name[1:].isdigit():
+            self.local[name] = mark
+        else:
+            self.events[name, site.micro_batch, site.chunk] = mark
+
+    def wait(self, action: Action, site: Site) -> None:
+        """Hold the action's stream until an event."""
+        mark = self.local.get(action.wait) or self.events.get(
+            (action.wait, site.micro_batch, site.chunk)
+        )
+        if mark is None:
+            raise ExecutionError(f"waits for {action.wait}, which nothing has recorded")
+        self.streams.wait(action.stream, mark)
+
+    # -- operators --------------------------------------------------------------------------------
+
+    def _op(self, action: Action, site: Site) -> tuple[Unit, Op]:
+        unit = self.model.units[site.chunk][action.part]
+        return unit, next(op for op in unit.table.ops if op.name == action.op)
+
+    def _tensors(
+        self, action: Action, site: Site, unit: Unit, names: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        """Tensors an action reads, by activation; a gathered copy stands for a single input."""
+        chunk = self.model.chunks[site.chunk]
+        read = {identity(name): name for name in action.reads if not name.startswith("d:")}
+        gathered = read.get(f"{unit.prefix}.{action.op}.full")
+        found: dict[str, Tensor] = {}
+        for name in names:
+            storage = read.get(chunk.storage(unit, name))
+            if storage is not None:
+                found[name] = self.memory[site.key(storage)].rows(site.first, site.count)
+        if gathered is not None:
+            key = "full" if action.op == "attention" else names[0]
+            found[key] = self.memory[site.key(gathered)].data
+        return found
+
+    def _call(self, action: Action, site: Site, names: tuple[str, ...]) -> Call:
+        unit, op = self._op(action, site)
+        tensors = self._tensors(action, site, unit, names or op.inputs)
+        return Call(self.model, unit, op, site, tensors)
+
+    def forward(self, action: Action, site: Site) -> None:
+        """Run an operator; its outputs are new storages or rows of storages that exist."""
+        call = self._call(action, site, ())
+        places = self._places(action, site, call)
+        made = operators.FORWARD[action.op](call._replace(wanted=frozenset(places)))
+        for output, (name, fresh) in places.items():
+            if fresh:
+                self._put(name, site, made[output])
+            else:
+                target = self.memory[site.key(name)].view(site.first, site.count)
+                target.copy_(made[output].view(target.shape))
+        if action.op == "loss":
+            self._loss_made(action, site, call, places["loss_saved"][0])
+
+    def _places(self, action: Action, site: Site, call: Call) -> dict[str, tuple[str, bool]]:
+        """Output -> (storage, whether it is new)."""
+        chunk = self.model.chunks[site.chunk]
+        fresh = {identity(a.name): a.name for a in action.allocs}
+        there = {identity(n): n for n in action.reads}
+        places: dict[str, tuple[str, bool]] = {}
+        for output in call.op.outputs:
+            storage = chunk.storage(call.unit, output)
+            part = f"{call.unit.prefix}.{call.op.name}.part"
+            if storage in fresh or part in fresh:
+                places[output] = (fresh.get(storage) or fresh[part], True)
+            elif storage in there:
+                places[output] = (there[storage], False)
+        return places
+
+    def recompute(self, action: Action, site: Site) -> None:
+        """A forward again; its work is counted."""
+        before = self.model.flop
+        self.forward(action, site)
+        self.recompute_flop += self.model.flop - before
+
+    def _loss_made(self, action: Action, site: Site, call: Call, name: str) -> None:
+        self.counting[name] = action.kind is Kind.FORWARD
+        if call.op.reduce is None:
+            self._finish_loss(call, name, site)
+
+    def _finish_loss(self, call: Call, name: str, site: Site) -> None:
+        saved = {"loss_saved": self.memory[site.key(name)].rows(site.first, site.count)}
+        total = operators.finish_loss(call._replace(tensors=saved), self.groups.by_name["tp"])
+        if self.counting.pop(name):
+            self.loss.add_(total)
+
+    def all_reduce(self, action: Action, site: Site) -> None:
+        """A collective, or the statistics of the loss over vocabulary shards."""
+        if action.op == "loss":
+            call = self._call(action, site, ("loss_saved",))
+            self._finish_loss(call, action.reads[0], site)
+        else:
+            self.exchanges.all_reduce(action, site)
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def _gradients(self, action: Action, site: Site) -> tuple[list[str], list[str]]:
+        """(gradients of the outputs, gradients to add into): around the saved tensors."""
+        incoming: list[str] = []
+        for name in action.reads:
+            if not name.startswith("d:"):
+                break
+            incoming.append(name)
+        rest = action.reads[len(incoming) :]
+        return incoming, [name for name in rest if name.startswith("d:")]
+
+    def _backward_call(self, action: Action, site: Site) -> Call:
+        _, op = self._op(action, site)
+        call = self._call(action, site, op.saves)
+        incoming, _ = self._gradients(action, site)
+        grads = tuple(self.memory[site.key(n)].rows(site.first, site.count) for n in incoming)
+        return call._replace(grads=grads)
+
+    def backward_input(self, action: Action, site: Site) -> None:
+        """Input gradients: new storages, or added into gradients that exist."""
+        call = self._backward_call(action, site)
+        made = operators.BACKWARD_INPUT[action.op](call)
+        chunk = self.model.chunks[site.chunk]
+        fresh = {identity(a.name): a.name for a in action.allocs}
+        part = fresh.get(f"{call.unit.prefix}.{call.op.name}.part")
+        _, adding = self._gradients(action, site)
+        for name, gradient in made.items():
+            storage = fresh.get(chunk.storage(call.unit, name), part)
+            if storage is not None:
+                self._put(storage, site, gradient)
+            else:
+                target = self.memory[site.key(adding.pop(0))].view(site.first, site.count)
+                target.add_(gradient.view(target.shape))
+
+    def backward_weight(self, action: Action, site: Site) -> None:
+        """Weight gradients, added into their buffers."""
+        operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, site))
+
+    def _put(self, name: str, site: Site, made: Tensor) -> None:
+        rows = (site.first, site.count) if made.dim() > 1 else (0, 0)
+        self.memory.put(site.key(name), Value(compact(made), *rows))
+
+    def update(self, action: Action, site: Site) -> None:
+        """AdamW on this rank's shard of every parameter."""
+        with _disable_current_modes():  # who looks at gradients is not part of the program
+            self.before_update()
+        for parameter in self.model.parameters.values():
+            parameter.update(self.optimizer, self.step)

@@ -1,0 +1,174 @@
+"""Storages by name: what is alive on a rank, which rows each holds, slots, the host pool."""
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rematbench.action import Action
+from rematbench.program import RankProgram
+
+Key = tuple[str, int, int]
+"""(name, micro-batch, chunk)."""
+
+_SUFFIX = re.compile(r"(#[kor]|\.r)?(%\d+)?$")
+
+
+class Site(NamedTuple):
+    """Where an action works: its (micro-batch, chunk) and its shard rows."""
+
+    micro_batch: int
+    chunk: int
+    first: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """The row after the last."""
+        return self.first + self.count
+
+    def key(self, name: str) -> Key:
+        """A storage of this (micro-batch, chunk)."""
+        return (name, self.micro_batch, self.chunk)
+
+
+class ExecutionError(RuntimeError):
+    """An action cannot run as it stands; the message names the action and the tensor."""
+
+
+def identity(name: str) -> str:
+    """A storage's tensor, whichever part, copy or piece of it the name means."""
+    return _SUFFIX.sub("", name.removeprefix("d:"))
+
+
+@dataclass(slots=True)
+class Value:
+    """A storage: rows x columns, holding shard rows [first, first + count) of its tensor (count 0:
+    bytes without rows)."""
+
+    data: Tensor
+    first: int = 0
+    count: int = 0
+
+    def view(self, first: int, count: int) -> Tensor:
+        """Blocks x count x columns: a view of some shard rows.  Rows of gathered tensors come in
+        one block for each rank of the group."""
+        start = first - self.first
+        if start < 0 or start + count > self.count:
+            raise ExecutionError(
+                f"rows [{first}, {first + count}) are not in "
+                f"[{self.first}, {self.first + self.count})"
+            )
+        blocks = self.data.shape[0] // self.count
+        whole = self.data.view(blocks, self.count, self.data.shape[-1])
+        return whole[:, start : start + count]
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """The same, flat (the tensor itself if it has just these rows)."""
+        if (first, count) == (self.first, self.count) or self.count == 0:
+            return self.data
+        return self.view(first, count).reshape(-1, self.data.shape[-1])
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """The tensor in a storage of just its bytes."""
+    tensor = tensor.contiguous()
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        return tensor.clone()
+    return tensor
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A flat view of a compact tensor's bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class Memory:
+    """What is alive, by key."""
+
+    def __init__(self) -> None:
+        self.values: dict[Key, Value] = {}
+
+    def __getitem__(self, key: Key) -> Value:
+        found = self.values.get(key)
+        if found is None:
+            raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is not alive")
+        return found
+
+    def put(self, key: Key, value: Value) -> None:
+        """A new storage."""
+        if key in self.values:
+            raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is alive already")
+        self.values[key] = value
+
+    def free(self, key: Key) -> None:
+        """Drop a storage."""
+        if self.values.pop(key, None) is None:
+            raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is freed but not alive")
+
+
+class Slots:
+    """Staging slots: one arena each, as large as its largest tenants together."""
+
+    ALIGN = 16
+
+    def __init__(self, program: RankProgram, device: torch.device) -> None:
+        sizes: dict[str, int] = {}
+        for block in program.blocks:
+            here: dict[str, int] = {}
+            for alloc in (a for action in block.actions for a in action.allocs if a.slot):
+                here[alloc.slot] = here.get(alloc.slot, 0) + self.aligned(alloc.nbytes)
+            sizes.update({s: max(sizes.get(s, 0), n) for s, n in here.items()})
+        self.arenas = {
+            name: torch.empty(size, dtype=torch.uint8, device=device)
+            for name, size in sizes.items()
+        }
+        self.tenant: dict[str, tuple[int, int]] = {}
+        self.used: dict[str, int] = {}
+
+    @classmethod
+    def aligned(cls, nbytes: int) -> int:
+        """Room of a tensor."""
+        return -(-nbytes // cls.ALIGN) * cls.ALIGN
+
+    def take(self, slot: str, nbytes: int, owner: tuple[int, int]) -> Tensor:
+        """The next bytes of a slot; a new (micro-batch, chunk) starts it afresh."""
+        if self.tenant.get(slot) != owner:
+            self.tenant[slot], self.used[slot] = owner, 0
+        start = self.used[slot]
+        self.used[slot] = start + self.aligned(nbytes)
+        return self.arenas[slot][start : start + nbytes]
+
+
+class HostPool:
+    """Host memory for offloaded tensors: pinned and reused best fit on CUDA, plain on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned = device.type == "cuda"
+        self.spare: list[Tensor] = []
+        self.lent: dict[Key, Tensor] = {}
+
+    def take(self, key: Key, nbytes: int) -> Tensor:
+        """Bytes of the pool: the smallest spare block that is large enough, or a new one."""
+        fitting = [block for block in self.spare if block.numel() >= nbytes]
+        if fitting:
+            block = min(fitting, key=torch.Tensor.numel)
+            self.spare = [other for other in self.spare if other is not block]
+        else:
+            block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned)
+        self.lent[key] = block
+        return block[:nbytes]
+
+    def give(self, key: Key) -> None:
+        """A block comes back; a CPU's is released."""
+        block = self.lent.pop(key)
+        if self.pinned:
+            self.spare.append(block)
+
+
+def describe(action: Action, micro_batch: int, chunk: int) -> str:
+    """An action, for messages."""
+    where = ".".join(word for word in (action.part, action.op) if word)
+    return f"{action.kind.value}{micro_batch}.{chunk} {where} {','.join(action.reads)}".strip()

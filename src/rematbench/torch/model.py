@@ -1,0 +1,128 @@
+"""One rank's model: its chunks, their parameters, and the facts its operators need."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rematbench.block import Shapes, shapes
+from rematbench.chunk_ops import ChunkOps, Unit
+from rematbench.ops import Activation
+from rematbench.problem import Problem
+from rematbench.torch.attention import Shape
+from rematbench.torch.batch import MicroBatch, positions, slices
+from rematbench.torch.groups import Coordinates
+from rematbench.torch.kernels import rope_tables, wide
+from rematbench.torch.parameters import Owner, Parameter, build, unit_specs
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+Partition = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+class NotExecutable(ValueError):
+    """The torch runtime does not do this yet; the message says what."""
+
+
+def require_executable(problem: Problem, zero_update: str) -> None:
+    """Refuse by name what the kernels and the executor do not do."""
+    model, lay, system = problem.workload.model, problem.layout, problem.system
+    windows = [w for w in model.attention_window if 0 < w < problem.workload.seq_len]
+    refused = {
+        "dropout": model.dropout > 0,
+        "ALiBi positions": model.position == "alibi",
+        "sliding-window attention": bool(windows),
+        "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
+        f"precision {problem.workload.precision}": problem.workload.precision not in DTYPES,
+        "Ulysses": lay.ulysses > 1,
+        "ring attention": lay.cp > 1 and system.cp_kind != "allgather",
+        "unfused attention with context parallelism": lay.cp > 1 and problem.attention != "flash",
+        "ZeRO stages 2 and 3": lay.state_shards > 1 and lay.zero_stage >= 2,
+        "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
+        "optimizer in backward": zero_update == "backward",
+    }
+    found = [name for name, is_so in refused.items() if is_so]
+    if found:
+        raise NotExecutable(f"the torch runtime does not execute {', '.join(found)}")
+
+
+class RankModel:
+    """Chunks, parameters, rope tables and attention shape of one process."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        partition: Partition,
+        place: Coordinates,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.problem, self.place, self.device = problem, place, device
+        self.kind = problem.workload.model
+        self.dtype = DTYPES[problem.workload.precision]
+        lay, stage = problem.layout, place.pp
+        self.chunks = [ChunkOps(problem, stage, c, partition[stage][c]) for c in range(lay.vpp)]
+        self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
+        self.parameters: dict[str, Parameter] = {}
+        self.local = [{u.prefix: self._build(u, seed) for u in c.units} for c in self.chunks]
+        where = positions(lay, place, problem.workload.seq_len)
+        self.where = where.repeat(lay.micro_batch).to(device)
+        self.cos, self.sin = rope_tables(self.where, self.kind.head_dim, self.dtype)
+        self.slices = slices(lay, place)
+        self.batches: list[MicroBatch] = []
+        self.flop = 0.0
+        """Multiply-adds x 2 of every kernel that ran so far, from the shapes it ran with."""
+
+    def _build(self, unit: Unit, seed: int) -> dict[str, Parameter]:
+        lay, place = self.problem.layout, self.place
+        sharded = lay.zero_stage >= 1 and lay.state_shards > 1
+        owner = Owner(
+            tp_rank=place.tp,
+            tp=lay.tp,
+            state_rank=place.dp * lay.cp + place.cp if sharded else 0,
+            state_shards=lay.state_shards if sharded else 1,
+        )
+        vocab = self.problem.system.padded_vocab(self.kind.vocab, lay.tp)
+        found: dict[str, Parameter] = {}
+        for local, spec in unit_specs(self.kind, unit, vocab).items():
+            if spec.name not in self.parameters:
+                made = build(spec, owner, seed, self.dtype, self.device)
+                self.parameters[spec.name] = made
+            found[local] = self.parameters[spec.name]
+        return found
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """Per-rank sizes."""
+        return shapes(self.problem.workload, self.problem.layout, self.problem.system)
+
+    @property
+    def vocab_start(self) -> int:
+        """First token of this rank's vocabulary shard."""
+        return self.place.tp * self.shapes.vocab
+
+    @cached_property
+    def attention(self) -> Shape:
+        """One rank's attention."""
+        s = self.shapes
+        rows = s.tokens // s.micro_batch
+        return Shape(s.micro_batch, rows, s.heads, s.kv_heads, self.kind.head_dim)
+
+    def dtype_of(self, tensor: Activation) -> torch.dtype:
+        """Element type of an activation."""
+        if tensor.name == "loss_saved" and self.problem.system.logits_fp32:
+            return wide(self.dtype)
+        return wide(self.dtype) if tensor.name == "lse" else self.dtype
+
+    def states(self) -> list[Tensor]:
+        """Storages that are not activations."""
+        found = [t for p in self.parameters.values() for t in p.tensors()]
+        found += [t for b in self.batches for t in (b.ids, b.labels)]
+        return [*found, self.where, self.cos, self.sin]
+
+    def unit_parameters(self, chunk: int, prefix: str) -> list[Parameter]:
+        """Parameters that a unit's backward completes; a projection tied to the embedding of the
+        same rank is complete with the embedding."""
+        shared = set()
+        if prefix == "H" and "E" in self.local[chunk]:
+            shared = {p.spec.name for p in self.local[chunk]["E"].values()}
+        return [p for p in self.local[chunk][prefix].values() if p.spec.name not in shared]

@@ -1,0 +1,146 @@
+"""Storages that appear, part, meet and travel: ALLOC, SPLIT, JOIN, D2H, H2D, FREE."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rematbench.action import Action, Alloc, place
+from rematbench.ops import Activation
+from rematbench.torch.memory import (
+    ExecutionError,
+    HostPool,
+    Key,
+    Memory,
+    Site,
+    Slots,
+    Value,
+    as_bytes,
+    identity,
+)
+from rematbench.torch.model import RankModel
+from rematbench.torch.tracker import Tracker
+
+
+class Form(NamedTuple):
+    """What a split tensor was: dtype, shape, shard rows."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    first: int
+    count: int
+
+
+class Movers:
+    """Moves bytes of one rank; no arithmetic."""
+
+    def __init__(
+        self, model: RankModel, memory: Memory, slots: Slots, tracker: Tracker | None
+    ) -> None:
+        self.model, self.memory, self.slots, self.tracker = model, memory, slots, tracker
+        self.host = HostPool(model.device)
+        self.forms: dict[Key, Form] = {}
+        self.offload_bytes = 0
+
+    def alloc(self, action: Action, site: Site) -> None:
+        """Room for a tensor that is written, or (a gradient) summed, piece by piece."""
+        for alloc in action.allocs:
+            tensor = self._activation(alloc.name, site)
+            dtype = self.model.dtype_of(tensor)
+            make = torch.zeros if alloc.name.startswith("d:") else torch.empty
+            shape = (tensor.rows, tensor.row_bytes // dtype.itemsize)
+            data = make(shape, dtype=dtype, device=self.model.device)
+            self.memory.put(site.key(alloc.name), Value(data, 0, self.model.shapes.shard_tokens))
+
+    def _activation(self, storage: str, site: Site) -> Activation:
+        part, name = place(identity(storage))
+        unit = self.model.units[site.chunk].get(part)
+        if unit is None:  # the chunk's output goes by the name of the layer after its last
+            return self.model.chunks[site.chunk].boundary
+        return unit.table.activations[name]
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def split(self, action: Action, site: Site) -> None:
+        """Kept and offloaded parts, in order: of rows if the rest is rebuilt, else of bytes."""
+        name = action.reads[0]
+        whole = self.memory[site.key(name)]
+        data = whole.data
+        self.forms[site.key(name)] = Form(data.dtype, data.shape, whole.first, whole.count)
+        total = sum(alloc.nbytes for alloc in action.allocs)
+        if total == data.numel() * data.element_size():
+            self._split_bytes(action.allocs, site, data)
+        else:
+            self._split_rows(action.allocs, site, whole)
+
+    def _split_bytes(self, allocs: tuple[Alloc, ...], site: Site, data: Tensor) -> None:
+        start, flat = 0, as_bytes(data)
+        for alloc in allocs:
+            part = flat[start : start + alloc.nbytes].clone()
+            self.memory.put(site.key(alloc.name), Value(part))
+            start += alloc.nbytes
+
+    def _split_rows(self, allocs: tuple[Alloc, ...], site: Site, whole: Value) -> None:
+        data, first = whole.data, whole.first
+        row_bytes = data.numel() * data.element_size() // whole.count
+        for alloc in allocs:
+            count, odd = divmod(alloc.nbytes, row_bytes)
+            if odd:
+                raise ExecutionError(f"{alloc.name} has {alloc.nbytes} bytes: no whole rows")
+            part = whole.view(first, count).reshape(-1, data.shape[-1]).clone()
+            self.memory.put(site.key(alloc.name), Value(part, first, count))
+            first += count
+
+    def join(self, action: Action, site: Site) -> None:
+        """The whole tensor from its parts."""
+        name = action.allocs[0].name
+        form = self.forms.pop(site.key(name))
+        data = torch.empty(form.shape, dtype=form.dtype, device=self.model.device)
+        whole = Value(data, form.first, form.count)
+        parts = [self.memory[site.key(part)] for part in action.reads]
+        if all(part.count == 0 for part in parts):
+            torch.cat([part.data for part in parts], out=as_bytes(data))
+        else:
+            self._join_rows(whole, parts, name)
+        self.memory.put(site.key(name), whole)
+
+    def _join_rows(self, whole: Value, parts: list[Value], name: str) -> None:
+        """Rebuilt rows are the last ones; where they reach further, kept rows win."""
+        covered: set[int] = set()
+        for part in reversed(parts):
+            target = whole.view(part.first, part.count)
+            target.copy_(part.data.view(target.shape))
+            covered.update(range(part.first, part.first + part.count))
+        if len(covered) != whole.count:
+            raise ExecutionError(f"{name}: parts hold {len(covered)} of {whole.count} rows")
+
+    # -- host -------------------------------------------------------------------------------------
+
+    def to_host(self, action: Action, site: Site) -> None:
+        """A copy in the host pool."""
+        source, alloc = self.memory[site.key(action.reads[0])], action.allocs[0]
+        nbytes = source.data.numel() * source.data.element_size()
+        block = self.host.take(site.key(alloc.name), nbytes)
+        if self.tracker is not None:
+            self.tracker.as_host(block)
+        copy = block.view(source.data.dtype).view(source.data.shape)
+        copy.copy_(source.data, non_blocking=True)
+        self.offload_bytes += nbytes
+        self.memory.put(site.key(alloc.name), Value(copy, source.first, source.count))
+
+    def to_device(self, action: Action, site: Site) -> None:
+        """Back, into fresh memory or a staging slot."""
+        source, alloc = self.memory[site.key(action.reads[0])], action.allocs[0]
+        if alloc.slot:
+            room = self.slots.take(alloc.slot, alloc.nbytes, (site.micro_batch, site.chunk))
+            data = room.view(source.data.dtype).view(source.data.shape)
+        else:
+            data = torch.empty_like(source.data, device=self.model.device)
+        data.copy_(source.data, non_blocking=True)
+        self.memory.put(site.key(alloc.name), Value(data, source.first, source.count))
+
+    def free(self, key: Key) -> None:
+        """Drop a storage; a host block goes back to its pool."""
+        self.memory.free(key)
+        if key in self.host.lent:
+            self.host.give(key)

@@ -1,0 +1,186 @@
+"""Weights from one seed, the same for every layout; gradient buffers; AdamW, sharded by ZeRO-1.
+
+Each parameter draws its full tensor from a generator of its own (seed and name), in float64, and
+keeps its shard.  Storages are flat and padded to a multiple of the state shards, so that a ZeRO
+shard is a contiguous range of every parameter.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rematbench.chunk_ops import Unit
+from rematbench.torch.kernels import wide
+from rematbench.workload import Model
+
+INIT_STD = 0.05
+
+
+class ParameterSpec(NamedTuple):
+    """A full parameter: name, shape, the dimension tensor parallelism splits (None: replicated),
+    and its rows once padded (a vocabulary; 0: as many as it has)."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None = None
+    rows: int = 0
+
+
+class AdamW(NamedTuple):
+    """torch.optim.AdamW's numbers."""
+
+    lr: float = 1e-2
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+def unit_specs(model: Model, unit: Unit, vocab: int) -> dict[str, ParameterSpec]:
+    """Parameters of a unit by their local name; `vocab` is the padded vocabulary."""
+    match unit.table.part:
+        case "embedding":
+            return _embedding_specs(model, vocab)
+        case "head":
+            head = "embedding.weight" if model.tied_embeddings else "lm_head.weight"
+            norm = _norm_specs(model, "final_norm", "final_norm")
+            return norm | {"lm_head": ParameterSpec(head, (model.vocab, model.hidden), 0, vocab)}
+    return _layer_specs(model, f"layers.{unit.layer}")
+
+
+def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
+    shape: tuple[int, ...] = (model.vocab, model.hidden)
+    specs = {"embedding": ParameterSpec("embedding.weight", shape, 0, vocab)}
+    if model.position == "learned":
+        shape = (model.max_positions, model.hidden)
+        specs["position"] = ParameterSpec("position.weight", shape)
+    return specs
+
+
+def _norm_specs(model: Model, local: str, name: str) -> dict[str, ParameterSpec]:
+    specs = {local: ParameterSpec(f"{name}.weight", (model.hidden,))}
+    if model.norm == "layernorm":
+        specs[f"{local}.bias"] = ParameterSpec(f"{name}.bias", (model.hidden,))
+    return specs
+
+
+def _layer_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
+    hidden, q, kv, ffn = model.hidden, model.q_width, model.kv_width, model.ffn
+    specs: dict[str, ParameterSpec] = {}
+    norms = ["attn_norm", "mlp_norm"]
+    if model.post_norm:
+        norms += ["post_attn_norm", "post_mlp_norm"]
+    for norm in norms:
+        specs |= _norm_specs(model, norm, f"{prefix}.{norm}")
+    columns = {"q": q, "k": kv, "v": kv, "up_out": ffn}
+    if model.gated:
+        columns["gate_out"] = ffn
+    for local, width in columns.items():
+        specs[local] = ParameterSpec(f"{prefix}.{local}.weight", (width, hidden), 0)
+        if model.mlp_bias if local.endswith("_out") else model.qkv_bias:
+            specs[f"{local}.bias"] = ParameterSpec(f"{prefix}.{local}.bias", (width,), 0)
+    for local, width, bias in (("proj", q, model.proj_bias), ("fc2", ffn, model.mlp_bias)):
+        specs[local] = ParameterSpec(f"{prefix}.{local}.weight", (hidden, width), 1)
+        if bias:
+            specs[f"{local}.bias"] = ParameterSpec(f"{prefix}.{local}.bias", (hidden,))
+    return specs
+
+
+def full_weight(spec: ParameterSpec, seed: int) -> Tensor:
+    """The whole parameter in float64: its own generator, so no layout changes it."""
+    digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64) * INIT_STD
+    is_norm = "norm" in spec.name and spec.name.endswith("weight")
+    return noise + 1.0 if is_norm else noise
+
+
+def padded(full: Tensor, spec: ParameterSpec) -> Tensor:
+    """With zero rows up to the padded vocabulary."""
+    extra = spec.rows - full.shape[0] if spec.rows else 0
+    return torch.cat([full, full.new_zeros(extra, *full.shape[1:])]) if extra > 0 else full
+
+
+def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
+    """A tensor-parallel rank's part."""
+    if spec.split is None or degree == 1:
+        return full
+    return full.chunk(degree, spec.split)[rank]
+
+
+@dataclass
+class Parameter:
+    """One rank's part of a parameter with its gradient and, on its ZeRO shard, AdamW's state."""
+
+    spec: ParameterSpec
+    flat: Tensor
+    grad_flat: Tensor
+    shape: torch.Size
+    start: int
+    stop: int
+    master: Tensor
+    moment1: Tensor
+    moment2: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        """The compute copy."""
+        return self.flat[: self.shape.numel()].view(self.shape)
+
+    @property
+    def grad(self) -> Tensor:
+        """The gradient buffer."""
+        return self.grad_flat[: self.shape.numel()].view(self.shape)
+
+    def tensors(self) -> list[Tensor]:
+        """Every storage it holds."""
+        return [self.flat, self.grad_flat, self.master, self.moment1, self.moment2]
+
+    def update(self, rule: AdamW, step: int) -> None:
+        """One AdamW step (Loshchilov and Hutter, arXiv 1711.05101) on this rank's shard."""
+        g = self.grad_flat[self.start : self.stop].to(self.master.dtype)
+        self.master.mul_(1.0 - rule.lr * rule.weight_decay)
+        self.moment1.lerp_(g, 1.0 - rule.beta1)
+        self.moment2.mul_(rule.beta2).addcmul_(g, g, value=1.0 - rule.beta2)
+        root = (self.moment2 / (1.0 - rule.beta2**step)).sqrt_().add_(rule.eps)
+        self.master.addcdiv_(self.moment1, root, value=-rule.lr / (1.0 - rule.beta1**step))
+        self.flat[self.start : self.stop].copy_(self.master)
+
+
+class Owner(NamedTuple):
+    """Which shards of the parameters a rank holds."""
+
+    tp_rank: int
+    tp: int
+    state_rank: int
+    state_shards: int
+    """Ranks that share optimizer states: 1 without ZeRO."""
+
+
+def build(
+    spec: ParameterSpec, owner: Owner, seed: int, dtype: torch.dtype, device: torch.device
+) -> Parameter:
+    """This rank's part of a parameter, its gradients zero."""
+    own = shard(padded(full_weight(spec, seed), spec), spec, owner.tp_rank, owner.tp)
+    size = -(-own.numel() // owner.state_shards)
+    flat = torch.zeros(size * owner.state_shards, dtype=dtype, device=device)
+    flat[: own.numel()].copy_(own.reshape(-1))
+    start = size * owner.state_rank if owner.state_shards > 1 else 0
+    stop = start + size
+    master = torch.zeros_like(flat, dtype=wide(dtype))
+    master[: own.numel()].copy_(own.reshape(-1))
+    master = master[start:stop].clone()
+    return Parameter(
+        spec=spec,
+        flat=flat,
+        grad_flat=torch.zeros_like(flat, dtype=wide(dtype)),
+        shape=own.shape,
+        start=start,
+        stop=stop,
+        master=master,
+        moment1=torch.zeros_like(master),
+        moment2=torch.zeros_like(master),
+    )

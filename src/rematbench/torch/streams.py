@@ -1,0 +1,94 @@
+"""Streams and events: real ones on CUDA, issue order on a CPU; the executor's code is the same."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from rematbench.action import STREAMS
+
+
+class Mark:
+    """A recorded event: a CUDA event, and messages that must have arrived."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self.event = event
+        self.works: list[dist.Work] = []
+        self.then: list[Callable[[], None]] = []
+
+    def finish(self) -> None:
+        """Wait for the messages (on CUDA the current stream waits, not the host)."""
+        while self.works:
+            self.works.pop(0).wait()
+        while self.then:
+            self.then.pop(0)()
+
+
+class Streams(Protocol):
+    """What the executor asks of a device's streams."""
+
+    def on(self, stream: str) -> AbstractContextManager[object]:
+        """Issue on a stream."""
+
+    def mark(self, stream: str) -> Mark:
+        """All work issued so far on a stream."""
+
+    def wait(self, stream: str, mark: Mark) -> None:
+        """Hold a stream until a mark."""
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """Compute will use (and free) a tensor that another stream made."""
+
+
+class HostStreams:
+    """A CPU: every action is done when it is issued, but for messages under way."""
+
+    def on(self, stream: str) -> AbstractContextManager[object]:
+        """Nothing to switch."""
+        return nullcontext()
+
+    def mark(self, stream: str) -> Mark:
+        """Nothing to record."""
+        return Mark(None)
+
+    def wait(self, stream: str, mark: Mark) -> None:
+        """The host waits for messages."""
+        mark.finish()
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """One stream only."""
+
+
+class CudaStreams:
+    """One CUDA stream for each named stream; events instead of synchronisation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams = {name: torch.cuda.Stream(device) for name in STREAMS}
+
+    def on(self, stream: str) -> AbstractContextManager[object]:
+        """Issue on the CUDA stream."""
+        return torch.cuda.stream(self.streams[stream])
+
+    def mark(self, stream: str) -> Mark:
+        """An event at the stream's end."""
+        event = torch.cuda.Event()
+        event.record(self.streams[stream])
+        return Mark(event)
+
+    def wait(self, stream: str, mark: Mark) -> None:
+        """The stream waits for the event and for messages; the host does not."""
+        with self.on(stream):
+            mark.finish()
+        if mark.event is not None:
+            self.streams[stream].wait_event(mark.event)
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """The allocator gives the memory out again only when compute is past it."""
+        tensor.record_stream(self.streams["compute"])
+
+
+def make_streams(device: torch.device) -> Streams:
+    """Streams of a device."""
+    return CudaStreams(device) if device.type == "cuda" else HostStreams()

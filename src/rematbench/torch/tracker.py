@@ -1,0 +1,81 @@
+"""Live bytes as storages really are: registered when torch makes them, gone when torch frees them.
+
+Knows nothing of plans or actions.  A dispatch mode sees the outputs of every torch operator and
+holds each new untyped storage by a weak reference whose callback takes its bytes off.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class Tracker(TorchDispatchMode):
+    """Counts storages made while it is active.
+
+    `exclude`: storages that are states (parameters, gradients, optimizer, inputs), made before or
+    inside; `as_host`: storages of the host pool, counted apart.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device_bytes = 0
+        self.host_bytes = 0
+        self.device_peak_bytes = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, tuple[int, bool]] = {}
+        self._excluded: set[int] = set()
+        self._states: list[torch.UntypedStorage] = []
+
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Never count these storages (kept alive, so that their identity stays theirs)."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            self._forget(key)
+            if key not in self._excluded:
+                self._excluded.add(key)
+                self._states.append(storage)
+
+    def as_host(self, tensor: Tensor) -> None:
+        """Count this storage as host memory from now on."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._excluded:
+            return
+        self._see(storage)
+        nbytes, host = self._sizes[storage._cdata]
+        if not host:
+            self._sizes[storage._cdata] = (nbytes, True)
+            self.device_bytes -= nbytes
+            self.host_bytes += nbytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, then register what it made."""
+        result = func(*args, **(kwargs or {}))
+        for item in tree_iter(result):
+            if isinstance(item, Tensor):
+                self._see(item.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._excluded or key in self._known:
+            return
+        nbytes = storage.nbytes()
+        self._known[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
+        self._sizes[key] = (nbytes, False)
+        self.device_bytes += nbytes
+        self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
+
+    def _forget(self, key: int) -> None:
+        if self._known.pop(key, None) is None:
+            return
+        nbytes, host = self._sizes.pop(key)
+        if host:
+            self.host_bytes -= nbytes
+        else:
+            self.device_bytes -= nbytes

@@ -1,0 +1,42 @@
+"""Round constants for tests of the cost model: literal expectations never move with a new fit."""
+
+from rematbench.cost.constants import (
+    Calibration,
+    CommonConstants,
+    GpuConstants,
+    NetworkConstants,
+    SystemConstants,
+)
+
+GPU = GpuConstants(
+    sm_count=100.0,
+    tile_rows=128.0,
+    tile_columns=256.0,
+    gemm_efficiency=0.5,
+    gemm_tail_waves=0.0,
+    gemm_half_k=0.0,
+    flash_forward_efficiency=0.5,
+    flash_backward_efficiency=0.25,
+    flash_half_rows=0.0,
+    hbm_efficiency=0.5,
+    overlap_slowdown=1.5,
+)
+NETWORK = NetworkConstants(
+    nvlink_efficiency=1.0, nic_efficiency=0.5, ring_nics=8.0, nvlink_mesh=0.0
+)
+SYSTEM = SystemConstants(kernel_scale=1.0, attention_scale=1.0, launch_s=0.0, dp_stall=0.25)
+COMMON = CommonConstants(
+    nccl_base_s=(0.0,),
+    nccl_nvlink_hop_s=(0.0,),
+    nccl_network_hop_s=(0.0,),
+    nccl_bandwidth_share=(1.0,),
+    pcie_efficiency=0.5,
+    copy_latency_s=0.0,
+    optimizer_extra_bytes=0.0,
+)
+ROUND = Calibration(
+    gpus={"hopper": GPU, "ampere": GPU},
+    networks={"default": NETWORK},
+    systems={"default": SYSTEM},
+    common=COMMON,
+)

@@ -1,0 +1,124 @@
+"""The model once more, plainly, with autograd and one process: what every layout must equal."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rematbench.torch.batch import Batch
+from rematbench.torch.kernels import IGNORED, NORM_EPS, ROPE_BASE
+from rematbench.torch.parameters import AdamW, full_weight, unit_specs
+from rematbench.chunk_ops import ChunkOps
+from rematbench.problem import Problem
+from rematbench.workload import Model
+
+
+class Run(NamedTuple):
+    """Losses of the steps, and each step's gradients by parameter."""
+
+    losses: list[float]
+    gradients: list[dict[str, Tensor]]
+
+
+class Reference:
+    """A Llama- or GPT-like decoder over named parameters."""
+
+    def __init__(self, model: Model, weights: dict[str, Tensor]) -> None:
+        self.model, self.weights = model, weights
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.weights[f"{name}.weight"]
+        if self.model.norm == "rmsnorm":
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + NORM_EPS) * weight
+        return F.layer_norm(x, x.shape[-1:], weight, self.weights[f"{name}.bias"], NORM_EPS)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def heads(self, x: Tensor, name: str, heads: int) -> Tensor:
+        y = self.linear(x, name).unflatten(-1, (heads, -1)).transpose(1, 2)
+        if self.model.position != "rope" or name.endswith("v"):
+            return y
+        half = y.shape[-1] // 2
+        power = torch.arange(half, dtype=torch.float64) * 2 / y.shape[-1]
+        angle = torch.arange(y.shape[-2], dtype=torch.float64)[:, None] * ROPE_BASE**-power
+        turn = torch.polar(torch.ones_like(angle), angle)
+        turned = torch.complex(y[..., :half].double(), y[..., half:].double()) * turn
+        return torch.cat([turned.real, turned.imag], -1).to(x.dtype)
+
+    def layer(self, x: Tensor, name: str) -> Tensor:
+        m = self.model
+        y = self.norm(x, f"{name}.attn_norm")
+        q = self.heads(y, f"{name}.q", m.num_heads)
+        k = self.heads(y, f"{name}.k", m.num_kv_heads).repeat_interleave(
+            m.num_heads // m.num_kv_heads, 1
+        )
+        v = self.heads(y, f"{name}.v", m.num_kv_heads).repeat_interleave(
+            m.num_heads // m.num_kv_heads, 1
+        )
+        scores = q @ k.transpose(-1, -2) / m.head_dim**0.5
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        y = scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+        y = self.linear(y.transpose(1, 2).flatten(2), f"{name}.proj")
+        x = x + (self.norm(y, f"{name}.post_attn_norm") if m.post_norm else y)
+        y = self.norm(x, f"{name}.mlp_norm")
+        up = self.linear(y, f"{name}.up_out")
+        if m.gated:
+            gate = self.linear(y, f"{name}.gate_out")
+            up = (F.silu(gate) if m.mlp == "swiglu" else F.gelu(gate)) * up
+        else:
+            up = F.gelu(up)
+        y = self.linear(up, f"{name}.fc2")
+        return x + (self.norm(y, f"{name}.post_mlp_norm") if m.post_norm else y)
+
+    def loss(self, batch: Batch) -> Tensor:
+        x = self.weights["embedding.weight"][batch.ids]
+        if self.model.position == "learned":
+            x = x + self.weights["position.weight"][: x.shape[1]]
+        for layer in range(self.model.num_layers):
+            x = self.layer(x, f"layers.{layer}")
+        x = self.norm(x, "final_norm")
+        tied = self.model.tied_embeddings
+        logits = x @ self.weights["embedding.weight" if tied else "lm_head.weight"].T
+        return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED)
+
+
+def weights_of(problem: Problem, seed: int) -> dict[str, Tensor]:
+    """Every full parameter, float64, as leaves."""
+    layers = tuple(range(problem.workload.model.num_layers))
+    lay, model = problem.layout, problem.workload.model
+    first = ChunkOps(problem, 0, 0, layers)
+    last = ChunkOps(problem, lay.pp - 1, lay.vpp - 1, layers)
+    specs = {
+        spec.name: spec
+        for unit in (*first.units, *last.units)
+        for spec in unit_specs(model, unit, model.vocab).values()
+    }
+    return {name: full_weight(spec, seed).requires_grad_() for name, spec in specs.items()}
+
+
+def train(problem: Problem, batches: list[Batch], seed: int, rule: AdamW) -> Run:
+    """AdamW steps on whole batches, with torch's own optimizer."""
+    weights = weights_of(problem, seed)
+    model = Reference(problem.workload.model, weights)
+    optimizer = torch.optim.AdamW(
+        weights.values(),
+        lr=rule.lr,
+        betas=(rule.beta1, rule.beta2),
+        eps=rule.eps,
+        weight_decay=rule.weight_decay,
+    )
+    run = Run([], [])
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model.loss(batch)
+        loss.backward()
+        run.losses.append(float(loss.detach()))
+        gradients = {}
+        for name, weight in weights.items():
+            assert weight.grad is not None
+            gradients[name] = weight.grad.clone()
+        run.gradients.append(gradients)
+        optimizer.step()
+    return run

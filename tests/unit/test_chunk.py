@@ -1,0 +1,106 @@
+"""Chunk level equals op level: one macro per block, exact in (max, +)."""
+
+import random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.action import Action, Kind
+from rematbench.chunk import macro_of, simulate_chunks
+from rematbench.lower import lower
+from rematbench.program import parse_program
+from rematbench.seconds import action_seconds
+from rematbench.simulate import DeadlockError, compile_block, simulate
+from tests.problems import BALANCED, FULL, LLAMA, SKELETAL, half, layers, problem, transfers
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"global_batch": 3},
+    {"tp": 2, "cp": 2, "pp": 2, "vpp": 2, "dp": 2, "global_batch": 8},
+    {"system": "megatron-kwai", "tp": 2, "pp": 4, "global_batch": 6},
+    {"system": "torchtitan", "dp": 2, "zero_stage": 3, "global_batch": 6},
+    {"system": "megatron-core", "cp": 2, "pp": 2, "vpp": 2, "global_batch": 4},
+]
+PLANS = {
+    "keep_all": ((), {}),
+    "full": (FULL, {}),
+    "balanced+offload": ((BALANCED, half()), {"before_send_phases": ("warmup", "cooldown")}),
+    "skeletal": (SKELETAL, {"granularity": "layer"}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PLANS)
+def test_equal_to_op_level(layout: dict[str, Any], name: str) -> None:
+    given = problem(**layout)
+    rules, moves = PLANS[name]
+    program = lower(transfers(given.base_plan.with_rules(*rules), **moves), given)
+    for seconds in (action_seconds(given), whimsical):
+        op, chunk = simulate(program, seconds), simulate_chunks(program, seconds)
+        assert chunk.step_s == pytest.approx(op.step_s, rel=1e-9)
+        assert chunk.rank_end_s == pytest.approx(op.rank_end_s, rel=1e-9)
+        assert chunk.stream_busy_s == op.stream_busy_s
+
+
+def whimsical(action: Action, rank: int) -> float:
+    """Any cost at all, a power of two, so that sums are exact and copies often dominate."""
+    draw = random.Random(f"{action.kind} {action.part} {action.op} {rank}")
+    return draw.choice([0.0, 0.125, 0.5, 1.0, 4.0])
+
+
+def test_one_micro_batch_per_stage_does_not_wait_for_itself() -> None:
+    """A forward's send leaves before its own backward's receive is waited for, though both are
+    steps of one (micro-batch, chunk) and neighbours."""
+    given = problem(model=layers(3), pp=3, global_batch=1)
+    program = lower(given.base_plan, given)
+    assert simulate_chunks(program, whimsical) == simulate(program, whimsical)
+
+
+def test_the_tied_exchange_does_not_wait_for_itself() -> None:
+    given = problem(model=replace(LLAMA, tied_embeddings=True), pp=2, global_batch=2)
+    program = lower(given.base_plan, given)
+    assert simulate_chunks(program, whimsical).step_s == simulate(program, whimsical).step_s
+
+
+def test_a_block_is_a_max_plus_map() -> None:
+    """Compute: 1 + 2 after itself, or 2 after the copy it waits for; d2h: 4 after compute's 1."""
+    text = (
+        "rank 0\nblock F\n"
+        "F0.0 compute L0.a a=L0.x:8 e=e0 n=1\n"
+        "WAIT0.0 d2h - w=e0\n"
+        "D2H0.0 d2h L0.x r=L0.x a=L0.x@host:8 e=d2h n=4\n"
+        "WAIT0.0 compute - w=h2d\n"
+        "F0.0 compute L0.b r=L0.x n=2\n"
+    )
+    (block,) = parse_program(text).ranks[0].blocks
+    macro = macro_of(compile_block(block, 0, lambda action, rank: float(action.nbytes)))
+    compute, d2h, event = 0, 6, 8
+    assert macro.waits == ("h2d",)
+    assert {target: dict(terms) for target, terms in macro.streams} == {
+        compute: {compute: 3.0, event: 2.0},
+        d2h: {d2h: 4.0, compute: 5.0},
+    }
+    assert [(name, dict(terms)) for name, terms in macro.events] == [
+        ("d2h", {d2h: 4.0, compute: 5.0})
+    ]
+
+
+def test_linear_in_micro_batches() -> None:
+    """In the steady state one more micro-batch costs one more slot of every chunk."""
+    steps = []
+    for m in (8, 12, 16):
+        given = problem(model=layers(8), pp=4, vpp=2, global_batch=m)
+        steps.append(simulate_chunks(lower(given.base_plan, given), _slots).step_s)
+    assert steps[2] - steps[1] == steps[1] - steps[0] == 4 * 2 * 3
+
+
+def _slots(action: Action, rank: int) -> float:
+    if action.op != "attention":
+        return 0.0
+    return {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 2.0}.get(action.kind, 0.0)
+
+
+def test_a_deadlock_is_named_here_too() -> None:
+    text = "rank 0\nblock B\nWAIT0.0 compute - w=recv_b\nF0.0 compute L0.a\n"
+    with pytest.raises(DeadlockError, match=r"rank 0 waits for message \('b', 0, 0\)"):
+        simulate_chunks(parse_program(text), _slots)

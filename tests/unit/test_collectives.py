@@ -1,0 +1,177 @@
+"""Where process groups lie, which links they share, and what a ring then costs."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from rematbench.cost import collectives as c
+from rematbench.cost.bind import CostModel
+from rematbench.layout import Layout
+from rematbench.load import load_cluster, load_model, load_system
+from rematbench.ops import Comm, CommKind
+from rematbench.workload import Workload
+from tests.cost_constants import COMMON, NETWORK, ROUND
+
+ORDER = ("tp", "cp", "dp", "pp")
+GB = 10**9
+
+
+def shape(layout: Layout, group: str, stage: int = 0, per_node: int = 8) -> c.GroupShape:
+    return c.worst_group(layout, group, stage, per_node, ORDER)
+
+
+def test_ranks_are_tp_then_cp_then_dp_then_pp() -> None:
+    layout = Layout(tp=2, cp=2, dp=2, pp=2)
+    assert c.group_ranks(layout, "tp", 0, ORDER)[0] == (0, 1)
+    assert (0, 2) in c.group_ranks(layout, "cp", 0, ORDER)
+    assert (1, 5) in c.group_ranks(layout, "dp", 0, ORDER)
+    assert (8, 12) in c.group_ranks(layout, "dp", 1, ORDER)
+    assert (3, 11) in c.group_ranks(layout, "pp", 0, ORDER)
+    assert {frozenset(group) for group in c.group_ranks(layout, "state", 0, ORDER)} == {
+        frozenset((0, 2, 4, 6)),
+        frozenset((1, 3, 5, 7)),
+    }
+
+
+def test_stride_is_the_product_of_the_faster_degrees() -> None:
+    layout = Layout(tp=4, cp=2, dp=3, pp=5)
+    strides = [c.group_stride(layout, group, ORDER) for group in ORDER]
+    assert strides == [1, 4, 8, 24]
+
+
+def test_ulysses_ranks_are_neighbours_taken_from_dp() -> None:
+    layout = Layout(ulysses=4, dp=8)
+    assert c.group_ranks(layout, "cp", 0, ORDER)[0] == (0, 1, 2, 3)
+    assert shape(layout, "dp").ranks == 2
+    assert shape(layout, "state").ranks == 8
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (Layout(tp=8), c.GroupShape(8, 8, 1)),
+        (Layout(tp=16), c.GroupShape(16, 8, 2)),
+    ],
+)
+def test_tensor_groups(layout: Layout, expected: c.GroupShape) -> None:
+    assert shape(layout, "tp") == expected
+
+
+def test_an_uneven_straddle_is_the_worst_group() -> None:
+    # 65B on 112 GPUs (ATC'24 figure 9): a stage is 28 ranks = three nodes and a half, so one
+    # node holds a single rank of each DP group of seven.
+    layout = Layout(tp=4, pp=4, dp=7)
+    assert [shape(layout, "state", stage).fewest_per_node for stage in range(4)] == [1, 1, 1, 1]
+    assert shape(layout, "state") == c.GroupShape(7, 1, 4)
+
+
+def model(**layout: Any) -> CostModel:
+    cluster = replace(
+        load_cluster("h800-80gb"), nvlink_bytes_per_s=200e9, nics_per_node=8, nic_bytes_per_s=12.5e9
+    )
+    work = Workload(model=load_model("llama-65b"), seq_len=4096)
+    return CostModel(
+        cluster=cluster,
+        system=load_system("megatron-kwai"),
+        layout=Layout(**layout),
+        workload=work,
+        calibration=ROUND,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "nics"),
+    [({"tp": 8, "dp": 4}, 1), ({"tp": 4, "dp": 4}, 2), ({"tp": 2, "dp": 8}, 4)],
+)
+def test_a_dp_ring_has_the_nics_of_its_fewest_ranks_on_a_node(
+    layout: dict[str, int], nics: int
+) -> None:
+    size = layout["dp"]
+    seconds = model(**layout).comm_s(Comm("reduce_scatter", "dp", GB), 0)
+    assert seconds == pytest.approx((size - 1) / size * GB / (nics * 12.5e9 * 0.5))
+
+
+def test_a_ring_inside_a_node_runs_on_nvlink() -> None:
+    seconds = model(tp=4, dp=2).comm_s(Comm("all_gather", "tp", GB), 0)
+    assert seconds == pytest.approx(0.75 * GB / 200e9)
+
+
+def test_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+    costs = model(tp=8)
+    once = costs.comm_s(Comm("all_gather", "tp", GB), 0)
+    assert costs.comm_s(Comm("all_reduce", "tp", GB), 0) == pytest.approx(2 * once)
+
+
+def test_lonely_groups_cost_nothing() -> None:
+    costs = model(tp=1, dp=1)
+    kinds: tuple[CommKind, ...] = (
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "all_to_all",
+        "ring",
+    )
+    for kind in kinds:
+        assert costs.comm_s(Comm(kind, "tp", GB), 0) == 0.0
+
+
+def test_ring_attention_has_one_nic_between_nodes() -> None:
+    inside = model(tp=2, cp=4).comm_s(Comm("ring", "cp", GB), 0)
+    outside = model(tp=4, cp=4).comm_s(Comm("ring", "cp", GB), 0)
+    assert inside == pytest.approx(0.75 * GB / 200e9)
+    assert outside == pytest.approx(0.75 * GB / 6.25e9)
+
+
+def test_all_to_all_splits_between_nvlink_and_the_own_nic() -> None:
+    # 16 ranks on two nodes: half of the payload leaves over the rank's NIC
+    seconds = c.all_to_all_s(GB, 16, 8, 2, 200e9, 6.25e9, COMMON)
+    assert seconds == pytest.approx(0.5 * GB / 6.25e9)
+    assert c.all_to_all_s(GB, 8, 8, 1, 200e9, 6.25e9, COMMON) == pytest.approx(7 / 8 * GB / 200e9)
+
+
+def test_point_to_point_uses_the_own_nic_between_nodes() -> None:
+    costs = model(tp=8, pp=2)
+    assert costs.p2p_s(GB, 0, 1) == pytest.approx(GB / 6.25e9)
+    assert model(tp=4, pp=2).p2p_s(GB, 0, 1) == pytest.approx(GB / 200e9)
+
+
+def test_a_mesh_gives_a_pair_its_own_links_only() -> None:
+    assert c.nvlink_share(2, 4, 1) == pytest.approx(1 / 3)
+    assert c.nvlink_share(4, 4, 1) == 1.0
+    assert c.nvlink_share(2, 4, 0) == 1.0
+
+
+def test_latency_counts_hops_and_the_faster_protocol_wins() -> None:
+    two = replace(
+        COMMON,
+        nccl_base_s=(0.0, 10.0),
+        nccl_nvlink_hop_s=(1.0, 1.0),
+        nccl_network_hop_s=(5.0, 5.0),
+        nccl_bandwidth_share=(0.5, 1.0),
+    )
+    # 8 ranks on 2 nodes: 7 steps, 7 x 2 / 8 of them between nodes
+    hops = 7 * 0.25 * 5.0 + 7 * 0.75 * 1.0
+    assert c.all_gather_s(0.0, 8, 2, 1.0, two) == pytest.approx(hops)
+    assert c.all_gather_s(160.0, 8, 2, 1.0, two) == pytest.approx(hops + 10.0 + 140.0)
+
+
+def test_collectives_broadcast() -> None:
+    nbytes, ranks = np.array([[1e6], [1e9]]), np.array([1, 2, 8])
+    nodes = np.array([1, 1, 4])
+    table = c.all_gather_s(nbytes, ranks, nodes, 1e9, COMMON)
+    assert np.shape(table) == (2, 3)
+    assert np.all(np.asarray(table)[:, 0] == 0.0)
+    rates = c.ring_bytes_per_s(np.array([1, 4]), np.array([1, 4]), 200e9, 6.25e9, 8)
+    assert list(np.asarray(rates)) == [200e9, 25e9]
+    assert list(np.asarray(c.ring_bytes_per_s(np.array([1, 4]), 2, 200e9, 6.25e9, 2))) == [
+        6.25e9,
+        12.5e9,
+    ]
+
+
+def test_the_network_constants_of_an_unknown_cluster_are_the_default() -> None:
+    assert ROUND.network("somewhere") is NETWORK
+    with pytest.raises(KeyError, match="no calibration for GPU generation 'pascal'"):
+        ROUND.gpu("pascal")

@@ -1,0 +1,77 @@
+"""The one FLOP function against every (throughput, MFU) pair its main source prints."""
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.cost.flops import attention_flop_per_token, hfu, mfu, model_flop_per_token
+from rematbench.load import load_model
+from rematbench.workload import Model
+
+H800, A800 = 989.5e12, 312e12
+
+# Yuan et al., USENIX ATC 2024, artifact README: tokens/s/GPU and MFU % as printed.
+PUBLISHED = [
+    ("llama-7b", 12288, A800, 3016, 47.7),
+    ("llama-7b", 12288, A800, 3803, 60.1),
+    ("llama-7b", 12288, A800, 2847, 45.0),
+    ("llama-7b", 12288, H800, 6639, 33.1),
+    ("llama-7b", 12288, H800, 8273, 41.2),
+    ("llama-7b", 12288, H800, 6138, 30.6),
+    ("llama-175b", 8192, H800, 299, 33.4),
+    ("llama-175b", 8192, H800, 387, 43.2),
+    ("llama-175b", 8192, H800, 278, 31.0),
+]
+
+
+@pytest.mark.parametrize(("model", "seq_len", "peak", "speed", "percent"), PUBLISHED)
+def test_published_mfu(model: str, seq_len: int, peak: float, speed: int, percent: float) -> None:
+    reached = 100 * mfu(speed, load_model(model), seq_len, peak)
+    # speeds are printed to a whole token (0.5 of 278 is 0.2 %), MFU to a tenth
+    assert reached == pytest.approx(percent, abs=0.05 + percent * 0.5 / speed)
+
+
+def small(**changes: object) -> Model:
+    model = Model(
+        name="small",
+        num_layers=2,
+        hidden=4,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=3,
+        ffn=8,
+        vocab=10,
+        mlp="swiglu",
+        norm="rmsnorm",
+        position="rope",
+        tied_embeddings=False,
+    )
+    return replace(model, **changes)
+
+
+def test_closed_form() -> None:
+    # layer: q 4x6, k and v 4x3 each, proj 6x4, three 4x8 -> 24 + 24 + 24 + 96 = 168; head 40
+    assert model_flop_per_token(small(), 16) == 6 * (2 * 168 + 40) + 6 * 2 * 6 * 16
+    assert model_flop_per_token(small(), 16, causal=False) == 6 * (2 * 168 + 40) + 12 * 2 * 6 * 16
+
+
+def test_hidden_width_is_not_heads_times_head_dim() -> None:
+    assert attention_flop_per_token(small(head_dim=5), 16, causal=False) == 12 * 2 * 10 * 16
+
+
+def test_windows_count_their_own_keys() -> None:
+    # window 4 of 16: (1 + 2 + 3 + 4 x 13) / 16 keys; the other layer is full causal: 8
+    model = small(attention_window=(4, 0))
+    assert attention_flop_per_token(model, 16, causal=True) == 12 * 6 * (58 / 16 + 8)
+
+
+def test_a_window_of_the_whole_sequence_is_no_window() -> None:
+    model = small(attention_window=(16, 0))
+    assert attention_flop_per_token(model, 16, causal=True) == attention_flop_per_token(
+        small(), 16, causal=True
+    )
+
+
+def test_hfu_adds_recompute_only() -> None:
+    model = small()
+    again = model_flop_per_token(model, 16)
+    assert hfu(7.0, model, 16, 1e6, again) == pytest.approx(2 * mfu(7.0, model, 16, 1e6))

@@ -1,0 +1,375 @@
+"""What a plan becomes: literal issue orders, what each rule adds, and what is refused by name."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.action import HOST, Action, Kind
+from rematbench.check import check
+from rematbench.lower import lower
+from rematbench.plan import (
+    Group,
+    MiniSequence,
+    Offload,
+    Plan,
+    PlanError,
+    Recompute,
+    Rule,
+    Select,
+    Split,
+    StateFate,
+    Window,
+)
+from rematbench.problem import Problem
+from rematbench.program import Program
+from tests.problems import (
+    BALANCED,
+    FULL,
+    LLAMA,
+    SKELETAL,
+    by_layer,
+    half,
+    layers,
+    problem,
+    rule,
+    transfers,
+)
+from tests.strategies import grouped
+
+
+def steps(program: Program, rank: int) -> str:
+    """The labels of a rank's steps."""
+    of = program.ranks[rank]
+    return " ".join(f"{of.blocks[s.block].label}{s.micro_batch}.{s.chunk}" for s in of.steps)
+
+
+def actions(program: Program, *kinds: Kind) -> list[Action]:
+    return [a for r in program.ranks for a, _, _ in r.actions() if not kinds or a.kind in kinds]
+
+
+def counts(program: Program) -> Counter[Kind]:
+    return Counter(action.kind for action in actions(program))
+
+
+def block(program: Program, label: str) -> list[str]:
+    """Kind and operator of the compute actions of a rank's first block of a label."""
+    found = next(b for b in program.ranks[0].blocks if b.label == label)
+    return [f"{a.kind.value} {a.op}" for a in found.actions if a.stream == "compute" and a.op]
+
+
+def two_stages(**kwargs: Any) -> Problem:
+    return problem(model=layers(2), pp=2, global_batch=2, **kwargs)
+
+
+def test_literal_steps_of_1f1b() -> None:
+    """Sends overlap the next pass; a sent buffer is freed after it."""
+    given = two_stages()
+    program = lower(given.base_plan, given)
+    assert steps(program, 0) == (
+        "F0.0 send_f0.0 F1.0 send_f1.0 free_sent_f0.0 recv_b0.0 B0.0 free_sent_f1.0 "
+        "recv_b1.0 B1.0 OPT0.0"
+    )
+    assert steps(program, 1) == (
+        "recv_f0.0 F0.0 B0.0 send_b0.0 recv_f1.0 F1.0 free_sent_b0.0 B1.0 send_b1.0 "
+        "free_sent_b1.0 OPT0.0"
+    )
+
+
+def test_without_p2p_overlap_a_send_is_waited_for_at_once() -> None:
+    given = two_stages(system_changes={"p2p_overlap": False})
+    assert steps(lower(given.base_plan, given), 0) == (
+        "F0.0 send_f0.0 free_sent_f0.0 F1.0 send_f1.0 free_sent_f1.0 recv_b0.0 B0.0 recv_b1.0 "
+        "B1.0 OPT0.0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lag", "expected"),
+    [
+        (1, "F0.0 D2H0.0 F1.0 D2H1.0 free_d2h0.0 H2D0.0 F2.0 D2H2.0 free_d2h1.0 H2D1.0 "
+            "B0.0 free_d2h2.0 H2D2.0 B1.0 B2.0 OPT0.0"),
+        (2, "F0.0 D2H0.0 F1.0 D2H1.0 free_d2h0.0 H2D0.0 F2.0 D2H2.0 free_d2h1.0 H2D1.0 "
+            "B0.0 free_d2h2.0 H2D2.0 B1.0 B2.0 OPT0.0"),
+    ],
+)  # fmt: skip
+def test_literal_steps_of_chunk_offload(lag: int, expected: str) -> None:
+    """D2H after the forward, freed `lag` passes later (or when it comes back); H2D beside the
+    previous backward, the first one's beside the last forward."""
+    given = problem(model=layers(1), global_batch=3)
+    plan = replace(given.base_plan, schedule="gpipe").with_rules(half())
+    assert steps(lower(transfers(plan, release_lag=lag), given), 0) == expected
+
+
+def test_reload_slots_alternate() -> None:
+    given = problem(model=layers(1), global_batch=4)
+    plan = replace(given.base_plan, schedule="gpipe").with_rules(rule(Offload(), "attn_out"))
+    program = lower(transfers(plan, reload_slots=2), given)
+    slots = [a.allocs[0].slot for a in actions(program, Kind.H2D)]
+    assert slots == ["slot/reload0", "slot/reload1"] * 2
+
+
+def test_full_recompute_runs_every_operator_again() -> None:
+    given = problem(model=layers(1))
+    program = lower(given.base_plan.with_rules(*FULL), given)
+    operators = [op.name for op in given.layer(0).ops]
+    assert [a.op for a in actions(program, Kind.RECOMPUTE)] == operators
+
+
+def test_balanced_recompute_runs_norms_and_activation_only() -> None:
+    given = problem(model=layers(1))
+    program = lower(given.base_plan.with_rules(BALANCED), given)
+    rebuilt = [a.op for a in actions(program, Kind.RECOMPUTE)]
+    assert rebuilt == ["act", "mul", "mlp_norm", "attn_norm"]
+    kept = counts(lower(given.base_plan, given))
+    assert counts(program)[Kind.ALL_GATHER] == kept[Kind.ALL_GATHER]
+
+
+def test_scope_decides_when() -> None:
+    """Consumer: just before its first reader in the backward; layer: when the layer's starts."""
+    given = problem(model=layers(1))
+    for scope, expected in (
+        ("consumer", ["B fc1", "W fc1", "R mlp_norm", "B mlp_norm"]),
+        ("layer", ["R mlp_norm", "B fc2"]),
+    ):
+        fate = Recompute(scope=scope)  # type: ignore[arg-type]
+        trace = block(lower(given.base_plan.with_rules(rule(fate, "mlp_norm_out")), given), "B")
+        at = trace.index("R mlp_norm")
+        first = trace.index(expected[0] if scope == "layer" else "B fc1")
+        assert at == first if scope == "layer" else at == first - 1
+
+
+def test_a_group_is_rebuilt_once_in_forward_order() -> None:
+    given = problem(model=layers(3))
+    program = lower(given.base_plan.with_rules(*grouped(given.base_plan.partition)), given)
+    order = [a.part for a in actions(program, Kind.RECOMPUTE) if a.op == "qkv"]
+    assert order == ["L0", "L1", "L2"]
+    trace = block(program, "B")
+    assert trace.index("B final_norm") < trace.index("R attn_norm") < trace.index("B fc2")
+
+
+def test_a_window_puts_recomputation_beside_its_collective() -> None:
+    """Between the gather's issue and the wait for it: Lynx's overlapped recomputation."""
+    given = problem(model=layers(2), tp=2)
+    window = Window(op="fc1", direction="backward", layer_offset=1)
+    fate = Recompute(scope="layer", window=window)
+    program = lower(given.base_plan.with_rules(rule(fate, "attn_norm_out")), given)
+    backward = next(b for b in program.ranks[0].blocks if b.label == "B").actions
+    at = next(
+        i for i, a in enumerate(backward) if a.kind is Kind.RECOMPUTE and a.part == "L0"
+    )  # fmt: skip
+    before = [a for a in backward[:at] if a.stream == "tp" and a.comm][-1]
+    assert (before.part, before.op) == ("L1", "fc1")
+    assert before.event not in [a.wait for a in backward[:at] if a.stream == "compute"]
+
+
+def test_split_stores_rows_apart_and_joins_them() -> None:
+    given = problem(model=layers(1))
+    split = Split(offload=0.25, recompute=0.5)
+    program = lower(given.base_plan.with_rules(rule(split, "mlp_norm_out")), given)
+    row = given.layer(0).activations["mlp_norm_out"].row_bytes
+    (cut,), (joined,) = actions(program, Kind.SPLIT), actions(program, Kind.JOIN)
+    assert [(a.name, a.nbytes) for a in cut.allocs] == [
+        ("L0.mlp_norm_out#k", 8 * row),
+        ("L0.mlp_norm_out#o", 8 * row),
+    ]
+    assert joined.reads == ("L0.mlp_norm_out#k", "L0.mlp_norm_out#o", "L0.mlp_norm_out#r")
+    assert [a.nbytes for a in joined.allocs] == [32 * row]
+    (again,) = actions(program, Kind.RECOMPUTE)
+    assert (again.fraction, again.allocs[0].nbytes) == (0.5, 16 * row)
+
+
+def test_layer_copies_run_ahead_by_the_prefetch() -> None:
+    given = problem(model=layers(4))
+    for ahead in (1, 2):
+        plan = by_layer(given.base_plan.with_rules(*SKELETAL), prefetch_layers=ahead)
+        trace = [
+            f"{a.kind.value} {a.part}"
+            for a in next(b for b in lower(plan, given).ranks[0].blocks if b.label == "B").actions
+            if a.op == "lse" or (a.kind is Kind.BACKWARD_INPUT and a.op == "attention")
+        ]
+        loads, backwards = [[t for t in trace if t[0] == kind] for kind in "HB"]
+        assert loads == [f"H2D L{i}" for i in (3, 2, 1, 0)]
+        assert trace.index("B L3") == ahead + 1
+        assert backwards == [f"B L{i}" for i in (3, 2, 1, 0)]
+
+
+def test_copies_may_have_to_end_before_the_send() -> None:
+    """ATC'24: copies never share the link with the point-to-point of warm-up and cool-down."""
+    given = problem(model=layers(3), pp=3, global_batch=4)
+    plan = transfers(given.base_plan.with_rules(half()), before_send_phases=("warmup",))
+    found = [s for s in steps(lower(plan, given), 0).split() if s.startswith(("hold", "send_f"))]
+    assert found == ["send_f0.0", "hold0.0", "send_f1.0", "send_f2.0", "send_f3.0"]
+
+
+# -- states ---------------------------------------------------------------------------------------
+
+
+def test_zero_3_gathers_each_layer_for_forward_and_backward() -> None:
+    given = problem(model=layers(3), dp=2, zero_stage=3, global_batch=4)
+    program = lower(given.base_plan, given)
+    gathers = [a for a in actions(program, Kind.ALL_GATHER) if a.op == "parameters"]
+    assert (
+        len(gathers) == (3 + 2) * 2 * 2
+    )  # layers and both ends, both directions, two micro-batches
+    reduces = [a for a in actions(program, Kind.REDUCE_SCATTER) if a.op == "gradients"]
+    assert len(reduces) == (3 + 2) * 2
+    layer = given.layer(0).parameters
+    assert {a.comm.nbytes for a in gathers if a.comm and a.part == "L1"} == {2 * layer}
+    assert {a.comm.nbytes for a in reduces if a.comm and a.part == "L1"} == {4 * layer}
+
+
+def test_kernels_read_the_parameters_they_need() -> None:
+    given = problem(model=layers(1), dp=2, zero_stage=3, global_batch=2)
+    program = lower(given.base_plan.with_rules(*FULL), given)
+    for action in actions(program, Kind.FORWARD, Kind.RECOMPUTE):
+        op = next((op for op in given.layer(0).ops if op.name == action.op), None)
+        if action.part == "L0" and op is not None:
+            assert ("L0.parameters" in action.reads) == (op.parameters > 0)
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(0, Kind.ALL_REDUCE), (1, Kind.REDUCE_SCATTER)])
+def test_gradients_are_reduced_once_per_chunk(stage: int, kind: Kind) -> None:
+    given = problem(model=layers(4), pp=2, vpp=2, dp=2, zero_stage=stage, global_batch=8)
+    program = lower(given.base_plan, given)
+    assert len([a for a in actions(program, kind) if a.op == "gradients"]) == 4
+    gathers = [a for a in actions(program, Kind.ALL_GATHER) if a.op == "parameters"]
+    assert len(gathers) == (4 if stage else 0)
+
+
+def test_overlapped_reduction_goes_by_buckets() -> None:
+    changes = {"reduce_overlap": True, "bucket_bytes": 1}
+    given = problem(model=layers(3), dp=2, global_batch=4, system_changes=changes)
+    reduces = [
+        (a.part, mb)
+        for a, mb, _ in lower(given.base_plan, given).ranks[0].actions()
+        if a.op == "gradients" and a.comm
+    ]
+    assert reduces == [(part, 1) for part in ("H", "L2", "L1", "L0", "E")]
+
+
+def test_tied_embeddings_exchange_their_gradient() -> None:
+    given = problem(model=replace(layers(3), tied_embeddings=True), pp=3, global_batch=3)
+    program = lower(given.base_plan, given)
+    tied = [a for r in program.ranks for a, _, _ in r.actions() if a.op == "tied"]
+    assert [a.kind for a in tied] == [Kind.SEND, Kind.RECV] * 2
+    assert {a.nbytes for a in tied} == {4 * 128 * LLAMA.hidden}
+    check(program)
+
+
+def test_optimizer_in_backward_updates_unit_by_unit() -> None:
+    given = problem(model=layers(2))
+    update = StateFate(kind="optimizer", update="backward")
+    plan = replace(given.base_plan, states=(update,))
+    parts = [a.part for a in actions(lower(plan, given), Kind.OPTIMIZER)]
+    assert parts == ["H", "L1", "L0", "E"]
+
+
+# -- mini-sequences -------------------------------------------------------------------------------
+
+
+def test_a_ragged_tail_is_a_smaller_last_piece() -> None:
+    """32 rows in 3 pieces: 11, 11, 10 (MsT drops no tail)."""
+    given = problem(model=layers(1))
+    plan = replace(given.base_plan, mini_sequences=(MiniSequence(("lm_head", "loss"), 3),))
+    program = lower(plan, given)
+    logits = given.head.activations["logits"]
+    pieces = [a.allocs[0] for a in actions(program, Kind.FORWARD) if a.op == "lm_head"]
+    assert [p.nbytes // logits.row_bytes for p in pieces] == [11, 11, 10]
+    assert [p.name for p in pieces] == ["H.logits%0", "H.logits%1", "H.logits%2"]
+
+
+@pytest.mark.parametrize(
+    ("ops", "count", "message"),
+    [
+        (("attention",), 2, "attention is not row-local"),
+        (("fc1", "fc2"), 2, "operators must be contiguous"),
+        (("lm_head",), 33, "33 pieces of 32 rows"),
+        (("conv",), 2, "names no operator of this model"),
+    ],
+)
+def test_illegal_mini_sequences(ops: tuple[str, ...], count: int, message: str) -> None:
+    given = problem()
+    plan = replace(given.base_plan, mini_sequences=(MiniSequence(ops, count),))
+    with pytest.raises(PlanError, match=message):
+        lower(plan, given)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+ORPHAN = r"L\d\.layer_input: recomputation needs it, but it is dropped and has no producer"
+ILLEGAL: list[tuple[str, tuple[Rule, ...], str]] = [
+    ("chunk input, by consumer", (rule(Recompute(), "layer_input"),), ORPHAN),
+    ("chunk input, whole layer", (rule(Recompute(scope="layer", whole=True)),), ORPHAN),
+    (
+        "chunk input, as a group",
+        (rule(Recompute(scope=Group(first=0, last=3))),),
+        ORPHAN,
+    ),
+    (
+        "part of attention",
+        (rule(Split(recompute=0.5), "attn_out"),),
+        "attention is not row-local: recompute all of its rows or none",
+    ),
+    (
+        "part of its statistics",
+        (rule(Split(recompute=0.5), "lse"),),
+        "attention is not row-local",
+    ),
+    ("no such tensor", (rule(Offload(), "wing_out"),), r"matches no saved tensor: .*'wing_out'"),
+    ("no such layer", (rule(Offload(), layers=(4,)),), r"matches no saved tensor: .*layers=\(4,\)"),
+    ("no such stage", (rule(Offload(), stages=(1,)),), r"matches no saved tensor: .*stages=\(1,\)"),
+    (
+        "nothing saved in the embedding",
+        (Rule(Select(parts=("embedding",)), Offload()),),
+        r"matches no saved tensor: .*'embedding'",
+    ),
+    ("more than all", (rule(Split(offload=0.75, recompute=0.5), "q"),), "exceed 1"),
+]
+
+
+@pytest.mark.parametrize(("case", "rules", "message"), ILLEGAL, ids=[c[0] for c in ILLEGAL])
+def test_illegal_rules(case: str, rules: tuple[Rule, ...], message: str) -> None:
+    given = problem()
+    with pytest.raises(PlanError, match=message):
+        lower(given.base_plan.with_rules(*rules), given)
+
+
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [
+        ((((0, 1),), ((2,),)), "hold every layer once, in order"),
+        ((((0, 1),), ((2, 2, 3),)), "hold every layer once, in order"),
+        ((((2, 3),), ((0, 1),)), "hold every layer once, in order"),
+        ((((0, 1, 2, 3),), ((),)), "empty chunk"),
+        ((((0, 1, 2, 3),),), r"chunks per rank \[1\], layout wants \[1, 1\]"),
+        ((((0, 1), (2, 3)), ((), ())), r"chunks per rank \[2, 2\], layout wants \[1, 1\]"),
+    ],
+)
+def test_illegal_partitions(partition: Any, message: str) -> None:
+    given = problem(pp=2, global_batch=2)
+    with pytest.raises(PlanError, match=message):
+        lower(replace(given.base_plan, partition=partition), given)
+
+
+def test_optimizer_in_backward_needs_one_micro_batch() -> None:
+    given = problem(global_batch=2)
+    update = StateFate(kind="optimizer", update="backward")
+    with pytest.raises(PlanError, match="needs one micro-batch per step, not 2"):
+        lower(replace(given.base_plan, states=(update,)), given)
+
+
+def test_composition_touches_only_what_the_base_kept() -> None:
+    """balanced + offload: what is rebuilt is not copied."""
+    given = two_stages()
+    plan: Plan = given.base_plan.with_rules(
+        BALANCED, Rule(Select(kept=True, parts=("layer",)), Offload())
+    )
+    copied = {a.op for a in actions(lower(plan, given), Kind.D2H)}
+    assert copied == {
+        *("layer_input", "q", "k", "v", "attn_out", "lse", "attn_residual", "gate_out", "up_out")
+    }
+    assert all(
+        a.allocs[0].name.endswith(HOST) for a in actions(lower(plan, given), Kind.D2H)
+    )  # fmt: skip
