@@ -45,7 +45,7 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     alpha: Fraction | None = None
     host_bytes: PositiveInt | None = None
     exempt_layers: NonNegativeInt = 2
-    buffers: PositiveInt = 2
+    buffers: NonNegativeInt = 2
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Swap and recompute what the base keeps of all layers but the last ones."""
@@ -99,7 +99,7 @@ def _plan(
         for names, fate in fates.items()
         if names
     ]
-    moves = Transfers(granularity="layer", prefetch_layers=buffers - 1 or 1, reload_slots=buffers)
+    moves = Transfers(granularity="layer", prefetch_layers=max(1, buffers - 1), reload_slots=buffers)
     return replace(base.with_rules(*rules), transfers=moves).noting(
         alpha=share.alpha,
         alpha_bandwidth=share.alpha_bandwidth,

@@ -5,9 +5,10 @@ shrink by the number of pieces, at no extra bytes saved and a few per cent of ti
 Source: Luo et al., mini-sequence transformer (MsT), arXiv 2407.15892: MLP pieces of d rows (C = d,
 so sequences up to d are not split), V / d pieces for the head (32 for Llama-3), logits of a piece
 computed again in its backward; used with full recomputation and optimizer-in-backward.
-Deviations: the loss's saved statistics are recomputed by piece instead of kept; weight gradients
-of the pieces are accumulated in place, as autograd does; an MLP whose inner tensors the base
-partly offloads is left whole.
+Deviations: the rule stops at 32 pieces of the MLP, past which its transients no longer set the
+peak and kernels only shrink; the loss's saved statistics are recomputed by piece instead of kept;
+weight gradients of the pieces are accumulated in place, as autograd does; an MLP whose inner
+tensors the base partly offloads is left whole.
 """
 
 from math import ceil
@@ -26,11 +27,13 @@ HEAD = ("lm_head", "loss")
 
 
 class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`mlp_chunks`, `head_chunks`: pieces (None: the paper's rules; 1: not split).
+    """`mlp_chunks`, `head_chunks`: pieces (None: the paper's rules, for the MLP up to
+    `max_mlp_chunks`; 1: not split).
     `optimizer_in_backward`: update each layer as soon as its gradients are there."""
 
     name: ClassVar[str] = "mst"
     mlp_chunks: PositiveInt | None = None
+    max_mlp_chunks: PositiveInt = 32
     head_chunks: PositiveInt | None = None
     optimizer_in_backward: bool = False
 
@@ -65,7 +68,8 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if leaving:
             return 1, {"mlp": f"whole: the base offloads part of {', '.join(leaving)}"}
         rows = min(table.activations[name].rows for name in ("fc2_out", *inner))
-        return min(self.mlp_chunks or ceil(local / model.hidden), rows), {}
+        rule = min(ceil(local / model.hidden), self.max_mlp_chunks)
+        return min(self.mlp_chunks or rule, rows), {}
 
     def _head_count(self, problem: Problem) -> int:
         model = problem.workload.model

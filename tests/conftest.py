@@ -1,6 +1,21 @@
-"""Property tests draw the same examples on every machine, and have no deadline."""
+"""Property tests draw the same examples on every machine, and have no deadline; golden files are
+rewritten by `pytest tests/golden --update-golden`."""
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("rematbench", deadline=None, derandomize=True)
 settings.load_profile("rematbench")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The switch that rewrites golden files instead of comparing them."""
+    parser.addoption(
+        "--update-golden", action="store_true", help="write golden files, then read the diff"
+    )
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    """Whether this run rewrites golden files."""
+    return bool(request.config.getoption("--update-golden"))

@@ -100,7 +100,14 @@ class ChunkOps:
 
     def saved(self, unit: Unit) -> list[tuple[str, str, Site]]:
         """(activation, storage, site) of a unit's saved tensors."""
-        return [(n, self.storage(unit, n), self.site(unit, n)) for n in unit.table.saved]
+        return self._saved[unit.prefix]
+
+    @cached_property
+    def _saved(self) -> dict[str, list[tuple[str, str, Site]]]:
+        return {
+            unit.prefix: [(n, self.storage(unit, n), self.site(unit, n)) for n in unit.table.saved]
+            for unit in self.units
+        }
 
     def runs(self, unit: Unit) -> dict[str, MiniRun]:
         """The unit's mini-sequence runs, by first operator."""

@@ -97,7 +97,7 @@ def takes_run(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.Signature([*options, *extra])
     run.__signature__ = signature  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    del run.__wrapped__  # type: ignore[attr-defined]  # or inspect looks through to the command
+    del run.__wrapped__  # or inspect looks through to the command
     return run
 
 

@@ -22,6 +22,7 @@ class Rebuilder:
 
     def __init__(self, chunk: ChunkOps, fates: Fates, w: BlockWriter) -> None:
         self.chunk, self.fates, self.w = chunk, fates, w
+        self.windows = any(fate.window is not None for fate in fates.values())
         self.have: set[str] = set()
         self.rebuilt: set[str] = set()  # `#r` parts that exist
         self.run: MiniRun | None = None
@@ -65,6 +66,8 @@ class Rebuilder:
 
     def window(self, consumer: Unit, op: str, direction: str) -> None:
         """Rebuild what plans put beside this collective (`layer_offset` layers ahead of use)."""
+        if not self.windows:
+            return
         for unit in self.chunk.units:
             missing = {
                 name

@@ -115,7 +115,7 @@ class _RankLowering:
         self.block_index: dict[tuple[object, ...], int] = {}
         self.steps: list[Step] = []
         self.matched: set[int] = set()
-        self.windows = [rule.select.micro_batches for rule in plan.rules]
+        self.windows = [w for rule in plan.rules if (w := rule.select.micro_batches) is not None]
         self.classes: dict[tuple[object, ...], SiteClass] = {}
         self.releases: list[tuple[int, str, Pass]] = []
         self.fetches = 0
@@ -133,7 +133,7 @@ class _RankLowering:
     def site_class(self, site: Pass) -> SiteClass:
         """The class of a (chunk, micro-batch): equal fates share blocks."""
         phase = self.phase[(site.micro_batch, site.chunk)]
-        inside = tuple(w is not None and w[0] <= site.micro_batch < w[1] for w in self.windows)
+        inside = tuple(w[0] <= site.micro_batch < w[1] for w in self.windows)
         key = (site.chunk, phase, inside)
         if key not in self.classes:
             where = self.chunks[site.chunk].sites

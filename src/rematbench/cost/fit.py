@@ -131,18 +131,19 @@ def row_weights(rows: Sequence[Row]) -> NDArray[np.float64]:
 
 
 def fit(rows: Iterable[Row], calibration: Calibration, predict_all: PredictAll) -> FitReport:
-    """Least squares on log step seconds over the FIT rows, robust, with log-normal priors."""
+    """Least squares on log step seconds over the FIT rows, robust, with log-normal priors, from
+    the calibration's present values."""
     problem = _Problem(fit_rows(rows, calibration.fit), calibration, predict_all)
     low, high = problem.bounds()
     found = least_squares(
         problem.residuals,
-        problem.centres(),
+        problem.start(),
         jac=problem.jacobian,
         bounds=(low, high),
         x_scale=0.1,
         ftol=1e-5,
         xtol=1e-5,
-        max_nfev=40,
+        max_nfev=30,
     )
     fitted = with_values(calibration, problem.names, np.exp(found.x))
     errors: dict[str, list[float]] = {}
@@ -179,10 +180,14 @@ class _Problem:
         after = self.predict_all([(row, trial) for row in self.rows])
         return [i for i, (a, b) in enumerate(zip(after, base, strict=True)) if a != b]
 
-    def centres(self) -> NDArray[np.float64]:
-        """Where the search starts: the priors' centres."""
-        logs: NDArray[np.float64] = np.log([prior.centre for prior in self.priors])
-        return logs
+    def start(self) -> NDArray[np.float64]:
+        """Logarithms of the calibration's present values, inside the priors' limits."""
+        low, high = self.bounds()
+        values = []
+        for name in self.names:
+            section, entry, key = name.split(".")
+            values.append(getattr(getattr(self.calibration, section)[entry], key))
+        return np.clip(np.log(values), low + 1e-6, high - 1e-6)
 
     def bounds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Logarithms of the priors' limits."""

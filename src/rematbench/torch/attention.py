@@ -1,14 +1,15 @@
 """Causal attention through torch's flash operators, and what each backend saves for its backward.
 
-| backend | operator | dtypes | lse |
+| backend | operator | dtypes | lse dtype |
 |---|---|---|---|
-| cpu | _scaled_dot_product_flash_attention_for_cpu | fp64, fp32, bf16 | b x h x s, fp32 (fp64 for fp64) |
-| cuda | _scaled_dot_product_flash_attention | bf16, fp16 | b x h x s, fp32 |
-| exact (any other) | plain matrix products | all | b x h x s, wide dtype |
+| cpu | _scaled_dot_product_flash_attention_for_cpu | fp64, fp32, bf16 | fp32; fp64 for fp64 |
+| cuda | _scaled_dot_product_flash_attention | bf16, fp16 | fp32 |
+| exact (any other) | plain matrix products | all | fp32; fp64 for fp64 |
 
-CPU stores lse with heads innermost, so its bytes are rows x heads as the operator table says; the
-other backends are brought to that order.  No backend pads lse for equal lengths.  Random state
-is not saved: dropout is refused.  KV heads may be fewer than query heads on all three.
+All give lse as batch x heads x rows.  CPU stores it with heads innermost, so that its bytes are
+rows x heads as the operator table says; the others are brought to that order.  None pads lse for
+equal lengths.  Random state is not saved: dropout is refused.  KV heads may be fewer than query
+heads on all three.
 """
 
 from typing import NamedTuple

@@ -98,6 +98,7 @@ class Executor:
         self.step += 1
         self.loss.zero_()
         self.exchanges.reduced.clear()
+        self.slots.tenant.clear()
         self.events.clear()
         self.bytes_after.clear()
         for parameter in self.model.parameters.values():

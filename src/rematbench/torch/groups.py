@@ -1,5 +1,9 @@
 """A rank's coordinates and its process groups: tp, cp, dp (state peers: dp x cp), pp."""
 
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -7,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rematbench.layout import Layout
+
+SETTLE_S = 1.0
 
 
 class Coordinates(NamedTuple):
@@ -54,21 +60,44 @@ class Group(NamedTuple):
             out.view(-1).copy_(own.reshape(-1))
             return
         call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        call(out, own.contiguous(), group=self.handle)
+        settled(partial(call, group=self.handle), out, own.contiguous())
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> None:
         """out = this rank's rows of the sum over ranks."""
         if self.handle is None:
             out.view(-1).copy_(whole.reshape(-1))
-            return
-        call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        call(out, whole.contiguous(), group=self.handle)
+        elif out.device.type == "cpu":
+            self._exchange_and_add(out, whole)
+        else:
+            call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            call(out, whole.contiguous(), group=self.handle)
+
+    def _exchange_and_add(self, out: Tensor, whole: Tensor) -> None:
+        """On gloo: every rank's rows for this one, added in rank order."""
+        parts = torch.empty_like(whole)
+        settled(partial(dist.all_to_all_single, group=self.handle), parts, whole.contiguous())
+        torch.sum(parts.view(self.size, -1), 0, out=out.view(-1))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """In place; `op` is sum or max."""
         if self.handle is not None:
             kind = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-            dist.all_reduce(tensor, kind, group=self.handle)
+            settled(partial(dist.all_reduce, op=kind, group=self.handle), tensor)
+
+
+def settled(call: Callable[..., object], *tensors: Tensor) -> None:
+    """Run a collective; on a CPU return only when gloo's threads have let go of its tensors, which
+    they do a moment after it is done (else a freed tensor would still be seen)."""
+    if tensors[0].device.type != "cpu":
+        call(*tensors)
+        return
+    aliases = [tensor.detach() for tensor in tensors]
+    held = [weakref.ref(alias) for alias in aliases]
+    call(*aliases)
+    aliases.clear()
+    deadline = time.monotonic() + SETTLE_S
+    while any(ref() is not None for ref in held) and time.monotonic() < deadline:
+        time.sleep(0)
 
 
 class Groups:

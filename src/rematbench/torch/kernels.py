@@ -123,5 +123,5 @@ def cross_entropy_backward(
     column, mine = shard_labels(labels, first, probs.shape[-1])
     grad = probs.clone()
     grad[torch.arange(len(labels), device=labels.device)[mine], column[mine]] -= 1.0
-    grad.mul_((labels != IGNORED)[:, None] * scale)
+    grad.mul_(scale).masked_fill_((labels == IGNORED)[:, None], 0.0)
     return grad.to(dtype)

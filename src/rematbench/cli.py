@@ -1,0 +1,102 @@
+"""The command line: `rematbench COMMAND`.  Errors of a person are one line and exit code 2."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option, TyperException
+
+from rematbench import __version__
+from rematbench.cli_doctor import doctor
+from rematbench.cli_flow import collect, run, sheets, stages, tables
+from rematbench.cli_plan import plan, simulate, timeline
+from rematbench.cli_sheet import predict, validate
+from rematbench.cli_text import CommandError, console, grid, left, plain
+from rematbench.configfile import ConfigError
+from rematbench.discover import MethodError, discover
+from rematbench.layout import LayoutError
+from rematbench.plan import PlanError
+from rematbench.record import RecordError
+
+USER_ERRORS = (CommandError, ConfigError, LayoutError, MethodError, PlanError, RecordError)
+
+app = typer.Typer(
+    name="rematbench",
+    help="Which activation-memory strategy and parallel layout: will it fit, how fast is it?",
+    epilog="Start with: rematbench methods; rematbench simulate --help",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rematbench {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Which activation-memory strategy and parallel layout: will it fit, how fast is it?"""
+
+
+@app.command()
+def methods(
+    folder: Annotated[list[Path] | None, Option("--methods", metavar="DIR", help="More method files.")] = None,
+) -> None:
+    """List the methods: what each claims, its parameters and its file.
+
+    \b
+    Example:
+      rematbench methods
+      rematbench methods --methods my-methods/
+    """
+    registry = discover(folder or ())
+    table = left(grid("method", "claim", "parameters"), 1, 2)
+    for entry in registry.methods.values():
+        parameters = ", ".join(f"{key}={value}" for key, value in entry.parameters.items())
+        table.add_row(entry.name, plain(entry.claim.partition(": ")[2]), plain(parameters))
+    console().print(table)
+    for path, reason in registry.broken.items():
+        console(error=True).print(plain(f"unavailable: {path}: {reason}"))
+
+
+COMMANDS = (plan, simulate, timeline, stages, predict, validate, doctor)
+WORKFLOW = (run, collect, sheets, tables)
+
+for command in (*COMMANDS, *WORKFLOW):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run a command; turn what a person got wrong into one line on stderr and exit code 2."""
+    try:
+        code = app(standalone_mode=False)
+    except TyperException as error:
+        context = getattr(error, "ctx", None)
+        _fail(context.command_path if context else "rematbench", error.format_message())
+    except USER_ERRORS as error:
+        _fail("rematbench", str(error))
+    except BrokenPipeError:  # the reader of a pipe has gone, as `head` does
+        sys.stderr.close()
+        code = 0
+    except KeyboardInterrupt:
+        _fail("rematbench", "interrupted", 130)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(where: str, message: str, code: int = 2) -> None:
+    text = " ".join(message.replace("Value error, ", "").split())
+    sys.stderr.write(f"{where}: {text}\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Offline dynamic storage allocation: fixed offsets for tensors with known lifetimes.
+
+Best fit in several orders first; a mixed-integer programme (HiGHS) only where best fit misses the
+live-bytes lower bound, as in MEMO (Zhao et al., arXiv 2407.12117, section 4.3):
+min M;  A_i + S_i <= M;  for each pair alive together  A_i + S_i <= A_j + (1 - z_ij) C  and
+A_j + S_j <= A_i + z_ij C.  Limits are nodes and pairs, never seconds, so that the answer is the
+same on every machine.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+Ints = NDArray[np.int64]
+MAX_PAIRS = 600
+MAX_NODES = 200
+ROUNDS = 12
+
+
+class Tensor(NamedTuple):
+    """Bytes that live from `start` until before `end` (any integer clock)."""
+
+    nbytes: int
+    start: int
+    end: int
+
+
+class Packing(Struct, frozen=True, kw_only=True):
+    """Offsets in the order of the tensors, the bytes they take, and the least they could take."""
+
+    offsets: tuple[int, ...]
+    peak_bytes: int
+    lower_bound_bytes: int
+    solver: Literal["best_fit", "milp"]
+
+    @property
+    def gap_bytes(self) -> int:
+        """Bytes above the live-bytes lower bound (some gaps cannot be closed)."""
+        return self.peak_bytes - self.lower_bound_bytes
+
+
+def live_peak(tensors: Iterable[Tensor]) -> int:
+    """Most bytes alive at once: no packing can take less."""
+    deltas: dict[int, int] = {}
+    for tensor in tensors:
+        deltas[tensor.start] = deltas.get(tensor.start, 0) + tensor.nbytes
+        deltas[tensor.end] = deltas.get(tensor.end, 0) - tensor.nbytes
+    live = peak = 0
+    for at in sorted(deltas):
+        live += deltas[at]
+        peak = max(peak, live)
+    return peak
+
+
+def best_fit(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """Each tensor into the smallest gap between those alive with it, in three orders (largest
+    first, largest area first, first come), each improved by moving what sticks out to the front."""
+    bound = live_peak(tensors)
+    orders = (
+        sorted(range(len(tensors)), key=lambda i: (-tensors[i].nbytes, tensors[i].start, i)),
+        sorted(range(len(tensors)), key=lambda i: (-_area(tensors[i]), tensors[i].start, i)),
+        sorted(range(len(tensors)), key=lambda i: (tensors[i].start, -tensors[i].nbytes, i)),
+    )
+    best, lowest = (), -1
+    for order in orders:
+        for _ in range(ROUNDS):
+            offsets = _fit(tensors, order)
+            peak = _peak(tensors, offsets)
+            if lowest < 0 or peak < lowest:
+                best, lowest = offsets, peak
+            if lowest <= bound:
+                return best
+            tops = {i for i, t in enumerate(tensors) if offsets[i] + t.nbytes == peak}
+            order = [*sorted(tops), *(i for i in order if i not in tops)]
+    return best
+
+
+def _area(tensor: Tensor) -> int:
+    return tensor.nbytes * (tensor.end - tensor.start)
+
+
+def _peak(tensors: Sequence[Tensor], offsets: Sequence[int]) -> int:
+    return max((o + t.nbytes for o, t in zip(offsets, tensors, strict=True)), default=0)
+
+
+def _fit(tensors: Sequence[Tensor], order: Sequence[int]) -> tuple[int, ...]:
+    count = len(tensors)
+    start, end, low, high = (np.zeros(count, np.int64) for _ in range(4))
+    offsets = [0] * count
+    for placed, index in enumerate(order):
+        tensor = tensors[index]
+        beside = (start[:placed] < tensor.end) & (end[:placed] > tensor.start)
+        offset = _smallest_gap(low[:placed][beside], high[:placed][beside], tensor.nbytes)
+        start[placed], end[placed] = tensor.start, tensor.end
+        low[placed], high[placed] = offset, offset + tensor.nbytes
+        offsets[index] = offset
+    return tuple(offsets)
+
+
+def _smallest_gap(low: Ints, high: Ints, nbytes: int) -> int:
+    """Offset of the smallest gap that holds the bytes (the lowest of equals), else on top."""
+    if low.size == 0:
+        return 0
+    order = np.argsort(low, kind="stable")
+    tops = np.maximum.accumulate(np.concatenate(([0], high[order])))
+    gaps = low[order] - tops[:-1]
+    fitting = np.flatnonzero(gaps >= nbytes)
+    if fitting.size == 0:
+        return int(tops[-1])
+    return int(tops[fitting[np.argmin(gaps[fitting])]])
+
+
+@lru_cache(maxsize=4096)
+def pack(tensors: tuple[Tensor, ...], max_nodes: int = MAX_NODES) -> Packing:
+    """Offsets without overlap; the MILP runs only on a gap and only on small instances."""
+    bound = live_peak(tensors)
+    offsets = best_fit(tensors)
+    solver: Literal["best_fit", "milp"] = "best_fit"
+    pairs = _together(tensors) if _peak(tensors, offsets) > bound and max_nodes else []
+    if 0 < len(pairs) <= MAX_PAIRS:
+        better = _solve(tensors, pairs, bound, _peak(tensors, offsets), max_nodes)
+        if better is not None and _peak(tensors, better) < _peak(tensors, offsets):
+            offsets, solver = better, "milp"
+    peak = _peak(tensors, offsets)
+    return Packing(offsets=offsets, peak_bytes=peak, lower_bound_bytes=bound, solver=solver)
+
+
+def _together(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Pairs that are alive at the same time."""
+    return [
+        (i, j)
+        for i, a in enumerate(tensors)
+        for j, b in enumerate(tensors[i + 1 :], i + 1)
+        if a.start < b.end and b.start < a.end
+    ]
+
+
+def _solve(
+    tensors: Sequence[Tensor],
+    pairs: Sequence[tuple[int, int]],
+    bound: int,
+    cap: int,
+    max_nodes: int,
+) -> tuple[int, ...] | None:
+    """The programme of the module's docstring, in units of `cap`; None if no node gave an answer."""
+    count, last = len(tensors), len(tensors) + len(pairs)
+    sizes = [tensor.nbytes / cap for tensor in tensors]
+    rows: list[tuple[dict[int, float], float]] = [
+        ({i: 1.0, last: -1.0}, -size) for i, size in enumerate(sizes)
+    ]
+    for z, (i, j) in enumerate(pairs, count):
+        rows.append(({i: 1.0, j: -1.0, z: 1.0}, 1.0 - sizes[i]))  # z = 1: i lies below j
+        rows.append(({j: 1.0, i: -1.0, z: -1.0}, -sizes[j]))
+    result = milp(
+        c=np.array([0.0] * last + [1.0]),
+        integrality=np.array([0] * count + [1] * len(pairs) + [0]),
+        bounds=Bounds(np.array([0.0] * last + [bound / cap]), np.ones(last + 1)),
+        constraints=LinearConstraint(_matrix(rows, last + 1), ub=np.array([b for _, b in rows])),
+        options={"node_limit": max_nodes, "mip_rel_gap": 1e-6},
+    )
+    if result.x is None:
+        return None
+    below = [(i, j) if result.x[z] > 0.5 else (j, i) for z, (i, j) in enumerate(pairs, count)]
+    return _exact_offsets(tensors, below, result.x[:count])
+
+
+def _matrix(rows: Sequence[tuple[dict[int, float], float]], columns: int) -> csr_array:
+    data = [value for row, _ in rows for value in row.values()]
+    where = [column for row, _ in rows for column in row]
+    starts = np.cumsum([0, *(len(row) for row, _ in rows)])
+    return csr_array((data, where, starts), shape=(len(rows), columns))
+
+
+def _exact_offsets(
+    tensors: Sequence[Tensor], below: Sequence[tuple[int, int]], guess: Sequence[float]
+) -> tuple[int, ...]:
+    """Integer offsets from who lies below whom (solver values are only close to integers)."""
+    under: dict[int, list[int]] = {}
+    for low, high in below:
+        under.setdefault(high, []).append(low)
+    offsets = [0] * len(tensors)
+    for index in sorted(range(len(tensors)), key=lambda i: (guess[i], i)):
+        supports = under.get(index, [])
+        offsets[index] = max((offsets[i] + tensors[i].nbytes for i in supports), default=0)
+    return tuple(offsets)

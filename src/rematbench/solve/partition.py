@@ -1,0 +1,44 @@
+"""Layers over pipeline stages so that the slowest stage is as fast as moves of one layer make it."""
+
+from collections.abc import Callable, Sequence
+
+from rematbench.plan import Plan
+
+StageSeconds = Callable[[int, int], float]
+"""(rank, layers) -> seconds of one micro-batch on that stage; infinite where it does not fit."""
+
+
+def balance(counts: Sequence[int], stage_s: StageSeconds) -> tuple[int, ...]:
+    """Move one layer at a time from the slowest stage (the last of equals) to where the slowest of
+    all becomes fastest; stop when no move helps."""
+    best = tuple(counts)
+    times = [stage_s(rank, n) for rank, n in enumerate(best)]
+    for _ in range(sum(counts)):
+        slowest = max(range(len(best)), key=lambda r: (times[r], r))
+        moves = [
+            _moved(best, slowest, target)
+            for target in range(len(best))
+            if target != slowest and best[slowest] > 1
+        ]
+        scored = [(sorted((stage_s(r, n) for r, n in enumerate(m)), reverse=True), m) for m in moves]
+        if not scored or min(scored)[0] >= sorted(times, reverse=True):
+            break
+        best = min(scored)[1]
+        times = [stage_s(rank, n) for rank, n in enumerate(best)]
+    return best
+
+
+def _moved(counts: tuple[int, ...], source: int, target: int) -> tuple[int, ...]:
+    return tuple(n - (r == source) + (r == target) for r, n in enumerate(counts))
+
+
+def contiguous(counts: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The partition with so many consecutive layers on each rank, one chunk a rank."""
+    bounds = [sum(counts[:rank]) for rank in range(len(counts) + 1)]
+    pairs = zip(bounds, bounds[1:], strict=False)
+    return tuple((tuple(range(first, last)),) for first, last in pairs)
+
+
+def counts_of(plan: Plan) -> tuple[int, ...]:
+    """Layers of each rank."""
+    return tuple(sum(len(chunk) for chunk in chunks) for chunks in plan.partition)

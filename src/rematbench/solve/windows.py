@@ -1,0 +1,105 @@
+"""What one layer may rebuild, and the idle compute beside its collectives in the backward.
+
+Times follow the lowering: a window opens when the collective is issued and closes when compute
+waits for it; where the collective already runs beside a GEMM, only what sticks out is idle.
+"""
+
+from collections.abc import Collection
+
+from msgspec import Struct
+
+from rematbench.ops import Op, OpTable
+from rematbench.problem import Problem
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """Rebuilding the saved outputs of one operator from other saved tensors.
+
+    `needs`: operators whose saved outputs it reads; `deadline`: place in the backward order of the
+    first operator that reads what it makes; `hides`: whether it may run beside a collective (it
+    holds none of its own).
+    """
+
+    op: str
+    outputs: tuple[str, ...]
+    nbytes: int
+    seconds: float
+    needs: tuple[str, ...]
+    deadline: int
+    hides: bool
+
+
+class Slot(Struct, frozen=True, kw_only=True):
+    """The window beside a collective of `op`, seen from the layer it serves: in its own backward
+    (`layer_offset` 0) or in that of the layer above (1).  `at` orders the windows in time."""
+
+    op: str
+    layer_offset: int
+    at: int
+
+
+class LayerWindows(Struct, frozen=True, kw_only=True):
+    """Jobs in forward order, windows in backward order, idle seconds by operator."""
+
+    jobs: tuple[Job, ...]
+    slots: tuple[Slot, ...]
+    idle_s: dict[str, float]
+
+    def allowed(self, job: Job) -> tuple[Slot, ...]:
+        """Windows that close before the job's first reader."""
+        return tuple(s for s in self.slots if job.hides and s.at < job.deadline)
+
+
+def layer_windows(problem: Problem, table: OpTable, kept: Collection[str]) -> LayerWindows:
+    """Jobs and windows of a layer whose `kept` saved tensors may be dropped."""
+    order = {op.name: at for at, op in enumerate(reversed(table.ops))}
+    idle = {op.name: idle_s(problem, op) for op in table.ops}
+    windows = [name for name in order if idle[name] > 0]
+    slots = [
+        Slot(op=name, layer_offset=offset, at=order[name] - offset * len(order))
+        for offset in (1, 0)
+        for name in windows
+    ]
+    makers = [op for op in table.ops if any(name in kept for name in op.outputs)]
+    jobs = tuple(_job(problem, table, op, kept, order) for op in makers)
+    return LayerWindows(jobs=jobs, slots=tuple(slots), idle_s=idle)
+
+
+def _job(
+    problem: Problem, table: OpTable, maker: Op, kept: Collection[str], order: dict[str, int]
+) -> Job:
+    outputs = tuple(name for name in maker.outputs if name in kept and name in table.saved)
+    others = frozenset(table.saved) - set(outputs)
+    chain = problem.cost.rebuild_ops(table, frozenset(outputs), others)
+    made = {name for op in chain for name in op.outputs}
+    read = {name for op in chain for name in op.inputs} - made
+    sources = {table.producer(name) for name in read if name in kept}
+    comms = [c for op in chain for c in (op.gather, op.reduce) if c is not None]
+    readers = [order[op.name] for op in table.ops if not set(outputs).isdisjoint(op.saves)]
+    return Job(
+        op=maker.name,
+        outputs=outputs,
+        nbytes=sum(table.activations[name].nbytes for name in outputs),
+        seconds=sum(problem.cost.op_s(op, "forward") for op in chain)
+        + sum(problem.cost.comm_s(comm, 0) for comm in comms),
+        needs=tuple(sorted(op.name for op in sources if op is not None)),
+        deadline=min(readers, default=len(order)),
+        hides=not comms,
+    )
+
+
+def idle_s(problem: Problem, op: Op) -> float:
+    """Idle compute seconds beside the first collective of an operator's backward."""
+    cost = problem.cost
+    beside = problem.system.tp_overlap in ("backward", "gemm") and op.has_weight
+    if op.grad_gather is not None:
+        return cost.comm_s(op.grad_gather, 0)
+    if op.regather is not None:
+        if op.regather.kind == "ring":
+            return 0.0
+        hidden = cost.op_s(op, "backward_input") if beside else 0.0
+        return max(0.0, cost.comm_s(op.regather, 0) - hidden)
+    if op.grad_reduce is not None:
+        hidden = cost.op_s(op, "backward_weight") if beside else 0.0
+        return max(0.0, cost.comm_s(op.grad_reduce, 0) - hidden)
+    return 0.0

@@ -1,0 +1,147 @@
+"""A suite file: problems, and the methods to run on each of them; one bundle per method."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.configfile import ConfigError, closest, convert, read_mapping
+from rematbench.discover import Composition, Registry, Value
+from rematbench.layout import Layout, LayoutError, ZeroStage
+from rematbench.problem import AttentionKind, Problem
+from rematbench.record import Record, make_record, write_record
+from rematbench.suite import make_problem, run_method
+from rematbench.workload import PositiveInt, Precision
+
+
+class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One problem by names; `dp` is derived from `gpus`.  `why` says what it stands for."""
+
+    name: str
+    why: str
+    model: str
+    cluster: str
+    system: str
+    gpus: PositiveInt
+    seq_len: PositiveInt
+    global_batch: PositiveInt
+    micro_batch: PositiveInt = 1
+    tp: PositiveInt = 1
+    sp: bool = True
+    cp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1
+    zero_stage: ZeroStage = 1
+    precision: Precision = "bf16"
+    attention: AttentionKind = "flash"
+
+    def problem(self) -> Problem:
+        """The problem; ConfigError where its layout breaks a rule."""
+        ranks = self.tp * self.cp * self.pp
+        if self.gpus % ranks:
+            text = f"gpus {self.gpus} must be a multiple of tp x cp x pp = {ranks}"
+            raise ConfigError("", self.name, text)
+        layout = Layout(
+            tp=self.tp,
+            sp=self.sp and self.tp > 1,
+            cp=self.cp,
+            pp=self.pp,
+            vpp=self.vpp,
+            dp=self.gpus // ranks,
+            zero_stage=self.zero_stage,
+            micro_batch=self.micro_batch,
+            global_batch=self.global_batch,
+        )
+        try:
+            return make_problem(
+                model=self.model,
+                cluster=self.cluster,
+                system=self.system,
+                layout=layout,
+                seq_len=self.seq_len,
+                precision=self.precision,
+                attention=self.attention,
+            )
+        except LayoutError as error:
+            raise ConfigError("", self.name, str(error)) from error
+
+
+class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A composed method, or a method with parameters of its own."""
+
+    method: str
+    name: str = ""
+    settings: dict[str, Any] = {}
+
+    @property
+    def label(self) -> str:
+        """How tables call it: its name, or the method with its settings."""
+        settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        return self.name or (f"{self.method} ({settings})" if settings else self.method)
+
+
+class Suite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every discovered method runs on every problem, and so do the `variants`."""
+
+    problems: tuple[ProblemSpec, ...]
+    variants: tuple[Variant, ...] = ()
+
+
+def load_suite(path: Path) -> Suite:
+    """A suite from YAML; an unknown key or a wrong type is an error with its path."""
+    label = str(path)
+    suite = convert(read_mapping(path, label), Suite, label)
+    names = [problem.name for problem in suite.problems]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(label, "problems", f"name {twice[0]!r} is given twice")
+    return suite
+
+
+def bundles(suite: Suite, registry: Registry) -> dict[str, list[Variant]]:
+    """What to run by bundle (a method or `a+b`): every method alone, then the variants."""
+    found = {name: [Variant(method=name)] for name in registry.methods}
+    for variant in suite.variants:
+        found.setdefault(variant.method, []).append(variant)
+    return found
+
+
+def run_bundle(suite: Suite, method: str, registry: Registry, folder: Path) -> list[Record]:
+    """Run one bundle on every problem; a record each, written under `folder`."""
+    known = bundles(suite, registry)
+    if method not in known:
+        hint = closest(method, known)
+        text = f"{method!r} is no bundle of this suite{hint} (known: {', '.join(known)})"
+        raise ConfigError("", "method", text)
+    records = []
+    for spec in suite.problems:
+        problem = spec.problem()
+        for number, variant in enumerate(known[method]):
+            record = run_variant(problem, variant, registry)
+            write_record(record, folder / f"{spec.name}.{number}.json")
+            records.append(record)
+    return records
+
+
+def run_variant(problem: Problem, variant: Variant, registry: Registry) -> Record:
+    """One record; the label of the variant is the record's."""
+    settings: dict[str, Value] = dict(variant.settings)
+    method: Composition = registry.resolve(variant.method, settings)
+    return make_record(problem, method, run_method(problem, method))
+
+
+def labels(suite: Suite, registry: Registry) -> dict[str, str]:
+    """Canonical parameters of a variant -> how tables call it."""
+    found = {}
+    for variants in bundles(suite, registry).values():
+        for variant in variants:
+            settings: dict[str, Value] = dict(variant.settings)
+            method = registry.resolve(variant.method, settings)
+            found[label_key(method.name, method.parameters)] = variant.label
+    return found
+
+
+def label_key(method: str, parameters: dict[str, dict[str, Any]]) -> str:
+    """Method and parameters as one text."""
+    return method + msgspec.json.encode(parameters, order="sorted").decode()

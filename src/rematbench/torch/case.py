@@ -1,0 +1,76 @@
+"""What a launch runs and what it answers: cases, rank results, results."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.program import Program
+from rematbench.torch.groups import Coordinates
+from rematbench.torch.parameters import AdamW, ParameterSpec
+
+Status = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One plan to execute.  `program` stands for the plan's own lowering if given; `ignored` is
+    the share of labels that do not count; `measure` tracks bytes after every action."""
+
+    name: str
+    problem: Problem
+    plan: Plan
+    program: Program | None = None
+    steps: int = 3
+    seed: int = 7
+    ignored: float = 0.0
+    device: str = "cpu"
+    measure: bool = True
+    gradients: bool = False
+    optimizer: AdamW = field(default_factory=AdamW)
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.problem.layout.gpus
+
+
+@dataclass(kw_only=True)
+class GradientShard:
+    """What one rank holds of one parameter's summed gradient."""
+
+    spec: ParameterSpec
+    shape: tuple[int, ...]
+    square_sum: float
+    values: Tensor | None
+
+
+@dataclass(kw_only=True)
+class RankResult:
+    """One process's numbers.  Bytes are of the first step's actions; sums are over all steps."""
+
+    place: Coordinates
+    losses: list[float]
+    gradients: list[dict[str, GradientShard]]
+    bytes_after: list[tuple[int, int]]
+    device_peak_bytes: int
+    host_peak_bytes: int
+    state_bytes: int
+    offload_bytes: int
+    recompute_flop: float
+    step_s: list[float]
+
+
+@dataclass(kw_only=True)
+class Result:
+    """A case's answer: every field is filled when the status is ok."""
+
+    name: str
+    status: Status
+    reason: str = ""
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[dict[str, float]] = field(default_factory=list)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    ranks: list[RankResult] = field(default_factory=list)

@@ -1,0 +1,75 @@
+"""Rank results -> one result: losses summed, gradients put together from their shards."""
+
+import torch
+from torch import Tensor
+
+from rematbench.layout import Layout
+from rematbench.torch.case import Case, GradientShard, RankResult, Result
+
+
+def combine(case: Case, ranks: list[RankResult]) -> Result:
+    """The job's numbers from every process's."""
+    steps = range(case.steps)
+    return Result(
+        name=case.name,
+        status="ok",
+        losses=[sum(r.losses[step] for r in ranks if r.place.tp == 0) for step in steps],
+        gradient_norms=[_norms(case, ranks, step) for step in steps],
+        gradients=[_gradients(case, ranks, step) for step in steps] if case.gradients else [],
+        ranks=ranks,
+    )
+
+
+def is_sharded(layout: Layout) -> bool:
+    """Whether ZeRO spreads each parameter's state over the state peers."""
+    return layout.zero_stage >= 1 and layout.state_shards > 1
+
+
+def _holders(case: Case, ranks: list[RankResult], name: str) -> list[list[RankResult]]:
+    """Ranks that together hold a parameter once: per tensor-parallel rank, its state shards."""
+    having = [r for r in ranks if name in r.gradients[0]]
+    stage = min(r.place.pp for r in having)
+    having = [r for r in having if r.place.pp == stage]
+    split = having[0].gradients[0][name].spec.split is not None
+    lay = case.problem.layout
+    holders = []
+    for tp in range(lay.tp if split else 1):
+        peers = [r for r in having if r.place.tp == tp]
+        peers.sort(key=lambda r: (r.place.dp, r.place.cp))
+        holders.append(peers if is_sharded(lay) else peers[:1])
+    return holders
+
+
+def _names(ranks: list[RankResult]) -> list[str]:
+    return sorted({name for rank in ranks for name in rank.gradients[0]})
+
+
+def _norms(case: Case, ranks: list[RankResult], step: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name in _names(ranks):
+        held = [r for peers in _holders(case, ranks, name) for r in peers]
+        found[name] = sum(r.gradients[step][name].square_sum for r in held) ** 0.5
+    return found
+
+
+def _gradients(case: Case, ranks: list[RankResult], step: int) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name in _names(ranks):
+        parts = [
+            _whole([r.gradients[step][name] for r in peers])
+            for peers in _holders(case, ranks, name)
+        ]
+        spec = ranks[0].gradients[step].get(name) or next(
+            r.gradients[step][name] for r in ranks if name in r.gradients[step]
+        )
+        full = torch.cat(parts, spec.spec.split) if spec.spec.split is not None else parts[0]
+        found[name] = full[: spec.spec.shape[0]]  # without padded rows
+    return found
+
+
+def _whole(shards: list[GradientShard]) -> Tensor:
+    """One tensor-parallel rank's gradient from its ZeRO shards."""
+    values = [shard.values for shard in shards if shard.values is not None]
+    flat = torch.cat(values)
+    shape = torch.Size(shards[0].shape)
+    return flat[: shape.numel()].view(shape)

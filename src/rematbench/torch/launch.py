@@ -1,0 +1,104 @@
+"""Start the processes of a job, collect their results, and end every failure in a result.
+
+One launch runs a list of cases of one world size.  A case that dies, hangs or is wrong ends with a
+status and a reason; its processes are ended and the remaining cases are launched again.
+"""
+
+import multiprocessing as mp
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from rematbench.torch import worker
+from rematbench.torch.case import Case, Result, Status
+from rematbench.torch.gather import combine
+from rematbench.torch.model import NotExecutable, require_executable
+
+POLL_S = 0.02
+
+
+def execute_cases(cases: Sequence[Case], *, timeout_s: float = 120.0) -> list[Result]:
+    """Run cases of one world size, `timeout_s` for each at most; results in the cases' order."""
+    if len({(case.world_size, case.device) for case in cases}) > 1:
+        raise ValueError("the cases of a launch have one world size and one device")
+    results: dict[int, Result] = {}
+    waiting = []
+    for number, case in enumerate(cases):
+        try:
+            require_executable(case.problem, case.plan.state("optimizer").update)
+            waiting.append(number)
+        except NotExecutable as error:
+            results[number] = Result(name=case.name, status="unsupported", reason=str(error))
+    while waiting:
+        done = _launch([cases[number] for number in waiting], timeout_s)
+        results.update(zip(waiting, done, strict=False))
+        waiting = waiting[len(done) :]
+    return [results[number] for number in range(len(cases))]
+
+
+def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
+    """Results up to the first failure (at least one)."""
+    with tempfile.TemporaryDirectory(prefix="rematbench-") as name:
+        folder, size = Path(name), cases[0].world_size
+        context = mp.get_context("spawn")
+        processes: list[BaseProcess] = [
+            context.Process(target=worker.run, args=(rank, size, folder, cases, timeout_s))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            failure = _watch(processes, folder, timeout_s)
+        finally:
+            _end(processes)
+        results = []
+        for number, case in enumerate(cases):
+            paths = [folder / f"{number}.{rank}.pt" for rank in range(size)]
+            if not all(path.exists() for path in paths):
+                status, reason = _reason(folder, number, failure)
+                return [*results, Result(name=case.name, status=status, reason=reason)]
+            loaded = [torch.load(path, weights_only=False) for path in paths]
+            results.append(combine(case, loaded))
+    return results
+
+
+def _watch(processes: list[BaseProcess], folder: Path, timeout_s: float) -> tuple[Status, str]:
+    """Wait until all processes are done, one has died, or a case makes no progress."""
+    seen, since = 0, time.monotonic()
+    while True:
+        codes = [process.exitcode for process in processes]
+        dead = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
+        if dead:
+            rank, code = dead[0]
+            return "failed", f"rank {rank} ended with exit code {code}"
+        if all(code == 0 for code in codes):
+            return "failed", "a process ended without a result"
+        finished = len(list(folder.glob("*.pt")))
+        if finished != seen:
+            seen, since = finished, time.monotonic()
+        if time.monotonic() - since > timeout_s:
+            return "timeout", f"no result within {timeout_s:g} s"
+        time.sleep(POLL_S)
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join()
+
+
+def _reason(folder: Path, number: int, failure: tuple[Status, str]) -> tuple[Status, str]:
+    """The first rank that wrote why, else what the launcher saw.  A rank whose peer died only
+    knows that its connection broke, so other messages go first."""
+    errors = [path.read_text().splitlines() for path in sorted(folder.glob(f"{number}.*.error"))]
+    if not errors:
+        return failure
+    errors.sort(key=lambda lines: "onnection" in lines[1] or "imed out" in lines[1])
+    return cast(Status, errors[0][0]), errors[0][1]

@@ -1,0 +1,143 @@
+"""One process of a launch: joins the others, runs the cases, writes what it saw."""
+
+import math
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rematbench.lower import lower
+from rematbench.torch.batch import make_batch, micro_batches
+from rematbench.torch.case import Case, GradientShard, RankResult
+from rematbench.torch.executor import Executor
+from rematbench.torch.gather import is_sharded
+from rematbench.torch.groups import Groups, default_backend
+from rematbench.torch.model import RankModel, require_executable
+from rematbench.torch.tracker import Tracker
+
+
+class NotFinite(ArithmeticError):
+    """A loss is NaN or infinite."""
+
+
+def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:
+    """Entry point of a process: results go to `folder` as <case>.<rank>.pt, a failure as .error."""
+    torch.set_num_threads(1)
+    device = _device(cases[0].device, rank)
+    dist.init_process_group(
+        default_backend(device),
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    known: dict[tuple[object, ...], Groups] = {}
+    for number, case in enumerate(cases):
+        try:
+            result = run_case(case, rank, device, known)
+        except BaseException as error:
+            _write_error(folder / f"{number}.{rank}.error", error)
+            raise
+        partial = folder / f"{number}.{rank}.part"
+        torch.save(result, partial)
+        partial.rename(folder / f"{number}.{rank}.pt")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def _device(kind: str, rank: int) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device(kind, rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _write_error(path: Path, error: BaseException) -> None:
+    status = "nan" if isinstance(error, NotFinite) else "failed"
+    if isinstance(error, torch.OutOfMemoryError):
+        status = "oom"
+    text = f"{type(error).__name__}: {error}"
+    path.write_text("\n".join([status, text, traceback.format_exc()]))
+
+
+def _groups(case: Case, rank: int, known: dict[tuple[object, ...], Groups]) -> Groups:
+    """Process groups, made once for each set of degrees."""
+    lay, order = case.problem.layout, case.problem.system.rank_order
+    degrees = (lay.tp, lay.cp, lay.dp, lay.pp, order)
+    if degrees not in known:
+        known[degrees] = Groups(lay, order, rank)
+    return known[degrees]
+
+
+def run_case(
+    case: Case, rank: int, device: torch.device, known: dict[tuple[object, ...], Groups]
+) -> RankResult:
+    """Train the case's steps on this rank."""
+    problem, plan = case.problem, case.plan
+    require_executable(problem, plan.state("optimizer").update)
+    groups = _groups(case, rank, known)
+    model = RankModel(problem, plan.partition, groups.place, device, case.seed)
+    program = (case.program or lower(plan, problem)).ranks[groups.place.pp]
+    tracker = Tracker() if case.measure else None
+    executor = Executor(program, model, groups, tracker=tracker, optimizer=case.optimizer)
+    result = _empty(groups, executor)
+    executor.before_update = lambda: result.gradients.append(_shards(case, model))
+    for step in range(case.steps):
+        _step(case, executor, result, step)
+    return result
+
+
+def _empty(groups: Groups, executor: Executor) -> RankResult:
+    states = {t.untyped_storage().data_ptr(): t for t in executor.states()}
+    return RankResult(
+        place=groups.place,
+        losses=[],
+        gradients=[],
+        bytes_after=[],
+        device_peak_bytes=0,
+        host_peak_bytes=0,
+        state_bytes=sum(t.untyped_storage().nbytes() for t in states.values()),
+        offload_bytes=0,
+        recompute_flop=0.0,
+        step_s=[],
+    )
+
+
+def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None:
+    problem, model = case.problem, executor.model
+    lay = problem.layout
+    batch = make_batch(problem.workload, lay.global_batch, case.seed, step, case.ignored)
+    model.batches = micro_batches(batch, lay, executor.groups.place, model.device)
+    start = time.perf_counter()
+    loss = executor.run_step() / batch.counted
+    result.step_s.append(time.perf_counter() - start)
+    if not math.isfinite(loss):
+        raise NotFinite(f"loss of step {step} is {loss}")
+    result.losses.append(loss)
+    result.offload_bytes = executor.movers.offload_bytes
+    result.recompute_flop = executor.recompute_flop
+    if step == 0:
+        result.bytes_after = list(executor.bytes_after)
+    for device_bytes, host_bytes in executor.bytes_after:
+        result.device_peak_bytes = max(result.device_peak_bytes, device_bytes)
+        result.host_peak_bytes = max(result.host_peak_bytes, host_bytes)
+
+
+def _shards(case: Case, model: RankModel) -> dict[str, GradientShard]:
+    """This rank's summed gradients: its ZeRO shard, or the whole."""
+    found = {}
+    for name, parameter in model.parameters.items():
+        whole = parameter.grad_flat
+        if is_sharded(case.problem.layout):
+            whole = whole[parameter.start : parameter.stop]
+        found[name] = GradientShard(
+            spec=parameter.spec,
+            shape=tuple(parameter.shape),
+            square_sum=float(whole.double().square().sum()),
+            values=whole.detach().cpu().clone() if case.gradients else None,
+        )
+    return found

@@ -1,0 +1,97 @@
+"""Lowered plans as text: a refactoring changes none of them, a change of lowering shows as a diff.
+
+Each file lists every rank's steps, then each distinct block once (written for its first step).
+`pytest tests/golden --update-golden` rewrites the files; git shows what that changed.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rematbench.action import to_text
+from rematbench.check import check
+from rematbench.lower import lower
+from rematbench.plan import Offload, Plan, Split
+from rematbench.problem import Problem
+from rematbench.program import Block, Program
+from tests.problems import BALANCED, FULL, by_layer, half, layers, problem, rule, transfers
+
+HERE = Path(__file__).parent
+
+
+def one_f_one_b() -> tuple[Problem, Plan]:
+    """keep_all on two stages."""
+    given = problem(model=layers(2), pp=2, global_batch=2)
+    return given, given.base_plan
+
+
+def interleaved_offload() -> tuple[Problem, Plan]:
+    """The ATC'24 system: balanced checkpointing, half of the rest offloaded, ping-pong slots."""
+    given = problem(
+        model=layers(4), system="megatron-kwai", tp=2, pp=2, vpp=2, dp=2, global_batch=4
+    )
+    plan = given.base_plan.with_rules(BALANCED, half())
+    return given, transfers(plan, reload_slots=2, before_send_phases=("warmup", "cooldown"))
+
+
+def full_recompute() -> tuple[Problem, Plan]:
+    """Every layer from its input, with sequence parallelism."""
+    given = problem(model=layers(1), tp=2, global_batch=2)
+    return given, given.base_plan.with_rules(*FULL)
+
+
+def zero_3() -> tuple[Problem, Plan]:
+    """Parameters gathered layer by layer, gradients scattered as they come."""
+    given = problem(model=layers(2), system="torchtitan", dp=2, zero_stage=3, global_batch=2)
+    return given, given.base_plan
+
+
+def mixed_split_by_layer() -> tuple[Problem, Plan]:
+    """Rows kept, offloaded and rebuilt; copies layer by layer."""
+    given = problem(model=layers(2), global_batch=2)
+    split = Split(offload=0.25, recompute=0.5, scope="layer")
+    rules = (rule(split, "mlp_norm_out", "fc2_in"), rule(Offload(), "layer_input", "attn_out"))
+    return given, by_layer(given.base_plan.with_rules(*rules))
+
+
+CASES: dict[str, Callable[[], tuple[Problem, Plan]]] = {
+    "one_f_one_b": one_f_one_b,
+    "interleaved_offload": interleaved_offload,
+    "full_recompute": full_recompute,
+    "zero_3": zero_3,
+    "mixed_split_by_layer": mixed_split_by_layer,
+}
+
+
+def golden_text(program: Program) -> str:
+    """Steps of every rank, then the blocks."""
+    lines: list[str] = []
+    first: dict[Block, tuple[int, int]] = {}
+    for rank in program.ranks:
+        lines.append(f"rank {rank.rank}")
+        for step in rank.steps:
+            block = rank.blocks[step.block]
+            first.setdefault(block, (step.micro_batch, step.chunk))
+            number = list(first).index(block)
+            lines.append(f"  {number}:{block.label}{step.micro_batch}.{step.chunk}")
+    for number, (block, site) in enumerate(first.items()):
+        lines.append(f"block {number}:{block.label}")
+        lines += [f"  {to_text(action, *site)}" for action in block.actions]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lowered_plan(name: str, update_golden: bool) -> None:
+    given, plan = CASES[name]()
+    program = lower(plan, given)
+    check(program)
+    path = HERE / f"{name}.txt"
+    text = golden_text(program)
+    if update_golden:
+        path.write_text(text, encoding="ascii")
+    assert text == path.read_text(encoding="ascii")
+
+
+def test_every_golden_file_has_its_case() -> None:
+    assert {path.stem for path in HERE.glob("*.txt")} == set(CASES)

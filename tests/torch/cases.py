@@ -1,0 +1,102 @@
+"""The grid of the twin and gradient tests: tiny models, layouts, plans and methods by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from rematbench.plan import MiniSequence, Plan, Recompute, Rule, Select, Split, Unsupported
+from rematbench.problem import Problem
+from rematbench.torch.case import Case
+from rematbench.workload import Model, Precision
+from tests.problems import FULL, GPT, LLAMA, SKELETAL, by_layer, half, problem, rule, transfers
+
+TINY = replace(LLAMA, name="tiny", num_layers=2, hidden=64, head_dim=16, ffn=96, vocab=160)
+TINY_GPT = replace(
+    GPT, name="tiny-gpt", num_layers=2, hidden=64, head_dim=16, ffn=96, vocab=160, dropout=0.0
+)
+SEQ = 32
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"global_batch": 4, "micro_batch": 2},
+    "tp2": {"tp": 2, "global_batch": 2},
+    "tp2-no-sp": {"tp": 2, "sp": False, "global_batch": 2},
+    "pp2": {"pp": 2, "global_batch": 4},
+    "cp2": {"cp": 2, "global_batch": 2, "micro_batch": 2},
+    "dp2": {"dp": 2, "zero_stage": 1, "global_batch": 4},
+    "dp2-zero0": {"dp": 2, "zero_stage": 0, "global_batch": 4},
+    "pp4-vpp2": {"pp": 4, "vpp": 2, "global_batch": 8},
+    "tp2-pp2": {"tp": 2, "pp": 2, "global_batch": 4},
+    "tp2-cp2": {"tp": 2, "cp": 2, "zero_stage": 1, "global_batch": 2},
+    "pp2-vpp2": {"pp": 2, "vpp": 2, "global_batch": 4},
+}
+"""The issue's layouts and a few more, by name."""
+
+MLP = ("mlp_norm", "fc1", "act", "mul", "fc2")
+MLP_SAVED = ("mlp_norm_out", "gate_out", "up_out", "act_out", "fc2_in")
+
+
+def tiny(layout: str, precision: Precision = "fp64", model: Model = TINY, **changes: Any) -> Problem:
+    """A tiny problem on a named layout; deep enough for its chunks."""
+    degrees = LAYOUTS[layout]
+    layers = max(model.num_layers, degrees.get("pp", 1) * degrees.get("vpp", 1))
+    made = problem(model=replace(model, num_layers=layers), seq_len=SEQ, **(changes | degrees))
+    work = replace(made.workload, precision=precision)
+    return Problem(
+        work, made.cluster, made.system, made.layout, made.calibration, made.attention
+    )
+
+
+def mini(plan: Plan) -> Plan:
+    """The MLP in three pieces, the head and its loss in five; both ragged."""
+    runs = (MiniSequence(MLP, 3), MiniSequence(("lm_head", "loss"), 5))
+    return replace(plan, mini_sequences=runs)
+
+
+def mini_dropped(plan: Plan) -> Plan:
+    """The same, and nothing inside kept."""
+    inside = Select(activations=(*MLP_SAVED, "loss_saved"))
+    return mini(plan.with_rules(Rule(inside, Recompute())))
+
+
+PLANS: dict[str, Callable[[Plan], Plan]] = {
+    "keep": lambda plan: plan,
+    "offload": lambda plan: plan.with_rules(half()),
+    "offload-layers": lambda plan: by_layer(plan.with_rules(half(0.7))),
+    "offload-slots": lambda plan: transfers(
+        plan.with_rules(half()), reload_slots=4, release_lag=2
+    ),
+    "full": lambda plan: plan.with_rules(*FULL),
+    "rows": lambda plan: plan.with_rules(
+        rule(Split(offload=0.25, recompute=0.375), "fc2_in", "attn_norm_out", "q", "up_out")
+    ),
+    "skeletal": lambda plan: by_layer(plan.with_rules(*SKELETAL)),
+    "mini": mini,
+    "mini-dropped": mini_dropped,
+}
+"""Raw plans: every mechanism of the vocabulary on its own.  keep, offload* and full compute the
+same numbers as keep_all; the others split a GEMM."""
+SAME_NUMBERS = ("offload", "offload-layers", "full")
+
+
+def case(layout: str, plan: str, **changes: Any) -> Case:
+    """A raw plan on a layout."""
+    given = tiny(layout, **changes)
+    return Case(
+        name=f"{layout} {plan}",
+        problem=given,
+        plan=PLANS[plan](given.base_plan),
+        ignored=0.1,
+        gradients=True,
+    )
+
+
+def method_case(layout: str, name: str, method: Any) -> Case | str:
+    """A method on a layout, or its reason not to plan."""
+    given = tiny(layout)
+    plan = method.plan(given, given.base_plan)
+    if isinstance(plan, Unsupported):
+        return plan.reason
+    return Case(
+        name=f"{layout} {name}", problem=given, plan=plan, ignored=0.1, gradients=True
+    )

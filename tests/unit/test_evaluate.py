@@ -1,0 +1,189 @@
+"""Whole plans in closed form: recomputed FLOPs, copied bytes, states, utilisation, node memory."""
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.block import causal_pairs
+from rematbench.cost.flops import model_flop_per_token
+from rematbench.evaluate import evaluate, evaluate_program
+from rematbench.lower import lower
+from rematbench.plan import Offload, Recompute, Rule, Select, StateFate
+from rematbench.problem import Problem
+from rematbench.workload import Model
+from tests.problems import (
+    BALANCED,
+    FULL,
+    GPT,
+    LLAMA,
+    SCORES,
+    half,
+    layers,
+    problem,
+    rule,
+    transfers,
+)
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"tp": 2, "cp": 2, "pp": 2, "vpp": 2, "dp": 2, "global_batch": 8},
+    {"dp": 2, "zero_stage": 3, "global_batch": 6},
+    {"pp": 4, "micro_batch": 2, "global_batch": 8},
+]
+
+
+def layer_forward_flop(given: Problem, model: Model = LLAMA) -> int:
+    """2 FLOPs a weight and token, 4 a (query, key) pair and query column, over a step."""
+    s, sequences = given.workload.seq_len, given.layout.global_batch
+    gemms = 2 * s * model.layer_matrix_parameters
+    attention = 4 * causal_pairs(s, 0) * model.q_width
+    return sequences * (gemms + attention)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_full_recompute_is_one_more_forward_of_every_layer(layout: dict[str, Any]) -> None:
+    given = problem(**layout)
+    evaluation = evaluate(given, given.base_plan.with_rules(*FULL))
+    assert evaluation.recompute_flop == LLAMA.num_layers * layer_forward_flop(given)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recompute_of_some_layers_counts_those(layout: dict[str, Any]) -> None:
+    given = problem(**layout)
+    some = [Rule(replace(r.select, layers=(1, 2)), r.fate) for r in FULL]
+    evaluation = evaluate(given, given.base_plan.with_rules(*some))
+    assert evaluation.recompute_flop == 2 * layer_forward_flop(given)
+
+
+def test_balanced_recompute_costs_no_flop() -> None:
+    given = problem()
+    evaluation = evaluate(given, given.base_plan.with_rules(BALANCED))
+    assert evaluation.recompute_flop == 0
+    assert evaluation.hfu == evaluation.mfu_causal
+    assert evaluation.step_s > evaluate(given, given.base_plan).step_s
+
+
+def test_selective_recompute_is_attention_alone() -> None:
+    """Korthikanti's selective recomputation: QK^T and scores x V again, dense: 4 s^2 h a layer."""
+    given = problem(model=GPT, system="megatron-lm", attention="unfused", global_batch=3)
+    evaluation = evaluate(given, given.base_plan.with_rules(rule(Recompute(), *SCORES)))
+    assert evaluation.recompute_flop == 3 * GPT.num_layers * 4 * 32 * 32 * GPT.hidden
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_offload_bytes_are_saved_bytes_of_every_micro_batch(layout: dict[str, Any]) -> None:
+    given = problem(**layout)
+    evaluation = evaluate(given, given.base_plan.with_rules(rule(Offload())))
+    lay = given.layout
+    chunks = LLAMA.num_layers * lay.num_micro_batches * lay.tp * lay.cp * lay.dp
+    assert evaluation.offload_bytes == chunks * given.layer(0).saved_bytes
+    assert evaluation.recompute_flop == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rates_follow_from_the_step(layout: dict[str, Any]) -> None:
+    given = problem(**layout)
+    evaluation = evaluate(given, given.base_plan.with_rules(*FULL))
+    tokens = given.layout.global_batch * 32
+    rate = tokens / evaluation.step_s / given.layout.gpus
+    assert evaluation.tokens_per_s_per_gpu == rate
+    peak = given.cluster.peak_flop_per_s
+    for measured, causal in ((evaluation.mfu_causal, True), (evaluation.mfu_dense, False)):
+        flop = model_flop_per_token(LLAMA, 32, causal=causal)
+        assert measured == pytest.approx(rate * flop / peak, rel=1e-12)
+    again = evaluation.recompute_flop / tokens
+    flop = model_flop_per_token(LLAMA, 32) + again
+    assert evaluation.hfu == pytest.approx(rate * flop / peak, rel=1e-12)
+
+
+def test_op_level_and_chunk_level_agree_through_evaluate() -> None:
+    given = problem(pp=2, vpp=2, global_batch=4, tp=2)
+    plan = given.base_plan.with_rules(half())
+    program = lower(plan, given)
+    op = evaluate_program(given, plan, program, op_level=True)
+    chunk = evaluate_program(given, plan, program)
+    assert op.step_s == pytest.approx(chunk.step_s, rel=1e-9)
+    assert (op.ranks, op.offload_bytes) == (chunk.ranks, chunk.offload_bytes)
+    assert evaluate_program(given, plan, program, record=True).simulation.intervals
+
+
+@pytest.mark.parametrize(
+    ("stage", "shards"), [(0, (1, 1, 1)), (1, (1, 1, 4)), (2, (1, 4, 4)), (3, (4, 4, 4))]
+)
+def test_zero_shards_the_states(stage: int, shards: tuple[int, int, int]) -> None:
+    """bf16 parameters (2 B), fp32 gradients (4 B), fp32 master and moments (12 B) a parameter."""
+    given = problem(dp=4, zero_stage=stage, global_batch=4)
+    (rank,) = evaluate(given, given.base_plan).ranks
+    n = LLAMA.parameters
+    assert n % 4 == 0
+    assert rank.parameter == 2 * n // shards[0]
+    assert rank.gradient == 4 * n // shards[1]
+    assert rank.optimizer == 12 * n // shards[2]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_pipeline_ranks_hold_every_parameter_once(tied: bool) -> None:
+    """But for a tied embedding, of which the last stage holds its own copy."""
+    model = replace(LLAMA, tied_embeddings=tied)
+    given = problem(model=model, pp=4, zero_stage=0, global_batch=4)
+    held = [rank.parameter // 2 for rank in evaluate(given, given.base_plan).ranks]
+    assert sum(held) == model.parameters + (model.head_parameters if tied else 0)
+    assert held[1] == held[2] == given.layer(1).parameters
+
+
+def test_the_optimizer_may_live_on_the_host() -> None:
+    given = problem()
+    plan = replace(given.base_plan, states=(StateFate(kind="optimizer", home="host"),))
+    (rank,) = evaluate(given, plan).ranks
+    assert (rank.optimizer, rank.host_state) == (0, 12 * LLAMA.parameters)
+
+
+def test_peaks_add_up() -> None:
+    given = problem(pp=2, vpp=2, global_batch=4)
+    plan = transfers(given.base_plan.with_rules(half()), reload_slots=2)
+    evaluation = evaluate(given, plan)
+    for rank, device, host in zip(
+        evaluation.ranks, evaluation.peak_device_bytes, evaluation.peak_host_bytes, strict=True
+    ):
+        states = rank.parameter + rank.gradient + rank.optimizer
+        assert device == states + rank.activation_peak + rank.pools
+        assert host == rank.host_state + rank.host_activation_peak
+        assert rank.pools > 0
+        assert rank.host_activation_peak > 0
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+def test_host_memory_is_summed_over_the_ranks_of_a_node(per_node: int) -> None:
+    """Ranks are placed tp, cp, dp, pp: 2 a stage, so a node of 4 holds two stages."""
+    one = problem(pp=2, tp=2, global_batch=4)
+    given = Problem(
+        one.workload,
+        replace(one.cluster, gpus_per_node=per_node),
+        one.system,
+        one.layout,
+        one.calibration,
+    )
+    evaluation = evaluate(given, given.base_plan.with_rules(rule(Offload())))
+    first, second = evaluation.peak_host_bytes
+    expected = {1: max(first, second), 2: 2 * max(first, second), 4: 2 * (first + second)}
+    assert evaluation.host_node_bytes == expected[per_node]
+
+
+def test_a_problem_evaluates_through_its_facade_once() -> None:
+    calls = []
+
+    def counting(given: Problem, plan: Any) -> Any:
+        calls.append(plan)
+        return evaluate(given, plan)
+
+    base = problem(model=layers(2))
+    given = Problem(
+        base.workload, base.cluster, base.system, base.layout, base.calibration, "flash", counting
+    )
+    plan = given.base_plan.with_rules(Rule(Select(), Offload()))
+    assert given.cost.step_s(plan) == evaluate(given, plan).step_s
+    assert given.cost.peak_bytes(plan) == max(evaluate(given, plan).peak_device_bytes)
+    assert len(calls) == 1
+    with pytest.raises(RuntimeError, match="built without an evaluator"):
+        base.cost.evaluate(plan)

@@ -1,0 +1,348 @@
+"""What each method decides, in closed form: which bytes stay, what is re-run, what a bound says."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.problems import GPT, layers, problem
+
+from rematbench.cost.estimators import PipelineOffloadEstimator
+from rematbench.discover import discover
+from rematbench.evaluate import PlanEvaluation, evaluate, kernel_flop
+from rematbench.ledger import issue_order
+from rematbench.lower import lower
+from rematbench.plan import ByteBudget, Group, Keep, Plan, Recompute, Rule, Select, Unsupported
+from rematbench.problem import Problem
+from rematbench.schedule import passes
+from rematbench.solve.kept import kept_activations, kept_layer_bytes
+from rematbench.solve.pareto import cheapest_within, front, point
+from rematbench.solve.search import smallest_feasible
+
+REGISTRY = discover()
+PUBLISHED = ("act_out", "attn_norm_out", "fc2_in", "mlp_norm_out")
+
+
+def plan_of(p: Problem, spec: str, **settings: Any) -> Plan:
+    plan = REGISTRY.resolve(spec, settings).plan(p)
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
+def refusal(p: Problem, spec: str, **settings: Any) -> str:
+    answer = REGISTRY.resolve(spec, settings).plan(p)
+    assert isinstance(answer, Unsupported)
+    return answer.reason
+
+
+def kept(p: Problem, spec: str, **settings: Any) -> set[str]:
+    return set(kept_activations(p, plan_of(p, spec, **settings)))
+
+
+def evaluated(p: Problem, spec: str, **settings: Any) -> PlanEvaluation:
+    return evaluate(p, plan_of(p, spec, **settings))
+
+
+def forward_flop(p: Problem, only: str = "") -> float:
+    """FLOPs of all layers' forward over the global batch, on all ranks."""
+    lay = p.layout
+    names = [op for op in p.layer(0).ops if not only or op.name == only]
+    one = sum(kernel_flop(k) for op in names for k in op.forward)
+    ranks = lay.tp * lay.cp * lay.dp
+    return one * p.workload.model.num_layers * lay.num_micro_batches * ranks
+
+
+# -- byte formulas of the paper ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "constant", "ffn_factor"),
+    [("keep_all", 12, 8), ("balanced_checkpointing", 8, 4)],
+)
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}])
+def test_layer_bytes_are_the_papers(
+    spec: str, constant: int, ffn_factor: int, layout: dict[str, int]
+) -> None:
+    """(12 + 4 g/a + 8 H/h) b s h and (8 + 4 g/a + 4 H/h) b s h, over t c ranks; 2-byte elements."""
+    p = problem(model=layers(1), system="megatron-kwai", micro_batch=2, global_batch=2, **layout)
+    m = p.workload.model
+    unit = 2 * p.workload.seq_len * m.hidden // (p.layout.tp * p.layout.cp)
+    factor = constant + 4 * m.num_kv_heads / m.num_heads + ffn_factor * m.ffn / m.hidden
+    assert kept_layer_bytes(p, plan_of(p, spec)) == factor * unit
+
+
+def test_full_recompute_keeps_the_input_alone() -> None:
+    p = problem()
+    assert kept(p, "full_recompute") == {"layer_input"}
+    one_layer = kept_layer_bytes(p, plan_of(p, "full_recompute")) / 4
+    assert one_layer == 2 * p.workload.seq_len * p.workload.model.hidden
+
+
+# -- full recomputation ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_layers": 2}, {"num_layers": 3}, {"num_layers": 4}], ids=str
+)
+def test_uniform_re_runs_every_layer_once(settings: dict[str, int]) -> None:
+    p = problem(global_batch=2)
+    assert evaluated(p, "full_recompute", **settings).recompute_flop == forward_flop(p)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_block_re_runs_the_first_layers_of_each_chunk(count: int) -> None:
+    p = problem(model=layers(8), pp=2, global_batch=2)
+    again = evaluated(p, "full_recompute", method="block", num_layers=count).recompute_flop
+    assert again == forward_flop(p) * count / 4
+
+
+def test_every_second_layer() -> None:
+    p = problem(model=layers(5))
+    plan = plan_of(p, "full_recompute", every=2)
+    assert plan.rules[0].select.layers == (1, 3)
+    assert evaluate(p, plan).recompute_flop == forward_flop(p) * 2 / 5
+
+
+def test_groups_stay_inside_chunks() -> None:
+    p = problem(model=layers(6), pp=2)
+    rules = plan_of(p, "full_recompute", num_layers=2).rules
+    fates = [rule.fate for rule in rules]
+    scopes = {f.scope for f in fates if isinstance(f, Recompute)}
+    assert scopes == {Group(0, 1), "layer", Group(3, 4)}
+
+
+def test_longer_groups_keep_fewer_inputs() -> None:
+    p = problem(model=layers(8))
+    kept_bytes = [
+        kept_layer_bytes(p, plan_of(p, "full_recompute", num_layers=n)) for n in (1, 2, 4)
+    ]
+    assert kept_bytes == [8 * kept_bytes[2] // 2, 4 * kept_bytes[2] // 2, kept_bytes[2]]
+
+
+# -- selective recomputation -----------------------------------------------------------------
+
+
+def test_selective_drops_the_scores_of_unfused_attention() -> None:
+    p = problem(model=GPT, attention="unfused")
+    dropped = kept(p, "keep_all") - kept(p, "selective_recompute")
+    assert dropped == {"attn_probs", "attn_probs_mask", "attn_probs_dropped"}
+    assert evaluated(p, "selective_recompute").recompute_flop == forward_flop(p, "attention")
+
+
+def test_selective_says_that_flash_leaves_it_nothing() -> None:
+    p = problem()
+    plan = plan_of(p, "selective_recompute")
+    assert plan.rules == p.base_plan.rules
+    assert "no-op: flash attention" in str(plan.fit["selective_recompute"])
+
+
+def test_selective_by_operator_and_by_exception() -> None:
+    p = problem()
+    assert kept(p, "keep_all") - kept(p, "selective_recompute", ops=("fc1",)) == {
+        "gate_out",
+        "up_out",
+    }
+    assert kept(p, "selective_recompute", keep=("q", "v")) == {"layer_input", "q", "v"}
+
+
+def test_selective_refuses_unknown_names() -> None:
+    assert "'querry'" in refusal(problem(), "selective_recompute", activations=("querry",))
+    assert "'conv'" in refusal(problem(), "selective_recompute", ops=("conv",))
+
+
+# -- balanced checkpointing ------------------------------------------------------------------
+
+MODELS = ["llama-7b", "llama-65b", "llama-175b"]
+
+
+def real(model: str, cluster: str = "h800-80gb", seq_len: int = 4096, **layout: int) -> Problem:
+    from rematbench.layout import Layout
+    from rematbench.suite import make_problem
+
+    made = Layout(**layout)  # type: ignore[arg-type]
+    return make_problem(
+        model=model, cluster=cluster, system="megatron-kwai", layout=made, seq_len=seq_len
+    )
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("cluster", ["h800-80gb", "a800-80gb"])
+def test_the_published_point_is_on_the_front(model: str, tp: int, cluster: str) -> None:
+    p = real(model, cluster, tp=tp, pp=8, global_batch=8)
+    table = p.layer(0)
+    points = front(p, table)
+    published = point(p, table, tuple(n for n in table.saved if n in PUBLISHED))
+    assert published in points
+    assert published.recompute_s < 0.02 * point(p, table, points[-1].dropped).recompute_s * 10
+
+
+def test_the_front_falls_in_bytes_and_rises_in_seconds() -> None:
+    p = real("llama-65b", tp=2, pp=8, global_batch=8)
+    points = front(p, p.layer(0))
+    assert points[0].dropped == ()
+    assert all(
+        a.kept_bytes > b.kept_bytes and a.recompute_s < b.recompute_s
+        for a, b in zip(points, points[1:], strict=False)
+    )
+
+
+def test_the_ladder_trades_bytes_for_seconds() -> None:
+    """none < published < published+fc1 < full."""
+    p = replace(real("llama-7b", pp=4, vpp=2, global_batch=8), evaluator=evaluate)
+    ladder = ("none", "published", "published+fc1", "full")
+    runs = [evaluated(p, "balanced_checkpointing", point=rung) for rung in ladder]
+    peaks = [max(run.peak_device_bytes) for run in runs]
+    seconds = [run.step_s for run in runs]
+    assert peaks == sorted(peaks, reverse=True)
+    assert seconds == sorted(seconds)
+    assert len(set(peaks)) == len(set(seconds)) == 4
+
+
+def test_a_budget_picks_the_fastest_point_within_it() -> None:
+    p = real("llama-65b", tp=2, pp=8, global_batch=8)
+    table = p.layer(0)
+    plan = plan_of(p, "balanced_checkpointing", point="front", keep_fraction=0.61)
+    best = cheapest_within(front(p, table), 0.61 * table.saved_bytes)
+    assert set(best.dropped) == set(PUBLISHED)
+    assert plan.fit["dropped"] == ", ".join(PUBLISHED)
+
+
+# -- offloading ------------------------------------------------------------------------------
+
+
+def pipeline(**changes: Any) -> Problem:
+    made: dict[str, Any] = {"pp": 4, "vpp": 2, "global_batch": 8, "system": "megatron-kwai"}
+    p = problem(model=layers(8), **{**made, **changes})
+    return replace(p, evaluator=evaluate)
+
+
+SMALL = {"granularity": 64, "min_bytes": 256}
+
+
+def test_offload_needs_three_stages_and_a_stack_that_can() -> None:
+    assert "pp >= 3" in refusal(pipeline(pp=2), "pp_offload", alpha=0.5)
+    assert "megatron-lm" in refusal(pipeline(system="megatron-lm"), "pp_offload", alpha=0.5)
+
+
+def test_offload_spares_the_last_chunk_of_the_last_rank() -> None:
+    p = pipeline()
+    ranks = lower(plan_of(p, "pp_offload", alpha=1.0, **SMALL), p).ranks
+    copied = [{step.chunk for step in r.steps if "D2H" in r.blocks[step.block].label} for r in ranks]
+    assert copied == [{0, 1}] * 3 + [{0}]
+
+
+def test_nothing_is_spared_when_all_forwards_come_first() -> None:
+    """One group of micro-batches: Megatron runs every forward before the first backward."""
+    p = pipeline(global_batch=4)
+    ranks = lower(plan_of(p, "pp_offload", alpha=1.0, **SMALL), p).ranks
+    copied = {step.chunk for step in ranks[3].steps if "D2H" in ranks[3].blocks[step.block].label}
+    assert copied == {0, 1}
+
+
+@pytest.mark.parametrize("base", ["keep_all", "balanced_checkpointing", "full_recompute"])
+def test_offload_budgets_what_the_base_keeps(base: str) -> None:
+    p = pipeline()
+    plan = plan_of(p, f"{base}+pp_offload", alpha=1.0, **SMALL)
+    under = plan_of(p, base)
+    table = p.layer(0)
+    wanted = [n for n in kept_activations(p, under) if table.activations[n].nbytes >= 256]
+    one = sum(table.activations[n].nbytes for n in wanted)
+    passes_out = 4 * 2 * 8 - 8  # (rank, chunk, micro-batch), less the spared chunk
+    assert evaluate(p, plan).offload_bytes == one * passes_out
+    assert evaluate(p, plan).recompute_flop == evaluate(p, under).recompute_flop
+
+
+@pytest.mark.parametrize("base", ["keep_all", "balanced_checkpointing"])
+def test_peak_falls_with_alpha_where_many_chunks_are_in_flight(base: str) -> None:
+    p = pipeline(vpp=2, pp=4)
+    spec = f"{base}+pp_offload"
+    peaks = [
+        issue_order(lower(plan_of(p, spec, alpha=k / 10, **SMALL), p))[0].device_peak_bytes
+        for k in range(11)
+    ]
+    assert peaks[-1] < peaks[0]
+
+
+def test_ledger_fit_is_the_smallest_that_fits() -> None:
+    p = real("llama-65b", seq_len=8192, tp=2, cp=2, pp=8, vpp=5, dp=8, global_batch=256)
+    plan = plan_of(p, "pp_offload")
+    alpha = plan.fit["alpha"]
+    assert isinstance(alpha, float)
+    assert 0.15 < alpha < 0.25  # Figure 7: 0.2 did not fit, 0.3 did
+    assert plan.fit["bound"] == "device ledger"
+    assert p.cost.headroom_bytes(plan) >= 0
+    less = plan_of(p, "pp_offload", alpha=round(alpha - 0.001, 3))
+    assert p.cost.headroom_bytes(less) < 0
+
+
+def test_ledger_fit_says_when_nothing_fits() -> None:
+    p = replace(pipeline(), cluster=replace_usable(pipeline(), 1))
+    plan = plan_of(p, "pp_offload", **SMALL)
+    assert plan.fit["alpha"] == 1.0
+    assert plan.fit["bound"] == "nothing fits the device"
+
+
+def replace_usable(p: Problem, usable: int) -> Any:
+    from msgspec.structs import replace as changed
+
+    return changed(p.cluster, non_torch_bytes=p.cluster.hbm_bytes - usable)
+
+
+def test_the_paper_estimate_is_linear_in_alpha() -> None:
+    e = PipelineOffloadEstimator(
+        parameters=10, state_shards=4, chunks_in_flight=12, chunk_bytes=100
+    )
+    assert e.state_bytes == 90
+    assert e.peak_bytes(0.0) == 90 + 1200
+    assert e.peak_bytes(1.0) == 90 + 400
+    assert e.smallest_alpha(890) == 0.5
+    assert (e.smallest_alpha(1290), e.smallest_alpha(0)) == (0.0, 1.0)
+
+
+# -- composition and searches ----------------------------------------------------------------
+
+
+def test_kept_selects_what_earlier_rules_left() -> None:
+    p = problem()
+    plan = p.base_plan.with_rules(
+        Rule(Select(activations=("q",)), Recompute()),
+        Rule(Select(activations=("k",)), Keep()),
+        Rule(Select(parts=("layer",), kept=True), ByteBudget(alpha=0.0)),
+    )
+    assert "q" not in kept_activations(p, plan)
+    assert {"k", "v"} <= kept_activations(p, plan)
+
+
+def test_a_later_method_changes_nothing_its_base_decided() -> None:
+    p = problem()
+    both = plan_of(p, "balanced_checkpointing+full_recompute")
+    assert kept_activations(p, both) == {"layer_input"}
+    other = plan_of(p, "full_recompute+balanced_checkpointing")
+    assert other.rules == plan_of(p, "full_recompute").rules
+    assert "no-op" in str(other.fit["balanced_checkpointing"])
+
+
+@pytest.mark.parametrize("root", [0, 1, 2, 7, 499, 999, 1000])
+@pytest.mark.parametrize("power", [1, 3])
+def test_smallest_feasible_finds_the_root(root: int, power: int) -> None:
+    calls: list[int] = []
+
+    def margin(k: int) -> int:
+        calls.append(k)
+        return (k - root) ** power
+
+    assert smallest_feasible(margin, 1000) == root
+    assert len(calls) <= (5 if power == 1 else 22)
+
+
+def test_smallest_feasible_may_fail() -> None:
+    assert smallest_feasible(lambda k: k - 11, 10) is None
+
+
+def test_interleaving_in_flight_is_the_estimators() -> None:
+    """v p + p - 1 chunks: what the estimator counts is what the schedule holds on rank 0."""
+    live = peak = 0
+    for step in passes("interleaved_1f1b", 0, 8, 5, 32):
+        live += 1 if step.forward else -1
+        peak = max(peak, live)
+    assert peak == 8 * 5 + 8 - 1
