@@ -9,6 +9,7 @@ import pandas as pd
 import style
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 SPLITS = ("held-out", "in-sample", "fitted")
 
@@ -21,11 +22,20 @@ def main() -> None:
     figure, (cloud, strips) = plt.subplots(
         1, 2, figsize=(style.TEXT_IN, 2.9), width_ratios=(1.15, 1)
     )
-    sources = list(dict.fromkeys(cells.source_name))
-    looks = dict(zip(sources, zip(style.PALETTE, style.MARKERS, strict=False), strict=False))
+    looks = source_looks(list(dict.fromkeys(cells.source_name)))
     scatter(cloud, cells, looks)
     errors(strips, cells, looks)
     style.save(figure, target)
+
+
+def source_looks(names: list[str]) -> dict[str, tuple[str, str]]:
+    """One colour per source (the first word of a group's name), a marker for each group of it."""
+    sources = list(dict.fromkeys(name.split()[0] for name in names))
+    looks: dict[str, tuple[str, str]] = {}
+    for color, source in zip(style.PALETTE, sources, strict=False):
+        own = [name for name in names if name.split()[0] == source]
+        looks |= {name: (color, mark) for name, mark in zip(own, style.MARKERS, strict=False)}
+    return looks
 
 
 def scatter(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> None:
@@ -46,12 +56,11 @@ def scatter(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) 
     axis.set_xlabel("published tokens/s/GPU")
     axis.set_ylabel("predicted tokens/s/GPU")
     handles = [
-        Line2D([], [], marker=marker, color=color, ls="", label=name)
-        for name, (color, marker) in looks.items()
+        Line2D([], [], marker="o", color=style.GREY, mfc=face, ls="", label=label)
+        for face, label in ((style.GREY, "held-out"), ("none", "in-sample or fitted"))
     ]
-    for face, label in ((style.GREY, "held-out"), ("none", "in-sample or fitted")):
-        handles.append(Line2D([], [], marker="o", color=style.GREY, mfc=face, ls="", label=label))
-    axis.legend(handles=handles, loc="upper left", handletextpad=0.2, fontsize=6.5)
+    handles.append(Patch(color=style.PALE, label="within 10 %"))
+    axis.legend(handles=handles, loc="upper left", handletextpad=0.4)
 
 
 def errors(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> None:

@@ -22,13 +22,12 @@ BLACK = "#000000"
 ORANGE = "#E69F00"
 SKY = "#56B4E9"
 GREEN = "#009E73"
-YELLOW = "#F0E442"
 BLUE = "#0072B2"
 RED = "#D55E00"
 PINK = "#CC79A7"
 GREY = "#8C8C8C"
 PALE = "#E4E4E4"
-PALETTE = (BLUE, ORANGE, GREEN, RED, PINK, SKY, BLACK, YELLOW)
+PALETTE = (BLUE, RED, GREEN, ORANGE, BLACK, PINK, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
@@ -68,8 +67,9 @@ def save(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def arguments(count: int, usage: str) -> list[Path]:
-    """The script's paths from the command line: inputs, then the PDF to write."""
-    if len(sys.argv) != count + 1:
+def arguments(count: int | None, usage: str) -> list[Path]:
+    """The script's paths from the command line: inputs (None: any number), then the PDF."""
+    given = len(sys.argv) - 1
+    if given != (max(given, 2) if count is None else count):
         raise SystemExit(f"usage: {Path(sys.argv[0]).name} {usage}")
     return [Path(word) for word in sys.argv[1:]]

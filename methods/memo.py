@@ -20,6 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.plan import (
+    Fate,
     Fraction,
     Offload,
     Plan,
@@ -38,8 +39,9 @@ WHOLE = ("layer_input", "attn_out", "lse")
 
 
 class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`alpha`: the share, or None for the largest that both constraints allow.  `host_bytes`: pinned
-    memory of a node for activations (None: the cluster's, less states kept there)."""
+    """`alpha`: the share, or None for the largest that both constraints allow.  `host_bytes`:
+    pinned memory of a node for activations (None: the cluster's, less states kept there).
+    `buffers`: rounding buffers (0: fresh memory for each layer)."""
 
     name: ClassVar[str] = "memo"
     alpha: Fraction | None = None
@@ -90,7 +92,7 @@ def _plan(
     buffers: int,
 ) -> Plan:
     """The fates at one share, copies by layer through rounding buffers."""
-    fates = {
+    fates: dict[tuple[str, ...], Fate] = {
         whole: Offload(),
         other: Split(offload=share.alpha, recompute=1.0 - share.alpha, scope="layer"),
     }
@@ -99,7 +101,9 @@ def _plan(
         for names, fate in fates.items()
         if names
     ]
-    moves = Transfers(granularity="layer", prefetch_layers=max(1, buffers - 1), reload_slots=buffers)
+    moves = Transfers(
+        granularity="layer", prefetch_layers=max(1, buffers - 1), reload_slots=buffers
+    )
     return replace(base.with_rules(*rules), transfers=moves).noting(
         alpha=share.alpha,
         alpha_bandwidth=share.alpha_bandwidth,

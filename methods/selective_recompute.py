@@ -10,6 +10,7 @@ so; Megatron's flag would run the flash kernel again for nothing.
 from typing import ClassVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.plan import Plan, Recompute, Rule, Scope, Select, Unsupported
 from rematbench.problem import Problem
@@ -21,20 +22,22 @@ CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
 class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`activations` to drop, or `ops` whose saved outputs to drop, or `keep`: drop all of a layer
     but these and its input.  Nothing given: the internals of unfused attention.
-    `scope`: rebuild before each consumer, or at the start of the layer's backward."""
+    `scope`: rebuild before each consumer, or at the start of the layer's backward.  `held`: outputs
+    that the policy caches though no backward reads them."""
 
     name: ClassVar[str] = "selective_recompute"
     activations: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     scope: Scope = "consumer"
+    held: tuple[str, ...] = ()
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Recompute the chosen activations where the base keeps them."""
         tables = problem.layer_kinds
         known = {name for table in tables for name in table.activations}
         made = {op.name: op.outputs for table in tables for op in table.ops}
-        unknown = sorted({*self.activations, *self.keep} - known - set(CORE_ATTENTION))
+        unknown = sorted({*self.activations, *self.keep, *self.held} - known - set(CORE_ATTENTION))
         unknown += sorted(set(self.ops) - made.keys())
         if unknown:
             names = ", ".join(sorted(known))
@@ -48,7 +51,8 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
             return base.noting(selective_recompute=f"no-op: {_why(problem, wanted)}")
         select = Select(parts=("layer",), activations=dropped, kept=True)
         rule = Rule(select, Recompute(scope=self.scope))
-        return base.with_rules(rule).noting(dropped=", ".join(dropped))
+        held = tuple(dict.fromkeys((*base.held, *self.held)))
+        return replace(base.with_rules(rule), held=held).noting(dropped=", ".join(dropped))
 
 
 def _why(problem: Problem, wanted: set[str]) -> str:

@@ -19,12 +19,13 @@ GPU = GpuConstants(
     flash_backward_efficiency=0.25,
     flash_half_rows=0.0,
     hbm_efficiency=0.5,
-    overlap_slowdown=1.5,
 )
 NETWORK = NetworkConstants(
     nvlink_efficiency=1.0, nic_efficiency=0.5, ring_nics=8.0, nvlink_mesh=0.0
 )
-SYSTEM = SystemConstants(kernel_scale=1.0, attention_scale=1.0, launch_s=0.0, dp_stall=0.25)
+SYSTEM = SystemConstants(
+    kernel_scale=1.0, attention_scale=1.0, launch_s=0.0, tp_stall=0.5, dp_stall=0.25
+)
 COMMON = CommonConstants(
     nccl_base_s=(0.0,),
     nccl_nvlink_hop_s=(0.0,),

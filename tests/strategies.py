@@ -13,6 +13,7 @@ from rematbench.plan import (
     Keep,
     MiniSequence,
     Offload,
+    Pass,
     Plan,
     Recompute,
     Rule,
@@ -22,6 +23,7 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
+from rematbench.workload import Model
 from tests.problems import FULL, GPT, LLAMA, problem
 
 SYSTEMS = (
@@ -40,6 +42,20 @@ LEFT_ALONE = ("layer_input", "attn_out", "lse")
 """Where a random plan starts a rebuild: the chunk's input and attention, as MEMO keeps them."""
 Partition = tuple[tuple[tuple[int, ...], ...], ...]
 PHASES = ("warmup", "steady", "cooldown")
+
+
+@st.composite
+def models(draw: st.DrawFn, num_layers: int) -> Model:
+    """Llama or GPT, or a Gemma-like mixture: norms after, windows in every other layer."""
+    base = replace(
+        draw(st.sampled_from([LLAMA, GPT])),
+        num_layers=num_layers,
+        tied_embeddings=draw(st.booleans()),
+    )
+    if draw(st.booleans()):
+        return base
+    windows = tuple(8 * (layer % 2) for layer in range(num_layers))
+    return replace(base, post_norm=True, attention_window=windows)
 
 
 @st.composite
@@ -65,12 +81,7 @@ def problems(draw: st.DrawFn) -> Problem:
     }
     if system == "deepspeed" and dp == 2 and draw(st.booleans()):
         layout |= {"ulysses": 2, "tp": 1, "global_batch": m * micro_batch}
-    base = draw(st.sampled_from([LLAMA, GPT]))
-    model = replace(
-        base,
-        num_layers=pp * vpp + draw(st.integers(0, 2)),
-        tied_embeddings=draw(st.booleans()),
-    )
+    model = draw(models(pp * vpp + draw(st.integers(0, 2))))
     attention = "flash" if layout["cp"] > 1 else draw(st.sampled_from(["flash", "unfused"]))
     return problem(model=model, system=system, attention=attention, **layout)
 
@@ -132,7 +143,15 @@ def rule_sets(draw: st.DrawFn, problem: Problem, partition: Partition) -> tuple[
         case 5:
             rules = [*grouped(partition)]
         case _:
-            window = Window(op="qkv", direction="backward", layer_offset=draw(st.integers(0, 1)))
+            window = draw(
+                st.sampled_from(
+                    [
+                        Window(op="qkv", direction="backward"),
+                        Window(op="fc1", direction="backward", layer_offset=1),
+                        Window(op="", direction="before_recv"),
+                    ]
+                )
+            )
             fate = Recompute(scope="layer", window=window)
             rules = [Rule(Select(parts=("layer",), activations=("attn_norm_out",)), fate)]
     if draw(st.booleans()):
@@ -160,6 +179,18 @@ def all_transfers(draw: st.DrawFn) -> Transfers:
 
 
 @st.composite
+def orders(draw: st.DrawFn, num_micro_batches: int) -> tuple[Pass, ...]:
+    """Any order of one rank's passes in which each backward follows its forward."""
+    shuffled = draw(st.permutations([*range(num_micro_batches)] * 2))
+    seen: set[int] = set()
+    passes = []
+    for micro_batch in shuffled:
+        passes.append(Pass(micro_batch not in seen, micro_batch, 0))
+        seen.add(micro_batch)
+    return tuple(passes)
+
+
+@st.composite
 def cases(draw: st.DrawFn) -> tuple[Problem, Plan]:
     """A problem and a plan for it."""
     given = draw(problems())
@@ -173,10 +204,16 @@ def cases(draw: st.DrawFn) -> tuple[Problem, Plan]:
     )
     if lay.vpp == 1 and draw(st.booleans()):
         plan = replace(plan, schedule="gpipe")
-    mlp = ("mlp_norm", "fc1", "act", "mul", "fc2")
-    pieces = MiniSequence(ops=mlp, count=draw(st.integers(2, 3)))
+    if lay.pp == 1 and draw(st.booleans()):
+        plan = replace(plan, orders=(draw(orders(lay.num_micro_batches)),))
+    runs = (("mlp_norm", "fc1", "act", "mul", "fc2"), ("lm_head", "loss"))
+    pieces = tuple(MiniSequence(ops=run, count=draw(st.integers(2, 3))) for run in runs)
     if draw(st.integers(0, 4)) == 0:
-        plan = replace(plan, rules=FULL, mini_sequences=(pieces,))
+        plan = replace(plan, rules=draw(st.sampled_from([(), FULL])), mini_sequences=pieces)
+    if lay.num_micro_batches == 1 and draw(st.booleans()):
+        kept = tuple(fate for fate in plan.states if fate.kind != "optimizer")
+        update = replace(plan.state("optimizer"), update="backward")
+        plan = replace(plan, states=(*kept, update))
     return given, plan
 
 

@@ -131,7 +131,7 @@ class Pool:
         if address + size > last:
             self.insert(last, address + size - last)
         if last == self.end:
-            self.end += self.page  # fresh pages never touch what was given back
+            self.end = first
         return last - first
 
 
@@ -153,8 +153,7 @@ class Allocator:
             block = pool.take(size)
             assert block is not None
         self.allocated += block[1]
-        if self.allocated > self.allocated_peak:
-            self.allocated_peak = self.allocated
+        self.allocated_peak = max(self.allocated_peak, self.allocated)
         return block
 
     def free(self, block: tuple[int, int]) -> None:
@@ -225,14 +224,15 @@ def replay(
     memory = Allocator(capacity_bytes, mode)
     lines = [requests(block) for block in rank.blocks]
     sites: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
-    position = 0
+    done = 0
     try:
         for nbytes in resident_bytes:
             memory.allocate(rounded(nbytes))
-        for position, (index, micro_batch, chunk) in enumerate(rank.steps[:num_steps]):
+        for index, micro_batch, chunk in rank.steps[:num_steps]:
             _replay_block(memory, lines[index], sites.setdefault((micro_batch, chunk), {}))
+            done += 1
     except OutOfMemory:
-        return memory.peaks(position)
+        return memory.peaks(done)
     return memory.peaks(None)
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from rematbench.fates import ChunkSites, Resolved, Site
 from rematbench.mini import MiniRun, mini_runs
-from rematbench.ops import Activation, OpTable
+from rematbench.ops import Activation, OpTable, holding
 from rematbench.plan import MiniSequence, PlanError
 from rematbench.problem import Problem, head_parameters
 
@@ -31,6 +31,7 @@ class ChunkOps:
         chunk: int,
         layers: tuple[int, ...],
         mini_sequences: tuple[MiniSequence, ...] = (),
+        held: tuple[str, ...] = (),
     ) -> None:
         self.mini_sequences = mini_sequences
         pp, vpp = problem.layout.pp, problem.layout.vpp
@@ -43,6 +44,7 @@ class ChunkOps:
             self.units.append(Unit("E", problem.embedding, 0, -1, problem.embedding.parameters))
         for i, layer in enumerate(layers):
             table = problem.layer(layer)
+            table = holding(table, held) if held else table
             variant = problem.variant(layer)
             self.units.append(Unit(f"L{i}", table, i, layer, table.parameters, variant))
         if self.last:

@@ -49,7 +49,9 @@ def top(
 
 @app.command()
 def methods(
-    folder: Annotated[list[Path] | None, Option("--methods", metavar="DIR", help="More method files.")] = None,
+    folder: Annotated[
+        list[Path] | None, Option("--methods", metavar="DIR", help="More method files.")
+    ] = None,
 ) -> None:
     """List the methods: what each claims, its parameters and its file.
 
@@ -83,7 +85,7 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         _fail(context.command_path if context else "rematbench", error.format_message())
     except USER_ERRORS as error:
-        _fail("rematbench", str(error))
+        _fail(" ".join(["rematbench", *sys.argv[1:2]]), str(error))
     except BrokenPipeError:  # the reader of a pipe has gone, as `head` does
         sys.stderr.close()
         code = 0

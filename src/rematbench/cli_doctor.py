@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from rematbench.cli_text import CommandError, console, example, grid
+from rematbench.cli_text import CommandError, console, grid, left
 from rematbench.discover import discover
 from rematbench.load import names
 
@@ -24,14 +24,20 @@ FORCE = Annotated[bool, typer.Option("--force", help="Overwrite FILE.yaml if it 
 
 
 def doctor(write: OUTPUT = None, force: FORCE = False) -> None:
-    """Show what runs here, and write a cluster file for this machine."""
+    """Show what runs here, and write a cluster file for this machine.
+
+    \b
+    Example:
+      rematbench doctor
+      rematbench doctor --write my-cluster.yaml
+    """
+    if write is not None and write.exists() and not force:
+        raise CommandError(f"--write: {write} exists; add --force to overwrite it")
     out = console()
     out.print(_facts())
     out.print(_worlds())
     if write is None:
         return
-    if write.exists() and not force:
-        raise CommandError(f"--write: {write} exists; add --force to overwrite it")
     gpus = nvidia_gpus()
     try:
         write.write_text(cluster_yaml(write.stem, gpus), encoding="utf-8")
@@ -40,11 +46,8 @@ def doctor(write: OUTPUT = None, force: FORCE = False) -> None:
     out.print(f"wrote {write}: check every number marked CHECK, then use --cluster {write}")
 
 
-doctor.__doc__ = example(doctor, "rematbench doctor", "rematbench doctor --write my-cluster.yaml")
-
-
 def _facts() -> Table:
-    table = grid("here", "what")
+    table = left(grid("here", "what"), 1)
     table.add_row("python", f"{platform.python_version()} on {platform.system()}")
     for package in PACKAGES:
         table.add_row(package, _version(package))
@@ -62,10 +65,9 @@ def _facts() -> Table:
 
 
 def _worlds() -> Table:
-    table = grid("world", "available here", "what it needs")
+    table = left(grid("world", "available here", "what it needs"), 1, 2)
     torch = importlib.util.find_spec("torch") is not None
-    have = "torch is installed, but" if torch else "torch is not installed, and"
-    later = f"{have} this version has no torch runtime"
+    later = "no command of this version runs it" if torch else "torch, which is not installed"
     table.add_row("published", "yes", "nothing: numbers from papers")
     table.add_row("simulated", "yes", "nothing: any laptop")
     table.add_row("traced", "no", later)

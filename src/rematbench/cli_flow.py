@@ -88,6 +88,9 @@ def sheets(
 def tables(
     predictions: Annotated[list[Path], Argument(metavar="PRED.csv...", help="From predict.")],
     output: FOLDER,
+    joined: Annotated[
+        Path | None, Option(metavar="ALL.csv", help="Also write all rows as one sheet.")
+    ] = None,
 ) -> None:
     """Write the papers' tables and the accuracy tables from predicted sheets.
 
@@ -104,12 +107,15 @@ def tables(
         made += paper_tables(cells)
     for table in made:
         table.write(output)
+    if joined is not None:
+        write_sheet(joined, cells)
     typer.echo(f"{output}: {', '.join(table.name for table in made)}")
 
 
 def stages(
     record: Annotated[Path, Argument(metavar="RECORD.json", help="From simulate --out or run.")],
     output: Annotated[Path | None, Option("-o", "--output", metavar="STAGES.csv")] = None,
+    cluster: Annotated[str, Option(metavar="FILE.yaml", help="If the run's was a file.")] = "",
 ) -> None:
     """What fills each pipeline stage's memory at its peak.
 
@@ -119,7 +125,7 @@ def stages(
         --seq-len 4096 --global-batch 16 --pp 4 --out run.json
       rematbench stages run.json
     """
-    again = replay(read_record(record))
+    again = replay(read_record(record), cluster=cluster)
     program = lower(again.plan, again.problem)
     bars = stage_bytes(again.problem, again.plan, program, again.evaluation)
     rows = tuple(asdict(bar) for bar in bars)

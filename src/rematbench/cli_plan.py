@@ -14,6 +14,7 @@ from rematbench.cli_run import Request, RunOptions, request, takes_run
 from rematbench.cli_show import Shown, heading, result, show
 from rematbench.cli_text import CommandError, console, grid, left, plain, seconds
 from rematbench.evaluate import PlanEvaluation
+from rematbench.events import write_trace
 from rematbench.fates import Resolved, resolve
 from rematbench.lower import lower
 from rematbench.plan import Phase, Plan, Unsupported
@@ -192,8 +193,9 @@ def timeline(
 
 def _replayed(run: RunOptions) -> Replay:
     """The run of a record file, or of a method with its options."""
-    if run.method.endswith(".json"):
-        return replay(read_record(Path(run.method)), cluster=run.cluster, timeline=True)
+    path = Path(run.method)
+    if path.suffix or path.is_file():
+        return replay(read_record(path), cluster=run.cluster, timeline=True)
     asked = request(run)
     made = asked.method.plan(asked.problem, asked.base)
     if isinstance(made, Unsupported):

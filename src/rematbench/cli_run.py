@@ -30,17 +30,29 @@ class RunOptions:
 
     method: Annotated[str, Argument(metavar="METHOD", help="A method or a+b (see `methods`).")]
     model: Annotated[
-        str, Option(metavar="M", help="Name, YAML file or Hugging Face config.json (required).")
+        str,
+        Option(
+            metavar="M",
+            show_default=False,
+            help="Name, YAML file or Hugging Face config.json (required).",
+        ),
     ] = ""
-    cluster: Annotated[str, Option(metavar="C", help="Name or YAML file (required).")] = ""
+    cluster: Annotated[
+        str, Option(metavar="C", show_default=False, help="Name or YAML file (required).")
+    ] = ""
     system: Annotated[str, Option(metavar="Y", help="Software stack: name or file.")] = (
         "megatron-core"
     )
-    gpus: Annotated[int, Option(min=0, metavar="N", help="GPUs in all (required).")] = 0
-    seq_len: Annotated[int, Option(min=0, metavar="S", help="Tokens (required).")] = 0
+    gpus: Annotated[
+        int | None, Option(min=1, metavar="N", show_default=False, help="In all (required).")
+    ] = None
+    seq_len: Annotated[
+        int | None, Option(min=1, metavar="S", show_default=False, help="Tokens (required).")
+    ] = None
     global_batch: Annotated[
-        int, Option(min=0, metavar="B", help="Sequences per optimizer step (required).")
-    ] = 0
+        int | None,
+        Option(min=1, metavar="B", show_default=False, help="Sequences per step (required)."),
+    ] = None
     micro_batch: Annotated[int, Option(min=1, metavar="b", help="Sequences per pass.")] = 1
     tp: Annotated[int, Option(min=1, help="Tensor parallel ranks.")] = 1
     cp: Annotated[int, Option(min=1, help="Context parallel ranks.")] = 1
@@ -106,6 +118,9 @@ def request(options: RunOptions) -> Request:
     missing = [f"--{name.replace('_', '-')}" for name in REQUIRED if not getattr(options, name)]
     if missing:
         raise CommandError(f"missing option: {', '.join(missing)}")
+    assert options.gpus is not None
+    assert options.seq_len is not None
+    assert options.global_batch is not None
     method = discover(options.methods or ()).resolve(options.method, _settings(options.settings))
     layout = Layout(
         tp=options.tp,
@@ -113,7 +128,7 @@ def request(options: RunOptions) -> Request:
         cp=options.cp,
         pp=options.pp,
         vpp=options.vpp,
-        dp=_data_parallel(options),
+        dp=_data_parallel(options, options.gpus),
         zero_stage=_zero(options.zero),
         ulysses=options.ulysses,
         micro_batch=options.micro_batch,
@@ -134,13 +149,13 @@ def request(options: RunOptions) -> Request:
     return Request(problem=problem, method=method, base=base)
 
 
-def _data_parallel(options: RunOptions) -> int:
+def _data_parallel(options: RunOptions, gpus: int) -> int:
     ranks = options.tp * options.cp * options.pp
-    dp, rest = divmod(options.gpus, ranks)
+    dp, rest = divmod(gpus, ranks)
     if rest or dp == 0:
-        near = max(1, round(options.gpus / ranks)) * ranks
+        near = max(1, round(gpus / ranks)) * ranks
         raise CommandError(
-            f"--gpus {options.gpus} must be a multiple of tp x cp x pp = {options.tp} x "
+            f"--gpus {gpus} must be a multiple of tp x cp x pp = {options.tp} x "
             f"{options.cp} x {options.pp} = {ranks} (for example {near})"
         )
     return dp

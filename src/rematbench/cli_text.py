@@ -1,8 +1,6 @@
 """How the command line speaks: one-line errors, plain tables when piped, human units."""
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -26,8 +24,8 @@ def console(*, error: bool = False) -> Console:
 
 
 def grid(*columns: str, title: str = "") -> Table:
-    """A compact table; columns whose name ends in a space-free unit or number align right."""
-    table = Table(title=title or None, title_justify="left", box=box.ASCII2, pad_edge=False)
+    """A compact table: the first column to the left, numbers to the right."""
+    table = Table(title=title or None, title_justify="left", box=box.ASCII2, pad_edge=True)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     return table
@@ -43,12 +41,6 @@ def left(table: Table, *indices: int) -> Table:
 def plain(text: str) -> Text:
     """Text with no markup (brackets in reasons stay brackets)."""
     return Text(text)
-
-
-def example(function: Callable[..., Any], *lines: str) -> str:
-    """The docstring with an example block that --help shows line by line."""
-    shown = "\n".join(f"  {line}" for line in lines)
-    return f"{(function.__doc__ or '').strip()}\n\n\b\nExample:\n{shown}"
 
 
 def gib(nbytes: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints, runtime_checkable
+from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -28,7 +28,6 @@ class MethodError(ValueError):
     """A method cannot be found, loaded or given these parameters; the message is one line."""
 
 
-@runtime_checkable
 class Method(Protocol):
     """What a file in methods/ defines: a frozen Struct whose fields are its parameters."""
 
@@ -61,7 +60,7 @@ class MethodEntry(Struct, frozen=True):
 class Composition(Struct, frozen=True):
     """Methods applied left to right, each on the plan of those before it."""
 
-    methods: tuple[Any, ...]
+    methods: tuple[Method, ...]
 
     @property
     def name(self) -> str:
@@ -131,12 +130,12 @@ def _owner(entries: list[MethodEntry], owner: str, parameter: str) -> str:
     return holders[0].name
 
 
-def build(entry: MethodEntry, settings: Mapping[str, Value]) -> Any:
+def build(entry: MethodEntry, settings: Mapping[str, Value]) -> Method:
     """The method with typed parameters; texts (from a command line) are converted."""
     hints = get_type_hints(entry.cls)
     values = {key: _parsed(value, hints.get(key)) for key, value in settings.items()}
     try:
-        return msgspec.convert(values, entry.cls, strict=False)
+        return cast(Method, msgspec.convert(values, entry.cls, strict=False))
     except msgspec.ValidationError as error:
         problem, _, where = str(error).partition(" - at `$.")
         key = where.rstrip("`") or "parameters"

@@ -65,7 +65,7 @@ class BackwardEmitter:
                 self.reducer.before(w, unit)
             self.rebuild.scopes(unit)
             self._operators(unit)
-            self.tenants = {s: prefix for s, prefix in self.tenants.items() if prefix != unit.prefix}
+            self.tenants = {slot: who for slot, who in self.tenants.items() if who != unit.prefix}
             if self.gatherer:
                 self.gatherer.after(w, unit)
             if self.reducer:
@@ -91,7 +91,7 @@ class BackwardEmitter:
             w.wait(COMPUTE, "h2d")
             names = tuple(n + HOST for parts in self.offloaded.values() for n, _ in parts)
             w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
-        if self.gatherer and self.gatherer.fate.release == "backward":
+        if self.gatherer and self.gatherer.layerwise:
             self._resident_parameters(self.gatherer)
         self.rebuild.before_receive()
         if not chunk.last:
@@ -101,9 +101,16 @@ class BackwardEmitter:
             self.arrivals.add(gradient)
 
     def _resident_parameters(self, gatherer: ParameterGatherer) -> None:
-        """Parameters gathered in the forward and kept (ZeRO-2 as FSDP's shard-grad-op does)."""
-        event = self.w.mark(COMPUTE)
-        for unit in self.chunk.units:
+        """Parameters gathered in the forward and kept (ZeRO-2 as FSDP's shard-grad-op does; the
+        ends, where they are kept)."""
+        fate = gatherer.fate
+        kept = [
+            unit
+            for unit in self.chunk.units
+            if fate.release == "backward" or (fate.keeps_ends and unit.table.part != "layer")
+        ]
+        event = self.w.mark(COMPUTE) if kept else ""
+        for unit in kept:
             if unit.parameters:
                 gatherer.pending[unit.prefix] = event
                 self.w.parameters[unit.prefix] = gatherer.buffer(unit)

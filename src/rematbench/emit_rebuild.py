@@ -24,6 +24,7 @@ class Rebuilder:
         self.chunk, self.fates, self.w = chunk, fates, w
         self.windows = any(fate.window is not None for fate in fates.values())
         self.have: set[str] = set()
+        self.shares: dict[str, float] = {}  # rows of the operators being run again
         self.rebuilt: set[str] = set()  # `#r` parts that exist
         self.run: MiniRun | None = None
         self.piece: Piece | None = None
@@ -140,6 +141,7 @@ class Rebuilder:
         runs = {op.name: run for run in self.chunk.runs(unit).values() for op in run.ops}
         done: set[str] = set()
         made: dict[str, str] = {}
+        outer, self.shares = self.shares, self._shares(unit, ops, missing)
         for op in ops:
             run = runs.get(op.name)
             if run is None or self.piece is not None:
@@ -148,13 +150,28 @@ class Rebuilder:
                 inside = [o for o in run.ops if o in ops]
                 done.update(o.name for o in inside)
                 self._rerun_pieces(unit, run, inside, missing, made)
+        self.shares = outer
+
+    def _shares(self, unit: Unit, ops: tuple[Op, ...], missing: set[str]) -> dict[str, float]:
+        """Rows each operator runs on: those missing of its saved outputs; of an output that nobody
+        saves those its readers here run on (all, if it is wanted itself)."""
+        shares: dict[str, float] = {}
+        for op in reversed(ops):
+            fates = [self.fate(unit, name) for name in op.outputs]
+            share = rows_of([fate for fate in fates if fate and fate.recompute_bytes])
+            for name, fate in zip(op.outputs, fates, strict=True):
+                readers = [shares[o.name] for o in ops if name in o.inputs and o.name in shares]
+                if fate is None:
+                    share = max([share, float(name in missing), *readers])
+            shares[op.name] = share or 1.0
+        return shares
 
     def _rerun_pieces(
         self, unit: Unit, run: MiniRun, ops: list[Op], missing: set[str], made: dict[str, str]
     ) -> None:
         for name in run.outputs:
             if any(name in op.outputs for op in ops):
-                storage = f"{self.chunk.storage(unit, name)}.r"
+                storage = self._run_output(unit, name)
                 emit_alloc(self.w, storage, unit.table.activations[name].nbytes)
                 made[name] = storage
         for piece in run.pieces:
@@ -164,9 +181,19 @@ class Rebuilder:
                 self._rerun_op(unit, op, missing, inner)
         self.run = self.piece = None
 
+    def _run_output(self, unit: Unit, name: str) -> str:
+        """Storage of a rebuilt mini-sequence's output: the saved tensor's own if it was dropped."""
+        storage = self.chunk.storage(unit, name)
+        fate = self.fate(unit, name)
+        if fate is None or not fate.recompute_bytes or storage in self.have:
+            return f"{storage}.r"
+        if fate.mixed:
+            raise PlanError(f"{storage} comes from a mini-sequence: recompute all of it or none")
+        self.have.add(storage)
+        return storage
+
     def _rerun_op(self, unit: Unit, op: Op, missing: set[str], made: dict[str, str]) -> None:
-        fates = [f for name in op.outputs if (f := self.fate(unit, name)) and f.recompute_bytes]
-        fraction = rows_of(fates) or 1.0
+        fraction = self.shares[op.name]
         if fraction < 1.0 and not op.row_local:
             raise PlanError(f"{op.name} is not row-local: recompute all of its rows or none")
         reads = {name: self._source(unit, name, made, fraction) for name in op.inputs}
@@ -223,7 +250,11 @@ class Rebuilder:
         if fate.recompute_bytes and f"{storage}#r" not in self.rebuilt:
             if unit.table.producer(name) is None:
                 raise PlanError(_orphan(storage))
+            run, piece = self.run, self.piece
+            if run and name not in run.interior:  # what a run reads comes back whole
+                self.run = self.piece = None
             self._rebuild(unit, {name})
+            self.run, self.piece = run, piece
         if fate.mixed:
             self._join(storage, fate)
         self.have.add(storage)

@@ -12,11 +12,15 @@ class ParameterGatherer:
     """Gathers each unit's parameters on the dp stream ahead of its use.
 
     Layer gathers (ZeRO-3, FSDP) allocate the full parameters and run `prefetch_layers` ahead; a
-    step gather (ZeRO-1 with overlap) fills resident buffers, all units at once.
+    step gather (ZeRO-1 with overlap) fills resident buffers, all units at once.  `release`: whether
+    a unit's copy is freed after its use (`keeps_ends`: but not the embedding's and the head's).
     """
 
-    def __init__(self, fate: StateFate, system: System, *, release: bool) -> None:
+    def __init__(
+        self, fate: StateFate, system: System, *, release: bool, keeps_ends: bool = False
+    ) -> None:
         self.layerwise = fate.gather == "layer"
+        self.keeps_ends = keeps_ends
         self.fate, self.system, self.release = fate, system, release
         self.survivors: set[str] = set()
         self.pending: dict[str, str] = {}
@@ -68,7 +72,7 @@ class ParameterGatherer:
         if not self.layerwise or not unit.parameters:
             return
         self.released = w.mark(COMPUTE)
-        if self.release:
+        if self.release and not (self.keeps_ends and unit.table.part != "layer"):
             del w.parameters[unit.prefix]
             w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
         else:

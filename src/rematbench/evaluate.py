@@ -42,7 +42,11 @@ class RankBytes(Struct, frozen=True, kw_only=True):
 
 
 class PlanEvaluation(Struct, frozen=True, kw_only=True):
-    """One plan's simulated step.  Bytes are the issue-order ledger's; MFU and HFU are fractions."""
+    """One plan's simulated step.  Bytes are the issue-order ledger's; MFU and HFU are fractions.
+
+    `reserved_bytes`: what the fullest rank's allocator holds, where it was modelled; else its
+    ledger peak.
+    """
 
     step_s: float
     tokens_per_s_per_gpu: float
@@ -51,6 +55,7 @@ class PlanEvaluation(Struct, frozen=True, kw_only=True):
     hfu: float
     ranks: tuple[RankBytes, ...]
     host_node_bytes: int
+    reserved_bytes: int
     recompute_flop: float
     offload_bytes: int
     simulation: Simulation
@@ -105,6 +110,7 @@ def evaluate_program(
         hfu=hfu(rate, model, work.seq_len, peak, again * replicas / tokens),
         ranks=ranks,
         host_node_bytes=host_node_bytes(problem, ranks),
+        reserved_bytes=max(rank.device_peak for rank in ranks),
         recompute_flop=again * replicas,
         offload_bytes=moved * replicas,
         simulation=simulation,

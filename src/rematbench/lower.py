@@ -106,7 +106,7 @@ class _RankLowering:
         self.order = rank_orders(plan, problem)[rank]
         self.phase = phases(self.order)
         self.chunks = [
-            ChunkOps(problem, rank, c, plan.partition[rank][c], plan.mini_sequences)
+            ChunkOps(problem, rank, c, plan.partition[rank][c], plan.mini_sequences, plan.held)
             for c in range(lay.vpp)
         ]
         for chunk in self.chunks:
@@ -172,7 +172,10 @@ class _RankLowering:
         gatherer = None
         if gather:
             release = parameter.release == "forward"
-            gatherer = ParameterGatherer(parameter, self.problem.system, release=release)
+            ends = parameter.keeps_ends
+            gatherer = ParameterGatherer(
+                parameter, self.problem.system, release=release, keeps_ends=ends
+            )
         return ForwardEmitter(chunk, fates, self.plan.transfers, gatherer).block()
 
     def _backward_block(self, chunk: ChunkOps, fates: Fates, reduce: bool) -> Block:

@@ -7,6 +7,7 @@ seq_len / cp tokens of a rank, t = tensor parallel, h hidden, e bytes per elemen
 
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from rematbench.cost.kernels import Elementwise, Kernel
@@ -107,6 +108,17 @@ class OpTable(Struct, frozen=True, kw_only=True):
     def producer(self, name: str) -> Op | None:
         """The operator that writes an activation; None for the part's input."""
         return next((op for op in self.ops if name in op.outputs), None)
+
+
+def holding(table: OpTable, names: tuple[str, ...]) -> OpTable:
+    """The table with some outputs also saved, by the operators that make them."""
+    ops = tuple(
+        msgspec.structs.replace(
+            op, saves=tuple(dict.fromkeys((*op.saves, *(n for n in op.outputs if n in names))))
+        )
+        for op in table.ops
+    )
+    return msgspec.structs.replace(table, ops=ops)
 
 
 def moved(*nbytes: int, launches: int = 1) -> tuple[Kernel, ...]:

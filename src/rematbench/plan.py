@@ -134,7 +134,8 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `shards` ranks share it; `gather` per step (after the optimizer) or per layer (before each use),
     `prefetch_layers` ahead; `release` frees the gathered copy after the forward use, after the
-    backward use, or never.  `update` (optimizer): once per step, or for each layer as soon as its
+    backward use, or never; `keeps_ends`: embedding and head are not released after the forward but
+    after their backward (the root group of FSDP).  `update` (optimizer): once per step, or for each layer as soon as its
     gradients are there (optimizer-in-backward; gradients are then freed layer by layer).
     """
 
@@ -143,6 +144,7 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     home: Literal["device", "host"] = "device"
     gather: Literal["none", "step", "layer"] = "none"
     release: Literal["never", "forward", "backward"] = "never"
+    keeps_ends: bool = False
     prefetch_layers: PositiveInt = 1
     update: Literal["step", "backward"] = "step"
 
@@ -167,7 +169,9 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `partition[rank][chunk]` lists global layer indices; the embedding is before the first chunk of
     rank 0, the head after the last chunk of the last rank.  `orders` are explicit passes per rank
-    (empty: `schedule` by name).  `fit` records numbers a method derived, for tables.
+    (empty: `schedule` by name).  `held`: layer outputs that a checkpointing policy caches until
+    their layer's backward though nothing there reads them (PyTorch's selective checkpointing caches
+    what it does not re-run).  `fit` records numbers a method derived, for tables.
     """
 
     partition: tuple[tuple[tuple[int, ...], ...], ...]
@@ -177,6 +181,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     transfers: Transfers = Transfers()
     states: tuple[StateFate, ...] = ()
     mini_sequences: tuple[MiniSequence, ...] = ()
+    held: tuple[str, ...] = ()
     fit: dict[str, float | str] = {}
 
     def with_rules(self, *rules: Rule) -> "Plan":

@@ -1,5 +1,6 @@
 """Predict a sheet of configurations: every row gets a status; no row brings the sheet down."""
 
+import gc
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -84,6 +85,9 @@ _REGISTRY: list[Registry] = []
 
 
 def _start_worker(methods: tuple[Path, ...]) -> None:
+    """A worker process: methods once; rare collections, as programs are large and free of cycles
+    (collecting them over and over takes half of the time)."""
+    gc.set_threshold(500_000, 50, 50)
     _REGISTRY[:] = [discover(methods)]
 
 

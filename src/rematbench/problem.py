@@ -30,6 +30,9 @@ class Evaluation(Protocol):
     @property
     def peak_device_bytes(self) -> tuple[int, ...]: ...
 
+    @property
+    def reserved_bytes(self) -> int: ...
+
 
 Evaluator = Callable[["Problem", Plan], Evaluation]
 
@@ -143,7 +146,13 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
     sharded_grad = shards if stage >= 2 else 1
     parameter = StateFate(kind="parameter", gather="step" if 1 <= stage <= 2 else "none")
     if stage == 3:
-        parameter = StateFate(kind="parameter", shards=shards, gather="layer", release="forward")
+        parameter = StateFate(
+            kind="parameter",
+            shards=shards,
+            gather="layer",
+            release="forward",
+            keeps_ends=system.data_parallel == "fsdp",
+        )
     elif stage == 2 and system.data_parallel == "fsdp":
         parameter = StateFate(kind="parameter", shards=shards, gather="layer", release="backward")
     return (
@@ -185,9 +194,9 @@ class CostFacade(CostModel):
         return max(self.evaluate(plan).peak_device_bytes)
 
     def headroom_bytes(self, plan: Plan) -> int:
-        """Usable device bytes of the cluster less the largest peak over ranks; negative: out of
+        """Usable device bytes of the cluster less what the fullest rank reserves; negative: out of
         memory."""
-        return self.cluster.usable_bytes - self.peak_bytes(plan)
+        return self.cluster.usable_bytes - self.evaluate(plan).reserved_bytes
 
     def pipeline_offload_estimator(self, chunk_bytes: float) -> PipelineOffloadEstimator:
         """ATC'24's own estimate of first-stage bytes, as a function of the offloaded share."""

@@ -35,11 +35,12 @@ SHAPE_COLUMNS = {
 YES, NO = {"yes", "true", "1", "on"}, {"no", "false", "0", "off"}
 SAC_KEEPS = ("q", "v", "attn_out", "lse", "gate_out")
 """What torchtitan's per-operator selective checkpointing keeps of a Llama layer: the outputs of
-every second matmul in the order wq, wk, wv, wo, w1, w3, w2 (so wq, wv, w1; w2's is read by nobody)
-and of attention.  Source: torchtitan/parallelisms/parallelize_llama.py, _save_list, 2024-12.  Ours:
-q is kept after RoPE, not before."""
+every second matmul in the order wq, wk, wv, wo, w1, w3, w2 and of attention.  Uncompiled, the
+output of w2 is cached too (`held`), which no backward reads; the compiler's partitioner drops it.
+Source: torchtitan/parallelisms/parallelize_llama.py, _save_list, 2024-12.  Ours: q is kept after
+RoPE, not before."""
 
-SELECTIVE_SAC: dict[str, Value] = {"keep": SAC_KEEPS, "scope": "layer"}
+SELECTIVE_SAC: dict[str, Value] = {"keep": SAC_KEEPS, "held": ("fc2_out",), "scope": "layer"}
 
 
 class RowError(ValueError):
@@ -90,6 +91,10 @@ def read_case(row: Row, registry: Registry) -> Case:
     system = _system(row)
     layout = _layout(row, system)
     method, settings = recompute_method(text(row, "recompute"), registry)
+    if system.compiled and "held" in settings:
+        settings = {key: value for key, value in settings.items() if key != "held"}
+    if not text(row, "cluster"):
+        raise RowError("failed", "column cluster is missing or empty")
     try:
         load_cluster(text(row, "cluster"))
     except ConfigError as error:

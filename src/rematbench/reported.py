@@ -16,6 +16,8 @@ def reported_peak_bytes(problem: Problem, plan: Plan, evaluation: PlanEvaluation
         weights = sum(problem.layer(layer).parameters for layer in layers)
         states = state_bytes(weights, problem.layout, problem.system)
         return states.total + layer_bytes_in_flight(problem, plan)
+    if problem.system.reported_peak == "reserved":
+        return evaluation.reserved_bytes
     return max(evaluation.peak_device_bytes)
 
 

@@ -162,6 +162,8 @@ def cell_table(rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy
 
 
 KEYS = (
+    "source",
+    "table",
     "system",
     "cluster",
     "model",

@@ -3,8 +3,9 @@
 from msgspec import Struct
 
 from rematbench.action import place
+from rematbench.allocator import replay
 from rematbench.chunk_ops import ChunkOps
-from rematbench.evaluate import PlanEvaluation
+from rematbench.evaluate import PlanEvaluation, RankBytes
 from rematbench.fates import Resolved, Site, resolve
 from rematbench.ledger import Live, live_at_peak
 from rematbench.lower import rank_orders
@@ -22,8 +23,9 @@ class StageBytes(Struct, frozen=True, kw_only=True):
     """Device bytes of one pipeline rank at its peak, in the order a bar stacks them.
 
     `saved`: activations kept (or reloaded) for a backward; `transient`: gradients, gathered copies,
-    rebuilt tensors and scratch; `staging`: pools of slots; `non_torch`: context, NCCL, workspaces;
-    `free` is what is left of the device (negative: the plan does not fit).
+    rebuilt tensors and scratch; `staging`: pools of slots; `fragmentation`: what the caching
+    allocator reserves beyond what it hands out; `non_torch`: context, NCCL, workspaces; `free` is
+    what is left of the device (negative: the plan does not fit).
     """
 
     rank: int
@@ -33,6 +35,7 @@ class StageBytes(Struct, frozen=True, kw_only=True):
     saved: int
     transient: int
     staging: int
+    fragmentation: int
     non_torch: int
     free: int
 
@@ -47,6 +50,7 @@ def stage_bytes(
         live = live_at_peak(program.ranks[rank], ledger.peak_step)
         saved = _saved_bytes(problem, plan, rank, live, staged=ledger.pools > 0)
         saved = min(saved, ledger.activation_peak)
+        lost = fragmentation_bytes(program, rank, ledger)
         bars.append(
             StageBytes(
                 rank=rank,
@@ -56,11 +60,20 @@ def stage_bytes(
                 saved=saved,
                 transient=ledger.activation_peak - saved,
                 staging=ledger.pools,
+                fragmentation=lost,
                 non_torch=cluster.non_torch_bytes,
-                free=cluster.usable_bytes - ledger.device_peak,
+                free=cluster.usable_bytes - ledger.device_peak - lost,
             )
         )
     return tuple(bars)
+
+
+def fragmentation_bytes(program: Program, rank: int, held: RankBytes) -> int:
+    """Reserved less allocated bytes at their peaks, replayed well beyond the rank's peak."""
+    resident = (held.parameter, held.gradient, held.optimizer, held.pools)
+    blocks = tuple(nbytes for nbytes in resident if nbytes)
+    steps = 2 * held.peak_step + 1
+    return replay(program.ranks[rank], blocks, None, num_steps=steps).fragmentation_bytes
 
 
 def _saved_bytes(

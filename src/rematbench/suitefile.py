@@ -68,11 +68,12 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A composed method, or a method with parameters of its own."""
+    """A composed method, or a method with parameters of its own; on all problems or some."""
 
     method: str
     name: str = ""
     settings: dict[str, Any] = {}
+    problems: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -96,6 +97,10 @@ def load_suite(path: Path) -> Suite:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(label, "problems", f"name {twice[0]!r} is given twice")
+    for variant in suite.variants:
+        for name in variant.problems:
+            if name not in names:
+                raise ConfigError(label, f"variants: {variant.method}", f"no problem {name!r}")
     return suite
 
 
@@ -118,6 +123,8 @@ def run_bundle(suite: Suite, method: str, registry: Registry, folder: Path) -> l
     for spec in suite.problems:
         problem = spec.problem()
         for number, variant in enumerate(known[method]):
+            if variant.problems and spec.name not in variant.problems:
+                continue
             record = run_variant(problem, variant, registry)
             write_record(record, folder / f"{spec.name}.{number}.json")
             records.append(record)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from msgspec import Struct
 
 Cells = Mapping[str, Any]
@@ -69,18 +68,18 @@ class Table(Struct, frozen=True, kw_only=True):
 
     def latex(self) -> str:
         """A booktabs tabular in a table environment."""
-        frame = pd.DataFrame(self.texts(), columns=[column.heading for column in self.columns])
-        escaped = frame.map(_escape)
-        escaped.columns = pd.Index([_escape(str(name)) for name in frame.columns])
-        return str(
-            escaped.to_latex(
-                index=False,
-                escape=False,
-                caption=_escape(f"{self.title}. {self.full_note}".strip()),
-                label=f"tab:{self.name}",
-                column_format="l" + "r" * (len(self.columns) - 1),
-            )
-        )
+        heads = [column.heading for column in self.columns]
+        body = [_ampersands(row) for row in self.texts()]
+        lines = [
+            r"\begin{table}",
+            rf"\caption{{{_escape(f'{self.title}. {self.full_note}'.strip())}}}",
+            rf"\label{{tab:{self.name}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(heads) - 1)}}}",
+            *(r"\toprule", _ampersands(heads), r"\midrule", *body, r"\bottomrule"),
+            r"\end{tabular}",
+            r"\end{table}",
+        ]
+        return "\n".join(lines) + "\n"
 
     def write(self, folder: Path) -> None:
         """NAME.csv, NAME.md and NAME.tex under a folder."""
@@ -95,6 +94,10 @@ class Table(Struct, frozen=True, kw_only=True):
 def _pipe(cells: Sequence[str], widths: Sequence[int]) -> str:
     padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
     return f"| {' | '.join(padded)} |"
+
+
+def _ampersands(cells: Sequence[str]) -> str:
+    return " & ".join(_escape(cell) for cell in cells) + r" \\"
 
 
 def _shown(column: Column, value: Any) -> str:

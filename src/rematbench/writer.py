@@ -23,8 +23,9 @@ class BlockWriter:
     def add(self, action: Action) -> int:
         """Append; returns the action's index."""
         if self.slots and any(alloc.name in self.slots for alloc in action.allocs):
-            slotted = (Alloc(a.name, a.nbytes, self.slots.get(a.name, a.slot)) for a in action.allocs)
-            action = msgspec.structs.replace(action, allocs=tuple(slotted))
+            slots = self.slots
+            allocs = tuple(Alloc(a.name, a.nbytes, slots.get(a.name, "")) for a in action.allocs)
+            action = msgspec.structs.replace(action, allocs=allocs)
         self.actions.append(action)
         return len(self.actions) - 1
 

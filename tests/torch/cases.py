@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rematbench.evaluate import evaluate
 from rematbench.plan import MiniSequence, Plan, Recompute, Rule, Select, Split, Unsupported
 from rematbench.problem import Problem
 from rematbench.torch.case import Case
@@ -36,14 +37,22 @@ MLP = ("mlp_norm", "fc1", "act", "mul", "fc2")
 MLP_SAVED = ("mlp_norm_out", "gate_out", "up_out", "act_out", "fc2_in")
 
 
-def tiny(layout: str, precision: Precision = "fp64", model: Model = TINY, **changes: Any) -> Problem:
+def tiny(
+    layout: str, precision: Precision = "fp64", model: Model = TINY, **changes: Any
+) -> Problem:
     """A tiny problem on a named layout; deep enough for its chunks."""
     degrees = LAYOUTS[layout]
     layers = max(model.num_layers, degrees.get("pp", 1) * degrees.get("vpp", 1))
     made = problem(model=replace(model, num_layers=layers), seq_len=SEQ, **(changes | degrees))
     work = replace(made.workload, precision=precision)
     return Problem(
-        work, made.cluster, made.system, made.layout, made.calibration, made.attention
+        work,
+        made.cluster,
+        made.system,
+        made.layout,
+        made.calibration,
+        made.attention,
+        evaluator=evaluate,
     )
 
 
@@ -63,9 +72,7 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
     "keep": lambda plan: plan,
     "offload": lambda plan: plan.with_rules(half()),
     "offload-layers": lambda plan: by_layer(plan.with_rules(half(0.7))),
-    "offload-slots": lambda plan: transfers(
-        plan.with_rules(half()), reload_slots=4, release_lag=2
-    ),
+    "offload-slots": lambda plan: transfers(plan.with_rules(half()), reload_slots=4, release_lag=2),
     "full": lambda plan: plan.with_rules(*FULL),
     "rows": lambda plan: plan.with_rules(
         rule(Split(offload=0.25, recompute=0.375), "fc2_in", "attn_norm_out", "q", "up_out")
@@ -97,6 +104,4 @@ def method_case(layout: str, name: str, method: Any) -> Case | str:
     plan = method.plan(given, given.base_plan)
     if isinstance(plan, Unsupported):
         return plan.reason
-    return Case(
-        name=f"{layout} {name}", problem=given, plan=plan, ignored=0.1, gradients=True
-    )
+    return Case(name=f"{layout} {name}", problem=given, plan=plan, ignored=0.1, gradients=True)

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rematbench.chunk_ops import ChunkOps
+from rematbench.problem import Problem
 from rematbench.torch.batch import Batch
 from rematbench.torch.kernels import IGNORED, NORM_EPS, ROPE_BASE
 from rematbench.torch.parameters import AdamW, full_weight, unit_specs
-from rematbench.chunk_ops import ChunkOps
-from rematbench.problem import Problem
 from rematbench.workload import Model
 
 

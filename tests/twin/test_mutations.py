@@ -176,6 +176,21 @@ def test_mutation_is_caught_by_name(name: str) -> None:
             interpret(broken)
 
 
+def test_parameters_used_before_their_gather_is_done_are_caught() -> None:
+    given = problem(model=layers(2), dp=2, zero_stage=3, global_batch=2)
+    program = lower(given.base_plan, given)
+    gathered = next(
+        a.event
+        for a in program.ranks[0].blocks[0].actions
+        if a.part == "L0" and a.op == "parameters"
+    )
+    broken = mutate(program, "F", without(wait_for("compute", gathered)))
+    with pytest.raises(CheckError, match=r"reads L0.parameters before dp is known to have made it"):
+        check(broken)
+    with pytest.raises(TwinError, match=r"is corrupt|yet to use it"):
+        interpret(broken)
+
+
 def test_offloading_one_byte_less_is_caught() -> None:
     given, plan = offloading()
 

@@ -127,6 +127,16 @@ def test_groups_and_pieces(layout: str) -> None:
             assert twin.after == list(live_bytes(rank.actions()))
 
 
+@pytest.mark.parametrize("granularity", ["chunk", "layer"])
+def test_a_saved_output_of_pieces_is_rebuilt_once(granularity: str) -> None:
+    """A norm after the MLP saves what the pieces write."""
+    given = problem(model=replace(LLAMA, post_norm=True), tp=2, global_batch=2)
+    keep = replace(given.base_plan, mini_sequences=PIECES)
+    program = lower(transfers(keep.with_rules(*FULL), granularity=granularity), given)
+    check(program)
+    assert gradients(interpret(program)) == gradients(interpret(lower(keep, given)))
+
+
 def test_rebuilt_rows_cover_what_their_reader_needs() -> None:
     """A reader that rebuilds more rows than its input dropped gets the whole input."""
     given = problem(tp=2)

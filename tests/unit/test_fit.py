@@ -139,9 +139,9 @@ def test_a_number_without_a_source_is_an_error() -> None:
 
 
 def test_a_ninth_fitted_scalar_is_an_error() -> None:
-    text = shipped_text().replace(
-        "sm_count: {value: 132, source: ", "sm_count: {value: 132, source: fitted} #"
-    )
+    text = shipped_text()
+    for fact in ("sm_count: {value: 132", "tile_rows: {value: 128"):
+        text = text.replace(f"{fact}, source: ", f"{fact}, source: fitted}} #", 1)
     with pytest.raises(ValueError, match=r"gpus\.hopper has 9 fitted"):
         parse_calibration(text.encode())
 

@@ -1,22 +1,25 @@
 """What each method decides, in closed form: which bytes stay, what is re-run, what a bound says."""
 
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
-from tests.problems import GPT, layers, problem
 
-from rematbench.cost.estimators import PipelineOffloadEstimator
+from rematbench.action import Kind
 from rematbench.discover import discover
 from rematbench.evaluate import PlanEvaluation, evaluate, kernel_flop
+from rematbench.layout import Layout
 from rematbench.ledger import issue_order
 from rematbench.lower import lower
 from rematbench.plan import ByteBudget, Group, Keep, Plan, Recompute, Rule, Select, Unsupported
 from rematbench.problem import Problem
-from rematbench.schedule import passes
 from rematbench.solve.kept import kept_activations, kept_layer_bytes
 from rematbench.solve.pareto import cheapest_within, front, point
 from rematbench.solve.search import smallest_feasible
+from rematbench.suite import make_problem
+from tests.problems import GPT, layers, problem
 
 REGISTRY = discover()
 PUBLISHED = ("act_out", "attn_norm_out", "fc2_in", "mlp_norm_out")
@@ -60,7 +63,7 @@ def forward_flop(p: Problem, only: str = "") -> float:
 )
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"cp": 2}, {"tp": 2, "cp": 2}])
 def test_layer_bytes_are_the_papers(
-    spec: str, constant: int, ffn_factor: int, layout: dict[str, int]
+    spec: str, constant: int, ffn_factor: int, layout: dict[str, Any]
 ) -> None:
     """(12 + 4 g/a + 8 H/h) b s h and (8 + 4 g/a + 4 H/h) b s h, over t c ranks; 2-byte elements."""
     p = problem(model=layers(1), system="megatron-kwai", micro_batch=2, global_batch=2, **layout)
@@ -154,11 +157,8 @@ def test_selective_refuses_unknown_names() -> None:
 MODELS = ["llama-7b", "llama-65b", "llama-175b"]
 
 
-def real(model: str, cluster: str = "h800-80gb", seq_len: int = 4096, **layout: int) -> Problem:
-    from rematbench.layout import Layout
-    from rematbench.suite import make_problem
-
-    made = Layout(**layout)  # type: ignore[arg-type]
+def real(model: str, cluster: str = "h800-80gb", seq_len: int = 4096, **layout: Any) -> Problem:
+    made = Layout(**layout)
     return make_problem(
         model=model, cluster=cluster, system="megatron-kwai", layout=made, seq_len=seq_len
     )
@@ -173,7 +173,7 @@ def test_the_published_point_is_on_the_front(model: str, tp: int, cluster: str) 
     points = front(p, table)
     published = point(p, table, tuple(n for n in table.saved if n in PUBLISHED))
     assert published in points
-    assert published.recompute_s < 0.02 * point(p, table, points[-1].dropped).recompute_s * 10
+    assert published.recompute_s < 0.1 * points[-1].recompute_s
 
 
 def test_the_front_falls_in_bytes_and_rises_in_seconds() -> None:
@@ -181,8 +181,7 @@ def test_the_front_falls_in_bytes_and_rises_in_seconds() -> None:
     points = front(p, p.layer(0))
     assert points[0].dropped == ()
     assert all(
-        a.kept_bytes > b.kept_bytes and a.recompute_s < b.recompute_s
-        for a, b in zip(points, points[1:], strict=False)
+        a.kept_bytes > b.kept_bytes and a.recompute_s < b.recompute_s for a, b in pairwise(points)
     )
 
 
@@ -205,98 +204,6 @@ def test_a_budget_picks_the_fastest_point_within_it() -> None:
     best = cheapest_within(front(p, table), 0.61 * table.saved_bytes)
     assert set(best.dropped) == set(PUBLISHED)
     assert plan.fit["dropped"] == ", ".join(PUBLISHED)
-
-
-# -- offloading ------------------------------------------------------------------------------
-
-
-def pipeline(**changes: Any) -> Problem:
-    made: dict[str, Any] = {"pp": 4, "vpp": 2, "global_batch": 8, "system": "megatron-kwai"}
-    p = problem(model=layers(8), **{**made, **changes})
-    return replace(p, evaluator=evaluate)
-
-
-SMALL = {"granularity": 64, "min_bytes": 256}
-
-
-def test_offload_needs_three_stages_and_a_stack_that_can() -> None:
-    assert "pp >= 3" in refusal(pipeline(pp=2), "pp_offload", alpha=0.5)
-    assert "megatron-lm" in refusal(pipeline(system="megatron-lm"), "pp_offload", alpha=0.5)
-
-
-def test_offload_spares_the_last_chunk_of_the_last_rank() -> None:
-    p = pipeline()
-    ranks = lower(plan_of(p, "pp_offload", alpha=1.0, **SMALL), p).ranks
-    copied = [{step.chunk for step in r.steps if "D2H" in r.blocks[step.block].label} for r in ranks]
-    assert copied == [{0, 1}] * 3 + [{0}]
-
-
-def test_nothing_is_spared_when_all_forwards_come_first() -> None:
-    """One group of micro-batches: Megatron runs every forward before the first backward."""
-    p = pipeline(global_batch=4)
-    ranks = lower(plan_of(p, "pp_offload", alpha=1.0, **SMALL), p).ranks
-    copied = {step.chunk for step in ranks[3].steps if "D2H" in ranks[3].blocks[step.block].label}
-    assert copied == {0, 1}
-
-
-@pytest.mark.parametrize("base", ["keep_all", "balanced_checkpointing", "full_recompute"])
-def test_offload_budgets_what_the_base_keeps(base: str) -> None:
-    p = pipeline()
-    plan = plan_of(p, f"{base}+pp_offload", alpha=1.0, **SMALL)
-    under = plan_of(p, base)
-    table = p.layer(0)
-    wanted = [n for n in kept_activations(p, under) if table.activations[n].nbytes >= 256]
-    one = sum(table.activations[n].nbytes for n in wanted)
-    passes_out = 4 * 2 * 8 - 8  # (rank, chunk, micro-batch), less the spared chunk
-    assert evaluate(p, plan).offload_bytes == one * passes_out
-    assert evaluate(p, plan).recompute_flop == evaluate(p, under).recompute_flop
-
-
-@pytest.mark.parametrize("base", ["keep_all", "balanced_checkpointing"])
-def test_peak_falls_with_alpha_where_many_chunks_are_in_flight(base: str) -> None:
-    p = pipeline(vpp=2, pp=4)
-    spec = f"{base}+pp_offload"
-    peaks = [
-        issue_order(lower(plan_of(p, spec, alpha=k / 10, **SMALL), p))[0].device_peak_bytes
-        for k in range(11)
-    ]
-    assert peaks[-1] < peaks[0]
-
-
-def test_ledger_fit_is_the_smallest_that_fits() -> None:
-    p = real("llama-65b", seq_len=8192, tp=2, cp=2, pp=8, vpp=5, dp=8, global_batch=256)
-    plan = plan_of(p, "pp_offload")
-    alpha = plan.fit["alpha"]
-    assert isinstance(alpha, float)
-    assert 0.15 < alpha < 0.25  # Figure 7: 0.2 did not fit, 0.3 did
-    assert plan.fit["bound"] == "device ledger"
-    assert p.cost.headroom_bytes(plan) >= 0
-    less = plan_of(p, "pp_offload", alpha=round(alpha - 0.001, 3))
-    assert p.cost.headroom_bytes(less) < 0
-
-
-def test_ledger_fit_says_when_nothing_fits() -> None:
-    p = replace(pipeline(), cluster=replace_usable(pipeline(), 1))
-    plan = plan_of(p, "pp_offload", **SMALL)
-    assert plan.fit["alpha"] == 1.0
-    assert plan.fit["bound"] == "nothing fits the device"
-
-
-def replace_usable(p: Problem, usable: int) -> Any:
-    from msgspec.structs import replace as changed
-
-    return changed(p.cluster, non_torch_bytes=p.cluster.hbm_bytes - usable)
-
-
-def test_the_paper_estimate_is_linear_in_alpha() -> None:
-    e = PipelineOffloadEstimator(
-        parameters=10, state_shards=4, chunks_in_flight=12, chunk_bytes=100
-    )
-    assert e.state_bytes == 90
-    assert e.peak_bytes(0.0) == 90 + 1200
-    assert e.peak_bytes(1.0) == 90 + 400
-    assert e.smallest_alpha(890) == 0.5
-    assert (e.smallest_alpha(1290), e.smallest_alpha(0)) == (0.0, 1.0)
 
 
 # -- composition and searches ----------------------------------------------------------------
@@ -329,7 +236,7 @@ def test_smallest_feasible_finds_the_root(root: int, power: int) -> None:
 
     def margin(k: int) -> int:
         calls.append(k)
-        return (k - root) ** power
+        return int((k - root) ** power)
 
     assert smallest_feasible(margin, 1000) == root
     assert len(calls) <= (5 if power == 1 else 22)
@@ -339,10 +246,27 @@ def test_smallest_feasible_may_fail() -> None:
     assert smallest_feasible(lambda k: k - 11, 10) is None
 
 
-def test_interleaving_in_flight_is_the_estimators() -> None:
-    """v p + p - 1 chunks: what the estimator counts is what the schedule holds on rank 0."""
-    live = peak = 0
-    for step in passes("interleaved_1f1b", 0, 8, 5, 32):
-        live += 1 if step.forward else -1
-        peak = max(peak, live)
-    assert peak == 8 * 5 + 8 - 1
+def test_held_outputs_live_until_their_layers_backward() -> None:
+    """PyTorch's selective checkpointing caches outputs that nothing reads: one per layer."""
+    p = problem(system="torchtitan")
+    plans = [
+        plan_of(p, "selective_recompute", keep=("q",), scope="layer", held=names)
+        for names in ((), ("fc2_out",))
+    ]
+    plain, held = (issue_order(lower(plan, p))[0].device_peak_bytes for plan in plans)
+    one = p.layer(0).activations["fc2_out"].nbytes
+    assert 0 < held - plain <= 4 * one
+    assert "fc2_out" not in p.layer(0).saved
+
+
+def test_fsdps_root_group_stays_gathered_through_the_step() -> None:
+    """Embedding and head are gathered once per micro-batch, layers twice (forward and backward)."""
+    p = problem(dp=4, zero_stage=3, global_batch=4, system="torchtitan")
+    (rank,) = lower(p.base_plan, p).ranks
+    gathers = Counter(
+        action.part
+        for step in rank.steps
+        for action in rank.blocks[step.block].actions
+        if action.kind is Kind.ALL_GATHER and action.op == "parameters"
+    )
+    assert gathers == {"E": 1, "H": 1, "L0": 2, "L1": 2, "L2": 2, "L3": 2}

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.problems import GPT, problem
 
 from rematbench.check import check
 from rematbench.discover import discover
@@ -19,6 +18,7 @@ from rematbench.lower import lower
 from rematbench.paths import data_dir
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
+from tests.problems import GPT, problem
 
 FILES = sorted(path for path in data_dir("methods").glob("*.py") if path.name[0] != "_")
 REGISTRY = discover()

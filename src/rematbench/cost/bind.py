@@ -24,8 +24,6 @@ from rematbench.workload import Workload
 Direction = Literal["forward", "backward_input", "backward_weight"]
 CopyDirection = Literal["d2h", "h2d"]
 
-NCCL_STREAMS = frozenset({"tp", "cp", "dp"})
-"""Streams whose work occupies SMs beside compute; p2p and copies are left to copy engines."""
 FLASH_BACKWARD_LAUNCHES = 3
 """Row sums of dO * O, the main kernel, and the conversion of dQ (Dao 2023)."""
 FLASH_BACKWARD_FLOP = 2.5
@@ -255,10 +253,12 @@ class CostModel:
         return self.stack.dp_stall * self.comm_s(comm, stage)
 
     def overlap_factor(self, kernel_stream: str, other_stream: str) -> float:
-        """Slowdown of work on one stream beside work on the other; 1 where no SMs are shared."""
-        if kernel_stream == "compute" and other_stream in NCCL_STREAMS:
-            return self.gpu.overlap_slowdown
-        return 1.0
+        """Slowdown of work on one stream beside work on the other; 1 where no SMs are shared.
+
+        NCCL's kernels take SMs and memory rate from compute; point-to-point transfers and copies
+        are left to copy engines."""
+        stalls = {"tp": self.stack.tp_stall, "cp": self.stack.tp_stall, "dp": self.stack.dp_stall}
+        return 1.0 + stalls.get(other_stream, 0.0) if kernel_stream == "compute" else 1.0
 
 
 def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kernel:

@@ -28,8 +28,7 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Efficiencies are fractions of the dense peak or of the HBM rate; `gemm_tail_waves` is the part
     of a wave of tiles lost at the end of a GEMM; `*_half_*` is the size at which an efficiency is
-    half its limit; `overlap_slowdown` is the factor on compute beside a NCCL collective;
-    `sm_count`, `tile_rows`, `tile_columns` are hardware facts.
+    half its limit; `sm_count`, `tile_rows`, `tile_columns` are hardware facts.
     """
 
     sm_count: float
@@ -42,7 +41,6 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     flash_backward_efficiency: float
     flash_half_rows: float
     hbm_efficiency: float
-    overlap_slowdown: float
 
 
 class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,12 +58,13 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class SystemConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a software stack differs from the generation's kernels: multipliers on the seconds of
-    all kernels and of attention, the gap that launching a kernel leaves, and the share of an
-    overlapped data-parallel collective's seconds that compute loses to it (`dp_stall`)."""
+    all kernels and of attention, the gap that launching a kernel leaves, and the share of a hidden
+    collective's seconds that compute beside it loses (tensor- or context-, and data-parallel)."""
 
     kernel_scale: float
     attention_scale: float
     launch_s: float
+    tp_stall: float
     dp_stall: float
 
 

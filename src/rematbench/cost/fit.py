@@ -48,11 +48,11 @@ PRIORS: dict[str, Prior] = {
     "flash_half_rows": Prior(20.0, 500.0, 5000.0, 1.0),
     "hbm_efficiency": Prior(0.4, 0.8, 0.95, 0.15),
     "launch_s": Prior(1e-6, 5e-6, 4e-5),
-    "overlap_slowdown": Prior(1.0, 1.1, 1.6, 0.1),
     "nvlink_efficiency": Prior(0.2, 0.75, 1.0, 0.2),
     "nic_efficiency": Prior(0.1, 0.75, 1.0, 0.3),
     "kernel_scale": Prior(0.7, 1.0, 1.8, 0.1),
     "attention_scale": Prior(0.5, 1.0, 2.5, 0.2),
+    "tp_stall": Prior(0.01, 0.25, 3.0, 0.7),
     "dp_stall": Prior(0.01, 0.25, 3.0, 0.7),
     "ring_nics": Prior(1.0, 1.6, 8.0, 1.0),
 }

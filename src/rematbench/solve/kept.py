@@ -6,6 +6,7 @@ from rematbench.ops import Part
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 
+
 def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
     """Saved activations of a part that some site keeps whole under the plan."""
     tables = {"embedding": (problem.embedding,), "head": (problem.head,)}

@@ -13,6 +13,7 @@ from itertools import combinations
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
@@ -76,16 +77,16 @@ def greedy_policy(layer: LayerWindows, dropped: Sequence[Job], layers_per_chunk:
     placed: dict[str, Placed] = {}
     for job in dropped:
         earliest = _earliest(job, placed)
-        choices = [(job.seconds, 1, CRITICAL)]
+        choices: list[tuple[float, int, Slot | None]] = [(job.seconds, 1, CRITICAL)]
         for slot in layer.allowed(job) if earliest is not None else ():
             if earliest is not None and slot.at >= earliest:
                 exposed = max(0.0, job.seconds - max(0.0, room[slot.op]))
                 exposed += slot.layer_offset * job.seconds / layers_per_chunk
                 choices.append((exposed, -slot.at, slot))
-        _, _, slot = min(choices, key=lambda c: (c[0], c[1]))
-        placed[job.op] = Placed(job=job, slot=slot)
-        if slot is not None:
-            room[slot.op] -= job.seconds
+        _, _, chosen = min(choices, key=lambda c: (c[0], c[1]))
+        placed[job.op] = Placed(job=job, slot=chosen)
+        if chosen is not None:
+            room[chosen.op] -= job.seconds
     return settled(layer, tuple(placed.values()), layers_per_chunk)
 
 
@@ -170,7 +171,7 @@ class _Model:
         self.upper.append(upper)
         return len(self.integer) - 1
 
-    def costs(self) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    def costs(self) -> NDArray[np.float64]:
         """Exposed seconds of all layers, and a little for what is hidden."""
         cost = np.zeros(self.size)
         seconds = {job.op: job.seconds / self.scale for job in self.layer.jobs}
@@ -235,7 +236,7 @@ class _Model:
         }
         return row, max(budget_bytes, 0.0) / total - 1.0
 
-    def policy(self, number: int, x: Sequence[float]) -> Policy:
+    def policy(self, number: int, x: NDArray[np.float64]) -> Policy:
         """A group's policy from the solver's values."""
         jobs = {job.op: job for job in self.layer.jobs}
         placed = tuple(

@@ -47,7 +47,9 @@ def memory_plan(rank: RankProgram) -> MemoryPlan:
     """Plan a rank's activations; staging slots are tensors that live all along."""
     lives = list(lifetimes(rank))
     if len(lives) > MAX_TENSORS:
-        raise ValueError(f"{len(lives)} tensors to plan, at most {MAX_TENSORS}: fewer micro-batches")
+        raise ValueError(
+            f"{len(lives)} tensors to plan, at most {MAX_TENSORS}: fewer micro-batches"
+        )
     local: dict[int, list[Tensor]] = {}
     upper: list[Tensor] = []
     for life in lives:

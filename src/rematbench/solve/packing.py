@@ -62,13 +62,15 @@ def best_fit(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """Each tensor into the smallest gap between those alive with it, in three orders (largest
     first, largest area first, first come), each improved by moving what sticks out to the front."""
     bound = live_peak(tensors)
-    orders = (
+    starts = (
         sorted(range(len(tensors)), key=lambda i: (-tensors[i].nbytes, tensors[i].start, i)),
         sorted(range(len(tensors)), key=lambda i: (-_area(tensors[i]), tensors[i].start, i)),
         sorted(range(len(tensors)), key=lambda i: (tensors[i].start, -tensors[i].nbytes, i)),
     )
-    best, lowest = (), -1
-    for order in orders:
+    best: tuple[int, ...] = ()
+    lowest = -1
+    for start in starts:
+        order = start
         for _ in range(ROUNDS):
             offsets = _fit(tensors, order)
             peak = _peak(tensors, offsets)
@@ -148,7 +150,7 @@ def _solve(
     cap: int,
     max_nodes: int,
 ) -> tuple[int, ...] | None:
-    """The programme of the module's docstring, in units of `cap`; None if no node gave an answer."""
+    """The programme above, in units of `cap`; None if the limit passes without an answer."""
     count, last = len(tensors), len(tensors) + len(pairs)
     sizes = [tensor.nbytes / cap for tensor in tensors]
     rows: list[tuple[dict[int, float], float]] = [
@@ -178,7 +180,7 @@ def _matrix(rows: Sequence[tuple[dict[int, float], float]], columns: int) -> csr
 
 
 def _exact_offsets(
-    tensors: Sequence[Tensor], below: Sequence[tuple[int, int]], guess: Sequence[float]
+    tensors: Sequence[Tensor], below: Sequence[tuple[int, int]], guess: NDArray[np.float64]
 ) -> tuple[int, ...]:
     """Integer offsets from who lies below whom (solver values are only close to integers)."""
     under: dict[int, list[int]] = {}

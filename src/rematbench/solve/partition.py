@@ -1,6 +1,7 @@
-"""Layers over pipeline stages so that the slowest stage is as fast as moves of one layer make it."""
+"""Layers over pipeline stages: move one at a time while the slowest stage gets faster."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from rematbench.plan import Plan
 
@@ -20,7 +21,9 @@ def balance(counts: Sequence[int], stage_s: StageSeconds) -> tuple[int, ...]:
             for target in range(len(best))
             if target != slowest and best[slowest] > 1
         ]
-        scored = [(sorted((stage_s(r, n) for r, n in enumerate(m)), reverse=True), m) for m in moves]
+        scored = [
+            (sorted((stage_s(r, n) for r, n in enumerate(m)), reverse=True), m) for m in moves
+        ]
         if not scored or min(scored)[0] >= sorted(times, reverse=True):
             break
         best = min(scored)[1]
@@ -35,8 +38,7 @@ def _moved(counts: tuple[int, ...], source: int, target: int) -> tuple[int, ...]
 def contiguous(counts: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """The partition with so many consecutive layers on each rank, one chunk a rank."""
     bounds = [sum(counts[:rank]) for rank in range(len(counts) + 1)]
-    pairs = zip(bounds, bounds[1:], strict=False)
-    return tuple((tuple(range(first, last)),) for first, last in pairs)
+    return tuple((tuple(range(first, last)),) for first, last in pairwise(bounds))
 
 
 def counts_of(plan: Plan) -> tuple[int, ...]:

@@ -1,156 +1,197 @@
-"""From layer policies to a plan that fits: budgets by the ledger, windows as rules, partition.
+"""From layer policies to a plan that fits: windows as rules, budgets by the ledger, partition.
 
-The memory model of the solvers is linear (kept bytes times layers in flight); what the ledger says
-of the lowered plan corrects it: the budget of each stage is set to what the device leaves beside
-everything else, and solved again, a bounded number of times.
+The solvers' memory is linear (kept bytes times layers in flight).  What the ledger says of the
+lowered plan corrects it: a stage's budget becomes what the device leaves beside everything else,
+and the stage is solved again, a bounded number of times.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Sequence
+from functools import cached_property
 
 from msgspec.structs import replace
 
+from rematbench.lower import rank_orders
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
-from rematbench.problem import Problem, rank_parameters
+from rematbench.problem import Problem
+from rematbench.schedule import phases
 from rematbench.solve.kept import kept_activations
-from rematbench.solve.layers import backward_s, forward_s, layers_in_flight
-from rematbench.solve.lynx import (
-    Group,
-    Placed,
-    Policy,
-    heuristic,
-    optimum,
-    policy_front,
-)
-from rematbench.solve.partition import balance, contiguous, counts_of
-from rematbench.solve.windows import layer_windows
+from rematbench.solve.layers import layers_in_flight
+from rematbench.solve.lynx import Group, Placed, Policy, heuristic, optimum, policy_front
+from rematbench.solve.windows import LayerWindows, layer_windows
 
 ROUNDS = 5
 BEFORE_RECEIVE = Window(op="recv", direction="before_recv")
+Layers = tuple[int, ...]
+
+
+class Stage:
+    """One rank of a partition: its groups of layers, each with one policy."""
+
+    def __init__(self, problem: Problem, plan: Plan, rank: int, *, exact: bool) -> None:
+        layers = tuple(layer for chunk in plan.partition[rank] for layer in chunk)
+        self.groups = _halves(layers) if exact else (layers,)
+        self.sizes = tuple(
+            Group(layers=len(g), in_flight=layers_in_flight(problem, plan, rank, g))
+            for g in self.groups
+        )
+        self.exact = exact
+
+    def solve(
+        self,
+        layer: LayerWindows,
+        front: Sequence[Policy],
+        budget_bytes: float,
+        layers_per_chunk: int,
+    ) -> tuple[Policy, ...]:
+        """Policies within a budget; the MILP's where it beats the one policy for all."""
+        shared = (heuristic(front, self.sizes, budget_bytes),) * len(self.sizes)
+        if not self.exact or self.kept_bytes(shared) > budget_bytes:
+            return shared
+        found = optimum(layer, self.sizes, budget_bytes, layers_per_chunk)
+        return found if found and self.cost_s(found) < self.cost_s(shared) else shared
+
+    def kept_bytes(self, policies: Sequence[Policy]) -> int:
+        """Bytes the policies keep with all micro-batches in flight."""
+        return sum(p.kept_bytes * g.in_flight for p, g in zip(policies, self.sizes, strict=True))
+
+    def cost_s(self, policies: Sequence[Policy]) -> float:
+        """The solvers' objective."""
+        return sum(p.cost_s * g.layers for p, g in zip(policies, self.sizes, strict=True))
+
+
+def _halves(layers: Layers) -> tuple[Layers, ...]:
+    """A half, a quarter, ... of the layers: so that any number of them can go one way."""
+    groups = []
+    while layers:
+        size = (len(layers) + 1) // 2
+        groups.append(layers[:size])
+        layers = layers[size:]
+    return tuple(groups)
 
 
 class Relocation:
-    """Plans for one problem and base: `exact` solves groups of layers by MILP, else one policy per
-    stage is taken from the layer's front."""
+    """Plans for one problem and base, `exact` by MILP or one policy for all layers of a stage."""
 
     def __init__(self, problem: Problem, base: Plan, *, exact: bool) -> None:
         self.problem, self.base, self.exact = problem, base, exact
         self.usable = problem.cluster.usable_bytes
-        self.table = problem.layer_kinds[0]
+        table, lay = problem.layer_kinds[0], problem.layout
         kept = kept_activations(problem, base) - {"layer_input"}
-        makers = {name for name in kept if self.table.producer(name) is not None}
-        self.layer = layer_windows(problem, self.table, makers)
-
-    @cached_property
-    def per_chunk(self) -> int:
-        """Layers of an average chunk."""
-        lay = self.problem.layout
-        return max(1, self.problem.workload.model.num_layers // lay.num_chunks)
+        self.layer = layer_windows(problem, table, kept)
+        self.per_chunk = max(1, problem.workload.model.num_layers // lay.num_chunks)
 
     @cached_property
     def front(self) -> tuple[Policy, ...]:
-        """The layer's policies, solved once."""
+        """The layer's policies, solved once for all layers."""
         return policy_front(self.layer, self.per_chunk)
 
-    @cached_property
-    def lean(self) -> Plan:
-        """The base with everything dropped that can be rebuilt."""
-        return self.assemble(self.base, [[self.front[-1]]] * self.problem.layout.pp, [[]])
+    @property
+    def leanest(self) -> Policy:
+        """Everything that can be rebuilt is."""
+        return min(self.front, key=lambda policy: policy.kept_bytes)
 
-    # -- plans ----------------------------------------------------------------------------------
+    def stages(self, base: Plan) -> list[Stage]:
+        """The ranks of a partition."""
+        ranks = range(self.problem.layout.pp)
+        return [Stage(self.problem, base, rank, exact=self.exact) for rank in ranks]
 
-    def groups(self, plan: Plan, rank: int) -> list[tuple[int, ...]]:
-        """Layers of a rank that share a policy: halves, quarters, ... so that any number of layers
-        can go one way; all of them for the heuristic."""
-        layers = tuple(layer for chunk in plan.partition[rank] for layer in chunk)
-        if not self.exact:
-            return [layers]
-        groups = []
-        while layers:
-            size = (len(layers) + 1) // 2
-            groups.append(layers[:size])
-            layers = layers[size:]
-        return groups
-
-    def solve(self, plan: Plan, rank: int, budget_bytes: float) -> list[Policy]:
-        """Policies of a rank's groups within a budget; the MILP never does worse than the front."""
-        sizes = self._sizes(plan, rank)
-        shared = heuristic(self.front, sizes, budget_bytes)
-        policies = [shared] * len(sizes)
-        fits = shared.kept_bytes * sum(size.in_flight for size in sizes) <= budget_bytes
-        if not self.exact or not fits:
-            return policies
-        better = optimum(self.layer, sizes, budget_bytes, self.per_chunk)
-        if better is not None and _cost(better, sizes) < _cost(policies, sizes):
-            policies = list(better)
-        return policies
-
-    def _sizes(self, plan: Plan, rank: int) -> list[Group]:
-        return [
-            Group(layers=len(g), in_flight=layers_in_flight(self.problem, plan, rank, g))
-            for g in self.groups(plan, rank)
-        ]
-
-    def kept_bytes(self, plan: Plan, rank: int, policies: Sequence[Policy]) -> int:
-        """Bytes the policies keep on a rank with all its micro-batches in flight."""
-        sizes = self._sizes(plan, rank)
-        return sum(p.kept_bytes * g.in_flight for p, g in zip(policies, sizes, strict=True))
+    def lean(self, base: Plan) -> Plan:
+        """Everything dropped on every rank."""
+        stages = self.stages(base)
+        return self.assemble(base, stages, [(self.leanest,) * len(s.groups) for s in stages])
 
     def assemble(
-        self, base: Plan, policies: Sequence[Sequence[Policy]], groups: Sequence[Sequence[tuple[int, ...]]]
+        self, base: Plan, stages: Sequence[Stage], policies: Sequence[tuple[Policy, ...]]
     ) -> Plan:
-        """Rules of every rank's policies; the top layer of a chunk, which no layer's collectives
-        precede, is rebuilt before the receive."""
-        lay = self.problem.layout
-        tops = {c[-1] for r, cs in enumerate(base.partition) for k, c in enumerate(cs)
-                if (r, k) != (lay.pp - 1, lay.vpp - 1)}  # fmt: skip
+        """Policies as rules; what the top layer of a chunk rebuilds before its own backward is
+        rebuilt before the receive (no layer's collectives come before)."""
+        tops = self._tops(base)
         where: dict[tuple[tuple[str, ...], Recompute], set[int]] = {}
-        for rank, of_groups in enumerate(policies):
-            members = groups[rank] if len(groups) == lay.pp else self._all_layers(base, rank)
-            for policy, layers in zip(of_groups, members, strict=True):
+        for stage, of_stage in zip(stages, policies, strict=True):
+            for layers, policy in zip(stage.groups, of_stage, strict=True):
                 for item in policy.placed:
                     for layer in layers:
                         key = (item.job.outputs, _fate(item, top=layer in tops))
                         where.setdefault(key, set()).add(layer)
-        return base.with_rules(
-            *(
-                Rule(Select(parts=("layer",), layers=tuple(sorted(layers)), activations=names, kept=True), fate)
-                for (names, fate), layers in where.items()
-            )
-        )
+        return base.with_rules(*(_rule(n, fate, group) for (n, fate), group in where.items()))
 
-    def _all_layers(self, plan: Plan, rank: int) -> list[tuple[int, ...]]:
-        return [tuple(layer for chunk in plan.partition[rank] for layer in chunk)]
-
-    # -- fitting --------------------------------------------------------------------------------
+    def _tops(self, plan: Plan) -> set[int]:
+        """The last layer of each chunk that receives a gradient."""
+        last = (self.problem.layout.pp - 1, self.problem.layout.vpp - 1)
+        return {
+            layers[-1]
+            for rank, chunks in enumerate(plan.partition)
+            for chunk, layers in enumerate(chunks)
+            if (rank, chunk) != last
+        }
 
     def fitted(self, base: Plan) -> Plan:
         """The fastest plan found that the ledger says fits; the leanest if none does."""
-        pp = self.problem.layout.pp
-        best = self.assemble(base, [[self.front[-1]]] * pp, [])
+        stages, best = self.stages(base), self.lean(base)
         peaks = self.problem.cost.evaluate(best).peak_device_bytes
         budgets = [float(self.usable - peak) for peak in peaks]
-        ceilings = [float("inf")] * pp
-        groups = [self.groups(base, rank) for rank in range(pp)]
-        seen: set[Plan] = set()
+        ceilings = [float("inf")] * len(stages)
+        seen: set[tuple[tuple[Policy, ...], ...]] = set()
         for _ in range(ROUNDS):
-            policies = [self.solve(base, rank, budgets[rank]) for rank in range(pp)]
-            plan = self.assemble(base, policies, groups)
-            if plan in seen:
+            policies = tuple(
+                stage.solve(self.layer, self.front, budget, self.per_chunk)
+                for stage, budget in zip(stages, budgets, strict=True)
+            )
+            if policies in seen:
                 break
-            seen.add(plan)
+            seen.add(policies)
+            plan = self.assemble(base, stages, policies)
             best = self.better(best, plan)
             peaks = self.problem.cost.evaluate(plan).peak_device_bytes
-            for rank in range(pp):
-                kept = self.kept_bytes(base, rank, policies[rank])
+            for rank, (stage, chosen) in enumerate(zip(stages, policies, strict=True)):
+                kept = stage.kept_bytes(chosen)
                 if peaks[rank] > self.usable:
                     ceilings[rank] = min(ceilings[rank], kept - 1.0)
                 budgets[rank] = min(ceilings[rank], self.usable - (peaks[rank] - kept))
         return best
 
+    def fits(self, plan: Plan) -> bool:
+        """Whether the ledger's peaks are within the device."""
+        return self.problem.cost.peak_bytes(plan) <= self.usable
+
     def better(self, one: Plan, other: Plan) -> Plan:
-        """The faster of two plans that fit; the smaller where not both do."""
-        def rank(plan: Plan) -> tuple[float, float]:
-            peak, step = self.problem.cost.peak_bytes(plan), self.problem.cost.step_s(plan)
-            return (0.0, step) if peak <= self.usable else (float(peak), step)
-        return other if rank(other) < rank(one) else one
+        """The faster of two plans that fit, or the one that does, or the smaller."""
+        return min(one, other, key=self._merit)
+
+    def _merit(self, plan: Plan) -> tuple[int, float]:
+        cost = self.problem.cost
+        peak = cost.peak_bytes(plan)
+        return (0, cost.step_s(plan)) if peak <= self.usable else (peak, 0.0)
+
+    def in_bubbles(self, plan: Plan, share: float) -> Plan:
+        """The plan with what the top layers of each stage rebuild in the cool-down moved before
+        the receive, where ranks wait for gradients (the last rank never does)."""
+        orders = rank_orders(plan, self.problem)[:-1]
+        waiting = [r for r, order in enumerate(orders) if "cooldown" in phases(order).values()]
+        tops = {
+            layer
+            for rank in waiting
+            for chunk in plan.partition[rank]
+            for layer in chunk[len(chunk) - max(1, round(len(chunk) * share)) :]
+        }
+        added = []
+        for rule in plan.rules[len(self.base.rules) :]:
+            layers = tuple(sorted(tops & set(rule.select.layers or ())))
+            if layers:
+                select = replace(rule.select, layers=layers, phases=("cooldown",), kept=False)
+                added.append(Rule(select, Recompute(window=BEFORE_RECEIVE)))
+        return plan.with_rules(*added)
+
+
+def _rule(names: tuple[str, ...], fate: Recompute, layers: set[int]) -> Rule:
+    where = tuple(sorted(layers))
+    return Rule(Select(parts=("layer",), layers=where, activations=names, kept=True), fate)
+
+
+def _fate(item: Placed, *, top: bool) -> Recompute:
+    slot = item.slot
+    if top and (slot is None or slot.layer_offset > 0):
+        return Recompute(window=BEFORE_RECEIVE)
+    if slot is None:
+        return Recompute()
+    return Recompute(window=Window(slot.op, "backward", slot.layer_offset))

@@ -1,4 +1,4 @@
-"""The largest share of a layer's tokens that may leave for the host: two constraints, closed form."""
+"""The largest share of a layer's tokens that may leave for the host: two closed forms."""
 
 from collections.abc import Sequence
 

@@ -60,7 +60,8 @@ def repeat(kv: Heads, heads: int) -> Heads:
 
 
 def _scores(q: Heads, k: Heads, causal: bool) -> Tensor:
-    s = (q @ repeat(k, q.shape[1]).transpose(-1, -2)).to(wide(q.dtype)) / q.shape[-1] ** 0.5
+    s: Tensor = q @ repeat(k, q.shape[1]).transpose(-1, -2)
+    s = s.to(wide(q.dtype)) / float(q.shape[-1]) ** 0.5
     if causal:
         keep = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
         s = s.masked_fill(~keep, float("-inf"))

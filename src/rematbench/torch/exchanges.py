@@ -32,10 +32,10 @@ class Exchanges:
         if action.op == "attention":
             self._gather_kv(action, site, group)
             return
-        source = self.memory[site.key(action.reads[0])].rows(site.first, site.count)
+        source = self.memory[site.key(action.reads[0])].rows(site.first, site.size)
         out = source.new_empty(source.shape[0] * group.size, source.shape[1])
         group.all_gather(out, source)
-        self.memory.put(site.key(action.allocs[0].name), Value(out, site.first, site.count))
+        self.memory.put(site.key(action.allocs[0].name), Value(out, site.first, site.size))
 
     def _gather_kv(self, action: Action, site: Site, group: Group) -> None:
         by_name = {identity(name).rpartition(".")[2]: name for name in action.reads}
@@ -58,9 +58,9 @@ class Exchanges:
         own = part.new_empty(part.shape[0] // group.size, part.shape[1])
         group.reduce_scatter(own, part)
         for alloc in action.allocs:
-            self.memory.put(site.key(alloc.name), Value(own, site.first, site.count))
+            self.memory.put(site.key(alloc.name), Value(own, site.first, site.size))
         for name in action.reads[1:]:
-            target = self.memory[site.key(name)].view(site.first, site.count)
+            target = self.memory[site.key(name)].view(site.first, site.size)
             if name.startswith("d:"):
                 target.add_(own.view(target.shape))
             else:
@@ -72,7 +72,7 @@ class Exchanges:
         for alloc, half in zip(action.allocs, halves, strict=True):
             own = half.new_empty(rows, half.numel() // group.size // rows)
             group.reduce_scatter(own.view(-1), half)
-            self.memory.put(site.key(alloc.name), Value(own, site.first, site.count))
+            self.memory.put(site.key(alloc.name), Value(own, site.first, site.size))
 
     def all_reduce(self, action: Action, site: Site) -> None:
         """The sum over the group, in place."""
@@ -83,7 +83,7 @@ class Exchanges:
         if action.op == "norm_gradients":
             self._reduce_norms(group)
             return
-        rows = self.memory[site.key(action.reads[0])].view(site.first, site.count)
+        rows = self.memory[site.key(action.reads[0])].view(site.first, site.size)
         group.all_reduce(rows)
 
     # -- states -----------------------------------------------------------------------------------

@@ -98,7 +98,6 @@ class Executor:
         self.step += 1
         self.loss.zero_()
         self.exchanges.reduced.clear()
-        self.slots.tenant.clear()
         self.events.clear()
         self.bytes_after.clear()
         for parameter in self.model.parameters.values():
@@ -109,6 +108,7 @@ class Executor:
                 self._walk()
         else:
             self._walk()
+        self.messages.flush()
         if self.memory.values:
             raise ExecutionError(f"never freed: {next(iter(self.memory.values))[0]}")
         return float(self.loss)
@@ -133,6 +133,7 @@ class Executor:
         site = self.site(action, micro_batch, chunk)
         with self.streams.on(action.stream):
             self.table[action.kind](action, site)
+            self.movers.enter_slots(action, site)
         if action.stream != "compute":
             for alloc in action.allocs:
                 self.streams.lend(self.memory[site.key(alloc.name)].data)
@@ -184,7 +185,7 @@ class Executor:
         for name in names:
             storage = read.get(chunk.storage(unit, name))
             if storage is not None:
-                found[name] = self.memory[site.key(storage)].rows(site.first, site.count)
+                found[name] = self.memory[site.key(storage)].rows(site.first, site.size)
         if gathered is not None:
             key = "full" if action.op == "attention" else names[0]
             found[key] = self.memory[site.key(gathered)].data
@@ -204,7 +205,7 @@ class Executor:
             if fresh:
                 self._put(name, site, made[output])
             else:
-                target = self.memory[site.key(name)].view(site.first, site.count)
+                target = self.memory[site.key(name)].view(site.first, site.size)
                 target.copy_(made[output].view(target.shape))
         if action.op == "loss":
             self._loss_made(action, site, call, places["loss_saved"][0])
@@ -236,7 +237,7 @@ class Executor:
             self._finish_loss(call, name, site)
 
     def _finish_loss(self, call: Call, name: str, site: Site) -> None:
-        saved = {"loss_saved": self.memory[site.key(name)].rows(site.first, site.count)}
+        saved = {"loss_saved": self.memory[site.key(name)].rows(site.first, site.size)}
         total = operators.finish_loss(call._replace(tensors=saved), self.groups.by_name["tp"])
         if self.counting.pop(name):
             self.loss.add_(total)
@@ -265,7 +266,7 @@ class Executor:
         _, op = self._op(action, site)
         call = self._call(action, site, op.saves)
         incoming, _ = self._gradients(action, site)
-        grads = tuple(self.memory[site.key(n)].rows(site.first, site.count) for n in incoming)
+        grads = tuple(self.memory[site.key(n)].rows(site.first, site.size) for n in incoming)
         return call._replace(grads=grads)
 
     def backward_input(self, action: Action, site: Site) -> None:
@@ -281,7 +282,7 @@ class Executor:
             if storage is not None:
                 self._put(storage, site, gradient)
             else:
-                target = self.memory[site.key(adding.pop(0))].view(site.first, site.count)
+                target = self.memory[site.key(adding.pop(0))].view(site.first, site.size)
                 target.add_(gradient.view(target.shape))
 
     def backward_weight(self, action: Action, site: Site) -> None:
@@ -289,7 +290,7 @@ class Executor:
         operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, site))
 
     def _put(self, name: str, site: Site, made: Tensor) -> None:
-        rows = (site.first, site.count) if made.dim() > 1 else (0, 0)
+        rows = (site.first, site.size) if made.dim() > 1 else (0, 0)
         self.memory.put(site.key(name), Value(compact(made), *rows))
 
     def update(self, action: Action, site: Site) -> None:

@@ -1,7 +1,6 @@
 """A rank's coordinates and its process groups: tp, cp, dp (state peers: dp x cp), pp."""
 
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -91,12 +90,14 @@ def settled(call: Callable[..., object], *tensors: Tensor) -> None:
     if tensors[0].device.type != "cpu":
         call(*tensors)
         return
-    aliases = [tensor.detach() for tensor in tensors]
-    held = [weakref.ref(alias) for alias in aliases]
-    call(*aliases)
-    aliases.clear()
+    holders = getattr(torch._C, "_storage_Use_Count")  # noqa: B009  # not in torch's type stubs
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    before = [holders(storage) for storage in storages]
+    call(*(tensor.detach() for tensor in tensors))  # aliases: whoever keeps one holds the storage
     deadline = time.monotonic() + SETTLE_S
-    while any(ref() is not None for ref in held) and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if all(holders(s) <= n for s, n in zip(storages, before, strict=True)):
+            return
         time.sleep(0)
 
 

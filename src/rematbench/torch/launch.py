@@ -56,7 +56,7 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
             failure = _watch(processes, folder, timeout_s)
         finally:
             _end(processes)
-        results = []
+        results: list[Result] = []
         for number, case in enumerate(cases):
             paths = [folder / f"{number}.{rank}.pt" for rank in range(size)]
             if not all(path.exists() for path in paths):

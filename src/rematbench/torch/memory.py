@@ -22,12 +22,12 @@ class Site(NamedTuple):
     micro_batch: int
     chunk: int
     first: int
-    count: int
+    size: int
 
     @property
     def stop(self) -> int:
         """The row after the last."""
-        return self.first + self.count
+        return self.first + self.size
 
     def key(self, name: str) -> Key:
         """A storage of this (micro-batch, chunk)."""
@@ -109,37 +109,58 @@ class Memory:
             raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is freed but not alive")
 
 
-class Slots:
-    """Staging slots: one arena each, as large as its largest tenants together."""
+class Room:
+    """Places inside one slot: first fit among what its tenants leave free."""
 
     ALIGN = 16
 
+    def __init__(self) -> None:
+        self.taken: dict[Key, tuple[int, int]] = {}
+        self.size = 0
+
+    def place(self, key: Key, nbytes: int) -> int:
+        """Where a tensor starts; the room grows to the end of the furthest one ever placed."""
+        need, start = -(-nbytes // self.ALIGN) * self.ALIGN, 0
+        for other, length in sorted(self.taken.values()):
+            if other - start >= need:
+                break
+            start = other + length
+        self.taken[key] = (start, need)
+        self.size = max(self.size, start + need)
+        return start
+
+
+class Slots:
+    """Staging slots: one arena each, sized by placing the whole program's tensors once."""
+
     def __init__(self, program: RankProgram, device: torch.device) -> None:
-        sizes: dict[str, int] = {}
-        for block in program.blocks:
-            here: dict[str, int] = {}
-            for alloc in (a for action in block.actions for a in action.allocs if a.slot):
-                here[alloc.slot] = here.get(alloc.slot, 0) + self.aligned(alloc.nbytes)
-            sizes.update({s: max(sizes.get(s, 0), n) for s, n in here.items()})
+        self.rooms: dict[str, Room] = {}
+        self.holder: dict[Key, str] = {}
+        for action, micro_batch, chunk in program.actions():
+            for alloc in action.allocs:
+                if alloc.slot:
+                    self._place(alloc.slot, (alloc.name, micro_batch, chunk), alloc.nbytes)
+            for name in action.frees:
+                self.release((name, micro_batch, chunk))
         self.arenas = {
-            name: torch.empty(size, dtype=torch.uint8, device=device)
-            for name, size in sizes.items()
+            name: torch.empty(room.size, dtype=torch.uint8, device=device)
+            for name, room in self.rooms.items()
         }
-        self.tenant: dict[str, tuple[int, int]] = {}
-        self.used: dict[str, int] = {}
 
-    @classmethod
-    def aligned(cls, nbytes: int) -> int:
-        """Room of a tensor."""
-        return -(-nbytes // cls.ALIGN) * cls.ALIGN
+    def _place(self, slot: str, key: Key, nbytes: int) -> int:
+        self.holder[key] = slot
+        return self.rooms.setdefault(slot, Room()).place(key, nbytes)
 
-    def take(self, slot: str, nbytes: int, owner: tuple[int, int]) -> Tensor:
-        """The next bytes of a slot; a new (micro-batch, chunk) starts it afresh."""
-        if self.tenant.get(slot) != owner:
-            self.tenant[slot], self.used[slot] = owner, 0
-        start = self.used[slot]
-        self.used[slot] = start + self.aligned(nbytes)
+    def take(self, slot: str, key: Key, nbytes: int) -> Tensor:
+        """Bytes of a slot for a tensor."""
+        start = self._place(slot, key, nbytes)
         return self.arenas[slot][start : start + nbytes]
+
+    def release(self, key: Key) -> None:
+        """A tensor leaves its slot, if it is in one."""
+        slot = self.holder.pop(key, None)
+        if slot is not None:
+            del self.rooms[slot].taken[key]
 
 
 class HostPool:

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rematbench.action import Action
 from rematbench.torch.groups import Groups
@@ -24,6 +25,7 @@ class Messages:
         self.model, self.groups, self.memory = model, groups, memory
         self.under_way: list[dist.Work] = []
         self.then: list[Callable[[], None]] = []
+        self.posted: list[tuple[dist.Work, Tensor]] = []
         self.tied = model.parameters.get("embedding.weight")
         ends = (0, model.problem.layout.pp - 1)
         exchanged = model.kind.tied_embeddings and ends[1] > 0 and model.place.pp in ends
@@ -55,7 +57,23 @@ class Messages:
             return
         stage, tag = self._route(action, site, STEP[action.op])
         data = self.memory[site.key(action.reads[0])].data
-        self.under_way.append(self.groups.send(data, stage, action.op, tag))
+        if data.device.type == "cpu":
+            self._post(data, stage, action.op, tag)
+        else:
+            self.under_way.append(self.groups.send(data, stage, action.op, tag))
+
+    def _post(self, data: Tensor, stage: int, direction: str, tag: int) -> None:
+        """A buffered send.  Gloo's send ends when the receiver is ready and holds the host up to
+        then, where a GPU's host would go on issuing; so a copy (transport memory, no part of the
+        ledger) goes, and the event holds at once."""
+        with _disable_current_modes():
+            copy = data.clone()
+        self.posted.append((self.groups.send(copy, stage, direction, tag), copy))
+
+    def flush(self) -> None:
+        """Wait until every buffered message is gone."""
+        while self.posted:
+            self.posted.pop()[0].wait()
 
     def receive(self, action: Action, site: Site) -> None:
         """Room for a boundary tensor, and the start of its arrival."""

@@ -28,7 +28,7 @@ class Form(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     first: int
-    count: int
+    size: int
 
 
 class Movers:
@@ -96,7 +96,7 @@ class Movers:
         name = action.allocs[0].name
         form = self.forms.pop(site.key(name))
         data = torch.empty(form.shape, dtype=form.dtype, device=self.model.device)
-        whole = Value(data, form.first, form.count)
+        whole = Value(data, form.first, form.size)
         parts = [self.memory[site.key(part)] for part in action.reads]
         if all(part.count == 0 for part in parts):
             torch.cat([part.data for part in parts], out=as_bytes(data))
@@ -132,15 +132,26 @@ class Movers:
         """Back, into fresh memory or a staging slot."""
         source, alloc = self.memory[site.key(action.reads[0])], action.allocs[0]
         if alloc.slot:
-            room = self.slots.take(alloc.slot, alloc.nbytes, (site.micro_batch, site.chunk))
+            room = self.slots.take(alloc.slot, site.key(alloc.name), alloc.nbytes)
             data = room.view(source.data.dtype).view(source.data.shape)
         else:
             data = torch.empty_like(source.data, device=self.model.device)
         data.copy_(source.data, non_blocking=True)
         self.memory.put(site.key(alloc.name), Value(data, source.first, source.count))
 
+    def enter_slots(self, action: Action, site: Site) -> None:
+        """What an action made and the plan wants in a staging slot moves there."""
+        for alloc in action.allocs:
+            if alloc.slot and site.key(alloc.name) not in self.slots.holder:
+                value = self.memory[site.key(alloc.name)]
+                room = self.slots.take(alloc.slot, site.key(alloc.name), alloc.nbytes)
+                data = room.view(value.data.dtype).view(value.data.shape)
+                data.copy_(value.data)
+                value.data = data
+
     def free(self, key: Key) -> None:
         """Drop a storage; a host block goes back to its pool."""
         self.memory.free(key)
+        self.slots.release(key)
         if key in self.host.lent:
             self.host.give(key)

@@ -42,7 +42,7 @@ class Call(NamedTuple):
     def rows(self, whole: Tensor) -> Tensor:
         """The call's rows of something that has one row per token of the rank."""
         shard = self.model.shapes.shard_tokens
-        if self.site.count == shard:
+        if self.site.size == shard:
             return whole
         blocks = whole.view(whole.shape[0] // shard, shard, *whole.shape[1:])
         return blocks[:, self.site.first : self.site.stop].reshape(-1, *whole.shape[1:])

@@ -65,7 +65,7 @@ class CudaStreams:
     """One CUDA stream for each named stream; events instead of synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
-        self.streams = {name: torch.cuda.Stream(device) for name in STREAMS}
+        self.streams = {name: torch.cuda.Stream(device) for name in STREAMS}  # type: ignore[no-untyped-call]
 
     def on(self, stream: str) -> AbstractContextManager[object]:
         """Issue on the CUDA stream."""
@@ -73,7 +73,7 @@ class CudaStreams:
 
     def mark(self, stream: str) -> Mark:
         """An event at the stream's end."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.streams[stream])
         return Mark(event)
 

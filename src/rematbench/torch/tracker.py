@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-class Tracker(TorchDispatchMode):
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages made while it is active.
 
     `exclude`: storages that are states (parameters, gradients, optimizer, inputs), made before or
@@ -22,7 +22,7 @@ class Tracker(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device_bytes = 0
         self.host_bytes = 0
         self.device_peak_bytes = 0

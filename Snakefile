@@ -1,0 +1,39 @@
+"""Everything that needs no GPU: ./bench reproduce.  Wiring only; the logic is in src/rematbench."""
+
+from snakemake.utils import min_version
+
+min_version("9.0")
+
+
+configfile: "config/workflow.yaml"
+
+
+include: "workflows/common.smk"
+include: "workflows/runs.smk"
+include: "workflows/published.smk"
+include: "workflows/figures.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        "results/paper/runs.csv",
+        "results/paper/predictions.csv",
+        figures("paper"),
+
+
+rule smoke:
+    input:
+        "results/smoke/runs.csv",
+        figures("smoke"),
+
+
+rule validate:
+    input:
+        "results/paper/predictions.csv",
+    log:
+        "results/paper/logs/validate.log",
+    conda:
+        "environment.yml"
+    shell:
+        "rematbench validate --predictions {input} 2>&1 | tee {log}"

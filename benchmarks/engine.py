@@ -1,0 +1,105 @@
+"""Seconds of the engine's stages on llama-175b at 256 GPUs (Yuan et al., USENIX ATC 2024), and how
+they grow with micro-batches.  Run it on a quiet machine: `./bench run python benchmarks/engine.py`.
+
+Targets, two cores: the 175B row under 3 s at op level and under 0.15 s at chunk level, and every
+stage linear in micro-batches.  Nothing here is a test; a table is all it prints.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rematbench.allocator import reserved_bytes
+from rematbench.check import check
+from rematbench.chunk import simulate_chunks
+from rematbench.cost.constants import load_calibration
+from rematbench.evaluate import evaluate, evaluate_program
+from rematbench.layout import Layout
+from rematbench.ledger import issue_order
+from rematbench.load import load_cluster, load_model, load_system
+from rematbench.lower import lower
+from rematbench.paths import data_dir
+from rematbench.plan import ByteBudget, Keep, Plan, Rule, Select
+from rematbench.problem import Problem
+from rematbench.seconds import action_seconds
+from rematbench.simulate import simulate
+from rematbench.workload import Workload
+
+REPEATS = 5
+BATCHES = (128, 256, 512, 1024)
+"""Global batches at dp 4 and micro-batch 1: micro-batches are a quarter of them."""
+
+
+class Stage(NamedTuple):
+    """One timed call."""
+
+    name: str
+    run: Callable[[], object]
+
+
+def row_175b(global_batch: int) -> tuple[Problem, Plan]:
+    """tp 2, cp 2, pp 16, vpp 6, dp 4 on H800s, 52 % of the bytes offloaded."""
+    layout = Layout(
+        tp=2, sp=True, cp=2, pp=16, vpp=6, dp=4, zero_stage=1, global_batch=global_batch
+    )
+    problem = Problem(
+        Workload(model=load_model("llama-175b"), seq_len=4096),
+        load_cluster("h800-80gb"),
+        load_system("megatron-kwai"),
+        layout,
+        load_calibration(data_dir("config") / "calibration.yaml"),
+    )
+    exempt = Rule(Select(stages=(15,), chunks=(5,), phases=("steady",)), Keep())
+    return problem, problem.base_plan.with_rules(Rule(Select(), ByteBudget(alpha=0.522)), exempt)
+
+
+def stages(problem: Problem, plan: Plan) -> list[Stage]:
+    """What a prediction does, step by step, and all of it."""
+    program = lower(plan, problem)
+    seconds = action_seconds(problem)
+    evaluation = evaluate_program(problem, plan, program)
+    return [
+        Stage("lower", lambda: lower(plan, problem)),
+        Stage("check", lambda: check(program)),
+        Stage("op level", lambda: simulate(program, seconds)),
+        Stage("chunk level", lambda: simulate_chunks(program, seconds)),
+        Stage("ledger", lambda: issue_order(program)),
+        Stage("allocator", lambda: reserved_bytes(problem, plan, program, evaluation)),
+        Stage("evaluate, all in", lambda: evaluate(problem, plan)),
+    ]
+
+
+def median_s(run: Callable[[], object]) -> float:
+    """Median seconds of a few calls, after one that is not counted."""
+    run()
+    taken = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[REPEATS // 2]
+
+
+def main() -> None:
+    """Print seconds by stage (rows) and micro-batches (columns), and seconds per micro-batch."""
+    columns: list[dict[str, float]] = []
+    actions: list[int] = []
+    for global_batch in BATCHES:
+        problem, plan = row_175b(global_batch)
+        actions.append(lower(plan, problem).num_actions())
+        columns.append({stage.name: median_s(stage.run) for stage in stages(problem, plan)})
+    counts = [batch // 4 for batch in BATCHES]
+    lines = [
+        f"{'micro-batches':<18}" + "".join(f"{count:>10}" for count in counts) + "  ms/micro-batch",
+        f"{'actions':<18}" + "".join(f"{number:>10,}" for number in actions),
+    ]
+    for name in columns[0]:
+        cells = "".join(f"{column[name]:>9.3f}s" for column in columns)
+        growth = (columns[-1][name] - columns[0][name]) / (counts[-1] - counts[0])
+        lines.append(f"{name:<18}{cells}  {growth * 1e3:>14.3f}")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Seconds of a pipeline stage with so many layers, given what it must rebuild to fit."""
+
+from msgspec.structs import replace
+
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.solve.layers import backward_s, forward_s, layers_in_flight
+from rematbench.solve.lynx import Group, heuristic
+from rematbench.solve.partition import balance, contiguous, counts_of
+from rematbench.solve.relocate import Relocation
+
+
+class StageTimes:
+    """(rank, layers) -> seconds of one micro-batch.  Peaks of other depths are extrapolated from
+    the ledger's peaks of the base: a layer more costs its states and its inputs in flight."""
+
+    def __init__(self, relocation: Relocation) -> None:
+        problem, base = relocation.problem, relocation.base
+        table = problem.layer_kinds[0]
+        ranks = range(problem.layout.pp)
+        self.relocation, self.counts = relocation, counts_of(base)
+        every = range(problem.workload.model.num_layers)
+        self.in_flight = [
+            layers_in_flight(problem, base, rank, every) / self.counts[rank] for rank in ranks
+        ]
+        self.layer_s = _pass_s(problem)
+        self.ends_s = [0.0] * problem.layout.pp
+        self.ends_s[0] += sum(f(problem, problem.embedding) for f in (forward_s, backward_s))
+        self.ends_s[-1] += sum(f(problem, problem.head) for f in (forward_s, backward_s))
+        lean = problem.cost.evaluate(relocation.lean(base)).peak_device_bytes
+        self.room = [relocation.usable - peak for peak in lean]
+        kept_input = table.activations["layer_input"].nbytes
+        states = _state_bytes(problem, base) * table.parameters
+        self.per_layer = [states + kept_input * n for n in self.in_flight]
+
+    def __call__(self, rank: int, layers: int) -> float:
+        """Infinite where not even the leanest policy fits."""
+        budget = self.room[rank] - (layers - self.counts[rank]) * self.per_layer[rank]
+        group = Group(layers=layers, in_flight=round(layers * self.in_flight[rank]))
+        policy = heuristic(self.relocation.front, (group,), budget)
+        if policy.kept_bytes * group.in_flight > budget:
+            return float("inf")
+        return self.ends_s[rank] + layers * (self.layer_s + policy.exposed_s)
+
+
+def _pass_s(problem: Problem) -> float:
+    """Forward and backward of an average layer."""
+    indices = range(problem.workload.model.num_layers)
+    tables = [problem.layer(index) for index in indices]
+    return sum(forward_s(problem, t) + backward_s(problem, t) for t in tables) / len(tables)
+
+
+def _state_bytes(problem: Problem, plan: Plan) -> float:
+    """Device bytes of states per parameter of a rank."""
+    system = problem.system
+    sizes = {
+        "parameter": system.param_bytes,
+        "gradient": system.grad_bytes,
+        "optimizer": system.optimizer_bytes,
+    }
+    return sum(sizes[s.kind] / s.shards for s in plan.states if s.home == "device")
+
+
+def balanced_partition(relocation: Relocation) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The base's partition with layers moved until stage times balance."""
+    times = StageTimes(relocation)
+    return contiguous(balance(times.counts, times))
+
+
+def relocated(problem: Problem, base: Plan, *, exact: bool, repartition: bool) -> Plan:
+    """The fastest plan found: on the base's partition, on the balanced one, and with the
+    cool-down's bubbles filled."""
+    relocation = Relocation(problem, base, exact=exact)
+    if relocation.fits(base):
+        return base.noting(bound="no-op: the base fits")
+    best = relocation.fitted(base)
+    lay = problem.layout
+    if repartition and lay.pp > 1 and lay.vpp == 1 and not base.rules:
+        partition = balanced_partition(relocation)
+        if partition != base.partition:
+            moved = relocation.fitted(replace(base, partition=partition))
+            best = relocation.better(best, moved)
+    for share in (1.0, 0.5, 0.25) if lay.pp > 1 and not base.rules else ():
+        best = relocation.better(best, relocation.in_bubbles(best, share))
+    bound = "device ledger" if relocation.fits(best) else "nothing fits the device"
+    return best.noting(bound=bound, layers=", ".join(map(str, counts_of(best))))

@@ -1,0 +1,29 @@
+"""Figure 9 of ATC 2024: the paper's estimator gives every published alpha (an identity, not a
+prediction: the estimator is derived from these cells)."""
+
+import csv
+
+import pytest
+
+from rematbench.discover import discover
+from rematbench.paths import data_dir
+from rematbench.plan import Plan
+from rematbench.published import read_case
+
+REGISTRY = discover()
+with (data_dir("published") / "runs.csv").open(newline="") as file:
+    ROWS = [row for row in csv.DictReader(file) if row["table"] == "Figure 9"]
+BASE = {"none": "keep_all", "balanced": "balanced_checkpointing"}
+
+
+def test_there_are_25_cells() -> None:
+    assert len(ROWS) == 25
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r['model']}-{r['gpus']}")
+def test_fit_paper_gives_the_published_alpha(row: dict[str, str]) -> None:
+    method = REGISTRY.resolve(f"{BASE[row['recompute']]}+pp_offload", {"fit": "paper"})
+    plan = method.plan(read_case(row, REGISTRY).problem())
+    assert isinstance(plan, Plan)
+    assert plan.fit["bound"] == "paper estimate"
+    assert plan.fit["alpha"] == pytest.approx(float(row["offload_fraction"]), abs=0.001)

@@ -1,0 +1,61 @@
+"""Published peaks and verdicts of memory: ATC'24 Figure 7, Korthikanti Figure 1, torchtitan."""
+
+import csv
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from rematbench.discover import discover
+from rematbench.paths import data_dir
+from rematbench.predict import predict_case
+from rematbench.published import read_case
+
+Row = dict[str, str]
+REGISTRY = discover()
+with (data_dir("published") / "runs.csv").open(newline="") as file:
+    ROWS = list(csv.DictReader(file))
+
+TOLERANCE: dict[str, float] = {"Figure 7": 0.03, "Figure 1": 0.02, "torchtitan": 0.08}
+"""Relative error of each cell, from the project's targets; Figure 1 holds formulas of its paper."""
+
+
+@cache
+def predicted(index: int) -> dict[str, object]:
+    return predict_case(read_case(ROWS[index], REGISTRY), REGISTRY)
+
+
+def cells(wanted: Callable[[Row], bool]) -> list[int]:
+    return [index for index, row in enumerate(ROWS) if wanted(row)]
+
+
+def label(index: int) -> str:
+    row = ROWS[index]
+    return f"{row['table'][:10]}-{row['model']}-{row['recompute']}-{row['offload_fraction']}"
+
+
+PEAKS = cells(lambda row: bool(row["peak_device_bytes"]))
+OOMS = cells(lambda row: row["status"] == "oom")
+
+
+def test_the_cells_are_all_there() -> None:
+    assert (len(PEAKS), len(OOMS)) == (19 + 8 + 4, 3 + 3)
+
+
+@pytest.mark.parametrize("index", PEAKS, ids=label)
+def test_peaks(index: int) -> None:
+    row = ROWS[index]
+    (allowed,) = (value for key, value in TOLERANCE.items() if row["table"].startswith(key))
+    peak = predicted(index)["pred_peak_device_bytes"]
+    assert peak == pytest.approx(float(row["peak_device_bytes"]), rel=allowed)
+
+
+@pytest.mark.parametrize("index", OOMS, ids=label)
+def test_out_of_memory(index: int) -> None:
+    assert predicted(index)["pred_status"] == "oom"
+
+
+@pytest.mark.parametrize("index", [i for i in PEAKS if "Figure 1" not in ROWS[i]["table"]])
+def test_what_ran_is_predicted_to_fit(index: int) -> None:
+    """Figure 1 did not run: four of its bars exceed an A100's 80 GB, and its paper says so."""
+    assert predicted(index)["pred_status"] == "ok"

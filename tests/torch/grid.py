@@ -1,0 +1,49 @@
+"""Test functions shared by the modules of one, two and four processes."""
+
+from rematbench.discover import discover
+from rematbench.torch.case import Case, Result
+from tests.torch import cases, laws
+
+TOLERANCE = 1e-10
+
+
+def method_cases(layout: str) -> list[Case]:
+    """Every method in methods/ that has a plan for the layout."""
+    registry, found = discover(), []
+    for name in registry.methods:
+        settings = dict(s.split("=", 1) for s in laws.methods().get(name, "").split())
+        made = cases.method_case(layout, name, registry.resolve(name, settings))
+        if isinstance(made, Case):
+            found.append(made)
+    return found
+
+
+def raw_cases(layout: str, *plans: str) -> list[Case]:
+    """Raw plans on a layout, float64."""
+    return [cases.case(layout, plan) for plan in plans or cases.PLANS]
+
+
+def bitwise_cases(layout: str) -> list[Case]:
+    """fp32 runs that must give keep's bits."""
+    made = [cases.case(layout, plan, precision="fp32") for plan in ("keep", *cases.SAME_NUMBERS)]
+    return [Case(**{**vars(c), "name": f"fp32 {c.name}"}) for c in made]
+
+
+def check_twin(case: Case, result: Result) -> None:
+    """Bytes equal the ledger's after every action of every rank; what should move, moved."""
+    assert result.status == "ok", result.reason
+    assert laws.bytes_differ(case, result) == []
+    plan = case.name.split()[-1]
+    if plan.startswith("offload") or plan in ("rows", "skeletal", "memo", "pp_offload"):
+        assert sum(rank.offload_bytes for rank in result.ranks) > 0
+    if plan in ("full", "rows", "skeletal", "mini-dropped", "full_recompute"):
+        assert sum(rank.recompute_flop for rank in result.ranks) > 0
+
+
+def check_gradients(case: Case, result: Result) -> None:
+    """Losses and every gradient of three AdamW steps equal the autograd model's."""
+    assert result.status == "ok", result.reason
+    tolerance = 1e-4 if case.problem.workload.precision == "fp32" else TOLERANCE
+    assert laws.gradient_error(case, result) <= tolerance
+    want = laws.reference_of(case).losses
+    assert max(abs(a - b) for a, b in zip(result.losses, want, strict=True)) <= tolerance

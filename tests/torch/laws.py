@@ -1,0 +1,87 @@
+"""The laws of the executed world, over launches that run once per module."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from rematbench.ledger import live_bytes
+from rematbench.lower import lower
+from rematbench.torch.batch import make_batch
+from rematbench.torch.case import Case, Result
+from rematbench.torch.launch import execute_cases
+from tests.torch import reference
+
+FLOOR = 1e-6
+"""Share of the largest gradient below which one is rounding of zero (a key's bias)."""
+
+
+def launch(cases: Sequence[Case]) -> dict[str, tuple[Case, Result]]:
+    """One launch of all cases, by name."""
+    results = execute_cases(cases, timeout_s=120.0)
+    return {case.name: (case, result) for case, result in zip(cases, results, strict=True)}
+
+
+def bytes_differ(case: Case, result: Result) -> list[str]:
+    """Where a rank's live bytes differ from its ledger; the twin law wants nothing."""
+    program = case.program or lower(case.plan, case.problem)
+    wrong = []
+    for rank in result.ranks:
+        actions = list(program.ranks[rank.place.pp].actions())
+        expected = list(live_bytes(actions))
+        assert len(expected) == len(rank.bytes_after)
+        pairs = zip(actions, expected, rank.bytes_after, strict=True)
+        wrong += [f"{rank.place} {a} {want} {got}" for a, want, got in pairs if want != got]
+    return wrong
+
+
+_KNOWN: dict[tuple[object, ...], reference.Run] = {}
+
+
+def reference_of(case: Case) -> reference.Run:
+    """The single-process autograd model on the same batches."""
+    work, lay = case.problem.workload, case.problem.layout
+    key = (work, lay.global_batch, case.seed, case.steps, case.ignored)
+    if key not in _KNOWN:
+        batches = [
+            make_batch(work, lay.global_batch, case.seed, step, case.ignored)
+            for step in range(case.steps)
+        ]
+        _KNOWN[key] = reference.train(case.problem, batches, case.seed, case.optimizer)
+    return _KNOWN[key]
+
+
+def gradient_error(case: Case, result: Result) -> float:
+    """Largest norm-wise error of a parameter's gradient over the steps."""
+    errors = []
+    for got, want in zip(result.gradients, reference_of(case).gradients, strict=True):
+        assert got.keys() == want.keys()
+        floor = FLOOR * max(float(g.norm()) for g in want.values())
+        errors += [
+            float((got[n].double() - want[n]).norm()) / max(float(want[n].norm()), floor)
+            for n in want
+        ]
+    return max(errors)
+
+
+def same_bits(a: Result, b: Result) -> bool:
+    """Whether two runs have equal losses and gradients, bit by bit."""
+    return a.losses == b.losses and all(
+        torch.equal(x[name], y[name])
+        for x, y in zip(a.gradients, b.gradients, strict=True)
+        for name in x
+    )
+
+
+@cache
+def methods() -> dict[str, str]:
+    """Settings that make each method do something at these sizes (a `METHOD key=value` text)."""
+    return {
+        "keep_all": "",
+        "full_recompute": "",
+        "balanced_checkpointing": "",
+        "selective_recompute": "activations=act_out,fc2_in",
+        "memo": "alpha=0.5 exempt_layers=1",
+        "mst": "mlp_chunks=3 head_chunks=5",
+        "pp_offload": "alpha=0.6 granularity=256 min_bytes=512",
+    }

@@ -1,0 +1,174 @@
+"""Every law's mutation fails, and every failure ends in a result with a reason."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+import torch
+from msgspec.structs import replace
+
+from rematbench.action import Action, Alloc, Kind
+from rematbench.check import CheckError, check
+from rematbench.lower import lower
+from rematbench.program import Block, Program
+from rematbench.torch import attention, kernels
+from rematbench.torch.case import Case
+from rematbench.torch.launch import execute_cases
+from tests.torch import cases, laws
+from tests.torch.cases import TINY_GPT
+
+Edit = Callable[[Action], list[Action]]
+
+
+def edited(case: Case, edit: Edit) -> Case:
+    """The case with another program."""
+    program = lower(case.plan, case.problem)
+    ranks = tuple(
+        replace(
+            rank,
+            blocks=tuple(
+                Block(b.label, tuple(new for a in b.actions for new in edit(a)))
+                for b in rank.blocks
+            ),
+        )
+        for rank in program.ranks
+    )
+    return Case(**{**vars(case), "program": Program(ranks=ranks)})
+
+
+def drop_a_row(action: Action) -> list[Action]:
+    """SPLIT keeps one row less than the plan says."""
+    if action.kind is not Kind.SPLIT or len(action.allocs) < 2:
+        return [action]
+    kept, *others = action.allocs
+    row = kept.nbytes // 12  # 12 of 32 x 2 rows per ... any whole row of the tensor will do
+    return [replace(action, allocs=(Alloc(kept.name, kept.nbytes - row), *others))]
+
+
+def skip_a_piece(action: Action) -> list[Action]:
+    """The weight gradient of the second mini-sequence is left out."""
+    is_piece = action.kind is Kind.BACKWARD_WEIGHT and action.op == "fc2" and action.offset > 0
+    return [] if is_piece and action.offset < 0.5 else [action]
+
+
+def skip_a_copy(action: Action) -> list[Action]:
+    """A tensor never goes to the host."""
+    return [] if action.kind is Kind.D2H else [action]
+
+
+def no_wait(action: Action) -> list[Action]:
+    """Compute does not wait for reloads."""
+    return [] if action.kind is Kind.WAIT and action.wait == "h2d" else [action]
+
+
+def run(case: Case) -> Any:
+    return execute_cases([case], timeout_s=60.0)[0]
+
+
+def test_a_dropped_row_is_found() -> None:
+    result = run(edited(cases.case("one", "rows"), drop_a_row))
+    assert result.status == "failed"
+    assert "rows" in result.reason
+
+
+def test_a_skipped_piece_spoils_the_gradients() -> None:
+    case = edited(cases.case("one", "mini"), skip_a_piece)
+    assert laws.gradient_error(case, run(case)) > 1e-3
+
+
+def test_a_skipped_copy_is_found() -> None:
+    result = run(edited(cases.case("one", "offload"), skip_a_copy))
+    assert result.status == "failed"
+    assert "not alive" in result.reason
+
+
+def test_a_removed_wait_is_found_by_check() -> None:
+    case = edited(cases.case("one", "offload"), no_wait)
+    assert case.program is not None
+    with pytest.raises(CheckError, match="before h2d"):
+        check(case.program)
+
+
+def test_a_wrong_mean_spoils_the_gradients() -> None:
+    case = cases.case("one", "keep")
+    result = run(case)
+    for gradients in result.gradients:  # 1 / (m + 1) in place of 1 / m
+        for gradient in gradients.values():
+            gradient.mul_(2.0 / 3.0)
+    assert laws.gradient_error(case, result) > 0.1
+
+
+def test_a_wrong_ledger_is_found() -> None:
+    def shorter(action: Action) -> list[Action]:
+        allocs = tuple(replace(a, nbytes=a.nbytes - 4) for a in action.allocs)
+        return [replace(action, allocs=allocs) if action.op == "proj" else action]
+
+    case = edited(cases.case("one", "keep"), shorter)
+    assert laws.bytes_differ(case, run(case)) != []
+
+
+def test_nan_ends_in_a_result() -> None:
+    case = cases.case("one", "keep")
+    rule = case.optimizer._replace(lr=float("nan"))
+    result = run(Case(**{**vars(case), "optimizer": rule}))
+    assert (result.status, "nan" in result.reason) == ("nan", True)
+
+
+def test_a_dead_rank_ends_in_a_result_and_the_next_case_runs() -> None:
+    broken = cases.case("tp2", "keep")
+    missing = Program(ranks=())
+    broken = Case(**{**vars(broken), "name": "broken", "program": missing})
+    results = execute_cases([broken, cases.case("tp2", "keep")], timeout_s=60.0)
+    assert [r.status for r in results] == ["failed", "ok"]
+    assert "IndexError" in results[0].reason
+
+
+def test_ranks_that_wait_for_ever_end_in_a_timeout() -> None:
+    def never_sent(action: Action) -> list[Action]:
+        return [] if action.kind is Kind.SEND else [action]
+
+    result = execute_cases([edited(cases.case("pp2", "keep"), never_sent)], timeout_s=8.0)[0]
+    assert result.status in ("timeout", "failed")
+    assert result.reason
+
+
+def test_what_is_not_executable_is_refused_by_name() -> None:
+    case = cases.case("one", "keep", model=replace(TINY_GPT, dropout=0.1))
+    result = run(case)
+    assert (result.status, "dropout" in result.reason) == ("unsupported", True)
+
+
+@pytest.mark.parametrize("plan", ["keep", "full", "mini"])
+def test_the_gpt_variant(plan: str) -> None:
+    case = cases.case("one", plan, model=TINY_GPT)
+    result = run(case)
+    assert laws.gradient_error(case, result) <= 1e-10
+    assert laws.bytes_differ(case, result) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_saved_lse_has_the_tables_dtype_and_bytes(dtype: torch.dtype) -> None:
+    q = torch.randn(2, 8, 4, 16, dtype=dtype).transpose(1, 2)
+    k = torch.randn(2, 8, 2, 16, dtype=dtype).transpose(1, 2)
+    out, lse = attention.flash(q, k, k, True)
+    assert (lse.dtype, lse.shape) == (kernels.wide(dtype), (2, 4, 8))
+    assert lse.untyped_storage().nbytes() == 2 * 4 * 8 * lse.element_size()
+    assert out.untyped_storage().nbytes() == q.numel() * q.element_size()
+
+
+def test_the_exact_fallback_equals_flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, grad = (
+        torch.randn(2, heads, 8, 16, dtype=torch.float64, generator=generator)
+        for heads in (4, 2, 2, 4)
+    )
+    out, lse = attention.flash(q, k, v, True)
+    gradients = attention.flash_backward(grad, q, k, v, out, lse, True)
+    monkeypatch.setattr(attention, "backend", lambda x: "exact")
+    again, lse2 = attention.flash(q, k, v, True)
+    others = attention.flash_backward(grad, q, k, v, again, lse2, True)
+    for a, b in zip((out, lse, *gradients), (again, lse2, *others), strict=True):
+        assert torch.allclose(a, b, atol=1e-12)

@@ -1,0 +1,34 @@
+"""Twin law and gradients, four processes: one launch for the whole module."""
+
+from functools import cache
+
+import pytest
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+from rematbench.torch.case import Case, Result
+from tests.torch import grid, laws
+
+LAYOUTS = ("pp4-vpp2", "tp2-pp2")
+BITWISE = ()
+CASES = [
+    *(case for layout in LAYOUTS for case in grid.raw_cases(layout, "keep", "offload", "skeletal")),
+    *(case for layout in LAYOUTS for case in grid.method_cases(layout)),
+    *(case for layout in BITWISE for case in grid.bitwise_cases(layout)),
+]
+NAMES = [case.name for case in CASES]
+
+
+@cache
+def results() -> dict[str, tuple[Case, Result]]:
+    return laws.launch(CASES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_live_bytes_equal_the_ledger_after_every_action(name: str) -> None:
+    grid.check_twin(*results()[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_equal_the_autograd_model(name: str) -> None:
+    grid.check_gradients(*results()[name])

@@ -1,0 +1,202 @@
+"""The caching allocator on literal sequences, and on whole plans."""
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.allocator import MIB, AllocatorPeaks, Mode, replay, reserved_bytes, rounded
+from rematbench.evaluate import evaluate_program
+from rematbench.lower import lower
+from rematbench.program import RankProgram, parse_program
+from tests.problems import BALANCED, LLAMA, half, layers, problem, transfers
+
+
+def sequence(*words: str) -> RankProgram:
+    """`x=1500` allocates, `-x` frees, `!800` is scratch; one step a word."""
+    lines = ["rank 0"]
+    for word in words:
+        lines.append("block S")
+        if word.startswith("-"):
+            lines.append(f"FREE0.0 compute - f={word[1:]}")
+        elif word.startswith("!"):
+            lines.append(f"F0.0 compute L0.op t={word[1:]}")
+        else:
+            name, nbytes = word.split("=")
+            lines.append(f"ALLOC0.0 compute L0.t a={name}:{nbytes}")
+    return parse_program("\n".join(lines) + "\n").ranks[0]
+
+
+def run(
+    *words: str, capacity: int | None = None, mode: Mode = "default", resident: tuple[int, ...] = ()
+) -> AllocatorPeaks:
+    return replay(sequence(*words), resident, capacity, mode)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "size"), [(1, 512), (512, 512), (513, 1024), (1500, 1536), (MIB, MIB)]
+)
+def test_sizes_are_multiples_of_512(nbytes: int, size: int) -> None:
+    assert rounded(nbytes) == size
+    assert run(f"x={nbytes}").allocated_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "reserved"),
+    [
+        (512, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB, 12 * MIB),
+        (100 * MIB + 1, 102 * MIB),
+    ],
+)
+def test_segments(nbytes: int, reserved: int) -> None:
+    peaks = run(f"x={nbytes}")
+    assert (peaks.reserved_bytes, peaks.num_segments) == (reserved, 1)
+    assert peaks.fragmentation_bytes == reserved - peaks.allocated_bytes
+
+
+def test_a_small_segment_is_shared_to_the_last_block() -> None:
+    assert run("x=1048576", "y=1048064", "z=512").reserved_bytes == 2 * MIB
+    assert run("x=1048576", "y=1048064", "z=513").reserved_bytes == 4 * MIB
+
+
+def test_a_large_remainder_of_one_mib_stays_with_its_block() -> None:
+    """20 MiB segment: a remainder of 1 MiB is not split off, one of more than 1 MiB is."""
+    words = [f"{name}={9 * MIB + MIB // 2}" for name in "xy"]
+    assert run(*words).allocated_bytes == 20 * MIB  # y got the 1 MiB with it
+    assert run(f"x={9 * MIB}", f"y={9 * MIB}", f"z={2 * MIB}").reserved_bytes == 20 * MIB
+
+
+def test_small_and_large_never_share() -> None:
+    assert run(f"x={15 * MIB}", "-x", "y=1024").reserved_bytes == 18 * MIB
+
+
+def test_best_fit_takes_the_smallest_that_fits() -> None:
+    """30 and 16 MiB are free: 14 MiB goes into the 16, and 30 MiB still fits."""
+    words = [f"x={30 * MIB}", f"y={16 * MIB}", "-x", "-y", f"z={14 * MIB}", f"w={30 * MIB}"]
+    assert run(*words).reserved_bytes == 46 * MIB
+
+
+def test_neighbours_coalesce_inside_a_segment() -> None:
+    parts = [f"{name}={4 * MIB}" for name in "abcde"]
+    assert run(*parts, "-b", "-d", "-c", f"f={12 * MIB}").reserved_bytes == 20 * MIB
+    assert run(*parts, "-b", "-d", f"f={8 * MIB}").reserved_bytes == 40 * MIB
+
+
+def test_segments_do_not_coalesce() -> None:
+    """The fragmentation of users' reports: 40 MiB are free, 40 MiB do not fit."""
+    words = [f"x={20 * MIB}", f"y={20 * MIB}", "-x", "-y", f"z={40 * MIB}"]
+    peaks = run(*words)
+    assert (peaks.reserved_bytes, peaks.allocated_bytes) == (80 * MIB, 40 * MIB)
+    assert peaks.fragmentation_bytes == 40 * MIB
+
+
+def test_a_failing_malloc_gives_back_whole_segments_first() -> None:
+    words = [f"x={20 * MIB}", f"y={20 * MIB}", "-x", "-y", f"z={40 * MIB}"]
+    assert run(*words, capacity=60 * MIB) == AllocatorPeaks(
+        reserved_bytes=40 * MIB,
+        allocated_bytes=40 * MIB,
+        fragmentation_bytes=0,
+        num_segments=1,
+    )
+
+
+def test_a_segment_in_use_is_not_given_back() -> None:
+    """One KiB keeps 2 MiB: 20 MiB more do not fit into 21."""
+    words = ["a=1024", "b=1024", "-b", f"x={20 * MIB}"]
+    assert run(*words, capacity=22 * MIB).oom_at is None
+    assert run(*words, capacity=21 * MIB).oom_at == 3
+
+
+def test_states_come_first_and_may_not_fit() -> None:
+    peaks = run("x=512", resident=(100 * MIB, 50 * MIB))
+    assert (peaks.reserved_bytes, peaks.num_segments) == (152 * MIB, 3)
+    assert run("x=512", resident=(100 * MIB,), capacity=99 * MIB).oom_at == 0
+
+
+def test_scratch_is_reserved_and_reused() -> None:
+    peaks = run(f"!{30 * MIB}", f"!{30 * MIB}")
+    assert (peaks.reserved_bytes, peaks.allocated_bytes) == (30 * MIB, 30 * MIB)
+
+
+def test_host_memory_and_slots_are_none_of_its_business() -> None:
+    assert run("x@host=4096", "-x@host").reserved_bytes == 0
+    assert run("x=4096:slot/reload0", "-x").reserved_bytes == 0
+
+
+# -- expandable segments --------------------------------------------------------------------------
+
+
+def test_expandable_segments_coalesce_everything() -> None:
+    """What stays fragmented by default is one segment here: 40 MiB are mapped, 40 MiB fit."""
+    words = [f"x={20 * MIB}", f"y={20 * MIB}", "-x", "-y", f"z={40 * MIB}"]
+    peaks = run(*words, mode="expandable")
+    assert (peaks.reserved_bytes, peaks.num_segments) == (40 * MIB, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "reserved"),
+    [
+        (["x=512"], 2 * MIB),
+        ([f"x={2 * MIB}"], 20 * MIB),
+        ([f"x={21 * MIB}"], 40 * MIB),
+        ([f"x={19 * MIB}", f"y={2 * MIB}"], 40 * MIB),
+        ([f"x={19 * MIB}", f"y={MIB + 512}", "-x", "-y", f"z={20 * MIB + 512}"], 40 * MIB),
+        ([f"x={19 * MIB}", "y=512"], 22 * MIB),
+    ],
+)
+def test_expandable_pages(words: list[str], reserved: int) -> None:
+    """20 MiB pages for large blocks, 2 MiB for small, mapped where the last free block ends."""
+    assert run(*words, mode="expandable").reserved_bytes == reserved
+
+
+def test_the_endless_block_is_taken_last() -> None:
+    """A hole of 8 MiB is preferred to the 4 MiB at the end, which can grow."""
+    words = [f"x={8 * MIB}", f"y={8 * MIB}", "-x", f"z={3 * MIB}", f"w={5 * MIB}"]
+    assert run(*words, mode="expandable").reserved_bytes == 20 * MIB
+
+
+def test_expandable_pages_are_unmapped_under_pressure() -> None:
+    words = [f"x={60 * MIB}", f"y={20 * MIB}", "-x", f"z={80 * MIB}"]
+    assert run(*words, mode="expandable", capacity=100 * MIB).oom_at is None
+    assert run(*words, mode="expandable", capacity=99 * MIB).oom_at == 3
+
+
+# -- plans ----------------------------------------------------------------------------------------
+
+WIDE = replace(layers(8, LLAMA), hidden=1024, num_heads=8, num_kv_heads=8, head_dim=128, ffn=2816)
+
+
+def big(m: int = 8, **kwargs: object) -> tuple[object, ...]:
+    given = problem(model=WIDE, seq_len=1024, pp=2, vpp=2, global_batch=m, **kwargs)
+    plan = transfers(given.base_plan.with_rules(BALANCED, half()), reload_slots=2)
+    program = lower(plan, given)
+    return given, plan, program, evaluate_program(given, plan, program)
+
+
+def test_reserved_lies_above_allocated_and_above_the_ledger() -> None:
+    given, plan, program, evaluation = big()
+    reserved = reserved_bytes(given, plan, program, evaluation)  # type: ignore[arg-type]
+    peak = max(evaluation.peak_device_bytes)  # type: ignore[attr-defined]
+    assert peak < reserved < 1.25 * peak
+
+
+@pytest.mark.parametrize("mode", ["default", "expandable"])
+def test_allocated_equals_the_ledger_but_for_rounding(mode: Mode) -> None:
+    """Every tensor of this plan is a multiple of 512 B, and no remainder stays unsplit."""
+    given = problem(model=layers(4), seq_len=1024, global_batch=2)
+    plan = given.base_plan
+    program = lower(plan, given)
+    peaks = replay(program.ranks[0], (), None, mode)
+    ledger = evaluate_program(given, plan, program).ranks[0].activation_peak
+    assert peaks.allocated_bytes == ledger
+
+
+def test_twice_the_way_to_the_peak_tells_the_whole_step() -> None:
+    given, plan, program, evaluation = big(m=24)
+    held = evaluation.ranks[0]  # type: ignore[attr-defined]
+    resident = (held.parameter, held.gradient, held.optimizer, held.pools)
+    whole = replay(program.ranks[0], resident, None)  # type: ignore[attr-defined]
+    assert reserved_bytes(given, plan, program, evaluation) == whole.reserved_bytes  # type: ignore[arg-type]

@@ -1,0 +1,117 @@
+"""What a plan's states and mini-sequences become: gathers, reductions, updates, pieces."""
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.action import Action, Kind
+from rematbench.check import check
+from rematbench.lower import lower
+from rematbench.plan import MiniSequence, PlanError, Split, StateFate
+from rematbench.program import Program
+from tests.problems import FULL, LLAMA, layers, problem, rule
+
+
+def actions(program: Program, *kinds: Kind) -> list[Action]:
+    return [a for r in program.ranks for a, _, _ in r.actions() if a.kind in kinds]
+
+
+def test_zero_3_gathers_each_layer_for_forward_and_backward() -> None:
+    given = problem(model=layers(3), dp=2, zero_stage=3, global_batch=4)
+    program = lower(given.base_plan, given)
+    gathers = [a for a in actions(program, Kind.ALL_GATHER) if a.op == "parameters"]
+    assert (
+        len(gathers) == (3 + 2) * 2 * 2
+    )  # layers and both ends, both directions, two micro-batches
+    reduces = [a for a in actions(program, Kind.REDUCE_SCATTER) if a.op == "gradients"]
+    assert len(reduces) == (3 + 2) * 2
+    layer = given.layer(0).parameters
+    assert {a.comm.nbytes for a in gathers if a.comm and a.part == "L1"} == {2 * layer}
+    assert {a.comm.nbytes for a in reduces if a.comm and a.part == "L1"} == {4 * layer}
+
+
+def test_kernels_read_the_parameters_they_need() -> None:
+    given = problem(model=layers(1), dp=2, zero_stage=3, global_batch=2)
+    program = lower(given.base_plan.with_rules(*FULL), given)
+    for action in actions(program, Kind.FORWARD, Kind.RECOMPUTE):
+        op = next((op for op in given.layer(0).ops if op.name == action.op), None)
+        if action.part == "L0" and op is not None:
+            assert ("L0.parameters" in action.reads) == (op.parameters > 0)
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(0, Kind.ALL_REDUCE), (1, Kind.REDUCE_SCATTER)])
+def test_gradients_are_reduced_once_per_chunk(stage: int, kind: Kind) -> None:
+    given = problem(model=layers(4), pp=2, vpp=2, dp=2, zero_stage=stage, global_batch=8)
+    program = lower(given.base_plan, given)
+    assert len([a for a in actions(program, kind) if a.op == "gradients"]) == 4
+    gathers = [a for a in actions(program, Kind.ALL_GATHER) if a.op == "parameters"]
+    assert len(gathers) == (4 if stage else 0)
+
+
+def test_overlapped_reduction_goes_by_buckets() -> None:
+    changes = {"reduce_overlap": True, "bucket_bytes": 1}
+    given = problem(model=layers(3), dp=2, global_batch=4, system_changes=changes)
+    reduces = [
+        (a.part, mb)
+        for a, mb, _ in lower(given.base_plan, given).ranks[0].actions()
+        if a.op == "gradients" and a.comm
+    ]
+    assert reduces == [(part, 1) for part in ("H", "L2", "L1", "L0", "E")]
+
+
+def test_tied_embeddings_exchange_their_gradient() -> None:
+    given = problem(model=replace(layers(3), tied_embeddings=True), pp=3, global_batch=3)
+    program = lower(given.base_plan, given)
+    tied = [a for r in program.ranks for a, _, _ in r.actions() if a.op == "tied"]
+    assert [a.kind for a in tied] == [Kind.SEND, Kind.RECV] * 2
+    assert {a.nbytes for a in tied} == {4 * 128 * LLAMA.hidden}
+    check(program)
+
+
+def test_optimizer_in_backward_updates_unit_by_unit() -> None:
+    given = problem(model=layers(2))
+    update = StateFate(kind="optimizer", update="backward")
+    plan = replace(given.base_plan, states=(update,))
+    parts = [a.part for a in actions(lower(plan, given), Kind.OPTIMIZER)]
+    assert parts == ["H", "L1", "L0", "E"]
+
+
+# -- mini-sequences -------------------------------------------------------------------------------
+
+
+def test_a_ragged_tail_is_a_smaller_last_piece() -> None:
+    """32 rows in 3 pieces: 11, 11, 10 (MsT drops no tail)."""
+    given = problem(model=layers(1))
+    plan = replace(given.base_plan, mini_sequences=(MiniSequence(("lm_head", "loss"), 3),))
+    program = lower(plan, given)
+    logits = given.head.activations["logits"]
+    pieces = [a.allocs[0] for a in actions(program, Kind.FORWARD) if a.op == "lm_head"]
+    assert [p.nbytes // logits.row_bytes for p in pieces] == [11, 11, 10]
+    assert [p.name for p in pieces] == ["H.logits%0", "H.logits%1", "H.logits%2"]
+
+
+@pytest.mark.parametrize(
+    ("ops", "count", "message"),
+    [
+        (("attention",), 2, "attention is not row-local"),
+        (("fc1", "fc2"), 2, "operators must be contiguous"),
+        (("lm_head",), 33, "33 pieces of 32 rows"),
+        (("conv",), 2, "names no operator of this model"),
+    ],
+)
+def test_illegal_mini_sequences(ops: tuple[str, ...], count: int, message: str) -> None:
+    given = problem()
+    plan = replace(given.base_plan, mini_sequences=(MiniSequence(ops, count),))
+    with pytest.raises(PlanError, match=message):
+        lower(plan, given)
+
+
+def test_a_part_of_what_pieces_make_cannot_be_rebuilt() -> None:
+    given = problem(model=replace(LLAMA, post_norm=True))
+    mlp = MiniSequence(("mlp_norm", "fc1", "act", "mul", "fc2"), 2)
+    plan = replace(given.base_plan, mini_sequences=(mlp,))
+    split = rule(Split(recompute=0.5), "fc2_out")
+    with pytest.raises(PlanError, match=r"L\d.fc2_out comes from a mini-sequence"):
+        lower(plan.with_rules(split), given)
+    inside = rule(Split(recompute=0.5), "fc2_in")
+    with pytest.raises(PlanError, match=r"L\d.fc2_in is inside a mini-sequence"):
+        lower(plan.with_rules(inside), given)

@@ -1,0 +1,303 @@
+"""Recomputation beside collectives: windows, the front, the MILP, and plans that fit."""
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from rematbench.action import Kind
+from rematbench.check import check
+from rematbench.chunk import simulate_chunks
+from rematbench.discover import discover
+from rematbench.evaluate import evaluate
+from rematbench.layout import Layout
+from rematbench.lower import lower
+from rematbench.plan import Plan, Recompute, Unsupported
+from rematbench.problem import Problem
+from rematbench.program import Block
+from rematbench.seconds import action_seconds
+from rematbench.simulate import simulate
+from rematbench.solve.lynx import (
+    Group,
+    Policy,
+    greedy_policy,
+    heuristic,
+    optimum,
+    policy_front,
+)
+from rematbench.solve.partition import balance, contiguous
+from rematbench.solve.relocate import Relocation
+from rematbench.solve.windows import Job, LayerWindows, Slot, idle_s, layer_windows
+from rematbench.suite import make_problem
+from tests.problems import layers, problem
+from tests.twin.interpreter import interpret
+
+REGISTRY = discover()
+BOTH = ("lynx_heu", "lynx_opt")
+
+
+def plan_of(p: Problem, spec: str, **settings: Any) -> Plan:
+    plan = REGISTRY.resolve(spec, settings).plan(p)
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
+def gpt(system: str = "rematbench", seq_len: int = 2048, **layout: Any) -> Problem:
+    """22B on four stages of four GPUs with 40 GB: it fits only with some recomputation."""
+    degrees = {"tp": 4, "pp": 4, "micro_batch": 4, "global_batch": 32, "zero_stage": 0}
+    return make_problem(
+        model="gpt-22b",
+        cluster="a100-40gb-roce1600",
+        system=system,
+        layout=Layout(**{**degrees, **layout}),
+        seq_len=seq_len,
+    )
+
+
+def windows_of(p: Problem) -> LayerWindows:
+    table = p.layer(0)
+    return layer_windows(p, table, set(table.saved) - {"layer_input"})
+
+
+def tight(p: Problem, share: float) -> Problem:
+    """The problem on a device with room for so much of what lies between lean and keep-all."""
+    p = dataclasses.replace(p, evaluator=evaluate)
+    lean = p.cost.peak_bytes(Relocation(p, p.base_plan, exact=False).lean(p.base_plan))
+    full = p.cost.peak_bytes(p.base_plan)
+    usable = int(lean + share * (full - lean))
+    cluster = replace(p.cluster, hbm_bytes=usable + p.cluster.non_torch_bytes)
+    return dataclasses.replace(p, cluster=cluster, _memo={})
+
+
+# -- windows ----------------------------------------------------------------------------------
+
+
+def test_idle_time_is_the_collective_where_nothing_overlaps() -> None:
+    p = gpt()
+    for op in p.layer(0).ops:
+        first = op.grad_gather or op.regather or op.grad_reduce
+        assert idle_s(p, op) == (p.cost.comm_s(first, 0) if first else 0.0)
+
+
+def test_idle_time_is_what_sticks_out_of_the_gemm_beside_it() -> None:
+    p = gpt("megatron-lm")
+    ops = {op.name: op for op in p.layer(0).ops}
+    fc1 = ops["fc1"]
+    assert fc1.regather is not None
+    beside = p.cost.op_s(fc1, "backward_input")
+    assert idle_s(p, fc1) == max(0.0, p.cost.comm_s(fc1.regather, 0) - beside)
+    assert ops["fc2"].grad_gather is not None
+    assert idle_s(p, ops["fc2"]) == p.cost.comm_s(ops["fc2"].grad_gather, 0)
+
+
+def test_without_tensor_parallelism_there_is_no_window() -> None:
+    assert windows_of(problem(pp=2, global_batch=4)).slots == ()
+
+
+def test_jobs_with_collectives_stay_out_of_windows() -> None:
+    layer = windows_of(gpt())
+    hides = {job.op: job.hides for job in layer.jobs}
+    assert hides["attention"]
+    assert hides["act"]
+    assert not hides["qkv"]  # gathers its sequence shards
+    assert not hides["attn_add"]  # runs the projection, which scatters
+
+
+def test_windows_close_before_the_first_reader() -> None:
+    layer = windows_of(gpt())
+    act = next(job for job in layer.jobs if job.op == "act")
+    assert all(slot.layer_offset == 1 for slot in layer.allowed(act))  # fc2 reads it first
+    norm = next(job for job in layer.jobs if job.op == "attn_norm")
+    assert {(s.op, s.layer_offset) for s in layer.allowed(norm)} >= {("fc2", 0), ("proj", 0)}
+
+
+# -- policies ---------------------------------------------------------------------------------
+
+
+@st.composite
+def layer_problems(draw: st.DrawFn) -> LayerWindows:
+    """Random jobs over a chain of operators, and two windows in each of two layers."""
+    names = [f"op{i}" for i in range(draw(st.integers(2, 5)))]
+    jobs = tuple(
+        Job(
+            op=name,
+            outputs=(f"{name}_out",),
+            nbytes=draw(st.integers(1, 50)),
+            seconds=draw(st.integers(1, 40)) / 10,
+            needs=tuple(n for n in names[:i] if draw(st.booleans())),
+            deadline=10 - i,
+            hides=draw(st.booleans()),
+        )
+        for i, name in enumerate(names)
+    )
+    slots = tuple(
+        Slot(op=op, layer_offset=offset, at=at - 20 * offset)
+        for offset in (1, 0)
+        for op, at in (("a", 4), ("b", 8))
+    )
+    idle = {op: draw(st.integers(0, 60)) / 10 for op in ("a", "b")}
+    return LayerWindows(jobs=jobs, slots=slots, idle_s=idle)
+
+
+def legal(layer: LayerWindows, policy: Policy) -> bool:
+    """Whether every job's window closes in time and opens after what it reads is there."""
+    when = {x.job.op: x.slot.at if x.slot else None for x in policy.placed}
+    for item in policy.placed:
+        if item.slot is None:
+            continue
+        late = [when[n] is None or when[n] > item.slot.at for n in item.job.needs if n in when]
+        if item.slot not in layer.allowed(item.job) or any(late):
+            return False
+    return True
+
+
+@given(layer_problems(), st.floats(0, 1))
+def test_the_milp_is_never_worse_than_the_heuristic(layer: LayerWindows, share: float) -> None:
+    groups = [Group(layers=2, in_flight=4), Group(layers=1, in_flight=2)]
+    total = 6 * sum(job.nbytes for job in layer.jobs)
+    budget = share * total
+    shared = heuristic(policy_front(layer, 3), groups, budget)
+    best = optimum(layer, groups, budget, 3)
+    assert best is not None
+    assert all(legal(layer, policy) for policy in (*best, shared))
+    kept = sum(p.kept_bytes * g.in_flight for p, g in zip(best, groups, strict=True))
+    assert kept <= budget * (1 + 1e-6) + 1e-6
+    exact = sum(p.cost_s * g.layers for p, g in zip(best, groups, strict=True))
+    assert exact <= 3 * shared.cost_s * (1 + 2e-3) + 1e-9
+
+
+@given(layer_problems())
+def test_the_front_falls_in_bytes_and_rises_in_seconds(layer: LayerWindows) -> None:
+    front = policy_front(layer, 3)
+    assert front[0].placed == ()
+    assert front[-1].kept_bytes == 0
+    assert [p.kept_bytes for p in front] == sorted((p.kept_bytes for p in front), reverse=True)
+    assert [p.cost_s for p in front] == sorted(p.cost_s for p in front)
+    assert all(legal(layer, policy) for policy in front)
+
+
+def test_a_job_that_fits_its_window_is_free() -> None:
+    job = Job(op="x", outputs=("y",), nbytes=8, seconds=1.0, needs=(), deadline=9, hides=True)
+    slots = (Slot(op="a", layer_offset=0, at=4),)
+    wide = LayerWindows(jobs=(job,), slots=slots, idle_s={"a": 2.0})
+    narrow = replace(wide, idle_s={"a": 0.25})
+    assert greedy_policy(wide, (job,), 4).exposed_s == 0.0
+    assert greedy_policy(narrow, (job,), 4).exposed_s == 0.75
+
+
+def test_search_of_the_heuristic_takes_under_a_fifth_of_a_second() -> None:
+    """The paper's average is 0.16 s.  Layer and front are solved once, stages look up."""
+    p = gpt()
+    stages = Relocation(p, p.base_plan, exact=False).stages(p.base_plan)
+    start = time.perf_counter()
+    relocation = Relocation(p, p.base_plan, exact=False)
+    for stage in stages:
+        stage.solve(relocation.layer, relocation.front, 10e9, relocation.per_chunk)
+    assert time.perf_counter() - start < 0.2
+
+
+# -- partition --------------------------------------------------------------------------------
+
+
+def test_balancing_moves_layers_from_the_slowest_stage() -> None:
+    """Stages twice as slow per layer end with half the layers."""
+    pace = (1.0, 1.0, 2.0, 1.0)
+    found = balance((7, 7, 7, 7), lambda rank, n: pace[rank] * n)
+    assert sum(found) == 28
+    assert max(pace[r] * n for r, n in enumerate(found)) == 8.0
+    assert found[2] == 4
+
+
+def test_balancing_leaves_what_does_not_fit() -> None:
+    found = balance((4, 4), lambda rank, n: float("inf") if rank == 1 and n > 4 else n + 3 - rank)
+    assert found == (4, 4)
+
+
+def test_a_partition_is_contiguous() -> None:
+    assert contiguous((2, 1)) == (((0, 1),), ((2,),))
+
+
+# -- plans ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", BOTH)
+@pytest.mark.parametrize("share", [0.15, 0.5, 0.85])
+@pytest.mark.parametrize("degrees", [{}, {"sp": False}, {"vpp": 2}, {"pp": 1}, {"tp": 1}])
+def test_plans_fit_and_are_sound(spec: str, share: float, degrees: dict[str, Any]) -> None:
+    layout = {"tp": 2, "pp": 2, "global_batch": 4, **degrees}
+    p = tight(problem(model=layers(8), seq_len=64, **layout), share)
+    plan = plan_of(p, spec)
+    assert p.cost.peak_bytes(plan) <= p.cluster.usable_bytes
+    lowered = lower(plan, p)
+    check(lowered)
+    interpret(lowered)
+    seconds = action_seconds(p)
+    exact = simulate(lowered, seconds).step_s
+    assert simulate_chunks(lowered, seconds).step_s == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize("system", ["rematbench", "megatron-lm"])
+def test_both_beat_every_recomputation_of_megatron_that_fits(system: str) -> None:
+    p = gpt(system)
+    usable = p.cluster.usable_bytes
+    rivals = [plan_of(p, "full_recompute"), plan_of(p, "balanced_checkpointing")]
+    rivals += [plan_of(p, "full_recompute", method="block", num_layers=n) for n in range(1, 12)]
+    best = min(p.cost.step_s(plan) for plan in rivals if p.cost.peak_bytes(plan) <= usable)
+    for spec in BOTH:
+        plan = plan_of(p, spec)
+        assert p.cost.peak_bytes(plan) <= usable
+        assert p.cost.step_s(plan) <= best
+
+
+def test_a_plan_that_fits_is_left_alone() -> None:
+    p = gpt(micro_batch=1, global_batch=8)
+    for spec in BOTH:
+        assert plan_of(p, spec).rules == ()
+
+
+def test_what_never_fits_is_rebuilt_as_far_as_possible() -> None:
+    p = tight(problem(model=layers(8), tp=2, pp=2, global_batch=4), -1.0)
+    plan = plan_of(p, "lynx_heu", repartition=False)
+    assert plan.fit["bound"] == "nothing fits the device"
+    lean = Relocation(p, p.base_plan, exact=False).lean(p.base_plan)
+    assert p.cost.peak_bytes(plan) <= p.cost.peak_bytes(lean)
+
+
+def test_hidden_work_runs_between_a_collectives_start_and_its_wait() -> None:
+    p = tight(problem(model=layers(8), seq_len=64, tp=2, pp=2, global_batch=4), 0.7)
+    plan = plan_of(p, "lynx_opt")
+    assert any(isinstance(r.fate, Recompute) and r.fate.window for r in plan.rules)
+    blocks = [b for rank in lower(plan, p).ranks for b in rank.blocks if b.label == "B"]
+    assert any(_rebuilds_beside_tp(block) for block in blocks)
+
+
+def _rebuilds_beside_tp(block: Block) -> bool:
+    """Whether a re-run is issued after a collective and before compute waits for it."""
+    pending = ""
+    for action in block.actions:
+        if action.stream == "tp" and action.comm is not None:
+            pending = action.event
+        elif action.kind is Kind.WAIT and action.wait == pending:
+            pending = ""
+        elif action.kind is Kind.RECOMPUTE and pending:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("spec", BOTH)
+def test_plans_are_the_same_every_time(spec: str) -> None:
+    assert plan_of(gpt(), spec) == plan_of(gpt(), spec)
+
+
+def test_refusal_and_composition() -> None:
+    answer = REGISTRY.resolve("lynx_heu").plan(problem())
+    assert isinstance(answer, Unsupported)
+    assert "communication" in answer.reason
+    p = tight(problem(model=layers(8), seq_len=64, tp=2, pp=2, global_batch=4), 0.6)
+    plan = plan_of(p, "balanced_checkpointing+lynx_heu+mst")
+    check(lower(plan, p))
+    interpret(lower(plan, p))

@@ -1,0 +1,155 @@
+"""Verdicts and records: what fits, what binds, and that every outcome is a row on disk."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from rematbench.discover import Composition, discover
+from rematbench.plan import Plan, Recompute, Rule, Select
+from rematbench.problem import Problem
+from rematbench.record import (
+    Record,
+    RecordError,
+    make_record,
+    plan_hash,
+    read_record,
+    run_spec,
+    write_record,
+)
+from rematbench.suite import Outcome, evaluate, run_method, run_plan
+from tests.problems import layers, problem
+
+REGISTRY = discover()
+KEEP = REGISTRY.resolve("keep_all")
+
+
+def case(**cluster: int) -> Problem:
+    p = problem(model=layers(8), pp=4, global_batch=8, system="megatron-core")
+    changed = msgspec.structs.replace(p.cluster, **cluster)
+    return replace(p, cluster=changed, evaluator=evaluate)
+
+
+def sized(usable: int) -> Problem:
+    return case(non_torch_bytes=case().cluster.hbm_bytes - usable)
+
+
+def outcome(p: Problem, spec: str = "keep_all", **settings: float) -> Outcome:
+    return run_method(p, REGISTRY.resolve(spec, settings), checked=True)
+
+
+def test_a_fitting_plan_is_ok_with_headroom() -> None:
+    p = case()
+    got = outcome(p)
+    assert (got.status, got.reason) == ("ok", "")
+    assert got.verdict is not None
+    assert got.evaluation is not None
+    reserved = got.evaluation.reserved_bytes
+    assert reserved >= max(got.evaluation.peak_device_bytes)
+    assert got.verdict.headroom_bytes == p.cluster.usable_bytes - reserved
+    assert got.verdict.host_headroom_bytes == p.cluster.host_bytes
+    assert got.verdict.binds == "nothing"
+
+
+def test_the_verdict_turns_where_the_allocator_fails() -> None:
+    """Reserved bytes fit exactly; the tensors themselves do not fit in one byte less than they
+    take, however hard the allocator tries."""
+    got = outcome(case())
+    assert got.evaluation is not None
+    reserved, peaks = got.evaluation.reserved_bytes, got.evaluation.peak_device_bytes
+    exact, short = outcome(sized(reserved)), outcome(sized(max(peaks) - 1))
+    assert exact.verdict is not None
+    assert short.verdict is not None
+    assert (exact.status, exact.verdict.headroom_bytes) == ("ok", 0)
+    assert (short.status, short.verdict.headroom_bytes) == ("oom", max(peaks) - 1 - reserved)
+    rank = peaks.index(max(peaks))
+    assert short.reason.startswith(f"device memory of pipeline rank {rank}: ")
+
+
+def test_host_memory_binds_too() -> None:
+    settings = {"alpha": 1.0, "min_bytes": 256, "granularity": 64}
+    got = outcome(case(host_bytes=1), "pp_offload", **settings)
+    assert got.status == "oom"
+    assert got.verdict is not None
+    assert got.verdict.headroom_bytes > 0 > got.verdict.host_headroom_bytes
+    assert got.verdict.binds.startswith("host memory of a node")
+
+
+def test_unsupported_and_failed_are_outcomes() -> None:
+    p = replace(problem(), evaluator=evaluate)
+    assert outcome(p, "pp_offload").status == "unsupported"
+
+    class Wrong(msgspec.Struct, frozen=True):
+        name: ClassVar[str] = "wrong"
+
+        def plan(self, problem: Problem, base: Plan) -> Plan:
+            return base.with_rules(Rule(Select(activations=("nothing",)), Recompute()))
+
+    got = run_method(p, Composition((Wrong(),)))
+    assert got.status == "failed"
+    assert "rule matches no saved tensor" in got.reason
+
+
+def test_checked_and_memoised_runs_agree() -> None:
+    p = case()
+    plan = REGISTRY.resolve("balanced_checkpointing").plan(p)
+    assert isinstance(plan, Plan)
+    assert run_plan(p, plan) == run_plan(p, plan, checked=True)
+
+
+# -- records ---------------------------------------------------------------------------------
+
+
+def record(p: Problem, spec: str = "keep_all") -> Record:
+    method = REGISTRY.resolve(spec)
+    return make_record(p, method, run_method(p, method))
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "balanced_checkpointing+pp_offload", "memo"])
+def test_records_survive_the_disk(tmp_path: Path, spec: str) -> None:
+    made = record(case(), spec)
+    write_record(made, tmp_path / "deep" / "r.json")
+    assert read_record(tmp_path / "deep" / "r.json") == made
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["r.json"]
+
+
+def test_an_unsupported_run_is_a_record(tmp_path: Path) -> None:
+    p = replace(problem(), evaluator=evaluate)
+    made = record(p, "pp_offload")
+    assert (made.status, made.repeats, made.plan) == ("unsupported", (), None)
+    assert "pp >= 3" in made.reason
+
+
+def test_run_ids_follow_content() -> None:
+    p = case()
+    same, other = run_spec(case(), KEEP), run_spec(sized(10**9), KEEP)
+    assert run_spec(p, KEEP).run_id == same.run_id != other.run_id
+    ids = {
+        run_spec(p, REGISTRY.resolve("pp_offload", {"alpha": a})).run_id for a in (0.1, 0.2, None)
+    }
+    assert len(ids) == 3
+
+
+def test_plan_hashes_are_of_the_resolved_table() -> None:
+    p = case()
+    plain = p.base_plan
+    said = plain.noting(remark="other words")
+    twice = plain.with_rules(
+        Rule(Select(activations=("q",)), Recompute()),
+        Rule(Select(activations=("q",), parts=("layer",)), Recompute(scope="consumer")),
+    )
+    once = plain.with_rules(Rule(Select(activations=("q",)), Recompute()))
+    assert plan_hash(p, plain) == plan_hash(p, said)
+    assert plan_hash(p, once) == plan_hash(p, twice) != plan_hash(p, plain)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", '{"run_id": 3}'])
+def test_a_file_that_is_no_record_says_so(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(RecordError, match=r"r\.json: not a record"):
+        read_record(path)
+    with pytest.raises(RecordError, match="cannot be read"):
+        read_record(tmp_path / "none.json")

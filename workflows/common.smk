@@ -1,0 +1,57 @@
+"""Shared by the other files: bundles by method, and inputs that Snakemake cannot see itself."""
+
+from pathlib import Path
+
+from rematbench.discover import discover
+from rematbench.sheets import all_cells, bundles as sheet_bundles, read_sheet
+from rematbench.suitefile import bundles as suite_bundles, load_suite
+
+PUBLISHED = "results/published/runs.csv"
+ENGINE = [
+    *map(str, sorted(Path("src/rematbench").rglob("*.py"))),
+    *map(str, sorted(Path("config").glob("*s/*.yaml"))),
+    "config/calibration.yaml",
+]
+REGISTRY = discover()
+SHEETS = sorted(sheet_bundles(all_cells(read_sheet(Path(PUBLISHED))), REGISTRY))
+
+for path, reason in REGISTRY.broken.items():
+    logger.warning(f"method left out: {path}: {reason}")
+
+
+wildcard_constraints:
+    suite="|".join(config["figures"]),  # results/ holds committed folders too
+    method="[a-z0-9_+]+",
+
+
+def suite_methods(suite):
+    """The bundles of a suite: what it runs on each of its problems."""
+    return list(suite_bundles(load_suite(Path(f"config/{suite}.yaml")), REGISTRY))
+
+
+def method_files(wildcards):
+    """The files of a composed method: editing one reruns the bundles that it is part of."""
+    origins = [
+        Path(REGISTRY.methods[name].origin) for name in wildcards.method.split("+")
+    ]
+    here = Path.cwd()
+    return [
+        str(path.relative_to(here)) for path in origins if path.is_relative_to(here)
+    ]
+
+
+def looked_into(wildcards):
+    """The folder of the records that stage and timeline figures look into."""
+    method = config["looked_into"][wildcards.suite]["method"]
+    return f"results/{wildcards.suite}/records/simulated/{method}"
+
+
+def traces(wildcards):
+    """The traces that a timeline figure draws, from top to bottom."""
+    names = config["looked_into"][wildcards.suite]["traces"]
+    return [f"results/{wildcards.suite}/traces/{name}.json" for name in names]
+
+
+def figures(suite):
+    """Every figure of a suite."""
+    return [f"results/{suite}/figures/{name}.pdf" for name in config["figures"][suite]]

@@ -1,0 +1,81 @@
+"""Figures (PDF and PNG) from the tables and from a look into one run."""
+
+
+rule table_figure:
+    input:
+        script="figures/{figure}.py",
+        style="figures/style.py",
+        cells="results/{suite}/tables/cells.csv",
+    output:
+        pdf="results/{suite}/figures/{figure}.pdf",
+        png="results/{suite}/figures/{figure}.png",
+    log:
+        "results/{suite}/logs/{figure}.log",
+    wildcard_constraints:
+        figure="figure7_memory|figure9_scaling|accuracy",
+    conda:
+        "../environment.yml"
+    shell:
+        "python {input.script} {input.cells} {output.pdf} > {log} 2>&1"
+
+
+rule stages:
+    input:
+        records=looked_into,
+        engine=ENGINE,
+    output:
+        "results/{suite}/stages.csv",
+    log:
+        "results/{suite}/logs/stages.log",
+    conda:
+        "../environment.yml"
+    params:
+        record=lambda wildcards: config["looked_into"][wildcards.suite]["stages"],
+    shell:
+        "rematbench stages {input.records}/{params.record}.json -o {output} > {log} 2>&1"
+
+
+rule trace:
+    input:
+        records=looked_into,
+        engine=ENGINE,
+    output:
+        "results/{suite}/traces/{record}.json",
+    log:
+        "results/{suite}/logs/trace_{record}.log",
+    conda:
+        "../environment.yml"
+    shell:
+        "rematbench timeline {input.records}/{wildcards.record}.json -o {output} > {log} 2>&1"
+
+
+rule stage_figure:
+    input:
+        script="figures/stage_memory.py",
+        style="figures/style.py",
+        stages="results/{suite}/stages.csv",
+    output:
+        pdf="results/{suite}/figures/stage_memory.pdf",
+        png="results/{suite}/figures/stage_memory.png",
+    log:
+        "results/{suite}/logs/stage_memory.log",
+    conda:
+        "../environment.yml"
+    shell:
+        "python {input.script} {input.stages} {output.pdf} > {log} 2>&1"
+
+
+rule timeline_figure:
+    input:
+        script="figures/timeline.py",
+        style="figures/style.py",
+        traces=traces,
+    output:
+        pdf="results/{suite}/figures/timeline.pdf",
+        png="results/{suite}/figures/timeline.png",
+    log:
+        "results/{suite}/logs/timeline.log",
+    conda:
+        "../environment.yml"
+    shell:
+        "python {input.script} {input.traces} {output.pdf} > {log} 2>&1"

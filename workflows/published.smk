@@ -1,0 +1,66 @@
+"""Published cells: a sheet per bundle -> predictions -> the papers' tables and their errors."""
+
+TABLES = [
+    "accuracy_by_source",
+    "atc24_abstract_layouts",
+    "atc24_figure7_memory",
+    "atc24_figure9_scaling",
+    "atc24_table8_waterfall",
+    "cells",
+    "oom_verdicts",
+    "promises",
+]
+
+
+rule sheets:
+    input:
+        rows=PUBLISHED,
+        code=["src/rematbench/sheets.py", "src/rematbench/published.py"],
+    output:
+        expand("results/paper/sheets/{method}.csv", method=SHEETS),
+    log:
+        "results/paper/logs/sheets.log",
+    conda:
+        "../environment.yml"
+    params:
+        folder=lambda wildcards, output: Path(output[0]).parent,
+    shell:
+        "rematbench sheets {input.rows} -o {params.folder} > {log} 2>&1"
+
+
+rule predict:
+    input:
+        sheet="results/paper/sheets/{method}.csv",
+        methods=method_files,
+        engine=ENGINE,
+    output:
+        "results/paper/predictions/{method}.csv",
+    log:
+        "results/paper/logs/predict_{method}.log",
+    conda:
+        "../environment.yml"
+    shell:
+        "rematbench predict {input.sheet} -o {output} --processes 1 > {log} 2>&1"
+
+
+rule tables:
+    input:
+        predictions=expand("results/paper/predictions/{method}.csv", method=SHEETS),
+        accuracy="config/accuracy.yaml",
+        engine=ENGINE,
+    output:
+        cells="results/paper/predictions.csv",
+        tables=expand(
+            "results/paper/tables/{table}.{suffix}",
+            table=TABLES,
+            suffix=["csv", "md", "tex"],
+        ),
+    log:
+        "results/paper/logs/tables.log",
+    conda:
+        "../environment.yml"
+    params:
+        folder=lambda wildcards, output: Path(output.tables[0]).parent,
+    shell:
+        "rematbench tables {input.predictions} -o {params.folder} --joined {output.cells}"
+        " > {log} 2>&1"

@@ -1,0 +1,38 @@
+"""Suites: one job per method and world over all problems -> records -> tidy tables."""
+
+
+rule bundle:
+    input:
+        suite="config/{suite}.yaml",
+        methods=method_files,
+        engine=ENGINE,
+    output:
+        directory("results/{suite}/records/simulated/{method}"),
+    log:
+        "results/{suite}/logs/bundle_{method}.log",
+    conda:
+        "../environment.yml"
+    shell:
+        "rematbench run {input.suite} --method {wildcards.method} -o {output} > {log} 2>&1"
+
+
+rule collect:
+    input:
+        suite="config/{suite}.yaml",
+        records=lambda wildcards: expand(
+            "results/{suite}/records/simulated/{method}",
+            suite=wildcards.suite,
+            method=suite_methods(wildcards.suite),
+        ),
+    output:
+        "results/{suite}/runs.csv",
+        "results/{suite}/measurements.csv",
+        multiext("results/{suite}/tables/methods", ".csv", ".md", ".tex"),
+    log:
+        "results/{suite}/logs/collect.log",
+    conda:
+        "../environment.yml"
+    params:
+        folder=lambda wildcards, output: Path(output[0]).parent,
+    shell:
+        "rematbench collect {input.suite} {input.records} -o {params.folder} > {log} 2>&1"
