@@ -8,7 +8,10 @@ in warm-up the copy ends before the point-to-point send; the last rank's last ch
 steady state, where its backward follows at once.
 Two fixed reload buffers (ping-pong), and a copied chunk leaves the device two passes after its
 forward: together the four chunk buffers that the paper's memory model counts.
-Deviations: what the base recomputes or offloads is not counted in alpha's total; "the copy ends
+Buffers and releases are read from the artifact (megatron/core/pipeline_parallel/offload.py and
+schedules.py).
+Deviations: what the base recomputes or offloads is not counted in alpha's total; above one half
+the artifact takes the smallest tensors first (so as not to split FC1's output); "the copy ends
 before the send" is read as the copy that runs beside a pass, not the pass's own (whose wait would
 lengthen every hop of the pipeline's fill, which the published times do not show).
 """

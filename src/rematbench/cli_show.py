@@ -103,7 +103,8 @@ def banner(shown: Shown) -> str:
         return f"{word}: {outcome.reason}"
     peaks = outcome.evaluation.peak_device_bytes
     rank = peaks.index(max(peaks))
-    return f"{word}: {gib(outcome.verdict.headroom_bytes)} GiB free on the fullest rank ({rank})"
+    spare = gib(outcome.verdict.headroom_bytes)
+    return f"{word}: {spare} GiB of headroom on the fullest rank ({rank})"
 
 
 def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
@@ -140,7 +141,7 @@ def stages(shown: Shown, evaluation: PlanEvaluation) -> Table:
         "activations",
         "staging",
         "peak",
-        "headroom",
+        "unallocated",
         "freed",
         "pinned host",
     )
@@ -191,12 +192,15 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
     """Host bytes per node, bytes freed, and where the numbers come from."""
     problem = shown.request.problem
     host, memory = evaluation.host_node_bytes, problem.cluster.host_bytes
+    reserved, peak = evaluation.reserved_bytes, max(evaluation.peak_device_bytes)
+    usable = problem.cluster.usable_bytes
     return [
+        f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
+        f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; default segments)",
         f"host memory per node: {gib(host)} of {gib(memory)} GiB pinned at the peak",
         _freed_line(shown, evaluation),
         f"world: simulated (rematbench {__version__}, constants of "
-        f"{problem.calibration.date}); usable device memory {gib(problem.cluster.usable_bytes)} "
-        f"of {gib(problem.cluster.hbm_bytes)} GiB; bytes are the issue-order ledger's",
+        f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]
 
 

@@ -93,11 +93,7 @@ def evaluate_program(
     lay, work = problem.layout, problem.workload
     tokens = lay.global_batch * work.seq_len
     rate = tokens / simulation.step_s / lay.gpus
-    ledgers = issue_order(program)
-    pools = [pool_bytes(rank) for rank in program.ranks]
-    ranks = tuple(
-        _rank_bytes(problem, plan, r, ledger, pools[r]) for r, ledger in enumerate(ledgers)
-    )
+    ranks = program_bytes(problem, plan, program)
     again, moved = _work(problem, program)
     replicas = lay.tp * lay.cp * lay.dp  # ranks per stage, all alike
     peak = problem.cluster.peak_flop_per_s
@@ -114,6 +110,15 @@ def evaluate_program(
         recompute_flop=again * replicas,
         offload_bytes=moved * replicas,
         simulation=simulation,
+    )
+
+
+def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankBytes, ...]:
+    """Bytes of every rank of a lowered plan; needs no times."""
+    pools = [pool_bytes(rank) for rank in program.ranks]
+    return tuple(
+        _rank_bytes(problem, plan, rank, ledger, pools[rank])
+        for rank, ledger in enumerate(issue_order(program))
     )
 
 

@@ -35,11 +35,13 @@ class Evaluation(Protocol):
 
 
 Evaluator = Callable[["Problem", Plan], Evaluation]
+Weigher = Callable[["Problem", Plan], int]
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The only argument of a method.  `evaluate` is the chunk-level evaluator (memoised)."""
+    """The only argument of a method.  `evaluator` is the chunk-level evaluator; `weigher` gives the
+    bytes that the fullest rank reserves without simulating time (both memoised)."""
 
     workload: Workload
     cluster: Cluster
@@ -48,7 +50,9 @@ class Problem:
     calibration: Calibration
     attention: AttentionKind = "flash"
     evaluator: Evaluator | None = None
+    weigher: Weigher | None = None
     _memo: dict[bytes, Evaluation] = field(default_factory=dict, repr=False)
+    _weights: dict[bytes, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         check_layout(self.layout, self.workload, self.cluster, self.system)
@@ -196,6 +200,12 @@ class CostFacade(CostModel):
     def headroom_bytes(self, plan: Plan) -> int:
         """Usable device bytes of the cluster less what the fullest rank reserves; negative: out of
         memory."""
+        key = msgspec.json.encode(plan)
+        weights, weigher = self._problem._weights, self._problem.weigher
+        if weigher is not None and key not in self._problem._memo:
+            if key not in weights:
+                weights[key] = weigher(self._problem, plan)
+            return self.cluster.usable_bytes - weights[key]
         return self.cluster.usable_bytes - self.evaluate(plan).reserved_bytes
 
     def pipeline_offload_estimator(self, chunk_bytes: float) -> PipelineOffloadEstimator:

@@ -50,7 +50,7 @@ def stage_bytes(
         live = live_at_peak(program.ranks[rank], ledger.peak_step)
         saved = _saved_bytes(problem, plan, rank, live, staged=ledger.pools > 0)
         saved = min(saved, ledger.activation_peak)
-        lost = fragmentation_bytes(program, rank, ledger)
+        lost = fragmentation_bytes(program, rank, ledger, cluster.usable_bytes)
         bars.append(
             StageBytes(
                 rank=rank,
@@ -68,12 +68,17 @@ def stage_bytes(
     return tuple(bars)
 
 
-def fragmentation_bytes(program: Program, rank: int, held: RankBytes) -> int:
-    """Reserved less allocated bytes at their peaks, replayed well beyond the rank's peak."""
+def fragmentation_bytes(program: Program, rank: int, held: RankBytes, usable_bytes: int) -> int:
+    """What the rank's allocator reserves beyond the ledger's peak, replayed well past it.  Where
+    that exceeds the device, the allocator first gives back what it only caches."""
     resident = (held.parameter, held.gradient, held.optimizer, held.pools)
     blocks = tuple(nbytes for nbytes in resident if nbytes)
     steps = 2 * held.peak_step + 1
-    return replay(program.ranks[rank], blocks, None, num_steps=steps).fragmentation_bytes
+    found = replay(program.ranks[rank], blocks, None, num_steps=steps)
+    if found.reserved_bytes > usable_bytes >= found.allocated_bytes:
+        pressed = replay(program.ranks[rank], blocks, usable_bytes, num_steps=steps)
+        found = found if pressed.oom_at is not None else pressed
+    return found.reserved_bytes - held.device_peak
 
 
 def _saved_bytes(

@@ -1,5 +1,6 @@
 """Problems from plain inputs, one method on one problem, and the verdict: fits, or what binds."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,7 @@ from rematbench.check import check
 from rematbench.cluster import Cluster
 from rematbench.cost.constants import Calibration, load_calibration
 from rematbench.discover import Composition
-from rematbench.evaluate import PlanEvaluation, evaluate_program
+from rematbench.evaluate import PlanEvaluation, RankBytes, evaluate_program, program_bytes
 from rematbench.layout import Layout, LayoutError
 from rematbench.load import load_cluster, load_model, load_system
 from rematbench.lower import lower
@@ -97,6 +98,7 @@ def make_problem(
         calibration=constants or calibration(),
         attention=attention,
         evaluator=evaluate,
+        weigher=weigh,
     )
 
 
@@ -116,7 +118,7 @@ def run_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Outcome:
     if checked:
         program = lower(plan, problem)
         check(program)
-        evaluation = with_reserved(problem, program, evaluate_program(problem, plan, program))
+        evaluation = evaluated(problem, plan, program)
     else:
         found = problem.cost.evaluate(plan)
         assert isinstance(found, PlanEvaluation)
@@ -133,19 +135,29 @@ def run_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Outcome:
 
 def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
     """Chunk-level evaluation with the allocator's bytes: the evaluator of a suite's problems."""
+    return evaluated(problem, plan, lower(plan, problem))
+
+
+def evaluated(problem: Problem, plan: Plan, program: Program) -> PlanEvaluation:
+    """The evaluation of a lowered plan with the allocator's bytes."""
+    found = evaluate_program(problem, plan, program)
+    return replace(found, reserved_bytes=reserved_bytes(problem, program, found.ranks))
+
+
+def weigh(problem: Problem, plan: Plan) -> int:
+    """Bytes that a plan's fullest rank reserves."""
     program = lower(plan, problem)
-    return with_reserved(problem, program, evaluate_program(problem, plan, program))
+    return reserved_bytes(problem, program, program_bytes(problem, plan, program))
 
 
-def with_reserved(problem: Problem, program: Program, evaluation: PlanEvaluation) -> PlanEvaluation:
-    """The evaluation with the fullest rank's allocator replayed.
+def reserved_bytes(problem: Problem, program: Program, ranks: Sequence[RankBytes]) -> int:
+    """What the fullest rank's allocator holds, replayed.
 
     An allocator that meets the usable bytes gives cached segments back and tries again: only where
     that fails too is the rank out of memory, and its unlimited need is what counts.
     """
-    peaks = evaluation.peak_device_bytes
-    rank = max(range(len(peaks)), key=peaks.__getitem__)
-    held = evaluation.ranks[rank]
+    rank = max(range(len(ranks)), key=lambda r: ranks[r].device_peak)
+    held = ranks[rank]
     states = (held.parameter, held.gradient, held.optimizer, held.pools)
     resident = tuple(nbytes for nbytes in states if nbytes)
     steps = 2 * held.peak_step + 1  # what follows repeats (allocator.reserved_bytes)
@@ -154,7 +166,7 @@ def with_reserved(problem: Problem, program: Program, evaluation: PlanEvaluation
     if found.reserved_bytes > usable >= found.allocated_bytes:
         pressed = replay(program.ranks[rank], resident, usable, num_steps=steps)
         found = found if pressed.oom_at is not None else pressed
-    return replace(evaluation, reserved_bytes=found.reserved_bytes)
+    return found.reserved_bytes
 
 
 def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:

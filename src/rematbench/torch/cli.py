@@ -64,7 +64,7 @@ def _record(problem: Problem, method: Composition, result: Result, kind: str) ->
         "recompute_flop": sum(rank.recompute_flop for rank in result.ranks),
         "step_s": [rank.step_s for rank in result.ranks] if on_gpu else None,
         "provenance": {
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         },
     }
