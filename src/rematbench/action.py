@@ -62,12 +62,12 @@ class Alloc(Struct, frozen=True, array_like=True):
 class Action(Struct, frozen=True, kw_only=True):
     """One action of a block, relative to the block's micro-batch and chunk.
 
-    `part` is L<i>, E or H (what the op belongs to), `variant` which of the model's distinct layers, `op` the
-    operator or tensor; `event` is
-    recorded when the action ends, `begin` when it starts; a WAIT holds its stream until `wait`.
-    `fraction` is the share of rows worked on, `offset` the share of rows before them; `comm` the collective; `nbytes` a copy's payload;
-    `beside` names the stream of a collective that runs during a compute action; `scratch` bytes
-    live inside the action only.
+    `part` is L<i>, E or H (what the op belongs to), `variant` which of the model's distinct layers,
+    `op` the operator or tensor; `event` is recorded when the action ends, `begin` when it starts; a
+    WAIT holds its stream until `wait`.  `fraction` is the share of rows worked on, `offset` the
+    share of rows before them, `columns` the share of an operator's output columns computed; `comm`
+    the collective; `nbytes` a copy's payload; `beside` names the stream of a collective that runs
+    during a compute action; `scratch` bytes live inside the action only.
     """
 
     kind: Kind
@@ -82,6 +82,7 @@ class Action(Struct, frozen=True, kw_only=True):
     wait: str = ""
     fraction: float = 1.0
     offset: float = 0.0
+    columns: float = 1.0
     comm: Comm | None = None
     nbytes: int = 0
     beside: str = ""
@@ -99,6 +100,7 @@ def _fields(action: Action) -> list[str]:
         ("w", action.wait),
         ("x", "" if action.fraction == 1.0 else repr(action.fraction)),
         ("o", repr(action.offset) if action.offset else ""),
+        ("y", "" if action.columns == 1.0 else repr(action.columns)),
         ("c", _comm_text(action.comm)),
         ("n", str(action.nbytes) if action.nbytes else ""),
         ("s", action.beside),
@@ -187,6 +189,7 @@ def _build(kind: Kind, stream: str, part: str, op: str, fields: dict[str, str]) 
         wait=fields.get("w", ""),
         fraction=float(fields.get("x", "1.0")),
         offset=float(fields.get("o", "0.0")),
+        columns=float(fields.get("y", "1.0")),
         comm=comm,
         nbytes=int(fields.get("n", "0")),
         beside=fields.get("s", ""),

@@ -7,10 +7,15 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
+from rematbench.accuracy import expected_error, load_accuracy
 from rematbench.cli_run import Request
 from rematbench.cli_text import gib, grid, percent, plain, rounded, seconds
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.evaluate import PlanEvaluation, RankBytes
+from rematbench.load import load_cluster, names
+from rematbench.paths import data_dir
+from rematbench.problem import Problem
+from rematbench.sheets import read_sheet
 from rematbench.suite import Outcome
 
 BANNERS = {
@@ -199,9 +204,25 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; default segments)",
         f"host memory per node: {gib(host)} of {gib(memory)} GiB pinned at the peak",
         _freed_line(shown, evaluation),
+        _trust_line(problem),
         f"world: simulated (rematbench {__version__}, constants of "
         f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]
+
+
+def _trust_line(problem: Problem) -> str:
+    """How far predictions for this stack and GPU generation were off on published cells."""
+    alike = frozenset(
+        name
+        for name in names("cluster")
+        if load_cluster(name).generation == problem.cluster.generation
+    )
+    published = read_sheet(data_dir("published") / "runs.csv")
+    errors = expected_error(published, load_accuracy(), problem.system.name, alike)
+    if not errors:
+        return "accuracy: no published cell of this stack on this GPU generation to compare with"
+    listed = ", ".join(f"{percent(error)} ({name})" for name, error in errors.items())
+    return f"accuracy of the speed, accepted on published cells of this stack: {listed}"
 
 
 def _freed_line(shown: Shown, evaluation: PlanEvaluation) -> str:

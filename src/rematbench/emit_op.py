@@ -19,10 +19,17 @@ class Names(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The rows an action works on, as shares of its operator's rows."""
+    """The rows an action works on, as shares of its operator's rows; and the share of the
+    operator's output columns that it computes (separate linears need not all run)."""
 
     fraction: float
     offset: float = 0.0
+    columns: float = 1.0
+
+    @property
+    def rows(self) -> dict[str, float]:
+        """What a collective of the action takes."""
+        return {"fraction": self.fraction, "offset": self.offset}
 
 
 WHOLE = Share(1.0)
@@ -48,7 +55,7 @@ def emit_op(
     if op.gather is not None:
         full = f"{unit.prefix}.{op.name}.full{names.tag}"
         allocs = [Alloc(full, int(op.gathered_bytes * fraction))] if op.gathered_bytes else []
-        pending = w.collective(op.gather, unit.prefix, op.name, sources, allocs, **share._asdict())
+        pending = w.collective(op.gather, unit.prefix, op.name, sources, allocs, **share.rows)
         sources = [*sources, full] if op.name == "attention" else [full]
         if beside:
             w.wait(COMPUTE, w.mark_begin(len(w.actions) - 1))
@@ -63,9 +70,7 @@ def emit_op(
         w.wait(COMPUTE, pending)
     if op.reduce is not None:
         after = w.mark_begin(index) if beside and op.has_weight else ""
-        done = w.collective(
-            op.reduce, unit.prefix, op.name, *reduced, after=after, **share._asdict()
-        )
+        done = w.collective(op.reduce, unit.prefix, op.name, *reduced, after=after, **share.rows)
         w.wait(COMPUTE, done)
 
 

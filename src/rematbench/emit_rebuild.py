@@ -200,12 +200,21 @@ class Rebuilder:
         slices = {n: made[n] for n in op.outputs if self.run and n in self.run.outputs}
         writes = self._outputs(unit, op, missing) if not slices else {}
         tag = f".r%{self.piece.number}" if self.piece else ".r"
-        share = Share(fraction, 1.0 - fraction)  # a partial rebuild is of the last rows
+        # a partial rebuild is of the last rows
+        share = Share(fraction, 1.0 - fraction, self._columns(unit, op, writes))
         if self.piece:
             share = Share(self.piece.fraction, self.piece.offset)
         names = Names(reads, writes, slices, tag)
         emit_op(self.w, self.chunk, unit, op, Kind.RECOMPUTE, names, share)
         made |= writes
+
+    def _columns(self, unit: Unit, op: Op, writes: dict[str, str]) -> float:
+        """Share of a linear's output columns that a re-run computes: all of them where one GEMM
+        makes all outputs, else those of the outputs it writes."""
+        if self.chunk.problem.system.fused_linears or not op.has_weight or not writes:
+            return 1.0
+        width = {name: unit.table.activations[name].row_bytes for name in op.outputs}
+        return sum(width[name] for name in writes) / sum(width.values())
 
     def _source(self, unit: Unit, name: str, made: dict[str, str], fraction: float) -> str:
         """What a re-run reads: rows rebuilt just now if they are enough, else the whole tensor."""

@@ -38,8 +38,9 @@ def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = F
     """Lower and evaluate a plan, at op level with the timeline when asked."""
     program = lower(plan, problem)
     numbers = [f" {key} {value:g}" for key, value in plan.fit.items() if isinstance(value, float)]
+    work = problem.workload
     return Replay(
-        title=f"{method}{','.join(numbers)}, {problem.workload.model.name}, {problem.workload.seq_len:,} tokens, "
+        title=f"{method}{','.join(numbers)}, {work.model.name}, {work.seq_len:,} tokens, "
         f"{problem.layout.gpus} x {problem.cluster.gpu}",
         problem=problem,
         plan=plan,

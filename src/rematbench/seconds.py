@@ -39,7 +39,7 @@ class ActionCosts:
 
     def _compute_s(self, action: Action, rank: int) -> float:
         op = self._op(action, rank)
-        seconds = self.cost.op_s(op, DIRECTION[action.kind], action.fraction)
+        seconds = self.cost.op_s(op, DIRECTION[action.kind], action.fraction * action.columns)
         if action.beside:
             seconds *= self.cost.overlap_factor("compute", action.beside)
         return seconds

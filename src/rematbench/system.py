@@ -21,6 +21,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `tp_overlap`: none; backward (collectives of a linear's backward run beside its two GEMMs, as
     Megatron's asynchronous linear does); gemm (forward collectives too, chunk by chunk).
     `bucket_bytes` is the gradient bucket of an overlapped reduction (0: not bucketed).
+    `fused_linears`: one GEMM makes q, k and v, and one gate and up; else each has its own, and a
+    partial recomputation runs only those it needs.
     `loss_in_place`: the loss turns its saved softmax into the gradient (Megatron's vocabulary-
     parallel cross-entropy) instead of writing gradients beside it (F.cross_entropy).
     `step_scratch_bytes`: what the optimizer step holds per updated parameter, and frees again.
@@ -40,6 +42,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reduce_bytes: NonNegativeInt
     gather_bytes: NonNegativeInt
     fused_swiglu: bool
+    fused_linears: bool = True
     fused_loss: bool
     logits_fp32: bool
     loss_in_place: bool = True

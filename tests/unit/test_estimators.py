@@ -1,7 +1,7 @@
 """Closed forms of others: golden values, identities, and the ledger's own bytes beside them."""
 
-from msgspec.structs import replace
 import pytest
+from msgspec.structs import replace
 
 from rematbench.cost.estimators import (
     SAFE_SHARE,

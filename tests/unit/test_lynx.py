@@ -145,11 +145,12 @@ def layer_problems(draw: st.DrawFn) -> LayerWindows:
 
 def legal(layer: LayerWindows, policy: Policy) -> bool:
     """Whether every job's window closes in time and opens after what it reads is there."""
-    when = {x.job.op: x.slot.at if x.slot else None for x in policy.placed}
+    never = 10**6
+    when = {x.job.op: x.slot.at if x.slot else never for x in policy.placed}
     for item in policy.placed:
         if item.slot is None:
             continue
-        late = [when[n] is None or when[n] > item.slot.at for n in item.job.needs if n in when]
+        late = [when[n] > item.slot.at for n in item.job.needs if n in when]
         if item.slot not in layer.allowed(item.job) or any(late):
             return False
     return True

@@ -270,3 +270,12 @@ def test_fsdps_root_group_stays_gathered_through_the_step() -> None:
         if action.kind is Kind.ALL_GATHER and action.op == "parameters"
     )
     assert gathers == {"E": 1, "H": 1, "L0": 2, "L1": 2, "L2": 2, "L3": 2}
+
+
+@pytest.mark.parametrize(("fused", "share"), [(True, 1.0), (False, 2 / (4 + 2 + 2))])
+def test_separate_linears_re_run_only_what_is_missing(fused: bool, share: float) -> None:
+    """Dropping k alone: the fused projection runs whole, a separate one its own columns (4 query
+    heads, 2 key and 2 value heads)."""
+    p = problem(system_changes={"fused_linears": fused})
+    again = evaluated(p, "selective_recompute", activations=("k",)).recompute_flop
+    assert again == pytest.approx(forward_flop(p, "qkv") * share, rel=1e-12)

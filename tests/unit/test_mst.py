@@ -138,7 +138,7 @@ def test_logits_are_computed_again_by_piece() -> None:
 
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"pp": 2, "global_batch": 4}])
 @pytest.mark.parametrize("base", ALL_OTHERS)
-def test_composes_with_every_method(base: str, degrees: dict[str, int]) -> None:
+def test_composes_with_every_method(base: str, degrees: dict[str, Any]) -> None:
     p = problem(model=layers(6), seq_len=64, **degrees)
     plan = plan_of(p, f"{base}+mst")
     assert "lm_head" in counts(plan)
@@ -204,11 +204,11 @@ def test_memory_ladder_of_appendix_d() -> None:
 
 def test_longest_sequences_are_ordered_and_ratios_of_the_papers_size() -> None:
     """Claimed 5K / 14K / 60K: 4x recompute-only and 12x vanilla."""
-    update = {"mst.optimizer_in_backward": True}
+    update: dict[str, Any] = {"mst.optimizer_in_backward": True}
     whole = {**update, "mst.mlp_chunks": 1, "mst.head_chunks": 1}
     found = [
         longest_sequence(
-            lambda s: one_a100("llama3-8b", s), REGISTRY.resolve(spec, settings), granularity=1000
+            lambda s: one_a100("llama3-8b", s), REGISTRY.resolve(spec, settings), granularity=4000
         ).seq_len
         for spec, settings in [
             ("keep_all+mst", whole),
@@ -217,7 +217,7 @@ def test_longest_sequences_are_ordered_and_ratios_of_the_papers_size() -> None:
         ]
     ]
     vanilla, recompute, mst = found
-    assert vanilla < recompute < mst
+    assert 0 < vanilla < recompute < mst
     assert 2 < mst / recompute < 8
     assert 6 < mst / vanilla < 24
 
@@ -233,7 +233,7 @@ def test_longest_sequence_is_a_bracket() -> None:
 
 
 def test_longest_sequence_stops_at_its_limit_and_at_refusals() -> None:
-    tiny = longest_sequence(lambda s: tiny_problem(s), REGISTRY.resolve("mst"), granularity=64,
+    tiny = longest_sequence(tiny_problem, REGISTRY.resolve("mst"), granularity=64,
                             limit=256)  # fmt: skip
     assert (tiny.seq_len, tiny.binds) == (256, "the limit of the search")
     none = longest_sequence(lambda s: tiny_problem(s, model=layers(1)),
@@ -249,7 +249,7 @@ def test_longest_sequence_stops_at_its_limit_and_at_refusals() -> None:
 def test_an_allocator_may_decide() -> None:
     p = problem(seq_len=64)
     halves = longest_sequence(
-        lambda s: tiny_problem(s),
+        tiny_problem,
         REGISTRY.resolve("mst"),
         granularity=64,
         limit=4096,

@@ -1,7 +1,7 @@
-"""Storage allocation: no overlaps ever, never under the live bytes, the MILP never over best fit."""
+"""Storage allocation: no overlaps, never under the live bytes, the MILP never over best fit."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematbench.discover import discover
@@ -108,6 +108,7 @@ def test_equal_layers_are_solved_once() -> None:
         assert plan.distinct_segments < plan.tensors / 6
 
 
+@settings(max_examples=25)
 @given(cases())
 def test_any_program_has_a_plan_between_its_live_bytes_and_their_sum(
     case: tuple[Problem, Plan],

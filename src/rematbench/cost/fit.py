@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from rematbench.cost.constants import Calibration, FitRule
 
@@ -133,6 +132,8 @@ def row_weights(rows: Sequence[Row]) -> NDArray[np.float64]:
 def fit(rows: Iterable[Row], calibration: Calibration, predict_all: PredictAll) -> FitReport:
     """Least squares on log step seconds over the FIT rows, robust, with log-normal priors, from
     the calibration's present values."""
+    from scipy.optimize import least_squares  # noqa: PLC0415 (slow, and only fitting needs it)
+
     problem = _Problem(fit_rows(rows, calibration.fit), calibration, predict_all)
     low, high = problem.bounds()
     found = least_squares(

@@ -227,14 +227,15 @@ class _Model:
         return rows
 
     def _budget(self, budget_bytes: float) -> tuple[dict[int, float], float]:
-        """All kept bytes less those of dropped jobs are at most the budget, in shares of all."""
+        """All kept bytes less those of dropped jobs are at most the budget, in thousandths of all
+        (HiGHS stumbles where this row is small beside the others)."""
         nbytes = {job.op: job.nbytes for job in self.layer.jobs}
         total = sum(nbytes.values()) * sum(group.in_flight for group in self.groups) or 1
         row = {
-            column: -nbytes[job] * self.groups[number].in_flight / total
+            column: -nbytes[job] * self.groups[number].in_flight * 1000 / total
             for (number, job, _), column in self.x.items()
         }
-        return row, max(budget_bytes, 0.0) / total - 1.0
+        return row, 1000 * (max(budget_bytes, 0.0) / total - 1.0)
 
     def policy(self, number: int, x: NDArray[np.float64]) -> Policy:
         """A group's policy from the solver's values."""

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from rematbench.lower import rank_orders
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
-from rematbench.problem import Problem
+from rematbench.problem import Evaluation, Problem
 from rematbench.schedule import phases
 from rematbench.solve.kept import kept_activations
 from rematbench.solve.layers import layers_in_flight
 from rematbench.solve.lynx import Group, Placed, Policy, heuristic, optimum, policy_front
 from rematbench.solve.windows import LayerWindows, layer_windows
 
-ROUNDS = 5
+ROUNDS = 6
 BEFORE_RECEIVE = Window(op="recv", direction="before_recv")
 Layers = tuple[int, ...]
 
@@ -67,6 +67,13 @@ def _halves(layers: Layers) -> tuple[Layers, ...]:
         groups.append(layers[:size])
         layers = layers[size:]
     return tuple(groups)
+
+
+class _Limit:
+    """What rounds have taught about a rank: bytes kept that were too much, bytes wasted."""
+
+    def __init__(self) -> None:
+        self.ceiling, self.waste = float("inf"), 0
 
 
 class Relocation:
@@ -126,11 +133,11 @@ class Relocation:
         }
 
     def fitted(self, base: Plan) -> Plan:
-        """The fastest plan found that the ledger says fits; the leanest if none does."""
+        """The fastest plan found that fits; the leanest if none does."""
         stages, best = self.stages(base), self.lean(base)
-        peaks = self.problem.cost.evaluate(best).peak_device_bytes
-        budgets = [float(self.usable - peak) for peak in peaks]
-        ceilings = [float("inf")] * len(stages)
+        evaluation = self.problem.cost.evaluate(best)
+        budgets = [float(self.usable - peak) for peak in evaluation.peak_device_bytes]
+        limits = [_Limit() for _ in stages]
         seen: set[tuple[tuple[Policy, ...], ...]] = set()
         for _ in range(ROUNDS):
             policies = tuple(
@@ -142,26 +149,39 @@ class Relocation:
             seen.add(policies)
             plan = self.assemble(base, stages, policies)
             best = self.better(best, plan)
-            peaks = self.problem.cost.evaluate(plan).peak_device_bytes
-            for rank, (stage, chosen) in enumerate(zip(stages, policies, strict=True)):
-                kept = stage.kept_bytes(chosen)
-                if peaks[rank] > self.usable:
-                    ceilings[rank] = min(ceilings[rank], kept - 1.0)
-                budgets[rank] = min(ceilings[rank], self.usable - (peaks[rank] - kept))
+            evaluation = self.problem.cost.evaluate(plan)
+            kept = [s.kept_bytes(chosen) for s, chosen in zip(stages, policies, strict=True)]
+            budgets = self._budgets(evaluation, kept, limits)
         return best
 
+    def _budgets(
+        self, evaluation: Evaluation, kept: Sequence[int], limits: Sequence["_Limit"]
+    ) -> list[float]:
+        """What the device leaves to kept tensors beside everything else, and beside what the
+        allocator wastes on the fullest rank; less than what proved too much."""
+        peaks = evaluation.peak_device_bytes
+        fullest = max(range(len(peaks)), key=lambda rank: peaks[rank])
+        waste = evaluation.reserved_bytes - peaks[fullest]
+        limits[fullest].waste = max(limits[fullest].waste, waste)
+        budgets = []
+        for rank, limit in enumerate(limits):
+            room = self.usable - limit.waste - peaks[rank]
+            if room < 0:
+                limit.ceiling = min(limit.ceiling, kept[rank] - 1.0)
+            budgets.append(min(limit.ceiling, room + kept[rank]))
+        return budgets
+
     def fits(self, plan: Plan) -> bool:
-        """Whether the ledger's peaks are within the device."""
-        return self.problem.cost.peak_bytes(plan) <= self.usable
+        """Whether the device holds what the fullest rank reserves."""
+        return self.problem.cost.headroom_bytes(plan) >= 0
 
     def better(self, one: Plan, other: Plan) -> Plan:
         """The faster of two plans that fit, or the one that does, or the smaller."""
         return min(one, other, key=self._merit)
 
     def _merit(self, plan: Plan) -> tuple[int, float]:
-        cost = self.problem.cost
-        peak = cost.peak_bytes(plan)
-        return (0, cost.step_s(plan)) if peak <= self.usable else (peak, 0.0)
+        short = -self.problem.cost.headroom_bytes(plan)
+        return (short, 0.0) if short > 0 else (0, self.problem.cost.step_s(plan))
 
     def in_bubbles(self, plan: Plan, share: float) -> Plan:
         """The plan with what the top layers of each stage rebuild in the cool-down moved before

@@ -1,0 +1,190 @@
+"""What a person types: one clear line for a mistake, results for out of memory and unsupported."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rematbench.cli import COMMANDS, WORKFLOW, main
+from rematbench.record import read_record
+
+DEMO = "--model llama-7b --cluster a800-80gb --gpus 4 --seq-len 4096 --global-batch 8".split()
+PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
+KEYS = {
+    "step_s",
+    "tokens_per_s_per_gpu",
+    "mfu_causal",
+    "mfu_dense",
+    "hfu",
+    "peak_device_bytes",
+    "peak_host_bytes",
+    "recompute_flop",
+    "offload_bytes",
+    "parameters",
+    "headroom_bytes",
+    "binds",
+    "status",
+    "reason",
+}
+
+
+class Ran:
+    """A command's exit code and what it printed."""
+
+    def __init__(self, code: object, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*words: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["rematbench", *words])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        return Ran(exit_.value.code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize("command", [c.__name__ for c in (*COMMANDS, *WORKFLOW)] + ["methods"])
+def test_every_command_has_help_with_an_example(cli: Any, command: str) -> None:
+    ran = cli(command, "--help")
+    assert ran.code == 0
+    assert f"rematbench {command}" in ran.out.partition("Example:")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["simul"], "did you mean 'simulate'"),
+        (["simulate"], "METHOD"),
+        (["simulate", "keep_all"], "missing option: --model, --cluster, --gpus"),
+        (["simulate", "kep_all", *DEMO], "did you mean 'keep_all'"),
+        (["simulate", "keep_all", *DEMO, "--model", "llama-8b"], "unknown model 'llama-8b'"),
+        (["simulate", "keep_all", *DEMO, "--model", "no.json"], "no.json: no such model file"),
+        (["simulate", "keep_all", *DEMO, "--cluster", "h900"], "unknown cluster 'h900'"),
+        (["simulate", "keep_all", *DEMO, "--system", "x"], "unknown system 'x'"),
+        (["simulate", "keep_all", *DEMO, "--gpus", "6", "--pp", "4"], "multiple of tp x cp x pp"),
+        (["simulate", "keep_all", *DEMO, "--gpus", "four"], "'--gpus'"),
+        (["simulate", "keep_all", *DEMO, "--tpp", "2"], "No such option: --tpp"),
+        (["simulate", "keep_all", *DEMO, "--tp", "0"], "'--tp'"),
+        (["simulate", "keep_all", *DEMO, "--zero", "4"], "less than or equal to 3"),
+        (["simulate", "keep_all", *DEMO, "--attention", "big"], "'flash', 'unfused'"),
+        (["simulate", "keep_all", *DEMO, "--precision", "fp8"], "'bf16', 'fp16'"),
+        (["simulate", "keep_all", *DEMO, "--vpp", "2"], "vpp = 2 needs pp > 1"),
+        (["simulate", "keep_all", *DEMO, "--cluster", "this-machine"], "no constants"),
+        (["simulate", "pp_offload", *PIPE, "--set", "alpha"], "expected KEY=VALUE"),
+        (["simulate", "pp_offload", *PIPE, "--set", "alpha=2"], "pp_offload.alpha"),
+        (["simulate", "pp_offload", *PIPE, "--set", "beta=2"], "unknown parameter 'beta'"),
+        (["simulate", "keep_all", *PIPE, "--partition", "4,4"], "pp x vpp = 8 chunks of 32"),
+        (["simulate", "keep_all", *PIPE, "--partition", "4,x"], "whole numbers"),
+        (["plan", "keep_all", *PIPE, "--rank", "4"], "ranks 0 to 3"),
+        (["timeline", "no.json", "-o", "t.json"], "no.json: cannot be read"),
+        (["predict", "no.csv", "-o", "p.csv"], "no.csv cannot be read"),
+        (["validate", "--rows", "a.csv", "--predictions", "b.csv"], "give one of them"),
+        (["stages", "no.json"], "no.json: cannot be read"),
+        (["run", "no.yaml", "--method", "keep_all", "-o", "d"], "no.yaml: cannot be read"),
+        (["collect", "config/smoke.yaml", "nowhere", "-o", "d"], "no record"),
+    ],
+    ids=lambda value: " ".join(value[:2] + value[-2:]) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_exit_code_2(cli: Any, words: list[str], told: str) -> None:
+    ran = cli(*words)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.count("\n") == 1
+    assert told.lower() in ran.err.lower()
+    assert ran.err.startswith("rematbench")
+
+
+def test_json_has_the_agreed_keys(cli: Any) -> None:
+    ran = cli("simulate", "balanced_checkpointing+pp_offload", *PIPE, "--set", "alpha=.5", "--json")
+    found = json.loads(ran.out)
+    assert ran.code == 0
+    assert found.keys() == KEYS
+    assert found["status"] == "ok"
+    assert found["parameters"]["pp_offload"]["alpha"] == 0.5
+    per_rank = found["peak_device_bytes"]["per_rank"]
+    assert found["peak_device_bytes"]["max"] == max(per_rank)
+    assert len(per_rank) == 4
+    assert found["offload_bytes"] > 0
+
+
+def test_unsupported_and_out_of_memory_are_results(cli: Any) -> None:
+    ran = cli("simulate", "pp_offload", *DEMO, "--json")
+    found = json.loads(ran.out)
+    assert (ran.code, found["status"]) == (0, "unsupported")
+    assert "pp >= 3" in found["reason"]
+    assert found["step_s"] is None
+    ran = cli("simulate", "keep_all", *DEMO, "--seq-len", "65536", "--json")
+    found = json.loads(ran.out)
+    assert (ran.code, found["status"]) == (0, "oom")
+    assert found["headroom_bytes"] < 0
+    assert "GiB short" in found["reason"]
+
+
+def test_a_person_reads_the_verdict_first_and_no_op_aloud(cli: Any) -> None:
+    ran = cli("simulate", "selective_recompute", *PIPE)
+    assert ran.code == 0
+    verdict, speed = ran.out.index("FITS"), ran.out.index("tokens/s/GPU")
+    assert verdict < speed
+    assert "MFU, causal" in ran.out
+    assert "MFU, dense" in ran.out
+    assert "no-op here" in ran.out
+    assert "world: simulated" in ran.out
+    assert ran.out.isascii()
+
+
+def test_partition_moves_layers(cli: Any) -> None:
+    sizes = "3,4,4,5,3,4,4,5"
+    ran = cli("plan", "keep_all", *PIPE, "--partition", sizes, "--rank", "3", "--json")
+    partition = json.loads(ran.out)["partition"]
+    assert [len(chunks[0]) for chunks in partition] == [3, 4, 4, 5]
+    assert partition[3][1] == [27, 28, 29, 30, 31]
+
+
+def test_plan_prints_a_rank_of_actions(cli: Any) -> None:
+    ran = cli("plan", "full_recompute", *PIPE, "--actions", "--rank", "2")
+    assert ran.out.startswith("block ")
+    assert "\nR0.0 compute L0.attn_norm" in ran.out
+
+
+def test_a_record_is_replayed_as_stages_and_trace(cli: Any, tmp_path: Path) -> None:
+    record, trace, stages = (tmp_path / name for name in ("run.json", "trace.json", "stages.csv"))
+    assert cli("simulate", "keep_all", *PIPE, "--out", str(record)).code == 0
+    assert read_record(record).status == "ok"
+    assert cli("stages", str(record), "-o", str(stages)).code == 0
+    assert len(stages.read_text().splitlines()) == 1 + 4
+    assert cli("timeline", str(record), "-o", str(trace)).code == 0
+    step_s = json.loads(trace.read_text())["otherData"]["step_s"]
+    assert step_s == pytest.approx(read_record(record).repeats[0].step_s, rel=1e-9)
+
+
+def test_doctor_writes_a_cluster_file_that_loads(cli: Any, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    assert cli("doctor", "--write", str(path)).code == 0
+    again = cli("doctor", "--write", str(path))
+    assert again.code == 2
+    assert "exists" in again.err
+    ran = cli("simulate", "keep_all", *DEMO, "--cluster", str(path), "--gpus", "8")
+    assert ran.code == 0
+    assert "(mine)" in ran.out
+
+
+def test_a_sheet_keeps_its_bad_rows(cli: Any, tmp_path: Path) -> None:
+    sheet, out = tmp_path / "rows.csv", tmp_path / "pred.csv"
+    head = "model,system,cluster,gpus,seq_len,global_batch,tp,pp,dp,recompute\n"
+    good = "llama-7b,megatron-core,a800-80gb,4,4096,8,2,1,2,full\n"
+    bad = "llama-7b,megatron-core,a800-80gb,4,4096,8,3,1,2,full\n"
+    sheet.write_text(head + good + bad)
+    ran = cli("predict", str(sheet), "-o", str(out), "--processes", "1")
+    assert ran.code == 0
+    lines = out.read_text().splitlines()
+    assert ",ok," in lines[1]
+    assert ",failed,gpus 4 is not tp x cp x pp x dp = 6" in lines[2]
+
+
+def test_version(cli: Any) -> None:
+    assert cli("--version").out.startswith("rematbench ")
