@@ -1,17 +1,27 @@
 """Shared by the other files: bundles by method, and inputs that Snakemake cannot see itself."""
 
+import hashlib
 from pathlib import Path
 
 from rematbench.discover import discover
 from rematbench.sheets import all_cells, bundles as sheet_bundles, read_sheet
 from rematbench.suitefile import bundles as suite_bundles, load_suite
 
+
+def digest(*paths):
+    """One short word for the contents of many files: a parameter that reruns what used them."""
+    joined = hashlib.sha256()
+    for path in sorted(paths):
+        joined.update(f"{path}\n".encode() + path.read_bytes())
+    return joined.hexdigest()[:16]
+
+
 PUBLISHED = "results/published/runs.csv"
-ENGINE = [
-    *map(str, sorted(Path("src/rematbench").rglob("*.py"))),
-    *map(str, sorted(Path("config").glob("*s/*.yaml"))),
-    "config/calibration.yaml",
-]
+ENGINE = digest(
+    *Path("src/rematbench").rglob("*.py"),
+    *Path("config").glob("*s/*.yaml"),
+    Path("config/calibration.yaml"),
+)
 REGISTRY = discover()
 SHEETS = sorted(sheet_bundles(all_cells(read_sheet(Path(PUBLISHED))), REGISTRY))
 

@@ -22,7 +22,6 @@ rule table_figure:
 rule stages:
     input:
         records=looked_into,
-        engine=ENGINE,
     output:
         "results/{suite}/stages.csv",
     log:
@@ -30,6 +29,7 @@ rule stages:
     conda:
         "../environment.yml"
     params:
+        engine=ENGINE,
         record=lambda wildcards: config["looked_into"][wildcards.suite]["stages"],
     shell:
         "rematbench stages {input.records}/{params.record}.json -o {output} > {log} 2>&1"
@@ -38,13 +38,14 @@ rule stages:
 rule trace:
     input:
         records=looked_into,
-        engine=ENGINE,
     output:
         "results/{suite}/traces/{record}.json",
     log:
         "results/{suite}/logs/trace_{record}.log",
     conda:
         "../environment.yml"
+    params:
+        engine=ENGINE,
     shell:
         "rematbench timeline {input.records}/{wildcards.record}.json -o {output} > {log} 2>&1"
 

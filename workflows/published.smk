@@ -32,13 +32,14 @@ rule predict:
     input:
         sheet="results/paper/sheets/{method}.csv",
         methods=method_files,
-        engine=ENGINE,
     output:
         "results/paper/predictions/{method}.csv",
     log:
         "results/paper/logs/predict_{method}.log",
     conda:
         "../environment.yml"
+    params:
+        engine=ENGINE,
     shell:
         "rematbench predict {input.sheet} -o {output} --processes 1 > {log} 2>&1"
 
@@ -47,7 +48,6 @@ rule tables:
     input:
         predictions=expand("results/paper/predictions/{method}.csv", method=SHEETS),
         accuracy="config/accuracy.yaml",
-        engine=ENGINE,
     output:
         cells="results/paper/predictions.csv",
         tables=expand(
@@ -60,6 +60,7 @@ rule tables:
     conda:
         "../environment.yml"
     params:
+        engine=ENGINE,
         folder=lambda wildcards, output: Path(output.tables[0]).parent,
     shell:
         "rematbench tables {input.predictions} -o {params.folder} --joined {output.cells}"

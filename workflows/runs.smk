@@ -5,13 +5,14 @@ rule bundle:
     input:
         suite="config/{suite}.yaml",
         methods=method_files,
-        engine=ENGINE,
     output:
         directory("results/{suite}/records/simulated/{method}"),
     log:
         "results/{suite}/logs/bundle_{method}.log",
     conda:
         "../environment.yml"
+    params:
+        engine=ENGINE,
     shell:
         "rematbench run {input.suite} --method {wildcards.method} -o {output} > {log} 2>&1"
 

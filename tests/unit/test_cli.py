@@ -10,7 +10,21 @@ import pytest
 from rematbench.cli import COMMANDS, WORKFLOW, main
 from rematbench.record import read_record
 
-DEMO = "--model llama-7b --cluster a800-80gb --gpus 4 --seq-len 4096 --global-batch 8".split()
+DEMO = [
+    *("--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4"),
+    *("--seq-len", "4096", "--global-batch", "8"),
+]
+    "--model",
+    "llama-7b",
+    "--cluster",
+    "a800-80gb",
+    "--gpus",
+    "4",
+    "--seq-len",
+    "4096",
+    "--global-batch",
+    "8",
+]
 PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
 KEYS = {
     "step_s",

@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rematbench.discover import discover
+from rematbench.evaluate import evaluate
+from rematbench.fragmentation import fragmentation
 from rematbench.ledger import issue_order, pool_bytes
 from rematbench.lower import lower
 from rematbench.plan import Plan
@@ -120,3 +122,18 @@ def test_any_program_has_a_plan_between_its_live_bytes_and_their_sum(
         assert planned.peak_bytes >= planned.lower_bound_bytes
         assert planned.lower_bound_bytes >= ledger.device_peak_bytes
         assert planned.lower_bound_bytes <= ledger.device_peak_bytes + pool_bytes(rank)
+
+
+# -- beside the caching allocator -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["keep_all", "full_recompute", "memo", "memo+mst"])
+def test_no_allocator_reserves_less_than_lives(spec: str) -> None:
+    p = problem(model=layers(6), tp=2)
+    plan = discover().resolve(spec).plan(p)
+    assert isinstance(plan, Plan)
+    found = fragmentation(p, plan)
+    assert found.live_bytes <= found.planned_bytes
+    assert found.live_bytes <= min(found.reserved_bytes, found.expandable_bytes)
+    assert found.live_bytes == max(evaluate(p, plan).peak_device_bytes)
+    assert found.wasted_bytes >= 0

@@ -90,7 +90,7 @@ problems:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (SUITE + "metods: [keep_all]\n", "did you mean"),
+        (SUITE + "metods: [keep_all]\n", "metods: unknown key"),
         (SUITE.replace("gpus: 4", "gpus: four"), "problems[0].gpus"),
         (SUITE.replace("seq_len", "seqlen"), "problems[0]"),
         (SUITE + "variants: [{method: keep_all, problems: [b]}]\n", "no problem 'b'"),

@@ -1,0 +1,45 @@
+"""What a static memory plan would take, and what PyTorch's caching allocator reserves instead."""
+
+from msgspec import Struct
+
+from rematbench.allocator import replay
+from rematbench.evaluate import evaluate_program
+from rematbench.lower import lower
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.solve.memory_plan import memory_plan
+
+
+class Fragmentation(Struct, frozen=True, kw_only=True):
+    """Device bytes of the fullest rank, states included: alive at the peak, planned ahead (the
+    two-level plan of MEMO), and reserved by the caching allocator with default and with expandable
+    segments."""
+
+    rank: int
+    live_bytes: int
+    planned_bytes: int
+    reserved_bytes: int
+    expandable_bytes: int
+
+    @property
+    def wasted_bytes(self) -> int:
+        """Reserved by default and not alive at the peak."""
+        return self.reserved_bytes - self.live_bytes
+
+
+def fragmentation(problem: Problem, plan: Plan) -> Fragmentation:
+    """Replay a plan's fullest rank; nothing limits the allocator, so that it shows what it wants."""
+    program = lower(plan, problem)
+    ranks = evaluate_program(problem, plan, program).ranks
+    fullest = max(range(len(ranks)), key=lambda r: ranks[r].device_peak)
+    held, actions = ranks[fullest], program.ranks[fullest]
+    states = (held.parameter, held.gradient, held.optimizer)
+    resident = tuple(nbytes for nbytes in (*states, held.pools) if nbytes)
+    planned = memory_plan(actions)
+    return Fragmentation(
+        rank=fullest,
+        live_bytes=sum(states) + planned.lower_bound_bytes,
+        planned_bytes=sum(states) + planned.peak_bytes,
+        reserved_bytes=replay(actions, resident, None).reserved_bytes,
+        expandable_bytes=replay(actions, resident, None, mode="expandable").reserved_bytes,
+    )

@@ -1,0 +1,47 @@
+"""Accuracy on published cells: nothing may be worse than config/accuracy.yaml accepts."""
+
+from functools import cache
+
+import pytest
+
+from rematbench.accuracy import load_accuracy
+from rematbench.paths import data_dir
+from rematbench.predict import predict_rows
+from rematbench.sheets import read_sheet
+from rematbench.suite import calibration
+from rematbench.validate import Report, validate
+
+ACCURACY = load_accuracy()
+PROMISES = [(group.name, name) for group in ACCURACY.groups for name in group.promises]
+
+
+@cache
+def report() -> Report:
+    """All 455 cells, predicted once for the tests of this file."""
+    rows = read_sheet(data_dir("published") / "runs.csv")
+    return validate(predict_rows(rows, processes=2), calibration(), ACCURACY)
+
+
+@pytest.mark.parametrize(("group", "statistic"), PROMISES)
+def test_no_error_is_worse_than_accepted(group: str, statistic: str) -> None:
+    checks = [check for each in report().groups for check in each.checks]
+    (check,) = (c for c in checks if (c.group, c.statistic) == (group, statistic))
+    assert check.status != "FAIL", f"reached {check.value}, accepted {check.accepted}"
+
+
+def test_every_speed_beats_a_constant_mfu() -> None:
+    behind = {
+        each.name: (each.mean, each.floor)
+        for each in report().groups
+        if each.mean is not None and each.floor is not None and each.mean >= each.floor
+    }
+    assert not behind
+
+
+def test_every_comparable_cell_is_predicted() -> None:
+    assert {each.name: each.missing for each in report().groups if each.missing} == {}
+
+
+def test_verdicts_beat_always_fits() -> None:
+    verdicts = report().verdicts
+    assert verdicts.right > verdicts.always_fits

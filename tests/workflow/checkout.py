@@ -1,0 +1,56 @@
+"""A copy of the checkout to run the workflow in: tests write nothing into the real one."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = (
+    "Snakefile",
+    "README.md",
+    "environment.yml",
+    "config",
+    "figures",
+    "methods",
+    "results/published",
+    "src",
+    "workflows",
+)
+
+
+class Checkout:
+    """A copied checkout; commands run in it with this interpreter and the copy's package."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        for part in PARTS:
+            source, target = ROOT / part, path / part
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy2(source, target)
+
+    def run(self, command: str | Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command (a text by the shell) and keep what it prints."""
+        bin_dir = str(Path(sys.executable).parent)
+        environment = os.environ | {
+            "PATH": os.pathsep.join([bin_dir, os.environ["PATH"]]),
+            "PYTHONPATH": str(self.path / "src"),
+        }
+        return subprocess.run(
+            command,
+            shell=isinstance(command, str),
+            cwd=self.path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def snakemake(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """Run the workflow on two cores."""
+        return self.run(["snakemake", "--cores", "2", "--scheduler", "greedy", *words])

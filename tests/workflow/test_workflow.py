@@ -1,0 +1,119 @@
+"""`smoke` from a clean checkout, twice; editing a method; the README's first ten minutes."""
+
+import csv
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.workflow.checkout import ROOT, Checkout
+
+README = (ROOT / "README.md").read_text()
+METHOD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SHELL = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+NAME = "recompute_mlp"
+
+
+@pytest.fixture(scope="module")
+def smoked(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """A checkout with the README's method, after one `snakemake smoke`."""
+    checkout = Checkout(tmp_path_factory.mktemp("checkout"))
+    (method,) = METHOD
+    (checkout.path / "methods" / f"{NAME}.py").write_text(method)
+    done = checkout.snakemake("smoke")
+    assert done.returncode == 0, done.stderr
+    return checkout
+
+
+def lines(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def planned(checkout: Checkout) -> set[str]:
+    """`rule: method` of the bundles that a dry run would run."""
+    text = checkout.snakemake("smoke", "--dry-run").stdout
+    return set(re.findall(r"wildcards: suite=smoke, method=(\S+)", text))
+
+
+def test_the_method_of_the_readme_is_in_the_table(smoked: Checkout) -> None:
+    table = (smoked.path / "results/smoke/tables/methods.md").read_text()
+    assert f"| {NAME} " in table
+    runs = lines(smoked.path / "results/smoke/runs.csv")
+    own = [run for run in runs if run["method"] == NAME]
+    assert len(own) == 2
+    assert {run["status"] for run in own} <= {"ok", "oom"}
+    assert all(float(run["recompute_flop"]) > 0 for run in own)
+
+
+def test_every_run_has_its_measurements_and_no_problem_lacks_a_method(smoked: Checkout) -> None:
+    runs = lines(smoked.path / "results/smoke/runs.csv")
+    measured = {line["run_id"] for line in lines(smoked.path / "results/smoke/measurements.csv")}
+    assert {run["run_id"] for run in runs if run["step_s"]} == measured
+    assert "failed" not in {run["status"] for run in runs}
+    by_problem = {problem: 0 for problem in (run["problem"] for run in runs)}
+    for run in runs:
+        by_problem[run["problem"]] += 1
+    assert len(set(by_problem.values())) == 1
+
+
+def test_figures_are_drawn_as_pdf_and_png(smoked: Checkout) -> None:
+    names = {path.name for path in (smoked.path / "results/smoke/figures").iterdir()}
+    assert names == {f"{n}.{s}" for n in ("stage_memory", "timeline") for s in ("pdf", "png")}
+
+
+def test_a_second_run_has_nothing_to_do(smoked: Checkout) -> None:
+    done = smoked.snakemake("smoke")
+    assert "Nothing to be done" in done.stdout + done.stderr
+
+
+def test_editing_a_method_reruns_its_own_bundles(smoked: Checkout) -> None:
+    path = smoked.path / "methods" / "balanced_checkpointing.py"
+    before = path.read_text()
+    path.write_text(before + "# edited\n")
+    assert planned(smoked) == {"balanced_checkpointing", "balanced_checkpointing+pp_offload"}
+    path.write_text(before)
+    assert planned(smoked) == set()
+
+
+def readme_commands() -> list[str]:
+    """Every command of the README that a test can afford, without the front door."""
+    text = "\n".join(SHELL).replace("\\\n", " ")
+    text = re.sub(r"^\./bench run ", "", text, flags=re.MULTILINE)
+    blocks = re.findall(r"^cat > .*?^JSON$|^\S.*$", text, re.MULTILINE | re.DOTALL)
+    commands = [block for part in blocks for block in _split(part)]
+    return [command for command in commands if not command.startswith("./bench")]
+
+
+def _split(part: str) -> list[str]:
+    return [part] if part.startswith("cat > ") else part.splitlines()
+
+
+def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path / "checkout")
+    commands = readme_commands()
+    used = {shlex.split(command)[1] for command in commands if command.startswith("rematbench")}
+    wanted = {"methods", "simulate", "stages", "timeline", "plan", "doctor", "predict", "validate"}
+    assert used == wanted
+    for command in commands:
+        done = checkout.run(command)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    for name in ("run.json", "trace.json", "my-cluster.yaml", "predictions.csv"):
+        assert (checkout.path / name).stat().st_size > 0
+
+
+def test_the_readme_only_uses_targets_of_bench_and_snakemake() -> None:
+    targets = set(re.findall(r"\./bench (\w+)(?: (\w+))?", README))
+    known = {"setup", "run", "reproduce"}
+    assert {target for target, _ in targets} == known
+    rules = set(re.findall(r"^rule (\w+):", (ROOT / "Snakefile").read_text(), re.MULTILINE))
+    assert {word for target, word in targets if target == "reproduce" and word} <= rules
+
+
+def test_workflow_files_are_short_and_wire_only() -> None:
+    assert len((ROOT / "Snakefile").read_text().splitlines()) <= 40
+    for path in (ROOT / "workflows").glob("*.smk"):
+        text = path.read_text()
+        assert len(text.splitlines()) < 100, path
+        assert not re.search(r"^ +(run|script):", text, re.MULTILINE), path
