@@ -143,12 +143,6 @@ def request(options: RunOptions) -> Request:
         precision=options.precision,
         attention=options.attention,
     )
-    known = problem.calibration.gpus
-    if problem.cluster.generation not in known:
-        raise CommandError(
-            f"--cluster {options.cluster}: no constants for generation "
-            f"{problem.cluster.generation!r}, so no time to predict (known: {', '.join(known)})"
-        )
     base = problem.base_plan
     if options.partition:
         base = replace(base, partition=_partition(options.partition, problem))

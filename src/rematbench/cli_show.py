@@ -193,6 +193,13 @@ def freed_bytes(shown: Shown, rank: int) -> int | None:
     return before - shown.outcome.evaluation.ranks[rank].device_peak
 
 
+def nominal(problem: Problem) -> list[str]:
+    """A warning where seconds mean nothing."""
+    if problem.cluster.generation != "cpu":
+        return []
+    return ["times are nominal: a CPU cluster is for tests, never for performance"]
+
+
 def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
     """Host bytes per node, bytes freed, and where the numbers come from."""
     problem = shown.request.problem
@@ -204,7 +211,7 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; default segments)",
         f"host memory per node: {gib(host)} of {gib(memory)} GiB pinned at the peak",
         _freed_line(shown, evaluation),
-        _trust_line(problem),
+        *(nominal(problem) or [_trust_line(problem)]),
         f"world: simulated (rematbench {__version__}, constants of "
         f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]

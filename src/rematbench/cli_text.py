@@ -44,8 +44,9 @@ def plain(text: str) -> Text:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes in GiB with two decimals."""
-    return f"{nbytes / GIB:.2f}"
+    """Bytes in GiB with two decimals (four below a tenth)."""
+    value = nbytes / GIB
+    return f"{value:.4f}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
 
 
 def percent(fraction: float | None) -> str:

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import msgspec
+
 from rematbench.action import HOST, Action, Alloc, Kind, place
 from rematbench.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.ops import Op
@@ -10,26 +12,21 @@ from rematbench.writer import COMPUTE, BlockWriter
 
 class Names(NamedTuple):
     """Storage of each activation an operator touches: what it reads, what it allocates, and what
-    it writes as a slice of a storage that exists."""
+    it writes as a slice of a storage that exists; `columns` is the share of its output columns that
+    it computes (separate linears need not all run)."""
 
     reads: dict[str, str]
     writes: dict[str, str]
     slices: dict[str, str]
     tag: str = ""
+    columns: float = 1.0
 
 
 class Share(NamedTuple):
-    """The rows an action works on, as shares of its operator's rows; and the share of the
-    operator's output columns that it computes (separate linears need not all run)."""
+    """The rows an action works on, as shares of its operator's rows."""
 
     fraction: float
     offset: float = 0.0
-    columns: float = 1.0
-
-    @property
-    def rows(self) -> dict[str, float]:
-        """What a collective of the action takes."""
-        return {"fraction": self.fraction, "offset": self.offset}
 
 
 WHOLE = Share(1.0)
@@ -55,7 +52,7 @@ def emit_op(
     if op.gather is not None:
         full = f"{unit.prefix}.{op.name}.full{names.tag}"
         allocs = [Alloc(full, int(op.gathered_bytes * fraction))] if op.gathered_bytes else []
-        pending = w.collective(op.gather, unit.prefix, op.name, sources, allocs, **share.rows)
+        pending = w.collective(op.gather, unit.prefix, op.name, sources, allocs, **share._asdict())
         sources = [*sources, full] if op.name == "attention" else [full]
         if beside:
             w.wait(COMPUTE, w.mark_begin(len(w.actions) - 1))
@@ -70,7 +67,9 @@ def emit_op(
         w.wait(COMPUTE, pending)
     if op.reduce is not None:
         after = w.mark_begin(index) if beside and op.has_weight else ""
-        done = w.collective(op.reduce, unit.prefix, op.name, *reduced, after=after, **share.rows)
+        done = w.collective(
+            op.reduce, unit.prefix, op.name, *reduced, after=after, **share._asdict()
+        )
         w.wait(COMPUTE, done)
 
 
@@ -111,6 +110,8 @@ def _kernels(
         beside=stream,
         **share._asdict(),
     )
+    if names.columns != 1.0:
+        w.actions[index] = msgspec.structs.replace(w.actions[index], columns=names.columns)
     return index, reduced
 
 

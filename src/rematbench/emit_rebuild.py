@@ -200,11 +200,10 @@ class Rebuilder:
         slices = {n: made[n] for n in op.outputs if self.run and n in self.run.outputs}
         writes = self._outputs(unit, op, missing) if not slices else {}
         tag = f".r%{self.piece.number}" if self.piece else ".r"
-        # a partial rebuild is of the last rows
-        share = Share(fraction, 1.0 - fraction, self._columns(unit, op, writes))
+        share = Share(fraction, 1.0 - fraction)  # a partial rebuild is of the last rows
         if self.piece:
             share = Share(self.piece.fraction, self.piece.offset)
-        names = Names(reads, writes, slices, tag)
+        names = Names(reads, writes, slices, tag, self._columns(unit, op, writes))
         emit_op(self.w, self.chunk, unit, op, Kind.RECOMPUTE, names, share)
         made |= writes
 

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from rematbench.allocator import replay
-from rematbench.evaluate import evaluate_program
+from rematbench.evaluate import program_bytes
 from rematbench.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
@@ -28,9 +28,9 @@ class Fragmentation(Struct, frozen=True, kw_only=True):
 
 
 def fragmentation(problem: Problem, plan: Plan) -> Fragmentation:
-    """Replay a plan's fullest rank; nothing limits the allocator, so that it shows what it wants."""
+    """Replay a plan's fullest rank; nothing limits the allocator: it shows what it wants."""
     program = lower(plan, problem)
-    ranks = evaluate_program(problem, plan, program).ranks
+    ranks = program_bytes(problem, plan, program)
     fullest = max(range(len(ranks)), key=lambda r: ranks[r].device_peak)
     held, actions = ranks[fullest], program.ranks[fullest]
     states = (held.parameter, held.gradient, held.optimizer)

@@ -70,7 +70,6 @@ class BlockWriter:
         variant: int = 0,
         fraction: float = 1.0,
         offset: float = 0.0,
-        columns: float = 1.0,
         beside: str = "",
     ) -> int:
         """A forward, backward or recompute kernel group on the compute stream."""
@@ -88,7 +87,6 @@ class BlockWriter:
                 allocs=tuple(allocs),
                 fraction=fraction,
                 offset=offset,
-                columns=columns,
                 beside=beside,
                 scratch=int(scratch * fraction),
                 variant=variant,
