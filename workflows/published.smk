@@ -36,6 +36,7 @@ rule predict:
         "results/paper/predictions/{method}.csv",
     log:
         "results/paper/logs/predict_{method}.log",
+    priority: 1  # the longest jobs first
     conda:
         "../environment.yml"
     params:

@@ -32,6 +32,7 @@ class Kind(Enum):
     SEND = "SEND"
     RECV = "RECV"
     OPTIMIZER = "OPT"
+    STALL = "STALL"
     WAIT = "WAIT"
     FREE = "FREE"
     ALLOC = "ALLOC"

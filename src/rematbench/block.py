@@ -108,7 +108,10 @@ class _Builder:
         return OpTable(part=part, ops=tuple(self.ops), activations=self.activations)
 
     def norm(self, name: str, x: str, out: str) -> None:
+        """Fused: x read, out written; backward x, dout, dx.  Eager RMSNorm in fp32 (float, pow,
+        mean, rsqrt, two products, cast): 36 bytes an element, backward 56."""
         self.shard(out)
+        fused = self.system.fused_norm or self.system.compiled or self.model.norm == "layernorm"
         nbytes = self.nbytes(x)
         self.ops.append(
             Op(
@@ -116,8 +119,10 @@ class _Builder:
                 inputs=(x,),
                 outputs=(out,),
                 saves=(x,),
-                forward=moved(2 * nbytes),
-                backward_input=moved(3 * nbytes, launches=2),
+                forward=moved(2 * nbytes) if fused else moved(18 * nbytes, launches=7),
+                backward_input=moved(3 * nbytes, launches=2)
+                if fused
+                else moved(28 * nbytes, launches=12),
                 parameters=self.model.norm_parameters,
             )
         )
@@ -324,7 +329,9 @@ def layer_table(
     b.norm("attn_norm", "layer_input", "attn_norm_out")
     rope: tuple[Kernel, ...] = ()
     if model.position == "rope":
-        rope = moved(2 * s.tokens * (s.q_width + s.kv_width) * b.e, launches=2)
+        fused = system.fused_norm or system.compiled  # eager: cast, rotate, two products, add
+        turned = s.tokens * (s.q_width + s.kv_width) * b.e
+        rope = moved(2 * turned, launches=2) if fused else moved(10 * turned, launches=8)
     widths = {"q": s.q_width, "k": s.kv_width, "v": s.kv_width}
     b.column("qkv", "attn_norm_out", widths, rope, bias=model.qkv_bias)
     b.attention(window)

@@ -206,6 +206,7 @@ class BackwardEmitter:
             self.grads[self.rebuild.name(unit, name)] = incoming[0]
         if not op.backward_input and not op.backward_weight:
             return
+        beside = ""
         if op.grad_gather is not None:
             full = f"d:{unit.prefix}.{op.name}.full{self._tag}"
             size = int(op.grad_gather.nbytes * self._fraction)
@@ -215,10 +216,20 @@ class BackwardEmitter:
                 op.grad_gather, unit.prefix, op.name, incoming, allocs, **self._share._asdict()
             )
             self.rebuild.window(unit, op.name, "backward")
-            w.wait(COMPUTE, event)
+            if self._gathers_beside(op):
+                w.wait(COMPUTE, w.mark_begin(len(w.actions) - 1))
+                beside = event
+            else:
+                w.wait(COMPUTE, event)
             incoming = [full] if tensor_parallel else incoming
         pending, regathered = self._regather(unit, op, saved)
+        pending = pending or beside
         self._kernels(unit, op, [*incoming, *saved], regathered, pending)
+
+    def _gathers_beside(self, op: Op) -> bool:
+        """Whether the gather of the output's gradient runs beside the input gradient's GEMM."""
+        gemm = self.chunk.problem.system.tp_overlap == "gemm"
+        return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
 
     def _regather(self, unit: Unit, op: Op, saved: list[str]) -> tuple[str, list[str]]:
         """Gather the saved input again; pending event if it may run beside the input gradient."""
@@ -277,7 +288,7 @@ class BackwardEmitter:
             allocs,
             variant=unit.variant,
             **self._share._asdict(),
-            beside=op.regather.group if pending and op.regather else "",
+            beside=(op.regather.group if op.regather else "tp") if pending else "",
         )
         if pending:
             w.wait(COMPUTE, pending)

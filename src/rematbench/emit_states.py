@@ -65,6 +65,7 @@ class ParameterGatherer:
                 comm=Comm("all_gather", "dp", payload),
             )
         )
+        w.stall(Comm("all_gather", "dp", payload))
         self.pending[unit.prefix] = event
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
@@ -168,6 +169,7 @@ class GradReducer:
                 comm=Comm(self.kind, "dp", size),
             )
         )
+        w.stall(Comm(self.kind, "dp", size))
         self.in_flight += [(event, name) for name in names]
         self.bucket = []
 

@@ -2,7 +2,7 @@
 
 from rematbench.action import Action, Kind
 from rematbench.cost.bind import Direction
-from rematbench.ops import Op
+from rematbench.ops import Comm, Op
 from rematbench.problem import Problem
 from rematbench.simulate import Seconds
 
@@ -33,6 +33,9 @@ class ActionCosts:
         """Seconds of the action on its stream."""
         if action.kind in DIRECTION:
             return self._compute_s(action, rank)
+        if action.kind is Kind.STALL:
+            assert action.comm is not None
+            return self.cost.stall_s(action.comm, rank)
         if action.comm is not None:
             return self.cost.comm_s(action.comm, rank)
         return self._table[action.kind](action, rank)
@@ -40,9 +43,11 @@ class ActionCosts:
     def _compute_s(self, action: Action, rank: int) -> float:
         op = self._op(action, rank)
         seconds = self.cost.op_s(op, DIRECTION[action.kind], action.fraction * action.columns)
-        if action.beside:
-            seconds *= self.cost.overlap_factor("compute", action.beside)
-        return seconds
+        if not action.beside:
+            return seconds
+        comms = _beside(op, action.kind)
+        other_s = sum(self.cost.comm_s(comm, rank) for comm in comms if comm is not None)
+        return self.cost.slowed_s(seconds, other_s * action.fraction, action.beside)
 
     def _op(self, action: Action, rank: int) -> Op:
         """The operator an action runs, in its own layer's table."""
@@ -63,6 +68,16 @@ class ActionCosts:
     def _optimizer_s(self, action: Action, _: int) -> float:
         """The update of the parameters whose compute copies are `nbytes` large."""
         return self.cost.optimizer_s(action.nbytes // self.problem.system.param_bytes)
+
+
+def _beside(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
+    """Collectives that run beside an operator's kernels in a direction."""
+    match kind:
+        case Kind.BACKWARD_INPUT:
+            return (op.grad_gather, op.regather)
+        case Kind.BACKWARD_WEIGHT:
+            return (op.grad_reduce,)
+    return (op.gather, op.reduce)
 
 
 def action_seconds(problem: Problem) -> Seconds:

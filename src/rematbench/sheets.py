@@ -19,7 +19,7 @@ LAYOUTS = "layouts that fit"
 NOBODY = "unplanned"
 OURS = "rematbench, derived from: "
 DEGREES = (1, 2, 4, 8)
-TP_CP, PP = (4, 8), (4, 8, 16)
+TP_CP, PP, CHUNK_LAYERS = (4, 8), (4, 8, 16), (1, 2, 4)
 POLICIES = ("full", "balanced")
 
 
@@ -139,7 +139,7 @@ def layout_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
 
 
 def layouts(gpus: int, num_layers: int, global_batch: int) -> list[dict[str, int]]:
-    """Interleaved layouts of whole chunks: tp x cp half a node or a node of eight, and
+    """Interleaved layouts: tp x cp half a node or a node of eight, chunks of a few layers, and
     micro-batches that divide by pp."""
     found = []
     for tp, cp, pp in product(DEGREES, DEGREES, PP):
@@ -147,8 +147,8 @@ def layouts(gpus: int, num_layers: int, global_batch: int) -> list[dict[str, int
         if tp * cp not in TP_CP or rest or not dp or (global_batch // dp) % pp:
             continue
         found += [
-            {"tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp}
-            for vpp in range(2, num_layers // pp + 1)
-            if num_layers % (pp * vpp) == 0
+            {"tp": tp, "cp": cp, "pp": pp, "vpp": num_layers // (pp * layers), "dp": dp}
+            for layers in CHUNK_LAYERS
+            if num_layers % (pp * layers) == 0 and num_layers > pp * layers
         ]
     return found

@@ -59,7 +59,7 @@ class BlockWriter:
         if stream == COMPUTE:
             self._waited_at[event] = len(self.actions) - 1
 
-    def compute(
+    def compute(  # noqa: PLR0913  one keyword for each field of the action
         self,
         kind: Kind,
         part: str,
@@ -92,6 +92,10 @@ class BlockWriter:
                 variant=variant,
             )
         )
+
+    def stall(self, comm: Comm) -> None:
+        """What a collective that runs beside later compute takes from it (shared SMs)."""
+        self.add(Action(kind=Kind.STALL, stream=COMPUTE, op="stall", comm=comm))
 
     def collective(
         self,

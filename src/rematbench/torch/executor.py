@@ -82,6 +82,7 @@ class Executor:
             Kind.ALLOC: self.movers.alloc,
             Kind.FREE: lambda action, site: None,
             Kind.EVENT: lambda action, site: None,
+            Kind.STALL: lambda action, site: None,
             Kind.WAIT: self.wait,
             Kind.OPTIMIZER: self.update,
         }
