@@ -190,3 +190,11 @@ def test_only_collectives_slow_compute() -> None:
     comm = Comm("all_gather", "tp", GB)
     assert costs.slowed_s(1.0, costs.comm_s(comm, 0), "tp") == pytest.approx(1.0 + 0.5 * 0.004375)
     assert model(tp=8, dp=2).stall_s(Comm("all_gather", "dp", GB), 0) == pytest.approx(0.25 * 0.08)
+
+
+def test_replicated_tensors_are_sent_in_parts_and_gathered() -> None:
+    costs = model(tp=8, pp=2)
+    gathered = costs.comm_s(Comm("all_gather", "tp", GB), 0)
+    whole = costs.p2p_s(GB, 0, 1)
+    assert costs.p2p_s(GB, 0, 1, replicated=True) == pytest.approx(whole / 8 + gathered)
+    assert model(tp=1, pp=2).p2p_s(GB, 0, 1, replicated=True) == model(tp=1, pp=2).p2p_s(GB, 0, 1)

@@ -81,13 +81,20 @@ def readme_commands() -> list[str]:
     """Every command of the README that a test can afford, without the front door."""
     text = "\n".join(SHELL).replace("\\\n", " ")
     text = re.sub(r"^\./bench run ", "", text, flags=re.MULTILINE)
-    blocks = re.findall(r"^cat > .*?^JSON$|^\S.*$", text, re.MULTILINE | re.DOTALL)
-    commands = [block for part in blocks for block in _split(part)]
+    commands: list[str] = []
+    for line in text.splitlines():
+        inside = bool(commands) and _here_document(commands[-1])
+        if inside:
+            commands[-1] += "\n" + line
+        elif line.strip():
+            commands.append(line)
     return [command for command in commands if not command.startswith("./bench")]
 
 
-def _split(part: str) -> list[str]:
-    return [part] if part.startswith("cat > ") else part.splitlines()
+def _here_document(command: str) -> bool:
+    """Whether a `cat > FILE <<'WORD'` still waits for its closing WORD."""
+    opened = re.search(r"<<'(\w+)'", command)
+    return opened is not None and not command.rstrip().endswith(f"\n{opened[1]}")
 
 
 def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:

@@ -202,8 +202,20 @@ class CostModel:
             self.system.rank_order,
         )
 
-    def p2p_s(self, nbytes: int, from_stage: int, to_stage: int) -> float:
-        """Seconds of one rank's send to its peer in another stage; the worst-placed pair."""
+    def p2p_s(
+        self, nbytes: int, from_stage: int, to_stage: int, *, replicated: bool = False
+    ) -> float:
+        """Seconds of one rank's send to its peer in another stage; the worst-placed pair.
+
+        A tensor `replicated` over tensor-parallel ranks is sent in parts, one by each rank, and
+        gathered over NVLink on arrival (scatter/gather, Narayanan et al. 2021, arXiv 2104.04473,
+        section 4.1; DeepSpeed's partitioned pipeline sends do the same)."""
+        if replicated and self.layout.tp > 1:
+            gathered = self.comm_s(Comm("all_gather", "tp", nbytes), to_stage % self.layout.pp)
+            return self._send_s(nbytes // self.layout.tp, from_stage, to_stage) + gathered
+        return self._send_s(nbytes, from_stage, to_stage)
+
+    def _send_s(self, nbytes: int, from_stage: int, to_stage: int) -> float:
         crosses = collectives.crosses_nodes(
             self.layout,
             from_stage % self.layout.pp,

@@ -41,7 +41,7 @@ DIFFERENCE = 0.01
 PRIORS: dict[str, Prior] = {
     "gemm_efficiency": Prior(0.3, 0.7, 0.95),
     "gemm_tail_waves": Prior(0.05, 0.5, 2.0),
-    "gemm_half_k": Prior(10.0, 150.0, 1500.0, 1.0),
+    "gemm_half_k": Prior(10.0, 150.0, 1500.0, 0.3),
     "flash_forward_efficiency": Prior(0.2, 0.5, 0.85),
     "flash_backward_efficiency": Prior(0.15, 0.4, 0.85),
     "flash_half_rows": Prior(20.0, 500.0, 5000.0, 1.0),
