@@ -80,3 +80,16 @@ rule timeline_figure:
         "../environment.yml"
     shell:
         "python {input.script} {input.traces} {output.pdf} > {log} 2>&1"
+
+
+rule picture:
+    input:
+        "results/paper/figures/timeline.png",
+    output:
+        "docs/timeline.png",  # committed, for the README; no part of `all`
+    log:
+        "results/paper/logs/picture.log",
+    conda:
+        "../environment.yml"
+    shell:
+        "cp {input} {output} > {log} 2>&1"
