@@ -72,6 +72,25 @@ def load_accuracy() -> Accuracy:
     return found
 
 
+class LeftOut(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """config/loso.yaml: mean errors by group with the constants refitted without its source."""
+
+    date: datetime.date
+    how: str
+    errors: dict[str, float]
+
+
+def load_left_out() -> dict[str, float]:
+    """The committed leave-one-source-out errors; none where they were not computed."""
+    path = data_dir("config") / "loso.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.yaml.decode(path.read_bytes(), type=LeftOut).errors
+    except msgspec.DecodeError as error:
+        raise ConfigError("config/loso.yaml", "", str(error)) from error
+
+
 def number(row: Row, key: str) -> float | None:
     """A numeric cell, or None when it is empty."""
     value = row.get(key)

@@ -329,7 +329,7 @@ def layer_table(
     b.norm("attn_norm", "layer_input", "attn_norm_out")
     rope: tuple[Kernel, ...] = ()
     if model.position == "rope":
-        fused = system.fused_norm or system.compiled  # eager: cast, rotate, two products, add
+        fused = system.fused_rope or system.compiled  # eager: cast, rotate, two products, add
         turned = s.tokens * (s.q_width + s.kv_width) * b.e
         rope = moved(2 * turned, launches=2) if fused else moved(10 * turned, launches=8)
     widths = {"q": s.q_width, "k": s.kv_width, "v": s.kv_width}

@@ -7,7 +7,7 @@ import typer
 from msgspec.structs import asdict
 from typer import Argument, Option
 
-from rematbench.accuracy import load_accuracy
+from rematbench.accuracy import load_accuracy, load_left_out
 from rematbench.cli_sheet import read, rich_table
 from rematbench.cli_text import CommandError, console
 from rematbench.collect import measurement_lines, method_table, read_records, run_lines
@@ -101,7 +101,7 @@ def tables(
     cells = [cell for path in predictions for cell in read(path, "PRED.csv", "pred_status")]
     published = [cell for cell in cells if cell.get("cell", "published") == "published"]
     accuracy, constants = load_accuracy(), calibration()
-    report = score(published, constants, accuracy)
+    report = score(published, constants, accuracy, load_left_out())
     made = score_tables(report, published, constants, accuracy)
     if any("cell" in cell for cell in cells):
         made += paper_tables(cells)

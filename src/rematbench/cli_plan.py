@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec.structs import replace
 from rich.table import Table
 from typer import Option
 
@@ -66,8 +67,13 @@ def evaluated(asked: Request, *, checked: bool = False) -> Outcome:
 
 
 def _write(asked: Request, outcome: Outcome, path: Path) -> None:
+    record = make_record(asked.problem, asked.method, outcome)
+    if asked.base.partition != asked.problem.base_plan.partition:  # another run, another id
+        parameters = {**record.spec.parameters, "base": {"partition": asked.base.partition}}
+        spec = replace(record.spec, parameters=parameters)
+        record = replace(record, spec=spec, run_id=spec.run_id)
     try:
-        write_record(make_record(asked.problem, asked.method, outcome), path)
+        write_record(record, path)
     except OSError as error:
         raise CommandError(f"--out {path}: cannot be written ({error.strerror})") from error
 

@@ -63,7 +63,8 @@ class ActionCosts:
     def _send_s(self, action: Action, rank: int) -> float:
         pp = self.problem.layout.pp
         peer = {"f": rank + 1, "b": rank - 1, "tied": pp - 1 - rank}[action.op]
-        return self.cost.p2p_s(action.nbytes, rank, peer % pp)
+        shared = action.op != "tied" and not self.problem.layout.sp
+        return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 
     def _optimizer_s(self, action: Action, _: int) -> float:
         """The update of the parameters whose compute copies are `nbytes` large."""

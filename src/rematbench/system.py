@@ -26,8 +26,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `loss_in_place`: the loss turns its saved softmax into the gradient (Megatron's vocabulary-
     parallel cross-entropy) instead of writing gradients beside it (F.cross_entropy).
     `step_scratch_bytes`: what the optimizer step holds per updated parameter, and frees again.
-    `fused_norm`: RMSNorm and RoPE run as single kernels (else as eager torch operators, unless
-    `compiled`).
+    `fused_norm`, `fused_rope`: RMSNorm, RoPE run as single kernels (else as eager torch operators,
+    unless `compiled`).
     `vocab_multiple`: the vocabulary is padded up to a multiple of this times tp.
     `reported_peak` is what this stack's publications print as peak device bytes: the allocator's
     allocated or reserved bytes, or the first stage's layers alone (their states, and their kept
@@ -50,6 +50,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     loss_in_place: bool = True
     saves_norm_output: bool = True
     fused_norm: bool = True
+    fused_rope: bool = True
     tp_overlap: TpOverlap
     p2p_overlap: bool
     reduce_overlap: bool

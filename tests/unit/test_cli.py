@@ -147,6 +147,15 @@ def test_partition_moves_layers(cli: Any) -> None:
     assert partition[3][1] == [27, 28, 29, 30, 31]
 
 
+def test_another_partition_is_another_run(cli: Any, tmp_path: Path) -> None:
+    ids = set()
+    for number, sizes in enumerate(("4,4,4,4,4,4,4,4", "3,4,4,5,3,4,4,5")):
+        path = tmp_path / f"{number}.json"
+        cli("simulate", "keep_all", *PIPE, "--partition", sizes, "--out", str(path))
+        ids.add(read_record(path).run_id)
+    assert len(ids) == 2
+
+
 def test_plan_prints_a_rank_of_actions(cli: Any) -> None:
     ran = cli("plan", "full_recompute", *PIPE, "--actions", "--rank", "2")
     assert ran.out.startswith("block ")
