@@ -73,7 +73,7 @@ def load_accuracy() -> Accuracy:
 
 
 class LeftOut(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/loso.yaml: mean errors by group with the constants refitted without its source."""
+    """config/left_out.yaml: mean errors by group with the constants refitted without its source."""
 
     date: datetime.date
     how: str
@@ -82,13 +82,13 @@ class LeftOut(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def load_left_out() -> dict[str, float]:
     """The committed leave-one-source-out errors; none where they were not computed."""
-    path = data_dir("config") / "loso.yaml"
+    path = data_dir("config") / "left_out.yaml"
     if not path.is_file():
         return {}
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=LeftOut).errors
     except msgspec.DecodeError as error:
-        raise ConfigError("config/loso.yaml", "", str(error)) from error
+        raise ConfigError("config/left_out.yaml", "", str(error)) from error
 
 
 def number(row: Row, key: str) -> float | None:

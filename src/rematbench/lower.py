@@ -263,8 +263,9 @@ class _RankLowering:
         name = "send_f" if forward else "send_b"
         key = (name, chunk.output_name)
         self.add(key, lambda: send_block(chunk, forward=forward), item)
-        lag = 1 if self.problem.system.p2p_overlap else 0
-        self.releases.append((position + lag, name, item))
+        overlap = self.problem.system.p2p_overlap
+        beside = overlap == "always" or (overlap == "interleaved" and self.problem.layout.vpp > 1)
+        self.releases.append((position + int(beside), name, item))
 
     def _fetch(self, item: Pass) -> None:
         """H2D of a (chunk, micro-batch); its device copy must be released first."""

@@ -7,6 +7,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rematbench.cost.constants import Calibration
 from rematbench.discover import Composition, Registry, discover
 from rematbench.problem import Problem
 from rematbench.published import Case, Row, RowError, read_case
@@ -25,6 +26,8 @@ COLUMNS = (
 )
 Prediction = dict[str, Any]
 Progress = Callable[[int, int], None]
+Setting = tuple[tuple[Path, ...], Calibration | None]
+"""More folders of methods, and constants other than the shipped ones."""
 
 
 def predict_rows(
@@ -33,6 +36,7 @@ def predict_rows(
     processes: int = 2,
     methods: Iterable[Path] = (),
     progress: Progress | None = None,
+    constants: Calibration | None = None,
 ) -> list[dict[str, Any]]:
     """Every row with its pred_* columns, in order; equal configurations are computed once."""
     registry = discover(methods)
@@ -51,7 +55,8 @@ def predict_rows(
             early[index] = _nothing("failed", f"{type(error).__name__}: {error}")
             keys.append(None)
     order = sorted(cases, key=lambda key: -_effort(cases[key]))
-    found = _predict_all([cases[key] for key in order], processes, tuple(methods), progress)
+    todo = [cases[key] for key in order]
+    found = _predict_all(todo, processes, (tuple(methods), constants), progress)
     table = dict(zip(order, found, strict=True))
     return [
         {**row, **(early[i] if (key := keys[i]) is None else table[key])}
@@ -60,15 +65,16 @@ def predict_rows(
 
 
 def _predict_all(
-    cases: Sequence[Case], processes: int, methods: tuple[Path, ...], progress: Progress | None
+    cases: Sequence[Case], processes: int, setting: Setting, progress: Progress | None
 ) -> list[Prediction]:
     """Predictions in order of cases."""
     if processes <= 1 or len(cases) < 2:
-        registry = discover(methods)
-        return list(_counted((predict_case(c, registry) for c in cases), len(cases), progress))
+        registry, constants = discover(setting[0]), setting[1]
+        one_by_one = (predict_case(case, registry, constants) for case in cases)
+        return list(_counted(one_by_one, len(cases), progress))
     context = multiprocessing.get_context("spawn")
     pool: Executor
-    with ProcessPoolExecutor(processes, context, _start_worker, (methods,)) as pool:
+    with ProcessPoolExecutor(processes, context, _start_worker, setting) as pool:
         return list(_counted(pool.map(_work, cases, chunksize=4), len(cases), progress))
 
 
@@ -81,18 +87,18 @@ def _counted(
         yield item
 
 
-_REGISTRY: list[Registry] = []
+_WORKER: list[tuple[Registry, Calibration | None]] = []
 
 
-def _start_worker(methods: tuple[Path, ...]) -> None:
+def _start_worker(methods: tuple[Path, ...], constants: Calibration | None) -> None:
     """A worker process: methods once; rare collections, as programs are large and free of cycles
     (collecting them over and over takes half of the time)."""
     gc.set_threshold(500_000, 50, 50)
-    _REGISTRY[:] = [discover(methods)]
+    _WORKER[:] = [(discover(methods), constants)]
 
 
 def _work(case: Case) -> Prediction:
-    return predict_case(case, _REGISTRY[0])
+    return predict_case(case, *_WORKER[0])
 
 
 def _effort(case: Case) -> int:
@@ -102,10 +108,12 @@ def _effort(case: Case) -> int:
     return lay.pp * lay.vpp * max(1, lay.num_micro_batches) * searched
 
 
-def predict_case(case: Case, registry: Registry) -> Prediction:
+def predict_case(
+    case: Case, registry: Registry, constants: Calibration | None = None
+) -> Prediction:
     """The prediction of a case, whatever happens."""
     try:
-        problem = case.problem()
+        problem = case.problem(constants)
         outcome = run_case(case, problem, registry)
     except RowError as error:
         return _nothing(error.status, str(error))

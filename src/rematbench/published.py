@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.configfile import ConfigError
+from rematbench.cost.constants import Calibration
 from rematbench.discover import MethodError, Registry, Value
 from rematbench.layout import Layout, LayoutError, ZeroStage
 from rematbench.load import load_cluster, load_model, load_system, names
@@ -70,8 +71,9 @@ class Case(Struct, frozen=True, kw_only=True):
         """Canonical bytes of the case."""
         return msgspec.json.encode(self, order="deterministic")
 
-    def problem(self) -> Problem:
-        """The problem; RowError where the layout breaks a rule."""
+    def problem(self, constants: Calibration | None = None) -> Problem:
+        """The problem, with the shipped constants or others; RowError where the layout breaks a
+        rule."""
         try:
             return make_problem(
                 model=self.model,
@@ -81,6 +83,7 @@ class Case(Struct, frozen=True, kw_only=True):
                 seq_len=self.seq_len,
                 precision=self.precision,
                 attention=self.attention,
+                constants=constants,
             )
         except LayoutError as error:
             raise RowError("failed", f"layout: {error}") from error

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from rematbench.workload import NonNegativeInt, PositiveInt
 
+P2pOverlap = Literal["none", "interleaved", "always"]
 TpOverlap = Literal["none", "backward", "gemm"]
 CpKind = Literal["none", "allgather", "ring", "ulysses"]
 DataParallelKind = Literal["zero", "fsdp"]
@@ -28,6 +29,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `step_scratch_bytes`: what the optimizer step holds per updated parameter, and frees again.
     `fused_norm`, `fused_rope`: RMSNorm, RoPE run as single kernels (else as eager torch operators,
     unless `compiled`).
+    `p2p_overlap`: under which schedules a pipeline send runs beside the next pass; else a rank
+    waits for each send at once.
     `vocab_multiple`: the vocabulary is padded up to a multiple of this times tp.
     `reported_peak` is what this stack's publications print as peak device bytes: the allocator's
     allocated or reserved bytes, or the first stage's layers alone (their states, and their kept
@@ -52,7 +55,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fused_norm: bool = True
     fused_rope: bool = True
     tp_overlap: TpOverlap
-    p2p_overlap: bool
+    p2p_overlap: P2pOverlap
     reduce_overlap: bool
     gather_overlap: bool
     bucket_bytes: NonNegativeInt = 0

@@ -75,7 +75,7 @@ def test_literal_steps_of_1f1b() -> None:
 
 
 def test_without_p2p_overlap_a_send_is_waited_for_at_once() -> None:
-    given = two_stages(system_changes={"p2p_overlap": False})
+    given = two_stages(system_changes={"p2p_overlap": "none"})
     assert steps(lower(given.base_plan, given), 0) == (
         "F0.0 send_f0.0 free_sent_f0.0 F1.0 send_f1.0 free_sent_f1.0 recv_b0.0 B0.0 recv_b1.0 "
         "B1.0 OPT0.0"
