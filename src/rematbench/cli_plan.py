@@ -68,8 +68,11 @@ def evaluated(asked: Request, *, checked: bool = False) -> Outcome:
 
 def _write(asked: Request, outcome: Outcome, path: Path) -> None:
     record = make_record(asked.problem, asked.method, outcome)
-    if asked.base.partition != asked.problem.base_plan.partition:  # another run, another id
-        parameters = {**record.spec.parameters, "base": {"partition": asked.base.partition}}
+    usual = asked.problem.base_plan
+    other = {key: getattr(asked.base, key) for key in ("partition", "schedule")}
+    other = {key: value for key, value in other.items() if value != getattr(usual, key)}
+    if other:  # another run, another id
+        parameters = {**record.spec.parameters, "base": other}
         spec = replace(record.spec, parameters=parameters)
         record = replace(record, spec=spec, run_id=spec.run_id)
     try:

@@ -64,6 +64,9 @@ class RunOptions:
     partition: Annotated[
         str, Option(metavar="9,8,..", help="Layers of each of the pp x vpp chunks, in order.")
     ] = ""
+    gpipe: Annotated[
+        bool, Option("--gpipe", help="All forwards before all backwards, instead of 1F1B.")
+    ] = False
     settings: Annotated[
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="A parameter of the method (repeatable)."),
@@ -146,6 +149,10 @@ def request(options: RunOptions) -> Request:
     base = problem.base_plan
     if options.partition:
         base = replace(base, partition=_partition(options.partition, problem))
+    if options.gpipe:
+        if layout.vpp > 1:
+            raise CommandError(f"--gpipe has one chunk per rank, --vpp is {layout.vpp}")
+        base = replace(base, schedule="gpipe")
     return Request(problem=problem, method=method, base=base)
 
 

@@ -156,6 +156,23 @@ def test_another_partition_is_another_run(cli: Any, tmp_path: Path) -> None:
     assert len(ids) == 2
 
 
+def test_gpipe_takes_as_long_and_keeps_every_micro_batch(cli: Any) -> None:
+    found = []
+    for more in ((), ("--gpipe",)):
+        options = (*PIPE[: PIPE.index("--vpp")], *PIPE[PIPE.index("--vpp") + 2 :], *more)
+        found.append(json.loads(cli("simulate", "keep_all", *options, "--json").out))
+    assert (
+        found[1]["peak_device_bytes"]["per_rank"][-1]
+        > 2 * found[0]["peak_device_bytes"]["per_rank"][-1]
+    )
+    assert found[1]["step_s"] == pytest.approx(found[0]["step_s"], rel=0.05)
+
+
+def test_gpipe_does_not_interleave(cli: Any) -> None:
+    ran = cli("simulate", "keep_all", *PIPE, "--gpipe")
+    assert "--gpipe has one chunk per rank, --vpp is 2" in ran.err
+
+
 def test_plan_prints_a_rank_of_actions(cli: Any) -> None:
     ran = cli("plan", "full_recompute", *PIPE, "--actions", "--rank", "2")
     assert ran.out.startswith("block ")

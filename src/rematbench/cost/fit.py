@@ -142,8 +142,8 @@ def fit(rows: Iterable[Row], calibration: Calibration, predict_all: PredictAll) 
         jac=problem.jacobian,
         bounds=(low, high),
         x_scale=0.1,
-        ftol=1e-5,
-        xtol=1e-5,
+        ftol=1e-4,
+        xtol=1e-4,
         max_nfev=30,
     )
     fitted = with_values(calibration, problem.names, np.exp(found.x))

@@ -1,0 +1,87 @@
+"""The engine as the step model of the fit, and refits that never see a source."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rematbench.accuracy import load_accuracy, load_left_out
+from rematbench.calibrate import StepModel, _lowered, _seconds, without_source
+from rematbench.cli import main
+from rematbench.cost.fit import PRIORS, fit_rows, with_values
+from rematbench.discover import discover
+from rematbench.paths import data_dir
+from rematbench.predict import predict_rows
+from rematbench.published import read_case
+from rematbench.sheets import read_sheet
+from rematbench.suite import calibration
+from rematbench.validate import SPEED
+
+ROWS = read_sheet(data_dir("published") / "runs.csv")
+
+
+def fitted(source: str) -> list[Any]:
+    return [row for row in fit_rows(ROWS, calibration().fit) if source in row["source"]]
+
+
+@pytest.mark.parametrize("source", ["Yuan", "Korthikanti", "Fujii", "MosaicML"])
+def test_the_step_model_predicts_what_predict_does(source: str) -> None:
+    row = fitted(source)[-1]
+    whole = predict_rows([row], processes=1)[0]["pred_step_s"]
+    lowered = _lowered(read_case(row, discover()), calibration())
+    assert _seconds(lowered, calibration()) == pytest.approx(whole, rel=1e-9)
+
+
+def test_a_long_step_is_computed_from_two_short_ones() -> None:
+    row = fitted("Fujii")[0]
+    lowered = _lowered(read_case(row, discover()), calibration())
+    assert len(lowered.parts) == 2
+    assert lowered.beyond > 0
+
+
+def test_trials_come_back_in_order() -> None:
+    start = calibration()
+    slow = with_values(start, ["gpus.ampere.gemm_efficiency"], [0.4])
+    one, other = fitted("Korthikanti")[:2]
+    with StepModel(start, processes=1) as model:
+        found = model([(one, start), (other, start), (one, slow), (other, slow)])
+    whole = [row["pred_step_s"] for row in predict_rows([one, other], processes=1)]
+    assert found[:2] == pytest.approx(whole, rel=1e-9)
+    assert found[2] > 1.2 * found[0]
+    assert found[3] > 1.2 * found[1]
+
+
+def test_what_only_the_lost_source_informed_is_back_at_its_prior() -> None:
+    start = calibration()
+    left = without_source(start, ROWS, "Fujii")
+    assert left.networks["h100-94gb-tsubame4"].nic_efficiency == PRIORS["nic_efficiency"].centre
+    assert left.networks["h800-80gb"] == start.networks["h800-80gb"]
+    assert left.gpus == start.gpus
+    assert not [rule for rule in left.fit if "Fujii" in rule.source]
+    assert len(left.fit) < len(start.fit)
+
+
+def test_predictions_follow_the_constants_given() -> None:
+    slow = with_values(calibration(), ["gpus.ampere.gemm_efficiency"], [0.4])
+    row = fitted("Korthikanti")[0]
+    as_shipped, slower = (
+        predict_rows([row], processes=1, constants=constants)[0]["pred_step_s"]
+        for constants in (None, slow)
+    )
+    assert slower > 1.2 * as_shipped
+
+
+def test_every_group_of_speeds_has_a_left_out_error() -> None:
+    groups = {group.name for group in load_accuracy().groups if group.metric == SPEED}
+    assert set(load_left_out()) == groups
+
+
+def test_a_folder_that_is_not_there_is_said_before_the_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["rematbench", "calibrate", "-o", str(tmp_path / "no" / "x.yaml")]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "there is no folder" in capsys.readouterr().err
