@@ -1,6 +1,6 @@
 """The one FLOP function: model FLOPs per token, MFU and HFU, causal and dense."""
 
-from rematbench.block import causal_pairs
+from rematbench.shapes import causal_pairs
 from rematbench.workload import Model
 
 FORWARD_AND_BACKWARD = 3

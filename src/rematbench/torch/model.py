@@ -5,10 +5,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rematbench.block import Shapes, shapes
 from rematbench.chunk_ops import ChunkOps, Unit
 from rematbench.ops import Activation
 from rematbench.problem import Problem
+from rematbench.shapes import Shapes, shapes
 from rematbench.torch.attention import Shape
 from rematbench.torch.batch import MicroBatch, positions, slices
 from rematbench.torch.groups import Coordinates
