@@ -1,0 +1,91 @@
+"""Where a step's time goes: compute, recomputation, the pipeline's bubble, what copies and
+communication add.
+
+`exposed` means lost: the step less the same program's step with those actions taking no time (and
+kernels beside them not slowed).  They are taken away one after the other, so the parts add up to
+the step; what remains is the busiest rank's compute and that rank's idle time, the bubble.
+"""
+
+from collections import Counter
+
+from msgspec.structs import replace
+
+from rematbench.action import Action, Kind
+from rematbench.chunk import simulate_chunks
+from rematbench.program import Program
+from rematbench.seconds import action_seconds
+from rematbench.simulate import Seconds, Simulation
+from rematbench.problem import Problem
+
+TRAFFIC: dict[str, frozenset[str]] = {
+    "copies": frozenset({"d2h", "h2d"}),
+    "pp": frozenset({"pp_send", "pp_recv"}),
+    "dp": frozenset({"dp"}),
+    "cp": frozenset({"cp"}),
+    "tp": frozenset({"tp"}),
+}
+"""Streams by what they carry, in the order they are taken away: what a method adds first."""
+
+PARTS = ("compute", "recompute", "bubble", *TRAFFIC)
+
+
+def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, float]:
+    """Seconds of the step by PARTS; they add up to `step_s`, the program's chunk-level step."""
+    seconds = action_seconds(problem)
+    spared: frozenset[str] = frozenset()
+    found: dict[str, float] = {}
+    before, simulation = step_s, None
+    for name, streams in TRAFFIC.items():
+        if not any(_uses(program, stream) for stream in streams):
+            found[name] = 0.0
+            continue
+        spared |= streams
+        simulation = simulate_chunks(program, without(seconds, spared))
+        found[name] = before - simulation.step_s
+        before = simulation.step_s
+    left = without(seconds, spared)
+    alone = simulation or simulate_chunks(program, left)
+    busy, rank = busiest(alone)
+    again = _recompute_s(program, rank, left)
+    return {"compute": busy - again, "recompute": again, "bubble": before - busy, **found}
+
+
+def without(seconds: Seconds, streams: frozenset[str]) -> Seconds:
+    """The costs of a machine whose traffic on `streams` takes no time and slows nothing."""
+
+    def cost(action: Action, rank: int) -> float:
+        if action.stream in streams:
+            return 0.0
+        if action.kind is Kind.STALL and action.comm is not None and action.comm.group in streams:
+            return 0.0
+        if action.beside in streams:
+            action = replace(action, beside="")
+        return seconds(action, rank)
+
+    return cost
+
+
+def busiest(simulation: Simulation) -> tuple[float, int]:
+    """(seconds, rank) of the rank whose compute stream works longest."""
+    ranks = range(len(simulation.rank_end_s))
+    return max((simulation.busy_s(rank, "compute"), rank) for rank in ranks)
+
+
+def _uses(program: Program, stream: str) -> bool:
+    return any(
+        action.stream == stream or action.beside == stream
+        for rank in program.ranks
+        for block in rank.blocks
+        for action in block.actions
+    )
+
+
+def _recompute_s(program: Program, rank: int, seconds: Seconds) -> float:
+    own = program.ranks[rank]
+    runs = Counter(step.block for step in own.steps)
+    return sum(
+        seconds(action, rank) * runs[index]
+        for index, block in enumerate(own.blocks)
+        for action in block.actions
+        if action.kind is Kind.RECOMPUTE
+    )

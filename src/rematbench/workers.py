@@ -1,0 +1,119 @@
+"""Worker processes with a limit of CPU seconds for each task: what takes longer is given up.
+
+CPU seconds, so that a busy machine does not change which tasks end.  A planner may sit in a solver
+that hears no signal of ours, so the kernel ends its process (RLIMIT_CPU) and a new one goes on.
+"""
+
+import math
+import multiprocessing
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, Generic, Literal, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+Start = Callable[..., Callable[[Any], Any]]
+Lost = Literal["late", "died"]
+
+
+class _Worker(Generic[T]):
+    """One process, the connection to it, and the task it works on."""
+
+    def __init__(self, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process: SpawnProcess = context.Process(
+            target=_serve, args=(other, start, args, limit_s), daemon=True
+        )
+        self.process.start()
+        other.close()
+        self.task: T | None = None
+
+    def give(self, task: T) -> None:
+        self.task = task
+        self.connection.send(task)
+
+    def end(self) -> Lost:
+        """End the process (if it has not ended) and say how it ended."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+        return "late" if self.process.exitcode == -signal.SIGXCPU else "died"
+
+
+def _serve(connection: Connection, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
+    """Answer tasks until the other end is closed."""
+    try:
+        work = start(*args)
+        while True:
+            task = connection.recv()
+            _limit_cpu(limit_s)
+            connection.send(work(task))
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+        return
+
+
+def _limit_cpu(seconds: int) -> None:
+    """Let the kernel end this process after so many more CPU seconds (whole ones, rounded up)."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    soft = math.ceil(time.process_time() + seconds)
+    if hard != resource.RLIM_INFINITY:
+        soft = min(soft, hard)
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+class Pool(Generic[T, R]):
+    """`start(*args)` runs once in each process and returns what answers its tasks."""
+
+    def __init__(self, processes: int, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
+        self.processes = processes
+        self._make = lambda: _Worker[T](start, args, limit_s)
+        self.waiting: list[T] = []
+        self._workers: list[_Worker[T]] = []
+
+    def add(self, tasks: Iterable[T]) -> None:
+        """Put tasks at the end of the queue (also while it runs)."""
+        self.waiting.extend(tasks)
+
+    def run(self) -> Iterator[tuple[T, R | Lost]]:
+        """(task, answer) as they come; for a task without one, why."""
+        try:
+            while self.waiting or self._busy():
+                self._hand_out()
+                for connection in wait([w.connection for w in self._busy()]):
+                    yield self._answer(
+                        next(w for w in self._workers if w.connection is connection)
+                    )
+        finally:
+            for worker in self._workers:
+                worker.end()
+            self._workers = []
+
+    def _busy(self) -> list[_Worker[T]]:
+        return [worker for worker in self._workers if worker.task is not None]
+
+    def _hand_out(self) -> None:
+        idle = [worker for worker in self._workers if worker.task is None]
+        while self.waiting:
+            if not idle:
+                if len(self._workers) >= self.processes:
+                    return
+                self._workers.append(self._make())
+                idle.append(self._workers[-1])
+            idle.pop().give(self.waiting.pop(0))
+
+    def _answer(self, worker: _Worker[T]) -> tuple[T, R | Lost]:
+        task = worker.task
+        assert task is not None
+        worker.task = None
+        try:
+            answer: R = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._workers.remove(worker)
+            worker.process.join()
+            return task, worker.end()
+        return task, answer
