@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from rematbench.action import Action, Kind
 from rematbench.chunk import simulate_chunks
+from rematbench.problem import Problem
 from rematbench.program import Program
 from rematbench.seconds import action_seconds
 from rematbench.simulate import Seconds, Simulation
-from rematbench.problem import Problem
 
 TRAFFIC: dict[str, frozenset[str]] = {
     "copies": frozenset({"d2h", "h2d"}),
@@ -73,7 +73,7 @@ def busiest(simulation: Simulation) -> tuple[float, int]:
 
 def _uses(program: Program, stream: str) -> bool:
     return any(
-        action.stream == stream or action.beside == stream
+        stream in (action.stream, action.beside)
         for rank in program.ranks
         for block in rank.blocks
         for action in block.actions

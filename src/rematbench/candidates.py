@@ -83,9 +83,7 @@ class Made(Struct, frozen=True, kw_only=True):
 def load_compare() -> CompareConfig:
     """The committed policies and limits."""
     label = "config/compare.yaml"
-    return convert(
-        read_mapping(data_dir("config") / "compare.yaml", label), CompareConfig, label
-    )
+    return convert(read_mapping(data_dir("config") / "compare.yaml", label), CompareConfig, label)
 
 
 def first_candidates(registry: Registry, config: CompareConfig) -> list[Candidate]:

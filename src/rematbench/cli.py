@@ -9,6 +9,7 @@ from typer import Option, TyperException
 
 from rematbench import __version__
 from rematbench.cli_calibrate import calibrate
+from rematbench.cli_compare import compare
 from rematbench.cli_doctor import doctor
 from rematbench.cli_flow import collect, run, sheets, stages, tables
 from rematbench.cli_plan import plan, simulate, timeline
@@ -71,7 +72,7 @@ def methods(
         console(error=True).print(plain(f"unavailable: {path}: {reason}"))
 
 
-COMMANDS = (plan, simulate, timeline, stages, predict, validate, calibrate, doctor)
+COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor)
 WORKFLOW = (run, collect, sheets, tables)
 
 for command in (*COMMANDS, *WORKFLOW):

@@ -88,13 +88,23 @@ class Request(Struct, frozen=True, kw_only=True):
 
 def takes_run(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of RunOptions; it receives them as its first argument."""
+    return _takes(command, {})
+
+
+def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
+    """The same without those of a method: the run is that of keep_all."""
+    return _takes(command, {"method": "keep_all", "settings": None})
+
+
+def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[..., None]:
     own = list(inspect.signature(command).parameters.values())[1:]
     hints = get_type_hints(RunOptions, include_extras=True)
-    fields = dataclasses.fields(RunOptions)
+    fields = [f for f in dataclasses.fields(RunOptions) if f.name not in fixed]
 
     @wraps(command)
     def run(**given: Any) -> None:
-        command(RunOptions(**{f.name: given.pop(f.name) for f in fields}), **given)
+        options = {f.name: given.pop(f.name) for f in fields}
+        command(RunOptions(**options, **fixed), **given)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     empty = inspect.Parameter.empty

@@ -1,7 +1,7 @@
 """Every method, composition and baseline policy on one problem: made, judged, ranked."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from rematbench.candidates import (
     present,
     same_plan,
 )
-from rematbench.discover import MethodError, Registry, discover
+from rematbench.discover import MethodError, discover
 from rematbench.evaluate import PlanEvaluation
 from rematbench.layout import LayoutError
 from rematbench.lower import lower
@@ -137,7 +137,7 @@ def compare(
     processes: int = 2,
     limit_s: int = 4,
 ) -> Comparison:
-    """Make every candidate, in worker processes and each within `limit_s` CPU seconds; rank them."""
+    """Make every candidate, each within `limit_s` CPU seconds of a worker process; rank them."""
     registry = discover(methods)
     pool: Pool[Candidate, Entry] = Pool(processes, Bench, (problem, base, tuple(methods)), limit_s)
     first = first_candidates(registry, config)

@@ -85,9 +85,7 @@ class Pool(Generic[T, R]):
             while self.waiting or self._busy():
                 self._hand_out()
                 for connection in wait([w.connection for w in self._busy()]):
-                    yield self._answer(
-                        next(w for w in self._workers if w.connection is connection)
-                    )
+                    yield self._answer(next(w for w in self._workers if w.connection is connection))
         finally:
             for worker in self._workers:
                 worker.end()
