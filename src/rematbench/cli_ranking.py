@@ -27,8 +27,8 @@ HEADS = (
     "tokens/s\n/GPU",
     "MFU %\ncausal",
     "MFU %\ndense",
-    "GPU-h per\n1e9 tokens",
-    "where the step\ngoes, %",
+    "GPU-h per\n1e9\ntokens",
+    "where the\nstep goes, %",
     "validated\n(rule)",
 )
 TEXTS = (0, 1, 8, 9)
@@ -76,9 +76,7 @@ def table(judged: Sequence[Judged], share: float, *, wide: bool) -> Table:
     """Fitting plans by speed, then those that do not fit; refusals are lines below."""
     made = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0))
     for index, head in enumerate(HEADS):
-        made.add_column(
-            head, justify="left" if index in TEXTS else "right", no_wrap=True, overflow="ignore"
-        )
+        made.add_column(head, justify="left" if index in TEXTS else "right", no_wrap=True)
     for item in judged:
         if item.entry.verdict is not None:
             made.add_row(*(plain(text) for text in texts(item, share, wide=wide)))

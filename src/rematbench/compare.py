@@ -35,8 +35,8 @@ Status = Literal["ok", "oom", "unsupported", "failed", "timed out"]
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """One candidate's outcome.  `parts_s` are the step's seconds by binding.PARTS; `same_as` names
-    the entry before it with an equal plan."""
+    """One candidate's outcome.  `parts_s` are the step's seconds by binding.PARTS, where it fits;
+    `same_as` names the entry before it with an equal plan."""
 
     candidate: Candidate
     status: Status
@@ -98,7 +98,10 @@ class Bench:
             )
         outcome = run_plan(self.problem, plan)
         assert outcome.evaluation is not None
-        program = lower(plan, self.problem)
+        parts_s: dict[str, float] = {}
+        if outcome.status == "ok":
+            program = lower(plan, self.problem)
+            parts_s = parts_of(self.problem, program, outcome.evaluation.step_s)
         return Entry(
             candidate=candidate,
             status="ok" if outcome.status == "ok" else "oom",
@@ -107,7 +110,7 @@ class Bench:
             plan=plan,
             evaluation=outcome.evaluation,
             verdict=outcome.verdict,
-            parts_s=parts_of(self.problem, program, outcome.evaluation.step_s),
+            parts_s=parts_s,
         )
 
     def _plan(self, candidate: Candidate, settings: Mapping[str, Any]) -> Plan | Unsupported:

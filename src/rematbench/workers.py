@@ -71,7 +71,7 @@ class Pool(Generic[T, R]):
 
     def __init__(self, processes: int, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
         self.processes = processes
-        self._make = lambda: _Worker[T](start, args, limit_s)
+        self._start, self._args, self._limit_s = start, args, limit_s
         self.waiting: list[T] = []
         self._workers: list[_Worker[T]] = []
 
@@ -100,7 +100,7 @@ class Pool(Generic[T, R]):
             if not idle:
                 if len(self._workers) >= self.processes:
                     return
-                self._workers.append(self._make())
+                self._workers.append(_Worker(self._start, self._args, self._limit_s))
                 idle.append(self._workers[-1])
             idle.pop().give(self.waiting.pop(0))
 
