@@ -7,6 +7,7 @@ TABLES = [
     "atc24_figure9_scaling",
     "atc24_table8_waterfall",
     "cells",
+    "fujii_80_percent_rule",
     "oom_verdicts",
     "promises",
 ]

@@ -16,6 +16,7 @@ from rematbench.lower import lower
 from rematbench.paper import paper_tables
 from rematbench.record import read_record
 from rematbench.rerun import replay
+from rematbench.rule80 import rule_table
 from rematbench.scores import score_tables
 from rematbench.sheets import all_cells, bundles, write_sheet
 from rematbench.stages import stage_bytes
@@ -102,7 +103,7 @@ def tables(
     published = [cell for cell in cells if cell.get("cell", "published") == "published"]
     accuracy, constants = load_accuracy(), calibration()
     report = score(published, constants, accuracy, load_left_out())
-    made = score_tables(report, published, constants, accuracy)
+    made = [*score_tables(report, published, constants, accuracy), rule_table(published)]
     if any("cell" in cell for cell in cells):
         made += paper_tables(cells)
     for table in made:

@@ -11,9 +11,11 @@ from rich.table import Table
 from typer import Option
 
 from rematbench.chunk_ops import ChunkOps
+from rematbench.cli_estimate import estimate_result, estimated, show_estimate
 from rematbench.cli_run import Request, RunOptions, request, takes_run
 from rematbench.cli_show import Shown, heading, result, show
 from rematbench.cli_text import CommandError, console, grid, left, plain, seconds
+from rematbench.closed_forms import EstimatorName
 from rematbench.evaluate import PlanEvaluation
 from rematbench.events import write_trace
 from rematbench.fates import Resolved, resolve
@@ -34,6 +36,9 @@ def simulate(
     out: Annotated[
         Path | None, Option(metavar="RECORD.json", help="Also write the run's record.")
     ] = None,
+    estimator: Annotated[
+        EstimatorName, Option(help="A paper's closed-form bytes beside the ledger's.")
+    ] = "ledger",
 ) -> None:
     """Simulate one method on one problem: does it fit, how fast, what does it free?
 
@@ -47,13 +52,17 @@ def simulate(
     """
     asked = request(run)
     outcome = evaluated(asked, checked=check)
+    form = estimated(asked, outcome, estimator)
     shown = Shown(request=asked, outcome=outcome, keep_all=_keep_all(asked, outcome))
     if out is not None:
         _write(asked, outcome, out)
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(result(shown))).decode())
+        values = result(shown) | ({"estimate": estimate_result(form)} if form else {})
+        typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
     else:
         show(console(), shown)
+        if form is not None:
+            show_estimate(console(), shown, form)
     if outcome.status == "failed":
         raise typer.Exit(1)
 

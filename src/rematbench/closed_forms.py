@@ -1,0 +1,123 @@
+"""Published closed-form memory estimates of a run, beside the ledger; refused by name where the
+formula does not speak of such a run."""
+
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.cost.estimators import fujii_estimate, pipeline_offload_estimator
+from rematbench.plan import ByteBudget, Offload, Plan, Split, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.kept import kept_layer_bytes
+
+EstimatorName = Literal["ledger", "fujii", "atc24"]
+FEWEST_STAGES = 3
+
+
+class ClosedForm(Struct, frozen=True, kw_only=True):
+    """Bytes that a formula believes the first pipeline rank needs; papers estimate no other."""
+
+    name: EstimatorName
+    state_bytes: float
+    activation_bytes: float
+    remark: str
+
+    @property
+    def total_bytes(self) -> float:
+        """States and activations together."""
+        return self.state_bytes + self.activation_bytes
+
+
+def closed_form(name: EstimatorName, problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
+    """A formula's estimate of a plan, or why it has none (`ledger` has no formula)."""
+    if name == "fujii":
+        return _fujii(problem, plan)
+    if name == "atc24":
+        return _atc24(problem, plan)
+    return Unsupported("the ledger is not a closed form")
+
+
+def _fujii(problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
+    reason = fujii_refusal(problem) or _not_plain(problem, plan)
+    if reason:
+        return Unsupported(reason)
+    found = fujii_estimate(problem.workload.model, problem.layout, problem.workload.seq_len)
+    return ClosedForm(
+        name="fujii",
+        state_bytes=found.state_bytes,
+        activation_bytes=found.activation_bytes,
+        remark="Fujii et al., arXiv 2411.06465: below 80 % of device memory is called safe",
+    )
+
+
+def fujii_refusal(problem: Problem) -> str:
+    """What in a problem Fujii's formula does not speak of; empty if nothing."""
+    lay, model = problem.layout, problem.workload.model
+    rules = (
+        (problem.attention != "flash", "assumes flash attention"),
+        (not model.gated, f"assumes a gated MLP, not {model.mlp}"),
+        (lay.tp > 1 and not lay.sp, "assumes sequence parallelism beside tp"),
+        (
+            lay.zero_stage != 1,
+            f"assumes a distributed optimizer (zero 1), not zero {lay.zero_stage}",
+        ),
+        (lay.ulysses > 1, "has no term for ulysses"),
+        (model.dropout > 0, "assumes no dropout"),
+    )
+    return next((text for broken, text in rules if broken), "")
+
+
+def _not_plain(problem: Problem, plan: Plan) -> str:
+    """Why a plan is not the one that a formula without recomputation speaks of."""
+    plain = problem.base_plan
+    changed = (
+        (bool(plan.rules), "assumes that every activation is kept (keep_all)"),
+        (bool(plan.mini_sequences), "has no term for mini-sequences"),
+        (plan.partition != plain.partition, "assumes layers spread evenly"),
+        (plan.states != plain.states, "has no term for states kept elsewhere"),
+    )
+    return next((text for broken, text in changed if broken), "")
+
+
+def _atc24(problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
+    reason = atc24_refusal(problem, plan)
+    if reason:
+        return Unsupported(reason)
+    budgets = {rule.fate.alpha for rule in plan.rules if isinstance(rule.fate, ByteBudget)}
+    alpha = budgets.pop() if budgets else 0.0
+    kept = replace(plan, rules=tuple(r for r in plan.rules if not isinstance(r.fate, ByteBudget)))
+    form = pipeline_offload_estimator(
+        problem.workload.model, problem.layout, kept_layer_bytes(problem, kept)
+    )
+    return ClosedForm(
+        name="atc24",
+        state_bytes=form.state_bytes,
+        activation_bytes=form.peak_bytes(alpha) - form.state_bytes,
+        remark=f"Yuan et al., USENIX ATC 2024, alpha = {alpha:g}; a fit of ours to its Figure 9",
+    )
+
+
+def atc24_refusal(problem: Problem, plan: Plan) -> str:
+    """What in a run ATC'24's formula does not speak of; empty if nothing."""
+    lay, model = problem.layout, problem.workload.model
+    fates = [rule.fate for rule in plan.rules]
+    whole = any(getattr(fate, "whole", False) for fate in fates)
+    moved = any(isinstance(fate, Offload | Split) for fate in fates)
+    alphas = {fate.alpha for fate in fates if isinstance(fate, ByteBudget)}
+    rules = (
+        (lay.pp < FEWEST_STAGES, f"counts chunks in a pipeline of 3 stages or more, not {lay.pp}"),
+        (not model.gated, f"assumes a gated MLP, not {model.mlp}"),
+        (
+            lay.zero_stage != 1,
+            f"assumes a distributed optimizer (zero 1), not zero {lay.zero_stage}",
+        ),
+        (lay.tp > 1 and not lay.sp, "assumes sequence parallelism beside tp"),
+        (lay.ulysses > 1, "has no term for ulysses"),
+        (whole, "has no term for layers run again whole (the peak is then inside one layer)"),
+        (moved or len(alphas) > 1, "knows one share alpha of all chunks, as pp_offload takes"),
+        (bool(plan.mini_sequences), "has no term for mini-sequences"),
+        (plan.partition != problem.base_plan.partition, "assumes layers spread evenly"),
+        (plan.states != problem.base_plan.states, "has no term for states kept elsewhere"),
+    )
+    return next((text for broken, text in rules if broken), "")
