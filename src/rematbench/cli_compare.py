@@ -1,5 +1,6 @@
 """The command `compare`: every method and baseline for one job in one table."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -45,6 +46,8 @@ def compare(
         --gpus 64 --seq-len 4096 --global-batch 256 --tp 4 --pp 4 --vpp 5 -o compare.csv
     """
     asked = request(run)
+    if output is not None:
+        _check_writable(output)
     config = load_compare()
     source = predictions or data_dir("published") / "runs.csv"
     cells = read(source, "--predictions", "pred_status" if predictions else "source")
@@ -58,11 +61,20 @@ def compare(
     )
     judged = judge(found, asked, cells, config, run.methods or ())
     if output is not None:
-        try:
-            write_sheet(output, [line(item) for item in judged])
-        except OSError as error:
-            raise CommandError(f"-o {output}: cannot be written ({error.strerror})") from error
+        write_sheet(output, [line(item) for item in judged])
     show(console(), asked, found, judged, config.shown_share)
+
+
+def _check_writable(path: Path) -> None:
+    """Before the work, not after it."""
+    if path.is_dir():
+        raise CommandError(f"-o {path}: is a folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"-o {path}: cannot be written ({error.strerror})") from error
+    if not os.access(path.parent, os.W_OK):
+        raise CommandError(f"-o {path}: cannot be written (the folder is read-only)")
 
 
 def judge(

@@ -27,8 +27,8 @@ HEADS = (
     "tokens/s\n/GPU",
     "MFU %\ncausal",
     "MFU %\ndense",
-    "GPU-h per\n1e9\ntokens",
-    "where the\nstep goes, %",
+    "GPU-h\nper 1e9\ntokens",
+    "where the\nstep goes\n%",
     "validated\n(rule)",
 )
 TEXTS = (0, 1, 8, 9)

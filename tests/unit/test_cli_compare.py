@@ -1,0 +1,230 @@
+"""`rematbench compare` and `simulate --estimator` as typed: results, mistakes, my own files."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from rich.console import Console
+
+from rematbench.binding import PARTS
+from rematbench.candidates import load_compare
+from rematbench.cli import main
+from rematbench.cli_compare import judge
+from rematbench.cli_ranking import show
+from rematbench.cli_run import RunOptions, request
+from rematbench.closed_forms import closed_form
+from rematbench.compare import compare
+from rematbench.cost.estimators import fujii_estimate
+from rematbench.discover import discover
+from rematbench.plan import Plan, Unsupported
+from rematbench.rule80 import rule_table, scored_cells
+
+DEMO = [
+    *("--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4"),
+    *("--seq-len", "4096", "--global-batch", "8"),
+]
+PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
+
+
+class Ran:
+    """A command's exit code and what it printed."""
+
+    def __init__(self, code: object, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*words: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["rematbench", *words])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        return Ran(exit_.value.code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["compare"], "missing option: --model, --cluster, --gpus"),
+        (["compare", "keep_all", *DEMO], "unexpected extra argument"),
+        (["compare", *DEMO, "--gpus", "0"], "'--gpus'"),
+        (["compare", *DEMO, "--gpus", "6", "--pp", "4"], "multiple of tp x cp x pp"),
+        (["compare", *DEMO, "--cluster", "h900"], "unknown cluster 'h900'"),
+        (["compare", *DEMO, "--model", "no.json"], "no.json: no such model file"),
+        (["compare", *DEMO, "--set", "alpha=1"], "No such option: --set"),
+        (["compare", *DEMO, "--limit", "0"], "'--limit'"),
+        (["compare", *DEMO, "--processes", "0"], "'--processes'"),
+        (["compare", *DEMO, "--predictions", "no.csv"], "no.csv cannot be read"),
+        (["compare", *DEMO, "--methods", "nowhere"], "no such folder of methods"),
+        (["compare", *DEMO, "-o", "/dev/null/x.csv"], "cannot be written"),
+        (["compare", *DEMO, "-o", "."], "-o .: is a folder"),
+        (["compare", *DEMO, "--pp", "4", "--partition", "8,8,8,9"], "33 layers"),
+        (["simulate", "keep_all", *DEMO, "--estimator", "guess"], "'fujii', 'atc24'"),
+        (["simulate", "full_recompute", *DEMO, "--estimator", "fujii"], "every activation is kept"),
+        (["simulate", "keep_all", *DEMO, "--zero", "3", "--estimator", "fujii"], "not zero 3"),
+        (["simulate", "mst", *PIPE, "--estimator", "atc24"], "no term for mini-sequences"),
+        (["simulate", "memo", *PIPE, "--estimator", "atc24"], "one share alpha of all chunks"),
+        (["simulate", "keep_all", *DEMO, "--estimator", "atc24"], "3 stages or more, not 1"),
+        (["simulate", "full_recompute", *PIPE, "--estimator", "atc24"], "run again whole"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(cli: Any, words: list[str], told: str) -> None:
+    ran = cli(*words)
+    assert ran.code == 2
+    assert ran.out == ""
+    assert ran.err.startswith(f"rematbench {words[0]}: ")
+    assert ran.err.count("\n") == 1
+    assert told in ran.err
+
+
+# -- compare ----------------------------------------------------------------------------------
+
+
+def test_the_csv_says_what_simulate_says(cli: Any, tmp_path: Path) -> None:
+    path = tmp_path / "compare.csv"
+    ran = cli("compare", *PIPE, "--limit", "60", "-o", str(path))
+    assert ran.code == 0
+    assert ran.out.splitlines()[3].startswith("FASTEST: ")
+    with path.open(newline="") as file:
+        rows = {row["name"]: row for row in csv.DictReader(file)}
+    assert rows["memo+mst"]["origin"] == "composition"
+    for name in ("keep_all", "memo", "memo+mst"):
+        alone = json.loads(cli("simulate", name, *PIPE, "--json").out)
+        row = rows[name]
+        assert row["status"] == alone["status"]
+        for key in ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "headroom_bytes"):
+            assert float(row[key]) == alone[key]
+        assert sum(float(row[f"{part}_s"]) for part in PARTS) == pytest.approx(alone["step_s"])
+        assert float(row["peak_device_bytes"]) == alone["peak_device_bytes"]["max"]
+        assert name in ran.out
+
+
+def test_my_model_and_my_cluster(cli: Any, tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096,
+        "num_hidden_layers": 10, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "vocab_size": 32000, "hidden_act": "silu",
+    }  # fmt: skip
+    model, cluster = tmp_path / "config.json", tmp_path / "mine.yaml"
+    model.write_text(json.dumps(config))
+    cluster.write_text(CLUSTER)
+    job = ("--model", str(model), "--cluster", str(cluster), "--gpus", "4", "--seq-len", "2048")
+    ran = cli("compare", *job, "--global-batch", "8", "--pp", "4", "--limit", "60")
+    assert ran.code == 0
+    assert "on 4 x A100 (mine)" in ran.out
+    assert "FASTEST: " in ran.out
+    assert "same stack and GPU generation, any method" in ran.out  # megatron-core ran on A100s
+    refused = cli("compare", *job, "--global-batch", "8", "--limit", "60")
+    assert "unsupported: pp_offload: needs pp >= 3" in refused.out
+    assert "unsupported: lynx_heu: needs tp, cp or pp > 1" in refused.out
+
+
+CLUSTER = """
+source: a test
+name: mine
+gpu: A100
+generation: ampere
+peak_flop_per_s: 3.12e14
+hbm_bytes: 42949672960
+hbm_bytes_per_s: 1.5e12
+non_torch_bytes: 1000000000
+gpus_per_node: 4
+nvlink_bytes_per_s: 3.0e11
+nics_per_node: 4
+nic_bytes_per_s: 2.5e10
+pcie_bytes_per_s: 3.2e10
+host_bytes: 500000000000
+"""
+
+
+@pytest.mark.parametrize("width", [100, 160])
+def test_the_table_is_not_cut(width: int) -> None:
+    """No cell loses letters at the width of a terminal or of a pipe."""
+    options = dict(zip((w[2:].replace("-", "_") for w in PIPE[::2]), PIPE[1::2], strict=True))
+    numbers = {k: int(v) for k, v in options.items() if v.isdigit()}
+    asked = request(RunOptions(method="keep_all", **{**options, **numbers}))  # type: ignore[arg-type]
+    config = replace(load_compare(), policies=load_compare().policies[-2:])
+    found = compare(asked.problem, asked.base, config, limit_s=60)
+    judged = judge(found, asked, [], config, ())
+    out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(out, asked, found, judged, config.shown_share)
+    text = out.export_text()
+    assert "\u2026" not in text
+    assert max(map(len, text.splitlines())) <= width
+    for word in ("selective_recompute:", "layernorm", "+mst", "no cell", "plan of keep_all"):
+        assert word in text
+    assert "no published cell says which differences mean anything" in text
+
+
+# -- estimators -------------------------------------------------------------------------------
+
+
+def test_fujii_stands_beside_the_ledger(cli: Any) -> None:
+    words = ["keep_all", *DEMO, "--pp", "2", "--tp", "2", "--estimator", "fujii"]
+    ran = cli("simulate", *words)
+    assert ran.code == 0
+    assert "80 % rule: " in ran.out
+    found = json.loads(cli("simulate", *words, "--json").out)["estimate"]
+    asked = request(RunOptions(method="keep_all", model="llama-7b", cluster="a800-80gb", gpus=4,
+                               seq_len=4096, global_batch=8, pp=2, tp=2))  # fmt: skip
+    form = fujii_estimate(asked.problem.workload.model, asked.problem.layout, 4096)
+    assert found["total_bytes"] == form.total_bytes
+    assert found["state_bytes"] + found["activation_bytes"] == pytest.approx(form.total_bytes)
+    assert f"{form.total_bytes / 2**30:.2f}" in ran.out
+
+
+def test_atc24_is_the_estimate_that_the_method_asks(cli: Any) -> None:
+    """The alpha that `fit: paper` chooses is the smallest whose estimate is below its cap."""
+    method = discover().resolve("balanced_checkpointing+pp_offload", {"fit": "paper"})
+    asked = request(RunOptions(method="keep_all", model="llama-7b", cluster="a800-80gb", gpus=4,
+                               seq_len=16384, global_batch=8, pp=4, vpp=2,
+                               system="megatron-kwai"))  # fmt: skip
+    plan = method.plan(asked.problem)
+    assert isinstance(plan, Plan)
+    assert 0 < float(plan.fit["alpha"]) < 1
+    form = closed_form("atc24", asked.problem, plan)
+    assert not isinstance(form, Unsupported)
+    assert form.total_bytes == pytest.approx(65_000 * 2**20, rel=1e-3)
+
+
+def test_without_an_estimator_nothing_is_added(cli: Any) -> None:
+    assert "estimate" not in json.loads(cli("simulate", "keep_all", *DEMO, "--json").out)
+
+
+# -- Fujii's 80 % rule ------------------------------------------------------------------------
+
+ROW = {
+    "source": "Fujii et al., x", "table": "t", "cluster": "h100-94gb-tsubame4",
+    "system": "megatron-core", "model": "llama-3.1-8b", "gpus": "4", "seq_len": "8192",
+    "global_batch": "32", "micro_batch": "1", "tp": "1", "sp": "yes", "cp": "2", "pp": "1",
+    "vpp": "1", "dp": "2", "zero_stage": "1", "attention": "flash", "recompute": "none",
+    "offload_fraction": "0", "precision": "bf16", "status": "ok", "note": "",
+}  # fmt: skip
+
+
+def test_the_rule_is_scored_on_what_its_formula_speaks_of() -> None:
+    """67.3 + 22.6 GiB of 93.6 are 96 %; with tensor parallelism over four GPUs it is half."""
+    low = {**ROW, "tp": "4", "cp": "1", "dp": "1"}
+    rows = [
+        ROW, low, {**low, "status": "oom"}, {**ROW, "status": "oom"}, {**low, "status": "dash"},
+        {**ROW, "recompute": "full"}, {**ROW, "offload_fraction": "0.5"}, {**ROW, "tp": "3"},
+        {**low, "sp": "no"}, {**ROW, "status": "unknown"}, {**ROW, "zero_stage": "3"},
+    ]  # fmt: skip
+    assert [cell["status"] for cell in scored_cells(rows, discover())] == [
+        *("ok", "ok", "oom", "oom", "dash")
+    ]
+    table = rule_table(rows)
+    found = {(row["published"], row["called"]): row["meaning"] for row in table.rows}
+    assert found[("ok", "not safe")] == "false alarm"
+    assert found[("ok", "safe")] == "true negative"
+    assert found[("oom", "safe")] == "missed OOM"
+    assert found[("oom", "not safe")] == "true positive"
+    assert ("dash", "safe") in found
+    assert "1 true positives, 1 false alarms, 1 true negatives, 1 missed OOM" in table.note
+    assert "Dashes, apart: 1 called safe, 0 not" in table.note

@@ -1,0 +1,232 @@
+"""The comparison: its numbers are those of a run of one method, its rules hold without names."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.binding import PARTS, parts_of, without
+from rematbench.candidates import (
+    CompareConfig,
+    load_compare,
+    same_plan,
+)
+from rematbench.cli_compare import tied
+from rematbench.cli_ranking import Judged, texts, verdict
+from rematbench.compare import Comparison, Entry, compare
+from rematbench.discover import discover
+from rematbench.evidence import Evidence
+from rematbench.layout import Layout
+from rematbench.lower import lower
+from rematbench.problem import Problem
+from rematbench.seconds import action_seconds
+from rematbench.simulate import simulate
+from rematbench.suite import make_problem, run_method
+from rematbench.workers import Pool
+
+DEMO = Layout(pp=4, vpp=2, global_batch=8, zero_stage=1)
+
+
+def demo(**changes: Any) -> Problem:
+    given = {"model": "llama-7b", "cluster": "a800-80gb", "system": "megatron-kwai"}
+    return make_problem(**{**given, "layout": DEMO, "seq_len": 12288, **changes})
+
+
+@pytest.fixture(scope="module")
+def found() -> Comparison:
+    p = demo()
+    return compare(p, p.base_plan, load_compare(), limit_s=60)
+
+
+def by_name(found: Comparison) -> dict[str, Entry]:
+    return {entry.name: entry for entry in found.entries}
+
+
+# -- its numbers ------------------------------------------------------------------------------
+
+
+def test_every_method_has_an_entry(found: Comparison) -> None:
+    registry = discover()
+    assert set(registry.methods) <= set(by_name(found))
+    assert found.unavailable == registry.broken
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["keep_all", "full_recompute", "pp_offload", "balanced_checkpointing+pp_offload", "memo+mst"],
+)
+def test_an_entry_is_a_run_of_its_own(found: Comparison, name: str) -> None:
+    alone = run_method(demo(), discover().resolve(name))
+    entry = by_name(found)[name]
+    assert (entry.status, entry.verdict) == (alone.status, alone.verdict)
+    assert entry.plan is not None
+    assert alone.plan is not None
+    assert same_plan(entry.plan) == same_plan(alone.plan)
+    assert entry.evaluation == alone.evaluation
+
+
+def test_a_tuned_policy_takes_the_least_that_fits(found: Comparison) -> None:
+    entry = next(e for e in found.entries if e.candidate.name == "full_recompute:block")
+    layers = entry.settings["num_layers"]
+    assert entry.status == "ok"
+    assert layers > 1
+    for number, status in ((layers, "ok"), (layers - 1, "oom")):
+        settings = {"method": "block", "num_layers": number}
+        run = run_method(demo(), discover().resolve("full_recompute", settings))
+        assert run.status == status
+
+
+def test_fitting_entries_come_first_and_fastest_first(found: Comparison) -> None:
+    words = ["ok", "oom", "unsupported", "timed out", "failed"]
+    order = [words.index(entry.status) for entry in found.entries]
+    assert order == sorted(order)
+    speeds = [e.evaluation.tokens_per_s_per_gpu for e in found.entries
+              if e.status == "ok" and e.evaluation]  # fmt: skip
+    assert speeds == sorted(speeds, reverse=True)
+    assert {"ok", "oom"} <= {entry.status for entry in found.entries}
+
+
+def test_parts_add_up_to_the_step(found: Comparison) -> None:
+    for entry in found.entries:
+        if entry.status == "ok":
+            assert entry.evaluation is not None
+            assert set(entry.parts_s) == set(PARTS)
+            assert sum(entry.parts_s.values()) == pytest.approx(entry.evaluation.step_s)
+            assert all(value >= -1e-9 for value in entry.parts_s.values())
+
+
+def test_gpu_hours_are_those_of_the_speed(found: Comparison) -> None:
+    entry = next(e for e in found.entries if e.status == "ok")
+    assert entry.evaluation is not None
+    assert entry.gpu_hours_per_1e9_tokens is not None
+    rate = entry.evaluation.tokens_per_s_per_gpu
+    assert entry.gpu_hours_per_1e9_tokens * 3600 * rate == pytest.approx(1e9)
+
+
+def test_equal_plans_are_named_once(found: Comparison) -> None:
+    same = [entry for entry in found.entries if entry.same_as]
+    assert {entry.name: entry.same_as for entry in same}["selective_recompute"] == "keep_all"
+    unique = [same_plan(e.plan) for e in found.entries if e.plan and not e.same_as]
+    assert len(unique) == len(set(unique))
+
+
+def test_a_refusal_keeps_its_reason() -> None:
+    p = demo(layout=Layout(dp=4, global_batch=8))
+    config = replace(load_compare(), policies=())
+    entries = by_name(compare(p, p.base_plan, config, limit_s=60))
+    assert entries["pp_offload"].status == "unsupported"
+    assert "pp >= 3" in entries["pp_offload"].reason
+    assert not [name for name in entries if "+pp_offload" in name or "pp_offload+" in name]
+
+
+def test_a_broken_planner_takes_nobody_down(tmp_path: Path) -> None:
+    template = (
+        '"""{name}: a test.\n\nClaim: none.\n"""\n'
+        "import msgspec\n\n"
+        "class M(msgspec.Struct, frozen=True, forbid_unknown_fields=True):\n"
+        '    name = "{name}"\n'
+        "    def plan(self, problem, base):\n        {body}\n"
+    )
+    bodies = {"raises": "raise KeyError('x')", "dies": "__import__('os')._exit(3)",
+              "spins": "while True: pass"}  # fmt: skip
+    for name, body in bodies.items():
+        source = template.format(name=name, body=body).replace("name =", "name: 'ClassVar[str]' =")
+        source = source.replace("import msgspec", "import msgspec\nfrom typing import ClassVar")
+        (tmp_path / f"{name}.py").write_text(source)
+    p = demo()
+    config = CompareConfig(policies=(), most_methods=1, shown_share=0.0, context_factor=2.0)
+    found = compare(p, p.base_plan, config, methods=[tmp_path], limit_s=3)
+    entries = by_name(found)
+    assert entries["raises"].status == "failed"
+    assert "KeyError" in entries["raises"].reason
+    assert (entries["dies"].status, entries["dies"].reason) == ("failed", "its process died")
+    assert entries["spins"].status == "timed out"
+    assert "3 CPU seconds" in entries["spins"].reason
+    assert entries["keep_all"].status == "oom"
+
+
+# -- where the step goes ----------------------------------------------------------------------
+
+
+def test_free_traffic_leaves_compute_and_bubble() -> None:
+    p = demo()
+    program = lower(p.base_plan, p)
+    seconds = action_seconds(p)
+    step_s = simulate(program, seconds).step_s
+    found = parts_of(p, program, step_s)
+    free = frozenset({"pp_send", "pp_recv", "tp", "cp", "dp", "d2h", "h2d"})
+    left = simulate(program, without(seconds, free))
+    busy = max(left.busy_s(rank, "compute") for rank in range(4))
+    assert found["compute"] + found["recompute"] == pytest.approx(busy)
+    assert found["bubble"] == pytest.approx(left.step_s - busy)
+    assert found["pp"] == pytest.approx(step_s - left.step_s)
+    assert [found[key] for key in ("copies", "dp", "cp", "tp", "recompute")] == [0.0] * 5
+
+
+def test_each_part_is_the_one_that_was_added() -> None:
+    registry = discover()
+    p = demo(layout=replace(DEMO, tp=2, sp=True, dp=1, global_batch=8))
+    plans = {
+        "recompute": registry.resolve("full_recompute").plan(p),
+        "copies": registry.resolve("pp_offload", {"alpha": 1.0}).plan(p),
+    }
+    for part, plan in plans.items():
+        outcome = run_method(p, registry.resolve("keep_all"))
+        assert outcome.evaluation is not None
+        base = parts_of(p, lower(p.base_plan, p), outcome.evaluation.step_s)
+        evaluated = p.cost.evaluate(plan)  # type: ignore[arg-type]  # neither method refuses
+        more = parts_of(p, lower(plan, p), evaluated.step_s)  # type: ignore[arg-type]
+        assert base[part] == 0.0
+        assert more[part] > 0.01 * evaluated.step_s
+        assert base["tp"] > 0
+
+
+# -- ties and rows ----------------------------------------------------------------------------
+
+
+def test_ties_are_within_the_larger_error(found: Comparison) -> None:
+    entries = [entry for entry in found.entries if entry.status == "ok" and not entry.same_as]
+    speeds = [e.evaluation.tokens_per_s_per_gpu for e in entries if e.evaluation]
+    gap = 1 - speeds[1] / speeds[0]
+    for error, equal in ((gap * 1.01, True), (gap * 0.99, False)):
+        judged = tied([
+            Judged(entries[0], Evidence(grade="held-out", rule=1, error=error)),
+            Judged(entries[1], Evidence(grade=None)),
+        ])  # fmt: skip
+        assert [item.tied for item in judged] == [False, equal]
+    nothing = tied([Judged(entry, Evidence(grade=None)) for entry in entries])
+    assert not any(item.tied for item in nothing)
+
+
+def test_a_row_shows_no_speed_of_what_does_not_fit(found: Comparison) -> None:
+    entry = by_name(found)["keep_all"]
+    row = texts(Judged(entry, Evidence(grade="held-out", rule=1, error=0.1)), 0.02, wide=True)
+    assert row[:2] == ["keep_all", "no"]
+    assert row[2].startswith("-")
+    assert set(row[3:]) == {"-"}
+    assert verdict([Judged(entry, Evidence(grade=None))]).startswith("NOTHING FITS: nearest is")
+    assert verdict([]) == "NOTHING FITS: no method has a plan"
+
+
+# -- workers ----------------------------------------------------------------------------------
+
+
+def test_tasks_may_be_added_while_the_pool_runs() -> None:
+    pool: Pool[float, float] = Pool(2, _sleeper, (), 60)
+    pool.add([0.0, 0.1])
+    answers = []
+    for task, answer in pool.run():
+        answers.append(answer)
+        if task == 0.0:
+            pool.add([0.2])
+    assert sorted(a for a in answers if isinstance(a, float)) == [0.0, 0.1, 0.2]
+
+
+def _sleeper() -> Any:
+    def work(seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    return work
