@@ -33,6 +33,9 @@ from rematbench.workers import Lost, Pool
 
 Status = Literal["ok", "oom", "unsupported", "failed", "timed out"]
 
+UNPLANNED = 2**62
+"""Bytes short of a plan that there is not: less than any other."""
+
 
 class Entry(Struct, frozen=True, kw_only=True):
     """One candidate's outcome.  `parts_s` are the step's seconds by binding.PARTS, where it fits;
@@ -118,17 +121,24 @@ class Bench:
         return method.plan(self.problem, candidate.base or self.base)
 
     def _smallest(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
-        """The least value from 1 that fits; a chunk's layers where none does."""
+        """The least value from 1 that fits, a chunk's layers at most; where not even that fits,
+        the best of powers of two (groups of layers are worst at both ends)."""
         top = max(len(chunk) for rank in self.base.partition for chunk in rank)
 
-        def margin(steps: int) -> int:
-            plan = self._plan(candidate, {**settings, candidate.smallest: steps + 1})
-            if isinstance(plan, Unsupported):
-                return -1
-            return self.problem.cost.headroom_bytes(plan)
+        def margin(value: int) -> int:
+            plan = self._plan(candidate, {**settings, candidate.smallest: value})
+            return (
+                -UNPLANNED
+                if isinstance(plan, Unsupported)
+                else self.problem.cost.headroom_bytes(plan)
+            )
 
-        found = smallest_feasible(margin, top - 1) if top > 1 else 0
-        return top if found is None else found + 1
+        found = smallest_feasible(lambda steps: margin(steps + 1), top - 1) if top > 1 else 0
+        if found is not None:
+            return found + 1
+        values = [1 << power for power in range(top.bit_length())]
+        margins = {value: margin(value) for value in values}
+        return next((v for v in values if margins[v] >= 0), max(values, key=margins.__getitem__))
 
 
 def compare(
@@ -203,7 +213,8 @@ def _lost(candidate: Candidate, why: Lost, limit_s: int) -> Entry:
 
 
 def _without_repeats(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
-    """Entries with `same_as` filled in; compositions and policies that repeat a plan left out."""
+    """Entries with `same_as` filled in; left out are compositions and policies that repeat a plan,
+    and a policy tuned until it does what its method does anyway."""
     seen: dict[bytes, str] = {}
     kept: list[Entry] = []
     repeated = 0
@@ -212,13 +223,21 @@ def _without_repeats(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
             kept.append(entry)
             continue
         first = seen.setdefault(same_plan(entry.plan), entry.name)
-        if first == entry.name:
+        if first == entry.name and not _repeats(entry, kept):
             kept.append(entry)
         elif entry.candidate.origin == "method":
             kept.append(replace(entry, same_as=first))
         else:
             repeated += 1
     return kept, repeated
+
+
+def _repeats(entry: Entry, before: Sequence[Entry]) -> bool:
+    """Whether a policy's bytes and seconds are those of its method."""
+    if entry.candidate.origin != "policy":
+        return False
+    alike = [e.evaluation for e in before if e.candidate.family == entry.candidate.family]
+    return entry.evaluation in alike
 
 
 _ORDER: dict[str, int] = {"ok": 0, "oom": 1, "unsupported": 2, "timed out": 3, "failed": 4}

@@ -9,13 +9,14 @@ from msgspec.structs import replace
 
 from rematbench.binding import PARTS, parts_of, without
 from rematbench.candidates import (
+    Candidate,
     CompareConfig,
     load_compare,
     same_plan,
 )
 from rematbench.cli_compare import tied
 from rematbench.cli_ranking import Judged, texts, verdict
-from rematbench.compare import Comparison, Entry, compare
+from rematbench.compare import Bench, Comparison, Entry, compare
 from rematbench.discover import discover
 from rematbench.evidence import Evidence
 from rematbench.layout import Layout
@@ -230,3 +231,46 @@ def _sleeper() -> Any:
         return seconds
 
     return work
+
+
+def test_a_policy_that_does_what_its_method_does_is_left_out() -> None:
+    """All layers of a chunk as blocks are full recomputation by other rules."""
+    p = demo(seq_len=65536)
+    layers = len(p.base_plan.partition[0][0])
+    config = load_compare()
+    block = replace(config.policies[0], settings={"method": "block", "num_layers": layers},
+                    smallest="")  # fmt: skip
+    found = compare(p, p.base_plan, replace(config, policies=(block,), most_methods=1), limit_s=60)
+    assert block.name not in by_name(found)
+    assert found.repeated == 1
+
+
+def test_groups_of_layers_are_tuned_where_the_largest_does_not_fit() -> None:
+    """Inputs fall with the group, what a rebuilt group holds grows: neither end is best."""
+    p = make_problem(model="llama-65b", cluster="a800-80gb", system="megatron-kwai", seq_len=8192,
+                     layout=Layout(tp=8, sp=True, global_batch=1))  # fmt: skip
+    bench = Bench(replace_usable(p), p.base_plan, ())
+    candidate = Candidate(name="x", origin="policy", methods=("full_recompute",),
+                          method="full_recompute", smallest="num_layers")  # fmt: skip
+    value = bench(candidate).settings["num_layers"]
+    margins = {n: run_method(bench.problem, discover().resolve("full_recompute", {"num_layers": n}))
+               for n in (1, 2, 4, 8, 16, 32, 64, 80)}  # fmt: skip
+    rooms = {n: run.verdict.headroom_bytes for n, run in margins.items() if run.verdict}
+    assert rooms[80] < 0
+    fitting = [n for n, room in rooms.items() if room >= 0]
+    assert value == (min(fitting) if fitting else max(rooms, key=rooms.__getitem__))
+    assert value == 2
+
+
+def replace_usable(p: Problem) -> Problem:
+    """The problem on a device between the best and the worst group of layers."""
+    method = discover().resolve
+    rooms = [
+        run.verdict.headroom_bytes
+        for n in (1, 2)
+        if (run := run_method(p, method("full_recompute", {"num_layers": n}))).verdict
+    ]
+    less = p.cluster.hbm_bytes - (rooms[0] + rooms[1]) // 2
+    cluster = replace(p.cluster, hbm_bytes=less)
+    return make_problem(model=p.workload.model, cluster=cluster, system=p.system, layout=p.layout,
+                        seq_len=p.workload.seq_len)  # fmt: skip
