@@ -47,6 +47,7 @@ class _Worker(Generic[T]):
 
 def _serve(connection: Connection, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
     """Answer tasks until the other end is closed."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # SIGXCPU would leave a core file
     try:
         work = start(*args)
         while True:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.action import Kind
 from rematbench.binding import PARTS, parts_of, without
 from rematbench.candidates import (
     Candidate,
@@ -164,6 +165,23 @@ def test_free_traffic_leaves_compute_and_bubble() -> None:
     assert found["bubble"] == pytest.approx(left.step_s - busy)
     assert found["pp"] == pytest.approx(step_s - left.step_s)
     assert [found[key] for key in ("copies", "dp", "cp", "tp", "recompute")] == [0.0] * 5
+
+
+@pytest.mark.parametrize(("system", "zero_stage"), [("megatron-kwai", 1), ("torchtitan", 3)])
+def test_free_traffic_slows_no_kernel(system: str, zero_stage: Any) -> None:
+    """Kernels beside a collective that takes no time run as fast as alone; its stalls are gone."""
+    layout = Layout(tp=2, sp=True, dp=2, zero_stage=zero_stage, global_batch=8)
+    p = demo(layout=layout, system=system)
+    seconds = action_seconds(p)
+    free = without(seconds, frozenset({"tp", "dp"}))
+    actions = {a for r in lower(p.base_plan, p).ranks for b in r.blocks for a in b.actions}
+    slowed = [action for action in actions if action.beside == "tp"]
+    stalls = [action for action in actions if action.kind is Kind.STALL]
+    assert stalls if zero_stage == 3 else slowed
+    for action in slowed:
+        assert free(action, 0) == seconds(replace(action, beside=""), 0) < seconds(action, 0)
+    for action in stalls:
+        assert free(action, 0) == 0.0 < seconds(action, 0)
 
 
 def test_each_part_is_the_one_that_was_added() -> None:
