@@ -139,7 +139,8 @@ def notes(judged: Sequence[Judged]) -> list[str]:
         "what copies, tp, cp, dp and pp traffic add to the step (exposed, not their length)"
     )
     lines.append(
-        "validated: error in speed accepted for published cells that share (rule) with the row; "
+        "validated: error in speed of published cells that share (rule) with the row (their mean "
+        "with --predictions, else the accepted error of their groups); "
         "held-out, in-sample (its source shaped a formula) or fitted (no evidence)"
     )
     for rule in sorted({item.evidence.rule for item in fitting} - {0}):
