@@ -125,9 +125,25 @@ class Rebuilder:
 
     def _rebuild(self, unit: Unit, missing: set[str]) -> None:
         """Re-run the operators that produce `missing`."""
+        if self.run is not None:
+            self._whole_inputs(unit, self.run)
         available = frozenset(n for n in unit.table.activations if self._available(unit, n))
         ops = rebuild_ops(unit.table, frozenset(missing), available)
         self._rerun(unit, ops, missing)
+
+    def _whole_inputs(self, unit: Unit, run: MiniRun) -> None:
+        """Bring back whole what a piece reads from before its run: only the run's own operators
+        work on a piece."""
+        names = [name for op in run.ops for name in op.inputs if name not in run.interior]
+        while names:
+            name = names.pop()
+            if self._available(unit, name):
+                continue
+            producer = unit.table.producer(name)
+            if self.fate(unit, name) is not None:
+                self.ensure(unit, name)
+            elif producer is not None:
+                names += producer.inputs
 
     def _available(self, unit: Unit, name: str) -> bool:
         storage = self.name(unit, name)

@@ -10,7 +10,17 @@ from rematbench.check import check
 from rematbench.evaluate import evaluate
 from rematbench.ledger import issue_order, live_bytes, pool_bytes
 from rematbench.lower import lower
-from rematbench.plan import MiniSequence, Offload, Plan, Recompute, Rule, Select, Split, Window
+from rematbench.plan import (
+    Keep,
+    MiniSequence,
+    Offload,
+    Plan,
+    Recompute,
+    Rule,
+    Select,
+    Split,
+    Window,
+)
 from rematbench.problem import Problem
 from tests.problems import (
     BALANCED,
@@ -125,6 +135,26 @@ def test_groups_and_pieces(layout: str) -> None:
         assert gradients(ranks) == expected[name.split()[0]]
         for twin, rank in zip(ranks, program.ranks, strict=True):
             assert twin.after == list(live_bytes(rank.actions()))
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tp", "1f1b", "zero 3", "unfused"])
+@pytest.mark.parametrize("operators", [PIECES[0].ops, PIECES[0].ops[1:]])
+def test_pieces_read_what_their_consumer_rebuilds_whole(
+    layout: str, operators: tuple[str, ...]
+) -> None:
+    """Attention stands before the pieces and cannot run on a share of its rows."""
+    given = problem(**LAYOUTS[layout])
+    keep = replace(given.base_plan, mini_sequences=(MiniSequence(operators, 3),))
+    program = lower(keep.with_rules(rule(Recompute()), rule(Keep(), "layer_input")), given)
+    check(program)
+    ranks = interpret(program)
+    assert gradients(ranks) == gradients(interpret(lower(keep, given)))
+    for twin, rank in zip(ranks, program.ranks, strict=True):
+        assert twin.after == list(live_bytes(rank.actions()))
+    again = [action for action, _, _ in program.ranks[0].actions()]
+    attention = [a.fraction for a in again if (a.kind, a.op) == (Kind.RECOMPUTE, "attention")]
+    assert attention
+    assert set(attention) == {1.0}
 
 
 @pytest.mark.parametrize("granularity", ["chunk", "layer"])
