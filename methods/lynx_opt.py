@@ -7,7 +7,8 @@ Deviations: the equations could not be read, so the formulation is ours (solve/l
 layers of a stage (a half, a quarter, ...) share binary variables for each operator and window;
 one memory constraint per stage over all groups, with layers in flight; objective, the exposed
 recompute seconds of all layers.  HiGHS with a node limit and a relative gap of 0.001; memory is
-verified by the ledger and the budget tightened where the linear model was wrong.
+verified by the ledger and the budget tightened where the linear model was wrong.  The plan of the
+heuristic is a candidate too, so that the simulated step is never longer than with lynx_heu.
 """
 
 from typing import ClassVar

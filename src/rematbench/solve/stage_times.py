@@ -69,10 +69,22 @@ def balanced_partition(relocation: Relocation) -> tuple[tuple[tuple[int, ...], .
 
 def relocated(problem: Problem, base: Plan, *, exact: bool, repartition: bool) -> Plan:
     """The fastest plan found: on the base's partition, on the balanced one, and with the
-    cool-down's bubbles filled."""
+    cool-down's bubbles filled.  An `exact` search starts from the heuristic's plan: its linear
+    model of a stage may prefer what the whole pipeline does not."""
     relocation = Relocation(problem, base, exact=exact)
     if relocation.fits(base):
         return base.noting(bound="no-op: the base fits")
+    best = _searched(relocation, repartition)
+    if exact:
+        best = relocation.better(
+            _searched(Relocation(problem, base, exact=False), repartition), best
+        )
+    bound = "device ledger" if relocation.fits(best) else "nothing fits the device"
+    return best.noting(bound=bound, layers=", ".join(map(str, counts_of(best))))
+
+
+def _searched(relocation: Relocation, repartition: bool) -> Plan:
+    problem, base = relocation.problem, relocation.base
     best = relocation.fitted(base)
     lay = problem.layout
     if repartition and lay.pp > 1 and lay.vpp == 1 and not base.rules:
@@ -82,5 +94,4 @@ def relocated(problem: Problem, base: Plan, *, exact: bool, repartition: bool) -
             best = relocation.better(best, moved)
     for share in (1.0, 0.5, 0.25) if lay.pp > 1 and not base.rules else ():
         best = relocation.better(best, relocation.in_bubbles(best, share))
-    bound = "device ledger" if relocation.fits(best) else "nothing fits the device"
-    return best.noting(bound=bound, layers=", ".join(map(str, counts_of(best))))
+    return best
