@@ -11,10 +11,11 @@ from rematbench.claims import load_claims
 from rematbench.cli_sheet import read, rich_table
 from rematbench.cli_text import CommandError, console
 from rematbench.discover import discover
-from rematbench.ledger_of_claims import claims_table, prediction_answers
+from rematbench.claim_ledger import claims_table, prediction_answers
 from rematbench.paths import data_dir
 from rematbench.study import load_study, narrowed
-from rematbench.study_tables import study_tables
+from rematbench.sheets import read_sheet
+
 from rematbench.table import Column, Table
 
 METHODS = Annotated[
@@ -88,9 +89,9 @@ def claims(
     """
     found = [answer for path in answers for answer in _read(path)]
     cells = read(predictions, "--predictions", "pred_status") if predictions else []
-    rows = read(data_dir("published") / "claims.csv", "claims.csv", "id")
+    rows = read_sheet(data_dir("published") / "claims.csv")
     ledger = claims_table(rows, load_claims(), [*found, *prediction_answers(cells)])
-    made = [ledger, *study_tables(found, rows)]
+    made = [ledger]
     for table in made:
         table.write(output)
     typer.echo(f"{output}: {', '.join(table.name for table in made)}")
