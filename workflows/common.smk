@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rematbench.discover import discover
 from rematbench.sheets import all_cells, bundles as sheet_bundles, read_sheet
+from rematbench.study import load_study
 from rematbench.suitefile import bundles as suite_bundles, load_suite
 
 
@@ -23,6 +24,7 @@ ENGINE = digest(
     Path("config/calibration.yaml"),
 )
 REGISTRY = discover()
+STUDIES = sorted(path.stem for path in Path("config/study").glob("*.yaml"))
 SHEETS = sorted(sheet_bundles(all_cells(read_sheet(Path(PUBLISHED))), REGISTRY))
 
 for path, reason in REGISTRY.broken.items():
@@ -32,6 +34,7 @@ for path, reason in REGISTRY.broken.items():
 wildcard_constraints:
     suite="|".join(config["figures"]),  # results/ holds committed folders too
     method="[a-z0-9_+]+",
+    study="|".join(STUDIES),
 
 
 def suite_methods(suite):

@@ -109,23 +109,28 @@ def _answer(
     """Fill one cell."""
     settings: dict[str, Value] = dict(contender.settings)
     try:
-        if question.ask == "longest":
+        if question.ask in SEARCHES:
             method = registry.resolve(contender.method, settings)
-            return _longest(blank, question, workload, degrees, method)
-        if question.ask == "hidden_from":
-            return _hidden_from(blank, question, workload, degrees, registry, contender)
-        problem = workload.problem(degrees)
-        if contender.fewest:
-            return _fewest(blank, problem, contender, registry)
-        method = registry.resolve(contender.method, settings)
-        if question.ask == "run":
-            return of_outcome(blank, run_method(problem, method))
-        plan = method.plan(problem)
-        if isinstance(plan, Unsupported):
-            return replace(blank, status="unsupported", reason=plan.reason)
-        return replace(blank, values=MEASURES[question.ask](problem, plan))
+            return SEARCHES[question.ask](blank, question, workload, degrees, method)
+        return _at_length(blank, workload.problem(degrees), question.ask, contender, registry)
     except (PlanError, LayoutError) as error:
         return replace(blank, status="failed", reason=str(error))
+
+
+def _at_length(
+    blank: Answer, problem: Problem, ask: Ask, contender: Contender, registry: Registry
+) -> Answer:
+    """A question at the workload's own sequence length."""
+    if contender.fewest:
+        return _fewest(blank, problem, contender, registry)
+    settings: dict[str, Value] = dict(contender.settings)
+    method = registry.resolve(contender.method, settings)
+    if ask == "run":
+        return of_outcome(blank, run_method(problem, method))
+    plan = method.plan(problem)
+    if isinstance(plan, Unsupported):
+        return replace(blank, status="unsupported", reason=plan.reason)
+    return replace(blank, values=MEASURES[ask](problem, plan))
 
 
 MEASURES: dict[Ask, Callable[[Problem, Plan], Values]] = {
@@ -199,19 +204,23 @@ def _hidden_from(
     question: Question,
     workload: StudyWorkload,
     degrees: Degrees,
-    registry: Registry,
-    contender: Contender,
+    method: Composition,
 ) -> Answer:
-    settings: dict[str, Value] = dict(contender.settings)
     found = hidden_from(
         lambda seq_len: workload.problem(degrees, seq_len),
-        registry.resolve(contender.method, settings),
+        method,
         granularity=question.granularity,
         limit=question.limit,
     )
     if not found:
         return replace(blank, status="failed", reason="never hidden up to the limit of the search")
     return replace(blank, values={"seq_len": found})
+
+
+SEARCHES: dict[Ask, Callable[[Answer, Question, StudyWorkload, Degrees, Composition], Answer]] = {
+    "longest": _longest,
+    "hidden_from": _hidden_from,
+}
 
 
 def dump(answers: list[Answer]) -> bytes:

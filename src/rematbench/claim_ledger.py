@@ -8,8 +8,8 @@ from rematbench.answers import Answer, Number
 from rematbench.claims import Claim, Claims, Ours, Part, Published, evaluate_query, published
 from rematbench.cost.estimators import SAFE_SHARE, fujii_estimate
 from rematbench.discover import discover
-from rematbench.published import RowError, read_case
 from rematbench.load import load_cluster
+from rematbench.published import RowError, read_case
 from rematbench.sheets import LAYOUTS, PUBLISHED
 from rematbench.suite import Status
 from rematbench.table import Column, Table, signed_percent
@@ -27,11 +27,9 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[Answer]) -> 
     """Every claim in the order of claims.csv: its parts compared, or why it is not."""
     known = {claim.id: claim for claim in claims.claims}
     lines = [
-        line
-        for row in rows
-        for line in claim_lines(row, known.get(row["id"]), claims, answers)
+        line for row in rows for line in claim_lines(row, known.get(row["id"]), claims, answers)
     ]
-    counts = {word: sum(l["verdict"].startswith(word) for l in lines) for word in VERDICTS}
+    counts = {word: sum(line["verdict"].startswith(word) for line in lines) for word in VERDICTS}
     summary = ", ".join(f"{count} {word}" for word, count in counts.items())
     return Table(
         name="claims",
@@ -76,7 +74,9 @@ def claim_lines(
     head: dict[str, Any] = {
         "id": row["id"],
         "system": row["system"],
-        "what": "; ".join(text for text in (row["metric"], row["model"], row["conditions"]) if text),
+        "what": "; ".join(
+            text for text in (row["metric"], row["model"], row["conditions"]) if text
+        ),
         "published": row["value"],
         "unit": row["unit"],
         "source": row["source"],
@@ -114,14 +114,15 @@ def _part_line(
 
 
 def verdict(ours: Ours, told: float, bound: str, tolerance: float) -> str:
-    """Agreement of a number with the published one.  A plan that does not fit never agrees."""
+    """Agreement of a number with the published one (or with a bound, missed by less than the
+    tolerance).  A plan that does not fit never agrees."""
     if ours.value is None:
         return f"not comparable: {ours.problem}"
     if ours.problem:
         return f"{OUTSIDE}: {ours.problem}"
     if bound:
-        kept = ours.value < told if bound == "<" else ours.value > told
-        return WITHIN if kept else OUTSIDE
+        sign = 1 if bound == "<" else -1
+        return WITHIN if sign * (ours.value / told - 1) < tolerance else OUTSIDE
     if told == 0:
         return WITHIN if ours.value == 0 else OUTSIDE
     return WITHIN if abs(ours.value / told - 1) <= tolerance else OUTSIDE
@@ -129,7 +130,7 @@ def verdict(ours: Ours, told: float, bound: str, tolerance: float) -> str:
 
 def _remark(part: Part, claim: Claim, ours: Ours) -> str:
     counted = f"{ours.counted} of {ours.asked} cells count" if ours.asked > 1 else ""
-    layouts = {a.layout for a in ours.answers if a.ask in ("run", "longest") and a.layout}
+    layouts = {a.layout for a in ours.answers if a.ask in ("run", "longest") and "," in a.layout}
     layout = f"at {layouts.pop()}" if len(layouts) == 1 else ""
     words = (part.name, claim.remark, part.remark, counted, layout, claim.because)
     return "; ".join(" ".join(text.split()) for text in words if text)

@@ -7,15 +7,15 @@ import typer
 from typer import Argument, Option
 
 from rematbench.answers import Answer, ask_study, dump, line, read_answers
+from rematbench.claim_ledger import claims_table, prediction_answers
 from rematbench.claims import load_claims
 from rematbench.cli_sheet import read, rich_table
 from rematbench.cli_text import CommandError, console
 from rematbench.discover import discover
-from rematbench.claim_ledger import claims_table, prediction_answers
 from rematbench.paths import data_dir
-from rematbench.study import load_study, narrowed
 from rematbench.sheets import read_sheet
-
+from rematbench.study import load_study, narrowed
+from rematbench.study_tables import study_tables
 from rematbench.table import Column, Table
 
 METHODS = Annotated[
@@ -90,8 +90,9 @@ def claims(
     found = [answer for path in answers for answer in _read(path)]
     cells = read(predictions, "--predictions", "pred_status") if predictions else []
     rows = read_sheet(data_dir("published") / "claims.csv")
-    ledger = claims_table(rows, load_claims(), [*found, *prediction_answers(cells)])
-    made = [ledger]
+    declared = load_claims()
+    ledger = claims_table(rows, declared, [*found, *prediction_answers(cells)])
+    made = [ledger, *study_tables(found, rows, declared)]
     for table in made:
         table.write(output)
     typer.echo(f"{output}: {', '.join(table.name for table in made)}")

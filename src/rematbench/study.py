@@ -20,7 +20,14 @@ from rematbench.suitefile import Variant
 from rematbench.workload import PositiveInt, Precision
 
 Ask = Literal[
-    "run", "longest", "hidden_from", "attention_share", "saved", "parts", "fragmentation", "estimate"
+    "run",
+    "longest",
+    "hidden_from",
+    "attention_share",
+    "saved",
+    "parts",
+    "fragmentation",
+    "estimate",
 ]
 
 
@@ -126,7 +133,9 @@ def load_study(path: Path) -> Study:
         for name in question.workloads:
             if name not in names:
                 hint = closest(name, names)
-                raise ConfigError(label, f"questions: {question.ask}", f"no workload {name!r}{hint}")
+                raise ConfigError(
+                    label, f"questions: {question.ask}", f"no workload {name!r}{hint}"
+                )
     return study
 
 
