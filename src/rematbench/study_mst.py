@@ -15,12 +15,15 @@ from rematbench.study_rows import (
 from rematbench.table import Column, Show, Table, fixed, gib, signed_percent, whole
 
 
+EARLY = ", early update"
+
+
 def mst_longest(answers: list[Answer], told: Told) -> Table:
     """Longest sequences, and how many times vanilla's and recomputation's they are."""
     found = of(answers, "longest")
     rows = []
     for answer in found:
-        early = ", early update" if answer.method.endswith(", early update") else ""
+        early = EARLY if answer.method.endswith(EARLY) else ""
         same = {a.method: a for a in found if a.workload == answer.workload}
         length = number_of(answer, "seq_len")
         claimed = told_of(told, answer, "seq_len")
@@ -35,6 +38,8 @@ def mst_longest(answers: list[Answer], told: Told) -> Table:
                 ),
             }
         )
+    order = list(dict.fromkeys(row["workload"] for row in rows))
+    rows.sort(key=lambda row: (order.index(row["workload"]), row["method"].endswith(EARLY)))
     return Table(
         name="mst_longest",
         title="MsT: longest sequence on one A100 80 GB",
