@@ -53,6 +53,21 @@ def method_files(wildcards):
     ]
 
 
+def study_methods(wildcards):
+    """The files of the methods that a study asks: editing one asks it again."""
+    questions = load_study(Path(f"config/study/{wildcards.study}.yaml")).questions
+    names = {m.method for question in questions for m in question.methods}
+    origins = {
+        Path(REGISTRY.methods[part].origin)
+        for name in names
+        for part in name.split("+")
+    }
+    here = Path.cwd()
+    return sorted(
+        str(path.relative_to(here)) for path in origins if path.is_relative_to(here)
+    )
+
+
 def looked_into(wildcards):
     """The folder of the records that stage and timeline figures look into."""
     method = config["looked_into"][wildcards.suite]["method"]

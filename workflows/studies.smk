@@ -13,19 +13,6 @@ STUDY_TABLES = [
 ]
 
 
-def study_methods(wildcards):
-    """The files of the methods that a study asks: editing one asks it again."""
-    questions = load_study(Path(f"config/study/{wildcards.study}.yaml")).questions
-    names = {m.method for question in questions for m in question.methods}
-    origins = {
-        Path(REGISTRY.methods[part].origin) for name in names for part in name.split("+")
-    }
-    here = Path.cwd()
-    return sorted(
-        str(path.relative_to(here)) for path in origins if path.is_relative_to(here)
-    )
-
-
 rule study:
     input:
         study="config/study/{study}.yaml",

@@ -14,7 +14,6 @@ from rematbench.study_rows import (
 )
 from rematbench.table import Column, Show, Table, fixed, gib, signed_percent, whole
 
-
 EARLY = ", early update"
 
 
