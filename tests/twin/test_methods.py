@@ -1,6 +1,10 @@
 """The twin law for every file of methods/, with settings under which each does what it promises."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +27,7 @@ from tests.strategies import problems
 from tests.twin.interpreter import EARLY, interpret
 
 REGISTRY = discover()
+ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2, "global_batch": 2},
     "1f1b": {"tp": 2, "pp": 2, "global_batch": 3},
@@ -127,6 +132,32 @@ def test_solvers_are_deterministic(name: str) -> None:
     plans = [of(name, "1f1b")[1] for _ in range(3)]
     assert plans[0] == plans[1] == plans[2]
     assert plans[0].rules
+
+
+SOLVE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import msgspec
+from rematbench.solve.packing import Tensor, pack
+from tests.twin.test_methods import of
+sys.stdout.buffer.write(msgspec.json.encode(of("lynx_opt", "1f1b")[1], order="deterministic"))
+sys.stdout.write(str(pack(tuple(Tensor(3 + i % 5, i % 7, i % 7 + 2 + i % 4) for i in range(24)))))
+"""
+
+
+def test_milps_do_not_depend_on_the_process() -> None:
+    """Another order of hashes, as another Python has, gives the same plan and packing."""
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", SOLVE, str(ROOT)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1]
+    assert b"rules" in outputs[0]
 
 
 @settings(

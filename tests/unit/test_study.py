@@ -1,11 +1,13 @@
 """Studies: files, candidate layouts, every question on a small model, commands to type."""
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rematbench import cli
 from rematbench.answers import Answer, ask_study, dump, read_answers
 from rematbench.configfile import ConfigError
 from rematbench.discover import discover
@@ -147,6 +149,37 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--workload: 'three' is not in study small"):
         narrowed(good, "three", "")
     assert [q.workloads for q in narrowed(good, "two", "").questions] == [("two",)]
+
+
+def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """study writes answers, claims reads them; a person's mistakes are one line and exit code 2."""
+    keep = "    methods: [{name: keep, method: keep_all}]\n"
+    path = study(tmp_path, f"  - ask: saved\n    workloads: [one]\n{keep}")
+    answers = tmp_path / "answers.json"
+    assert main("study", str(path), "-o", str(answers)) == 0
+    assert main("study", str(path)) == 0
+    assert "kept_bytes" in capfd.readouterr().out
+    assert main("claims", str(answers), "-o", str(tmp_path / "tables")) == 0
+    assert (tmp_path / "tables/claims.md").stat().st_size > 1000
+    capfd.readouterr()
+    (tmp_path / "bad.json").write_text("{")
+    for words in (
+        ["study", str(path), "--workload", "on"],
+        ["study", str(tmp_path / "none.yaml")],
+        ["claims", str(tmp_path / "bad.json"), "-o", str(tmp_path)],
+        ["claims", str(tmp_path / "none.json"), "-o", str(tmp_path)],
+    ):
+        assert main(*words) == 2
+        assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def main(*words: str) -> int:
+    """The exit code of a command."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["rematbench", *words])
+        with pytest.raises(SystemExit) as raised:
+            cli.main()
+    return int(raised.value.code or 0)
 
 
 # -- measures ---------------------------------------------------------------------------------
