@@ -103,7 +103,7 @@ def _part_line(
     if told is None:
         return {**line, "verdict": f"not comparable: {value.text!r} has no number {part.number}"}
     return line | {
-        "published": f"{value.bound} {told:.7g}".strip(),
+        "published": f"{value.prefix} {told:.7g}".strip(),
         "ours": ours.value,
         "error": None if ours.value is None or not told else ours.value / told - 1,
         "tolerance": tolerance.value,

@@ -132,6 +132,11 @@ class Published(Struct, frozen=True):
     numbers: tuple[float, ...]
     bound: Literal["", "<", ">"]
 
+    @property
+    def prefix(self) -> str:
+        """What stands before every number: a bound, or `up to`."""
+        return "up to" if self.text.strip().startswith("up to") else self.bound
+
     def told(self, part: Part) -> float | None:
         """The number that a part is about; None if the text has no such number."""
         if max(part.number, part.over or 0) >= len(self.numbers):
