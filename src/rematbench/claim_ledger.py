@@ -6,10 +6,8 @@ from typing import Any
 from rematbench.accuracy import number
 from rematbench.answers import Answer, Number
 from rematbench.claims import Claim, Claims, Ours, Part, Published, evaluate_query, published
-from rematbench.cost.estimators import SAFE_SHARE, fujii_estimate
 from rematbench.discover import discover
-from rematbench.load import load_cluster
-from rematbench.published import RowError, read_case
+from rematbench.rule80 import scored_cells
 from rematbench.sheets import LAYOUTS, PUBLISHED
 from rematbench.suite import Status
 from rematbench.table import Column, Table, signed_percent
@@ -183,20 +181,10 @@ def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[Answer]:
     """How many published out-of-memory errors an estimate below 80 % of the device met."""
     if not cells:
         return []
-    registry = discover()
-    under = broken = 0
-    for cell in cells:
-        if cell["status"] not in ("ok", "oom"):
-            continue  # a dash does not say what happened
-        try:
-            case = read_case(cell, registry)
-        except RowError:
-            continue
-        estimate = fujii_estimate(case.model, case.layout, case.seq_len)
-        if estimate.under(SAFE_SHARE, load_cluster(case.cluster).hbm_bytes):
-            under += 1
-            broken += cell["status"] == "oom"
-    values: dict[str, Number] = {"oom_below": broken, "below": under}
+    told = [cell for cell in scored_cells(cells, discover()) if cell["status"] in ("ok", "oom")]
+    safe = [cell for cell in told if cell["safe"]]  # a dash does not say what happened
+    broken = sum(cell["status"] == "oom" for cell in safe)
+    values: dict[str, Number] = {"oom_below": broken, "below": len(safe)}
     made = Answer(
         study="predictions",
         ask="estimate",
