@@ -11,6 +11,7 @@ configfile: "config/workflow.yaml"
 include: "workflows/common.smk"
 include: "workflows/runs.smk"
 include: "workflows/published.smk"
+include: "workflows/studies.smk"
 include: "workflows/figures.smk"
 
 
@@ -18,7 +19,7 @@ rule all:
     default_target: True
     input:
         "results/paper/runs.csv",
-        "results/paper/predictions.csv",
+        "results/paper/tables/claims.csv",
         figures("paper"),
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rematbench.discover import discover
 from rematbench.sheets import all_cells, bundles as sheet_bundles, read_sheet
+from rematbench.study import load_study
 from rematbench.suitefile import bundles as suite_bundles, load_suite
 
 
@@ -23,6 +24,7 @@ ENGINE = digest(
     Path("config/calibration.yaml"),
 )
 REGISTRY = discover()
+STUDIES = sorted(path.stem for path in Path("config/study").glob("*.yaml"))
 SHEETS = sorted(sheet_bundles(all_cells(read_sheet(Path(PUBLISHED))), REGISTRY))
 
 for path, reason in REGISTRY.broken.items():
@@ -32,6 +34,7 @@ for path, reason in REGISTRY.broken.items():
 wildcard_constraints:
     suite="|".join(config["figures"]),  # results/ holds committed folders too
     method="[a-z0-9_+]+",
+    study="|".join(STUDIES),
 
 
 def suite_methods(suite):
@@ -48,6 +51,21 @@ def method_files(wildcards):
     return [
         str(path.relative_to(here)) for path in origins if path.is_relative_to(here)
     ]
+
+
+def study_methods(wildcards):
+    """The files of the methods that a study asks: editing one asks it again."""
+    questions = load_study(Path(f"config/study/{wildcards.study}.yaml")).questions
+    names = {m.method for question in questions for m in question.methods}
+    origins = {
+        Path(REGISTRY.methods[part].origin)
+        for name in names
+        for part in name.split("+")
+    }
+    here = Path.cwd()
+    return sorted(
+        str(path.relative_to(here)) for path in origins if path.is_relative_to(here)
+    )
 
 
 def looked_into(wildcards):

@@ -113,7 +113,13 @@ class ChunkOps:
 
     def runs(self, unit: Unit) -> dict[str, MiniRun]:
         """The unit's mini-sequence runs, by first operator."""
-        return mini_runs(unit.table, self.mini_sequences) if self.mini_sequences else {}
+        return self._runs[id(unit.table)] if self.mini_sequences else {}
+
+    @cached_property
+    def _runs(self) -> dict[int, dict[str, MiniRun]]:
+        """Runs by table: layers share few tables, and are asked for at every operator."""
+        tables = {id(unit.table): unit.table for unit in self.units}
+        return {key: mini_runs(table, self.mini_sequences) for key, table in tables.items()}
 
     def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
         """The run inside which an activation exists only in pieces."""

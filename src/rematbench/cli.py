@@ -14,6 +14,7 @@ from rematbench.cli_doctor import doctor
 from rematbench.cli_flow import collect, run, sheets, stages, tables
 from rematbench.cli_plan import plan, simulate, timeline
 from rematbench.cli_sheet import predict, validate
+from rematbench.cli_study import claims, study
 from rematbench.cli_text import CommandError, console, grid, left, plain
 from rematbench.configfile import ConfigError
 from rematbench.discover import MethodError, discover
@@ -73,7 +74,7 @@ def methods(
 
 
 COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor)
-WORKFLOW = (run, collect, sheets, tables)
+WORKFLOW = (run, collect, sheets, tables, study, claims)
 
 for command in (*COMMANDS, *WORKFLOW):
     app.command()(command)

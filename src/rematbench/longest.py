@@ -1,4 +1,4 @@
-"""The longest sequence that fits: bisection over multiples of a granularity, for claims tables."""
+"""The longest sequence that fits, in multiples of a granularity, for claims tables."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,9 @@ def longest_sequence(
     limit: int = 1 << 24,
     reserved: Reserved | None = None,
 ) -> Longest:
-    """Double until a sequence fails, then halve the bracket; fitting must be monotone in length.
+    """Bracket the longest fitting length, then narrow the bracket; fitting must be monotone in
+    length.  Allocated bytes are nearly linear in it, so lengths are tried where a straight line
+    through the peaks known so far meets the device, and every third time in the middle.
 
     A sequence fails if a device or a host is out of memory, or if the method or layout refuses it.
     """
@@ -45,18 +47,53 @@ def longest_sequence(
         tried[units] = _attempt(factory, units * granularity, method, reserved)
         return tried[units].status == "ok"
 
+    last = max(1, limit // granularity)
     low, high = 0, 1
-    while high * granularity <= limit and fits(high):
-        low, high = high, 2 * high
+    while high <= last and fits(high):
+        low, high = high, _further(tried, high, last)
     if high not in tried:
         return _report(tried, low, high, granularity, "the limit of the search")
     while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
+        units = (low + high) // 2 if len(tried) % 3 == 0 else _between(tried, low, high)
+        low, high = (units, high) if fits(units) else (low, units)
     return _report(tried, low, high, granularity, tried[high].reason)
+
+
+def _further(tried: dict[int, Outcome], units: int, last: int) -> int:
+    """Where to look for a length that fails: twice as far, or just beyond where the peaks of the
+    last two lengths meet the device; the limit once before going past it."""
+    before = max((known for known in tried if known < units), default=0)
+    guess = _crossing(tried, before, units) if before else None
+    further = 2 * units if guess is None else min(max(2 * units, guess + 1), 16 * units)
+    return further if units == last else min(further, last)
+
+
+def _between(tried: dict[int, Outcome], low: int, high: int) -> int:
+    """A length inside a bracket: where the peaks meet the device, or a little below the upper end
+    if an allocator's waste has already moved that end below the meeting point."""
+    guess = _crossing(tried, low, high)
+    if guess is None:
+        return (low + high) // 2
+    if guess >= high - 1:
+        return high - max(1, (high - low) // 8)
+    return max(low + 1, guess)
+
+
+def _crossing(tried: dict[int, Outcome], low: int, high: int) -> int | None:
+    """The last whole length before the line through two peaks meets the device; None if a peak is
+    unknown or they do not rise."""
+    rooms = [_room(tried.get(units)) for units in (low, high)]
+    if rooms[0] is None or rooms[1] is None or rooms[1] >= rooms[0]:
+        return None
+    return low + int(rooms[0] * (high - low) // (rooms[0] - rooms[1]))
+
+
+def _room(outcome: Outcome | None) -> int | None:
+    """What allocated bytes leave of the device, negative if they are more; None if unknown."""
+    if outcome is None or outcome.evaluation is None or outcome.verdict is None:
+        return None
+    found = outcome.evaluation
+    return outcome.verdict.headroom_bytes + found.reserved_bytes - max(found.peak_device_bytes)
 
 
 def _attempt(

@@ -4,17 +4,24 @@ Each file lists every rank's steps, then each distinct block once (written for i
 `pytest tests/golden --update-golden` rewrites the files; git shows what that changed.
 """
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rematbench.action import to_text
 from rematbench.check import check
+from rematbench.discover import discover
+from rematbench.evaluate import evaluate
 from rematbench.lower import lower
 from rematbench.plan import Offload, Plan, Split
 from rematbench.problem import Problem
 from rematbench.program import Block, Program
+from rematbench.solve.relocate import Relocation
+from tests.cost_constants import ROUND
 from tests.problems import BALANCED, FULL, by_layer, half, layers, problem, rule, transfers
 
 HERE = Path(__file__).parent
@@ -55,12 +62,45 @@ def mixed_split_by_layer() -> tuple[Problem, Plan]:
     return given, by_layer(given.base_plan.with_rules(*rules))
 
 
+def memo() -> tuple[Problem, Plan]:
+    """Half of the tokens to the host through rounding buffers, the others rebuilt; two layers of
+    four are exempt."""
+    return by_method(problem(model=layers(4)), "memo", alpha=0.5)
+
+
+def mst() -> tuple[Problem, Plan]:
+    """Full recomputation, the MLP in two pieces and the head in two, updates in the backward."""
+    settings: dict[str, Any] = {"mlp_chunks": 2, "head_chunks": 2, "optimizer_in_backward": True}
+    return by_method(problem(model=layers(1)), "full_recompute+mst", **settings)
+
+
+def lynx() -> tuple[Problem, Plan]:
+    """The heuristic at round costs, on a device with half the room that keeping needs: rebuilding
+    beside collectives of the backward."""
+    given = problem(model=layers(4), tp=2, pp=2, global_batch=2)
+    given = dataclasses.replace(given, calibration=ROUND, evaluator=evaluate)
+    lean = Relocation(given, given.base_plan, exact=False).lean(given.base_plan)
+    room = (given.cost.peak_bytes(lean) + given.cost.peak_bytes(given.base_plan)) // 2
+    cluster = replace(given.cluster, hbm_bytes=room + given.cluster.non_torch_bytes)
+    return by_method(dataclasses.replace(given, cluster=cluster, _memo={}), "lynx_heu")
+
+
+def by_method(given: Problem, spec: str, **settings: Any) -> tuple[Problem, Plan]:
+    """The plan of a file of methods/."""
+    plan = discover().resolve(spec, settings).plan(given)
+    assert isinstance(plan, Plan), plan
+    return given, plan
+
+
 CASES: dict[str, Callable[[], tuple[Problem, Plan]]] = {
     "one_f_one_b": one_f_one_b,
     "interleaved_offload": interleaved_offload,
     "full_recompute": full_recompute,
     "zero_3": zero_3,
     "mixed_split_by_layer": mixed_split_by_layer,
+    "memo": memo,
+    "mst": mst,
+    "lynx": lynx,
 }
 
 

@@ -1,0 +1,88 @@
+"""Seconds of the searches that papers time: Lynx's heuristic and optimum, MEMO's memory plan.
+
+Search times belong to the machine they ran on, so they are no part of generated tables.  Run it on
+a quiet machine: `./bench run python benchmarks/solvers.py`.  Beside ours: Chen et al. (arXiv
+2406.08756 v1) 0.16 s on average for the heuristic, 99 % less than the optimum; Zhao et al. (arXiv
+2407.12117 v3) under 300 s for every memory plan (Gurobi).  Target: the heuristic under 0.2 s.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rematbench.discover import discover
+from rematbench.lower import lower
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.solve.memory_plan import memory_plan
+from rematbench.solve.relocate import Relocation
+from rematbench.study import Study, load_study
+
+REPEATS = 3
+STUDIES = Path("config/study")
+TARGET_S = 0.2
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Median wall time of some calls."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def policies(problem: Problem, *, exact: bool) -> object:
+    """Every stage's policies within what a lean plan leaves of the device: the search alone, no
+    ledger in the loop."""
+    base = problem.base_plan
+    relocation = Relocation(problem, base, exact=exact)
+    budget = 0.25 * problem.cluster.usable_bytes
+    return [
+        stage.solve(relocation.layer, relocation.front, budget, relocation.per_chunk)
+        for stage in relocation.stages(base)
+    ]
+
+
+def searches(study: Study) -> list[float]:
+    """Print the ladder's search times; the heuristic's, to be averaged."""
+    heuristic = []
+    sys.stdout.write("problem, heuristic s, optimum s, heuristic / optimum\n")
+    for workload in study.workloads:
+        problem = workload.problem(workload.layouts[0])
+        fast, slow = (
+            seconds(lambda p=problem, e=exact: policies(p, exact=e)) for exact in (False, True)
+        )
+        heuristic.append(fast)
+        sys.stdout.write(f"{workload.name}, {fast:.4f}, {slow:.4f}, {fast / slow:.2f}\n")
+    return heuristic
+
+
+def plans(study: Study) -> None:
+    """Print the seconds of memory plans of one step."""
+    sys.stdout.write("problem, memory plan s\n")
+    method = discover().resolve("memo")
+    for workload in study.workloads:
+        if "average" in workload.name or workload.system == "deepspeed" or workload.gpus != 8:
+            continue
+        problem = workload.problem(workload.layouts[0])
+        plan = method.plan(problem)
+        assert isinstance(plan, Plan)
+        rank = lower(plan, problem).ranks[0]
+        sys.stdout.write(f"{workload.name}, {seconds(lambda r=rank: memory_plan(r)):.4f}\n")
+
+
+def main() -> None:
+    """Print both tables; exit 1 if the heuristic misses its target on average."""
+    found = searches(load_study(STUDIES / "lynx.yaml"))
+    mean = statistics.fmean(found)
+    sys.stdout.write(f"heuristic: {mean:.4f} s on average, target {TARGET_S} s\n\n")
+    plans(load_study(STUDIES / "memo.yaml"))
+    sys.exit(0 if mean < TARGET_S else 1)
+
+
+if __name__ == "__main__":
+    main()

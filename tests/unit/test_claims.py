@@ -1,0 +1,294 @@
+"""The ledger of claims: every row is compared or says why, and verdicts follow the numbers."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.answers import Answer
+from rematbench.claim_ledger import OUTSIDE, WITHIN, claims_table, prediction_answers
+from rematbench.claims import (
+    Claim,
+    Claims,
+    Ours,
+    Part,
+    Query,
+    Tolerance,
+    evaluate_query,
+    load_claims,
+    published,
+)
+from rematbench.configfile import ConfigError
+from rematbench.discover import discover
+from rematbench.paths import data_dir
+from rematbench.sheets import read_sheet
+from rematbench.study import Study, load_study
+from rematbench.study_rows import published_numbers
+
+CLAIMS = load_claims()
+ROWS = read_sheet(data_dir("published") / "claims.csv")
+STUDIES: dict[str, Study] = {
+    path.stem: load_study(path) for path in sorted((data_dir("config") / "study").glob("*.yaml"))
+}
+ELSEWHERE = {"predictions"}
+"""Answers that come from predicted sheets, not from a study."""
+
+
+def answer(workload: str = "w", method: str = "ours", **changes: Any) -> Answer:
+    made = Answer(
+        study="s",
+        ask="run",
+        workload=workload,
+        method=method,
+        layout="tp 2, zero 1",
+        values={"step_s": 2.0, "tokens_per_s_per_gpu": 50.0},
+        command=f"rematbench simulate {method} {workload}",
+    )
+    return replace(made, **changes)
+
+
+def query(**changes: Any) -> Query:
+    made = Query(study="s", of=("w",), methods=("ours",), metric="tokens_per_s_per_gpu")
+    return replace(made, **changes)
+
+
+def ledger(value: str, *parts: Part, answers: list[Answer] | None = None) -> list[dict[str, Any]]:
+    """Lines of a claim with this published value and a tolerance of a tenth."""
+    row = dict.fromkeys(ROWS[0], "") | {"id": "c", "value": value}
+    declared = Claims(
+        tolerances={"tenth": Tolerance(value=0.1, reason="a test")},
+        claims=(Claim(id="c", tolerance="tenth", parts=parts or (Part(query=query()),)),),
+    )
+    found = [answer()] if answers is None else answers
+    return [dict(line) for line in claims_table([row], declared, found).rows]
+
+
+# -- the committed declarations ---------------------------------------------------------------
+
+
+def test_every_published_claim_is_declared_once() -> None:
+    assert [row["id"] for row in ROWS] == sorted({r["id"] for r in ROWS}, key=_order)
+    assert {claim.id for claim in CLAIMS.claims} == {row["id"] for row in ROWS}
+
+
+def _order(name: str) -> int:
+    return [row["id"] for row in ROWS].index(name)
+
+
+def test_every_tolerance_has_a_reason_and_is_used() -> None:
+    assert all(tolerance.reason.strip() for tolerance in CLAIMS.tolerances.values())
+    used = {claim.tolerance for claim in CLAIMS.claims if claim.parts}
+    assert used == set(CLAIMS.tolerances)
+
+
+def test_every_query_asks_what_a_study_answers() -> None:
+    """A misspelt workload or method would silently read as "no such answer"."""
+    for claim in CLAIMS.claims:
+        for part in claim.parts:
+            asked = part.query
+            if asked.study in ELSEWHERE:
+                continue
+            questions = [q for q in STUDIES[asked.study].questions if q.ask == asked.ask]
+            known = {
+                (workload.name, method.label)
+                for question in questions
+                for workload in STUDIES[asked.study].of(question)
+                for method in question.methods
+            }
+            wanted = {(w, m) for w in asked.of for m in asked.methods}
+            others = asked.to or asked.of
+            wanted |= {(w, m) for w in others for m in asked.to_methods}
+            wanted |= {(w, asked.only_if_short) for w in asked.of if asked.only_if_short}
+            assert wanted <= known, f"{claim.id}: {sorted(wanted - known)}"
+
+
+def test_every_part_has_a_published_number() -> None:
+    texts = {row["id"]: published(row["value"]) for row in ROWS}
+    for claim in CLAIMS.claims:
+        for part in claim.parts:
+            assert texts[claim.id].told(part) is not None, claim.id
+
+
+def test_every_method_of_a_study_resolves() -> None:
+    registry = discover()
+    for study in STUDIES.values():
+        for question in study.questions:
+            for method in question.methods:
+                registry.resolve(method.method, method.settings)
+                if method.fewest:
+                    registry.resolve(method.method, {**method.settings, method.fewest: 1})
+
+
+def test_a_claim_without_an_entry_says_so() -> None:
+    row = dict.fromkeys(ROWS[0], "") | {"id": "new", "value": "1"}
+    (line,) = claims_table([row], CLAIMS, []).rows
+    assert line["verdict"] == "not comparable: config/claims.yaml says nothing about it"
+
+
+def test_no_answer_is_no_agreement() -> None:
+    table = claims_table(ROWS, CLAIMS, [])
+    assert {line["id"] for line in table.rows} == {row["id"] for row in ROWS}
+    assert all(line["verdict"].startswith("not comparable: ") for line in table.rows)
+    assert f"0 {WITHIN}, 0 {OUTSIDE}" in table.note
+
+
+# -- verdicts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict"),
+    [
+        ("50", WITHIN),
+        ("54.9", WITHIN),
+        ("56", OUTSIDE),
+        ("up to 47", WITHIN),
+        ("up to 45", OUTSIDE),
+        ("< 60", WITHIN),
+        ("< 46", WITHIN),
+        ("< 40", OUTSIDE),
+        ("> 40", WITHIN),
+        ("> 60", OUTSIDE),
+    ],
+)
+def test_a_mutated_published_value_changes_the_verdict(value: str, verdict: str) -> None:
+    (line,) = ledger(value)
+    assert (line["ours"], line["verdict"]) == (50.0, verdict)
+
+
+def test_a_plan_that_does_not_fit_never_agrees() -> None:
+    short = answer(status="oom", reason="3 GiB short")
+    (line,) = ledger("50", answers=[short])
+    assert line["verdict"] == f"{OUTSIDE}: ours oom: 3 GiB short"
+    (line,) = ledger("50", Part(query=query(may_not_fit=True)), answers=[short])
+    assert line["verdict"] == WITHIN
+
+
+def test_the_command_is_the_answers() -> None:
+    (line,) = ledger("50")
+    assert line["command"] == "rematbench simulate ours w"
+    assert (line["world"], line["basis"]) == ("simulated", "held-out")
+
+
+def test_a_number_that_was_not_published_is_not_compared() -> None:
+    (line,) = ledger("50", Part(query=query(), number=1))
+    assert line["verdict"] == "not comparable: '50' has no number 1"
+
+
+# -- queries ----------------------------------------------------------------------------------
+
+
+def test_numbers_of_published_texts() -> None:
+    assert published("1048576 / 655360 / 262144").numbers == (1048576, 655360, 262144)
+    assert published("73.5 / 65.7 and 76.5 / 68.2").numbers == (73.5, 65.7, 76.5, 68.2)
+    assert [published(text).bound for text in ("< 300", "> 90", "up to 2")] == ["<", ">", ""]
+    over = Part(query=query(), number=0, over=1)
+    assert published("6 / 4").told(over) == 1.5
+
+
+def layouts(*cells: tuple[str, str, float, str]) -> list[Answer]:
+    """(method, layout, speed, status) on one workload."""
+    return [
+        answer(method=m, layout=lay, status=s, values={"tokens_per_s_per_gpu": v, "step_s": 1 / v})
+        for m, lay, v, s in cells
+    ]
+
+
+def test_best_against_best_and_same_layout() -> None:
+    cells = layouts(
+        ("ours", "a", 60.0, "ok"),
+        ("ours", "b", 90.0, "oom"),
+        ("rival", "a", 40.0, "ok"),
+        ("rival", "b", 50.0, "ok"),
+    )
+    asked = query(to_methods=("rival",), form="ratio")
+    assert evaluate_query(asked, cells).value == pytest.approx(60 / 50)
+    same = replace(asked, same_layout=True, reduce="max")
+    found = evaluate_query(same, cells)
+    assert found.value == pytest.approx(60 / 40)  # at b ours does not fit
+    assert (found.counted, found.asked) == (1, 2)
+    percent = replace(asked, form="more_pct")
+    assert evaluate_query(percent, cells).value == pytest.approx(20)
+
+
+def test_only_layouts_where_another_method_is_short() -> None:
+    cells = layouts(
+        ("ours", "a", 60.0, "ok"),
+        ("rival", "a", 40.0, "ok"),
+        ("keep", "a", 70.0, "oom"),
+        ("ours", "b", 50.0, "ok"),
+        ("rival", "b", 50.0, "ok"),
+        ("keep", "b", 70.0, "ok"),
+    )
+    asked = query(to_methods=("rival",), form="ratio", same_layout=True, reduce="min")
+    assert evaluate_query(asked, cells).value == 1.0
+    tight = replace(asked, only_if_short="keep")
+    assert evaluate_query(tight, cells).value == pytest.approx(1.5)
+
+
+def test_means_and_scales_over_workloads() -> None:
+    cells = [answer("w"), answer("x", values={"tokens_per_s_per_gpu": 150.0})]
+    asked = query(of=("w", "x"), reduce="mean", scale=0.01)
+    found = evaluate_query(asked, cells)
+    assert (found.value, found.counted, len(found.answers)) == (1.0, 2, 2)
+
+
+def test_dividing_by_nothing_is_said() -> None:
+    cells = [answer(), answer(method="zero", values={"tokens_per_s_per_gpu": 0.0})]
+    found = evaluate_query(query(to_methods=("zero",), form="ratio"), cells)
+    assert found == Ours(value=None, asked=1, problem="nothing to divide by (0)")
+
+
+# -- mistakes in the file ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- {id: a}", "a: needs either parts or not_comparable"),
+        ("- {id: a, not_comparable: x}\n- {id: a, not_comparable: y}", "a: is given twice"),
+        ("- {id: a, basis: fitted, tolerance: t, parts: [P]}", "a: basis fitted needs"),
+        ("- {id: a, tolerance: u, parts: [P]}", "a: unknown tolerance 'u' (known: t)"),
+        ("- {id: a, tolerance: t, parts: [R]}", "a: form ratio needs"),
+    ],
+)
+def test_contradictions_are_one_line(
+    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = "{query: {study: s, of: [w], methods: [m], metric: x}}"
+    lines = text.replace("P", part).replace("R", part.replace("x}", "x, form: ratio}"))
+    head = "tolerances: {t: {value: 0.1, reason: because}}\nclaims:\n"
+    (tmp_path / "claims.yaml").write_text(head + lines)
+    monkeypatch.setattr("rematbench.claims.data_dir", lambda kind: tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        load_claims()
+    assert str(raised.value).startswith("config/claims.yaml: ")
+    assert words in str(raised.value)
+
+
+# -- predictions and tables -------------------------------------------------------------------
+
+
+def test_the_eighty_percent_rule_counts_what_is_published() -> None:
+    """A row whose status is a dash does not say what happened; one that ran out below counts."""
+    with (data_dir("published") / "runs.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row | {"pred_status": "ok"} for row in csv.DictReader(file)]
+    own = [row for row in rows if "Fujii" in row["source"]]
+    (found,) = prediction_answers(own)
+    assert found.values["oom_below"] == 0
+    below = int(found.values["below"])
+    assert 0 < below < len(own)
+    broken = [row | {"status": "oom"} for row in own]
+    (found,) = prediction_answers(broken)
+    assert int(found.values["oom_below"]) >= below
+    dashes = [row | {"status": "dash"} for row in own]
+    (found,) = prediction_answers(dashes)
+    assert found.values == {"oom_below": 0, "below": 0}
+
+
+def test_tables_take_published_numbers_from_claims_in_our_units() -> None:
+    told = published_numbers(ROWS, CLAIMS)
+    ladder = told[("mst", "run", "llama3-8b", "mst, early update", "peak_device_bytes")]
+    assert ladder == pytest.approx(47 * 2**30)
+    assert told[("mst", "longest", "llama3-8b", "mst, early update", "seq_len")] == 60000

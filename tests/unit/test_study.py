@@ -1,0 +1,211 @@
+"""Studies: files, candidate layouts, every question on a small model, commands to type."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rematbench import cli
+from rematbench.answers import Answer, ask_study, dump, read_answers
+from rematbench.configfile import ConfigError
+from rematbench.discover import discover
+from rematbench.measures import part_peak_bytes, saved_layer_bytes
+from rematbench.study import load_study, narrowed
+from tests.problems import layers, problem
+
+REGISTRY = discover()
+HEAD = """name: small
+workloads:
+  - name: two
+    why: a test
+    model: gpt-1.3b
+    cluster: a100-40gb-pcie
+    system: megatron-lm
+    gpus: 4
+    seq_len: 2048
+    global_batch: 32
+    layouts:
+      - {tp: 2, pp: 2, micro_batch: 8, zero_stage: 0}
+      - {tp: 2, pp: 2, micro_batch: 16, zero_stage: 0}
+  - name: one
+    why: a test
+    model: tiny-llama
+    cluster: a800-80gb
+    system: megatron-core
+    gpus: 1
+    seq_len: 512
+questions:
+"""
+
+
+def study(tmp_path: Path, questions: str) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(HEAD + questions)
+    return path
+
+
+def ask(tmp_path: Path, questions: str) -> list[Answer]:
+    return ask_study(load_study(study(tmp_path, questions)), REGISTRY, "small.yaml")
+
+
+def test_every_method_has_every_layout(tmp_path: Path) -> None:
+    found = ask(
+        tmp_path,
+        "  - ask: run\n    workloads: [two]\n    methods:\n"
+        "      - {name: keep, method: keep_all}\n"
+        "      - {name: full, method: full_recompute}\n",
+    )
+    cells = {(answer.method, answer.layout): answer for answer in found}
+    assert len(cells) == 4
+    assert {answer.status for answer in found} <= {"ok", "oom"}
+    keep, full = (cells[(m, "tp 2, pp 2, micro-batch 8, zero 0")] for m in ("keep", "full"))
+    assert float(full.values["step_s"]) > float(keep.values["step_s"])
+    assert int(full.values["peak_device_bytes"]) < int(keep.values["peak_device_bytes"])
+
+
+def test_fewest_is_the_smallest_that_fits(tmp_path: Path) -> None:
+    """One layer less does not fit."""
+    template = (
+        "  - ask: run\n    workloads: [two]\n    methods:\n"
+        "      - {name: block, method: full_recompute, settings: {method: block}, "
+        "fewest: num_layers}\n"
+    )
+    path = study(tmp_path, template)
+    text = path.read_text().replace("micro_batch: 16", "micro_batch: 32")
+    path.write_text(text)
+    found = ask_study(load_study(path), REGISTRY, "small.yaml")
+    tight = found[1]
+    count = int(tight.values["num_layers"])
+    assert tight.status == "ok"
+    assert count > 1
+    fewer = template.replace("method: block", f"method: block, num_layers: {count - 1}")
+    path.write_text(text.replace(template, fewer.replace(", fewest: num_layers", "")))
+    assert ask_study(load_study(path), REGISTRY, "small.yaml")[1].status == "oom"
+
+
+def test_every_question_answers(tmp_path: Path) -> None:
+    keep = "    methods: [{name: keep, method: keep_all}]\n"
+    found = ask(
+        tmp_path,
+        "".join(
+            f"  - ask: {word}\n    workloads: [one]\n    limit: 2048\n    granularity: 512\n{keep}"
+            for word in ("longest", "saved", "parts", "attention_share", "estimate")
+        )
+        + "  - ask: fragmentation\n    workloads: [one]\n" + keep,
+    )  # fmt: skip
+    assert all(answer.status == "ok" and answer.values for answer in found), found
+    values: dict[str, Any] = {answer.ask: answer.values for answer in found}
+    assert values["longest"]["seq_len"] == 2048
+    assert 0 < values["attention_share"]["attention_share"] < 1
+    frag = values["fragmentation"]
+    assert frag["live_bytes"] <= frag["planned_bytes"] <= frag["reserved_bytes"]
+
+
+def test_what_cannot_be_answered_says_why(tmp_path: Path) -> None:
+    found = ask(
+        tmp_path,
+        "  - ask: hidden_from\n    workloads: [one]\n    limit: 1024\n    granularity: 512\n"
+        "    methods: [{name: keep, method: keep_all}]\n"
+        "  - ask: run\n    workloads: [one]\n    methods: [{method: lynx_heu}]\n",
+    )
+    assert [answer.status for answer in found] == ["failed", "unsupported"]
+    assert "never hidden" in found[0].reason
+    assert "no communication" in found[1].reason
+
+
+def test_answers_survive_json(tmp_path: Path) -> None:
+    found = ask(
+        tmp_path,
+        "  - ask: saved\n    workloads: [one]\n    methods: [{name: keep, method: keep_all}]\n",
+    )
+    assert read_answers(dump(found), "x") == found
+    with pytest.raises(ValueError, match=r"x: .*"):
+        read_answers(b"[{}]", "x")
+
+
+def test_commands_are_runnable_words(tmp_path: Path) -> None:
+    (plain, _, searched) = ask(
+        tmp_path,
+        "  - ask: run\n    workloads: [two]\n    methods:\n"
+        "      - {name: b, method: full_recompute, settings: {method: block, num_layers: 2}}\n"
+        "  - ask: saved\n    workloads: [one]\n    methods: [{name: keep, method: keep_all}]\n",
+    )
+    words = shlex.split(plain.command)
+    assert words[:3] == ["rematbench", "simulate", "full_recompute"]
+    for pair in (["--zero", "0"], ["--micro-batch", "8"], ["--set", "method=block"]):
+        assert any(words[i : i + 2] == pair for i in range(len(words))), pair
+    assert shlex.split(searched.command)[:3] == ["rematbench", "study", "small.yaml"]
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    keep = "    methods: [{method: keep_all}]\n"
+    with pytest.raises(ConfigError, match=r"no workload 'tow'; did you mean 'two'"):
+        load_study(study(tmp_path, f"  - ask: run\n    workloads: [tow]\n{keep}"))
+    with pytest.raises(ConfigError, match=r"unknown key|contains unknown field"):
+        load_study(study(tmp_path, f"  - ask: run\n    workload: [two]\n{keep}"))
+    good = load_study(study(tmp_path, f"  - ask: run\n{keep}"))
+    with pytest.raises(ConfigError, match=r"--workload: 'three' is not in study small"):
+        narrowed(good, "three", "")
+    assert [q.workloads for q in narrowed(good, "two", "").questions] == [("two",)]
+
+
+def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """study writes answers, claims reads them; a person's mistakes are one line and exit code 2."""
+    keep = "    methods: [{name: keep, method: keep_all}]\n"
+    path = study(tmp_path, f"  - ask: saved\n    workloads: [one]\n{keep}")
+    answers = tmp_path / "answers.json"
+    assert main("study", str(path), "-o", str(answers)) == 0
+    assert main("study", str(path)) == 0
+    assert "kept_bytes" in capfd.readouterr().out
+    assert main("claims", str(answers), "-o", str(tmp_path / "tables")) == 0
+    assert (tmp_path / "tables/claims.md").stat().st_size > 1000
+    capfd.readouterr()
+    (tmp_path / "bad.json").write_text("{")
+    for words in (
+        ["study", str(path), "--workload", "on"],
+        ["study", str(tmp_path / "none.yaml")],
+        ["claims", str(tmp_path / "bad.json"), "-o", str(tmp_path)],
+        ["claims", str(tmp_path / "none.json"), "-o", str(tmp_path)],
+    ):
+        assert main(*words) == 2
+        assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def main(*words: str) -> int:
+    """The exit code of a command."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["rematbench", *words])
+        with pytest.raises(SystemExit) as raised:
+            cli.main()
+    return int(raised.value.code or 0)
+
+
+# -- measures ---------------------------------------------------------------------------------
+
+
+def test_saved_bytes_are_the_tensors_of_the_layers() -> None:
+    given = problem(model=layers(3))
+    plan = given.base_plan
+    tensors = given.layer(0).activations
+    saved = [tensors[name] for name in given.layer(0).saved]
+    found = saved_layer_bytes(given, plan)
+    assert found["kept_bytes"] == 3 * sum(t.nbytes for t in saved)
+    assert found["kept_tensor_bytes"] == 3 * sum(t.nbytes for t in saved if t.differentiable)
+
+
+def test_head_bytes_fall_with_the_pieces_and_weights_stay() -> None:
+    given = problem(model=layers(1), seq_len=64)
+    sizes = {}
+    for pieces in (1, 2, 4):
+        plan = REGISTRY.resolve("mst", {"head_chunks": pieces, "mlp_chunks": 1}).plan(given)
+        sizes[pieces] = int(part_peak_bytes(given, plan)["head_bytes"])  # type: ignore[arg-type]
+    resident = given.head.activations["final_norm_out"].nbytes + sum(
+        op.parameters * (given.system.param_bytes + given.system.grad_bytes)
+        for op in given.head.ops
+        if op.name == "lm_head"
+    )
+    assert sizes[1] > sizes[2] > sizes[4] > resident
+    assert sizes[1] - resident == pytest.approx(2 * (sizes[2] - resident), rel=0.2)
+    assert sizes[2] - resident == pytest.approx(2 * (sizes[4] - resident), rel=0.05)

@@ -1,0 +1,54 @@
+"""Studies: what papers claim beside a step time -> answers -> the ledger of claims and its tables."""
+
+STUDY_TABLES = [
+    "claims",
+    "lynx_ladder",
+    "lynx_layouts",
+    "memo_average",
+    "memo_fragmentation",
+    "memo_lengths",
+    "memo_longest",
+    "mst_longest",
+    "mst_memory",
+]
+
+
+rule study:
+    input:
+        study="config/study/{study}.yaml",
+        methods=study_methods,
+    output:
+        "results/paper/studies/{study}.json",
+    log:
+        "results/paper/logs/study_{study}.log",
+    priority: 2  # the longest jobs of all
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+    shell:
+        "rematbench study {input.study} -o {output} > {log} 2>&1"
+
+
+rule claims:
+    input:
+        answers=expand("results/paper/studies/{study}.json", study=STUDIES),
+        predictions="results/paper/predictions.csv",
+        claims="config/claims.yaml",
+        published="results/published/claims.csv",
+    output:
+        expand(
+            "results/paper/tables/{table}.{suffix}",
+            table=STUDY_TABLES,
+            suffix=["csv", "md", "tex"],
+        ),
+    log:
+        "results/paper/logs/claims.log",
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+        folder=lambda wildcards, output: Path(output[0]).parent,
+    shell:
+        "rematbench claims {input.answers} --predictions {input.predictions} -o {params.folder}"
+        " > {log} 2>&1"
