@@ -199,6 +199,8 @@ class Store:
                 return False
             if holder.boot and holder.boot == self.holder.boot:
                 return start_time(holder.pid) == holder.started
+            if holder.job_id and holder.job_id == self.holder.job_id:
+                return False  # Slurm requeued this job: its earlier start has ended
             if holder.job_id and self.job_alive(holder.job_id) is False:
                 return False
         return self._now() - touched < STALE_S
