@@ -13,6 +13,7 @@ rule table_figure:
         "results/{suite}/logs/{figure}.log",
     wildcard_constraints:
         figure="figure7_memory|figure9_scaling|accuracy",
+    localrule: True
     conda:
         "../environment.yml"
     shell:
@@ -26,6 +27,7 @@ rule stages:
         "results/{suite}/stages.csv",
     log:
         "results/{suite}/logs/stages.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:
@@ -42,6 +44,7 @@ rule trace:
         "results/{suite}/traces/{record}.json",
     log:
         "results/{suite}/logs/trace_{record}.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:
@@ -60,6 +63,7 @@ rule stage_figure:
         png="results/{suite}/figures/stage_memory.png",
     log:
         "results/{suite}/logs/stage_memory.log",
+    localrule: True
     conda:
         "../environment.yml"
     shell:
@@ -76,6 +80,7 @@ rule timeline_figure:
         png="results/{suite}/figures/timeline.png",
     log:
         "results/{suite}/logs/timeline.log",
+    localrule: True
     conda:
         "../environment.yml"
     shell:
@@ -89,6 +94,7 @@ rule picture:
         "docs/timeline.png",  # committed, for the README; no part of `all`
     log:
         "results/paper/logs/picture.log",
+    localrule: True
     conda:
         "../environment.yml"
     shell:

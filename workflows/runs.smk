@@ -9,12 +9,18 @@ rule bundle:
         directory("results/{suite}/records/simulated/{method}"),
     log:
         "results/{suite}/logs/bundle_{method}.log",
+    group:
+        None if SIMULATE_HERE else "simulated"
+    localrule: SIMULATE_HERE
     conda:
         "../environment.yml"
+    resources:
+        **{key: simulated_resource(key) for key in KEYS},
     params:
         engine=ENGINE,
     shell:
-        "rematbench run {input.suite} --method {wildcards.method} -o {output} > {log} 2>&1"
+        "rematbench run {input.suite} --method {wildcards.method} -o {output}"
+        " --store results/{wildcards.suite}/cells > {log} 2>&1"
 
 
 rule collect:
@@ -31,6 +37,7 @@ rule collect:
         multiext("results/{suite}/tables/methods", ".csv", ".md", ".tex"),
     log:
         "results/{suite}/logs/collect.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:

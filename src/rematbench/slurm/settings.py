@@ -18,12 +18,14 @@ class SlurmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     `gres` is the GPU resource without its count (`gpu`, `gpu:h800`); empty on CPU-only clusters.
     `nodes` is the most one job may have; 0 for memory or CPUs leaves them to the site's defaults.
+    `cpu_partition` is for jobs without GPUs, where they do not run locally.
     `setup` are shell lines run before anything else on the first node (module load, activate);
     `environment` is exported to every process.  `source` says where the numbers come from.
     """
 
     source: str
     partition: str = ""
+    cpu_partition: str = ""
     account: str = ""
     qos: str = ""
     constraint: str = ""
