@@ -8,7 +8,7 @@ rule table_figure:
         cells="results/{suite}/tables/cells.csv",
     output:
         pdf="results/{suite}/figures/{figure}.pdf",
-        png="results/{suite}/figures/{figure}.png",
+        png=report("results/{suite}/figures/{figure}.png", category="figures"),
     log:
         "results/{suite}/logs/{figure}.log",
     wildcard_constraints:
@@ -60,7 +60,7 @@ rule stage_figure:
         stages="results/{suite}/stages.csv",
     output:
         pdf="results/{suite}/figures/stage_memory.pdf",
-        png="results/{suite}/figures/stage_memory.png",
+        png=report("results/{suite}/figures/stage_memory.png", category="figures"),
     log:
         "results/{suite}/logs/stage_memory.log",
     localrule: True
@@ -77,7 +77,7 @@ rule timeline_figure:
         traces=traces,
     output:
         pdf="results/{suite}/figures/timeline.pdf",
-        png="results/{suite}/figures/timeline.png",
+        png=report("results/{suite}/figures/timeline.png", category="figures"),
     log:
         "results/{suite}/logs/timeline.log",
     localrule: True
@@ -85,17 +85,3 @@ rule timeline_figure:
         "../environment.yml"
     shell:
         "python {input.script} {input.traces} {output.pdf} > {log} 2>&1"
-
-
-rule picture:
-    input:
-        "results/paper/figures/timeline.png",
-    output:
-        "docs/timeline.png",  # committed, for the README; no part of `all`
-    log:
-        "results/paper/logs/picture.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    shell:
-        "cp {input} {output} > {log} 2>&1"

@@ -57,7 +57,11 @@ rule executed_table:
             bundle=campaign(wildcards).bundles,
         ),
     output:
-        "results/{measured}/executed.csv",
+        report(
+            "results/{measured}/executed.csv",
+            category="executed",
+            labels={"table": "cells"},
+        ),
     log:
         "results/{measured}/logs/executed.log",
     localrule: True

@@ -82,3 +82,17 @@ rule validate:
         "../environment.yml"
     shell:
         "rematbench validate --predictions {input} 2>&1 | tee {log}"
+
+
+rule picture:
+    input:
+        "results/paper/figures/timeline.png",
+    output:
+        "docs/timeline.png",  # committed, for the README; no part of `all`
+    log:
+        "results/paper/logs/picture.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "cp {input} {output} > {log} 2>&1"

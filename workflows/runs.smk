@@ -9,8 +9,6 @@ rule bundle:
         directory("results/{suite}/records/simulated/{method}"),
     log:
         "results/{suite}/logs/bundle_{method}.log",
-    group:
-        None if SIMULATE_HERE else "simulated"
     localrule: SIMULATE_HERE
     conda:
         "../environment.yml"
@@ -32,7 +30,7 @@ rule collect:
             method=suite_methods(wildcards.suite),
         ),
     output:
-        "results/{suite}/runs.csv",
+        report("results/{suite}/runs.csv", category="simulated"),
         "results/{suite}/measurements.csv",
         multiext("results/{suite}/tables/methods", ".csv", ".md", ".tex"),
     log:

@@ -23,7 +23,7 @@ KEYS = (
 """What the executor knows.  None asks for nothing: an empty qos would be passed on as such."""
 
 SIMULATED_MINUTES = 60
-SIMULATED_MEM_MB = 2000
+SIMULATED_MEM_MB = 1000
 
 
 def executed_resources(site: Site, bundle: Bundle) -> Resources:
