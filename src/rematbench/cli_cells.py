@@ -106,9 +106,7 @@ def run_cells(
     finish(runner, output)
 
 
-def cells(
-    suite: SUITE, store: STORE, cluster: CLUSTER = "", methods: METHODS = None
-) -> None:
+def cells(suite: SUITE, store: STORE, cluster: CLUSTER = "", methods: METHODS = None) -> None:
     """How far a measurement is: every cell and its state.
 
     \b

@@ -8,6 +8,7 @@ attempt creates number N + 1, which only one process can.
 """
 
 import os
+import shutil
 import socket
 import threading
 import time
@@ -142,11 +143,14 @@ class Store:
                 continue
             lease = self._create(key, number + 1)
             if lease is not None:
+                if lease.attempt > 1:
+                    self._sweep(key)
                 return lease
+        self._forget(key)  # of a process killed between its record and its lease
         return None
 
     def _create(self, key: str, attempt: int) -> Lease | None:
-        path = self.folder / f"{key}.lease.{attempt}"
+        path = self._lease(key, attempt)
         try:
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
         except FileExistsError:
@@ -184,9 +188,13 @@ class Store:
 
     def latest(self, key: str) -> tuple[int, Path | None]:
         """The newest lease and its number; (0, None) without any."""
-        found = {int(p.name.rpartition(".")[2]): p for p in self.folder.glob(f"{key}.lease.*")}
-        number = max(found, default=0)
-        return number, found.get(number)
+        number = 0
+        while self._lease(key, number + 1).exists():  # numbers have no gaps
+            number += 1
+        return number, self._lease(key, number) if number else None
+
+    def _lease(self, key: str, number: int) -> Path:
+        return self.folder / f"{key}.lease.{number}"
 
     def is_alive(self, path: Path) -> bool:
         """Whether a lease's holder lives."""
@@ -222,8 +230,17 @@ class Store:
         return now
 
     def _forget(self, key: str) -> None:
-        for path in self.folder.glob(f"{key}.lease.*"):
-            path.unlink(missing_ok=True)
+        """Remove a finished cell's leases, the last first, so that no number is skipped."""
+        for number in range(self.latest(key)[0], 0, -1):
+            self._lease(key, number).unlink(missing_ok=True)
+
+    def _sweep(self, key: str) -> None:
+        """Remove the temporary files and folders of attempts that died."""
+        for path in self.folder.glob(f".{key}.*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         """Start touching what is held, once for each process."""

@@ -55,7 +55,12 @@ class Cluster(Checkout):
     def tool(self, *words: str) -> "subprocess.CompletedProcess[str]":
         """A command in this environment."""
         return subprocess.run(
-            words, cwd=self.path, env=self.environment(), capture_output=True, text=True, check=False
+            words,
+            cwd=self.path,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            check=False,
         )
 
     def jobs(self, form: str = "%i %T", *words: str) -> list[str]:

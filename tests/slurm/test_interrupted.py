@@ -1,4 +1,4 @@
-"""Snakemake killed with -9, jobs that outlive it, scancel, preemption: nothing lost, nothing twice."""
+"""kill -9 of Snakemake, jobs that outlive it, scancel, preemption: nothing lost, nothing twice."""
 
 import json
 import random
@@ -107,8 +107,12 @@ def test_a_preempted_cell_is_a_row_and_then_a_result(cluster: Cluster) -> None:
     (cluster.path / "config/measure.yaml").write_text(LONG)
     store = cluster.path / "results/measure/cells"
     run = cluster.begin("measure")
-    cluster.until(lambda: list(store.glob(".long*/record*")) or list(store.glob(".long*/log")), "a launch")
-    cluster.tool(*("sbatch", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 8"))
+    cluster.until(
+        lambda: list(store.glob(".long*/record*")) or list(store.glob(".long*/log")), "a launch"
+    )
+    cluster.tool(
+        *("sbatch", "-p", "urgent", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 8")
+    )
     cluster.until(lambda: list(store.glob("long.*.json")), "the row of the preempted cell")
     (path,) = store.glob("long.*.json")
     first = json.loads(path.read_text())

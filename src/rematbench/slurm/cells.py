@@ -1,4 +1,4 @@
-"""A measurement suite: its cells, what identifies each, and the bundles that share an allocation."""
+"""A measurement suite: its cells, what identifies each, and bundles that share an allocation."""
 
 from collections.abc import Sequence
 from functools import cached_property

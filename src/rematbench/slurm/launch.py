@@ -1,5 +1,6 @@
-"""Start one cell's processes by torchrun, here or on every node of an allocation; end them surely."""
+"""Start a cell's processes by torchrun, here or on every node of an allocation; end them surely."""
 
+import contextlib
 import os
 import shlex
 import signal
@@ -104,10 +105,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process group: asked first (srun passes it to the other nodes), then killed."""
     if process.poll() is None:
         _signal(process.pid, signal.SIGTERM)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=GRACE_S)
-        except subprocess.TimeoutExpired:
-            pass
     _signal(process.pid, signal.SIGKILL)
     process.wait()
 

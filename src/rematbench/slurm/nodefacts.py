@@ -92,7 +92,7 @@ def cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
             if place == base.parent:
                 break
             limits.append(_limit(place / name))
-    found = [limit for limit in limits if 0 <= limit < pinned_bytes]
+    found = [limit for limit in limits if limit >= 0]
     return min(found, default=-1)
 
 
@@ -135,13 +135,21 @@ def shortages(facts: NodeFacts, pinned_bytes: int) -> list[str]:
         "memory": int(facts.memory_bytes * (1 - MEMORY_SLACK)),
         "cgroup limit": facts.cgroup_bytes,
     }
-    return [_short(facts, name, limit, pinned_bytes) for name, limit in room.items() if 0 <= limit < pinned_bytes]
+    return [
+        _short(facts, name, limit, pinned_bytes)
+        for name, limit in room.items()
+        if 0 <= limit < pinned_bytes
+    ]
 
 
 def oddities(nodes: Sequence[NodeFacts], pinned_bytes: int = 0) -> list[str]:
     """What is worth a word but stops nothing: a slow device, GPUs on a NUMA node without CPUs,
     `ulimit -l` below the pinned bytes (CUDA pins past it, RDMA libraries do not)."""
-    found = [_short(node, "ulimit -l", node.memlock_bytes, pinned_bytes) for node in nodes if 0 <= node.memlock_bytes < pinned_bytes]
+    found = [
+        _short(node, "ulimit -l", node.memlock_bytes, pinned_bytes)
+        for node in nodes
+        if 0 <= node.memlock_bytes < pinned_bytes
+    ]
     for key in ("gemm_flop_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s"):
         rates = [(float(c[key]), n.host, c["device"]) for n in nodes for c in n.canary if key in c]
         median = sorted(rate for rate, *_ in rates)[len(rates) // 2] if rates else 0.0

@@ -1,8 +1,8 @@
 """Run a bundle: its unfinished cells one after the other, each ending in a record.
 
-Whatever happens to a cell (out of memory, a crash, its time limit) is its status, and the next cell
-is run.  What ends the job itself (preemption, scancel, the allocation's limit) ends with EXIT_AGAIN:
-finished cells stay finished, and the next attempt goes on from there.
+Whatever happens to a cell (out of memory, a crash, its time limit) is its status, and the next
+cell is run.  What ends the job itself (preemption, scancel, the allocation's limit) ends with
+EXIT_AGAIN: finished cells stay finished, and the next attempt goes on from there.
 """
 
 import datetime

@@ -14,7 +14,7 @@ from rematbench.slurm.queue import Node, Unreachable, partitions
 from rematbench.store import Store
 
 STARTUP_S = 60.0
-"""Of a cell beside its steps: imports, communicators, allocation of the model.  Ours, an estimate."""
+"""Of a cell beside its steps: imports, communicators, the model's allocation.  Our estimate."""
 
 
 class Submission(Struct, frozen=True, kw_only=True):
@@ -120,15 +120,16 @@ def check_partition(campaign: Campaign, bundle: Bundle, nodes: Sequence[Node]) -
         raise CommandError(
             f"{bundle.name} asks for {bundle.minutes} minutes; {where} allows {here[0].minutes}"
         )
-    wants = {
-        "CPUs": (slurm.cpus_per_node, lambda node: node.cpus),
-        "MB of memory": (slurm.mem_mb_per_node, lambda node: node.mem_mb),
-        slurm.gres: (bundle.gpus_per_node if slurm.gres else 0, lambda n: n.count(slurm.gres)),
-    }
-    for what, (want, has) in wants.items():
-        fitting = [node for node in here if has(node) >= want]
+    wants = [
+        ("CPUs", slurm.cpus_per_node, [node.cpus for node in here]),
+        ("MB of memory", slurm.mem_mb_per_node, [node.mem_mb for node in here]),
+    ]
+    if slurm.gres:
+        wants.append((slurm.gres, bundle.gpus_per_node, [n.count(slurm.gres) for n in here]))
+    for what, want, has in wants:
+        fitting = [amount for amount in has if amount >= want]
         if len(fitting) < bundle.nodes:
-            most = max(has(node) for node in here)
+            most = max(has)
             raise CommandError(
                 f"{bundle.name} needs {bundle.nodes} nodes with {want} {what}; {where} has "
                 f"{len(fitting)} such of {len(here)} (the largest has {most})"

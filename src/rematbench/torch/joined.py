@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from rematbench.cpulist import cpu_set
 from rematbench.discover import Composition
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
-from rematbench.cpulist import cpu_set
 from rematbench.torch.case import Case, RankResult, Result
 from rematbench.torch.cli import _record
 from rematbench.torch.gather import combine
@@ -61,9 +61,8 @@ def _join(case: Case, folder: Path, timeout_s: float) -> Result | None:
     if size != case.world_size:
         raise ValueError(f"{size} processes for a layout of {case.world_size} ranks")
     own = _told(folder / f"error.{rank}", lambda: run_case(case, rank, device, {}))
-    own_cpu = own  # gradients of a measurement are norms only: no tensor travels
     gathered: list[RankResult | None] | None = [None] * size if rank == 0 else None
-    dist.gather_object(own_cpu, gathered)
+    dist.gather_object(own, gathered)  # norms, not gradients: no tensor travels
     dist.barrier()
     dist.destroy_process_group()
     return None if gathered is None else combine(case, cast(list[RankResult], gathered))
@@ -98,7 +97,10 @@ def bind_near(device: torch.device) -> int:
     """Bind this process to the CPUs of its GPU's NUMA node, as far as it may use them; the node's
     number, or -1 where the kernel does not say."""
     found = torch.cuda.get_device_properties(device)
-    name = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    place = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in place:  # a torch that does not tell
+        return -1
+    name = "{:04x}:{:02x}:{:02x}.0".format(*place)
     try:
         node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text(encoding="ascii"))
         listing = Path(f"/sys/devices/system/node/node{node}/cpulist").read_text(encoding="ascii")
