@@ -163,7 +163,6 @@ class LocalSlurm:
                 gres.append(f"NodeName={name} Name=gpu File={device}")
         every = f"Nodes={','.join(self.names)} DefaultTime=10 State=UP"
         lines.append(f"PartitionName=main {every} Default=YES MaxTime=INFINITE PriorityTier=1")
-        lines.append(f"PartitionName=short {every} MaxTime=12 PriorityTier=1")
         lines.append(f"PartitionName=urgent {every} MaxTime=INFINITE PriorityTier=9")
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
         (self.folder / "gres.conf").write_text("\n".join(gres) + "\n")

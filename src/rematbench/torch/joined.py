@@ -97,7 +97,9 @@ def bind_near(device: torch.device) -> int:
     """Bind this process to the CPUs of its GPU's NUMA node, as far as it may use them; the node's
     number, or -1 where the kernel does not say."""
     found = torch.cuda.get_device_properties(device)
-    place = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    place: list[Any] = [
+        getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
+    ]
     if None in place:  # a torch that does not tell
         return -1
     name = "{:04x}:{:02x}:{:02x}.0".format(*place)
