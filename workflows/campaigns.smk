@@ -1,5 +1,8 @@
 """What the cluster file and a measurement suite say about jobs: inputs and resources of rules."""
 
+from shutil import which
+
+from rematbench.configfile import ConfigError
 from rematbench.slurm.cells import Campaign, load_measurement
 from rematbench.slurm.resources import KEYS, executed_resources, simulated_resources
 from rematbench.slurm.settings import load_site
@@ -52,6 +55,17 @@ if config["simulate_on"] not in ("local", "slurm"):
     raise WorkflowError(
         f"simulate_on: {config['simulate_on']!r} (allowed: local, slurm)"
     )
+if config["ask_slurm"] and not (
+    workflow.dryrun or workflow.remote_exec or which("sbatch")
+):
+    raise WorkflowError(
+        "no Slurm here: sbatch is not on PATH (without --profile slurm it runs here)"
+    )
+if config["cluster"]:
+    try:
+        load_site(config["cluster"])
+    except ConfigError as error:
+        raise WorkflowError(f"cluster: {error}") from None
 
 
 def simulated_resource(key):

@@ -86,8 +86,8 @@ def test_scancel_is_retried_and_repeats_no_finished_cell(cluster: Cluster) -> No
 
 
 LONG = """
-steps: 150
-cell_minutes: 5
+steps: 40
+cell_minutes: 20
 methods: [keep_all]
 problems:
   - name: long
