@@ -13,7 +13,7 @@ include: "workflows/campaigns.smk"
 include: "workflows/runs.smk"
 include: "workflows/published.smk"
 include: "workflows/figures.smk"
-include: "workflows/measured.smk"
+include: "workflows/executed.smk"
 
 
 report: "workflows/report.rst"

@@ -299,7 +299,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, str])
     script.write_text(FAKE)
 
     def command(allocation: Allocation, words: list[str]) -> list[str]:
-        return [sys.executable, str(script), kinds[words[1]], *words]
+        return [sys.executable, str(script), kinds[next(w for w in words if w in kinds)], *words]
 
     monkeypatch.setattr(runner_module, "torchrun", command)
     monkeypatch.setattr(runner_module, "all_facts", lambda *_: [FACTS])

@@ -18,7 +18,7 @@ def rank(
     run: RunOptions,
     out: Annotated[Path, Option(help="Rank 0 writes the record here.")],
     steps: Annotated[int, Option(min=1)] = 3,
-    timeout_s: Annotated[float, Option(min=1.0)] = 600.0,
+    timeout: Annotated[float, Option(min=1.0)] = 600.0,
 ) -> None:
     """Join the other processes, run the method's plan with them, write the record."""
     from rematbench.torch.joined import execute_joined  # noqa: PLC0415  # torch is optional
@@ -30,7 +30,7 @@ def rank(
         asked.base,
         steps=steps,
         folder=out.parent,
-        timeout_s=timeout_s,
+        timeout_s=timeout,
     )
     if record is not None:
         write_atomically(out, msgspec.json.encode(record))

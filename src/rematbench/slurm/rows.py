@@ -43,8 +43,7 @@ def _row(campaign: Campaign, store: Store, cell: Cell) -> dict[str, Any]:
 
 def _outcome(found: CellRecord | None) -> dict[str, Any]:
     record = (found.record if found else None) or {}
-    peaks = record.get("peak_device_bytes") or []
-    hosts = record.get("peak_host_bytes") or []
+    numbers = measured_numbers(record)
     origin = record.get("provenance") or {}
     return {
         "status": found.status if found else "waiting",
@@ -56,10 +55,28 @@ def _outcome(found: CellRecord | None) -> dict[str, Any]:
         "written": found.written if found else "",
         "device": origin.get("device", ""),
         "torch": origin.get("torch", ""),
-        "losses": msgspec.json.encode(record.get("losses", [])).decode() if record else "",
+        **numbers,
+        "record_key": found.key if found else "",
+    }
+
+
+def measured_numbers(record: dict[str, Any]) -> dict[str, Any]:
+    """Losses, and bytes and FLOPs of the fullest rank or of all ranks, of an executed record."""
+    inside = record.get("measured") or {}
+    if inside:
+        ranks = inside["ranks"]
+        peaks = [rank["peak_bytes"] for rank in ranks]
+        hosts = [rank["host_peak_bytes"] for rank in ranks]
+        offloaded = sum(rank["offload_bytes"] for rank in ranks)
+        again = sum(rank["recompute_flop"] for rank in ranks)
+    else:
+        peaks, hosts = record.get("peak_device_bytes") or [], record.get("peak_host_bytes") or []
+        offloaded, again = record.get("offload_bytes", ""), record.get("recompute_flop", "")
+    losses = (inside or record).get("losses", [])
+    return {
+        "losses": msgspec.json.encode(losses).decode() if losses else "",
         "peak_device_bytes": max(peaks, default=""),
         "peak_host_bytes": max(hosts, default=""),
-        "offload_bytes": record.get("offload_bytes", ""),
-        "recompute_flop": record.get("recompute_flop", ""),
-        "record_key": found.key if found else "",
+        "offload_bytes": offloaded,
+        "recompute_flop": again,
     }

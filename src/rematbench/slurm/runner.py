@@ -6,6 +6,7 @@ EXIT_AGAIN: finished cells stay finished, and the next attempt goes on from ther
 """
 
 import datetime
+import importlib.util
 import signal
 import sys
 import tempfile
@@ -29,7 +30,8 @@ EXIT_AGAIN = 75
 """sysexits' EX_TEMPFAIL: run the same command again."""
 MARGIN_S = 30.0
 """Kept of an allocation's time to write what is to be written."""
-MODULE = "rematbench.slurm.rank"
+EXECUTE = importlib.util.find_spec("rematbench.cli_execute") is not None
+"""Whether `rematbench execute` joins a launcher's processes; else rematbench.slurm.rank does."""
 
 
 class Runner:
@@ -109,8 +111,9 @@ class Runner:
         left = self.ends - time.monotonic() - MARGIN_S
         limit = min(60.0 * self.campaign.suite.cell_minutes, left)
         out = folder / "record.json"
-        words = [MODULE, *execute_words(cell), "--steps", str(self.campaign.suite.steps)]
-        words += ["--out", str(out), "--timeout-s", f"{limit:g}"]
+        steps = ["--steps", str(self.campaign.suite.steps), "--out", str(out)]
+        module = ["rematbench.cli", "execute"] if EXECUTE else ["rematbench.slurm.rank"]
+        words = [*module, *execute_words(cell), *steps, "--timeout", f"{limit:g}"]
         command = torchrun(self.allocation, words)
         ended = run_limited(command, folder / "log", limit, lambda: bool(self.stop))
         if out.exists():
@@ -141,6 +144,10 @@ class Runner:
         told.sort(key=lambda lines: "onnection" in lines[1] or "imed out" in lines[1])
         if told:
             return msgspec.convert(told[0][0], CellStatus), told[0][1]
+        if "OutOfMemoryError" in ended.stderr:
+            return "oom", _last_words(ended.stderr)
+        if "NotFinite" in ended.stderr:
+            return "nan", _last_words(ended.stderr)
         lower = ended.stderr.lower()
         if "oom_kill" in lower or "oom-kill" in lower or "out of memory" in lower:
             return "oom", "host memory: the kernel or Slurm killed a process for it"

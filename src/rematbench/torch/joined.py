@@ -18,7 +18,6 @@ from rematbench.discover import Composition
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
 from rematbench.torch.case import Case, RankResult, Result
-from rematbench.torch.cli import _record
 from rematbench.torch.gather import combine
 from rematbench.torch.groups import default_backend
 from rematbench.torch.model import NotExecutable, require_executable
@@ -40,14 +39,14 @@ def execute_joined(
     torch.set_num_threads(1)
     plan = method.plan(problem, base)
     if isinstance(plan, Unsupported):
-        return _record(problem, method, _unsupported(method, plan.reason), kind)
+        return record_of(problem, method, _unsupported(method, plan.reason), kind)
     try:
         require_executable(problem, plan.state("optimizer").update)
     except NotExecutable as error:
-        return _record(problem, method, _unsupported(method, str(error)), kind)
+        return record_of(problem, method, _unsupported(method, str(error)), kind)
     case = Case(name=method.name, problem=problem, plan=plan, steps=steps, device=kind)
     result = _join(case, folder, timeout_s)
-    return None if result is None else _record(problem, method, result, kind)
+    return None if result is None else record_of(problem, method, result, kind)
 
 
 def _unsupported(method: Composition, reason: str) -> Result:
@@ -112,3 +111,26 @@ def bind_near(device: torch.device) -> int:
     if near:
         os.sched_setaffinity(0, near)
     return node
+
+
+def record_of(problem: Problem, method: Composition, result: Result, kind: str) -> dict[str, Any]:
+    """What a cell's record holds; seconds only where they are a performance."""
+    on_gpu = kind == "cuda"
+    return {
+        "world": "executed",
+        "method": method.name,
+        "parameters": method.parameters,
+        "status": result.status,
+        "reason": result.reason,
+        "losses": result.losses,
+        "gradient_norms": result.gradient_norms,
+        "peak_device_bytes": [r.device_peak_bytes + r.state_bytes for r in result.ranks],
+        "peak_host_bytes": [rank.host_peak_bytes for rank in result.ranks],
+        "offload_bytes": sum(rank.offload_bytes for rank in result.ranks),
+        "recompute_flop": sum(rank.recompute_flop for rank in result.ranks),
+        "step_s": [rank.step_s for rank in result.ranks] if on_gpu else None,
+        "provenance": {
+            "torch": str(torch.__version__),
+            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        },
+    }
