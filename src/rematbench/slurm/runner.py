@@ -33,6 +33,17 @@ MARGIN_S = 30.0
 EXECUTE = importlib.util.find_spec("rematbench.cli_execute") is not None
 """Whether `rematbench execute` joins a launcher's processes; else rematbench.slurm.rank does."""
 
+HOST_MEMORY = "host memory: the kernel or Slurm killed a process for it"
+SIGNS: tuple[tuple[str, CellStatus, str], ...] = (
+    ("OutOfMemoryError", "oom", ""),
+    ("NotFinite", "nan", ""),
+    ("oom_kill", "oom", HOST_MEMORY),
+    ("oom-kill", "oom", HOST_MEMORY),
+    ("Out Of Memory", "oom", HOST_MEMORY),
+    ("exitcode: -9", "oom", "a process got signal 9: host memory, as far as can be known"),
+)
+"""What the output of a launch says of its end; a reason of its own, or the output's last error."""
+
 
 class Runner:
     """One bundle on one allocation."""
@@ -144,15 +155,9 @@ class Runner:
         told.sort(key=lambda lines: "onnection" in lines[1] or "imed out" in lines[1])
         if told:
             return msgspec.convert(told[0][0], CellStatus), told[0][1]
-        if "OutOfMemoryError" in ended.stderr:
-            return "oom", _last_words(ended.stderr)
-        if "NotFinite" in ended.stderr:
-            return "nan", _last_words(ended.stderr)
-        lower = ended.stderr.lower()
-        if "oom_kill" in lower or "oom-kill" in lower or "out of memory" in lower:
-            return "oom", "host memory: the kernel or Slurm killed a process for it"
-        if "Signal 9" in ended.stderr or "exitcode: -9" in ended.stderr:
-            return "oom", "a process got signal 9: host memory, as far as can be known"
+        for word, status, reason in SIGNS:
+            if word in ended.stderr:
+                return status, reason or _last_words(ended.stderr)
         return "failed", f"exit code {ended.code}: {_last_words(ended.stderr)}"
 
     def _predicted_pinned(self, cell: Cell) -> int:
