@@ -1,6 +1,7 @@
 """The targets of the workflow through a real Slurm: simulated bundles, executed cells."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,15 @@ def test_the_smoke_suite_runs_as_jobs(cluster: Cluster) -> None:
 
 def test_a_cell_over_two_nodes_equals_the_local_one(cluster: Cluster) -> None:
     (cluster.path / "config/measure.yaml").write_text(MEASURE)
+    site = cluster.path / "config/clusters/this-machine.yaml"
+    asks = "  gres: gpu\n  mem_mb_per_node: 1500\n"
+    site.write_text(site.read_text().replace("  nodes: 2\n", f"  nodes: 2\n{asks}"))
     done = cluster.submit("measure")
     assert done.returncode == 0, done.stdout
+    (job,) = re.findall(r"with SLURM jobid (\d+)", done.stdout)
+    shown = cluster.slurm.ask("scontrol", "show", "job", job)
+    assert "NumNodes=2" in shown
+    assert "gres:gpu:2" in shown or "gres/gpu=4" in shown, shown
     store = cluster.path / "results/measure/cells"
     there = executed(store)["two-nodes.keep_all"]
     assert there["status"] == "ok"

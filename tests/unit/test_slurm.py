@@ -132,6 +132,25 @@ def test_keys_follow_the_request_and_the_steps(tmp_path: Path) -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
+def test_an_edited_method_changes_the_keys_of_its_own_cells(tmp_path: Path) -> None:
+    folder = tmp_path / "methods"
+    folder.mkdir()
+    text = (ROOT / "methods/keep_all.py").read_text()
+    for name in ("first", "second"):
+        (folder / f"{name}.py").write_text(text.replace('"keep_all"', f'"{name}"'))
+
+    def keys() -> dict[str, str]:
+        base = campaign(tmp_path, methods=["first", "second", "first+second"])
+        made = Campaign(base.suite, discover([folder]))
+        return {cell.variant.method: made.key(cell) for cell in made.cells}
+
+    before = keys()
+    with (folder / "second.py").open("a") as file:
+        file.write("# edited\n")
+    after = keys()
+    assert {name for name in after if after[name] != before[name]} == {"second", "first+second"}
+
+
 def test_a_bundle_holds_what_the_time_limit_holds(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exceed the 60 minutes"):
         _ = campaign(tmp_path, cell_minutes=90).bundles
