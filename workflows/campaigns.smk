@@ -4,10 +4,12 @@ from shutil import which
 
 from rematbench.configfile import ConfigError
 from rematbench.slurm.cells import Campaign, load_measurement
+from rematbench.slurm.patience import be_patient
 from rematbench.slurm.resources import KEYS, executed_resources, simulated_resources
 from rematbench.slurm.settings import load_site
 
 CAMPAIGNS = {}
+be_patient()
 
 
 def campaign(wildcards):

@@ -1,12 +1,13 @@
 """The commands of executed cells: submit-plan, run-cells, cells, collect-cells, settle."""
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
-from rematbench.cli_text import console, grid, left, plain
+from rematbench.cli_text import CommandError, console, grid, left, plain
 from rematbench.discover import discover
 from rematbench.sheets import write_sheet
 from rematbench.slurm.cellrecord import is_final
@@ -100,6 +101,8 @@ def run_cells(
     """
     campaign = _campaign(suite, cluster, methods)
     found = campaign.bundle(bundle)
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError("torch is not installed in this environment (docs/slurm.md)")
     held = Store(store, job_id=job_id, job_alive=job_alive, say=typer.echo, is_final=is_final)
     allocation = Allocation(nodes=found.nodes, gpus_per_node=found.gpus_per_node, job_id=job_id)
     runner = Runner(campaign, found, held, allocation, minutes=minutes, say=typer.echo)
