@@ -1,4 +1,4 @@
-"""Snakemake's Slurm executor forgets its jobs when Slurm does not answer for a while; ours does not.
+"""Snakemake's Slurm executor forgets its jobs when Slurm does not answer; ours does not.
 
 Seen with snakemake-executor-plugin-slurm 2.8.0: when every status query of a round fails (the
 controller is away), `check_active_jobs` gives no job back, which means to its caller that all have
