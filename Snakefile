@@ -9,10 +9,15 @@ configfile: "config/workflow.yaml"
 
 
 include: "workflows/common.smk"
+include: "workflows/campaigns.smk"
 include: "workflows/runs.smk"
 include: "workflows/published.smk"
 include: "workflows/studies.smk"
 include: "workflows/figures.smk"
+include: "workflows/executed.smk"
+
+
+report: "workflows/report.rst"
 
 
 rule all:
@@ -29,12 +34,6 @@ rule smoke:
         figures("smoke"),
 
 
-rule validate:
+rule measure:
     input:
-        "results/paper/predictions.csv",
-    log:
-        "results/paper/logs/validate.log",
-    conda:
-        "environment.yml"
-    shell:
-        "rematbench validate --predictions {input} 2>&1 | tee {log}"
+        "results/measure/executed.csv",

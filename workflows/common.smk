@@ -33,8 +33,10 @@ for path, reason in REGISTRY.broken.items():
 
 wildcard_constraints:
     suite="|".join(config["figures"]),  # results/ holds committed folders too
+    measured="|".join(config["measured"]),
     method="[a-z0-9_+]+",
     study="|".join(STUDIES),
+    bundle=r"[a-z0-9_+]+\.\d+x\d+\.\d+",
 
 
 def suite_methods(suite):

@@ -8,11 +8,12 @@ rule table_figure:
         cells="results/{suite}/tables/cells.csv",
     output:
         pdf="results/{suite}/figures/{figure}.pdf",
-        png="results/{suite}/figures/{figure}.png",
+        png=report("results/{suite}/figures/{figure}.png", category="figures"),
     log:
         "results/{suite}/logs/{figure}.log",
     wildcard_constraints:
         figure="figure7_memory|figure9_scaling|accuracy",
+    localrule: True
     conda:
         "../environment.yml"
     shell:
@@ -26,6 +27,7 @@ rule stages:
         "results/{suite}/stages.csv",
     log:
         "results/{suite}/logs/stages.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:
@@ -42,6 +44,7 @@ rule trace:
         "results/{suite}/traces/{record}.json",
     log:
         "results/{suite}/logs/trace_{record}.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:
@@ -57,9 +60,10 @@ rule stage_figure:
         stages="results/{suite}/stages.csv",
     output:
         pdf="results/{suite}/figures/stage_memory.pdf",
-        png="results/{suite}/figures/stage_memory.png",
+        png=report("results/{suite}/figures/stage_memory.png", category="figures"),
     log:
         "results/{suite}/logs/stage_memory.log",
+    localrule: True
     conda:
         "../environment.yml"
     shell:
@@ -73,23 +77,11 @@ rule timeline_figure:
         traces=traces,
     output:
         pdf="results/{suite}/figures/timeline.pdf",
-        png="results/{suite}/figures/timeline.png",
+        png=report("results/{suite}/figures/timeline.png", category="figures"),
     log:
         "results/{suite}/logs/timeline.log",
+    localrule: True
     conda:
         "../environment.yml"
     shell:
         "python {input.script} {input.traces} {output.pdf} > {log} 2>&1"
-
-
-rule picture:
-    input:
-        "results/paper/figures/timeline.png",
-    output:
-        "docs/timeline.png",  # committed, for the README; no part of `all`
-    log:
-        "results/paper/logs/picture.log",
-    conda:
-        "../environment.yml"
-    shell:
-        "cp {input} {output} > {log} 2>&1"

@@ -21,6 +21,7 @@ rule sheets:
         expand("results/paper/sheets/{method}.csv", method=SHEETS),
     log:
         "results/paper/logs/sheets.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:
@@ -38,6 +39,7 @@ rule predict:
     log:
         "results/paper/logs/predict_{method}.log",
     priority: 1  # the longest jobs first
+    localrule: True
     conda:
         "../environment.yml"
     params:
@@ -59,6 +61,7 @@ rule tables:
         ),
     log:
         "results/paper/logs/tables.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:
@@ -67,3 +70,29 @@ rule tables:
     shell:
         "rematbench tables {input.predictions} -o {params.folder} --joined {output.cells}"
         " > {log} 2>&1"
+
+
+rule validate:
+    input:
+        "results/paper/predictions.csv",
+    log:
+        "results/paper/logs/validate.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "rematbench validate --predictions {input} 2>&1 | tee {log}"
+
+
+rule picture:
+    input:
+        "results/paper/figures/timeline.png",
+    output:
+        "docs/timeline.png",  # committed, for the README; no part of `all`
+    log:
+        "results/paper/logs/picture.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "cp {input} {output} > {log} 2>&1"

@@ -9,12 +9,16 @@ rule bundle:
         directory("results/{suite}/records/simulated/{method}"),
     log:
         "results/{suite}/logs/bundle_{method}.log",
+    localrule: SIMULATE_HERE
     conda:
         "../environment.yml"
+    resources:
+        **{key: simulated_resource(key) for key in KEYS},
     params:
         engine=ENGINE,
     shell:
-        "rematbench run {input.suite} --method {wildcards.method} -o {output} > {log} 2>&1"
+        "rematbench run {input.suite} --method {wildcards.method} -o {output}"
+        " --store results/{wildcards.suite}/cells > {log} 2>&1"
 
 
 rule collect:
@@ -26,11 +30,12 @@ rule collect:
             method=suite_methods(wildcards.suite),
         ),
     output:
-        "results/{suite}/runs.csv",
+        report("results/{suite}/runs.csv", category="simulated"),
         "results/{suite}/measurements.csv",
         multiext("results/{suite}/tables/methods", ".csv", ".md", ".tex"),
     log:
         "results/{suite}/logs/collect.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:

@@ -9,6 +9,7 @@ from typer import Option, TyperException
 
 from rematbench import __version__
 from rematbench.cli_calibrate import calibrate
+from rematbench.cli_cells import cells, collect_cells, run_cells, settle, submit_plan
 from rematbench.cli_compare import compare
 from rematbench.cli_doctor import doctor
 from rematbench.cli_flow import collect, run, sheets, stages, tables
@@ -75,8 +76,9 @@ def methods(
 
 COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor)
 WORKFLOW = (run, collect, sheets, tables, study, claims)
+CELLS = (submit_plan, run_cells, cells, collect_cells, settle)
 
-for command in (*COMMANDS, *WORKFLOW):
+for command in (*COMMANDS, *WORKFLOW, *CELLS):
     app.command()(command)
 
 

@@ -20,6 +20,7 @@ from rematbench.rule80 import rule_table
 from rematbench.scores import score_tables
 from rematbench.sheets import all_cells, bundles, write_sheet
 from rematbench.stages import stage_bytes
+from rematbench.store import Store
 from rematbench.suite import calibration
 from rematbench.suitefile import labels, load_suite, run_bundle
 from rematbench.table import Column, Table, gib
@@ -37,6 +38,9 @@ def run(
     output: FOLDER,
     method: Annotated[str, Option(help="The bundle: a method or a+b of the suite.")],
     methods: METHODS = None,
+    store: Annotated[
+        Path | None, Option(metavar="DIR", help="Finished runs, so that none is run twice.")
+    ] = None,
 ) -> None:
     """Run one bundle of a suite (a method on every problem); writes a record per run.
 
@@ -44,7 +48,8 @@ def run(
     Example:
       rematbench run config/smoke.yaml --method keep_all -o results/smoke/records/keep_all
     """
-    records = run_bundle(load_suite(suite), method, discover(methods or ()), output)
+    finished = Store(store, say=typer.echo) if store else None
+    records = run_bundle(load_suite(suite), method, discover(methods or ()), output, finished)
     counts = {status: [r.status for r in records].count(status) for status in ("ok", "oom")}
     other = len(records) - sum(counts.values())
     typer.echo(f"{method}: {counts['ok']} fit, {counts['oom']} out of memory, {other} neither")

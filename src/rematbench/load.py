@@ -32,19 +32,19 @@ def names(kind: Kind) -> list[str]:
 
 def load_model(name_or_path: str | Path) -> Model:
     """A Model by name, YAML file, config.json, or a directory that holds a config.json."""
-    path = _locate("model", name_or_path)
+    path = located("model", name_or_path)
     return _shipped_model(path) if _is_shipped(path) else _model(path)
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
     """A Cluster by name or YAML file; `sources` maps each number to where it comes from."""
-    path = _locate("cluster", name_or_path)
+    path = located("cluster", name_or_path)
     return _shipped_cluster(path) if _is_shipped(path) else _cluster(path)
 
 
 def load_system(name_or_path: str | Path) -> System:
     """A System by name, by an alias of config/systems (a published name), or by YAML file."""
-    path = _locate("system", name_or_path)
+    path = located("system", name_or_path)
     return _shipped_system(path) if _is_shipped(path) else _system(path)
 
 
@@ -64,7 +64,9 @@ def _model(path: Path) -> Model:
 
 def _cluster(path: Path) -> Cluster:
     label = _label(path)
-    values, sources = flatten(read_mapping(path, label), label)
+    data = read_mapping(path, label)
+    data.pop("slurm", None)  # how to ask for its nodes: rematbench.slurm.settings
+    values, sources = flatten(data, label)
     cluster = convert({**values, "sources": sources}, Cluster, label)
     _one_of(cluster.generation, _GENERATIONS, label, "generation")
     if cluster.non_torch_bytes >= cluster.hbm_bytes:
@@ -96,7 +98,7 @@ def _folder(kind: Kind) -> Path:
     return data_dir("config") / _FOLDERS[kind]
 
 
-def _locate(kind: Kind, name_or_path: str | Path) -> Path:
+def located(kind: Kind, name_or_path: str | Path) -> Path:
     """The file behind a name, an alias or a path."""
     text = str(name_or_path)
     path = Path(name_or_path)

@@ -6,7 +6,6 @@ the event simulator, `traced` and `executed` ones from the real code.
 
 import datetime
 import hashlib
-import os
 import platform
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from rematbench.fates import PHASES, resolve
 from rematbench.layout import Layout
 from rematbench.plan import Plan
 from rematbench.problem import AttentionKind, Problem
+from rematbench.store import write_atomically
 from rematbench.suite import Outcome, Status
 from rematbench.workload import Model, Precision
 
@@ -202,14 +202,12 @@ def make_record(problem: Problem, method: Composition, outcome: Outcome) -> Reco
 
 def write_record(record: Record, path: Path) -> None:
     """Write to a temporary name in the same folder, then rename: no reader sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    text = msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=1)
-    try:
-        temporary.write_bytes(text + b"\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, encode_record(record))
+
+
+def encode_record(record: Record) -> bytes:
+    """As written: sorted JSON that a person can read."""
+    return msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=1) + b"\n"
 
 
 def read_record(path: Path) -> Record:

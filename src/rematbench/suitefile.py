@@ -7,10 +7,20 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.configfile import ConfigError, closest, convert, read_mapping
+from rematbench.digests import code_digest, method_digest
 from rematbench.discover import Composition, Registry, Value
 from rematbench.layout import Layout, LayoutError, ZeroStage
 from rematbench.problem import AttentionKind, Problem
-from rematbench.record import Record, make_record, write_record
+from rematbench.record import (
+    Record,
+    content_hash,
+    encode_record,
+    make_record,
+    read_record,
+    run_spec,
+    write_record,
+)
+from rematbench.store import Store
 from rematbench.suite import make_problem, run_method
 from rematbench.workload import PositiveInt, Precision
 
@@ -112,8 +122,14 @@ def bundles(suite: Suite, registry: Registry) -> dict[str, list[Variant]]:
     return found
 
 
-def run_bundle(suite: Suite, method: str, registry: Registry, folder: Path) -> list[Record]:
-    """Run one bundle on every problem; a record each, written under `folder`."""
+def run_bundle(
+    suite: Suite, method: str, registry: Registry, folder: Path, store: Store | None = None
+) -> list[Record]:
+    """Run one bundle on every problem; a record each, written under `folder`.
+
+    With a `store`, a run that is finished there by the same code is taken from it, and two
+    processes never run one at once.
+    """
     known = bundles(suite, registry)
     if method not in known:
         hint = closest(method, known)
@@ -125,10 +141,26 @@ def run_bundle(suite: Suite, method: str, registry: Registry, folder: Path) -> l
         for number, variant in enumerate(known[method]):
             if variant.problems and spec.name not in variant.problems:
                 continue
-            record = run_variant(problem, variant, registry)
+            record = _from_store(store, problem, variant, registry, spec.name)
             write_record(record, folder / f"{spec.name}.{number}.json")
             records.append(record)
     return records
+
+
+def _from_store(
+    store: Store | None, problem: Problem, variant: Variant, registry: Registry, name: str
+) -> Record:
+    """A variant's record, finished earlier or run now."""
+    if store is None:
+        return run_variant(problem, variant, registry)
+    method = registry.resolve(variant.method, dict(variant.settings))
+    origins = [registry.methods[part].origin for part in variant.method.split("+")]
+    code = [code_digest("simulated"), method_digest(origins)]
+    key = f"{name}.{variant.method}.{content_hash([run_spec(problem, method), code])}"
+    lease = store.claim(key)
+    if lease is not None:
+        store.commit(lease, encode_record(run_variant(problem, variant, registry)))
+    return read_record(store.path(key))
 
 
 def run_variant(problem: Problem, variant: Variant, registry: Registry) -> Record:

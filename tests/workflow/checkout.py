@@ -15,6 +15,7 @@ PARTS = (
     "config",
     "figures",
     "methods",
+    "profiles",
     "results/published",
     "src",
     "workflows",
@@ -33,6 +34,7 @@ class Checkout:
                 shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy2(source, target)
+        (path / "slurm").symlink_to("profiles/slurm")  # as in the checkout
 
     def run(self, command: str | Sequence[str]) -> subprocess.CompletedProcess[str]:
         """Run a command (a text by the shell) and keep what it prints."""

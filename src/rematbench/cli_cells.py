@@ -1,0 +1,163 @@
+"""The commands of executed cells: submit-plan, run-cells, cells, collect-cells, settle."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from rematbench.cli_text import CommandError, console, grid, left, plain
+from rematbench.discover import discover
+from rematbench.sheets import write_sheet
+from rematbench.slurm.cellrecord import is_final
+from rematbench.slurm.cells import Campaign, load_measurement
+from rematbench.slurm.launch import Allocation
+from rematbench.slurm.queue import job_alive, settle_jobs
+from rematbench.slurm.rows import cell_rows
+from rematbench.slurm.runner import Runner, finish
+from rematbench.slurm.submissions import refuse, submissions, write_plan
+from rematbench.store import Store
+
+SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods to execute.")]
+STORE = Annotated[Path, Option("--store", metavar="DIR", help="Where finished cells are.")]
+CLUSTER = Annotated[
+    str, Option(metavar="C", help="Name or YAML file, in place of the suite's cluster.")
+]
+METHODS = Annotated[
+    list[Path] | None, Option("--methods", metavar="DIR", help="More method files (repeatable).")
+]
+
+
+def _campaign(suite: Path, cluster: str, methods: list[Path] | None) -> Campaign:
+    return Campaign(load_measurement(suite), discover(methods or ()), cluster)
+
+
+def submit_plan(
+    suite: SUITE,
+    store: STORE,
+    cluster: CLUSTER = "",
+    max_gpu_hours: Annotated[
+        float, Option(min=0.0, metavar="H", help="Refuse more predicted GPU-hours (0: no limit).")
+    ] = 0.0,
+    output: Annotated[
+        Path | None, Option("-o", "--output", metavar="PLAN.csv", help="Write it as a table too.")
+    ] = None,
+    slurm: Annotated[
+        bool, Option("--slurm/--no-slurm", help="Ask Slurm's nodes and partitions, if it is here.")
+    ] = True,
+    methods: METHODS = None,
+) -> None:
+    """Every submission that is left to do, with its predicted GPU-hours; submits nothing.
+
+    \b
+    Example:
+      rematbench submit-plan config/measure.yaml --store results/measure/cells --max-gpu-hours 8
+    """
+    campaign = _campaign(suite, cluster, methods)
+    rows = submissions(campaign, Store(store, is_final=is_final))
+    out = console()
+    table = left(grid("bundle", "nodes", "GPUs", "cells", "limit min", "GPU-h", "at most"), 0)
+    for row in rows:
+        table.add_row(
+            row.bundle,
+            str(row.nodes),
+            str(row.gpus),
+            str(row.cells),
+            str(row.minutes),
+            f"{row.gpu_hours:.3f}",
+            f"{row.most_gpu_hours:.2f}",
+        )
+    out.print(table)
+    known = sum(row.gpu_hours for row in rows)
+    most = sum(row.most_gpu_hours for row in rows)
+    out.print(
+        plain(
+            f"{len(rows)} submissions on {campaign.site.name}: {known:.3f} GPU-hours predicted, "
+            f"{most:.2f} if each ran to its limit"
+        )
+    )
+    refuse(campaign, rows, max_gpu_hours=max_gpu_hours, ask_slurm=slurm)
+    if output is not None:
+        write_plan(rows, output)
+
+
+def run_cells(
+    suite: SUITE,
+    store: STORE,
+    bundle: Annotated[str, Option(help="A bundle of submit-plan.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="DONE.json", help="Its manifest.")],
+    cluster: CLUSTER = "",
+    job_id: Annotated[str, Option(metavar="ID", help="The Slurm job this runs in.")] = "",
+    minutes: Annotated[int, Option(min=0, help="The job's time limit (0: none).")] = 0,
+    methods: METHODS = None,
+) -> None:
+    """Execute a bundle's unfinished cells, in a Slurm job or on this machine.
+
+    \b
+    Example:
+      rematbench run-cells config/measure.yaml --store results/measure/cells
+        --bundle keep_all.1x2.0 -o results/measure/bundles/keep_all.1x2.0.json
+    """
+    campaign = _campaign(suite, cluster, methods)
+    found = campaign.bundle(bundle)
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError("torch is not installed in this environment (docs/slurm.md)")
+    held = Store(store, job_id=job_id, job_alive=job_alive, say=typer.echo, is_final=is_final)
+    allocation = Allocation(nodes=found.nodes, gpus_per_node=found.gpus_per_node, job_id=job_id)
+    runner = Runner(campaign, found, held, allocation, minutes=minutes, say=typer.echo)
+    finish(runner, output)
+
+
+def cells(suite: SUITE, store: STORE, cluster: CLUSTER = "", methods: METHODS = None) -> None:
+    """How far a measurement is: every cell and its state.
+
+    \b
+    Example:
+      rematbench cells config/measure.yaml --store results/measure/cells
+    """
+    campaign = _campaign(suite, cluster, methods)
+    table = left(grid("cell", "state", "attempts", "job", "hosts", "reason"), 1, 3, 4, 5)
+    for row in cell_rows(campaign, Store(store, job_alive=job_alive, is_final=is_final)):
+        keys = ("cell", "status", "attempts", "job_id", "hosts", "reason")
+        table.add_row(*(plain(str(row[key])) for key in keys))
+    console().print(table)
+
+
+def collect_cells(
+    suite: SUITE,
+    store: STORE,
+    output: Annotated[Path, Option("-o", "--output", metavar="EXECUTED.csv")],
+    cluster: CLUSTER = "",
+    methods: METHODS = None,
+) -> None:
+    """Every cell as a row, with its status; cells that are not finished have a row too.
+
+    \b
+    Example:
+      rematbench collect-cells config/measure.yaml --store results/measure/cells
+        -o results/measure/executed.csv
+    """
+    campaign = _campaign(suite, cluster, methods)
+    rows = cell_rows(campaign, Store(store, job_alive=job_alive, is_final=is_final))
+    write_sheet(output, rows)
+    done = sum(row["status"] == "ok" for row in rows)
+    typer.echo(f"{output}: {len(rows)} cells, {done} ok")
+
+
+def settle(
+    cancel: Annotated[
+        bool, Option("--cancel", help="End live jobs; without it they are waited for.")
+    ] = False,
+    folder: Annotated[
+        Path, Option("--folder", metavar="DIR", help="The folder Snakemake runs in.")
+    ] = Path(),
+) -> None:
+    """End what an interrupted run left in Slurm's queue: pending jobs are cancelled, running ones
+    finish their cells (or are cancelled with --cancel).
+
+    \b
+    Example:
+      rematbench settle
+    """
+    settle_jobs(folder.resolve(), cancel=cancel, say=typer.echo)

@@ -1,0 +1,85 @@
+"""Which code can change a result: modules reached by imports, and one hash of their text.
+
+A cell is finished as long as the code behind it is the same, so this must cover everything that it
+may load, and should cover nothing else: a better table must not cost GPU-hours.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parent
+SIMULATED = ("rematbench.suite", "rematbench.record")
+"""What makes a simulated record."""
+
+
+def executed_roots() -> tuple[str, ...]:
+    """What makes an executed record: all of the torch runtime, and what makes a simulated one."""
+    names = [f"rematbench.torch.{path.stem}" for path in (PACKAGE / "torch").glob("*.py")]
+    return (*sorted(names), *SIMULATED)
+
+
+@cache
+def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
+    """The files of this package that importing `roots` may load, sorted."""
+    found: set[Path] = set()
+    waiting = list(roots)
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        path = _file(name)
+        if name in seen or path is None:
+            continue
+        seen.add(name)
+        found.add(path)
+        waiting += _imports(path)
+    return tuple(sorted(found))
+
+
+def _file(name: str) -> Path | None:
+    parts = name.split(".")
+    if parts[0] != PACKAGE.name:
+        return None
+    base = PACKAGE.joinpath(*parts[1:])
+    for path in (base.with_suffix(".py"), base / "__init__.py"):
+        if path.is_file():
+            return path
+    return None
+
+
+def _imports(path: Path) -> Iterable[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def digest(paths: Iterable[Path]) -> str:
+    """One short word for the names and contents of files."""
+    joined = hashlib.sha256()
+    for path in sorted(set(paths)):
+        joined.update(f"{path.name}\n".encode() + path.read_bytes())
+    return joined.hexdigest()[:16]
+
+
+def method_digest(origins: Iterable[str]) -> str:
+    """The files of a composed method (or, of an installed one, its names) and all they import."""
+    found: set[Path] = set()
+    names = []
+    for origin in origins:
+        path = Path(origin)
+        if path.is_file():
+            found |= {path, *closure(tuple(sorted(_imports(path))))}
+        else:
+            names.append(origin)
+    return digest(found) + "".join(sorted(names))
+
+
+@cache
+def code_digest(world: str) -> str:
+    """The code behind the records of a world."""
+    return digest(closure(executed_roots() if world == "executed" else SIMULATED))

@@ -1,0 +1,48 @@
+"""What came of an executed cell: always a row, with where and by which job it was run."""
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.slurm.cells import Cell, CellStatus
+from rematbench.slurm.nodefacts import NodeFacts
+
+MAX_ATTEMPTS = 3
+"""Jobs that may be lost under a cell (preempted, killed) before that is its result."""
+
+
+class CellRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The outcome of a cell.  `record` is what its processes wrote; `final` is false where another
+    attempt is due.  `wall_s` is the launch's, imports included: never a performance."""
+
+    key: str
+    cell: Cell
+    status: CellStatus
+    final: bool = True
+    reason: str = ""
+    attempts: int
+    job_id: str = ""
+    written: str
+    wall_s: float = 0.0
+    hosts: tuple[NodeFacts, ...] = ()
+    remarks: tuple[str, ...] = ()
+    record: dict[str, Any] | None = None
+
+
+def encode(record: CellRecord) -> bytes:
+    """As stored: JSON that a person can read."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+
+
+def decode(data: bytes) -> CellRecord:
+    """Back from a store; raises msgspec.ValidationError for anything else."""
+    return msgspec.json.decode(data, type=CellRecord)
+
+
+def is_final(data: bytes) -> bool:
+    """Whether a stored record needs no further attempt."""
+    try:
+        return decode(data).final
+    except (msgspec.ValidationError, msgspec.DecodeError):
+        return False

@@ -1,0 +1,202 @@
+"""A measurement suite: its cells, what identifies each, and bundles that share an allocation."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.configfile import ConfigError, closest, convert, read_mapping
+from rematbench.digests import code_digest, method_digest
+from rematbench.discover import Registry, Value
+from rematbench.problem import Problem
+from rematbench.record import content_hash, run_spec
+from rematbench.slurm.settings import Site, load_site
+from rematbench.suitefile import ProblemSpec, Suite, Variant
+from rematbench.workload import PositiveInt
+
+CellStatus = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported", "preempted"]
+
+OVERHEAD_MINUTES = 5
+"""Of an allocation's time limit: node checks, canary, first imports from a cold file system."""
+
+
+class Measurement(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Problems and methods to execute, `steps` optimizer steps each.
+
+    `methods`: names to run on every problem (all discovered ones when empty).  `cell_minutes` is
+    the limit of one cell; `cells_per_job` caps how many share an allocation (docs/slurm.md).
+    """
+
+    methods: tuple[str, ...] = ()
+    steps: PositiveInt = 3
+    cell_minutes: PositiveInt = 10
+    cells_per_job: PositiveInt = 16
+
+
+class Cell(Struct, frozen=True, kw_only=True):
+    """One variant of a method on one problem."""
+
+    spec: ProblemSpec
+    variant: Variant
+    number: int
+
+    @property
+    def name(self) -> str:
+        """PROBLEM.METHOD.NUMBER, unique in its suite."""
+        return f"{self.spec.name}.{self.variant.method}.{self.number}"
+
+
+class Bundle(Struct, frozen=True, kw_only=True):
+    """Cells that share an allocation: one method, one number of nodes."""
+
+    name: str
+    nodes: int
+    gpus_per_node: int
+    minutes: int
+    cells: tuple[Cell, ...]
+
+
+class Campaign:
+    """A measurement suite on a site."""
+
+    def __init__(self, suite: Measurement, registry: Registry, cluster: str | Path = "") -> None:
+        """`cluster` (a name or file) replaces the suite's.  ConfigError for what cannot be."""
+        if cluster:
+            changed = tuple(replace(spec, cluster=str(cluster)) for spec in suite.problems)
+            suite = replace(suite, problems=changed)
+        names = sorted({spec.cluster for spec in suite.problems})
+        if len(names) != 1:
+            text = f"a measurement runs on one cluster (found: {', '.join(names)})"
+            raise ConfigError("", "problems", text)
+        self.suite = suite
+        self.registry = registry
+        self.site: Site = load_site(names[0])
+        self._problems: dict[str, Problem] = {}
+
+    @cached_property
+    def cells(self) -> tuple[Cell, ...]:
+        """Every cell, by method and then by problem."""
+        suite, registry = self.suite, self.registry
+        names = suite.methods or tuple(registry.methods)
+        found: dict[str, list[Variant]] = {}
+        for variant in (*(Variant(method=name) for name in names), *suite.variants):
+            found.setdefault(variant.method, []).append(variant)
+        cells = []
+        for method, variants in found.items():
+            registry.resolve(method)  # MethodError with a hint for a name that is none
+            for spec in suite.problems:
+                cells += [
+                    Cell(spec=spec, variant=variant, number=number)
+                    for number, variant in enumerate(variants)
+                    if not variant.problems or spec.name in variant.problems
+                ]
+        return tuple(cells)
+
+    @cached_property
+    def bundles(self) -> dict[str, Bundle]:
+        """METHOD.NODESn.PART -> its cells.  Adding a method moves no cell of another."""
+        groups: dict[tuple[str, int, int], list[Cell]] = {}
+        for cell in self.cells:
+            nodes = self.site.nodes(cell.spec.gpus)
+            shape = (cell.variant.method, nodes, cell.spec.gpus // nodes)
+            groups.setdefault(shape, []).append(cell)
+        size = self._cells_per_job()
+        found = {}
+        for (method, nodes, gpus), cells in groups.items():
+            for part, start in enumerate(range(0, len(cells), size)):
+                chunk = tuple(cells[start : start + size])
+                name = f"{method}.{nodes}x{gpus}.{part}"
+                found[name] = Bundle(
+                    name=name,
+                    nodes=nodes,
+                    gpus_per_node=gpus,
+                    minutes=OVERHEAD_MINUTES + len(chunk) * self.suite.cell_minutes,
+                    cells=chunk,
+                )
+        return found
+
+    def _cells_per_job(self) -> int:
+        """As many as the suite allows and the site's time limit holds."""
+        suite, limit = self.suite, self.site.slurm.minutes
+        room = (limit - OVERHEAD_MINUTES) // suite.cell_minutes
+        if room < 1:
+            text = (
+                f"{suite.cell_minutes} and {OVERHEAD_MINUTES} for the node's checks exceed the "
+                f"{limit} minutes that {self.site.name} allows a job"
+            )
+            raise ConfigError("", "cell_minutes", text)
+        return min(suite.cells_per_job, room)
+
+    def bundle(self, name: str) -> Bundle:
+        """A bundle by name; ConfigError with a hint."""
+        if name not in self.bundles:
+            hint = closest(name, self.bundles)
+            known = ", ".join(self.bundles)
+            raise ConfigError("", "bundle", f"{name!r} is no bundle{hint} (known: {known})")
+        return self.bundles[name]
+
+    def problem(self, spec: ProblemSpec) -> Problem:
+        """A problem, made once."""
+        if spec.name not in self._problems:
+            self._problems[spec.name] = spec.problem()
+        return self._problems[spec.name]
+
+    def key(self, cell: Cell) -> str:
+        """What a finished record of the cell stands for: the same request, method and code."""
+        settings: dict[str, Value] = dict(cell.variant.settings)
+        method = self.registry.resolve(cell.variant.method, settings)
+        asked = run_spec(self.problem(cell.spec), method, "executed")
+        code = [code_digest("executed"), method_digest(self.origins(cell.variant.method))]
+        word = content_hash([asked, self.suite.steps, code])
+        return f"{cell.name}.{word}"
+
+    def origins(self, method: str) -> Sequence[str]:
+        """The files of a composed method."""
+        return [self.registry.methods[name].origin for name in method.split("+")]
+
+
+def load_measurement(path: Path) -> Measurement:
+    """A measurement suite from YAML; an unknown key or a wrong type is an error with its path."""
+    label = str(path)
+    suite = convert(read_mapping(path, label), Measurement, label)
+    names = [problem.name for problem in suite.problems]
+    if not names:
+        raise ConfigError(label, "problems", "none given")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(label, "problems", f"name {name!r} is given twice")
+        if "." in name or "/" in name:
+            raise ConfigError(label, "problems", f"name {name!r} must hold no dot and no slash")
+    for variant in suite.variants:
+        for name in variant.problems:
+            if name not in names:
+                raise ConfigError(label, f"variants: {variant.method}", f"no problem {name!r}")
+    return suite
+
+
+def settings_words(settings: dict[str, Any]) -> list[str]:
+    """Parameters as `--set` options."""
+    found = []
+    for key, value in settings.items():
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        found += ["--set", f"{key}={text}"]
+    return found
+
+
+def execute_words(cell: Cell) -> list[str]:
+    """The arguments of `rematbench execute` for a cell: what a person would type."""
+    spec = cell.spec
+    words = [cell.variant.method]
+    for key in ("model", "cluster", "system", "gpus", "seq_len", "global_batch", "micro_batch"):
+        words += [f"--{key.replace('_', '-')}", str(getattr(spec, key))]
+    for key in ("tp", "cp", "pp", "vpp"):
+        words += [f"--{key}", str(getattr(spec, key))]
+    words += ["--zero", str(spec.zero_stage), "--attention", spec.attention]
+    words += ["--precision", spec.precision]
+    if spec.tp > 1 and not spec.sp:
+        words.append("--no-sp")
+    return words + settings_words(cell.variant.settings)

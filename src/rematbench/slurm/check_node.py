@@ -1,0 +1,17 @@
+"""`python -m rematbench.slurm.check_node SECONDS`: this node's facts as one line of JSON."""
+
+import sys
+
+import msgspec
+
+from rematbench.slurm.nodefacts import node_facts
+
+
+def main() -> None:
+    """Print the facts, with a canary of the given seconds."""
+    facts = node_facts(float(sys.argv[1]))
+    sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
+
+
+if __name__ == "__main__":
+    main()

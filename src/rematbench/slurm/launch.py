@@ -1,0 +1,131 @@
+"""Start a cell's processes by torchrun, here or on every node of an allocation; end them surely."""
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.slurm.nodefacts import NodeFacts
+
+GRACE_S = 10.0
+
+
+class Allocation(Struct, frozen=True, kw_only=True):
+    """Where a bundle's cells run: `nodes` of a Slurm job, or (nodes 1, no job) this machine."""
+
+    nodes: int
+    gpus_per_node: int
+    job_id: str = ""
+
+    @property
+    def spans(self) -> bool:
+        """Whether srun must start the processes."""
+        return bool(self.job_id) and self.nodes > 1
+
+    @property
+    def hosts(self) -> int:
+        """Hosts that take part: without a Slurm job, all ranks share this machine."""
+        return self.nodes if self.spans else 1
+
+
+class Ended(Struct, frozen=True, kw_only=True):
+    """How a launch ended.  `code` is None when the limit passed; `stderr` is its end."""
+
+    code: int | None
+    stderr: str
+    seconds: float
+
+
+def on_every_node(allocation: Allocation, words: Sequence[str]) -> list[str]:
+    """A command on every node of an allocation, once each.  The executor's job step drops what
+    sbatch set (SLURM_*), so every number is said again."""
+    count = str(allocation.nodes)
+    srun = ["srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1"]
+    return [*srun, "--kill-on-bad-exit=1", "--cpu-bind=none", *words]
+
+
+def torchrun(allocation: Allocation, words: Sequence[str]) -> list[str]:
+    """`python -m WORDS` in every process of an allocation.
+
+    Ranks are in node order (static rendezvous at the first node, where this runs), so that a
+    layout's neighbours share a node on every run.
+    """
+    here = [sys.executable, "-m", "torch.distributed.run"]
+    total = allocation.nodes * allocation.gpus_per_node
+    if not allocation.spans:
+        return [*here, "--standalone", f"--nproc-per-node={total}", "-m", *words]
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    start = [
+        *here,
+        f"--nnodes={allocation.nodes}",
+        f"--nproc-per-node={allocation.gpus_per_node}",
+        f"--master-addr={socket.gethostname()}",
+        f"--master-port={port}",
+    ]
+    ranks = '--node-rank="$SLURM_NODEID"'
+    line = f"exec {shlex.join(start)} {ranks} -m {shlex.join(words)}"
+    return on_every_node(allocation, ["sh", "-c", line])
+
+
+def run_limited(
+    words: Sequence[str], log: Path, limit_s: float, stopped: Callable[[], bool]
+) -> Ended:
+    """Run a command in a session of its own until it ends, `limit_s` pass or `stopped()`; all its
+    processes are ended.  Output goes to `log`."""
+    start = time.monotonic()
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+        code: int | None = None
+        try:
+            while code is None and time.monotonic() - start < limit_s and not stopped():
+                try:
+                    code = process.wait(timeout=0.1)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            _end(process)
+    text = log.read_text(encoding="utf-8", errors="replace")
+    return Ended(code=code, stderr=text[-20_000:], seconds=time.monotonic() - start)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process group: asked first (srun passes it to the other nodes), then killed."""
+    if process.poll() is None:
+        _signal(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE_S)
+    _signal(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _signal(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return
+
+
+def all_facts(allocation: Allocation, canary_s: float) -> list[NodeFacts]:
+    """The facts of every node, in the order of hosts' names; RuntimeError if a node gives none."""
+    words = [sys.executable, "-m", "rematbench.slurm.check_node", f"{canary_s:g}"]
+    command = on_every_node(allocation, words) if allocation.spans else words
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or len(lines) != allocation.hosts:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RuntimeError(f"the node check failed: {last}")
+    facts = [msgspec.json.decode(line, type=NodeFacts) for line in lines]
+    return sorted(facts, key=lambda fact: fact.host)

@@ -1,0 +1,175 @@
+"""What a node has, before a cell runs there: memory, limits, NUMA, and a canary's rates."""
+
+import os
+import platform
+import resource
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from rematbench.cpulist import cpu_set
+
+MEMORY_SLACK = 0.05
+"""Share of a node's memory that is the system's own: pinned bytes must fit into the rest."""
+SLOW = 0.8
+"""A device below this share of the median of its peers is named slow."""
+
+
+class NodeFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One host of an allocation.  Bytes; -1 stands for no limit."""
+
+    host: str
+    kernel: str
+    memory_bytes: int
+    available_bytes: int
+    cgroup_bytes: int
+    memlock_bytes: int
+    cpus: int
+    numa_nodes: int
+    numa_cpus: dict[str, int] = {}
+    gpu_numa: dict[str, int] = {}
+    canary: list[dict[str, float | str]] = []
+
+
+def node_facts(canary_s: float = 0.0) -> NodeFacts:
+    """This host, with a canary of `canary_s` seconds where torch is installed."""
+    cpus = os.sched_getaffinity(0)
+    nodes = _numa_nodes()
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    info = _meminfo()
+    return NodeFacts(
+        host=socket.gethostname(),
+        kernel=platform.release(),
+        memory_bytes=info.get("MemTotal", 0),
+        available_bytes=info.get("MemAvailable", 0),
+        cgroup_bytes=cgroup_limit(),
+        memlock_bytes=-1 if soft == resource.RLIM_INFINITY else soft,
+        cpus=len(cpus),
+        numa_nodes=len(nodes),
+        numa_cpus={name: len(found & cpus) for name, found in nodes.items()},
+        gpu_numa=_gpu_numa(),
+        canary=_canary(canary_s),
+    )
+
+
+def _canary(seconds: float) -> list[dict[str, float | str]]:
+    if seconds <= 0:
+        return []
+    try:
+        from rematbench.torch.canary import canary  # noqa: PLC0415  # torch is optional
+    except ImportError:
+        return []
+    return canary(seconds)
+
+
+def _meminfo() -> dict[str, int]:
+    found = {}
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        key, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[-1] == "kB":
+            found[key] = int(words[0]) * 1024
+    return found
+
+
+def cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """The tightest memory limit over this process's control groups (v2 or v1); -1 without one."""
+    limits = []
+    try:
+        lines = own.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return -1
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base = root / controllers if controllers else root
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        folder = base / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            if place == base.parent:
+                break
+            limits.append(_limit(place / name))
+    found = [limit for limit in limits if limit >= 0]
+    return min(found, default=-1)
+
+
+def _limit(path: Path) -> int:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return -1
+    no_limit = 1 << 60  # v1 writes a huge number, v2 `max`
+    return int(text) if text.isdigit() and int(text) < no_limit else -1
+
+
+def _numa_nodes() -> dict[str, set[int]]:
+    found = {}
+    for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*")):
+        try:
+            found[path.name] = cpu_set((path / "cpulist").read_text(encoding="ascii"))
+        except OSError:
+            continue
+    return found
+
+
+def _gpu_numa() -> dict[str, int]:
+    """NVIDIA display controllers of the PCI bus and the NUMA node of each."""
+    found = {}
+    for path in sorted(Path("/sys/bus/pci/devices").glob("*")):
+        try:
+            vendor = (path / "vendor").read_text(encoding="ascii").strip()
+            kind = (path / "class").read_text(encoding="ascii").strip()
+            if vendor == "0x10de" and kind.startswith("0x03"):
+                found[path.name] = int((path / "numa_node").read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def shortages(facts: NodeFacts, pinned_bytes: int) -> list[str]:
+    """Why a node cannot hold the predicted pinned bytes; empty if it can."""
+    room = {
+        "memory": int(facts.memory_bytes * (1 - MEMORY_SLACK)),
+        "cgroup limit": facts.cgroup_bytes,
+    }
+    return [
+        _short(facts, name, limit, pinned_bytes)
+        for name, limit in room.items()
+        if 0 <= limit < pinned_bytes
+    ]
+
+
+def oddities(nodes: Sequence[NodeFacts], pinned_bytes: int = 0) -> list[str]:
+    """What is worth a word but stops nothing: a slow device, GPUs on a NUMA node without CPUs,
+    `ulimit -l` below the pinned bytes (CUDA pins past it, RDMA libraries do not)."""
+    found = [
+        _short(node, "ulimit -l", node.memlock_bytes, pinned_bytes)
+        for node in nodes
+        if 0 <= node.memlock_bytes < pinned_bytes
+    ]
+    for key in ("gemm_flop_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s"):
+        rates = [(float(c[key]), n.host, c["device"]) for n in nodes for c in n.canary if key in c]
+        median = sorted(rate for rate, *_ in rates)[len(rates) // 2] if rates else 0.0
+        for rate, host, device in rates:
+            if rate < SLOW * median:
+                share = 100 * rate / median
+                found.append(f"{host}: {device}: {key} is {share:.0f} % of the median")
+    for node in nodes:
+        for gpu, number in node.gpu_numa.items():
+            if node.numa_cpus.get(f"node{number}", 1) == 0:
+                found.append(f"{node.host}: no CPU of NUMA node {number}, where GPU {gpu} is")
+    return found
+
+
+def _short(facts: NodeFacts, name: str, limit: int, pinned_bytes: int) -> str:
+    return (
+        f"{facts.host}: {name} {_gib(limit)} GiB is less than the predicted {_gib(pinned_bytes)} "
+        "GiB of pinned memory per node"
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"

@@ -1,0 +1,40 @@
+"""Snakemake's Slurm executor forgets its jobs when Slurm does not answer; ours does not.
+
+Seen with snakemake-executor-plugin-slurm 2.8.0: when every status query of a round fails (the
+controller is away), `check_active_jobs` gives no job back, which means to its caller that all have
+ended; Snakemake then waits for ever for results that nobody watches.  Wrapped, a round without one
+successful query gives every job back, to be asked about again.
+"""
+
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+PLUGIN = "snakemake_executor_plugin_slurm"
+
+
+def be_patient(executor: Any = None) -> bool:
+    """Wrap the executor class (by default the loaded plugin's), once; False if there is none."""
+    module = sys.modules.get(PLUGIN)
+    found = executor or getattr(module, "Executor", None)
+    if found is None or not hasattr(found, "check_active_jobs"):
+        return False
+    if getattr(found, "is_patient", False):
+        return True
+    ask = found.check_active_jobs
+
+    async def check_active_jobs(self: Any, active_jobs: Sequence[Any]) -> AsyncIterator[Any]:
+        """The plugin's, but no answer is not an end."""
+        answered = self._status_query_calls
+        kept = []
+        async for job in ask(self, active_jobs):
+            kept.append(job)
+            yield job
+        if active_jobs and not kept and self._status_query_calls == answered:
+            self.logger.warning("Slurm does not answer: its jobs are asked for again later")
+            for job in active_jobs:
+                yield job
+
+    found.check_active_jobs = check_active_jobs
+    found.is_patient = True
+    return True

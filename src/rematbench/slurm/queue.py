@@ -1,0 +1,145 @@
+"""Slurm's own words: which jobs live, which nodes a partition has, what an earlier run left."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec import Struct
+
+JOB_PREFIX = "rematbench_"
+"""Names of our jobs start with it (slurm-jobname-prefix in profiles/slurm/config.yaml)."""
+POLL_S = 2.0
+RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "STAGE_OUT", "SIGNALING")
+UNLIMITED = 1 << 30
+
+
+class Unreachable(RuntimeError):
+    """Slurm is installed and does not answer."""
+
+
+def ask(*words: str) -> list[str] | None:
+    """A Slurm command's lines; None where it is not installed; Unreachable with its last line."""
+    if shutil.which(words[0]) is None:
+        return None
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    except subprocess.TimeoutExpired as error:
+        raise Unreachable(f"{words[0]}: no answer within 60 s") from error
+    if done.returncode != 0:
+        raise Unreachable((done.stderr.strip().splitlines() or [words[0]])[-1])
+    return done.stdout.splitlines()
+
+
+def job_alive(job_id: str) -> bool | None:
+    """Whether a job has processes or may have; None when Slurm cannot be asked."""
+    try:
+        lines = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%T")
+    except Unreachable as error:
+        return False if "Invalid job id" in str(error) else None
+    return None if lines is None else any(line.strip() in RUNNING for line in lines)
+
+
+class Left(Struct, frozen=True):
+    """A job of ours in the queue."""
+
+    job_id: str
+    state: str
+
+
+def left_jobs(folder: Path) -> list[Left]:
+    """Jobs that a Snakemake in `folder` submitted and that are still in the queue."""
+    form = "--format=%i|%T|%j|%Z"
+    lines = ask("squeue", "--noheader", "--me", form) or []
+    found = []
+    for line in lines:
+        job_id, state, name, place = line.split("|", 3)
+        if name.startswith(JOB_PREFIX) and Path(place.strip()).resolve() == folder:
+            found.append(Left(job_id, state))
+    return found
+
+
+def settle_jobs(folder: Path, *, cancel: bool, say: Callable[[str], None]) -> None:
+    """Cancel what waits, and end or wait for what runs; returns when none is left."""
+    told: set[str] = set()
+    while jobs := _patiently(lambda: left_jobs(folder), say):
+        for job in jobs:
+            ends = cancel or job.state not in RUNNING
+            if job.job_id not in told:
+                does = "cancelled" if ends else "waiting for it to finish its cells"
+                say(f"job {job.job_id} of an earlier run is {job.state.lower()}: {does}")
+            told.add(job.job_id)
+            if ends and job.state != "COMPLETING":
+                subprocess.run(["scancel", job.job_id], check=False, capture_output=True)
+        time.sleep(POLL_S)
+
+
+def _patiently(look: Callable[[], list[Left]], say: Callable[[str], None]) -> list[Left]:
+    """Ask until the controller answers."""
+    told = False
+    while True:
+        try:
+            return look()
+        except Unreachable as error:
+            if not told:
+                say(f"waiting for Slurm: {error}")
+            told = True
+            time.sleep(POLL_S)
+
+
+class Node(Struct, frozen=True, kw_only=True):
+    """One node as one partition has it.  `minutes` is the partition's limit."""
+
+    partition: str
+    name: str
+    default: bool
+    cpus: int
+    mem_mb: int
+    gres: str
+    minutes: int
+    up: bool
+
+    def count(self, kind: str) -> int:
+        """How many of a GRES kind (`gpu`, `gpu:h800`) it has."""
+        total = 0
+        for entry in self.gres.split(","):
+            words = entry.partition("(")[0].split(":")
+            if words[: kind.count(":") + 1] == kind.split(":") and words[-1].isdigit():
+                total += int(words[-1])
+        return total
+
+
+def partitions() -> list[Node] | None:
+    """Every node of every partition; None where Slurm is not installed."""
+    lines = ask("sinfo", "--noheader", "--Node", "--format=%P|%N|%c|%m|%G|%l|%a")
+    if lines is None:
+        return None
+    found = []
+    for line in lines:
+        partition, name, cpus, mem, gres, limit, state = line.split("|")
+        found.append(
+            Node(
+                partition=partition.rstrip("*"),
+                name=name,
+                default=partition.endswith("*"),
+                cpus=int(cpus),
+                mem_mb=int(mem.rstrip("+")),
+                gres=gres,
+                minutes=minutes(limit),
+                up=state == "up",
+            )
+        )
+    return found
+
+
+def minutes(limit: str) -> int:
+    """Slurm's `days-hours:minutes:seconds` as whole minutes."""
+    if limit in ("infinite", "UNLIMITED", "n/a"):
+        return UNLIMITED
+    days, _, rest = limit.rpartition("-")
+    words = [int(word) for word in rest.split(":")]
+    if days:
+        words += [0] * (3 - len(words))
+    hours, mins, _ = [0] * (3 - len(words)) + words
+    return int(days or 0) * 1440 + hours * 60 + mins

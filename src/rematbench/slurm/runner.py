@@ -1,0 +1,220 @@
+"""Run a bundle: its unfinished cells one after the other, each ending in a record.
+
+Whatever happens to a cell (out of memory, a crash, its time limit) is its status, and the next
+cell is run.  What ends the job itself (preemption, scancel, the allocation's limit) ends with
+EXIT_AGAIN: finished cells stay finished, and the next attempt goes on from there.
+"""
+
+import datetime
+import importlib.util
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from rematbench.plan import PlanError, Unsupported
+from rematbench.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode
+from rematbench.slurm.cells import Bundle, Campaign, Cell, CellStatus, execute_words
+from rematbench.slurm.launch import Allocation, Ended, all_facts, run_limited, torchrun
+from rematbench.slurm.nodefacts import NodeFacts, oddities, shortages
+from rematbench.store import Lease, Store, write_atomically
+
+EXIT_AGAIN = 75
+"""sysexits' EX_TEMPFAIL: run the same command again."""
+MARGIN_S = 30.0
+"""Kept of an allocation's time to write what is to be written."""
+EXECUTE = importlib.util.find_spec("rematbench.cli_execute") is not None
+"""Whether `rematbench execute` joins a launcher's processes; else rematbench.slurm.rank does."""
+
+HOST_MEMORY = "host memory: the kernel or Slurm killed a process for it"
+SIGNS: tuple[tuple[str, CellStatus, str], ...] = (
+    ("OutOfMemoryError", "oom", ""),
+    ("NotFinite", "nan", ""),
+    ("oom_kill", "oom", HOST_MEMORY),
+    ("oom-kill", "oom", HOST_MEMORY),
+    ("Out Of Memory", "oom", HOST_MEMORY),
+    ("exitcode: -9", "oom", "a process got signal 9: host memory, as far as can be known"),
+)
+"""What the output of a launch says of its end; a reason of its own, or the output's last error."""
+
+
+class Runner:
+    """One bundle on one allocation."""
+
+    def __init__(
+        self,
+        campaign: Campaign,
+        bundle: Bundle,
+        store: Store,
+        allocation: Allocation,
+        *,
+        minutes: int = 0,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """`minutes` is the allocation's limit from now on; 0 for none."""
+        self.campaign = campaign
+        self.bundle = bundle
+        self.store = store
+        self.allocation = allocation
+        self.ends = time.monotonic() + 60 * minutes if minutes else float("inf")
+        self.say = say
+        self.stop = ""
+        self.facts: list[NodeFacts] | None = None
+
+    def run(self) -> list[CellRecord] | None:
+        """Records of all cells of the bundle; None if the job was ended before that."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signalled)
+        keys = {self.campaign.key(cell): cell for cell in self.bundle.cells}
+        for wait in (False, True):  # what another live job has in hand comes last
+            for key, cell in keys.items():
+                lease = None if self.stop else self.store.claim(key, wait=wait)
+                if lease is not None:
+                    self._run(cell, lease)
+        if self.stop:
+            self.say(f"stopped: {self.stop}; the same command goes on from here")
+            return None
+        found = [self.store.read(key) for key in keys]
+        return [decode(data) for data in found if data is not None]
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        left = self.ends - time.monotonic()
+        late = f", {left:.0f} s before its limit" if left < 1e6 else ""
+        name = signal.Signals(number).name
+        self.stop = f"the job was ended by {name} (preemption, scancel or a node taken away){late}"
+
+    def _run(self, cell: Cell, lease: Lease) -> None:
+        """One attempt at a cell, committed or given back."""
+        if self.ends - time.monotonic() < 2 * MARGIN_S:
+            self.stop = "the allocation's time is over"
+            self.store.release(lease)
+            return
+        if lease.attempt > MAX_ATTEMPTS:
+            reason = f"{MAX_ATTEMPTS} jobs were lost under this cell, without a word of any"
+            made = self._record(cell, lease, "failed", reason)
+        else:
+            made = self._attempt(cell, lease)
+        self.say(f"{cell.name}: {made.status}{': ' if made.reason else ''}{made.reason}")
+        self.store.commit(lease, encode(made))
+
+    def _attempt(self, cell: Cell, lease: Lease) -> CellRecord:
+        try:
+            pinned = self._predicted_pinned(cell)
+            facts = self._node_facts()
+        except (PlanError, RuntimeError) as error:
+            return self._record(cell, lease, "failed", str(error))
+        short = [text for fact in facts for text in shortages(fact, pinned)]
+        remarks = oddities(facts, pinned)
+        if short:
+            text = f"not started: {'; '.join(short)}"
+            return self._record(cell, lease, "failed", text, remarks=remarks)
+        with tempfile.TemporaryDirectory(prefix=f".{lease.key}.", dir=self.store.folder) as name:
+            return self._launch(cell, lease, Path(name), remarks)
+
+    def _launch(self, cell: Cell, lease: Lease, folder: Path, remarks: list[str]) -> CellRecord:
+        left = self.ends - time.monotonic() - MARGIN_S
+        limit = min(60.0 * self.campaign.suite.cell_minutes, left)
+        out = folder / "record.json"
+        steps = ["--steps", str(self.campaign.suite.steps), "--out", str(out)]
+        module = ["rematbench.cli", "execute"] if EXECUTE else ["rematbench.slurm.rank"]
+        words = [*module, *execute_words(cell), *steps, "--timeout", f"{limit:g}"]
+        command = torchrun(self.allocation, words)
+        ended = run_limited(command, folder / "log", limit, lambda: bool(self.stop))
+        if out.exists():
+            record = msgspec.json.decode(out.read_bytes(), type=dict[str, Any])
+            status, reason = record["status"], record["reason"]
+        else:
+            record = None
+            status, reason = self._why(ended, folder, limit)
+        return self._record(
+            cell,
+            lease,
+            status,
+            reason,
+            final=status != "preempted" or lease.attempt >= MAX_ATTEMPTS,
+            wall_s=ended.seconds,
+            remarks=remarks,
+            record=record,
+        )
+
+    def _why(self, ended: Ended, folder: Path, limit: float) -> tuple[CellStatus, str]:
+        """Status and reason of a launch that left no record."""
+        if self.stop:
+            return "preempted", self.stop
+        if ended.code is None:
+            return "timeout", f"no result within {limit:.0f} s"
+        told = [path.read_text(encoding="utf-8").splitlines() for path in folder.glob("error.*")]
+        # A rank whose peer died only knows that its connection broke: others speak first.
+        told.sort(key=lambda lines: "onnection" in lines[1] or "imed out" in lines[1])
+        if told:
+            return msgspec.convert(told[0][0], CellStatus), told[0][1]
+        for word, status, reason in SIGNS:
+            if word in ended.stderr:
+                return status, reason or _last_words(ended.stderr)
+        return "failed", f"exit code {ended.code}: {_last_words(ended.stderr)}"
+
+    def _predicted_pinned(self, cell: Cell) -> int:
+        """Pinned bytes per node that the simulator predicts; 0 for what it cannot plan."""
+        problem = self.campaign.problem(cell.spec)
+        settings = dict(cell.variant.settings)
+        plan = self.campaign.registry.resolve(cell.variant.method, settings).plan(problem)
+        return 0 if isinstance(plan, Unsupported) else host_bytes(problem, plan)
+
+    def _node_facts(self) -> list[NodeFacts]:
+        """Facts of every node, looked up once for each allocation."""
+        if self.facts is None:
+            self.facts = all_facts(self.allocation, self.campaign.site.slurm.canary_s)
+        return self.facts
+
+    def _record(
+        self, cell: Cell, lease: Lease, status: CellStatus, reason: str, **more: Any
+    ) -> CellRecord:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return CellRecord(
+            key=lease.key,
+            cell=cell,
+            status=status,
+            reason=reason,
+            attempts=lease.attempt,
+            job_id=self.allocation.job_id,
+            written=now,
+            hosts=tuple(self.facts or ()),
+            **{**more, "remarks": tuple(more.get("remarks", ()))},
+        )
+
+
+def host_bytes(problem: Any, plan: Any) -> int:
+    """Predicted pinned bytes of the fullest node."""
+    return int(problem.cost.evaluate(plan).host_node_bytes)
+
+
+def _last_words(text: str) -> str:
+    """The line that most probably says what went wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return (errors or lines or ["no output"])[-1][:400]
+
+
+def manifest(records: list[CellRecord]) -> bytes:
+    """A bundle's declared output: which record each cell has, and nothing that changes when a
+    finished bundle is run again."""
+    rows = [{"key": r.key, "status": r.status, "reason": r.reason} for r in records]
+    return msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n"
+
+
+def finish(runner: Runner, output: Path) -> None:
+    """Run, write the manifest, say the counts; exits with EXIT_AGAIN if the job was ended."""
+    records = runner.run()
+    if records is None:
+        sys.exit(EXIT_AGAIN)
+    write_atomically(output, manifest(records))
+    counts = Counter(record.status for record in records)
+    text = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+    runner.say(f"{runner.bundle.name}: {text}")

@@ -1,0 +1,138 @@
+"""What would be submitted, what it is predicted to cost, and what can be refused at once."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from rematbench.cli_text import CommandError
+from rematbench.plan import PlanError, Unsupported
+from rematbench.sheets import write_sheet
+from rematbench.slurm.cells import Bundle, Campaign, Cell
+from rematbench.slurm.queue import Node, Unreachable, partitions
+from rematbench.store import Store
+
+STARTUP_S = 60.0
+"""Of a cell beside its steps: imports, communicators, the model's allocation.  Our estimate."""
+
+
+class Submission(Struct, frozen=True, kw_only=True):
+    """One job.  `gpu_hours` is predicted, `most_gpu_hours` is what its time limit allows; both are
+    zero on a cluster whose `slurm:` section names no `gres`."""
+
+    bundle: str
+    nodes: int
+    gpus: int
+    cells: int
+    minutes: int
+    gpu_hours: float
+    most_gpu_hours: float
+
+
+def submissions(campaign: Campaign, store: Store) -> list[Submission]:
+    """A submission for every bundle that has an unfinished cell."""
+    found = []
+    for bundle in campaign.bundles.values():
+        cells = [cell for cell in bundle.cells if store.finished(campaign.key(cell)) is None]
+        if cells:
+            found.append(_submission(campaign, bundle, cells))
+    return found
+
+
+def _submission(campaign: Campaign, bundle: Bundle, cells: Sequence[Cell]) -> Submission:
+    slurm = campaign.site.slurm
+    whole = campaign.site.cluster.gpus_per_node if "--exclusive" in slurm.extra else 0
+    gpus = bundle.nodes * max(bundle.gpus_per_node, whole) if slurm.gres else 0
+    seconds = slurm.canary_s + sum(STARTUP_S + _seconds(campaign, cell) for cell in cells)
+    return Submission(
+        bundle=bundle.name,
+        nodes=bundle.nodes,
+        gpus=gpus,
+        cells=len(cells),
+        minutes=bundle.minutes,
+        gpu_hours=gpus * seconds / 3600,
+        most_gpu_hours=gpus * bundle.minutes / 60,
+    )
+
+
+def _seconds(campaign: Campaign, cell: Cell) -> float:
+    """Predicted seconds of a cell's steps; none for what is refused before its first."""
+    problem = campaign.problem(cell.spec)
+    method = campaign.registry.resolve(cell.variant.method, dict(cell.variant.settings))
+    try:
+        plan = method.plan(problem)
+        if isinstance(plan, Unsupported):
+            return 0.0
+        return campaign.suite.steps * problem.cost.evaluate(plan).step_s
+    except PlanError:
+        return 0.0
+
+
+def write_plan(rows: Sequence[Submission], path: Path) -> None:
+    """The submissions as CSV; a header alone when nothing is left."""
+    if rows:
+        write_sheet(path, [asdict(row) for row in rows])
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(",".join(Submission.__struct_fields__) + "\n", encoding="utf-8")
+
+
+def refuse(
+    campaign: Campaign, rows: Sequence[Submission], *, max_gpu_hours: float, ask_slurm: bool
+) -> None:
+    """CommandError for what cannot or must not be submitted: one line, before anything is."""
+    site, slurm = campaign.site, campaign.site.slurm
+    for row in rows:
+        if row.nodes > slurm.nodes:
+            raise CommandError(
+                f"{row.bundle} needs {row.nodes} nodes; {site.name} allows {slurm.nodes} "
+                "(slurm: nodes)"
+            )
+    total = sum(row.gpu_hours for row in rows)
+    if max_gpu_hours and total > max_gpu_hours:
+        worst = max(rows, key=lambda row: row.gpu_hours)
+        raise CommandError(
+            f"{total:.3f} predicted GPU-hours exceed max_gpu_hours {max_gpu_hours:g} "
+            f"({len(rows)} submissions, the largest {worst.bundle} with {worst.gpu_hours:.3f})"
+        )
+    if ask_slurm and rows:
+        try:
+            nodes = partitions()
+        except Unreachable as error:
+            raise CommandError(f"Slurm does not answer: {error}") from error
+        if nodes is not None:
+            for row in rows:
+                check_partition(campaign, campaign.bundles[row.bundle], nodes)
+
+
+def check_partition(campaign: Campaign, bundle: Bundle, nodes: Sequence[Node]) -> None:
+    """CommandError if the site's partition can never hold a bundle, now or later."""
+    slurm = campaign.site.slurm
+    names = sorted({node.partition for node in nodes})
+    here = [n for n in nodes if (n.partition == slurm.partition if slurm.partition else n.default)]
+    where = f"partition {slurm.partition}" if slurm.partition else "the default partition"
+    if not here:
+        raise CommandError(f"Slurm has no {where} (known: {', '.join(names) or 'none'})")
+    if not here[0].up:
+        raise CommandError(f"{where} takes no jobs now: it is not up")
+    if bundle.minutes > here[0].minutes:
+        raise CommandError(
+            f"{bundle.name} asks for {bundle.minutes} minutes; {where} allows {here[0].minutes}"
+        )
+    wants = [
+        ("CPUs", slurm.cpus_per_node, [node.cpus for node in here]),
+        ("MB of memory", slurm.mem_mb_per_node, [node.mem_mb for node in here]),
+    ]
+    if slurm.gres:
+        wants.append((slurm.gres, bundle.gpus_per_node, [n.count(slurm.gres) for n in here]))
+    for what, want, has in wants:
+        fitting = [amount for amount in has if amount >= want]
+        if len(fitting) < bundle.nodes:
+            most = max(has)
+            raise CommandError(
+                f"{bundle.name} needs {bundle.nodes} nodes with {want} {what}; {where} has "
+                f"{len(fitting)} such of {len(here)} (the largest has {most})"
+                if want
+                else f"{bundle.name} needs {bundle.nodes} nodes; {where} has {len(here)}"
+            )

@@ -1,0 +1,267 @@
+"""Finished cells by key, safe against kills and against two jobs on one cell.
+
+A record is written to a temporary name and renamed, so it is whole or absent.  Who works on a cell
+holds a lease, a file `KEY.lease.N` that is created exclusively: N counts the attempts.  The holder
+touches its lease; a lease is dead when its process is gone (seen on the same machine), its batch
+job has left the queue, or nobody touched it for STALE_S.  A dead lease is never stolen: the next
+attempt creates number N + 1, which only one process can.
+"""
+
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+STALE_S = 60.0
+"""Age of the last touch, by the file system's clock, after which a lease of elsewhere is dead."""
+BEAT_S = 5.0
+POLL_S = 0.5
+
+JobAlive = Callable[[str], bool | None]
+"""Whether a batch job is still in the queue; None when nobody can say."""
+
+
+class Holder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who holds a lease: enough to tell from anywhere whether it still lives."""
+
+    host: str
+    boot: str
+    pid: int
+    started: int
+    job_id: str = ""
+
+
+class Lease(Struct, frozen=True, kw_only=True):
+    """The right to work on a cell; `attempt` counts from 1."""
+
+    key: str
+    attempt: int
+    path: Path
+
+
+def this_holder(job_id: str = "") -> Holder:
+    """This process."""
+    return Holder(
+        host=socket.gethostname(),
+        boot=_boot(),
+        pid=os.getpid(),
+        started=start_time(os.getpid()) or 0,
+        job_id=job_id,
+    )
+
+
+def _boot() -> str:
+    """This boot of this machine and its process namespace: where a pid means something."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # not Linux: leases of this machine are then judged by age
+        return ""
+
+
+def start_time(pid: int) -> int | None:
+    """The kernel's start time of a live process; None if it is gone (or a zombie)."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write to a temporary name in the same folder, flush to disk, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class Store:
+    """A folder of finished cells (`KEY.json`) and of leases."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        job_id: str = "",
+        job_alive: JobAlive | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        is_final: Callable[[bytes], bool] = lambda data: True,
+    ) -> None:
+        """`is_final` tells a finished record from one to be run again (a preempted cell's)."""
+        self.folder = folder
+        self.holder = this_holder(job_id)
+        self.job_alive = job_alive or (lambda _: None)
+        self.say = say
+        self.is_final = is_final
+        self._held: Lease | None = None
+        self._beating = False
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, key: str) -> Path:
+        """Where a cell's record is."""
+        return self.folder / f"{key}.json"
+
+    def read(self, key: str) -> bytes | None:
+        """A cell's record, finished or not; None if there is none."""
+        try:
+            return self.path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def finished(self, key: str) -> bytes | None:
+        """A finished cell's record."""
+        data = self.read(key)
+        return data if data is not None and self.is_final(data) else None
+
+    def claim(self, key: str, *, wait: bool = True) -> Lease | None:
+        """The lease on an unfinished cell; None once it is finished (or, without `wait`, while
+        another process holds it)."""
+        told = False
+        while self.finished(key) is None:
+            number, latest = self.latest(key)
+            if latest is not None and self.is_alive(latest):
+                if not wait:
+                    return None
+                if not told:
+                    self.say(f"waiting for {key}: {self.describe(latest)}")
+                told = True
+                time.sleep(POLL_S)
+                continue
+            lease = self._create(key, number + 1)
+            if lease is not None:
+                if lease.attempt > 1:
+                    self._sweep(key)
+                return lease
+        self._forget(key)  # of a process killed between its record and its lease
+        return None
+
+    def _create(self, key: str, attempt: int) -> Lease | None:
+        path = self._lease(key, attempt)
+        try:
+            file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            return None
+        with os.fdopen(file, "wb") as opened:
+            opened.write(msgspec.json.encode(self.holder))
+        lease = Lease(key=key, attempt=attempt, path=path)
+        if self.finished(key) is not None:  # finished between the look and the lease
+            self._forget(key)
+            return None
+        self._held = lease
+        self._beat()
+        return lease
+
+    def commit(self, lease: Lease, data: bytes) -> bool:
+        """Write the record and give the lease back; False if another process took the cell over
+        (this one was believed dead), whose record then stands."""
+        self._held = None
+        number, _ = self.latest(lease.key)
+        if number != lease.attempt or self.finished(lease.key) is not None:
+            self.say(f"{lease.key}: taken over by another job, whose record stands")
+            return False
+        write_atomically(self.path(lease.key), data)
+        if self.is_final(data):
+            self._forget(lease.key)
+        else:
+            self.release(lease)
+        return True
+
+    def release(self, lease: Lease) -> None:
+        """Give up: the lease is dead at once, and the next claim counts one attempt more."""
+        self._held = None
+        ended = msgspec.structs.replace(self.holder, pid=0, started=0, boot="ended")
+        write_atomically(lease.path, msgspec.json.encode(ended))
+
+    def latest(self, key: str) -> tuple[int, Path | None]:
+        """The newest lease and its number; (0, None) without any."""
+        number = 0
+        while self._lease(key, number + 1).exists():  # numbers have no gaps
+            number += 1
+        return number, self._lease(key, number) if number else None
+
+    def _lease(self, key: str, number: int) -> Path:
+        return self.folder / f"{key}.lease.{number}"
+
+    def is_alive(self, path: Path) -> bool:
+        """Whether a lease's holder lives."""
+        try:
+            holder, touched = _read_holder(path), path.stat().st_mtime
+        except FileNotFoundError:
+            return False
+        if holder is not None:
+            if holder.boot == "ended":
+                return False
+            if holder.boot and holder.boot == self.holder.boot:
+                return start_time(holder.pid) == holder.started
+            if holder.job_id and holder.job_id == self.holder.job_id:
+                return False  # Slurm requeued this job: its earlier start has ended
+            if holder.job_id and self.job_alive(holder.job_id) is False:
+                return False
+        return self._now() - touched < STALE_S
+
+    def describe(self, path: Path) -> str:
+        """One clause about a lease's holder."""
+        holder = _read_holder(path)
+        if holder is None:
+            return "held"
+        job = f"job {holder.job_id}, " if holder.job_id else ""
+        return f"held by {job}process {holder.pid} on {holder.host}"
+
+    def _now(self) -> float:
+        """The file system's clock, which stamps the leases of every machine."""
+        clock = self.folder / f".clock.{self.holder.host}.{self.holder.pid}"
+        clock.touch()
+        now = clock.stat().st_mtime
+        clock.unlink(missing_ok=True)
+        return now
+
+    def _forget(self, key: str) -> None:
+        """Remove a finished cell's leases, the last first, so that no number is skipped."""
+        for number in range(self.latest(key)[0], 0, -1):
+            self._lease(key, number).unlink(missing_ok=True)
+
+    def _sweep(self, key: str) -> None:
+        """Remove the temporary files and folders of attempts that died."""
+        for path in self.folder.glob(f".{key}.*"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        """Start touching what is held, once for each process."""
+        if not self._beating:
+            self._beating = True
+            threading.Thread(target=self._beats, daemon=True).start()
+
+    def _beats(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            lease = self._held
+            if lease is not None:
+                try:
+                    os.utime(lease.path)
+                except FileNotFoundError:
+                    continue
+
+
+def _read_holder(path: Path) -> Holder | None:
+    """The holder, or None while its file is being written."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Holder)
+    except (FileNotFoundError, msgspec.DecodeError, msgspec.ValidationError):
+        return None

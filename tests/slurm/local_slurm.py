@@ -1,0 +1,218 @@
+"""A real Slurm of two nodes with fake GPUs on this machine, for one test module.
+
+Debian's slurmctld, slurmd (several on one host: `slurmd -N`), munged; everything under one folder,
+on free ports.  Every daemon is our child; only processes whose pid and kernel start time were
+recorded are ever signalled.  Load-bearing in slurm.conf: EnforcePartLimits=ALL (or impossible
+requests pend for ever), MinJobAge (finished jobs must stay visible to squeue), linuxproc and no
+cgroups (needs no systemd).  The executor's job step drops SLURM_CONF before its nested srun, so
+wrappers that set it come first on PATH.
+"""
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rematbench.store import start_time
+
+SBIN = Path("/usr/sbin")
+TOOLS = ("srun", "sbatch", "squeue", "scancel", "sinfo", "scontrol", "sacct", "sacctmgr")
+CPUS, GPUS, MEM_MB = 2, 2, 4000
+
+
+def missing() -> str:
+    """Why no Slurm can be started here; empty if one can."""
+    found = [n for n in ("slurmctld", "slurmd", "munged") if not (SBIN / n).exists()]
+    found += [name for name in ("srun", "sbatch") if shutil.which(name) is None]
+    if found:
+        return f"no {', '.join(found)} here (./bench test --with-slurm installs them, as root)"
+    return "" if os.geteuid() == 0 else "Slurm's daemons want root here"
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago."""
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+class LocalSlurm:
+    """Started by `start`, ended by `stop`; `environment()` is for who talks to it."""
+
+    def __init__(self, folder: Path, nodes: int = 2) -> None:
+        self.folder = folder
+        self.names = [f"node{number}" for number in range(1, nodes + 1)]
+        self.processes: dict[str, tuple[subprocess.Popen[bytes], int | None]] = {}
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment with the tools of this cluster first."""
+        path = f"{self.folder}/bin{os.pathsep}{os.environ['PATH']}"
+        return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
+
+    def ask(self, *words: str) -> str:
+        """A tool's output, empty if it fails."""
+        done = subprocess.run(
+            words, env=self.environment(), capture_output=True, text=True, check=False
+        )
+        return done.stdout
+
+    def start(self) -> None:
+        """Write the configuration, start every daemon, wait until all nodes are idle."""
+        for name in ("state", "log", "run", "dev", "bin", *(f"spool/{n}" for n in self.names)):
+            (self.folder / name).mkdir(parents=True)
+        self.folder.chmod(0o755)
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o400)
+        run = self.folder / "run"
+        self._configure()
+        self.spawn(
+            "munged",
+            *("--foreground", "--force", f"--key-file={key}", f"--socket={run}/munge.sock"),
+            *(f"--pid-file={run}/munged.pid", f"--log-file={self.folder}/log/munged.log"),
+            *(f"--seed-file={run}/munged.seed", "--num-threads=2"),
+        )
+        self._wait((run / "munge.sock").exists, "munged")
+        self.start_controller()
+        for name in self.names:
+            self.start_node(name)
+        self._wait(lambda: self.idle() == len(self.names), "slurmd")
+
+    def start_controller(self) -> None:
+        """Start slurmctld and wait until it answers."""
+        clean = [] if any((self.folder / "state").iterdir()) else ["-c", "-i"]
+        self.spawn("slurmctld", "-D", *clean)
+        self._wait(lambda: "UP" in self.ask("scontrol", "ping"), "slurmctld")
+
+    def start_node(self, name: str) -> None:
+        """Start one node's slurmd."""
+        self.spawn("slurmd", "-D", "-N", name, called=f"slurmd-{name}")
+
+    def idle(self) -> int:
+        """Idle nodes of the default partition."""
+        text = self.ask("sinfo", "--noheader", "-p", "main", "-t", "idle", "-o", "%D").strip()
+        return int(text or 0)
+
+    def spawn(self, daemon: str, *words: str, called: str = "") -> None:
+        """Start a daemon in the foreground mode of its own, in its own session."""
+        name = called or daemon
+        with (self.folder / f"log/{name}.out").open("ab") as log:
+            process = subprocess.Popen(
+                [str(SBIN / daemon), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")},
+                cwd="/",
+            )
+        self.processes[name] = (process, start_time(process.pid))
+
+    def end(self, name: str, number: int = signal.SIGTERM) -> None:
+        """Signal one daemon and wait for its end."""
+        process, started = self.processes.pop(name)
+        if started is not None and start_time(process.pid) == started:
+            process.send_signal(number)
+        try:
+            process.wait(timeout=8)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def stop(self) -> None:
+        """End all jobs, then every daemon before what it needs."""
+        if "slurmctld" in self.processes:
+            user = pwd.getpwuid(os.geteuid()).pw_name
+            self.ask("scancel", "-u", user)
+            deadline = time.monotonic() + 10
+            while self.ask("squeue", "--noheader").strip() and time.monotonic() < deadline:
+                time.sleep(0.1)
+        for name in reversed(list(self.processes)):
+            self.end(name)
+
+    def _wait(self, ready: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not ready():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{what} did not come up in {seconds:g} s")
+            time.sleep(0.05)
+
+    def _configure(self) -> None:
+        host = socket.gethostname().split(".")[0]
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        control, *ports = free_ports(1 + len(self.names))
+        lines = [CONF.format(host=host, user=user, control=control, folder=self.folder)]
+        gres = ["AutoDetect=off"]
+        for name, port in zip(self.names, ports, strict=True):
+            lines.append(
+                f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
+                f"CPUs={CPUS} RealMemory={MEM_MB} Gres=gpu:{GPUS} State=UNKNOWN"
+            )
+            for number in range(GPUS):  # plain files do: only scheduling is tested
+                device = self.folder / f"dev/{name}-gpu{number}"
+                device.touch()
+                gres.append(f"NodeName={name} Name=gpu File={device}")
+        every = f"Nodes={','.join(self.names)} DefaultTime=10 State=UP"
+        lines.append(f"PartitionName=main {every} Default=YES MaxTime=INFINITE PriorityTier=1")
+        lines.append(f"PartitionName=urgent {every} MaxTime=INFINITE PriorityTier=9")
+        (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
+        (self.folder / "gres.conf").write_text("\n".join(gres) + "\n")
+        for tool in TOOLS:
+            real = shutil.which(tool)
+            if real:
+                wrapper = self.folder / "bin" / tool
+                conf = self.folder / "slurm.conf"
+                wrapper.write_text(f'#!/bin/sh\nSLURM_CONF={conf} exec {real} "$@"\n')
+                wrapper.chmod(0o755)
+
+
+CONF = """ClusterName=bench
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+SlurmctldPort={control}
+AuthType=auth/munge
+AuthInfo=socket={folder}/run/munge.sock
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/run/slurmctld.pid
+SlurmdPidFile={folder}/run/slurmd-%n.pid
+SlurmctldLogFile={folder}/log/slurmctld.log
+SlurmdLogFile={folder}/log/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SlurmctldTimeout=10
+SlurmdTimeout=20
+KillWait=4
+InactiveLimit=0
+MinJobAge=900
+UnkillableStepTimeout=20
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SchedulerType=sched/backfill
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=2,bf_interval=2
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobRequeue=1
+JobCompType=jobcomp/none
+JobAcctGatherType=jobacct_gather/none
+EnforcePartLimits=ALL
+MaxArraySize=1001
+MaxJobCount=20000
+DefMemPerCPU=200
+GresTypes=gpu
+AccountingStorageType=accounting_storage/none
+"""

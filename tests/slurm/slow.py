@@ -1,0 +1,86 @@
+"""A suite whose cells take a second each and leave a mark in `calls`, to be interrupted."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+METHOD = '''
+"""slow: keeps everything, after a while.
+
+Claim: takes its time.
+Source: ours, for tests.
+"""
+
+import time
+from pathlib import Path
+from typing import ClassVar
+
+from msgspec import Struct
+
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+
+
+class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds to sleep."""
+
+    name: ClassVar[str] = "slow"
+    seconds: float = {seconds}
+
+    def plan(self, problem: Problem, base: Plan) -> Plan:
+        """The base plan, late."""
+        time.sleep(self.seconds)
+        with (Path(__file__).parents[1] / "calls").open("a") as calls:
+            calls.write(f"{{problem.workload.seq_len}}\\n")
+        return base
+'''
+PROBLEM = """
+  - name: cell{number}
+    why: a tiny cell to be interrupted
+    model: tiny-llama
+    cluster: this-machine
+    system: rematbench
+    gpus: 1
+    seq_len: {seq_len}
+    global_batch: 1
+"""
+TARGET = "results/smoke/runs.csv"
+HERE = ("--config", "simulate_on=slurm")
+
+
+def make_slow(checkout: Path, cells: int, seconds: float = 1.0) -> None:
+    """Leave keep_all and the slow method, and `cells` problems of the smoke suite."""
+    for path in (checkout / "methods").glob("*.py"):
+        if path.stem != "keep_all":
+            path.unlink()
+    (checkout / "methods/slow.py").write_text(METHOD.format(seconds=seconds))
+    (checkout / "calls").write_text("")
+    problems = [PROBLEM.format(number=n, seq_len=32 * (n + 1)) for n in range(cells)]
+    (checkout / "config/smoke.yaml").write_text("problems:" + "".join(problems))
+
+
+def finished(checkout: Path) -> dict[str, tuple[int, int]]:
+    """Finished records of the store: inode and time of each."""
+    found = {}
+    for path in (checkout / "results/smoke/cells").glob("*.json"):
+        json.loads(path.read_text())  # whole, or absent
+        found[path.name] = (path.stat().st_ino, path.stat().st_mtime_ns)
+    return found
+
+
+def calls(checkout: Path) -> Counter[str]:
+    """How often each cell was planned to its end."""
+    return Counter((checkout / "calls").read_text().split())
+
+
+def leftovers(checkout: Path) -> list[str]:
+    """Leases and temporary files of a store."""
+    store = checkout / "results/smoke/cells"
+    return sorted(path.name for path in store.iterdir() if path.suffix != ".json")
+
+
+def rows(checkout: Path) -> list[dict[str, Any]]:
+    """Records of the declared outputs."""
+    folder = checkout / "results/smoke/records/simulated"
+    return [json.loads(path.read_text()) for path in folder.rglob("*.json")]
