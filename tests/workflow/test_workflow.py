@@ -114,7 +114,9 @@ def test_the_readme_only_uses_targets_of_bench_and_snakemake() -> None:
     targets = set(re.findall(r"\./bench (\w+)(?: (\w+))?", README))
     known = {"setup", "run", "reproduce"}
     assert {target for target, _ in targets} == known
-    rules = set(re.findall(r"^rule (\w+):", (ROOT / "Snakefile").read_text(), re.MULTILINE))
+    files = [ROOT / "Snakefile", *(ROOT / "workflows").glob("*.smk")]
+    text = "\n".join(path.read_text() for path in files)
+    rules = set(re.findall(r"^rule (\w+):", text, re.MULTILINE))
     assert {word for target, word in targets if target == "reproduce" and word} <= rules
 
 
