@@ -49,7 +49,9 @@ class GradientShard:
 
 @dataclass(kw_only=True)
 class RankResult:
-    """One process's numbers.  Bytes are of the first step's actions; sums are over all steps."""
+    """One process's numbers.  `bytes_after` are of the first step's actions; sums and peaks are
+    over all steps.  `peak_bytes` counts what lives inside an operator too (states apart);
+    `allocated_bytes` and `reserved_bytes` are the CUDA allocator's (0 elsewhere)."""
 
     place: Coordinates
     losses: list[float]
@@ -57,6 +59,9 @@ class RankResult:
     bytes_after: list[tuple[int, int]]
     device_peak_bytes: int
     host_peak_bytes: int
+    peak_bytes: int = 0
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
     state_bytes: int
     offload_bytes: int
     recompute_flop: float

@@ -96,6 +96,11 @@ class Executor:
 
     def run_step(self) -> float:
         """One optimizer step over the model's micro-batches; this rank's share of the loss."""
+        self.issue_step()
+        return float(self.loss)
+
+    def issue_step(self) -> None:
+        """Issue every action of one step and wait for the messages; the loss stays a tensor."""
         self.step += 1
         self.loss.zero_()
         self.exchanges.reduced.clear()
@@ -112,7 +117,6 @@ class Executor:
         self.messages.flush()
         if self.memory.values:
             raise ExecutionError(f"never freed: {next(iter(self.memory.values))[0]}")
-        return float(self.loss)
 
     def _walk(self) -> None:
         block = -1

@@ -78,21 +78,22 @@ def run_case(
 ) -> RankResult:
     """Train the case's steps on this rank."""
     problem, plan = case.problem, case.plan
-    require_executable(problem, plan.state("optimizer").update)
+    require_executable(problem, plan)
     groups = _groups(case, rank, known)
-    model = RankModel(problem, plan.partition, groups.place, device, case.seed)
+    model = RankModel(problem, plan, groups.place, device, case.seed)
     program = (case.program or lower(plan, problem)).ranks[groups.place.pp]
     tracker = Tracker() if case.measure else None
     executor = Executor(program, model, groups, tracker=tracker, optimizer=case.optimizer)
-    result = _empty(groups, executor)
+    result = empty_result(groups, executor)
     executor.before_update = lambda: result.gradients.append(_shards(case, model))
     for step in range(case.steps):
         _step(case, executor, result, step)
     return result
 
 
-def _empty(groups: Groups, executor: Executor) -> RankResult:
-    states = {t.untyped_storage().data_ptr(): t for t in executor.states()}
+def empty_result(groups: Groups, executor: Executor) -> RankResult:
+    """A result with the rank's place and the bytes of its states."""
+    states = {t.untyped_storage()._cdata: t for t in executor.states()}
     return RankResult(
         place=groups.place,
         losses=[],
@@ -118,13 +119,22 @@ def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None
     if not math.isfinite(loss):
         raise NotFinite(f"loss of step {step} is {loss}")
     result.losses.append(loss)
+    note_bytes(executor, result)
+
+
+def note_bytes(executor: Executor, result: RankResult) -> None:
+    """What the executor's last step moved, rebuilt and held."""
     result.offload_bytes = executor.movers.offload_bytes
     result.recompute_flop = executor.recompute_flop
-    if step == 0:
-        result.bytes_after = list(executor.bytes_after)
+    result.bytes_after = result.bytes_after or list(executor.bytes_after)
     for device_bytes, host_bytes in executor.bytes_after:
         result.device_peak_bytes = max(result.device_peak_bytes, device_bytes)
         result.host_peak_bytes = max(result.host_peak_bytes, host_bytes)
+    if executor.tracker is not None:
+        result.peak_bytes = executor.tracker.device_peak_bytes
+    if executor.model.device.type == "cuda":
+        result.allocated_bytes = torch.cuda.max_memory_allocated(executor.model.device)
+        result.reserved_bytes = torch.cuda.max_memory_reserved(executor.model.device)
 
 
 def _shards(case: Case, model: RankModel) -> dict[str, GradientShard]:
