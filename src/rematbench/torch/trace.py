@@ -1,4 +1,4 @@
-"""The traced world: the executor itself on fake tensors and a fake process group.
+"""The traced world: the executor itself on fake (meta) tensors and a fake process group.
 
 One rank of a job of any size, in one CPU process: every operator, view, copy and collective is
 issued as in the executed world, storages have sizes but no memory, and the same tracker counts
@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rematbench.layout import Layout
@@ -22,6 +21,7 @@ from rematbench.torch.case import RankResult
 from rematbench.torch.executor import Executor
 from rematbench.torch.groups import Coordinates, Groups, coordinates
 from rematbench.torch.model import RankModel, require_executable
+from rematbench.torch.shapes import Shapes
 from rematbench.torch.tracker import Tracker
 from rematbench.torch.worker import empty_result, note_bytes
 
@@ -54,9 +54,10 @@ def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
     program = lower(plan, problem).ranks[stage]
     lay, order = problem.layout, problem.system.rank_order
     rank = rank_at(lay, order, stage)
-    with _fake_job(rank, lay.gpus), FakeTensorMode():
+    device = torch.device("meta")
+    with _fake_job(rank, lay.gpus), device, Shapes():
         groups = Groups(lay, order, rank)
-        model = RankModel(problem, plan, groups.place, torch.device("cpu"), seed=0)
+        model = RankModel(problem, plan, groups.place, device, seed=0)
         executor = Executor(program, model, groups, tracker=Tracker())
         model.batches = _batches(model)
         result = empty_result(groups, executor)
