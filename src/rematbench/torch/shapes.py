@@ -29,7 +29,7 @@ def is_fresh(operator: Any) -> bool:
         return False
     schema = operator._schema
     every = (*schema.arguments, *schema.returns)
-    return schema.returns and all(item.alias_info is None for item in every)  # type: ignore[no-any-return]
+    return bool(schema.returns) and all(item.alias_info is None for item in every)
 
 
 class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ from rematbench.torch.worker import empty_result, note_bytes
 @contextmanager
 def _fake_job(rank: int, world_size: int) -> Iterator[None]:
     """A default process group that sends nothing, ended in any case."""
-    store = FakeStore()  # type: ignore[no-untyped-call]
+    store = FakeStore()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
     try:
         yield

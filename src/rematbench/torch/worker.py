@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rematbench.lower import lower
 from rematbench.torch.batch import make_batch, micro_batches
-from rematbench.torch.case import Case, GradientShard, RankResult
+from rematbench.torch.case import Case, GradientShard, RankResult, Status
 from rematbench.torch.executor import Executor
 from rematbench.torch.gather import is_sharded
 from rematbench.torch.groups import Groups, default_backend
@@ -26,7 +26,7 @@ class NotFinite(ArithmeticError):
 def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:
     """Entry point of a process: results go to `folder` as <case>.<rank>.pt, a failure as .error."""
     torch.set_num_threads(1)
-    device = _device(cases[0].device, rank)
+    device = choose_device(cases[0].device, rank)
     dist.init_process_group(
         default_backend(device),
         init_method=f"file://{folder}/rendezvous",
@@ -48,7 +48,8 @@ def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: 
     dist.destroy_process_group()
 
 
-def _device(kind: str, rank: int) -> torch.device:
+def choose_device(kind: str, rank: int) -> torch.device:
+    """The CPU, or the GPU of a rank on its host."""
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device(kind, rank % torch.cuda.device_count())
@@ -56,12 +57,17 @@ def _device(kind: str, rank: int) -> torch.device:
     return device
 
 
-def _write_error(path: Path, error: BaseException) -> None:
-    status = "nan" if isinstance(error, NotFinite) else "failed"
-    if isinstance(error, torch.OutOfMemoryError):
+def failure(error: BaseException) -> tuple[Status, str]:
+    """A status and a reason; the executor's own error hides what it was caused by."""
+    cause = error.__cause__ or error
+    status: Status = "nan" if isinstance(error, NotFinite) else "failed"
+    if isinstance(cause, torch.OutOfMemoryError):
         status = "oom"
-    text = f"{type(error).__name__}: {error}"
-    path.write_text("\n".join([status, text, traceback.format_exc()]))
+    return status, f"{type(error).__name__}: {error}"
+
+
+def _write_error(path: Path, error: BaseException) -> None:
+    path.write_text("\n".join([*failure(error), traceback.format_exc()]))
 
 
 def _groups(case: Case, rank: int, known: dict[tuple[object, ...], Groups]) -> Groups:
