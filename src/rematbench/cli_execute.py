@@ -141,6 +141,7 @@ def _cases(
         plan = method.plan(asked.problem, asked.base)
         if isinstance(plan, Unsupported):
             return plan.reason
+        lower(plan, asked.problem)  # a PlanError is said before any process starts
         cases.append(
             Case(
                 name=method.name,
@@ -169,7 +170,7 @@ def _executed(
     plan, versions = cases[0].plan, job.versions(cases[0].device)
     broken = next((result for result in results if result.status != "ok"), None)
     if broken is not None:
-        return _record(asked, plan, (*_status(broken), None), hosts, versions)
+        return _record(asked, plan, (*status_of(broken), None), hosts, versions)
     found = measured(asked.problem, plan, results[0])
     if against:
         other = compared(asked.problem, results[0], results[1], against)
@@ -177,7 +178,7 @@ def _executed(
     return _record(asked, plan, ("ok", "", found), hosts, versions)
 
 
-def _status(result: "Result") -> tuple[Status, str]:
+def status_of(result: "Result") -> tuple[Status, str]:
     """A record's status: NaN and timeouts are failures that say so."""
     if result.status in ("nan", "timeout"):
         return "failed", f"{result.status}: {result.reason}"

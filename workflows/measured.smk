@@ -1,0 +1,48 @@
+"""The table of the worlds, from committed records; where torch is, one traced cell again."""
+
+import importlib.util
+
+MEASURED = sorted(str(path) for path in Path("results/measured").rglob("*.json"))
+RETRACED = "llama-65b-figure7.keep_all.0"
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+def measured_targets():
+    """The table and, with torch, the cell that is traced again."""
+    again = [f"results/paper/retraced/{RETRACED}.json"] if HAS_TORCH else []
+    return ["results/paper/tables/worlds.md", *again]
+
+
+rule worlds:
+    input:
+        records=MEASURED,
+    output:
+        multiext("results/paper/tables/worlds", ".csv", ".md", ".tex"),
+    log:
+        "results/paper/logs/worlds.log",
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+        folder=lambda wildcards, output: Path(output[0]).parent,
+    shell:
+        "rematbench worlds results/measured -o {params.folder} > {log} 2>&1"
+
+
+rule retrace:
+    input:
+        suite="config/traced.yaml",
+        record="results/measured/traced/{cell}.json",
+    output:
+        "results/paper/retraced/{cell}.json",
+    log:
+        "results/paper/logs/retrace_{cell}.log",
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+        into=lambda wildcards, output: Path(output[0]).parent,
+        committed=lambda wildcards, input: Path(input.record).parent,
+    shell:
+        "rematbench measure {input.suite} --world traced -o {params.into}"
+        " --only {wildcards.cell} --compare {params.committed} > {log} 2>&1"
