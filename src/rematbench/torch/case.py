@@ -17,7 +17,8 @@ Status = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported"]
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One plan to execute.  `program` stands for the plan's own lowering if given; `ignored` is
-    the share of labels that do not count; `measure` tracks bytes after every action."""
+    the share of labels that do not count; `measure` tracks bytes after every action.  With
+    `delay_s` streams are threads and every copy and collective waits up to so long (no bytes)."""
 
     name: str
     problem: Problem
@@ -29,6 +30,8 @@ class Case:
     device: str = "cpu"
     measure: bool = True
     gradients: bool = False
+    delay_s: float = 0.0
+    delay_seed: int = 0
     optimizer: AdamW = field(default_factory=AdamW)
 
     @property

@@ -16,6 +16,7 @@ from rematbench.torch.executor import Executor
 from rematbench.torch.gather import is_sharded
 from rematbench.torch.groups import Groups, default_backend
 from rematbench.torch.model import RankModel, require_executable
+from rematbench.torch.threads import ThreadStreams
 from rematbench.torch.tracker import Tracker
 
 
@@ -88,12 +89,17 @@ def run_case(
     groups = _groups(case, rank, known)
     model = RankModel(problem, plan, groups.place, device, case.seed)
     program = (case.program or lower(plan, problem)).ranks[groups.place.pp]
-    tracker = Tracker() if case.measure else None
-    executor = Executor(program, model, groups, tracker=tracker, optimizer=case.optimizer)
+    threads = ThreadStreams(case.delay_seed + rank, case.delay_s) if case.delay_s else None
+    tracker = Tracker() if case.measure and threads is None else None
+    executor = Executor(
+        program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=threads
+    )
     result = empty_result(groups, executor)
     executor.before_update = lambda: result.gradients.append(_shards(case, model))
     for step in range(case.steps):
         _step(case, executor, result, step)
+    if threads is not None:
+        threads.close()
     return result
 
 
