@@ -59,8 +59,8 @@ def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
         groups = Groups(lay, order, rank)
         model = RankModel(problem, plan, groups.place, device, seed=0)
         executor = Executor(program, model, groups, tracker=Tracker())
-        model.batches = _batches(model)
         result = empty_result(groups, executor)
+        model.batches = _batches(model)
         executor.issue_step()
         note_bytes(executor, result)
     return result
