@@ -68,7 +68,7 @@ def measure(
         raise CommandError(f"--only {', '.join(only or [])}: no such cell in {suite}")
     if world == "traced":
         for cell in found:
-            _keep(traced(_request(cell)), output, cell.name)
+            keep(traced(_request(cell)), output, cell.name)
     else:
         _execute(found, output, timeout)
     typer.echo(f"{output}: {len(found)} records")
@@ -113,7 +113,7 @@ def _request(cell: Cell) -> Request:
     return Request(problem=cell.problem, method=cell.method, base=cell.problem.base_plan)
 
 
-def _keep(record: Record, folder: Path, name: str) -> None:
+def keep(record: Record, folder: Path, name: str) -> None:
     """Write a record without its plan (the hash stays) unless the file says the same already."""
     record = msgspec.structs.replace(record, plan=None)
     path = folder / f"{name}.json"
@@ -149,7 +149,7 @@ def _execute_size(found: list[Cell], folder: Path, timeout: float) -> None:
                 cases.append(Case(name=name, problem=cell.problem, plan=plan, gradients=True))
     results = dict(zip(numbers, job.run_own(cases, timeout), strict=True))
     for cell in found:
-        _keep(_record(cell, results), folder, cell.name)
+        keep(_record(cell, results), folder, cell.name)
 
 
 def _base(cell: Cell) -> str:
@@ -189,8 +189,7 @@ def worlds(
     found = read_records(records)
     if not any(record.measured for _, record in found):
         raise CommandError(f"no measured record below {', '.join(map(str, records))}")
-    defaults = {name: entry.parameters for name, entry in discover().methods.items()}
-    table = worlds_table(found, defaults)
+    table = worlds_table(found)
     table.write(output)
     wrong = differing(found)
     typer.echo(f"{output / table.name}.md: {len(table.rows)} rows, {len(wrong)} break a law")

@@ -1,10 +1,12 @@
 """The table of the worlds: per method and layout, lossless or not, and bytes by world."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
 
+from rematbench.discover import discover
 from rematbench.measured import Measured
 from rematbench.record import Record
 from rematbench.suitefile import label_key
@@ -18,8 +20,14 @@ def mib(value: Any) -> str:
     return f"{float(value) / MIB:,.3f}"
 
 
-def label(record: Record, defaults: Mapping[str, Mapping[str, Any]]) -> str:
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    return {name: entry.parameters for name, entry in discover().methods.items()}
+
+
+def label_of(record: Record) -> str:
     """The method with the parameters that are not its defaults."""
+    defaults = _defaults()
     named = [
         f"{key}={value if isinstance(value, str | int | float) else ' '.join(map(str, value))}"
         for method, parameters in record.spec.parameters.items()
@@ -29,14 +37,12 @@ def label(record: Record, defaults: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{record.spec.method} ({', '.join(named)})" if named else record.spec.method
 
 
-def worlds_table(
-    records: Sequence[tuple[str, Record]], defaults: Mapping[str, Mapping[str, Any]]
-) -> Table:
+def worlds_table(records: Sequence[tuple[str, Record]]) -> Table:
     """One row per problem and method; columns of every world that has a record of it."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for problem, record in records:
         key = (problem, label_key(record.spec.method, record.spec.parameters))
-        row = rows.setdefault(key, {"problem": problem, "method": label(record, defaults)})
+        row = rows.setdefault(key, {"problem": problem, "method": label_of(record)})
         row |= {key: value for key, value in _line(record).items() if key not in row}
     return Table(
         name="worlds",

@@ -16,9 +16,14 @@ Status = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One plan to execute.  `program` stands for the plan's own lowering if given; `ignored` is
-    the share of labels that do not count; `measure` tracks bytes after every action.  With
-    `delay_s` streams are threads and every copy and collective waits up to so long (no bytes)."""
+    """One plan to execute.
+
+    `program` stands for the plan's own lowering if given; `ignored` is the share of labels that do
+    not count; `measure` tracks bytes after every action; `shards` notes gradient norms,
+    `gradients` keeps the gradients too.  With `text_bytes` batches are so much of the standard
+    library's sources, not random tokens.  With `delay_s` streams are threads and every copy and
+    collective waits up to so long (no bytes).
+    """
 
     name: str
     problem: Problem
@@ -30,6 +35,8 @@ class Case:
     device: str = "cpu"
     measure: bool = True
     gradients: bool = False
+    shards: bool = True
+    text_bytes: int = 0
     delay_s: float = 0.0
     delay_seed: int = 0
     optimizer: AdamW = field(default_factory=AdamW)

@@ -4,18 +4,20 @@ import math
 import time
 import traceback
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from rematbench.lower import lower
-from rematbench.torch.batch import make_batch, micro_batches
+from rematbench.torch.batch import Batch, make_batch, micro_batches
 from rematbench.torch.case import Case, GradientShard, RankResult, Status
 from rematbench.torch.executor import Executor
 from rematbench.torch.gather import is_sharded
 from rematbench.torch.groups import Groups, default_backend
 from rematbench.torch.model import RankModel, require_executable
+from rematbench.torch.text import standard_library, text_batch
 from rematbench.torch.threads import ThreadStreams
 from rematbench.torch.tracker import Tracker
 
@@ -95,7 +97,8 @@ def run_case(
         program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=threads
     )
     result = empty_result(groups, executor)
-    executor.before_update = lambda: result.gradients.append(_shards(case, model))
+    if case.shards:
+        executor.before_update = lambda: result.gradients.append(_shards(case, model))
     for step in range(case.steps):
         _step(case, executor, result, step)
     if threads is not None:
@@ -123,7 +126,7 @@ def empty_result(groups: Groups, executor: Executor) -> RankResult:
 def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None:
     problem, model = case.problem, executor.model
     lay = problem.layout
-    batch = make_batch(problem.workload, lay.global_batch, case.seed, step, case.ignored)
+    batch = _batch(case, step)
     model.batches = micro_batches(batch, lay, executor.groups.place, model.device)
     start = time.perf_counter()
     loss = executor.run_step() / batch.counted
@@ -132,6 +135,20 @@ def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None
         raise NotFinite(f"loss of step {step} is {loss}")
     result.losses.append(loss)
     note_bytes(executor, result)
+
+
+@cache
+def _text(limit_bytes: int) -> torch.Tensor:
+    return standard_library(limit_bytes)[0]
+
+
+def _batch(case: Case, step: int) -> Batch:
+    """The step's global batch, the same on every rank of every layout."""
+    work, sequences = case.problem.workload, case.problem.layout.global_batch
+    if case.text_bytes:
+        shape = (sequences, work.seq_len)
+        return text_batch(_text(case.text_bytes), shape, case.seed, step)
+    return make_batch(work, sequences, case.seed, step, case.ignored)
 
 
 def note_bytes(executor: Executor, result: RankResult) -> None:
