@@ -2,7 +2,10 @@
 
 import importlib.util
 
-MEASURED = sorted(str(path) for path in Path("results/measured").rglob("*.json"))
+MEASURED = {
+    name: sorted(str(path) for path in Path(f"results/measured/{name}").glob("*.json"))
+    for name in ("executed", "traced", "convergence")
+}
 RETRACED = "llama-65b-figure7.keep_all.0"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
@@ -10,12 +13,16 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 def measured_targets():
     """The table and, with torch, the cell that is traced again."""
     again = [f"results/paper/retraced/{RETRACED}.json"] if HAS_TORCH else []
-    return ["results/paper/tables/worlds.md", *again]
+    return [
+        "results/paper/tables/worlds.md",
+        "results/paper/figures/convergence.pdf",
+        *again,
+    ]
 
 
 rule worlds:
     input:
-        records=MEASURED,
+        records=MEASURED["executed"] + MEASURED["traced"],
     output:
         multiext("results/paper/tables/worlds", ".csv", ".md", ".tex"),
     log:
@@ -26,7 +33,7 @@ rule worlds:
         engine=ENGINE,
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
-        "rematbench worlds results/measured -o {params.folder} > {log} 2>&1"
+        "rematbench worlds results/measured/executed results/measured/traced -o {params.folder} > {log} 2>&1"
 
 
 rule retrace:
@@ -46,3 +53,38 @@ rule retrace:
     shell:
         "rematbench measure {input.suite} --world traced -o {params.into}"
         " --only {wildcards.cell} --compare {params.committed} > {log} 2>&1"
+
+
+rule curves:
+    input:
+        records=MEASURED["convergence"],
+    output:
+        lines="results/paper/tables/convergence.csv",
+        tables=multiext(
+            "results/paper/tables/convergence_deviation", ".csv", ".md", ".tex"
+        ),
+    log:
+        "results/paper/logs/curves.log",
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+        folder=lambda wildcards, output: Path(output.lines).parent,
+    shell:
+        "rematbench curves results/measured/convergence -o {params.folder} > {log} 2>&1"
+
+
+rule convergence_figure:
+    input:
+        script="figures/convergence.py",
+        style="figures/style.py",
+        curves="results/paper/tables/convergence.csv",
+    output:
+        pdf="results/paper/figures/convergence.pdf",
+        png="results/paper/figures/convergence.png",
+    log:
+        "results/paper/logs/convergence.log",
+    conda:
+        "../environment.yml"
+    shell:
+        "python {input.script} {input.curves} {output.pdf} > {log} 2>&1"

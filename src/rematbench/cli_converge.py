@@ -42,8 +42,8 @@ def converge(
     from rematbench.torch.case import Case  # noqa: PLC0415
     from rematbench.torch.parameters import AdamW  # noqa: PLC0415
 
-    for cell in cells(load_suite(suite), []):
-        if not isinstance(cell.plan, Plan) or (only and cell.name not in only):
+    for cell in cells(load_suite(suite), [], only or []):
+        if not isinstance(cell.plan, Plan):
             continue
         case = Case(
             name=cell.name,

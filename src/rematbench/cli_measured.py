@@ -1,6 +1,7 @@
 """The grids of the executed and traced worlds: `measure` fills results/measured, `worlds` makes
 the table from its records (no torch needed)."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -63,7 +64,7 @@ def measure(
         --only llama-65b-figure7.keep_all
     """
     need_torch()
-    found = [c for c in cells(load_suite(suite), methods or []) if _wanted(c.name, only or [])]
+    found = cells(load_suite(suite), methods or [], only or [])
     if not found:
         raise CommandError(f"--only {', '.join(only or [])}: no such cell in {suite}")
     if world == "traced":
@@ -78,8 +79,8 @@ def measure(
         raise typer.Exit(1)
 
 
-def cells(suite: Suite, folders: list[Path]) -> list[Cell]:
-    """Every problem with every method and variant, in the suite's order."""
+def cells(suite: Suite, folders: list[Path], only: Sequence[str] = ()) -> list[Cell]:
+    """Every problem with every method and variant (or only some), in the suite's order."""
     registry = discover(folders)
     found = []
     for spec in suite.problems:
@@ -88,8 +89,10 @@ def cells(suite: Suite, folders: list[Path]) -> list[Cell]:
             for number, variant in enumerate(variants):
                 if variant.problems and spec.name not in variant.problems:
                     continue
-                method = registry.resolve(variant.method, dict(variant.settings))
                 name = f"{spec.name}.{bundle}.{number}"
+                if not _wanted(name, only):
+                    continue
+                method = registry.resolve(variant.method, dict(variant.settings))
                 found.append(Cell(name, problem, method, _plan(problem, method)))
     return found
 
@@ -105,7 +108,7 @@ def _plan(problem: Problem, method: Composition) -> Plan | Unsupported:
     return plan
 
 
-def _wanted(name: str, only: list[str]) -> bool:
+def _wanted(name: str, only: Sequence[str]) -> bool:
     return not only or any(name == word or name.startswith(f"{word}.") for word in only)
 
 

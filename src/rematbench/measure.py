@@ -1,6 +1,6 @@
 """What the torch runtime saw -> the `measured` part of a record, beside the ledgers."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -79,21 +79,27 @@ def measured(problem: Problem, plan: Plan, result: "Result") -> Measured:
 
 def compared(problem: Problem, result: "Result", other: "Result", against: str) -> Comparison:
     """Losses and gradients of two runs on the same batches."""
-    worst, same = 0.0, result.losses == other.losses
-    for got, want in zip(result.gradients, other.gradients, strict=True):
-        largest = max(float(gradient.norm()) for gradient in want.values())
-        for name, gradient in want.items():
-            # a gradient far below the others is rounding of zero (a key's bias)
-            scale = max(float(gradient.norm()), 1e-6 * largest)
-            error = float((got[name] - gradient).norm())
-            worst, same = max(worst, error / scale), same and error == 0.0
-    losses = zip(result.losses, other.losses, strict=True)
+    pairs = list(zip(result.gradients, other.gradients, strict=True))
+    errors = [_worst(got, want) for got, want in pairs]
+    losses = list(zip(result.losses, other.losses, strict=True))
     return Comparison(
         against=against,
-        bitwise=same,
-        gradient_error=worst,
+        bitwise=result.losses == other.losses and max(errors) == 0.0,
+        gradient_error=max(errors),
         loss_error=max(abs(a - b) / abs(b) for a, b in losses),
         bound=BOUNDS[problem.workload.precision],
+        first_gradient_error=errors[0],
+        first_only=problem.workload.precision == "bf16",
+    )
+
+
+def _worst(got: dict[str, Any], want: dict[str, Any]) -> float:
+    """Largest norm-wise error of a parameter's gradient; one far below the others is rounding of
+    zero (a key's bias)."""
+    floor = 1e-6 * max(float(gradient.norm()) for gradient in want.values())
+    return max(
+        float((got[name] - gradient).norm()) / max(float(gradient.norm()), floor)
+        for name, gradient in want.items()
     )
 
 

@@ -39,18 +39,24 @@ class RankMeasured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Against another method on the same problem and batches: lossless means bitwise equal, or
-    losses and every parameter's gradient (norm-wise) within `bound` over the steps."""
+    every parameter's gradient (norm-wise) and the losses within `bound` over the steps.  In bf16
+    only the first step's gradient is held to it: AdamW turns the rounding of a small gradient into
+    the sign of an update, so later gradients are those of other weights (reported all the same)."""
 
     against: str
     bitwise: bool
     gradient_error: float
     loss_error: float
     bound: float
+    first_gradient_error: float | None = None
+    first_only: bool = False
 
     @property
     def lossless(self) -> bool:
         """Whether nothing but rounding differs."""
-        return self.bitwise or max(self.gradient_error, self.loss_error) <= self.bound
+        first = self.first_gradient_error
+        error = first if self.first_only and first is not None else self.gradient_error
+        return self.bitwise or max(error, self.loss_error) <= self.bound
 
 
 class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
