@@ -15,6 +15,7 @@ include: "workflows/published.smk"
 include: "workflows/studies.smk"
 include: "workflows/figures.smk"
 include: "workflows/executed.smk"
+include: "workflows/measured.smk"
 
 
 report: "workflows/report.rst"
@@ -25,7 +26,7 @@ rule all:
     input:
         "results/paper/runs.csv",
         "results/paper/tables/claims.csv",
-        figures("paper"),
+        figures("paper") + measured_targets(),
 
 
 rule smoke:

@@ -11,8 +11,11 @@ from rematbench import __version__
 from rematbench.cli_calibrate import calibrate
 from rematbench.cli_cells import cells, collect_cells, run_cells, settle, submit_plan
 from rematbench.cli_compare import compare
+from rematbench.cli_converge import converge, curves
 from rematbench.cli_doctor import doctor
+from rematbench.cli_execute import execute, trace
 from rematbench.cli_flow import collect, run, sheets, stages, tables
+from rematbench.cli_measured import measure, worlds
 from rematbench.cli_plan import plan, simulate, timeline
 from rematbench.cli_sheet import predict, validate
 from rematbench.cli_study import claims, study
@@ -77,8 +80,9 @@ def methods(
 COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor)
 WORKFLOW = (run, collect, sheets, tables, study, claims)
 CELLS = (submit_plan, run_cells, cells, collect_cells, settle)
+TORCH = (execute, trace, measure, worlds, converge, curves)
 
-for command in (*COMMANDS, *WORKFLOW, *CELLS):
+for command in (*COMMANDS, *TORCH, *WORKFLOW, *CELLS):
     app.command()(command)
 
 

@@ -20,6 +20,7 @@ from rematbench.discover import Composition
 from rematbench.evaluate import RankBytes
 from rematbench.fates import PHASES, resolve
 from rematbench.layout import Layout
+from rematbench.measured import Measured
 from rematbench.plan import Plan
 from rematbench.problem import AttentionKind, Problem
 from rematbench.store import write_atomically
@@ -62,7 +63,8 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where and when a record was made, by which code and constants."""
+    """Where and when a record was made, by which code and constants; traced and executed ones also
+    name torch, the device, and how many ranks each host had."""
 
     rematbench: str
     python: str
@@ -70,6 +72,9 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     written: str
     calibration_date: str = ""
     calibration_hash: str = ""
+    torch: str = ""
+    device: str = ""
+    ranks_per_host: tuple[int, ...] = ()
 
 
 class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,6 +108,7 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     headroom_bytes: int | None = None
     host_headroom_bytes: int | None = None
     binds: str = ""
+    measured: Measured | None = None
     provenance: Provenance
 
     @property

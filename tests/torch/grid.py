@@ -1,21 +1,49 @@
 """Test functions shared by the modules of one, two and four processes."""
 
-from rematbench.discover import discover
+from collections.abc import Sequence
+
+from rematbench.discover import Composition, discover
 from rematbench.torch.case import Case, Result
 from tests.torch import cases, laws
 
 TOLERANCE = 1e-10
 
 
-def method_cases(layout: str) -> list[Case]:
-    """Every method in methods/ that has a plan for the layout."""
+def method_cases(layout: str, only: Sequence[str] = ()) -> list[Case]:
+    """Every method in methods/ that has a plan for the layout (or only some)."""
     registry, found = discover(), []
     for name in registry.methods:
-        settings = dict(s.split("=", 1) for s in laws.methods().get(name, "").split())
-        made = cases.method_case(layout, name, registry.resolve(name, settings))
+        if only and name not in only:
+            continue
+        made = cases.method_case(layout, name, composed(name))
         if isinstance(made, Case):
             found.append(made)
     return found
+
+
+def composed(name: str) -> Composition:
+    """`a+b` with the settings that make each of them do something at these sizes."""
+    pairs = [
+        (f"{part}.{key}", value)
+        for part in name.split("+")
+        for key, _, value in (word.partition("=") for word in laws.settings().get(part, "").split())
+    ]
+    return discover().resolve(name, dict(pairs))
+
+
+def composed_cases(layout: str) -> list[Case]:
+    """Compositions that have a plan for the layout, and that lower."""
+    found = []
+    for name in laws.COMPOSITIONS:
+        made = cases.method_case(layout, name, composed(name))
+        if isinstance(made, Case):
+            found.append(made)
+    return found
+
+
+def short(found: list[Case]) -> list[Case]:
+    """The same with one optimizer step: bytes, losses and gradients of the first."""
+    return [Case(**{**vars(case), "steps": 1}) for case in found]
 
 
 def raw_cases(layout: str, *plans: str) -> list[Case]:

@@ -35,6 +35,17 @@ def bytes_differ(case: Case, result: Result) -> list[str]:
     return wrong
 
 
+COMPOSITIONS = (
+    "balanced_checkpointing+pp_offload",
+    "selective_recompute+pp_offload",
+    "mst+pp_offload",
+    "mst+full_recompute",
+    "mst+balanced_checkpointing",
+    "memo+mst",
+    "full_recompute+pp_offload",
+    "lynx_heu+pp_offload",
+)
+
 _KNOWN: dict[tuple[object, ...], reference.Run] = {}
 
 
@@ -74,7 +85,7 @@ def same_bits(a: Result, b: Result) -> bool:
 
 
 @cache
-def methods() -> dict[str, str]:
+def settings() -> dict[str, str]:
     """Settings that make each method do something at these sizes (a `METHOD key=value` text)."""
     return {
         "keep_all": "",

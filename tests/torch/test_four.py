@@ -1,4 +1,4 @@
-"""Twin law and gradients, four processes: one launch for the whole module."""
+"""Twin law and gradients, four processes: one launch; the fast share (all of it: test_grid.py)."""
 
 from functools import cache
 
@@ -10,12 +10,13 @@ from rematbench.torch.case import Case, Result
 from tests.torch import grid, laws
 
 LAYOUTS = ("pp4-vpp2", "tp2-pp2")
-BITWISE = ()
-CASES = [
-    *(case for layout in LAYOUTS for case in grid.raw_cases(layout, "keep", "offload", "skeletal")),
-    *(case for layout in LAYOUTS for case in grid.method_cases(layout)),
-    *(case for layout in BITWISE for case in grid.bitwise_cases(layout)),
-]
+METHODS = ("keep_all", "full_recompute", "pp_offload", "memo")
+CASES = grid.short(
+    [
+        *grid.raw_cases("tp2-pp2", "skeletal"),
+        *(case for layout in LAYOUTS for case in grid.method_cases(layout, METHODS)),
+    ]
+)
 NAMES = [case.name for case in CASES]
 
 

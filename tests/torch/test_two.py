@@ -1,4 +1,4 @@
-"""Twin law and gradients, two processes: one launch for the whole module."""
+"""Twin law and gradients, two processes: one launch; the fast share (all of it: test_grid.py)."""
 
 from functools import cache
 
@@ -10,18 +10,16 @@ from rematbench.torch.case import Case, Result
 from tests.torch import grid, laws
 
 LAYOUTS = ("tp2", "pp2", "cp2", "dp2")
-BITWISE = ("tp2", "pp2")
-EXTRA = [*grid.raw_cases("tp2-no-sp", "keep", "mini"), *grid.raw_cases("dp2-zero0", "keep")]
-CASES = [
-    *(
-        case
-        for layout in LAYOUTS
-        for case in grid.raw_cases(layout, "keep", "offload", "skeletal", "mini-dropped")
-    ),
-    *(case for layout in LAYOUTS for case in grid.method_cases(layout)),
-    *(case for layout in BITWISE for case in grid.bitwise_cases(layout)),
-    *EXTRA,
-]
+BITWISE = ("tp2",)
+RAW = {"tp2": ("skeletal", "mini-dropped"), "pp2": ("offload",), "cp2": ("rows",), "dp2": ("mini",)}
+CASES = grid.short(
+    [
+        *(case for layout, plans in RAW.items() for case in grid.raw_cases(layout, *plans)),
+        *(case for layout in LAYOUTS for case in grid.method_cases(layout)),
+        *grid.raw_cases("tp2-no-sp", "mini"),
+        *grid.raw_cases("dp2-zero0", "keep"),
+    ]
+) + [case for layout in BITWISE for case in grid.bitwise_cases(layout)]
 NAMES = [case.name for case in CASES]
 
 

@@ -6,6 +6,8 @@
 | cuda | _scaled_dot_product_flash_attention | bf16, fp16 | fp32 |
 | exact (any other) | plain matrix products | all | fp32; fp64 for fp64 |
 
+Traced (meta) tensors take the CPU's row.
+
 All give lse as batch x heads x rows.  CPU stores it with heads innermost, so that its bytes are
 rows x heads as the operator table says; the others are brought to that order.  None pads lse for
 equal lengths.  Random state is not saved: dropout is refused.  KV heads may be fewer than query
@@ -45,7 +47,7 @@ class Block(NamedTuple):
 
 def backend(x: Tensor) -> str:
     """Which row of the table a tensor's device and dtype use."""
-    if x.device.type == "cpu" and hasattr(
+    if x.device.type in ("cpu", "meta") and hasattr(
         torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
     ):
         return "cpu"

@@ -16,8 +16,14 @@ Status = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One plan to execute.  `program` stands for the plan's own lowering if given; `ignored` is
-    the share of labels that do not count; `measure` tracks bytes after every action."""
+    """One plan to execute.
+
+    `program` stands for the plan's own lowering if given; `ignored` is the share of labels that do
+    not count; `measure` tracks bytes after every action; `shards` notes gradient norms,
+    `gradients` keeps the gradients too.  With `text_bytes` batches are so much of the standard
+    library's sources, not random tokens.  With `delay_s` streams are threads and every copy and
+    collective waits up to so long (no bytes).
+    """
 
     name: str
     problem: Problem
@@ -29,6 +35,10 @@ class Case:
     device: str = "cpu"
     measure: bool = True
     gradients: bool = False
+    shards: bool = True
+    text_bytes: int = 0
+    delay_s: float = 0.0
+    delay_seed: int = 0
     optimizer: AdamW = field(default_factory=AdamW)
 
     @property
@@ -49,7 +59,9 @@ class GradientShard:
 
 @dataclass(kw_only=True)
 class RankResult:
-    """One process's numbers.  Bytes are of the first step's actions; sums are over all steps."""
+    """One process's numbers.  `bytes_after` are of the first step's actions; sums and peaks are
+    over all steps.  `peak_bytes` counts what lives inside an operator too (states apart);
+    `allocated_bytes` and `reserved_bytes` are the CUDA allocator's (0 elsewhere)."""
 
     place: Coordinates
     losses: list[float]
@@ -57,6 +69,9 @@ class RankResult:
     bytes_after: list[tuple[int, int]]
     device_peak_bytes: int
     host_peak_bytes: int
+    peak_bytes: int = 0
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
     state_bytes: int
     offload_bytes: int
     recompute_flop: float

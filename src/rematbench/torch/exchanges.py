@@ -1,5 +1,7 @@
 """Collectives and messages, as actions ask for them, on a rank's storages."""
 
+from functools import partial
+
 import torch
 
 from rematbench.action import Action, Kind
@@ -7,13 +9,15 @@ from rematbench.torch.groups import Group, Groups
 from rematbench.torch.memory import Memory, Site, Value, identity
 from rematbench.torch.model import RankModel
 from rematbench.torch.parameters import Parameter
+from rematbench.torch.streams import Streams
 
 
 class Exchanges:
     """All-gathers, reduce-scatters and all-reduces of one rank."""
 
-    def __init__(self, model: RankModel, groups: Groups, memory: Memory) -> None:
+    def __init__(self, model: RankModel, groups: Groups, memory: Memory, streams: Streams) -> None:
         self.model, self.groups, self.memory = model, groups, memory
+        self.streams = streams
         self.reduced: dict[int, set[str]] = {}  # chunk -> units whose gradients are summed
 
     def group(self, action: Action) -> Group:
@@ -34,15 +38,19 @@ class Exchanges:
             return
         source = self.memory[site.key(action.reads[0])].rows(site.first, site.size)
         out = source.new_empty(source.shape[0] * group.size, source.shape[1])
-        group.all_gather(out, source)
+        self.streams.run(action.stream, lambda: group.all_gather(out, source), out)
         self.memory.put(site.key(action.allocs[0].name), Value(out, site.first, site.size))
 
     def _gather_kv(self, action: Action, site: Site, group: Group) -> None:
         by_name = {identity(name).rpartition(".")[2]: name for name in action.reads}
         pair = [self.memory[site.key(by_name[name])].data for name in ("k", "v")]
         out = pair[0].new_empty(2, group.size * pair[0].numel())
-        for half, own in zip(out, pair, strict=True):
-            group.all_gather(half, own.view(-1))
+
+        def work() -> None:
+            for half, own in zip(out, pair, strict=True):
+                group.all_gather(half, own.view(-1))
+
+        self.streams.run(action.stream, work, out)
         self.memory.put(site.key(action.allocs[0].name), Value(out.view(-1)))
 
     def reduce_scatter(self, action: Action, site: Site) -> None:
@@ -56,22 +64,30 @@ class Exchanges:
             return
         part = self.memory[site.key(action.reads[0])].data
         own = part.new_empty(part.shape[0] // group.size, part.shape[1])
-        group.reduce_scatter(own, part)
         for alloc in action.allocs:
             self.memory.put(site.key(alloc.name), Value(own, site.first, site.size))
-        for name in action.reads[1:]:
-            target = self.memory[site.key(name)].view(site.first, site.size)
-            if name.startswith("d:"):
-                target.add_(own.view(target.shape))
-            else:
-                target.copy_(own.view(target.shape))
+        targets = [
+            (name, self.memory[site.key(name)].view(site.first, site.size))
+            for name in action.reads[1:]
+        ]
+
+        def work() -> None:
+            group.reduce_scatter(own, part)
+            for name, target in targets:
+                if name.startswith("d:"):
+                    target.add_(own.view(target.shape))
+                else:
+                    target.copy_(own.view(target.shape))
+
+        self.streams.run(action.stream, work)
 
     def _scatter_kv(self, action: Action, site: Site, group: Group) -> None:
         halves = self.memory[site.key(action.reads[0])].data.view(2, -1)
         rows = self.model.shapes.tokens
         for alloc, half in zip(action.allocs, halves, strict=True):
             own = half.new_empty(rows, half.numel() // group.size // rows)
-            group.reduce_scatter(own.view(-1), half)
+            into, whole = own.view(-1), half
+            self.streams.run(action.stream, partial(group.reduce_scatter, into, whole))
             self.memory.put(site.key(alloc.name), Value(own, site.first, site.size))
 
     def all_reduce(self, action: Action, site: Site) -> None:
@@ -81,10 +97,10 @@ class Exchanges:
             self._reduce_gradients(action, site.chunk)
             return
         if action.op == "norm_gradients":
-            self._reduce_norms(group)
+            self.streams.run(action.stream, lambda: self._reduce_norms(group))
             return
         rows = self.memory[site.key(action.reads[0])].view(site.first, site.size)
-        group.all_reduce(rows)
+        self.streams.run(action.stream, lambda: group.all_reduce(rows))
 
     # -- states -----------------------------------------------------------------------------------
 
@@ -100,12 +116,17 @@ class Exchanges:
 
     def _reduce_gradients(self, action: Action, chunk: int) -> None:
         group = self.groups.by_name["dp"]
-        for prefix in self._units_due(action, chunk):
-            for parameter in self.model.unit_parameters(chunk, prefix):
+        due = self._units_due(action, chunk)
+        parameters = [p for prefix in due for p in self.model.unit_parameters(chunk, prefix)]
+
+        def work() -> None:
+            for parameter in parameters:
                 if action.kind is Kind.ALL_REDUCE:
                     group.all_reduce(parameter.grad_flat)
                 else:
                     self._scatter_gradient(parameter, group)
+
+        self.streams.run(action.stream, work)
 
     def _scatter_gradient(self, parameter: Parameter, group: Group) -> None:
         own = parameter.grad_flat[parameter.start : parameter.stop]
@@ -123,7 +144,11 @@ class Exchanges:
         """Every ZeRO shard of a unit's (or the whole chunk's) compute copies."""
         group = self.groups.by_name["dp"]
         prefixes = [action.part] if action.part else list(self.model.units[chunk])
-        for prefix in prefixes:
-            for parameter in self.model.unit_parameters(chunk, prefix):
+        parameters = [p for prefix in prefixes for p in self.model.unit_parameters(chunk, prefix)]
+
+        def work() -> None:
+            for parameter in parameters:
                 own = parameter.flat[parameter.start : parameter.stop].clone()
                 group.all_gather(parameter.flat, own)
+
+        self.streams.run(action.stream, work)

@@ -28,7 +28,7 @@ from rematbench.torch.model import RankModel
 from rematbench.torch.movers import Movers
 from rematbench.torch.operators import Call
 from rematbench.torch.parameters import AdamW
-from rematbench.torch.streams import Mark, make_streams
+from rematbench.torch.streams import Mark, Streams, make_streams
 from rematbench.torch.tracker import Tracker
 
 
@@ -43,6 +43,7 @@ class Executor:
         *,
         tracker: Tracker | None = None,
         optimizer: AdamW | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.model, self.groups, self.tracker = model, groups, tracker
         self.optimizer = optimizer or AdamW()
@@ -52,11 +53,11 @@ class Executor:
             for action in program.blocks[step.block].actions
         ]
         self.memory = Memory()
-        self.exchanges = Exchanges(model, groups, self.memory)
+        self.streams = streams or make_streams(model.device)
+        self.exchanges = Exchanges(model, groups, self.memory, self.streams)
         self.slots = Slots(program, model.device)
-        self.movers = Movers(model, self.memory, self.slots, tracker)
+        self.movers = Movers(model, self.memory, self.slots, tracker, self.streams)
         self.messages = Messages(model, groups, self.memory)
-        self.streams = make_streams(model.device)
         self.events: dict[tuple[str, int, int], Mark] = {}
         self.local: dict[str, Mark] = {}
         self.counting: dict[str, bool] = {}  # loss_saved -> whether its loss is a first one
@@ -96,6 +97,11 @@ class Executor:
 
     def run_step(self) -> float:
         """One optimizer step over the model's micro-batches; this rank's share of the loss."""
+        self.issue_step()
+        return float(self.loss)
+
+    def issue_step(self) -> None:
+        """Issue every action of one step and wait for the messages; the loss stays a tensor."""
         self.step += 1
         self.loss.zero_()
         self.exchanges.reduced.clear()
@@ -110,9 +116,9 @@ class Executor:
         else:
             self._walk()
         self.messages.flush()
+        self.streams.flush()
         if self.memory.values:
             raise ExecutionError(f"never freed: {next(iter(self.memory.values))[0]}")
-        return float(self.loss)
 
     def _walk(self) -> None:
         block = -1
@@ -235,19 +241,24 @@ class Executor:
     def _loss_made(self, action: Action, site: Site, call: Call, name: str) -> None:
         self.counting[name] = action.kind is Kind.FORWARD
         if call.op.reduce is None:
-            self._finish_loss(call, name, site)
+            self._finish_loss(call, name, site, action.stream)
 
-    def _finish_loss(self, call: Call, name: str, site: Site) -> None:
+    def _finish_loss(self, call: Call, name: str, site: Site, stream: str) -> None:
         saved = {"loss_saved": self.memory[site.key(name)].rows(site.first, site.size)}
-        total = operators.finish_loss(call._replace(tensors=saved), self.groups.by_name["tp"])
-        if self.counting.pop(name):
-            self.loss.add_(total)
+        counts = self.counting.pop(name)
+
+        def work() -> None:
+            total = operators.finish_loss(call._replace(tensors=saved), self.groups.by_name["tp"])
+            if counts:
+                self.loss.add_(total)
+
+        self.streams.run(stream, work)
 
     def all_reduce(self, action: Action, site: Site) -> None:
         """A collective, or the statistics of the loss over vocabulary shards."""
         if action.op == "loss":
             call = self._call(action, site, ("loss_saved",))
-            self._finish_loss(call, action.reads[0], site)
+            self._finish_loss(call, action.reads[0], site, action.stream)
         else:
             self.exchanges.all_reduce(action, site)
 

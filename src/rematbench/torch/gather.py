@@ -14,7 +14,7 @@ def combine(case: Case, ranks: list[RankResult]) -> Result:
         name=case.name,
         status="ok",
         losses=[sum(r.losses[step] for r in ranks if r.place.tp == 0) for step in steps],
-        gradient_norms=[_norms(case, ranks, step) for step in steps],
+        gradient_norms=[_norms(case, ranks, step) for step in steps] if case.shards else [],
         gradients=[_gradients(case, ranks, step) for step in steps] if case.gradients else [],
         ranks=ranks,
     )

@@ -59,13 +59,13 @@ class Group(NamedTuple):
             out.view(-1).copy_(own.reshape(-1))
             return
         call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        settled(partial(call, group=self.handle), out, own.contiguous())
+        self._call(partial(call, group=self.handle), out, own.contiguous())
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> None:
         """out = this rank's rows of the sum over ranks."""
         if self.handle is None:
             out.view(-1).copy_(whole.reshape(-1))
-        elif out.device.type == "cpu":
+        elif is_gloo(self.handle):
             self._exchange_and_add(out, whole)
         else:
             call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -74,22 +74,32 @@ class Group(NamedTuple):
     def _exchange_and_add(self, out: Tensor, whole: Tensor) -> None:
         """On gloo: every rank's rows for this one, added in rank order."""
         parts = torch.empty_like(whole)
-        settled(partial(dist.all_to_all_single, group=self.handle), parts, whole.contiguous())
+        self._call(partial(dist.all_to_all_single, group=self.handle), parts, whole.contiguous())
         torch.sum(parts.view(self.size, -1), 0, out=out.view(-1))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """In place; `op` is sum or max."""
         if self.handle is not None:
             kind = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
-            settled(partial(dist.all_reduce, op=kind, group=self.handle), tensor)
+            self._call(partial(dist.all_reduce, op=kind, group=self.handle), tensor)
+
+    def _call(self, call: Callable[..., object], *tensors: Tensor) -> None:
+        run = settled if self.handle is not None and is_gloo(self.handle) else _at_once
+        run(call, *tensors)
+
+
+def is_gloo(handle: dist.ProcessGroup | None) -> bool:
+    """Whether a communicator is gloo's, whose threads hold tensors after a call has returned."""
+    return dist.get_backend(handle) == "gloo"
+
+
+def _at_once(call: Callable[..., object], *tensors: Tensor) -> None:
+    call(*tensors)
 
 
 def settled(call: Callable[..., object], *tensors: Tensor) -> None:
-    """Run a collective; on a CPU return only when gloo's threads have let go of its tensors, which
-    they do a moment after it is done (else a freed tensor would still be seen)."""
-    if tensors[0].device.type != "cpu":
-        call(*tensors)
-        return
+    """Run a collective; return only when gloo's threads have let go of its tensors, which they do
+    a moment after it is done (else a freed tensor would still be seen)."""
     holders = getattr(torch._C, "_storage_Use_Count")  # noqa: B009  # not in torch's type stubs
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
     before = [holders(storage) for storage in storages]
@@ -109,6 +119,9 @@ class Groups:
         self.place = coordinates(rank, layout, order)
         self.by_name = {name: self._group(along) for name, along in DIMENSIONS.items()}
         self.pipelines = {d: self._handle(("pp",)) for d in ("f", "b")}
+        self.buffered = layout.pp > 1 and is_gloo(self.pipelines["f"])
+        """Whether a send goes from a copy: gloo's ends when the receiver is ready."""
+        self._peers: dict[int, int] = {}
 
     def _group(self, along: tuple[str, ...]) -> Group:
         mine = next(g for g in members(self.layout, self.order, along) if self.rank in g)
@@ -125,9 +138,12 @@ class Groups:
 
     def peer(self, stage: int) -> int:
         """Global rank of the process at another pipeline stage, all else equal."""
-        wanted = self.place._replace(pp=stage)
-        ranks = range(self.layout.gpus)
-        return next(r for r in ranks if coordinates(r, self.layout, self.order) == wanted)
+        if stage not in self._peers:
+            wanted = self.place._replace(pp=stage)
+            ranks = range(self.layout.gpus)
+            found = (r for r in ranks if coordinates(r, self.layout, self.order) == wanted)
+            self._peers[stage] = next(found)
+        return self._peers[stage]
 
     def send(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
         """Start sending; the work holds until the receiver has it."""

@@ -41,7 +41,7 @@ def execute_joined(
     if isinstance(plan, Unsupported):
         return record_of(problem, method, _unsupported(method, plan.reason), kind)
     try:
-        require_executable(problem, plan.state("optimizer").update)
+        require_executable(problem, plan)
     except NotExecutable as error:
         return record_of(problem, method, _unsupported(method, str(error)), kind)
     case = Case(name=method.name, problem=problem, plan=plan, steps=steps, device=kind)

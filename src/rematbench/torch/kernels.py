@@ -103,10 +103,12 @@ def embed(ids: Tensor, table: Tensor, first: int) -> Tensor:
 
 
 def embed_backward(total: Tensor, grad: Tensor, ids: Tensor, first: int) -> None:
-    """Add each token's gradient to its row, if this shard holds it."""
+    """Add each token's gradient to its row, if this shard holds it.  No shape depends on data (a
+    boolean index would), so that fake tensors run it too."""
     local = ids - first
     mine = (local >= 0) & (local < total.shape[0])
-    total.index_add_(0, local[mine], grad[mine].to(total.dtype))
+    rows = local.clamp(0, total.shape[0] - 1)
+    total.index_add_(0, rows, (grad * mine[:, None]).to(total.dtype))
 
 
 def shard_labels(labels: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
@@ -122,6 +124,6 @@ def cross_entropy_backward(
     """(softmax - one-hot) x scale for the rows that count."""
     column, mine = shard_labels(labels, first, probs.shape[-1])
     grad = probs.clone()
-    grad[torch.arange(len(labels), device=labels.device)[mine], column[mine]] -= 1.0
+    grad.scatter_add_(1, column[:, None], -mine[:, None].to(grad.dtype))
     grad.mul_(scale).masked_fill_((labels == IGNORED)[:, None], 0.0)
     return grad.to(dtype)

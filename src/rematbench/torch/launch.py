@@ -30,7 +30,7 @@ def execute_cases(cases: Sequence[Case], *, timeout_s: float = 120.0) -> list[Re
     waiting = []
     for number, case in enumerate(cases):
         try:
-            require_executable(case.problem, case.plan.state("optimizer").update)
+            require_executable(case.problem, case.plan)
             waiting.append(number)
         except NotExecutable as error:
             results[number] = Result(name=case.name, status="unsupported", reason=str(error))

@@ -57,7 +57,7 @@ class Messages:
             return
         stage, tag = self._route(action, site, STEP[action.op])
         data = self.memory[site.key(action.reads[0])].data
-        if data.device.type == "cpu":
+        if self.groups.buffered:
             self._post(data, stage, action.op, tag)
         else:
             self.under_way.append(self.groups.send(data, stage, action.op, tag))

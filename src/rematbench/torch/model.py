@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rematbench.chunk_ops import ChunkOps, Unit
 from rematbench.ops import Activation
+from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.shapes import Shapes, shapes
 from rematbench.torch.attention import Shape
@@ -16,16 +17,17 @@ from rematbench.torch.kernels import rope_tables, wide
 from rematbench.torch.parameters import Owner, Parameter, build, unit_specs
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
-Partition = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class NotExecutable(ValueError):
     """The torch runtime does not do this yet; the message says what."""
 
 
-def require_executable(problem: Problem, zero_update: str) -> None:
+def require_executable(problem: Problem, plan: Plan) -> None:
     """Refuse by name what the kernels and the executor do not do."""
     model, lay, system = problem.workload.model, problem.layout, problem.system
+    states = {state.kind: state for state in plan.states}
+    hosted = [kind for kind, state in states.items() if state.home == "host"]
     windows = [w for w in model.attention_window if 0 < w < problem.workload.seq_len]
     refused = {
         "dropout": model.dropout > 0,
@@ -38,7 +40,9 @@ def require_executable(problem: Problem, zero_update: str) -> None:
         "unfused attention with context parallelism": lay.cp > 1 and problem.attention != "flash",
         "ZeRO stages 2 and 3": lay.state_shards > 1 and lay.zero_stage >= 2,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
-        "optimizer in backward": zero_update == "backward",
+        "optimizer in backward": plan.state("optimizer").update == "backward",
+        f"{' and '.join(hosted)} states on the host": bool(hosted) or system.optimizer_on_host,
+        "parameters gathered per layer": plan.state("parameter").gather == "layer",
     }
     found = [name for name, is_so in refused.items() if is_so]
     if found:
@@ -51,7 +55,7 @@ class RankModel:
     def __init__(
         self,
         problem: Problem,
-        partition: Partition,
+        plan: Plan,
         place: Coordinates,
         device: torch.device,
         seed: int,
@@ -60,7 +64,10 @@ class RankModel:
         self.kind = problem.workload.model
         self.dtype = DTYPES[problem.workload.precision]
         lay, stage = problem.layout, place.pp
-        self.chunks = [ChunkOps(problem, stage, c, partition[stage][c]) for c in range(lay.vpp)]
+        layers = plan.partition[stage]
+        self.chunks = [
+            ChunkOps(problem, stage, c, layers[c], held=plan.held) for c in range(lay.vpp)
+        ]
         self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
         self.parameters: dict[str, Parameter] = {}
         self.local = [{u.prefix: self._build(u, seed) for u in c.units} for c in self.chunks]

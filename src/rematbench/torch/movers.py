@@ -19,6 +19,7 @@ from rematbench.torch.memory import (
     identity,
 )
 from rematbench.torch.model import RankModel
+from rematbench.torch.streams import Streams
 from rematbench.torch.tracker import Tracker
 
 
@@ -35,9 +36,15 @@ class Movers:
     """Moves bytes of one rank; no arithmetic."""
 
     def __init__(
-        self, model: RankModel, memory: Memory, slots: Slots, tracker: Tracker | None
+        self,
+        model: RankModel,
+        memory: Memory,
+        slots: Slots,
+        tracker: Tracker | None,
+        streams: Streams,
     ) -> None:
         self.model, self.memory, self.slots, self.tracker = model, memory, slots, tracker
+        self.streams = streams
         self.host = HostPool(model.device)
         self.forms: dict[Key, Form] = {}
         self.offload_bytes = 0
@@ -124,7 +131,8 @@ class Movers:
         if self.tracker is not None:
             self.tracker.as_host(block)
         copy = block.view(source.data.dtype).view(source.data.shape)
-        copy.copy_(source.data, non_blocking=True)
+        data = source.data
+        self.streams.run(action.stream, lambda: copy.copy_(data, non_blocking=True))
         self.offload_bytes += nbytes
         self.memory.put(site.key(alloc.name), Value(copy, source.first, source.count))
 
@@ -136,7 +144,9 @@ class Movers:
             data = room.view(source.data.dtype).view(source.data.shape)
         else:
             data = torch.empty_like(source.data, device=self.model.device)
-        data.copy_(source.data, non_blocking=True)
+        host = source.data
+        fresh = None if alloc.slot else data  # a slot's last tenant may still be read
+        self.streams.run(action.stream, lambda: data.copy_(host, non_blocking=True), fresh)
         self.memory.put(site.key(alloc.name), Value(data, source.first, source.count))
 
     def enter_slots(self, action: Action, site: Site) -> None:

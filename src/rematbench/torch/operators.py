@@ -316,7 +316,7 @@ def finish_loss(call: Call, group: Group) -> Tensor:
     sums = torch.stack([saved.sum(-1), target])
     group.all_reduce(sums)
     saved.div_(sums[0][:, None])
-    return (sums[0].log() - sums[1])[labels != kernels.IGNORED].sum()
+    return (sums[0].log() - sums[1]).masked_fill(labels == kernels.IGNORED, 0.0).sum()
 
 
 def _loss_backward(call: Call) -> Tensors:

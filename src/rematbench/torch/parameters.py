@@ -98,6 +98,11 @@ def full_weight(spec: ParameterSpec, seed: int) -> Tensor:
     return noise + 1.0 if is_norm else noise
 
 
+def _unknown(spec: ParameterSpec) -> Tensor:
+    """The whole parameter where values are not known (traced)."""
+    return torch.empty(spec.shape, dtype=torch.float64, device="meta")
+
+
 def padded(full: Tensor, spec: ParameterSpec) -> Tensor:
     """With zero rows up to the padded vocabulary."""
     extra = spec.rows - full.shape[0] if spec.rows else 0
@@ -164,7 +169,8 @@ def build(
     spec: ParameterSpec, owner: Owner, seed: int, dtype: torch.dtype, device: torch.device
 ) -> Parameter:
     """This rank's part of a parameter, its gradients zero."""
-    own = shard(padded(full_weight(spec, seed), spec), spec, owner.tp_rank, owner.tp)
+    full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
+    own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)
     size = -(-own.numel() // owner.state_shards)
     flat = torch.zeros(size * owner.state_shards, dtype=dtype, device=device)
     flat[: own.numel()].copy_(own.reshape(-1))

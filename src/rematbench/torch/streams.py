@@ -41,6 +41,15 @@ class Streams(Protocol):
     def lend(self, tensor: torch.Tensor) -> None:
         """Compute will use (and free) a tensor that another stream made."""
 
+    def run(
+        self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
+    ) -> None:
+        """Issue tensor work; storages and names are the host's business and are done already.
+        `fresh`: memory that nobody may read before the work is done."""
+
+    def flush(self) -> None:
+        """Let everything issued be done, and raise what failed."""
+
 
 class HostStreams:
     """A CPU: every action is done when it is issued, but for messages under way."""
@@ -59,6 +68,15 @@ class HostStreams:
 
     def lend(self, tensor: torch.Tensor) -> None:
         """One stream only."""
+
+    def run(
+        self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
+    ) -> None:
+        """Done at once."""
+        work()
+
+    def flush(self) -> None:
+        """Nothing is under way."""
 
 
 class CudaStreams:
@@ -87,6 +105,15 @@ class CudaStreams:
     def lend(self, tensor: torch.Tensor) -> None:
         """The allocator gives the memory out again only when compute is past it."""
         tensor.record_stream(self.streams["compute"])
+
+    def run(
+        self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
+    ) -> None:
+        """Issued on the current stream, which `on` has made the action's."""
+        work()
+
+    def flush(self) -> None:
+        """The device's queues need no help."""
 
 
 def make_streams(device: torch.device) -> Streams:

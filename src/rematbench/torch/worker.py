@@ -4,18 +4,21 @@ import math
 import time
 import traceback
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from rematbench.lower import lower
-from rematbench.torch.batch import make_batch, micro_batches
-from rematbench.torch.case import Case, GradientShard, RankResult
+from rematbench.torch.batch import Batch, make_batch, micro_batches
+from rematbench.torch.case import Case, GradientShard, RankResult, Status
 from rematbench.torch.executor import Executor
 from rematbench.torch.gather import is_sharded
 from rematbench.torch.groups import Groups, default_backend
 from rematbench.torch.model import RankModel, require_executable
+from rematbench.torch.text import standard_library, text_batch
+from rematbench.torch.threads import ThreadStreams
 from rematbench.torch.tracker import Tracker
 
 
@@ -26,7 +29,7 @@ class NotFinite(ArithmeticError):
 def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:
     """Entry point of a process: results go to `folder` as <case>.<rank>.pt, a failure as .error."""
     torch.set_num_threads(1)
-    device = _device(cases[0].device, rank)
+    device = choose_device(cases[0].device, rank)
     dist.init_process_group(
         default_backend(device),
         init_method=f"file://{folder}/rendezvous",
@@ -48,7 +51,8 @@ def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: 
     dist.destroy_process_group()
 
 
-def _device(kind: str, rank: int) -> torch.device:
+def choose_device(kind: str, rank: int) -> torch.device:
+    """The CPU, or the GPU of a rank on its host."""
     if kind == "cpu":
         return torch.device("cpu")
     device = torch.device(kind, rank % torch.cuda.device_count())
@@ -56,12 +60,17 @@ def _device(kind: str, rank: int) -> torch.device:
     return device
 
 
-def _write_error(path: Path, error: BaseException) -> None:
-    status = "nan" if isinstance(error, NotFinite) else "failed"
-    if isinstance(error, torch.OutOfMemoryError):
+def failure(error: BaseException) -> tuple[Status, str]:
+    """A status and a reason; the executor's own error hides what it was caused by."""
+    cause = error.__cause__ or error
+    status: Status = "nan" if isinstance(error, NotFinite) else "failed"
+    if isinstance(cause, torch.OutOfMemoryError):
         status = "oom"
-    text = f"{type(error).__name__}: {error}"
-    path.write_text("\n".join([status, text, traceback.format_exc()]))
+    return status, f"{type(error).__name__}: {error}"
+
+
+def _write_error(path: Path, error: BaseException) -> None:
+    path.write_text("\n".join([*failure(error), traceback.format_exc()]))
 
 
 def _groups(case: Case, rank: int, known: dict[tuple[object, ...], Groups]) -> Groups:
@@ -78,21 +87,28 @@ def run_case(
 ) -> RankResult:
     """Train the case's steps on this rank."""
     problem, plan = case.problem, case.plan
-    require_executable(problem, plan.state("optimizer").update)
+    require_executable(problem, plan)
     groups = _groups(case, rank, known)
-    model = RankModel(problem, plan.partition, groups.place, device, case.seed)
+    model = RankModel(problem, plan, groups.place, device, case.seed)
     program = (case.program or lower(plan, problem)).ranks[groups.place.pp]
-    tracker = Tracker() if case.measure else None
-    executor = Executor(program, model, groups, tracker=tracker, optimizer=case.optimizer)
-    result = _empty(groups, executor)
-    executor.before_update = lambda: result.gradients.append(_shards(case, model))
+    threads = ThreadStreams(case.delay_seed + rank, case.delay_s) if case.delay_s else None
+    tracker = Tracker() if case.measure and threads is None else None
+    executor = Executor(
+        program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=threads
+    )
+    result = empty_result(groups, executor)
+    if case.shards:
+        executor.before_update = lambda: result.gradients.append(_shards(case, model))
     for step in range(case.steps):
         _step(case, executor, result, step)
+    if threads is not None:
+        threads.close()
     return result
 
 
-def _empty(groups: Groups, executor: Executor) -> RankResult:
-    states = {t.untyped_storage().data_ptr(): t for t in executor.states()}
+def empty_result(groups: Groups, executor: Executor) -> RankResult:
+    """A result with the rank's place and the bytes of its states."""
+    states = {t.untyped_storage()._cdata: t for t in executor.states()}
     return RankResult(
         place=groups.place,
         losses=[],
@@ -110,7 +126,7 @@ def _empty(groups: Groups, executor: Executor) -> RankResult:
 def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None:
     problem, model = case.problem, executor.model
     lay = problem.layout
-    batch = make_batch(problem.workload, lay.global_batch, case.seed, step, case.ignored)
+    batch = _batch(case, step)
     model.batches = micro_batches(batch, lay, executor.groups.place, model.device)
     start = time.perf_counter()
     loss = executor.run_step() / batch.counted
@@ -118,13 +134,36 @@ def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None
     if not math.isfinite(loss):
         raise NotFinite(f"loss of step {step} is {loss}")
     result.losses.append(loss)
+    note_bytes(executor, result)
+
+
+@cache
+def _text(limit_bytes: int) -> torch.Tensor:
+    return standard_library(limit_bytes)[0]
+
+
+def _batch(case: Case, step: int) -> Batch:
+    """The step's global batch, the same on every rank of every layout."""
+    work, sequences = case.problem.workload, case.problem.layout.global_batch
+    if case.text_bytes:
+        shape = (sequences, work.seq_len)
+        return text_batch(_text(case.text_bytes), shape, case.seed, step)
+    return make_batch(work, sequences, case.seed, step, case.ignored)
+
+
+def note_bytes(executor: Executor, result: RankResult) -> None:
+    """What the executor's last step moved, rebuilt and held."""
     result.offload_bytes = executor.movers.offload_bytes
     result.recompute_flop = executor.recompute_flop
-    if step == 0:
-        result.bytes_after = list(executor.bytes_after)
+    result.bytes_after = result.bytes_after or list(executor.bytes_after)
     for device_bytes, host_bytes in executor.bytes_after:
         result.device_peak_bytes = max(result.device_peak_bytes, device_bytes)
         result.host_peak_bytes = max(result.host_peak_bytes, host_bytes)
+    if executor.tracker is not None:
+        result.peak_bytes = executor.tracker.device_peak_bytes
+    if executor.model.device.type == "cuda":
+        result.allocated_bytes = torch.cuda.max_memory_allocated(executor.model.device)
+        result.reserved_bytes = torch.cuda.max_memory_reserved(executor.model.device)
 
 
 def _shards(case: Case, model: RankModel) -> dict[str, GradientShard]:

@@ -1,0 +1,62 @@
+"""Host cost of the executor per action, in microseconds on this machine's CPU.
+
+The executor on meta tensors does no arithmetic: what is left is the interpreter's own work and
+torch's dispatch.  Host cost, not speed: on a GPU it must stay below a kernel's time.  Run it on a
+quiet machine: `./bench run python benchmarks/host_cost.py` (needs torch).
+"""
+
+import sys
+import time
+from collections import defaultdict
+
+import torch
+
+from rematbench.action import Action
+from rematbench.discover import discover
+from rematbench.layout import Layout
+from rematbench.plan import Plan
+from rematbench.suite import make_problem
+from rematbench.torch import executor, trace
+
+METHODS = ("keep_all", "full_recompute", "memo", "mst")
+
+
+def measured(method: str) -> dict[str, tuple[int, float]]:
+    """Kind -> (actions, seconds of this process) over one traced step, counting nothing else."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    act = executor.Executor._act
+
+    def timed(self: executor.Executor, action: Action, micro_batch: int, chunk: int) -> None:
+        start = time.perf_counter()
+        act(self, action, micro_batch, chunk)
+        spent[action.kind.value].append(time.perf_counter() - start)
+
+    layout = Layout(tp=2, sp=True, pp=2, dp=1, global_batch=16)
+    problem = make_problem(
+        model="llama-7b", cluster="h800-80gb", system="rematbench", layout=layout, seq_len=4096
+    )
+    plan = discover().resolve(method).plan(problem)
+    assert isinstance(plan, Plan), plan
+    executor.Executor._act = timed  # type: ignore[method-assign]  # a probe of this script only
+    try:
+        trace.trace_rank(problem, plan)
+    finally:
+        executor.Executor._act = act  # type: ignore[method-assign]
+    return {kind: (len(times), sorted(times)[len(times) // 2]) for kind, times in spent.items()}
+
+
+def main() -> None:
+    """Median microseconds per action by kind (rows) and method (columns)."""
+    columns = {method: measured(method) for method in METHODS}
+    kinds = sorted({kind for column in columns.values() for kind in column})
+    lines = [f"torch {torch.__version__}, one rank of llama-7b tp 2 pp 2, median us per action"]
+    lines.append(f"{'kind':<8}" + "".join(f"{method:>18}" for method in METHODS))
+    for kind in kinds:
+        cells = [columns[method].get(kind) for method in METHODS]
+        texts = [f"{1e6 * c[1]:.1f} x {c[0]}" if c else "-" for c in cells]
+        lines.append(f"{kind:<8}" + "".join(f"{text:>18}" for text in texts))
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""The commands of the real code: execute (processes on this machine or a launcher's) and trace."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import typer
+from rich.table import Table
+from typer import Option
+
+from rematbench.cli_run import Request, RunOptions, request, takes_run
+from rematbench.cli_show import heading
+from rematbench.cli_text import CommandError, console, gib, grid, left, plain
+from rematbench.discover import discover
+from rematbench.evaluate import program_bytes
+from rematbench.lower import lower
+from rematbench.measure import compared, measured, measured_ranks, measured_record
+from rematbench.measured import Comparison, Measured
+from rematbench.plan import Plan, Unsupported
+from rematbench.record import Record, write_record
+from rematbench.suite import Status
+
+if TYPE_CHECKING:
+    from rematbench.torch.case import Case, Result
+    from rematbench.torch.job import Given
+
+TORCH = "2.10"
+SEQ_LEN = 128
+Device = Literal["cpu", "cuda"]
+NO_TORCH = (
+    f"torch is not installed: `./bench test` installs it, or `pip install 'torch>={TORCH}'` in "
+    "the environment that runs rematbench"
+)
+RANK = Option(envvar=["RANK", "SLURM_PROCID"], hidden=True)
+SIZE = Option(envvar=["WORLD_SIZE", "SLURM_NTASKS"], hidden=True)
+LOCAL = Option(envvar=["LOCAL_RANK", "SLURM_LOCALID"], hidden=True)
+
+
+def need_torch() -> None:
+    """One clear line where torch is missing."""
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError(NO_TORCH)
+
+
+@takes_run
+def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
+    run: RunOptions,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 3,
+    against: Annotated[
+        str, Option(metavar="METHOD", help="Also run this method and compare the gradients.")
+    ] = "",
+    device: Annotated[Device | None, Option(help="Default: cuda where there is one.")] = None,
+    timeout: Annotated[float, Option(min=1, help="Seconds without a result until given up.")] = 600,
+    out: Annotated[Path | None, Option(metavar="RECORD.json", help="Write the record.")] = None,
+    json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
+    rank: Annotated[int | None, RANK] = None,
+    world_size: Annotated[int | None, SIZE] = None,
+    local_rank: Annotated[int, LOCAL] = 0,
+    address: Annotated[str, Option(envvar="MASTER_ADDR", hidden=True)] = "",
+    port: Annotated[int, Option(envvar="MASTER_PORT", hidden=True)] = 0,
+) -> None:
+    """Execute a method's plan on torch: losses, gradients, and bytes against the ledger.
+
+    Starts a process for each of --gpus (gloo on CPU, NCCL on CUDA); under torchrun or srun it is
+    one of theirs.  --seq-len defaults to 128, --global-batch to two micro-batches a stage.
+    CPU seconds are not performance and are not reported.  Exit code 1 unless the run is ok (and,
+    with --against, lossless).
+
+    \b
+    Example:
+      rematbench execute full_recompute --model tiny-llama --cluster this-machine
+        --gpus 2 --tp 2 --precision fp32 --against keep_all
+    """
+    need_torch()
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+
+    asked = request(_with_defaults(run))
+    given = _given(rank, world_size, local_rank, (address, port), asked)
+    kind = job.device_kind(device or "")
+    cases = _cases(asked, run, against, steps, kind)
+    reason = cases if isinstance(cases, str) else next(filter(None, map(job.refused, cases)), "")
+    record: Record | None
+    if reason or isinstance(cases, str):
+        record = _record(asked, None, ("unsupported", reason, None), (), job.versions(kind))
+    else:
+        record = _executed(asked, cases, given, timeout, against)
+    if record is None:  # a launcher's other process
+        return
+    finish(record, asked, out, json)
+    found = record.measured.comparison if record.measured else None
+    if record.status != "ok" or (found is not None and not found.lossless):
+        raise typer.Exit(1)
+
+
+def _with_defaults(run: RunOptions) -> RunOptions:
+    """A length and a batch for a first try."""
+    ranks = run.tp * run.cp * run.pp
+    replicas = max(1, (run.gpus or ranks) // ranks)
+    return dataclasses.replace(
+        run,
+        seq_len=run.seq_len or SEQ_LEN,
+        global_batch=run.global_batch or 2 * run.pp * replicas * run.micro_batch,
+    )
+
+
+def _given(
+    rank: int | None,
+    world_size: int | None,
+    local_rank: int,
+    meeting: tuple[str, int],
+    asked: Request,
+) -> "Given | None":
+    """This process's place among a launcher's, if one started it."""
+    from rematbench.torch.job import Given  # noqa: PLC0415  # torch is optional
+
+    if rank is None or world_size is None or world_size == 1:
+        return None
+    gpus = asked.problem.layout.gpus
+    if world_size != gpus:
+        raise CommandError(f"--gpus {gpus}: the launcher started {world_size} processes")
+    address, port = meeting
+    if not address or not port:
+        raise CommandError("set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)")
+    return Given(
+        rank=rank, world_size=world_size, local_rank=local_rank, address=address, port=port
+    )
+
+
+def _cases(
+    asked: Request, run: RunOptions, against: str, steps: int, device: str
+) -> "list[Case] | str":
+    """The method's case and the other's to compare with, or why there is no plan."""
+    from rematbench.torch.case import Case  # noqa: PLC0415  # torch is optional
+
+    registry = discover(run.methods or ())
+    methods = [asked.method, *([registry.resolve(against)] if against else [])]
+    cases = []
+    for method in methods:
+        plan = method.plan(asked.problem, asked.base)
+        if isinstance(plan, Unsupported):
+            return plan.reason
+        lower(plan, asked.problem)  # a PlanError is said before any process starts
+        cases.append(
+            Case(
+                name=method.name,
+                problem=asked.problem,
+                plan=plan,
+                steps=steps,
+                device=device,
+                gradients=bool(against),
+            )
+        )
+    return cases
+
+
+def _executed(
+    asked: Request, cases: "list[Case]", given: "Given | None", timeout: float, against: str
+) -> Record | None:
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+
+    if given is None:
+        hosts: tuple[int, ...] = (asked.problem.layout.gpus,)
+        results = job.run_own(cases, timeout)
+    else:
+        results, hosts = job.run_given(cases, given, timeout)
+    if not results:
+        return None
+    plan, versions = cases[0].plan, job.versions(cases[0].device)
+    broken = next((result for result in results if result.status != "ok"), None)
+    if broken is not None:
+        return _record(asked, plan, (*status_of(broken), None), hosts, versions)
+    found = measured(asked.problem, plan, results[0])
+    if against:
+        other = compared(asked.problem, results[0], results[1], against)
+        found = msgspec.structs.replace(found, comparison=other)
+    return _record(asked, plan, ("ok", "", found), hosts, versions)
+
+
+def status_of(result: "Result") -> tuple[Status, str]:
+    """A record's status: NaN and timeouts are failures that say so."""
+    if result.status in ("nan", "timeout"):
+        return "failed", f"{result.status}: {result.reason}"
+    return result.status, result.reason  # type: ignore[return-value]  # the other words are shared
+
+
+def _record(
+    asked: Request,
+    plan: Plan | None,
+    outcome: tuple[Status, str, Measured | None],
+    hosts: tuple[int, ...],
+    versions: dict[str, str],
+) -> Record:
+    where: dict[str, Any] = {**versions, "ranks_per_host": hosts}
+    return measured_record("executed", asked.problem, asked.method, plan, outcome, where)
+
+
+@takes_run
+def trace(
+    run: RunOptions,
+    stage: Annotated[
+        int | None, Option(min=0, help="Pipeline rank (default: the simulated fullest).")
+    ] = None,
+    out: Annotated[Path | None, Option(metavar="RECORD.json", help="Write the record.")] = None,
+    json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
+) -> None:
+    """Trace one rank of a job of any size: the executor on fake tensors, in one CPU process.
+
+    Bytes are counted from live storages, as in the executed world; nothing depends on values.
+
+    \b
+    Example:
+      rematbench trace full_recompute --model llama-175b --cluster h800-80gb
+        --system megatron-kwai --gpus 512 --seq-len 8192 --global-batch 256 --tp 8 --pp 8
+    """
+    need_torch()
+    asked = request(run)
+    lay = asked.problem.layout
+    if stage is not None and stage >= lay.pp:
+        raise CommandError(f"--stage {stage}: the pipeline has ranks 0 to {lay.pp - 1}")
+    record = traced(asked, stage)
+    finish(record, asked, out, json)
+    if record.status != "ok":
+        raise typer.Exit(1)
+
+
+def traced(asked: Request, stage: int | None = None) -> Record:
+    """The record of a traced rank (the fullest of the simulation unless one is named)."""
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.memory import ExecutionError  # noqa: PLC0415
+    from rematbench.torch.model import NotExecutable  # noqa: PLC0415
+    from rematbench.torch.trace import trace_rank  # noqa: PLC0415
+
+    problem = asked.problem
+    plan = asked.method.plan(problem, asked.base)
+    where: dict[str, Any] = {**job.versions("cpu"), "device": "meta"}
+    if isinstance(plan, Unsupported):
+        outcome: tuple[Status, str, Measured | None] = ("unsupported", plan.reason, None)
+        return measured_record("traced", problem, asked.method, None, outcome, where)
+    try:
+        result = trace_rank(problem, plan, fullest(asked, plan) if stage is None else stage)
+        ranks = measured_ranks(problem, plan, [result], 1)
+        outcome = ("ok", "", Measured(steps=1, ranks=ranks))
+    except NotExecutable as error:
+        outcome = ("unsupported", str(error), None)
+    except ExecutionError as error:
+        outcome = ("failed", str(error), None)
+    return measured_record("traced", problem, asked.method, plan, outcome, where)
+
+
+def fullest(asked: Request, plan: Plan) -> int:
+    """The pipeline rank with the largest simulated peak."""
+    ranks = program_bytes(asked.problem, plan, lower(plan, asked.problem))
+    return max(range(len(ranks)), key=lambda rank: ranks[rank].device_peak)
+
+
+def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:
+    """Write and print a record."""
+    if out is not None:
+        try:
+            write_record(record, out)
+        except OSError as error:
+            raise CommandError(f"--out {out}: cannot be written ({error.strerror})") from error
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(record, order="sorted")).decode())
+        return
+    for line in (*heading(asked), _banner(record)):
+        console().print(plain(line))
+    if record.measured is None:
+        return
+    if record.measured.losses:
+        console().print(_steps(record.measured))
+    console().print(_bytes(record.measured))
+    if record.measured.comparison:
+        console().print(plain(verdict(record.measured.comparison)))
+
+
+def _banner(record: Record) -> str:
+    made = record.provenance
+    if record.status != "ok":
+        return f"{record.status.upper()}: {record.reason}"
+    return f"{record.world.upper()} on {made.device}, torch {made.torch}"
+
+
+def verdict(found: Comparison) -> str:
+    """Lossless or not, and by how much."""
+    word = "yes" if found.lossless else "NO"
+    how = (
+        "losses and gradients are bitwise equal"
+        if found.bitwise
+        else f"largest norm-wise gradient error {found.gradient_error:.2g}, loss error "
+        f"{found.loss_error:.2g}, bound {found.bound:g}"
+    )
+    return f"lossless against {found.against}: {word} ({how})"
+
+
+def _steps(found: Measured) -> Table:
+    table = grid("step", "loss", "gradient norm")
+    for step, (loss, norm) in enumerate(zip(found.losses, found.gradient_norms, strict=True)):
+        table.add_row(str(step), f"{loss:.9g}", f"{norm:.9g}")
+    return table
+
+
+def _bytes(found: Measured) -> Table:
+    """Measured beside expected, per rank: activations to the byte, totals within rounding."""
+    heads = ("activation peak", "ledger", "differing actions", "offloaded bytes")
+    totals = ("total peak GiB", "simulated GiB", "error")
+    table = left(grid("rank (tp cp dp pp)", *heads, *totals), 0)
+    for rank in found.ranks:
+        table.add_row(
+            f"{rank.tp} {rank.cp} {rank.dp} {rank.pp}",
+            f"{rank.boundary_peak_bytes:,}",
+            f"{rank.ledger_boundary_peak_bytes:,}",
+            f"{rank.differing_actions} of {rank.actions}",
+            f"{rank.offload_bytes:,}",
+            gib(rank.peak_bytes),
+            gib(rank.simulated_peak_bytes),
+            f"{100 * rank.peak_error:+.2f} %",
+        )
+    return table

@@ -1,0 +1,202 @@
+"""The grids of the executed and traced worlds: `measure` fills results/measured, `worlds` makes
+the table from its records (no torch needed)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import typer
+from typer import Argument, Option
+
+from rematbench.cli_execute import need_torch, status_of, traced
+from rematbench.cli_run import Request
+from rematbench.cli_text import CommandError
+from rematbench.collect import read_records
+from rematbench.discover import Composition, discover
+from rematbench.lower import lower
+from rematbench.measure import compared, measured, measured_record
+from rematbench.measured import Measured
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.problem import Problem
+from rematbench.record import Record, read_record, write_record
+from rematbench.suite import Status
+from rematbench.suitefile import Suite, bundles, load_suite
+from rematbench.worlds import differing, worlds_table
+
+if TYPE_CHECKING:
+    from rematbench.torch.case import Result
+
+BASE = "keep_all"
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One method on one problem of a suite; `name` is its record's file."""
+
+    name: str
+    problem: Problem
+    method: Composition
+    plan: Plan | Unsupported
+
+
+def measure(
+    suite: Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")],
+    world: Annotated[Literal["executed", "traced"], Option(help="Run it, or trace a rank.")],
+    only: Annotated[
+        list[str] | None, Option(metavar="PROBLEM[.METHOD]", help="Some cells (repeatable).")
+    ] = None,
+    methods: Annotated[
+        list[Path] | None, Option("--methods", metavar="DIR", help="More method files.")
+    ] = None,
+    compare: Annotated[
+        Path | None, Option(metavar="DIR", help="Exit 1 if a number differs from its record here.")
+    ] = None,
+    timeout: Annotated[float, Option(help="Seconds for a case without a result.")] = 300,
+) -> None:
+    """Measure the cells of a suite in the executed or traced world; a record each.
+
+    A record that says the same as before keeps its date, so that a second run changes no file.
+
+    \b
+    Example:
+      rematbench measure config/traced.yaml --world traced -o results/measured/traced
+        --only llama-65b-figure7.keep_all
+    """
+    need_torch()
+    found = cells(load_suite(suite), methods or [], only or [])
+    if not found:
+        raise CommandError(f"--only {', '.join(only or [])}: no such cell in {suite}")
+    if world == "traced":
+        for cell in found:
+            keep(traced(_request(cell)), output, cell.name)
+    else:
+        _execute(found, output, timeout)
+    typer.echo(f"{output}: {len(found)} records")
+    changed = [c.name for c in found if compare and _differs(c.name, output, compare)]
+    if changed:
+        typer.echo(f"not as in {compare}: {', '.join(changed)}", err=True)
+        raise typer.Exit(1)
+
+
+def cells(suite: Suite, folders: list[Path], only: Sequence[str] = ()) -> list[Cell]:
+    """Every problem with every method and variant (or only some), in the suite's order."""
+    registry = discover(folders)
+    found = []
+    for spec in suite.problems:
+        problem = spec.problem()
+        for bundle, variants in bundles(suite, registry).items():
+            for number, variant in enumerate(variants):
+                if variant.problems and spec.name not in variant.problems:
+                    continue
+                name = f"{spec.name}.{bundle}.{number}"
+                if not _wanted(name, only):
+                    continue
+                method = registry.resolve(variant.method, dict(variant.settings))
+                found.append(Cell(name, problem, method, _plan(problem, method)))
+    return found
+
+
+def _plan(problem: Problem, method: Composition) -> Plan | Unsupported:
+    """A plan that lowers, or why there is none."""
+    plan = method.plan(problem)
+    try:
+        if isinstance(plan, Plan):
+            lower(plan, problem)
+    except PlanError as error:
+        return Unsupported(str(error))
+    return plan
+
+
+def _wanted(name: str, only: Sequence[str]) -> bool:
+    return not only or any(name == word or name.startswith(f"{word}.") for word in only)
+
+
+def _request(cell: Cell) -> Request:
+    return Request(problem=cell.problem, method=cell.method, base=cell.problem.base_plan)
+
+
+def keep(record: Record, folder: Path, name: str) -> None:
+    """Write a record without its plan (the hash stays) unless the file says the same already."""
+    record = msgspec.structs.replace(record, plan=None)
+    path = folder / f"{name}.json"
+    if path.is_file():
+        old = read_record(path)
+        if msgspec.structs.replace(old, provenance=record.provenance) == record:
+            return
+    write_record(record, path)
+
+
+def _differs(name: str, folder: Path, other: Path) -> bool:
+    """Whether two records of a cell disagree on the plan or on a number."""
+    a, b = (read_record(place / f"{name}.json") for place in (folder, other))
+    return (a.status, a.plan_hash, a.measured) != (b.status, b.plan_hash, b.measured)
+
+
+def _execute(found: list[Cell], folder: Path, timeout: float) -> None:
+    """One launch per world size; each problem's methods beside keep_all on the same batches."""
+    for size in sorted({cell.problem.layout.gpus for cell in found}):
+        _execute_size([c for c in found if c.problem.layout.gpus == size], folder, timeout)
+
+
+def _execute_size(found: list[Cell], folder: Path, timeout: float) -> None:
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.case import Case  # noqa: PLC0415
+
+    cases: list[Case] = []
+    numbers: dict[str, int] = {}
+    for cell in found:
+        for name, plan in ((_base(cell), cell.problem.base_plan), (cell.name, cell.plan)):
+            if name not in numbers and isinstance(plan, Plan):
+                numbers[name] = len(cases)
+                cases.append(Case(name=name, problem=cell.problem, plan=plan, gradients=True))
+    results = dict(zip(numbers, job.run_own(cases, timeout), strict=True))
+    for cell in found:
+        keep(_record(cell, results), folder, cell.name)
+
+
+def _base(cell: Cell) -> str:
+    """The name of keep_all's case on the cell's problem."""
+    return f"{cell.name.split('.')[0]} {BASE}"
+
+
+def _record(cell: Cell, results: "dict[str, Result]") -> Record:
+    """A cell's record from its own result and keep_all's."""
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+
+    where: dict[str, Any] = {"ranks_per_host": (cell.problem.layout.gpus,), **job.versions("cpu")}
+    outcome: tuple[Status, str, Measured | None]
+    plan = cell.plan if isinstance(cell.plan, Plan) else None
+    if isinstance(cell.plan, Unsupported):
+        outcome = ("unsupported", cell.plan.reason, None)
+    elif results[cell.name].status != "ok":
+        outcome = (*status_of(results[cell.name]), None)
+    else:
+        result, base = results[cell.name], results[_base(cell)]
+        seen = measured(cell.problem, cell.plan, result)
+        other = compared(cell.problem, result, base, BASE)
+        outcome = ("ok", "", msgspec.structs.replace(seen, comparison=other))
+    return measured_record("executed", cell.problem, cell.method, plan, outcome, where)
+
+
+def worlds(
+    records: Annotated[list[Path], Argument(metavar="DIR...", help="Folders of records.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")],
+) -> None:
+    """The table method x layout: lossless? bytes simulated, executed and traced.
+
+    \b
+    Example:
+      rematbench worlds results/measured -o results/paper/tables
+    """
+    found = read_records(records)
+    if not any(record.measured for _, record in found):
+        raise CommandError(f"no measured record below {', '.join(map(str, records))}")
+    table = worlds_table(found)
+    table.write(output)
+    wrong = differing(found)
+    typer.echo(f"{output / table.name}.md: {len(table.rows)} rows, {len(wrong)} break a law")
+    for line in wrong:
+        typer.echo(line, err=True)
+    if wrong:
+        raise typer.Exit(1)

@@ -1,0 +1,127 @@
+"""What the torch runtime saw -> the `measured` part of a record, beside the ledgers."""
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from rematbench.discover import Composition
+from rematbench.evaluate import RankBytes, program_bytes
+from rematbench.ledger import live_bytes
+from rematbench.lower import lower
+from rematbench.measured import Comparison, Measured, RankMeasured
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.program import Program
+from rematbench.record import Record, World, plan_hash, provenance, run_spec
+from rematbench.suite import Status
+
+if TYPE_CHECKING:
+    from rematbench.torch.case import RankResult, Result
+
+BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}
+"""Norm-wise errors that rounding alone may cause (DESIGN.md, the gradient law)."""
+
+
+def measured_rank(
+    result: "RankResult", program: Program, simulated: tuple[RankBytes, ...], steps: int
+) -> RankMeasured:
+    """One process's bytes beside its stage's ledger."""
+    stage = result.place.pp
+    expected = list(live_bytes(program.ranks[stage].actions()))
+    bytes_of = simulated[stage]
+    states = bytes_of.parameter + bytes_of.gradient + bytes_of.optimizer + bytes_of.pools
+    return RankMeasured(
+        **result.place._asdict(),
+        actions=len(expected),
+        differing_actions=sum(
+            want != got for want, got in zip(expected, result.bytes_after, strict=True)
+        ),
+        boundary_peak_bytes=result.device_peak_bytes,
+        ledger_boundary_peak_bytes=max(device for device, _ in expected),
+        peak_bytes=result.peak_bytes + result.state_bytes,
+        simulated_peak_bytes=bytes_of.device_peak,
+        state_bytes=result.state_bytes,
+        simulated_state_bytes=states,
+        host_peak_bytes=result.host_peak_bytes,
+        ledger_host_peak_bytes=max(host for _, host in expected),
+        offload_bytes=result.offload_bytes // steps,
+        recompute_flop=result.recompute_flop / steps,
+        allocated_bytes=result.allocated_bytes,
+        reserved_bytes=result.reserved_bytes,
+    )
+
+
+def measured_ranks(
+    problem: Problem, plan: Plan, results: list["RankResult"], steps: int
+) -> tuple[RankMeasured, ...]:
+    """Every process, in rank order."""
+    program = lower(plan, problem)
+    simulated = program_bytes(problem, plan, program)
+    return tuple(measured_rank(result, program, simulated, steps) for result in results)
+
+
+def measured(problem: Problem, plan: Plan, result: "Result") -> Measured:
+    """An executed run's numbers."""
+    on_gpu = any(rank.allocated_bytes for rank in result.ranks)
+    steps = len(result.losses)
+    return Measured(
+        steps=steps,
+        losses=tuple(result.losses),
+        gradient_norms=tuple(
+            sum(norm**2 for norm in step.values()) ** 0.5 for step in result.gradient_norms
+        ),
+        ranks=measured_ranks(problem, plan, result.ranks, steps),
+        step_s=tuple(max(times) for times in zip(*(r.step_s for r in result.ranks), strict=True))
+        if on_gpu
+        else (),
+    )
+
+
+def compared(problem: Problem, result: "Result", other: "Result", against: str) -> Comparison:
+    """Losses and gradients of two runs on the same batches."""
+    pairs = list(zip(result.gradients, other.gradients, strict=True))
+    errors = [_worst(got, want) for got, want in pairs]
+    losses = list(zip(result.losses, other.losses, strict=True))
+    return Comparison(
+        against=against,
+        bitwise=result.losses == other.losses and max(errors) == 0.0,
+        gradient_error=max(errors),
+        loss_error=max(abs(a - b) / abs(b) for a, b in losses),
+        bound=BOUNDS[problem.workload.precision],
+        first_gradient_error=errors[0],
+        first_only=problem.workload.precision == "bf16",
+    )
+
+
+def _worst(got: dict[str, Any], want: dict[str, Any]) -> float:
+    """Largest norm-wise error of a parameter's gradient; one far below the others is rounding of
+    zero (a key's bias)."""
+    floor = 1e-6 * max(float(gradient.norm()) for gradient in want.values())
+    return max(
+        float((got[name] - gradient).norm()) / max(float(gradient.norm()), floor)
+        for name, gradient in want.items()
+    )
+
+
+def measured_record(
+    world: World,
+    problem: Problem,
+    method: Composition,
+    plan: Plan | None,
+    outcome: tuple[Status, str, Measured | None],
+    where: dict[str, str | tuple[int, ...]],
+) -> Record:
+    """A record of the traced or executed world; `where` completes the provenance."""
+    spec = run_spec(problem, method, world)
+    status, reason, found = outcome
+    made = provenance(problem.calibration)
+    return Record(
+        run_id=spec.run_id,
+        spec=spec,
+        status=status,
+        reason=reason,
+        plan_hash=plan_hash(problem, plan) if plan else "",
+        plan=plan,
+        measured=found,
+        provenance=replace(made, **where),
+    )

@@ -1,0 +1,81 @@
+"""What was measured of a traced or executed run: bytes beside the ledger's, losses, gradients.
+
+Part of a Record.  CPU seconds are no part of it: they are never performance.
+"""
+
+from msgspec import Struct
+
+
+class RankMeasured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One process.  Bytes of activations at action boundaries stand beside the issue-order
+    ledger's (`differing_actions` of `actions` disagree; the twin law wants none).  `peak_bytes`
+    also counts states and what lives inside an operator, beside the simulated total.
+    `allocated_bytes` and `reserved_bytes` are the CUDA allocator's, 0 elsewhere."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    actions: int
+    differing_actions: int
+    boundary_peak_bytes: int
+    ledger_boundary_peak_bytes: int
+    peak_bytes: int
+    simulated_peak_bytes: int
+    state_bytes: int
+    simulated_state_bytes: int
+    host_peak_bytes: int
+    ledger_host_peak_bytes: int
+    offload_bytes: int
+    recompute_flop: float
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
+
+    @property
+    def peak_error(self) -> float:
+        """Measured total peak less the simulated one, as a fraction of the latter."""
+        return self.peak_bytes / self.simulated_peak_bytes - 1.0
+
+
+class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Against another method on the same problem and batches: lossless means bitwise equal, or
+    every parameter's gradient (norm-wise) and the losses within `bound` over the steps.  In bf16
+    only the first step's gradient is held to it: AdamW turns the rounding of a small gradient into
+    the sign of an update, so later gradients are those of other weights (reported all the same)."""
+
+    against: str
+    bitwise: bool
+    gradient_error: float
+    loss_error: float
+    bound: float
+    first_gradient_error: float | None = None
+    first_only: bool = False
+
+    @property
+    def lossless(self) -> bool:
+        """Whether nothing but rounding differs."""
+        first = self.first_gradient_error
+        error = first if self.first_only and first is not None else self.gradient_error
+        return self.bitwise or max(error, self.loss_error) <= self.bound
+
+
+class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run's numbers: per step the loss and the norm of the whole gradient, per rank its bytes.
+    `step_s` is filled on GPUs only."""
+
+    steps: int
+    losses: tuple[float, ...] = ()
+    gradient_norms: tuple[float, ...] = ()
+    ranks: tuple[RankMeasured, ...] = ()
+    comparison: Comparison | None = None
+    step_s: tuple[float, ...] = ()
+
+    @property
+    def differing_actions(self) -> int:
+        """Actions of all ranks after which bytes disagree with the ledger."""
+        return sum(rank.differing_actions for rank in self.ranks)
+
+    @property
+    def fullest(self) -> RankMeasured:
+        """The rank with the largest measured peak."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)

@@ -1,0 +1,113 @@
+"""A job of one or two cases: processes started here, or those that torchrun or srun has started."""
+
+import platform
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rematbench.torch.case import Case, RankResult, Result, Status
+from rematbench.torch.gather import combine
+from rematbench.torch.groups import Groups, default_backend
+from rematbench.torch.launch import execute_cases
+from rematbench.torch.model import NotExecutable, require_executable
+from rematbench.torch.worker import choose_device, failure, run_case
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """A process that a launcher started: its rank among `world_size`, its place on its host, and
+    where the processes meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str
+    port: int
+
+
+def versions(device: str) -> dict[str, str]:
+    """What a record says of the software and the device."""
+    name = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()})"
+    return {"torch": str(torch.__version__), "device": name}
+
+
+def device_kind(asked: str) -> str:
+    """cpu or cuda; unless asked, cuda where there is one."""
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def refused(case: Case) -> str:
+    """Why the runtime does not execute a case, found before any process starts; else nothing."""
+    try:
+        require_executable(case.problem, case.plan)
+    except NotExecutable as error:
+        return str(error)
+    return ""
+
+
+def run_own(cases: list[Case], timeout_s: float) -> list[Result]:
+    """Start a process per GPU of the layout on this machine and run the cases."""
+    return execute_cases(cases, timeout_s=timeout_s)
+
+
+def run_given(
+    cases: list[Case], given: Given, timeout_s: float
+) -> tuple[list[Result], tuple[int, ...]]:
+    """Run the cases as one process of a launcher's: results on rank 0 (empty elsewhere), and how
+    many ranks each host has.  A case that fails here ends this process; the launcher ends the
+    others."""
+    torch.set_num_threads(1)
+    device = choose_device(cases[0].device, given.local_rank)
+    dist.init_process_group(
+        default_backend(device),
+        init_method=f"tcp://{given.address}:{given.port}",
+        rank=given.rank,
+        world_size=given.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    try:
+        talk = dist.new_group(backend="gloo")
+        hosts = _gathered(socket.gethostname(), given, talk)
+        known: dict[tuple[object, ...], Groups] = {}
+        results: list[Result] = []
+        for case in cases:
+            result = _one(case, given, device, known, talk)
+            if result is not None:
+                results.append(result)
+        counts = tuple(hosts.count(name) for name in dict.fromkeys(hosts))
+        return results, counts
+    finally:
+        dist.destroy_process_group()
+
+
+def _one(
+    case: Case,
+    given: Given,
+    device: torch.device,
+    known: dict[tuple[object, ...], Groups],
+    talk: dist.ProcessGroup,
+) -> Result | None:
+    """A case on this rank; its result on rank 0.  Ranks that fail alike (NaN, refused) all say so;
+    where one fails alone the others end at the timeout."""
+    own: RankResult | tuple[Status, str]
+    try:
+        own = run_case(case, given.rank, device, known)
+    except Exception as error:
+        status, reason = failure(error)
+        own = (status, f"rank {given.rank}: {reason}")
+        if given.rank != 0:
+            raise
+    if isinstance(own, tuple):
+        return Result(name=case.name, status=own[0], reason=own[1])
+    ranks = _gathered(own, given, talk)
+    return combine(case, ranks) if given.rank == 0 else None
+
+
+def _gathered(own: object, given: Given, talk: dist.ProcessGroup) -> list:  # type: ignore[type-arg]
+    """Every rank's object on rank 0, in rank order."""
+    found: list[object] | None = [None] * given.world_size if given.rank == 0 else None
+    dist.gather_object(own, found, dst=0, group=talk)
+    return found or []

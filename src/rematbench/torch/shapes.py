@@ -1,0 +1,82 @@
+"""Meta tensors at speed: what an operator makes depends on shapes only, so it is asked once.
+
+A meta tensor is a fake tensor without a subclass: sizes, strides, dtype and a storage that has a
+size and an identity but no memory.  Torch derives most outputs in Python, at 50 to 300 us an
+operator; a step repeats a few hundred distinct calls thousands of times, so this mode remembers
+what came of each and makes the next one directly.  Only operators that return fresh storages and
+write none of their inputs are remembered; views and in-place operators always run.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Sizes, strides, dtype: all there is to know of a fresh output."""
+
+
+def form(tensor: Tensor) -> Form:
+    """What decides an operator's output, and what makes it again."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def is_fresh(operator: Any) -> bool:
+    """Whether one of torch's tensor operators returns new storages and writes no input."""
+    if operator.namespace != "aten":  # collectives answer with handles, not tensors
+        return False
+    schema = operator._schema
+    every = (*schema.arguments, *schema.returns)
+    return bool(schema.returns) and all(item.alias_info is None for item in every)
+
+
+class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs operators on meta tensors, each distinct call once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fresh: dict[Any, bool] = {}
+        self._known: dict[Any, tuple[bool, tuple[Form, ...]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, or make what it made before from the same shapes."""
+        fresh = self._fresh.get(func)
+        if fresh is None:
+            fresh = self._fresh[func] = is_fresh(func)
+        if not fresh:
+            return func(*args, **(kwargs or {}))
+        key = (func, _key(args), _key(kwargs) if kwargs else None)
+        known = self._known.get(key)
+        if known is not None:
+            single, forms = known
+            made = [
+                torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+                for shape, strides, dtype in forms
+            ]
+            return made[0] if single else tuple(made)
+        result = func(*args, **(kwargs or {}))
+        single = isinstance(result, Tensor)
+        outputs = (result,) if single else tuple(result)
+        if all(_plain(item) for item in outputs):
+            self._known[key] = single, tuple(form(item) for item in outputs)
+        return result
+
+
+def _plain(item: Any) -> bool:
+    """A meta tensor that fills its storage, so that sizes and strides make it again."""
+    if not isinstance(item, Tensor) or item.device.type != "meta":
+        return False
+    return item.untyped_storage().nbytes() == item.numel() * item.element_size()
+
+
+def _key(value: Any) -> Any:
+    """A hashable stand-in: a tensor's form, a number with its type (1 is not 1.0 here)."""
+    if isinstance(value, Tensor):
+        return form(value)
+    if isinstance(value, tuple | list):
+        return tuple(_key(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((name, _key(item)) for name, item in value.items())
+    return (type(value), value)

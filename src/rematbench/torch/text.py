@@ -1,0 +1,34 @@
+"""Real text that every machine has, for convergence runs: the standard library's bytes."""
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rematbench.torch.batch import Batch
+
+VOCAB = 256
+
+
+def standard_library(limit_bytes: int) -> tuple[Tensor, str]:
+    """Bytes of the standard library's top-level modules in order of name (at most so many), and a
+    hash that says which text it was."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    found = bytearray()
+    for path in sorted(folder.glob("*.py")):
+        found += path.read_bytes()
+        if len(found) >= limit_bytes:
+            break
+    text = bytes(found[:limit_bytes])
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8), hashlib.sha256(text).hexdigest()
+
+
+def text_batch(text: Tensor, shape: tuple[int, int], seed: int, step: int) -> Batch:
+    """A step's sequences at random places of the text, the same for every layout."""
+    sequences, seq_len = shape
+    generator = torch.Generator().manual_seed(1_000_003 * seed + step)
+    starts = torch.randint(len(text) - seq_len - 1, (sequences,), generator=generator)
+    rows = torch.stack([text[start : start + seq_len + 1] for start in starts.tolist()]).long()
+    return Batch(rows[:, :-1].contiguous(), rows[:, 1:].clone())

@@ -1,0 +1,113 @@
+"""Streams as threads: a CPU on which copies and collectives really run beside the host.
+
+For finding races, not for speed.  Every stream but compute is a thread that does its work in order,
+after a random delay; compute is the host itself.  An event holds when its stream has come that
+far.  What a missing wait would read early is poisoned (NaN) until the work is done.
+"""
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from rematbench.action import STREAMS
+from rematbench.torch.streams import Mark
+
+GIVE_UP_S = 60.0
+HOST_STREAMS = ("compute", "pp_send", "pp_recv")
+
+
+class Flag(Mark):
+    """An event of a thread."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.reached = threading.Event()
+
+
+class ThreadStreams:
+    """One thread for each stream; `delay_s` is the longest random delay before a piece of work."""
+
+    def __init__(self, seed: int, delay_s: float) -> None:
+        self.random, self.delay_s = random.Random(seed), delay_s
+        self.failed: list[BaseException] = []
+        self.queues: dict[str, queue.SimpleQueue[Callable[[], object] | None]] = {}
+        for name in STREAMS:
+            if name != "compute":
+                self.queues[name] = queue.SimpleQueue()
+                threading.Thread(target=self._work, args=(self.queues[name],), daemon=True).start()
+
+    def _work(self, waiting: "queue.SimpleQueue[Callable[[], object] | None]") -> None:
+        while (work := waiting.get()) is not None:
+            try:
+                work()
+            except BaseException as error:  # said by flush, on the host
+                self.failed.append(error)
+
+    def on(self, stream: str) -> AbstractContextManager[object]:
+        """Nothing to switch: work says where it goes."""
+        return nullcontext()
+
+    def run(
+        self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
+    ) -> None:
+        """Queue work on the stream's thread, after a delay of its own."""
+        if stream == "compute":
+            work()
+            return
+        if fresh is not None and fresh.is_floating_point():
+            fresh.fill_(float("nan"))
+        delay = self.random.random() * self.delay_s
+
+        def later() -> None:
+            time.sleep(delay)
+            work()
+
+        self.queues[stream].put(later)
+
+    def mark(self, stream: str) -> Mark:
+        """An event after all work queued so far."""
+        flag = Flag()
+        if stream == "compute":
+            flag.reached.set()
+        else:
+            self.queues[stream].put(flag.reached.set)
+        return flag
+
+    def wait(self, stream: str, mark: Mark) -> None:
+        """The host waits for compute and for messages (which it posts itself), else the stream's
+        thread waits."""
+        mark.finish()
+        assert isinstance(mark, Flag)
+        if stream in HOST_STREAMS:
+            self._reach(mark)
+        else:
+            self.queues[stream].put(lambda: self._reach(mark))
+
+    def _reach(self, flag: Flag) -> None:
+        if not flag.reached.wait(GIVE_UP_S):
+            raise TimeoutError(f"an event was not reached within {GIVE_UP_S:g} s")
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """A closure keeps what it works on."""
+
+    def flush(self) -> None:
+        """Wait for every thread; raise the first failure."""
+        for name in self.queues:
+            self._reach_all([self.mark(name)])
+        if self.failed:
+            raise self.failed[0]
+
+    def _reach_all(self, marks: Iterable[Mark]) -> None:
+        for mark in marks:
+            assert isinstance(mark, Flag)
+            self._reach(mark)
+
+    def close(self) -> None:
+        """End the threads."""
+        for waiting in self.queues.values():
+            waiting.put(None)

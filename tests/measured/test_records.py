@@ -1,0 +1,88 @@
+"""Committed records of the executed and traced worlds keep their promises; no torch needed."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rematbench.cli_converge import curves
+from rematbench.cli_measured import Cell, cells, worlds
+from rematbench.evaluate import program_bytes
+from rematbench.ledger import live_bytes
+from rematbench.lower import lower
+from rematbench.plan import Plan
+from rematbench.record import Record, plan_hash, read_record
+from rematbench.suitefile import load_suite
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = ROOT / "results" / "measured"
+PATHS = sorted(path for world in ("executed", "traced") for path in (MEASURED / world).glob("*"))
+ALWAYS = ("keep_all", "full_recompute")
+"""Methods whose plans no constant of the calibration changes: their records are never stale."""
+
+
+@cache
+def record(path: Path) -> Record:
+    return read_record(path)
+
+
+@cache
+def current(world: str) -> dict[str, Cell]:
+    return {cell.name: cell for cell in cells(load_suite(ROOT / "config" / f"{world}.yaml"), [])}
+
+
+def label(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+def test_there_are_records_of_both_worlds() -> None:
+    assert {path.parent.name for path in PATHS} == {"executed", "traced"}
+    assert {record(path).world for path in PATHS} == {"executed", "traced"}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=label)
+def test_bytes_are_the_ledgers_and_numbers_are_lossless(path: Path) -> None:
+    found = record(path)
+    assert found.status in ("ok", "unsupported"), found.reason
+    if found.measured is None:
+        assert found.reason
+        return
+    assert found.measured.differing_actions == 0
+    for rank in found.measured.ranks:
+        assert rank.boundary_peak_bytes == rank.ledger_boundary_peak_bytes
+        assert rank.host_peak_bytes == rank.ledger_host_peak_bytes
+    if found.world == "executed":
+        assert found.measured.comparison is not None
+        assert found.measured.comparison.lossless
+
+
+@pytest.mark.parametrize("path", PATHS, ids=label)
+def test_total_peaks_are_within_two_per_cent(path: Path) -> None:
+    """At paper scale; tiny problems are all scratch, and fp64 has other state bytes."""
+    found = record(path)
+    if found.world == "traced" and found.measured is not None:
+        assert abs(found.measured.fullest.peak_error) <= 0.02
+
+
+@pytest.mark.parametrize("path", PATHS, ids=label)
+def test_a_record_of_the_current_plan_has_the_current_ledger(path: Path) -> None:
+    cell, found = current(path.parent.name).get(path.stem), record(path)
+    if found.measured is None or cell is None or not isinstance(cell.plan, Plan):
+        return
+    if plan_hash(cell.problem, cell.plan) != found.plan_hash:
+        stale = "rematbench measure writes it anew"
+        assert found.spec.method not in ALWAYS, stale
+        return
+    program = lower(cell.plan, cell.problem)
+    simulated = program_bytes(cell.problem, cell.plan, program)
+    for rank in found.measured.ranks[:1]:
+        expected = max(device for device, _ in live_bytes(program.ranks[rank.pp].actions()))
+        assert rank.ledger_boundary_peak_bytes == expected
+        assert rank.simulated_peak_bytes == simulated[rank.pp].device_peak
+
+
+def test_the_table_and_the_curves_are_made_without_torch(tmp_path: Path) -> None:
+    worlds([MEASURED / "executed", MEASURED / "traced"], tmp_path)
+    curves(MEASURED / "convergence", tmp_path)
+    assert "| keep_all" in (tmp_path / "worlds.md").read_text()
+    assert "| keep_all" in (tmp_path / "convergence_deviation.md").read_text()

@@ -1,0 +1,71 @@
+"""The table of the worlds, from committed records; where torch is, one traced cell again."""
+
+
+rule worlds:
+    input:
+        records=MEASURED["executed"] + MEASURED["traced"],
+    output:
+        multiext("results/paper/tables/worlds", ".csv", ".md", ".tex"),
+    log:
+        "results/paper/logs/worlds.log",
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+        folder=lambda wildcards, output: Path(output[0]).parent,
+    shell:
+        "rematbench worlds results/measured/executed results/measured/traced -o {params.folder} > {log} 2>&1"
+
+
+rule retrace:
+    input:
+        suite="config/traced.yaml",
+        record="results/measured/traced/{cell}.json",
+    output:
+        "results/paper/retraced/{cell}.json",
+    log:
+        "results/paper/logs/retrace_{cell}.log",
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+        into=lambda wildcards, output: Path(output[0]).parent,
+        committed=lambda wildcards, input: Path(input.record).parent,
+    shell:
+        "rematbench measure {input.suite} --world traced -o {params.into}"
+        " --only {wildcards.cell} --compare {params.committed} > {log} 2>&1"
+
+
+rule curves:
+    input:
+        records=MEASURED["convergence"],
+    output:
+        lines="results/paper/tables/convergence.csv",
+        tables=multiext(
+            "results/paper/tables/convergence_deviation", ".csv", ".md", ".tex"
+        ),
+    log:
+        "results/paper/logs/curves.log",
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+        folder=lambda wildcards, output: Path(output.lines).parent,
+    shell:
+        "rematbench curves results/measured/convergence -o {params.folder} > {log} 2>&1"
+
+
+rule convergence_figure:
+    input:
+        script="figures/convergence.py",
+        style="figures/style.py",
+        curves="results/paper/tables/convergence.csv",
+    output:
+        pdf="results/paper/figures/convergence.pdf",
+        png="results/paper/figures/convergence.png",
+    log:
+        "results/paper/logs/convergence.log",
+    conda:
+        "../environment.yml"
+    shell:
+        "python {input.script} {input.curves} {output.pdf} > {log} 2>&1"
