@@ -6,7 +6,6 @@ EXIT_AGAIN: finished cells stay finished, and the next attempt goes on from ther
 """
 
 import datetime
-import importlib.util
 import signal
 import sys
 import tempfile
@@ -30,8 +29,6 @@ EXIT_AGAIN = 75
 """sysexits' EX_TEMPFAIL: run the same command again."""
 MARGIN_S = 30.0
 """Kept of an allocation's time to write what is to be written."""
-EXECUTE = importlib.util.find_spec("rematbench.cli_execute") is not None
-"""Whether `rematbench execute` joins a launcher's processes; else rematbench.slurm.rank does."""
 
 HOST_MEMORY = "host memory: the kernel or Slurm killed a process for it"
 SIGNS: tuple[tuple[str, CellStatus, str], ...] = (
@@ -123,8 +120,8 @@ class Runner:
         limit = min(60.0 * self.campaign.suite.cell_minutes, left)
         out = folder / "record.json"
         steps = ["--steps", str(self.campaign.suite.steps), "--out", str(out)]
-        module = ["rematbench.cli", "execute"] if EXECUTE else ["rematbench.slurm.rank"]
-        words = [*module, *execute_words(cell), *steps, "--timeout", f"{limit:g}"]
+        options = [*execute_words(cell), *steps, "--timeout", f"{limit:g}"]
+        words = ["rematbench.cli", "execute", *options]
         command = torchrun(self.allocation, words)
         ended = run_limited(command, folder / "log", limit, lambda: bool(self.stop))
         if out.exists():

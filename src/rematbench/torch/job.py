@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from rematbench.torch.case import Case, RankResult, Result, Status
+from rematbench.torch.devices import choose_device
 from rematbench.torch.gather import combine
 from rematbench.torch.groups import Groups, default_backend
 from rematbench.torch.launch import execute_cases
 from rematbench.torch.model import NotExecutable, require_executable
-from rematbench.torch.worker import choose_device, failure, run_case
+from rematbench.torch.worker import failure, run_case
 
 
 @dataclass(frozen=True, kw_only=True)

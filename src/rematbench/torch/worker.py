@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rematbench.lower import lower
 from rematbench.torch.batch import Batch, make_batch, micro_batches
 from rematbench.torch.case import Case, GradientShard, RankResult, Status
+from rematbench.torch.devices import choose_device
 from rematbench.torch.executor import Executor
 from rematbench.torch.gather import is_sharded
 from rematbench.torch.groups import Groups, default_backend
@@ -49,15 +50,6 @@ def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: 
         partial.rename(folder / f"{number}.{rank}.pt")
         dist.barrier()
     dist.destroy_process_group()
-
-
-def choose_device(kind: str, rank: int) -> torch.device:
-    """The CPU, or the GPU of a rank on its host."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    device = torch.device(kind, rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def failure(error: BaseException) -> tuple[Status, str]:

@@ -1,0 +1,40 @@
+"""The device of a rank on its host, and the CPUs beside it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rematbench.cpulist import cpu_set
+
+
+def choose_device(kind: str, rank: int) -> torch.device:
+    """The CPU, or the GPU of a rank on its host; the process then runs near that GPU."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device(kind, rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    bind_near(device)
+    return device
+
+
+def bind_near(device: torch.device) -> int:
+    """Bind this process to the CPUs of its GPU's NUMA node, as far as it may use them; the node's
+    number, or -1 where the kernel does not say."""
+    found = torch.cuda.get_device_properties(device)
+    place: list[Any] = [
+        getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
+    ]
+    if None in place:  # a torch that does not tell
+        return -1
+    name = "{:04x}:{:02x}:{:02x}.0".format(*place)
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text(encoding="ascii"))
+        listing = Path(f"/sys/devices/system/node/node{node}/cpulist").read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return -1
+    near = cpu_set(listing) & os.sched_getaffinity(0)
+    if near:
+        os.sched_setaffinity(0, near)
+    return node
