@@ -7,11 +7,19 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from rematbench.accuracy import load_accuracy
+from rematbench.candidates import load_compare
+from rematbench.cli_sheet import read
 from rematbench.cli_text import CommandError
 from rematbench.discover import discover
+from rematbench.evidence import known_cells
+from rematbench.front import pareto_table
 from rematbench.matrix import run_matrix
 from rematbench.matrix_spec import MatrixSpec
-from rematbench.sheets import write_sheet
+from rematbench.matrix_tables import matrix_tables as tables_of
+from rematbench.matrix_verdicts import judged, outcome
+from rematbench.sheets import read_sheet, write_sheet
+from rematbench.suite import calibration
 from rematbench.suitefile import load_suite
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="A suite with a matrix.")]
@@ -24,6 +32,17 @@ def declared(suite: Path) -> MatrixSpec:
     if spec is None:
         raise CommandError(f"{suite}: declares no matrix")
     return spec
+
+
+def lines_of(path: Path, column: str) -> list[dict[str, str]]:
+    """The rows of a CSV file that has a column; one clear line where it is another file."""
+    try:
+        rows = read_sheet(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path}: cannot be read ({error})") from error
+    if rows and column not in rows[0]:
+        raise CommandError(f"{path}: has no column {column!r}")
+    return rows
 
 
 def matrix(
@@ -50,3 +69,30 @@ def matrix(
     write_sheet(output, lines)
     write_sheet(output.with_suffix(f".{CANDIDATES}"), told)
     typer.echo(f"{output}: {len(lines)} results, {len(told)} candidates")
+
+
+def matrix_tables(
+    suite: SUITE,
+    results: Annotated[list[Path], Argument(metavar="FILE.csv...", help="From matrix.")],
+    predictions: Annotated[Path, Option(metavar="PRED.csv", help="Predicted published cells.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")],
+) -> None:
+    """Tables of the matrix, with evidence, validated range and ties; and the Pareto front.
+
+    \b
+    Example:
+      rematbench matrix-tables config/paper.yaml results/paper/matrix/llama3-8b.csv
+        --predictions results/paper/predictions.csv -o results/paper/tables
+    """
+    spec, registry = declared(suite), discover()
+    rows = [row for path in results for row in lines_of(path, "arm")]
+    told = [row for path in results for row in lines_of(path.with_suffix(f".{CANDIDATES}"), "fate")]
+    cells = read(predictions, "--predictions", "pred_status")
+    published = [cell for cell in cells if cell.get("cell", "published") == "published"]
+    known = known_cells(published, load_accuracy(), calibration(), registry)
+    lines = judged(rows, spec, known, load_compare().context_factor)
+    made = [*tables_of(lines, told, spec), pareto_table(spec)]
+    for table in made:
+        table.write(output)
+    typer.echo(f"{output}: {', '.join(table.name for table in made)}")
+    typer.echo(outcome(lines, spec.baseline).sentence)

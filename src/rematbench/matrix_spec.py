@@ -61,8 +61,7 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that the matrix declares.
 
     `baseline` is the arm whose fastest layout, among those with at least `same_layout_pp` pipeline
-    ranks where there are any, is the one layout of the *same layout* table.  `strong`: arms that
-    figures draw in colour.
+    ranks where there are any, is the one layout of the *same layout* table.
     """
 
     system: str
@@ -78,7 +77,6 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     baseline: str
     same_layout_pp: PositiveInt
     arms: tuple[Arm, ...]
-    strong: tuple[str, ...] = ()
 
     def all_arms(self, registry: Registry) -> tuple[Arm, ...]:
         """The declared arms, then every discovered method that no arm runs alone."""
@@ -91,8 +89,7 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         names = [arm.name for arm in self.arms]
         twice = sorted({name for name in names if names.count(name) > 1})
         found = [f"arms: name {name!r} is given twice" for name in twice]
-        named = (("baseline", self.baseline), *(("strong", name) for name in self.strong))
-        found += [f"{key}: no arm {name!r}" for key, name in named if name not in names]
+        found += [f"baseline: no arm {self.baseline!r}"] if self.baseline not in names else []
         found += [
             f"tokens_per_step {self.tokens_per_step} is no multiple of seq_len {length}"
             for length in self.seq_lens
