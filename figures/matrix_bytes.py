@@ -30,7 +30,7 @@ def main() -> None:
     for axis, label in zip(axes[:, 0], KINDS.values(), strict=True):
         axis.set_ylabel(label)
         axis.set_ylim(0, None)
-    figure.legend(handles=legend(), loc="outside lower center", ncols=4)
+    figure.legend(handles=legend(), loc="outside upper center", ncols=4)
     figure.supxlabel("context length (tokens)", fontsize=8)
     style.save(figure, target)
 
@@ -38,7 +38,7 @@ def main() -> None:
 def curves(axis: Axes, cells: pd.DataFrame, key: str) -> None:
     """Where it fits; the device's usable bytes are a dashed line."""
     for arm, own in cells.groupby("arm", sort=False):
-        color, marker = style.STRONG.get(str(arm), (style.PALE, ""))
+        color, marker = style.STRONG.get(str(arm), (style.FAINT, ""))
         fits = own[own.status == "ok"].sort_values("seq_len")
         order = 3 if arm in style.STRONG else 1
         axis.plot(
@@ -56,7 +56,7 @@ def legend() -> list[Line2D]:
         Line2D([], [], color=color, marker=marker, label=arm)
         for arm, (color, marker) in style.STRONG.items()
     ]
-    lines.append(Line2D([], [], color=style.PALE, label="other methods"))
+    lines.append(Line2D([], [], color=style.FAINT, label="other methods"))
     lines.append(Line2D([], [], color=style.BLACK, ls="--", lw=0.8, label="usable device bytes"))
     return lines
 

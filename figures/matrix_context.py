@@ -27,7 +27,7 @@ def main() -> None:
             if row == 0:
                 axes[row, column].set_title(cluster)
         axes[row, 0].set_ylabel(f"{model}\nMFU causal (%)")
-    figure.legend(handles=legend(), loc="outside lower center", ncols=4)
+    figure.legend(handles=legend(), loc="outside upper center", ncols=4)
     figure.supxlabel("context length (tokens)", fontsize=8)
     style.save(figure, target)
 
@@ -36,7 +36,7 @@ def panel(axis: Axes, cells: pd.DataFrame) -> None:
     """Grey lines under the five strong ones; a cross where a method first does not fit."""
     for arm, own in cells.groupby("arm", sort=False):
         look = style.STRONG.get(str(arm))
-        color, marker = look or (style.PALE, "")
+        color, marker = look or (style.FAINT, "")
         fits = own[own.status == "ok"].sort_values("seq_len")
         order = 3 if look else 1
         within = fits.outside.fillna("").map(lambda text: "context" not in text)
@@ -45,9 +45,9 @@ def panel(axis: Axes, cells: pd.DataFrame) -> None:
         axis.plot(fits.seq_len[within], 100 * fits.mfu_causal[within], "-", **some)
         if look:
             axis.plot(fits.seq_len, 100 * fits.mfu_causal, marker, color=color, ms=3, zorder=4)
-            for hollow in (fits[~within],):
-                axis.plot(hollow.seq_len, 100 * hollow.mfu_causal, marker, color=color, mfc="white",
-                          ms=3, zorder=5)  # fmt: skip
+            far = fits[~within]
+            hollow = {"mfc": "white", "ms": 3, "zorder": 5}
+            axis.plot(far.seq_len, 100 * far.mfu_causal, marker, color=color, **hollow)
     style.context_axis(axis, sorted(cells.seq_len.unique()))
     axis.set_ylim(0, None)
 
@@ -57,7 +57,7 @@ def legend() -> list[Line2D]:
         Line2D([], [], color=color, marker=marker, label=arm)
         for arm, (color, marker) in style.STRONG.items()
     ]
-    lines.append(Line2D([], [], color=style.PALE, label="other methods"))
+    lines.append(Line2D([], [], color=style.FAINT, label="other methods"))
     dark = {"color": style.GREY, "marker": "o"}
     lines.append(Line2D([], [], **dark, ls="-", label="context validated"))
     lines.append(Line2D([], [], **dark, ls=":", mfc="white", label="not validated"))

@@ -35,7 +35,7 @@ def main() -> None:
         for i, name in enumerate(clusters)
     ]
     handles.append(Line2D([], [], ls="", marker="x", color=style.GREY, label="fits at no length"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=4)
+    figure.legend(handles=handles, loc="outside upper center", ncols=4)
     figure.supxlabel("longest context of the grid that fits (tokens)", fontsize=8)
     style.save(figure, target)
 

@@ -29,6 +29,7 @@ RED = "#D55E00"
 PINK = "#CC79A7"
 GREY = "#8C8C8C"
 PALE = "#E4E4E4"
+FAINT = "#C8C8C8"
 PALETTE = (BLUE, RED, GREEN, ORANGE, BLACK, PINK, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 STRONG = {

@@ -24,8 +24,9 @@ def main() -> None:
             at, high - low, 0.7, bottom=low, color=color, hatch="" if fits else "////",
             edgecolor="white", lw=0.3,
         )  # fmt: skip
+        tall = max(high, row.published if pd.notna(row.published) else 0.0) + 3
         gain = f"{row.predicted:.0f}" if first else f"{100 * row.gain:+.1f} %"
-        axis.annotate(gain, (at, high), ha="center", va="bottom", fontsize=7)
+        axis.annotate(gain, (at, tall), ha="center", va="bottom", fontsize=7)
         if pd.notna(row.published):
             axis.plot([at - 0.42, at + 0.42], [row.published] * 2, color=style.BLACK, lw=1.2)
         before = row.predicted

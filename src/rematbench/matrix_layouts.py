@@ -3,7 +3,7 @@
 The estimate that ranks candidates is closed form and only ranks: speeds in tables are simulated.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 from msgspec import Struct
@@ -39,18 +39,22 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
 
 class Estimate(Struct, frozen=True, kw_only=True, order=True):
-    """Closed-form seconds of a step, bytes of states, of one layer's saved tensors and of all saved
-    tensors in flight, and the bytes that a device has for them."""
+    """Closed-form seconds of a step, bytes of states, of one layer's saved tensors, of the head's,
+    of all saved tensors in flight on the first and the last rank, and what a device has for them.
+    """
 
     step_s: float
     states: int
     layer: float
-    in_flight: float
+    head: float
+    first: float
+    last: float
     usable: int
 
-    def fits(self, kept: float) -> bool:
-        """Whether a method that keeps such a share of the saved tensors should fit."""
-        return self.states + self.layer + kept * self.in_flight < self.usable
+    def need(self, kept: float) -> float:
+        """Bytes of the fuller end where a method keeps such a share of the saved tensors."""
+        ends = max(kept * self.first, kept * self.last + self.head)
+        return self.states + self.layer + ends
 
 
 def candidates(
@@ -62,7 +66,7 @@ def candidates(
         for layout in listed(spec, work, model.num_layers, spec.tokens_per_step // seq_len)
     ]
     alive = [(guess, i) for i, (_, guess) in enumerate(made) if guess is not None]
-    chosen = _chosen(spec, alive)
+    chosen = _chosen(spec, alive, [candidate.layout.pp for candidate, _ in made])
     found = []
     for index, (candidate, estimate) in enumerate(made):
         if estimate is None:
@@ -123,16 +127,18 @@ def _made(
     return Candidate(layout=layout, fate=KEPT, problem=problem), guess
 
 
-def _chosen(spec: MatrixSpec, alive: list[tuple[Estimate, int]]) -> set[int]:
+def _chosen(spec: MatrixSpec, alive: list[tuple[Estimate, int]], depth: Sequence[int]) -> set[int]:
     """For each declared share of saved tensors that a method may keep, the fastest by the estimate
-    among those that it should fit; and the leanest of all."""
+    among those that it should fit, and among those with a pipeline that offloaders can hide in; and
+    the leanest of all.  `depth`: pipeline ranks of each candidate."""
     ranked = sorted(alive, key=lambda pair: (pair[0].step_s, pair[1]))
     chosen: set[int] = set()
     for kept in spec.layouts.kept_shares:
-        fitting = [index for guess, index in ranked if guess.fits(kept)]
-        chosen |= set(fitting[: spec.layouts.fastest])
+        fitting = [index for guess, index in ranked if guess.need(kept) < guess.usable]
+        deep = [index for index in fitting if depth[index] >= spec.same_layout_pp]
+        chosen |= {*fitting[: spec.layouts.fastest], *deep[:1]}
     if ranked:
-        chosen.add(min(ranked, key=lambda p: p[0].states + p[0].layer + p[0].in_flight)[1])
+        chosen.add(min(ranked, key=lambda pair: pair[0].need(1.0))[1])
     return chosen
 
 
@@ -151,7 +157,9 @@ def estimate(problem: Problem) -> Estimate:
         step_s=slots * layers * layer_s + lay.num_micro_batches * ends_s,
         states=state_bytes(problem),
         layer=float(table.saved_bytes),
-        in_flight=chunks * layers * table.saved_bytes,
+        head=float(problem.head.saved_bytes),
+        first=chunks * layers * table.saved_bytes,
+        last=(chunks - lay.pp + 1 if lay.vpp > 1 else 1) * layers * table.saved_bytes,
         usable=problem.cluster.usable_bytes,
     )
 
