@@ -134,7 +134,7 @@ def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _cell(text: str) -> str:
     plain = text.replace(",", "").replace("%", "").strip()
-    number = plain.lstrip("+-").replace(".", "", 1).isdigit() or text == "-"
+    number = plain.lstrip("+-").replace(".", "", 1).isdigit()
     return f'<td class="n">{html.escape(text)}</td>' if number else f"<td>{html.escape(text)}</td>"
 
 

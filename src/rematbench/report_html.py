@@ -24,7 +24,7 @@ h3{font-size:1rem;margin:1.4rem 0 .3rem}
 margin:.8rem 0}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem .9rem;margin:.8rem 0}
 dt{font-weight:600}dd{margin:0}
-nav a{margin-right:.9rem;white-space:nowrap}a{color:var(--blue)}
+nav{display:flex;flex-wrap:wrap;gap:.1rem .9rem}a{color:var(--blue)}
 .wide{overflow-x:auto;max-width:100%}
 table{border-collapse:collapse;font-size:12.5px;margin:.3rem 0}
 th,td{padding:.18rem .5rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
