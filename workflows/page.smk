@@ -4,7 +4,11 @@
 def method_traces(wildcards):
     """One trace for each method named in workflow.yaml, from top to bottom."""
     shown = config["methods_timeline"]
-    return [f"results/paper/method_traces/{method}/{shown['record']}.json" for method in shown["methods"]]
+    record = shown["record"]
+    return [
+        f"results/paper/method_traces/{method}/{record}.json"
+        for method in shown["methods"]
+    ]
 
 
 rule method_trace:
@@ -46,7 +50,9 @@ rule page:
         matrix=rules.matrix_tables.output,
         methods="results/paper/tables/methods.md",
         runs="results/paper/runs.csv",
-        figures=figures("paper"),
+        claims=rules.claims.output,
+        worlds=rules.worlds.output,
+        figures=figures("paper") + measured_targets(),
         drawn=expand("results/paper/figures/{figure}.png", figure=DRAWN_FROM),
         timeline="results/paper/figures/methods_timeline.png",
     output:
