@@ -168,9 +168,8 @@ def state_bytes(problem: Problem) -> int:
     """Parameters, gradients and optimizer of the fullest end rank, as the base plan keeps them."""
     plan, system = problem.base_plan, problem.system
     count = max(rank_parameters(problem, plan, rank) for rank in (0, problem.layout.pp - 1))
-    sizes = (
-        ("parameter", system.param_bytes),
-        ("gradient", system.grad_bytes),
-        ("optimizer", system.optimizer_bytes),
+    return (
+        shard(count, plan.state("parameter").shards) * system.param_bytes
+        + shard(count, plan.state("gradient").shards) * system.grad_bytes
+        + shard(count, plan.state("optimizer").shards) * system.optimizer_bytes
     )
-    return sum(shard(count, plan.state(kind).shards) * size for kind, size in sizes)  # type: ignore[arg-type]
