@@ -16,6 +16,8 @@ include: "workflows/studies.smk"
 include: "workflows/figures.smk"
 include: "workflows/executed.smk"
 include: "workflows/measured.smk"
+include: "workflows/matrix.smk"
+include: "workflows/page.smk"
 
 
 report: "workflows/report.rst"
@@ -27,12 +29,7 @@ rule all:
         "results/paper/runs.csv",
         "results/paper/tables/claims.csv",
         figures("paper") + measured_targets(),
-
-
-rule smoke:
-    input:
-        "results/smoke/runs.csv",
-        figures("smoke"),
+        "results/index.html",
 
 
 rule measure:

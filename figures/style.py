@@ -5,6 +5,7 @@ kinds are told apart by marker or hatch too, so that a grey print still reads.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -13,6 +14,7 @@ mpl.use("Agg")
 
 import matplotlib.pyplot as plt
 import seaborn as sns
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 COLUMN_IN = 3.5
@@ -27,8 +29,17 @@ RED = "#D55E00"
 PINK = "#CC79A7"
 GREY = "#8C8C8C"
 PALE = "#E4E4E4"
+FAINT = "#C8C8C8"
 PALETTE = (BLUE, RED, GREEN, ORANGE, BLACK, PINK, SKY)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+STRONG = {
+    "keep all": (BLACK, "o"),
+    "full recomputation": (ORANGE, "s"),
+    "balanced": (SKY, "^"),
+    "balanced + offload": (BLUE, "D"),
+    "memo": (RED, "v"),
+}
+"""Methods of the matrix that figures draw in colour; all others are grey."""
 
 
 def apply() -> None:
@@ -65,6 +76,13 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None, "Producer": None})
     figure.savefig(path.with_suffix(".png"), dpi=200, metadata={"Software": None})
     plt.close(figure)
+
+
+def context_axis(axis: Axes, lengths: Sequence[float]) -> None:
+    """Context lengths on a logarithmic axis, labelled in binary thousands."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [f"{length / 1024:.0f}K" for length in lengths], minor=False)
+    axis.tick_params(axis="x", labelrotation=90)
 
 
 def arguments(count: int | None, usage: str) -> list[Path]:

@@ -57,7 +57,7 @@ def panel(axis: Axes, trace: dict[str, Any], ranks: int) -> None:
     lost = sum(end - start for key, parts in lanes.items() if key[2] == EXPOSED
                for start, end in parts)  # fmt: skip
     share = f"step {step:.2f} s, exposed waits {100 * lost / ranks / step:.1f} %"
-    title = f"{trace['otherData']['title']} (simulated): {share}"
+    title = f"{trace['otherData']['title']} (simulated)\n{share}"
     axis.set_title(title, loc="left", fontsize=7)
 
 

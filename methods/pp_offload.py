@@ -27,16 +27,16 @@ from rematbench.solve.kept import kept_layer_bytes
 from rematbench.solve.search import smallest_feasible
 from rematbench.workload import NonNegativeInt, PositiveInt
 
-STEPS = 1000  # alpha is published, and searched, to three decimals
-
 
 class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`alpha`: the share, or None to take the smallest that fits: `paper` by the paper's estimator
-    under `cap_bytes`, `ledger` by our own peak against the cluster's usable bytes."""
+    under `cap_bytes`, `ledger` by our own peak against the cluster's usable bytes, in so many
+    `steps` from 0 to 1 (alpha is published to three decimals)."""
 
     name: ClassVar[str] = "pp_offload"
     alpha: Fraction | None = None
     fit: Literal["paper", "ledger"] = "ledger"
+    steps: PositiveInt = 1000
     cap_bytes: PositiveInt = 65_000 * MIB
     granularity: PositiveInt = MIB
     min_bytes: NonNegativeInt = MIB
@@ -59,9 +59,10 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             bound = "paper estimate" if fits else "nothing fits the paper's estimate"
         else:
             steps = smallest_feasible(
-                lambda k: problem.cost.headroom_bytes(self.at(problem, base, k / STEPS)), STEPS
+                lambda k: problem.cost.headroom_bytes(self.at(problem, base, k / self.steps)),
+                self.steps,
             )
-            alpha = 1.0 if steps is None else steps / STEPS
+            alpha = 1.0 if steps is None else steps / self.steps
             bound = "nothing fits the device" if steps is None else "device ledger"
         return self.at(problem, base, alpha).noting(alpha=alpha, bound=bound)
 

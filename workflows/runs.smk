@@ -42,3 +42,9 @@ rule collect:
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench collect {input.suite} {input.records} -o {params.folder} > {log} 2>&1"
+
+
+rule smoke:
+    input:
+        "results/smoke/runs.csv",
+        figures("smoke"),

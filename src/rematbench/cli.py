@@ -15,8 +15,10 @@ from rematbench.cli_converge import converge, curves
 from rematbench.cli_doctor import doctor
 from rematbench.cli_execute import execute, trace
 from rematbench.cli_flow import collect, run, sheets, stages, tables
+from rematbench.cli_matrix import matrix, matrix_tables
 from rematbench.cli_measured import measure, worlds
 from rematbench.cli_plan import plan, simulate, timeline
+from rematbench.cli_report import expect, report
 from rematbench.cli_sheet import predict, validate
 from rematbench.cli_study import claims, study
 from rematbench.cli_text import CommandError, console, grid, left, plain
@@ -79,10 +81,11 @@ def methods(
 
 COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor)
 WORKFLOW = (run, collect, sheets, tables, study, claims)
+ARTIFACT = (matrix, matrix_tables, report, expect)
 CELLS = (submit_plan, run_cells, cells, collect_cells, settle)
 TORCH = (execute, trace, measure, worlds, converge, curves)
 
-for command in (*COMMANDS, *TORCH, *WORKFLOW, *CELLS):
+for command in (*COMMANDS, *TORCH, *WORKFLOW, *ARTIFACT, *CELLS):
     app.command()(command)
 
 

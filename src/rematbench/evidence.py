@@ -43,6 +43,7 @@ class Known(Struct, frozen=True, kw_only=True):
     cluster: str
     generation: str
     seq_len: int
+    gpus: int
     split: Split
     group: str
     accepted: float | None
@@ -91,6 +92,7 @@ def _known(row: Row, group: Group, calibration: Calibration, registry: Registry)
         cluster=cluster.name,
         generation=cluster.generation,
         seq_len=int(number(row, "seq_len") or 0),
+        gpus=int(number(row, "gpus") or 0),
         split=split_of(row, group, calibration),
         group=group.name,
         accepted=promise.accepted if promise else None,

@@ -10,6 +10,7 @@ from rematbench.configfile import ConfigError, closest, convert, read_mapping
 from rematbench.digests import code_digest, method_digest
 from rematbench.discover import Composition, Registry, Value
 from rematbench.layout import Layout, LayoutError, ZeroStage
+from rematbench.matrix_spec import MatrixSpec
 from rematbench.problem import AttentionKind, Problem
 from rematbench.record import (
     Record,
@@ -93,10 +94,12 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Suite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every discovered method runs on every problem, and so do the `variants`."""
+    """Every discovered method runs on every problem, and so do the `variants`; `matrix` is the
+    table of models x lengths x clusters, where a suite has one."""
 
     problems: tuple[ProblemSpec, ...]
     variants: tuple[Variant, ...] = ()
+    matrix: MatrixSpec | None = None
 
 
 def load_suite(path: Path) -> Suite:
@@ -111,6 +114,8 @@ def load_suite(path: Path) -> Suite:
         for name in variant.problems:
             if name not in names:
                 raise ConfigError(label, f"variants: {variant.method}", f"no problem {name!r}")
+    for problem in suite.matrix.problems() if suite.matrix else ():
+        raise ConfigError(label, "matrix", problem)
     return suite
 
 

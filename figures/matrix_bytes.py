@@ -1,0 +1,65 @@
+"""Peak device and pinned host bytes against context length, each method at its best layout.
+
+usage: matrix_bytes.py matrix_best_layout.csv FIGURE.pdf
+"""
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import style
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+GIB = 2**30
+KINDS = {"reserved_bytes": "device (GiB)", "host_node_bytes": "host (GiB/node)"}
+
+
+def main() -> None:
+    source, target = style.arguments(2, "matrix_best_layout.csv FIGURE.pdf")
+    rows = pd.read_csv(source)
+    cluster = rows.cluster.iloc[0]
+    rows = rows[rows.cluster == cluster]
+    models = list(rows.model.unique())
+    style.apply()
+    figure, axes = plt.subplots(
+        2, len(models), figsize=(style.TEXT_IN, 3.6), sharex=True, sharey="row", squeeze=False
+    )
+    for column, model in enumerate(models):
+        for row, key in enumerate(KINDS):
+            curves(axes[row, column], rows[rows.model == model], key)
+        axes[0, column].set_title(f"{model}, {cluster}")
+    for axis, label in zip(axes[:, 0], KINDS.values(), strict=True):
+        axis.set_ylabel(label)
+        axis.set_ylim(0, None)
+    figure.legend(handles=legend(), loc="outside upper center", ncols=4)
+    figure.supxlabel("context length (tokens)", fontsize=8)
+    style.save(figure, target)
+
+
+def curves(axis: Axes, cells: pd.DataFrame, key: str) -> None:
+    """Where it fits; the device's usable bytes are a dashed line."""
+    for arm, own in cells.groupby("arm", sort=False):
+        color, marker = style.STRONG.get(str(arm), (style.FAINT, ""))
+        fits = own[own.status == "ok"].sort_values("seq_len")
+        order = 3 if arm in style.STRONG else 1
+        axis.plot(
+            fits.seq_len, fits[key] / GIB, "-", marker=marker or None, color=color, ms=3,
+            zorder=order,
+        )  # fmt: skip
+    if key == "reserved_bytes":
+        usable = (cells.reserved_bytes + cells.headroom_bytes).dropna()
+        axis.axhline(usable.iloc[0] / GIB, color=style.BLACK, lw=0.8, ls="--")
+    style.context_axis(axis, sorted(cells.seq_len.unique()))
+
+
+def legend() -> list[Line2D]:
+    lines = [
+        Line2D([], [], color=color, marker=marker, label=arm)
+        for arm, (color, marker) in style.STRONG.items()
+    ]
+    lines.append(Line2D([], [], color=style.FAINT, label="other methods"))
+    lines.append(Line2D([], [], color=style.BLACK, ls="--", lw=0.8, label="usable device bytes"))
+    return lines
+
+
+if __name__ == "__main__":
+    main()

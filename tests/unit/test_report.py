@@ -1,0 +1,121 @@
+"""The page is self-contained and silent about what is not there; claims pass or say why not."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rematbench.expected import Bound, check, differences, load_artifact, measured
+from rematbench.report import Page, gather, load_report, no_gpu_sentence, parse, report_markdown
+from rematbench.report_html import page_html
+from rematbench.table import Column, Table, gib, whole
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def table(name: str, *rows: dict[str, object]) -> Table:
+    columns = (Column("who", "who"), Column("size", "GiB", gib), Column("n", "n", whole))
+    return Table(name=name, title=f"About {name}", columns=columns, rows=rows, note="A < B & C.")
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    row = {"who": "a|b <i>", "size": 2**31, "n": 3}
+    for name in ("claims_ledger", "accuracy_by_source", "something_new"):
+        table(name, row).write(folder / "paper" / "tables")
+    figures = folder / "paper" / "figures"
+    figures.mkdir()
+    (figures / "pareto.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    return folder
+
+
+def page(results: Path) -> Page:
+    config = load_report()
+    sections = tuple(gather(config, results))
+    return Page(config=config, outcome="5 % < 6 %", facts=(("GPUs", "none"),), sections=sections)
+
+
+def test_a_table_comes_back_from_its_markdown() -> None:
+    made = table("x", {"who": "a|b", "size": 2**30, "n": 1234})
+    title, heads, rows, note = parse(made.markdown())
+    assert (title, heads) == ("About x", ["who", "GiB", "n"])
+    assert rows == [["a|b", "1.00", "1,234"]]
+    assert note == "A < B & C."
+
+
+def test_every_table_that_exists_is_shown_once_and_absent_ones_are_silent(results: Path) -> None:
+    found = [part.name for _, parts in page(results).sections for part in parts]
+    assert sorted(found) == ["accuracy_by_source", "claims_ledger", "pareto", "something_new"]
+    titles = [section.title for section, parts in page(results).sections if parts]
+    assert titles == ["Claims ledger", "Accuracy by source", "Memory", "Everything else"]
+
+
+def test_the_page_needs_no_other_file_and_escapes_what_it_shows(results: Path) -> None:
+    text = page_html(page(results))
+    assert not re.search(r"(?:src|href)=\"(?:https?:)?//", text)
+    assert "<script" not in text
+    assert "@import" not in text
+    assert "a|b &lt;i&gt;" in text
+    assert "5 % &lt; 6 %" in text
+    for name in ("claims_ledger", "accuracy_by_source", "something_new"):
+        assert f"paper/tables/{name}.csv" in text
+        assert f"./bench reproduce results/paper/tables/{name}.csv" in text
+    assert "data:image/png;base64," in text
+    markdown = report_markdown(page(results), results)
+    assert "(paper/figures/pareto.png)" in markdown
+
+
+def test_gpus_are_named_only_when_records_name_them(results: Path) -> None:
+    assert no_gpu_sentence(results).startswith("No H800/A100 was used")
+    folder = results / "measured" / "executed"
+    folder.mkdir(parents=True)
+    (folder / "x.json").write_text('{"world": "executed", "device": "NVIDIA H200"}')
+    assert no_gpu_sentence(results) == "GPUs used: H200; no H800, A800, A100, H100 was used."
+
+
+def test_differences_are_numbers_beyond_tolerance_or_other_texts() -> None:
+    ours = [["a", "b"], ["x", "1.0000001"]]
+    assert differences(ours, [["a", "b"], ["x", "1.0"]], 1e-6) == []
+    assert differences(ours, [["a", "b"], ["x", "1.1"]], 1e-6) == [
+        "row 1, b: '1.0000001', expected '1.1'"
+    ]
+    assert differences(ours, [["a", "b"], ["y", "1.0"]], 1e-6)
+    assert differences(ours, [["a", "b"]], 1e-6) == ["1 rows, expected 0"]
+
+
+def test_a_bound_is_over_absolute_values_and_needs_some(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("who,error\na,-0.04\nb,\nc,0.02\n")
+    assert measured(Bound(table="t", column="error", statistic="largest", most=1), tmp_path) == 0.04
+    mean = measured(Bound(table="t", column="error", statistic="mean", most=1), tmp_path)
+    assert mean == pytest.approx(0.03)
+    assert measured(Bound(table="t", column="x", statistic="mean", most=1), tmp_path) is None
+
+
+def test_claims_fail_on_missing_changed_and_unbounded_tables(tmp_path: Path) -> None:
+    artifact = load_artifact()
+    names = {name for claim in artifact.claims for name in claim.tables}
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    for name in names:
+        (ours / f"{name}.csv").write_text("error\n0.01\n")
+    assert all(finding.problems for finding in check(artifact, ours, theirs))
+    shutil.copytree(ours, theirs)
+    assert not any(finding.problems for finding in check(artifact, ours, theirs))
+    for folder in (ours, theirs):
+        (folder / "atc24_figure9_scaling.csv").write_text("error\n0.5\n")
+    failed = [f for f in check(artifact, ours, theirs) if f.problems]
+    assert [f.claim.id for f in failed] == ["C2"]
+    assert failed[0].line.startswith("FAIL C2")
+
+
+def test_the_artifact_page_has_every_claim_and_only_real_tables() -> None:
+    text = (ROOT / "ARTIFACT.md").read_text()
+    claims = load_artifact().claims
+    for claim in claims:
+        row = next(line for line in text.splitlines() if line.startswith(f"| {claim.id} |"))
+        target = re.search(r"results/paper/tables/(\w+)\.csv", row)
+        assert target is not None
+        assert target[1] in claim.tables
+    assert f"`{len(claims)} of {len(claims)} claims pass`" in text

@@ -1,0 +1,85 @@
+"""The grand matrix: a job per model -> tables with evidence -> figures."""
+
+MATRIX = load_suite(Path("config/paper.yaml")).matrix
+MATRIX_MODELS = [work.model for work in MATRIX.works]
+MATRIX_TABLES = [
+    "matrix_best_layout",
+    "matrix_candidates",
+    "matrix_fastest",
+    "matrix_longest",
+    "matrix_same_layout",
+    "pareto",
+]
+DRAWN_FROM = {
+    "matrix_bytes": "matrix_best_layout",
+    "matrix_context": "matrix_best_layout",
+    "matrix_longest": "matrix_longest",
+    "pareto": "pareto",
+    "waterfall": "atc24_table8_waterfall",
+}
+
+
+rule matrix:
+    input:
+        suite="config/paper.yaml",
+        methods=sorted(str(path) for path in Path("methods").glob("*.py")),
+    output:
+        results="results/paper/matrix/{model}.csv",
+        candidates="results/paper/matrix/{model}.candidates.csv",
+    log:
+        "results/paper/logs/matrix_{model}.log",
+    wildcard_constraints:
+        model="|".join(MATRIX_MODELS),
+    priority: 2  # the longest jobs of all
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+    shell:
+        "rematbench matrix {input.suite} --model {wildcards.model} -o {output.results}"
+        " > {log} 2>&1"
+
+
+rule matrix_tables:
+    input:
+        suite="config/paper.yaml",
+        results=expand("results/paper/matrix/{model}.csv", model=MATRIX_MODELS),
+        candidates=expand(
+            "results/paper/matrix/{model}.candidates.csv", model=MATRIX_MODELS
+        ),
+        predictions="results/paper/predictions.csv",
+        accuracy="config/accuracy.yaml",
+    output:
+        expand(
+            "results/paper/tables/{table}.{suffix}",
+            table=MATRIX_TABLES,
+            suffix=["csv", "md", "tex"],
+        ),
+    log:
+        "results/paper/logs/matrix_tables.log",
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+        folder=lambda wildcards, output: Path(output[0]).parent,
+    shell:
+        "rematbench matrix-tables {input.suite} {input.results}"
+        " --predictions {input.predictions} -o {params.folder} > {log} 2>&1"
+
+
+rule drawn_table:
+    input:
+        script="figures/{figure}.py",
+        style="figures/style.py",
+        table=lambda wildcards: f"results/paper/tables/{DRAWN_FROM[wildcards.figure]}.csv",
+    output:
+        pdf="results/paper/figures/{figure}.pdf",
+        png=report("results/paper/figures/{figure}.png", category="matrix"),
+    log:
+        "results/paper/logs/{figure}.log",
+    wildcard_constraints:
+        figure="|".join(DRAWN_FROM),
+    conda:
+        "../environment.yml"
+    shell:
+        "python {input.script} {input.table} {output.pdf} > {log} 2>&1"

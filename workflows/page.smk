@@ -1,0 +1,68 @@
+"""The timelines of the methods on one step, and the page that shows everything."""
+
+
+def method_traces(wildcards):
+    """One trace for each method named in workflow.yaml, from top to bottom."""
+    shown = config["methods_timeline"]
+    record = shown["record"]
+    return [
+        f"results/paper/method_traces/{method}/{record}.json"
+        for method in shown["methods"]
+    ]
+
+
+rule method_trace:
+    input:
+        records="results/paper/records/simulated/{method}",
+    output:
+        "results/paper/method_traces/{method}/{record}.json",
+    log:
+        "results/paper/logs/trace_{method}_{record}.log",
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+    shell:
+        "rematbench timeline {input.records}/{wildcards.record}.json -o {output} > {log} 2>&1"
+
+
+rule methods_timeline:
+    input:
+        script="figures/timeline.py",
+        style="figures/style.py",
+        traces=method_traces,
+    output:
+        pdf="results/paper/figures/methods_timeline.pdf",
+        png=report("results/paper/figures/methods_timeline.png", category="timelines"),
+    log:
+        "results/paper/logs/methods_timeline.log",
+    conda:
+        "../environment.yml"
+    shell:
+        "python {input.script} {input.traces} {output.pdf} > {log} 2>&1"
+
+
+rule page:
+    input:
+        suite="config/paper.yaml",
+        texts="config/report.yaml",
+        tables=rules.tables.output.tables,
+        matrix=rules.matrix_tables.output,
+        methods="results/paper/tables/methods.md",
+        runs="results/paper/runs.csv",
+        claims=rules.claims.output,
+        worlds=rules.worlds.output,
+        figures=figures("paper") + measured_targets(),
+        drawn=expand("results/paper/figures/{figure}.png", figure=DRAWN_FROM),
+        timeline="results/paper/figures/methods_timeline.png",
+    output:
+        page="results/index.html",
+        markdown="results/REPORT.md",
+    log:
+        "results/paper/logs/page.log",
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+    shell:
+        "rematbench report {input.suite} > {log} 2>&1"
