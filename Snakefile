@@ -9,6 +9,7 @@ configfile: "config/workflow.yaml"
 
 
 include: "workflows/common.smk"
+include: "workflows/records.smk"
 include: "workflows/campaigns.smk"
 include: "workflows/runs.smk"
 include: "workflows/published.smk"

@@ -1,7 +1,6 @@
 """Shared by the other files: bundles by method, and inputs that Snakemake cannot see itself."""
 
 import hashlib
-import importlib.util
 from pathlib import Path
 
 from rematbench.discover import discover
@@ -86,21 +85,3 @@ def traces(wildcards):
 def figures(suite):
     """Every figure of a suite."""
     return [f"results/{suite}/figures/{name}.pdf" for name in config["figures"][suite]]
-
-
-MEASURED = {
-    name: sorted(str(path) for path in Path(f"results/measured/{name}").glob("*.json"))
-    for name in ("executed", "traced", "convergence")
-}
-RETRACED = "llama-65b-figure7.keep_all.0"
-HAS_TORCH = importlib.util.find_spec("torch") is not None
-
-
-def measured_targets():
-    """The table and, with torch, the cell that is traced again."""
-    again = [f"results/paper/retraced/{RETRACED}.json"] if HAS_TORCH else []
-    return [
-        "results/paper/tables/worlds.md",
-        "results/paper/figures/convergence.pdf",
-        *again,
-    ]

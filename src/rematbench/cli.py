@@ -7,7 +7,9 @@ from typing import Annotated
 import typer
 from typer import Option, TyperException
 
-from rematbench import __version__
+from rematbench import __version__, cli_baseline
+from rematbench.baselines import BaselineError
+from rematbench.cli_baseline import flags
 from rematbench.cli_calibrate import calibrate
 from rematbench.cli_cells import cells, collect_cells, run_cells, settle, submit_plan
 from rematbench.cli_compare import compare
@@ -28,7 +30,10 @@ from rematbench.layout import LayoutError
 from rematbench.plan import PlanError
 from rematbench.record import RecordError
 
-USER_ERRORS = (CommandError, ConfigError, LayoutError, MethodError, PlanError, RecordError)
+USER_ERRORS = (
+    *(BaselineError, CommandError, ConfigError, LayoutError, MethodError, PlanError),
+    RecordError,
+)
 
 app = typer.Typer(
     name="rematbench",
@@ -79,7 +84,7 @@ def methods(
         console(error=True).print(plain(f"unavailable: {path}: {reason}"))
 
 
-COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor)
+COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor, flags)
 WORKFLOW = (run, collect, sheets, tables, study, claims)
 ARTIFACT = (matrix, matrix_tables, report, expect)
 CELLS = (submit_plan, run_cells, cells, collect_cells, settle)
@@ -87,6 +92,7 @@ TORCH = (execute, trace, measure, worlds, converge, curves)
 
 for command in (*COMMANDS, *TORCH, *WORKFLOW, *ARTIFACT, *CELLS):
     app.command()(command)
+app.add_typer(cli_baseline.app, name="baseline", help="Real packages: list, run, trace, predict.")
 
 
 def main() -> None:

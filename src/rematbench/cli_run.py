@@ -134,7 +134,7 @@ def request(options: RunOptions) -> Request:
     assert options.gpus is not None
     assert options.seq_len is not None
     assert options.global_batch is not None
-    method = discover(options.methods or ()).resolve(options.method, _settings(options.settings))
+    method = discover(options.methods or ()).resolve(options.method, settings_of(options.settings))
     layout = Layout(
         tp=options.tp,
         sp=not options.no_sp and options.tp > 1,
@@ -183,7 +183,8 @@ def _zero(stage: int) -> ZeroStage:
     return stages[stage]
 
 
-def _settings(given: list[str] | None) -> dict[str, str]:
+def settings_of(given: list[str] | None) -> dict[str, str]:
+    """KEY=VALUE texts as a dictionary; CommandError for anything else."""
     found: dict[str, str] = {}
     for text in given or ():
         key, equals, value = text.partition("=")

@@ -166,7 +166,7 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
             raise MethodError(f"no such folder of methods: {folder}")
         for path in sorted(folder.glob("*.py")):
             if not path.name.startswith("_"):
-                _load_file(path, methods, broken)
+                load_file(path, methods, broken)
     for point in entry_points(group=ENTRY_POINTS):
         try:
             _enter(cast(type[Any], point.load()), point.value, None, methods)
@@ -175,7 +175,8 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
     return Registry(dict(sorted(methods.items())), broken)
 
 
-def _load_file(path: Path, methods: dict[str, MethodEntry], broken: dict[str, str]) -> None:
+def load_file(path: Path, methods: dict[str, MethodEntry], broken: dict[str, str]) -> None:
+    """Enter the methods of one file, or the reason why it has none."""
     try:
         module = _module(path)
         classes = [

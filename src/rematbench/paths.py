@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Literal
 
-DataKind = Literal["config", "methods", "published"]
+DataKind = Literal["config", "methods", "baselines", "published"]
 
 IN_CHECKOUT: dict[DataKind, str] = {
     "config": "config",
     "methods": "methods",
+    "baselines": "baselines",
     "published": "results/published",
 }
 

@@ -94,6 +94,38 @@ class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     warmup: bool = False
 
 
+class Observed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What real code showed, traced or executed.  Lists of ranks are in rank order; a traced run
+    has the one rank it followed.
+
+    `label` is what a table may call the run; `stack` its packages by version; `shim` the parts of
+    our shim that were active; `kernels` which kernels stood where the package offers a choice.
+    `activation_peak_bytes`: live storages that are not states, at their largest in the first step;
+    `host_peak_bytes` those of the offloading pool; `state_bytes`: parameters, gradients, optimizer.
+    `losses` and `gradient_norms` (by parameter, before the update) are of every step.
+    """
+
+    label: str
+    stack: dict[str, str]
+    shim: tuple[str, ...] = ()
+    kernels: dict[str, str] = {}
+    device: str = "cpu"
+    backend: str = ""
+    losses: tuple[float, ...] = ()
+    gradient_norms: tuple[dict[str, float], ...] = ()
+    traced_ranks: tuple[int, ...] = ()
+    activation_peak_bytes: tuple[int, ...] = ()
+    host_peak_bytes: tuple[int, ...] = ()
+    state_bytes: tuple[int, ...] = ()
+    step_s: tuple[tuple[float, ...], ...] = ()
+    warmup_steps: int = 0
+
+    @property
+    def gradient_norm(self) -> tuple[float, ...]:
+        """The norm of each step's whole gradient."""
+        return tuple(sum(v * v for v in norms.values()) ** 0.5 for norms in self.gradient_norms)
+
+
 class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The outcome of a run.  OOM and Unsupported are results: never a missing record."""
 
@@ -109,6 +141,7 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_headroom_bytes: int | None = None
     binds: str = ""
     measured: Measured | None = None
+    observed: Observed | None = None
     provenance: Provenance
 
     @property

@@ -1,0 +1,1 @@
+"""Real training packages behind one contract: a directory each, never imported by rematbench."""

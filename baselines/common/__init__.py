@@ -1,0 +1,1 @@
+"""What the baselines share: processes, weights and batches by name, bytes."""

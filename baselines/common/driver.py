@@ -1,0 +1,257 @@
+"""Start the ranks of each job, watch them, and write a record for every job."""
+
+import importlib
+import multiprocessing as mp
+import os
+import pickle
+import time
+import traceback
+from datetime import timedelta
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
+from rematbench.baselines import Job
+from rematbench.record import Observed, Record, provenance, write_record
+from rematbench.suite import Status
+
+POLL_S = 0.02
+FORK = mp.get_context("fork")
+
+
+def drive(name: str, jobs_path: Path, folder: Path) -> int:
+    """Run every job; the exit code is 0 whenever each has its record."""
+    jobs = msgspec.json.decode(jobs_path.read_bytes(), type=list[Job])
+    torch.set_num_threads(1)
+    if jobs and jobs[0].device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    runner = cast(Runner, importlib.import_module(f"baselines.{name}.run"))
+    if launched := _launched():
+        return _as_rank(runner, jobs, folder, *launched)
+    number = 0
+    while number < len(jobs):
+        last = number + _alike(jobs[number:])
+        while number < last:
+            number += _attempt(runner, jobs, number, last, folder)
+    return 0
+
+
+def _alike(jobs: list[Job]) -> int:
+    """How many of the first jobs one set of processes can run."""
+    key = _key(jobs[0])
+    return len(list(takewhile(lambda job: _key(job) == key, jobs)))
+
+
+def _key(job: Job) -> tuple[Any, ...]:
+    return (job.run.world, job.run.layout.gpus, job.device)
+
+
+def _launched() -> tuple[int, int, int] | None:
+    """(rank, size, local rank) given by torchrun or srun."""
+    names = (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    )
+    for group in names:
+        if all(name in os.environ for name in group):
+            rank, size, local = (int(os.environ[name]) for name in group)
+            return rank, size, local
+    return None
+
+
+def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Path) -> int:
+    """Run jobs [first, last) in one set of processes; how many got a record (one fails at most)."""
+    job = jobs[first]
+    try:
+        runner.refuse(job)
+    except NotRunnable as error:
+        _write(runner, job, folder / f"{first}.json", "unsupported", str(error), [])
+        return 1
+    stop = next((i for i in range(first, last) if _refused(runner, jobs[i])), last)
+    numbers = list(range(first, stop))
+    size = 1 if job.run.world == "traced" else job.run.layout.gpus
+    scratch = folder / f"ranks-{first}"
+    scratch.mkdir(parents=True, exist_ok=True)
+    processes = [
+        FORK.Process(target=_rank_main, args=(runner, jobs, numbers, scratch, rank, size))
+        for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        failure = _watch(processes, scratch, jobs[first].timeout_s)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+        for process in processes:
+            process.join()
+    return _collect(runner, jobs, numbers, scratch, size, folder, failure)
+
+
+def _refused(runner: Runner, job: Job) -> bool:
+    try:
+        runner.refuse(job)
+    except NotRunnable:
+        return True
+    return False
+
+
+def _watch(processes: list[Any], scratch: Path, timeout_s: float) -> str:
+    """Wait until all ranks are done, one has died, or a job makes no progress."""
+    seen, since = 0, time.monotonic()
+    while True:
+        codes = [process.exitcode for process in processes]
+        dead = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
+        if dead:
+            time.sleep(10 * POLL_S)  # the others may still say why
+            return f"rank {dead[0][0]} ended with exit code {dead[0][1]}"
+        if all(code == 0 for code in codes):
+            return "a process ended without an answer"
+        finished = len(list(scratch.glob("*.answer")))
+        if finished != seen:
+            seen, since = finished, time.monotonic()
+        if time.monotonic() - since > timeout_s:
+            return f"no answer within {timeout_s:g} s"
+        time.sleep(POLL_S)
+
+
+def _collect(
+    runner: Runner,
+    jobs: list[Job],
+    numbers: list[int],
+    scratch: Path,
+    size: int,
+    folder: Path,
+    failure: str,
+) -> int:
+    for done, number in enumerate(numbers):
+        paths = [scratch / f"{number}.{rank}.answer" for rank in range(size)]
+        target = folder / f"{number}.json"
+        if not all(path.exists() for path in paths):
+            status, reason = _reason(scratch, number, failure)
+            _write(runner, jobs[number], target, status, reason, [])
+            return done + 1
+        answers: list[RankAnswer] = [pickle.loads(path.read_bytes()) for path in paths]
+        if jobs[number].gradients:
+            torch.save(answers[0].gradients, folder / f"{number}.gradients.pt")
+        _write(runner, jobs[number], target, "ok", "", answers)
+    return len(numbers)
+
+
+def _reason(scratch: Path, number: int, failure: str) -> tuple[Status, str]:
+    """The first rank that said why; a rank whose peer died only knows that its connection broke."""
+    errors = [path.read_text().splitlines() for path in sorted(scratch.glob(f"{number}.*.error"))]
+    if not errors:
+        return "failed", failure
+    errors.sort(key=lambda lines: "onnection" in lines[1] or "imed out" in lines[1])
+    return cast(Status, errors[0][0]), errors[0][1]
+
+
+def _rank_main(
+    runner: Runner, jobs: list[Job], numbers: list[int], scratch: Path, rank: int, size: int
+) -> None:
+    """A forked process: all its jobs, one after the other."""
+    first = jobs[numbers[0]]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    if first.run.world == "executed":
+        _join(first, rank, size, f"file://{scratch}/rendezvous", rank)
+    for number in numbers:
+        _one(runner, jobs[number], number, Rank(rank=rank, size=size, local=rank, folder=scratch))
+    if dist.is_initialized():
+        dist.barrier()
+    os._exit(0)  # no destructor of a package may hang a finished rank
+
+
+def _join(job: Job, rank: int, size: int, method: str, local: int) -> None:
+    backend = "gloo" if job.device == "cpu" else "nccl"
+    if job.device == "cuda":
+        torch.cuda.set_device(local % torch.cuda.device_count())
+    limit = timedelta(seconds=job.timeout_s)
+    dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=limit)
+
+
+def _one(runner: Runner, job: Job, number: int, rank: Rank) -> None:
+    try:
+        answer = runner.trace(job) if job.run.world == "traced" else runner.execute(job, rank)
+    except BaseException as error:
+        _write_error(rank.folder / f"{number}.{rank.rank}.error", error)
+        os._exit(1)
+    partial = rank.folder / f"{number}.{rank.rank}.part"
+    partial.write_bytes(pickle.dumps(answer))
+    partial.rename(rank.folder / f"{number}.{rank.rank}.answer")
+    if dist.is_initialized() and job.run.world == "executed":
+        dist.barrier()
+
+
+def _write_error(path: Path, error: BaseException) -> None:
+    status = "failed"
+    if isinstance(error, torch.OutOfMemoryError):
+        status = "oom"
+    if isinstance(error, NotRunnable):
+        status = "unsupported"
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    path.write_text("\n".join([status, said, traceback.format_exc()]))
+
+
+def _as_rank(
+    runner: Runner, jobs: list[Job], folder: Path, rank: int, size: int, local: int
+) -> int:
+    """Under torchrun or srun: this process is one rank of every job; rank 0 writes the records."""
+    _join(jobs[0], rank, size, "env://", local)
+    for number, job in enumerate(jobs):
+        place = Rank(rank=rank, size=size, local=local, folder=folder)
+        answers: list[RankAnswer | None] = [None] * size
+        status, reason = cast(Status, "ok"), ""
+        try:
+            runner.refuse(job)
+            dist.all_gather_object(answers, runner.execute(job, place))
+        except NotRunnable as error:
+            status, reason = "unsupported", str(error)
+        if rank == 0:
+            found = [answer for answer in answers if answer is not None]
+            _write(runner, job, folder / f"{number}.json", status, reason, found)
+    dist.destroy_process_group()
+    return 0
+
+
+def _write(
+    runner: Runner, job: Job, path: Path, status: Status, reason: str, answers: list[RankAnswer]
+) -> None:
+    observed = _observed(runner, job, answers) if answers else None
+    record = Record(
+        run_id=job.run.run_id,
+        spec=job.run,
+        status=status,
+        reason=reason,
+        observed=observed,
+        provenance=provenance(),
+    )
+    write_record(record, path)
+
+
+def _observed(runner: Runner, job: Job, answers: list[RankAnswer]) -> Observed:
+    first = answers[0]
+    traced = job.run.world == "traced"
+    return Observed(
+        label=first.label,
+        stack=runner.stack(),
+        shim=first.shim,
+        kernels=first.kernels,
+        device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
+        backend="fake" if traced else ("gloo" if job.device == "cpu" else "nccl"),
+        losses=tuple(first.losses),
+        gradient_norms=tuple(first.gradient_norms),
+        traced_ranks=(job.rank,) if traced else (),
+        activation_peak_bytes=tuple(a.activation_peak_bytes for a in answers),
+        host_peak_bytes=tuple(a.host_peak_bytes for a in answers),
+        state_bytes=tuple(a.state_bytes for a in answers),
+        # a CPU's time is never performance
+        step_s=tuple(tuple(a.step_s) for a in answers) if job.device == "cuda" else (),
+        warmup_steps=job.warmup,
+    )

@@ -1,0 +1,65 @@
+"""Live bytes of a step that are not states, by the project's own tracker of storages."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from rematbench.torch.tracker import Tracker
+
+
+class Meter(Tracker):
+    """A tracker that also follows the host's peak, and tells offloaded storages apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host_peak_bytes = 0
+
+    def states(self, tensors: Iterable[Tensor]) -> int:
+        """Leave these storages out from now on; their bytes."""
+        kept = {t.untyped_storage()._cdata: t for t in tensors}
+        self.exclude(kept.values())
+        return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+    def __enter__(self) -> Self:
+        """Start counting; storages that are resized in place are followed too."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = plain(storage, size)
+            self._resized(storage._cdata, size)
+            return result
+
+        self._plain_resize = plain
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+    def _resized(self, key: int, size: int) -> None:
+        if key not in self._known:
+            return
+        before, host = self._sizes[key]
+        self._sizes[key] = (size, host)
+        if host:
+            self.host_bytes += size - before
+        else:
+            self.device_bytes += size - before
+            self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
+
+    def host(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`make` as a maker of host tensors: what it returns never counts as device memory."""
+
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            peak = self.device_peak_bytes
+            tensor = make(*args, **kwargs)
+            self.as_host(tensor)
+            self.device_peak_bytes = max(peak, self.device_bytes)
+            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+            return tensor
+
+        return made

@@ -1,0 +1,68 @@
+"""The project's weights and gradients by name, so that another engine computes the same model."""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rematbench.torch.parameters import ParameterSpec, full_weight, padded, shard, unit_specs
+from rematbench.workload import Model
+
+Part = Literal["embedding", "layer", "head"]
+
+
+class _Table(NamedTuple):
+    part: Part
+
+
+class _Unit(NamedTuple):
+    table: _Table
+    layer: int
+
+
+def model_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
+    """Every parameter of the model by name; `vocab` is the padded vocabulary."""
+    units = [_Unit(_Table("embedding"), 0), _Unit(_Table("head"), 0)]
+    units += [_Unit(_Table("layer"), i) for i in range(model.num_layers)]
+    found: dict[str, ParameterSpec] = {}
+    for unit in units:
+        specs = unit_specs(model, unit, vocab)  # type: ignore[arg-type]  # only part and layer
+        found |= {spec.name: spec for spec in specs.values()}
+    return found
+
+
+def weight(spec: ParameterSpec, seed: int, tp_rank: int = 0, tp: int = 1) -> Tensor:
+    """A tensor-parallel rank's part of a parameter, float64."""
+    return shard(padded(full_weight(spec, seed), spec), spec, tp_rank, tp)
+
+
+class Piece(NamedTuple):
+    """A rank's part of a parameter's gradient; `order` is its place among the parts."""
+
+    name: str
+    order: int
+    values: Tensor
+
+
+def assemble(
+    pieces: list[Piece], specs: dict[str, ParameterSpec]
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """(norm of every parameter's gradient, whole gradients on rank 0) from all ranks' pieces.
+
+    Every part of a parameter comes from one rank only, so squares may be added.
+    """
+    everyone: list[list[Piece]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(
+        everyone, [piece._replace(values=piece.values.cpu()) for piece in pieces]
+    )
+    by_name: dict[str, dict[int, Tensor]] = {}
+    for piece in (piece for theirs in everyone for piece in theirs):
+        by_name.setdefault(piece.name, {})[piece.order] = piece.values
+    whole: dict[str, Tensor] = {}
+    for name in sorted(by_name):
+        spec, parts = specs[name], by_name[name]
+        ordered = [parts[order] for order in sorted(parts)]
+        full = torch.cat(ordered, spec.split) if spec.split is not None else ordered[0]
+        whole[name] = full[: spec.shape[0]].double()
+    return {name: float(value.norm()) for name, value in whole.items()}, whole

@@ -1,0 +1,152 @@
+"""One rank's DeepSpeed engine: its configuration, its steps, its gradients by name."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp as sp
+from deepspeed.sequence.layer import DistributedAttention
+from deepspeed.utils import groups, safe_get_full_grad
+from torch import Tensor
+
+from baselines.deepspeed.model import Attention, Decoder
+from baselines.deepspeed.plan import DeepSpeed
+from rematbench.baselines import Job
+from rematbench.torch.batch import Batch, make_batch
+from rematbench.torch.parameters import AdamW
+from rematbench.workload import Workload
+
+UPDATE = AdamW(weight_decay=0.0)
+"""As the other engines of the comparison: without weight decay."""
+
+
+@dataclass(kw_only=True)
+class Rig:
+    """The engine and where this rank stands: its replica, and its place in the sequence."""
+
+    job: Job
+    engine: Any
+    decoder: Decoder
+    replica: int
+    part: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the engine computes."""
+        return torch.device(self.engine.device)
+
+
+def build(job: Job, policy: DeepSpeed) -> Rig:
+    """Model with its weights, optimizer, engine."""
+    run = job.run
+    groups._release_process_group_references()
+    ulysses = run.layout.ulysses > 1
+    deepspeed.checkpointing.reset()
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    if ulysses:
+        # Not the configuration's sequence_parallel_size: with it 0.19.8 reduces gradients over
+        # data-parallel ranks only, and every sequence rank trains on its own part's gradient.
+        sp.initialize_sequence_parallel(run.layout.ulysses)
+    decoder = Decoder(run.model, policy)
+    decoder.fill(job.seed)
+    if run.precision == "bf16":
+        decoder.bfloat16()
+    optimizer = torch.optim.AdamW(
+        decoder.parameters(),
+        lr=UPDATE.lr,
+        betas=(UPDATE.beta1, UPDATE.beta2),
+        eps=UPDATE.eps,
+        weight_decay=UPDATE.weight_decay,
+    )
+    made = policy.configuration(run.model, run.layout, run.precision)
+    mpu = sp if ulysses else None
+    engine, *_ = deepspeed.initialize(model=decoder, optimizer=optimizer, config=made, mpu=mpu)
+    if policy.checkpointing != "none":
+        deepspeed.checkpointing.configure(None, deepspeed_config=made)
+    part = 0
+    if ulysses:
+        part = sp.get_sequence_parallel_rank()
+        for layer in decoder.layers:
+            layer.attend = DistributedAttention(
+                Attention(), sp.get_sequence_parallel_group(), scatter_idx=2, gather_idx=1
+            )
+            layer.exchanged = True
+    replica = dist.get_rank() // run.layout.ulysses
+    return Rig(job=job, engine=engine, decoder=decoder, replica=replica, part=part)
+
+
+def batch_of(job: Job, step: int) -> Batch:
+    """The whole step's sequences."""
+    run = job.run
+    work = Workload(model=run.model, seq_len=run.seq_len, precision=run.precision)
+    return make_batch(work, run.layout.global_batch, job.seed, step, job.ignored)
+
+
+def _rows(rig: Rig, batch: Batch, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, labels, positions) of one micro-batch on this rank: its slice of each sequence."""
+    lay, seq_len = rig.job.run.layout, rig.job.run.seq_len
+    first = rig.replica * batch.ids.shape[0] // lay.replicas + number * lay.micro_batch
+    size = seq_len // lay.ulysses
+    where = torch.arange(rig.part * size, (rig.part + 1) * size)
+    pick = (slice(first, first + lay.micro_batch), where)
+    found = (batch.ids[pick], batch.labels[pick], where)
+    return tuple(t.to(rig.device) for t in found)  # type: ignore[return-value]
+
+
+def run_step(rig: Rig, batch: Batch) -> float:
+    """Forwards and backwards of one step; this rank's sum of losses.
+
+    DeepSpeed averages gradients over replicas; the scale makes them those of the mean over all
+    counted labels of the global batch.
+    """
+    lay = rig.job.run.layout
+    scale = lay.replicas / batch.counted
+    total = 0.0
+    for number in range(lay.num_micro_batches):
+        last = number == lay.num_micro_batches - 1
+        rig.engine.set_gradient_accumulation_boundary(last)
+        loss = rig.engine(*_rows(rig, batch, number), scale)
+        # A tensor of its own: given the model's output itself, 0.19.8 at stage 0 divides by the
+        # number of micro-batches in spite of scale_wrt_gas.
+        rig.engine.backward(loss * 1.0, scale_wrt_gas=False)
+        if not last:
+            rig.engine.step()  # counts the micro-batch; no update before the boundary
+        total += float(loss.detach()) / scale
+    return total
+
+
+def gradients(rig: Rig) -> dict[str, Tensor]:
+    """Whole gradients on every rank (a collective under ZeRO)."""
+    found = {}
+    for name, parameter in rig.decoder.named_parameters():
+        grad = safe_get_full_grad(parameter)
+        found[name] = grad.detach().double().cpu().reshape(parameter_shape(parameter)).clone()
+    return found
+
+
+def parameter_shape(parameter: Any) -> torch.Size:
+    """The whole shape, also of a parameter that ZeRO-3 has partitioned."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def states(rig: Rig) -> list[Tensor]:
+    """Parameters as they are held now, flat buffers and optimizer state."""
+    found = [*rig.decoder.parameters(), *rig.decoder.buffers()]
+    found += [p.ds_tensor for p in rig.decoder.parameters() if hasattr(p, "ds_tensor")]
+    optimizer = rig.engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    found += [p for group in inner.param_groups for p in group["params"]]
+    for state in inner.state.values():
+        found += [t for t in state.values() if isinstance(t, Tensor)]
+    return found
+
+
+def now() -> float:
+    """Seconds, with the device idle."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

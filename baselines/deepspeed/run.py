@@ -1,0 +1,84 @@
+"""Jobs of DeepSpeed: its engine on gloo (CPU accelerator) or NCCL."""
+
+import os
+from importlib.metadata import version
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from baselines.common.contract import NotRunnable, Rank, RankAnswer
+from baselines.common.meter import Meter
+from baselines.deepspeed.guards import check
+from baselines.deepspeed.plan import DeepSpeed
+from rematbench.baselines import Job
+
+if not torch.cuda.is_available() or not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
+    os.environ["DS_ACCELERATOR"] = "cpu"
+from deepspeed.ops import __compatible_ops__  # reads the variable above
+
+from baselines.deepspeed import engine as ds
+
+# Its shared-memory operator serves inference only, and would be compiled here.
+__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def stack() -> dict[str, str]:
+    """Packages and their versions."""
+    return {name: version(name) for name in ("deepspeed", "torch")}
+
+
+def refuse(job: Job) -> None:
+    """The guards, before any process starts."""
+    check(job, _policy(job))
+    if job.device == "cuda" and not torch.cuda.is_available():
+        raise NotRunnable("deepspeed: no CUDA device here")
+
+
+def _policy(job: Job) -> DeepSpeed:
+    return msgspec.convert(job.run.parameters["deepspeed"], DeepSpeed)
+
+
+def execute(job: Job, rank: Rank) -> RankAnswer:
+    """Train on this rank."""
+    rig = ds.build(job, _policy(job))
+    kernels = {
+        "core_attention": "torch scaled_dot_product_attention",
+        "bytes": "ZeRO's gradients and buckets, made in the backward, count as activations",
+    }
+    where = "deepspeed on its CPU accelerator" if job.device == "cpu" else "deepspeed"
+    answer = RankAnswer(label=where, kernels=kernels)
+    meter = Meter()
+    for step in range(job.warmup + job.steps):
+        _step(rig, answer, step, meter if step == 0 else None)
+    answer.activation_peak_bytes = meter.device_peak_bytes
+    answer.state_bytes = Meter().states(ds.states(rig))
+    rig.engine.destroy()
+    return answer
+
+
+def _step(rig: ds.Rig, answer: RankAnswer, step: int, meter: Meter | None) -> None:
+    batch = ds.batch_of(rig.job, step)
+    start = ds.now()
+    if meter is None:
+        own = ds.run_step(rig, batch)
+    else:
+        meter.states(ds.states(rig))
+        with meter:
+            own = ds.run_step(rig, batch)
+    total = torch.tensor([own], dtype=torch.float64, device=rig.device)
+    dist.all_reduce(total)
+    answer.losses.append(float(total) / batch.counted)
+    spent = ds.now() - start
+    whole = ds.gradients(rig)
+    answer.gradient_norms.append({name: float(grad.norm()) for name, grad in whole.items()})
+    if step == 0 and rig.job.gradients and dist.get_rank() == 0:
+        answer.gradients = whole
+    start = ds.now()
+    rig.engine.step()
+    answer.step_s.append(spent + ds.now() - start)
+
+
+def trace(job: Job) -> RankAnswer:
+    """Never reached: the guards refuse it."""
+    raise NotRunnable("deepspeed: its engine reads values while it trains: not on fake tensors")

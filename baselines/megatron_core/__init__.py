@@ -1,0 +1,1 @@
+"""Megatron-core, the package itself, under its own pipeline schedules."""

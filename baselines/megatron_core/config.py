@@ -1,0 +1,116 @@
+"""A job as Megatron-core's own configuration objects."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+
+from baselines.megatron_core.guards import has_biases
+from baselines.megatron_core.plan import MegatronCore
+from rematbench.record import RunSpec
+from rematbench.torch.kernels import NORM_EPS
+from rematbench.torch.parameters import AdamW
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+UPDATE = AdamW(weight_decay=0.0)
+"""Without weight decay: Megatron-core spares biases and norms from it, other engines do not."""
+
+
+def transformer_config(run: RunSpec, policy: MegatronCore) -> TransformerConfig:
+    """The model, its parallelism and its recomputation."""
+    model, lay, dtype = run.model, run.layout, DTYPES[run.precision]
+    traced = run.world == "traced"
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.ffn,
+        num_attention_heads=model.num_heads,
+        num_query_groups=model.num_kv_heads,
+        kv_channels=model.head_dim,
+        tensor_model_parallel_size=lay.tp,
+        pipeline_model_parallel_size=lay.pp,
+        virtual_pipeline_model_parallel_size=lay.vpp if lay.vpp > 1 else None,
+        context_parallel_size=lay.cp,
+        sequence_parallel=lay.sp and lay.tp > 1,
+        perform_initialization=False,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=run.precision == "bf16",
+        normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        layernorm_epsilon=NORM_EPS,
+        gated_linear_unit=model.gated,
+        activation_func=F.silu if model.mlp == "swiglu" else F.gelu,
+        add_bias_linear=has_biases(model),
+        add_qkv_bias=model.qkv_bias,
+        hidden_dropout=model.dropout,
+        attention_dropout=model.dropout,
+        bias_activation_fusion=policy.bias_activation_fusion,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        attention_softmax_in_fp32=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        batch_p2p_comm=policy.batch_p2p,
+        overlap_p2p_comm=policy.overlap_p2p,
+        deallocate_pipeline_outputs=lay.pp > 1,
+        calculate_per_token_loss=True,
+        # Traced: nothing after the last backward, where coalesced collectives have no fake.
+        finalize_model_grads_func=None if traced else finalize_model_grads,
+        **_recomputation(policy),
+    )
+
+
+def _recomputation(policy: MegatronCore) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if policy.recompute == "full":
+        found = {
+            "recompute_granularity": "full",
+            "recompute_method": policy.method,
+            "recompute_num_layers": policy.num_layers,
+        }
+    if policy.recompute == "selective":
+        found = {
+            "recompute_granularity": "selective",
+            "recompute_modules": list(policy.modules),
+        }
+    if policy.offload_modules:
+        found |= {
+            "fine_grained_activation_offloading": True,
+            "offload_modules": list(policy.offload_modules),
+            "min_offloaded_tensor_size": 1,
+        }
+    return found
+
+
+def uses_distributed_optimizer(run: RunSpec) -> bool:
+    """ZeRO-1, where there is more than one rank to share the states."""
+    return run.layout.zero_stage == 1 and run.layout.state_shards > 1
+
+
+def ddp_config(run: RunSpec, policy: MegatronCore) -> DistributedDataParallelConfig:
+    """Gradient buffers: fp32 for bf16 parameters."""
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=run.precision == "bf16",
+        overlap_grad_reduce=policy.overlap_grad_reduce,
+        use_distributed_optimizer=uses_distributed_optimizer(run),
+        average_in_collective=False,
+    )
+
+
+def optimizer_config(run: RunSpec) -> OptimizerConfig:
+    """AdamW with the numbers of the project's own executor."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=UPDATE.lr,
+        weight_decay=UPDATE.weight_decay,
+        adam_beta1=UPDATE.beta1,
+        adam_beta2=UPDATE.beta2,
+        adam_eps=UPDATE.eps,
+        clip_grad=0.0,
+        params_dtype=DTYPES[run.precision],
+        bf16=run.precision == "bf16",
+        use_distributed_optimizer=uses_distributed_optimizer(run),
+    )

@@ -1,0 +1,72 @@
+"""One rank of any layout on fake tensors: Megatron-core's own schedules, and no hardware.
+
+Torch's fake process group answers every collective at once; fake tensors have sizes and no values.
+Bytes are those of storages: no allocator rounding, no workspaces, no scratch inside kernels.
+"""
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from baselines.common.contract import RankAnswer
+from baselines.common.meter import Meter
+from baselines.megatron_core import step as engine
+from baselines.megatron_core.config import uses_distributed_optimizer
+from baselines.megatron_core.plan import MegatronCore
+from rematbench.baselines import Job
+from rematbench.record import RunSpec
+from rematbench.torch.batch import MicroBatch
+
+MASTER_AND_MOMENTS = {"bf16": 12, "fp32": 8}
+"""Bytes a parameter: an fp32 master copy for bf16 parameters, two moments."""
+
+
+def _push(handler: offload.ChunkOffloadHandler, tensor: torch.Tensor) -> tuple[int, int]:
+    """ChunkOffloadHandler.tensor_push without its refusal of fake tensors."""
+    group = handler._offloaded_group_index
+    tag = (group, handler._tensor_count_current_group)
+    handler._tensor_count_current_group += 1
+    handler.offload_groups[group - 1].push_tensor(tag, tensor)
+    return tag
+
+
+def trace(job: Job, policy: MegatronCore) -> RankAnswer:
+    """The bytes of one rank: peaks of one step, and its states."""
+    run = job.run
+    offload.ChunkOffloadHandler.tensor_push = _push
+    offload.print_offload_summary_table = lambda *_: None  # it asks all ranks for their bytes
+    store = FakeStore()  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", rank=job.rank, world_size=run.layout.gpus, store=store)
+    place = engine.join_groups(job)
+    meter = Meter()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        rig = engine.build(job, policy, place, torch.device("cpu"))
+        batches = _batches(run)
+        inputs = [tensor for batch in batches for tensor in (batch.ids, batch.labels)]
+        states = meter.states([*rig.states(), *inputs])
+        engine.measured(meter, rig.config)
+        with meter:
+            engine.run_step(rig, batches)
+    answer = RankAnswer(
+        kernels={**rig.kernels, "optimizer": "its bytes are computed, not allocated"},
+        activation_peak_bytes=meter.device_peak_bytes,
+        host_peak_bytes=meter.host_peak_bytes,
+        state_bytes=states + _optimizer_bytes(rig, run),
+    )
+    engine.leave_groups()
+    dist.destroy_process_group()
+    return answer
+
+
+def _batches(run: RunSpec) -> list[MicroBatch]:
+    rows = run.layout.micro_batch * run.seq_len // run.layout.cp
+    ids = torch.zeros(rows, dtype=torch.int64)
+    return [MicroBatch(ids, ids, 1.0) for _ in range(run.layout.num_micro_batches)]
+
+
+def _optimizer_bytes(rig: engine.Rig, run: RunSpec) -> int:
+    count = sum(p.numel() for chunk in rig.chunks for p in chunk.parameters())
+    shards = run.layout.state_shards if uses_distributed_optimizer(run) else 1
+    return count * MASTER_AND_MOMENTS[run.precision] // shards

@@ -1,0 +1,137 @@
+"""The layer spec: Megatron-core's own modules, with a norm and core attentions it has only with
+TransformerEngine.
+
+Where TransformerEngine is installed (GPUs), Megatron's TE spec is used unchanged.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+
+from rematbench.record import RunSpec
+from rematbench.torch.attention import attend, attend_backward
+from rematbench.torch.groups import Group
+
+HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
+
+
+class Norm:
+    """torch's LayerNorm or RMSNorm in the parameters' dtype; its gradients are summed over tensor
+    parallel ranks under sequence parallelism (Megatron's wrapper of them refuses that)."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        """The module."""
+        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        made = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        for parameter in made.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return made
+
+
+class SdpaAttention(MegatronModule):
+    """Causal core attention on torch's scaled_dot_product_attention."""
+
+    def __init__(self, config: Any, *_: Any, **__: Any) -> None:
+        super().__init__(config=config)
+        self.dropout = config.attention_dropout
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """seq x batch x heads x head_dim -> seq x batch x (heads head_dim)."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if k.shape[1] != q.shape[1]:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class GatheredAttention(MegatronModule):
+    """Core attention under context parallelism: keys and values of all ranks gathered, and again in
+    the backward.  A rank holds one slice from the head and one from the tail of each sequence."""
+
+    def __init__(self, config: Any, *_: Any, pg_collection: Any = None, **__: Any) -> None:
+        super().__init__(config=config)
+        handle = pg_collection.cp
+        self.group = Group(handle.size(), handle.rank(), handle)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """seq x batch x heads x head_dim -> seq x batch x (heads head_dim)."""
+        out = _Gathered.apply(query, key, value, self.group)  # type: ignore[no-untyped-call]
+        return out.flatten(2)
+
+
+def _order(cp: int) -> list[int]:
+    """Which of the gathered slices is at each position of the sequence."""
+    at = {position: 2 * r + i for r in range(cp) for i, position in enumerate((r, 2 * cp - 1 - r))}
+    return [at[position] for position in range(2 * cp)]
+
+
+def _whole(part: Tensor, group: Group) -> Tensor:
+    """Rows of all ranks in the order of positions: batch x heads x seq x head_dim."""
+    rows = part.contiguous()
+    full = rows.new_empty((group.size * rows.shape[0], *rows.shape[1:]))
+    torch.distributed.all_gather_into_tensor(full, rows, group=group.handle)
+    slices = full.view(2 * group.size, rows.shape[0] // 2, *rows.shape[1:])
+    return slices[_order(group.size)].flatten(0, 1).permute(1, 2, 0, 3)
+
+
+def _own(grad: Tensor, group: Group) -> Tensor:
+    """This rank's rows of a gradient of whole keys or values, summed over ranks."""
+    rows = grad.permute(2, 0, 1, 3)
+    slices = rows.reshape(2 * group.size, -1, *rows.shape[1:])
+    back = torch.empty_like(slices)
+    back[_order(group.size)] = slices
+    whole = back.flatten(0, 1).contiguous()
+    torch.distributed.all_reduce(whole, group=group.handle)
+    return whole.chunk(group.size)[group.rank].clone()
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: Group) -> Tensor:
+        slices = (group.rank, 2 * group.size - 1 - group.rank)
+        q = query.permute(1, 2, 0, 3)
+        out, lse = attend(q, _whole(key, group), _whole(value, group), slices)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.group, ctx.slices = group, slices
+        return out.permute(2, 0, 1, 3).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        query, key, value, out, lse = ctx.saved_tensors
+        grad = grads[0].permute(1, 2, 0, 3).contiguous()
+        k, v = _whole(key, ctx.group), _whole(value, ctx.group)
+        dq, dk, dv = attend_backward(grad, query.permute(1, 2, 0, 3), k, v, out, lse, ctx.slices)
+        dk, dv = _own(dk, ctx.group), _own(dv, ctx.group)
+        return dq.permute(2, 0, 1, 3).contiguous(), dk, dv, None
+
+
+def layer_spec(run: RunSpec) -> tuple[Any, str]:
+    """(the spec of a chunk's layers, what its core attention is)."""
+    if HAVE_TE:
+        return get_gpt_layer_with_transformer_engine_spec(), "TransformerEngine"
+    spec, attention = _local_spec(run)
+    count = run.model.num_layers // (run.layout.pp * run.layout.vpp)
+    return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=Norm), attention
+
+
+def _local_spec(run: RunSpec) -> tuple[Any, str]:
+    rms = run.model.norm == "rmsnorm"
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm" if rms else "LayerNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    attention = spec.submodules.self_attention.submodules
+    if run.layout.cp > 1:
+        attention.core_attention = GatheredAttention
+        return spec, "gathered keys and values, torch's flash operator"
+    if run.attention == "unfused":
+        return spec, "megatron-core DotProductAttention (materialised scores)"
+    attention.core_attention = SdpaAttention
+    return spec, "torch scaled_dot_product_attention"

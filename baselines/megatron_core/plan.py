@@ -1,0 +1,163 @@
+"""megatron_core: Megatron-core's own recomputation and activation offloading, as a plan.
+
+Claim: what NVIDIA ships: full, block or selective recomputation, or offloading of module inputs.
+Source: megatron-core 0.16.1 (`recompute_granularity`, `recompute_modules`, `offload_modules`);
+Korthikanti et al. 2022 (arXiv 2205.05198) for selective recomputation of core attention.
+Deviations: a dropped tensor is rebuilt before each reader, not once per module; offloading moves a
+module's whole saved input and reloads it one layer ahead.
+"""
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import ClassVar, Literal, TypeVar, get_args
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.plan import Group, Offload, Plan, Recompute, Rule, Select, Transfers, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.kept import kept_activations
+from rematbench.workload import PositiveInt
+
+T = TypeVar("T")
+RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
+OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
+
+DROPPED: dict[str, tuple[str, ...]] = {
+    "core_attn": ("attn_probs", "attn_probs_mask", "attn_probs_dropped", "lse"),
+    "layernorm": ("attn_norm_out", "mlp_norm_out"),
+    "mlp": ("gate_out", "up_out", "act_out", "fc2_in"),
+}
+MOVED: dict[str, tuple[str, ...]] = {
+    "attn_norm": ("layer_input",),
+    "qkv_linear": ("attn_norm_out",),
+    "core_attn": ("q", "k", "v"),
+    "attn_proj": ("attn_out",),
+    "mlp_norm": ("attn_residual",),
+}
+
+
+class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`recompute` with its `method` and `num_layers` (full) or `modules` (selective);
+    `offload_modules` of fine-grained activation offloading.
+
+    `bias_activation_fusion`: SwiGLU or GELU with its bias as one function that saves its input only
+    (Megatron's fused GELU is the tanh approximation).  `batch_p2p`, `overlap_p2p`: how pipeline
+    neighbours exchange.  `overlap_grad_reduce`: gradients are reduced bucket by bucket.
+    """
+
+    name: ClassVar[str] = "megatron_core"
+    recompute: Literal["none", "full", "selective"] = "none"
+    method: Literal["uniform", "block"] = "uniform"
+    num_layers: PositiveInt = 1
+    modules: tuple[RecomputeModule, ...] = ("core_attn",)
+    offload_modules: tuple[OffloadModule, ...] = ()
+    bias_activation_fusion: bool = False
+    batch_p2p: bool = False
+    overlap_p2p: bool = False
+    overlap_grad_reduce: bool = False
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """The fates that the settings mean for what this stack saves."""
+        plan = base
+        if self.recompute == "full":
+            plan = self._full(problem, plan)
+        elif self.recompute == "selective":
+            dropped = tuple(name for module in self.modules for name in DROPPED[module])
+            plan = _dropping(problem, plan, dropped)
+        if self.offload_modules:
+            plan = self._offloading(problem, plan)
+        return plan
+
+    @classmethod
+    def candidates(cls, problem: Problem) -> Iterator["MegatronCore"]:
+        """Every policy that Megatron-core's options can say for this problem, simplest first."""
+        yield cls()
+        lay = problem.layout
+        per_chunk = problem.workload.model.num_layers // (lay.pp * lay.vpp)
+        for count in range(1, per_chunk + 1):
+            yield cls(recompute="full", num_layers=count)
+            yield cls(recompute="full", method="block", num_layers=count)
+        sets = _subsets(get_args(RecomputeModule))
+        moves = _subsets(get_args(OffloadModule))
+        yield from (cls(recompute="selective", modules=modules) for modules in sets)
+        yield from (cls(offload_modules=modules) for modules in moves)
+
+    def flags(self, problem: Problem) -> str:
+        """The arguments of Megatron-LM's pretraining script: layout and policy."""
+        lay, work = problem.layout, problem.workload
+        words = [
+            f"--tensor-model-parallel-size {lay.tp}",
+            f"--pipeline-model-parallel-size {lay.pp}",
+            f"--context-parallel-size {lay.cp}",
+            f"--micro-batch-size {lay.micro_batch}",
+            f"--global-batch-size {lay.global_batch}",
+            f"--seq-length {work.seq_len}",
+        ]
+        if lay.vpp > 1:
+            per_chunk = work.model.num_layers // (lay.pp * lay.vpp)
+            words.append(f"--num-layers-per-virtual-pipeline-stage {per_chunk}")
+        words += ["--sequence-parallel"] * (lay.sp and lay.tp > 1)
+        words += ["--use-distributed-optimizer"] * (lay.zero_stage == 1)
+        words += ["--bf16"] * (work.precision == "bf16")
+        if self.recompute == "full":
+            words.append("--recompute-granularity full")
+            words.append(f"--recompute-method {self.method}")
+            words.append(f"--recompute-num-layers {self.num_layers}")
+        if self.recompute == "selective":
+            words.append("--recompute-granularity selective")
+            words.append(f"--recompute-modules {' '.join(self.modules)}")
+        if self.offload_modules:
+            words.append("--fine-grained-activation-offloading")
+            words.append(f"--offload-modules {' '.join(self.offload_modules)}")
+        return " ".join(words)
+
+    def _full(self, problem: Problem, base: Plan) -> Plan:
+        inner = tuple(sorted(kept_activations(problem, base) - {"layer_input"}))
+        chunks = [layers for rank in base.partition for layers in rank]
+        if self.method == "block":
+            first = tuple(i for chunk in chunks for i in chunk[: self.num_layers])
+            return base.with_rules(_whole(inner, first))
+        if self.num_layers == 1:
+            return base.with_rules(_whole(inner, None))
+        rules: list[Rule] = []
+        for chunk in chunks:
+            for start in range(0, len(chunk), self.num_layers):
+                group = chunk[start : start + self.num_layers]
+                rules += _grouped(inner, group)
+        return base.with_rules(*rules)
+
+    def _offloading(self, problem: Problem, base: Plan) -> Plan:
+        kept = kept_activations(problem, base)
+        names = tuple(n for m in self.offload_modules for n in MOVED[m] if n in kept)
+        if not names:
+            return base.noting(megatron_core="no-op: nothing of these modules is kept")
+        select = Select(parts=("layer",), activations=names, kept=True)
+        moves = Transfers(granularity="layer")
+        return replace(base.with_rules(Rule(select, Offload())), transfers=moves)
+
+
+def _subsets(names: tuple[T, ...]) -> list[tuple[T, ...]]:
+    return [pick for size in range(1, len(names) + 1) for pick in combinations(names, size)]
+
+
+def _dropping(problem: Problem, base: Plan, names: tuple[str, ...]) -> Plan:
+    dropped = tuple(sorted(set(names) & kept_activations(problem, base)))
+    if not dropped:
+        return base.noting(megatron_core="no-op: this stack saves nothing inside these modules")
+    select = Select(parts=("layer",), activations=dropped, kept=True)
+    return base.with_rules(Rule(select, Recompute(scope="consumer")))
+
+
+def _whole(names: tuple[str, ...], layers: tuple[int, ...] | None) -> Rule:
+    select = Select(parts=("layer",), layers=layers, activations=names, kept=True)
+    return Rule(select, Recompute(scope="layer", whole=True))
+
+
+def _grouped(names: tuple[str, ...], group: tuple[int, ...]) -> list[Rule]:
+    if len(group) == 1:
+        return [_whole(names, group)]
+    fate = Recompute(scope=Group(group[0], group[-1]), whole=True)
+    inside = Select(parts=("layer",), layers=group, activations=names, kept=True)
+    inputs = Select(parts=("layer",), layers=group[1:], activations=("layer_input",), kept=True)
+    return [Rule(inside, fate), Rule(inputs, fate)]

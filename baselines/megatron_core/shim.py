@@ -1,0 +1,202 @@
+"""What a machine without CUDA lacks for Megatron-core, part by part; a record names the parts.
+
+A run with any of these is "megatron-core + CPU shim", never stock Megatron-core.  No part changes
+arithmetic: they redirect devices, generators, streams and type names, and undo lookups of names
+that only TransformerEngine defines.
+
+| part | what it redirects |
+|---|---|
+| dev | device="cuda", .cuda(), torch.cuda.current_device, pin_memory |
+| rng | torch.cuda's and Megatron's random state -> the CPU generator (traced: no state at all) |
+| stream | streams, events and ranges -> synchronous no-ops |
+| type | Tensor.type() of CPU tensors -> the CUDA type strings that the optimizer compares with |
+| compile | torch.compile -> eager, so that nothing is compiled |
+| dropout | F.dropout -> native_dropout, which keeps a byte mask as CUDA's kernel does |
+| settle | collectives return when gloo's threads have let go of their tensors, so bytes are exact |
+| te | names that only TransformerEngine defines, used without asking for it |
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from rematbench.torch.groups import settled
+
+CPU = torch.device("cpu")
+
+
+@cache
+def causal_mask(size: int) -> torch.Tensor:
+    """Megatron-core's default causal mask, on a CPU; like it kept, so cleared for every job."""
+    return torch.triu(torch.ones(size, size), diagonal=1).bool()
+
+
+def _is_cuda(device: object) -> bool:
+    return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
+
+
+class CpuDevice(TorchFunctionMode):  # type: ignore[no-untyped-call]
+    """Factories asked for CUDA or pinned memory make plain CPU tensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the function with its device and pinning replaced."""
+        given = dict(kwargs or {})
+        if _is_cuda(given.get("device")):
+            given["device"] = CPU
+        if given.get("pin_memory"):
+            given["pin_memory"] = False
+        if func is torch.Tensor.to:
+            args = tuple(CPU if _is_cuda(a) else a for a in args)
+        return func(*args, **given)
+
+
+def _dev() -> None:
+    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
+    torch.cuda.is_available = lambda: False
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
+    softmax = importlib.import_module("megatron.core.fusions.fused_softmax")
+    softmax.get_default_causal_mask = causal_mask
+    CpuDevice().__enter__()
+
+
+def _rng(real: bool) -> None:
+    tp_random = importlib.import_module("megatron.core.tensor_parallel.random")
+    get: Callable[..., Any] = lambda *_, **__: torch.get_rng_state()  # noqa: E731
+    put: Callable[..., Any] = lambda state, *_, **__: torch.set_rng_state(state)  # noqa: E731
+    if not real:  # fake tensors draw nothing, so there is no state to keep
+        get, put = (lambda *_, **__: None), (lambda *_, **__: None)
+        tp_random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
+        tp_random.CudaRNGStatesTracker.add = lambda *_, **__: None
+        torch.get_rng_state = get
+        torch.set_rng_state = put
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get
+    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = put
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    tp_random._get_cuda_rng_state = get
+    tp_random._set_cuda_rng_state = put
+
+
+class _Stream:
+    """A stream on which everything has happened already; an event, too."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.cuda_stream = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        names = ("wait_stream", "wait_event", "record", "wait", "synchronize", "record_event")
+        if name not in names:
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+def _stream() -> None:
+    cuda: Any = torch.cuda
+    cuda.Stream = cuda.Event = _Stream
+    cuda.stream = lambda *_: contextlib.nullcontext()
+    cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
+    cuda.synchronize = lambda *_: None
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign,assignment]
+
+
+_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.float16: "torch.cuda.HalfTensor",
+}
+
+
+def _type() -> None:
+    plain = torch.Tensor.type
+
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and self.dtype in _NAMES:
+            return _NAMES[self.dtype]
+        return plain(self, *args, **kwargs)
+
+    torch.Tensor.type = named  # type: ignore[method-assign,assignment]
+
+
+def _compile() -> None:
+    torch.compile = lambda model=None, **_: model if model is not None else (lambda f: f)  # type: ignore[assignment]
+
+
+def _dropout() -> None:
+    def dropout(
+        x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Any:
+        if not training or p == 0.0:
+            return x
+        return torch.native_dropout(x, p, True)[0]
+
+    F.dropout = torch.nn.functional.dropout = dropout  # type: ignore[assignment]
+
+
+class _NoFp8:
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
+def _te() -> None:
+    """Megatron-core 0.16 tests HAVE_TE in some places and not in others."""
+    attention = importlib.import_module("megatron.core.transformer.attention")
+    if attention.set_save_original_input is None:
+        attention.set_save_original_input = lambda module: None
+    extension = importlib.import_module("megatron.core.extensions.transformer_engine")
+    if getattr(extension, "cpu_offload", None) is None:  # fine-grained offloading sets a flag of it
+        extension.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
+    tp_random = importlib.import_module("megatron.core.tensor_parallel.random")
+    if not hasattr(tp_random, "FP8GlobalStateManager"):  # asked with fp8 off, too
+        tp_random.FP8GlobalStateManager = _NoFp8
+        tp_random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
+        tp_random.fp8_autocast = lambda **_: contextlib.nullcontext()
+
+
+class _Done:
+    def wait(self, *_: Any) -> bool:
+        return True
+
+
+def _settle() -> None:
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
+        setattr(dist, name, _at_once(getattr(dist, name)))
+
+
+def _at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*tensors: torch.Tensor, async_op: bool = False, **options: Any) -> Any:
+        if dist.get_backend(options.get("group")) == "fake":
+            return plain(*tensors, async_op=async_op, **options)
+        settled(partial(plain, **options), *tensors)
+        return _Done() if async_op else None
+
+    return call
+
+
+@cache
+def preload() -> None:
+    """The parts that have to come before Megatron-core, and Megatron-core."""
+    _compile()
+    _settle()
+    importlib.import_module("megatron.core.models.gpt")
+
+
+def install(*, real: bool) -> tuple[str, ...]:
+    """Put every part in place."""
+    preload()
+    _dev()
+    _rng(real)
+    _stream()
+    _type()
+    _dropout()
+    _te()
+    return ("dev", "rng", "stream", "type", "compile", "dropout", "settle", "te")

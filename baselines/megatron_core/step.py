@@ -1,0 +1,266 @@
+"""Build one rank's model and run steps of it through Megatron-core's own schedules."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    GPUTensorPool,
+    PipelineOffloadManager,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from baselines.common.meter import Meter
+from baselines.common.weights import Piece, model_specs
+from baselines.megatron_core import names, shim
+from baselines.megatron_core.config import (
+    ddp_config,
+    optimizer_config,
+    transformer_config,
+    uses_distributed_optimizer,
+)
+from baselines.megatron_core.layers import layer_spec
+from baselines.megatron_core.plan import MegatronCore
+from rematbench.baselines import Job
+from rematbench.torch.batch import MicroBatch, make_batch, micro_batches, positions
+from rematbench.torch.groups import Coordinates
+from rematbench.torch.kernels import IGNORED
+from rematbench.workload import Workload
+
+ALLOCATE = GPUTensorPool.allocate
+VOCAB_MULTIPLE = 1
+"""Rows are not padded beyond a multiple of tp, as in the project's own executor."""
+
+
+def join_groups(job: Job) -> Coordinates:
+    """Megatron-core's process groups for a layout; this rank's place in them."""
+    lay = job.run.layout
+    PipelineOffloadManager.reset_instance()
+    shim.causal_mask.cache_clear()
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=lay.tp,
+        pipeline_model_parallel_size=lay.pp,
+        virtual_pipeline_model_parallel_size=lay.vpp if lay.vpp > 1 else None,
+        context_parallel_size=lay.cp,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(job.seed + 1, force_reset_rng=True)
+    return Coordinates(
+        tp=mpu.get_tensor_model_parallel_rank(),
+        cp=mpu.get_context_parallel_rank(),
+        dp=mpu.get_data_parallel_rank(),
+        pp=mpu.get_pipeline_model_parallel_rank(),
+    )
+
+
+def leave_groups() -> None:
+    """Forget the process groups of the last job."""
+    mpu.destroy_model_parallel()
+
+
+@dataclass(kw_only=True)
+class Rig:
+    """One rank's chunks, wrapped, with their optimizer."""
+
+    job: Job
+    place: Coordinates
+    chunks: list[Any]
+    config: Any
+    optimizer: Any
+    device: torch.device
+    kernels: dict[str, str]
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding over all tensor-parallel ranks."""
+        unit = VOCAB_MULTIPLE * self.job.run.layout.tp
+        return -(-self.job.run.model.vocab // unit) * unit
+
+    @property
+    def tp(self) -> tuple[int, int]:
+        """(tensor-parallel rank, degree)."""
+        return self.place.tp, self.job.run.layout.tp
+
+    def states(self) -> Iterator[torch.Tensor]:
+        """Parameters, gradient buffers and optimizer state."""
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+            yield from chunk.module.buffers()
+            for buffer in chunk.buffers:  # of gradients: this name hides torch's
+                yield from (t for t in (buffer.grad_data, buffer.param_data) if t is not None)
+        if self.optimizer is not None:
+            for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+                for state in inner.optimizer.state.values():
+                    yield from (t for t in state.values() if isinstance(t, torch.Tensor))
+                for group in inner.optimizer.param_groups:
+                    yield from group["params"]
+
+    def fill(self) -> None:
+        """Weights from the job's seed, and the optimizer's own copies of them."""
+        specs = model_specs(self.job.run.model, self.padded_vocab)
+        for chunk in self.chunks:
+            names.fill(chunk.module, self.job.run.model, specs, self.job.seed, self.tp)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
+    def gradient_pieces(self) -> list[Piece]:
+        """This rank's parts of the summed gradients, none that another rank gives too."""
+        if uses_distributed_optimizer(self.job.run):
+            for chunk in self.chunks:
+                _gather_gradients(chunk)
+        if self.place.dp or self.place.cp:
+            return []
+        model = self.job.run.model
+        specs = model_specs(model, self.padded_vocab)
+        last = self.job.run.layout.pp - 1
+        found = []
+        for chunk in self.chunks:
+            for piece in names.gradient_pieces(chunk.module, model, specs, self.tp):
+                twice = piece.name == "embedding.weight" and 0 < self.place.pp == last
+                if not twice:
+                    found.append(piece)
+        return found
+
+
+def _gather_gradients(chunk: Any) -> None:
+    """Put the shards of a reduced-scattered gradient buffer together on every rank."""
+    for buffer in chunk.buffers:
+        for bucket in buffer.buckets:
+            group = buffer.data_parallel_group
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+
+
+def build(job: Job, policy: MegatronCore, place: Coordinates, device: torch.device) -> Rig:
+    """The rank's chunks; weights are not written yet."""
+    run = job.run
+    config = transformer_config(run, policy)
+    spec, attention = layer_spec(run)
+    unit = VOCAB_MULTIPLE * run.layout.tp
+    chunks = []
+    for index in range(run.layout.vpp):
+        stage = index if run.layout.vpp > 1 else None
+        first = mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        last = mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        rope = run.model.position == "rope"
+        module = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=-(-run.model.vocab // unit) * unit,
+            max_sequence_length=max(run.seq_len, run.model.max_positions),
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=run.model.tied_embeddings,
+            position_embedding_type="rope" if rope else "learned_absolute",
+            vp_stage=stage,
+        )
+        if first and not rope:  # torch's embedding, which Megatron-LM casts with the whole module
+            embedding = module.embedding.position_embeddings
+            embedding.weight = torch.nn.Parameter(embedding.weight.detach().to(config.params_dtype))
+        if device.type != "cpu":
+            module.to(device)
+        # Past the first chunk Megatron-LM too reduces in one bucket.
+        wrap = ddp_config(run, policy)
+        chunks.append(DistributedDataParallel(config, wrap, module, disable_bucketing=index > 0))
+    if policy.overlap_grad_reduce:
+        config.no_sync_func = [c.no_sync for c in chunks]
+        config.grad_sync_func = [c.start_grad_sync for c in chunks]
+        if len(chunks) == 1:
+            config.no_sync_func = config.no_sync_func[0]
+            config.grad_sync_func = config.grad_sync_func[0]
+    optimizer = None
+    if run.world == "executed":
+        optimizer = get_megatron_optimizer(
+            optimizer_config(run), chunks, use_gloo_process_groups=False
+        )
+    kernels = {
+        "core_attention": attention,
+        "spec": "te" if attention == "TransformerEngine" else "local",
+    }
+    return Rig(
+        job=job, place=place, chunks=chunks, config=config, optimizer=optimizer, device=device,
+        kernels=kernels,
+    )  # fmt: skip
+
+
+def _sum(losses: torch.Tensor, labels: torch.Tensor) -> Any:
+    """What Megatron-core's schedules take back from a loss function."""
+    counted = labels.reshape(losses.shape) != IGNORED
+    total = (losses * counted).sum()
+    return total, counted.sum().int(), {"loss": total.detach().clone()}
+
+
+def _forward_step(rig: Rig) -> Any:
+    lay, seq_len = rig.job.run.layout, rig.job.run.seq_len
+    where = positions(lay, rig.place, seq_len).to(rig.device)
+
+    def forward_step(iterator: Iterator[MicroBatch], model: Any) -> Any:
+        batch = next(iterator)
+        rows = (lay.micro_batch, -1)
+        labels = batch.labels.view(rows)
+        ids = where.expand(lay.micro_batch, -1)
+        losses = model(batch.ids.view(rows), ids, None, labels=labels.clamp(min=0))
+        return losses, lambda out: _sum(out, labels)
+
+    return forward_step
+
+
+def run_step(rig: Rig, batches: list[MicroBatch]) -> list[Any]:
+    """Forwards and backwards of one step; what the loss function returned on the last stage."""
+    for chunk in rig.chunks:
+        chunk.zero_grad_buffer()
+    if rig.optimizer is not None:
+        rig.optimizer.zero_grad()  # else .grad, which it set to main_grad, is added to itself
+    schedule = get_forward_backward_func()
+    iterators = [iter(batches) for _ in rig.chunks]
+    single = len(rig.chunks) == 1
+    answer: list[Any] = schedule(
+        forward_step_func=_forward_step(rig),
+        data_iterator=iterators[0] if single else iterators,
+        model=rig.chunks[0] if single else rig.chunks,
+        num_microbatches=len(batches),
+        seq_length=rig.job.run.seq_len,
+        micro_batch_size=rig.job.run.layout.micro_batch,
+        forward_only=False,
+    )
+    return answer
+
+
+def step_batches(rig: Rig, step: int) -> tuple[list[MicroBatch], int]:
+    """This rank's micro-batches and how many labels of the whole step count."""
+    run, job = rig.job.run, rig.job
+    work = Workload(model=run.model, seq_len=run.seq_len, precision=run.precision)
+    batch = make_batch(work, run.layout.global_batch, job.seed, step, job.ignored)
+    return micro_batches(batch, run.layout, rig.place, rig.device), batch.counted
+
+
+def measured(meter: Meter, config: Any) -> None:
+    """Count what fine-grained offloading puts into its pool as host memory, and leave the reduction
+    of gradients after the last backward out of the peak (gloo's copies of whole buffers)."""
+    GPUTensorPool.allocate = meter.host(ALLOCATE)
+    plain = config.finalize_model_grads_func
+
+    def finalize(*arguments: Any, **options: Any) -> None:
+        peak = meter.device_peak_bytes
+        plain(*arguments, **options)
+        meter.device_peak_bytes = peak
+
+    if plain is not None:
+        config.finalize_model_grads_func = finalize
+
+
+def seconds() -> float:
+    """Now, with the device idle."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

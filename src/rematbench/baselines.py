@@ -1,0 +1,119 @@
+"""Baselines: real training packages, run in processes of their own and never imported here.
+
+A baseline is a directory of `baselines/` with `plan.py` (its policy as our Plan: a Struct like a
+method's, named after the directory) and `run.py` (what its process does).  Jobs go in as JSON,
+records come out as JSON.
+"""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.configfile import closest
+from rematbench.discover import Composition, MethodEntry, MethodError, Value, build, load_file
+from rematbench.paths import data_dir
+from rematbench.problem import Problem
+from rematbench.record import Record, RunSpec, run_spec
+from rematbench.workload import NonNegativeInt, PositiveInt
+
+STARTUP_S = 120.0
+
+
+class BaselineError(ValueError):
+    """A baseline cannot be found or its process gave no record; the message is one line."""
+
+
+class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run asked of a baseline's process.
+
+    `rank` is the rank whose bytes a traced run follows; `gradients` also writes the first step's
+    whole gradients beside the record; `ignored` is the share of labels that do not count;
+    `timeout_s` is for one job, of all its ranks.
+    """
+
+    run: RunSpec
+    steps: PositiveInt = 2
+    warmup: NonNegativeInt = 0
+    seed: NonNegativeInt = 7
+    ignored: float = 0.0
+    device: Literal["cpu", "cuda"] = "cpu"
+    rank: NonNegativeInt = 0
+    gradients: bool = False
+    timeout_s: float = 120.0
+
+
+@cache
+def baselines() -> dict[str, MethodEntry]:
+    """Every baseline's policy by name."""
+    found: dict[str, MethodEntry] = {}
+    broken: dict[str, str] = {}
+    for path in sorted(data_dir("baselines").glob("*/plan.py")):
+        load_file(path, found, broken)
+    if broken:
+        path_name, reason = next(iter(broken.items()))
+        raise BaselineError(f"{path_name}: {reason}")
+    return found
+
+
+def policy(name: str, settings: Mapping[str, Value] | None = None) -> Composition:
+    """A baseline's policy with its settings, as a method that can be planned and predicted."""
+    known = baselines()
+    if name not in known:
+        hint = closest(name, known)
+        raise BaselineError(f"unknown baseline {name!r}{hint} (known: {', '.join(known)})")
+    fields = list(known[name].parameters)
+    for key in settings or {}:
+        if key not in fields:
+            listing = f" (allowed: {', '.join(fields)})"
+            raise MethodError(f"{name} has no setting {key!r}{closest(key, fields)}{listing}")
+    return Composition((build(known[name], settings or {}),))
+
+
+def job(
+    problem: Problem,
+    method: Composition,
+    world: Literal["executed", "traced"] = "executed",
+    **options: int | float | bool | str,
+) -> Job:
+    """The job of a problem under a policy."""
+    run = run_spec(problem, method, world)
+    return msgspec.convert({"run": run, **options}, Job)
+
+
+def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list[Record]:
+    """Run jobs in the baseline's own process; every job gets a record, whatever happened.
+
+    `folder` keeps the records (`<number>.json`) and the gradients that were asked for.
+    """
+    with tempfile.TemporaryDirectory(prefix="rematbench-") as temporary:
+        place = folder or Path(temporary)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "jobs.json").write_bytes(msgspec.json.encode(list(jobs)))
+        entry = data_dir("baselines") / "run.py"
+        command = [sys.executable, str(entry), name, str(place / "jobs.json"), str(place)]
+        limit = STARTUP_S + sum(item.timeout_s for item in jobs)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=limit, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise BaselineError(f"{name}: no answer within {limit:g} s") from error
+        records = []
+        for number in range(len(jobs)):
+            path = place / f"{number}.json"
+            if not path.exists():
+                raise BaselineError(f"{name}: {_last_line(done.stderr, done.returncode)}")
+            records.append(msgspec.json.decode(path.read_bytes(), type=Record))
+    return records
+
+
+def _last_line(text: str, code: int) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return f"its process ended with exit code {code}: {lines[-1] if lines else 'no message'}"

@@ -1,0 +1,229 @@
+"""The commands about baselines: flags, and `baseline` list, run, trace, predict."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+from rich.text import Text
+from typer import Argument, Option
+
+from rematbench.baseline_points import COLUMNS, load_points, rows, trace_points
+from rematbench.baselines import BaselineError, Job, baselines, job, policy, run_jobs
+from rematbench.cli_run import Request, RunOptions, request, settings_of, takes_run
+from rematbench.cli_text import CommandError, console, gib, grid, left, plain
+from rematbench.flags import flags_of
+from rematbench.plan import Unsupported
+from rematbench.record import Record, make_record, write_record
+from rematbench.suite import run_method
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+PLACEHOLDER = "keep_all"
+"""A method of no settings: a baseline's policy takes its place once the problem is there."""
+
+
+@app.command("list")
+def list_baselines() -> None:
+    """List the baselines: what each claims, its settings and its file.
+
+    \b
+    Example:
+      rematbench baseline list
+    """
+    table = left(grid("baseline", "claim", "settings"), 1, 2)
+    for entry in baselines().values():
+        settings = ", ".join(f"{key}={value}" for key, value in entry.parameters.items())
+        table.add_row(entry.name, plain(entry.claim.partition(": ")[2]), plain(settings))
+    console().print(table)
+
+
+def asked(options: RunOptions) -> Request:
+    """The problem of the options, with the baseline's policy as its method."""
+    method = policy(options.method, settings_of(options.settings))
+    plain_options = RunOptions(
+        **{**vars(options), "method": PLACEHOLDER, "settings": None},
+    )
+    return msgspec.structs.replace(request(plain_options), method=method)
+
+
+@app.command("predict")
+@takes_run
+def predict_baseline(
+    run: RunOptions,
+    out: Annotated[
+        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
+    ] = None,
+) -> None:
+    """Predict a baseline's policy with the simulator: labelled simulated, never measured.
+
+    METHOD is a baseline (see `rematbench baseline list`).
+
+    \b
+    Example:
+      rematbench baseline predict megatron_core --model gpt-22b --cluster a100-80gb-selene
+        --gpus 8 --seq-len 2048 --global-batch 4 --micro-batch 4 --tp 8 --set recompute=selective
+    """
+    made = asked(run)
+    outcome = run_method(made.problem, made.method)
+    record = make_record(made.problem, made.method, outcome)
+    if out is not None:
+        write_record(record, out)
+    typer.echo(f"{run.method} policy (simulated): {record.status} {record.reason}".rstrip())
+    for rank, nbytes in enumerate(
+        outcome.evaluation.peak_device_bytes if outcome.evaluation else ()
+    ):
+        typer.echo(f"  stage {rank}: peak {gib(nbytes)} GiB")
+
+
+@app.command("run")
+@takes_run
+def run_baseline(
+    run: RunOptions,
+    steps: Annotated[int, Option(min=1, help="Measured steps.")] = 2,
+    warmup: Annotated[int, Option(min=0, help="Steps before them, kept apart.")] = 0,
+    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to run.")] = "cpu",
+    out: Annotated[
+        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
+    ] = None,
+) -> None:
+    """Execute a baseline: the real package in processes of its own (gloo on a CPU, NCCL on GPUs).
+
+    \b
+    Example:
+      rematbench baseline run megatron_core --model tiny-llama --cluster this-machine --gpus 2
+        --seq-len 128 --global-batch 4 --tp 2 --precision fp32 --set recompute=full
+    """
+    if device not in ("cpu", "cuda"):
+        raise CommandError(f"--device {device}: expected cpu or cuda")
+    made = asked(run)
+    _finish(run.method, [_job(made, "executed", steps=steps, warmup=warmup, device=device)], out)
+
+
+@app.command("trace")
+@takes_run
+def trace_baseline(
+    run: RunOptions,
+    rank: Annotated[int, Option(min=0, help="The global rank to follow.")] = 0,
+    out: Annotated[
+        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
+    ] = None,
+) -> None:
+    """Trace one rank of a baseline on fake tensors, at any scale, without hardware.
+
+    \b
+    Example:
+      rematbench baseline trace megatron_core --model gpt-22b --cluster a100-80gb-selene --gpus 8
+        --seq-len 2048 --global-batch 4 --micro-batch 4 --tp 8 --attention unfused
+        --set recompute=selective
+    """
+    made = asked(run)
+    if rank >= made.problem.layout.gpus:
+        raise CommandError(
+            f"--rank {rank}: the layout has ranks 0 to {made.problem.layout.gpus - 1}"
+        )
+    _finish(run.method, [_job(made, "traced", rank=rank)], out)
+
+
+@app.command("points")
+def trace_shipped_points(
+    folder: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Records go here.")],
+    names: Annotated[list[str] | None, Argument(metavar="[NAME..]", help="Only these.")] = None,
+    table: Annotated[bool, Option("--table", help="Only the table of what is there.")] = False,
+) -> None:
+    """Trace config/baseline_points.yaml, and stand it beside predicted and published bytes.
+
+    \b
+    Example:
+      rematbench baseline points k22b-none -o traced/
+      rematbench baseline points --table -o results/measured/traced/megatron_core
+    """
+    points = load_points()
+    known = [point.name for point in points]
+    for name in names or ():
+        if name not in known:
+            raise CommandError(f"unknown point {name!r} (known: {', '.join(known)})")
+    chosen = tuple(point for point in points if not names or point.name in names)
+    if not table:
+        trace_points(chosen, folder)
+    shown = grid(*COLUMNS[:-1])
+    for row in rows(chosen, folder):
+        shown.add_row(*(_cell(row[column]) for column in COLUMNS[:-1]))
+    console().print(shown)
+
+
+def _cell(value: object) -> Text:
+    return plain(gib(value) if isinstance(value, int) else str(value))
+
+
+def _job(
+    made: Request, world: Literal["executed", "traced"], **options: int | float | bool | str
+) -> Job:
+    return job(made.problem, made.method, world, timeout_s=600.0, **options)
+
+
+def _finish(name: str, jobs: list[Job], out: Path | None) -> None:
+    (record,) = run_jobs(name, jobs)
+    if out is not None:
+        write_record(record, out)
+    _show(record)
+    if record.status == "failed":
+        raise typer.Exit(1)
+
+
+def _show(record: Record) -> None:
+    seen = record.observed
+    if seen is None:
+        typer.echo(f"{record.status.upper()}: {record.reason}")
+        return
+    typer.echo(f"{seen.label} ({record.world}; {_versions(seen.stack)}; {seen.backend})")
+    for name, kernel in seen.kernels.items():
+        typer.echo(f"  {name}: {kernel}")
+    if seen.shim:
+        typer.echo(f"  shim: {', '.join(seen.shim)}")
+    for step, loss in enumerate(seen.losses):
+        typer.echo(f"  step {step}: loss {loss:.6f}, gradient norm {seen.gradient_norm[step]:.6f}")
+    ranks = seen.traced_ranks or tuple(range(len(seen.activation_peak_bytes)))
+    for index, rank in enumerate(ranks):
+        live, host = seen.activation_peak_bytes[index], seen.host_peak_bytes[index]
+        words = f"activations {gib(live)} GiB, host {gib(host)} GiB"
+        typer.echo(f"  rank {rank}: {words}, states {gib(seen.state_bytes[index])} GiB")
+
+
+def _versions(stack: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in stack.items())
+
+
+@takes_run
+def flags(
+    run: RunOptions,
+    baseline: Annotated[str, Option(metavar="B", help="Whose flags.")] = "megatron_core",
+    json: Annotated[bool, Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """Print a baseline's options equal to a method's plan, or name what is missing there.
+
+    megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON.  Exit
+    code 0 if equal, 1 if something is missing.
+
+    \b
+    Example:
+      rematbench flags full_recompute --set num_layers=2 --model llama-7b --cluster a800-80gb
+        --gpus 8 --seq-len 8192 --global-batch 16 --tp 2 --pp 4
+      rematbench flags full_recompute --baseline deepspeed --system deepspeed --model llama2-7b
+        --cluster a800-80gb --gpus 8 --seq-len 4096 --global-batch 8 --zero 3
+    """
+    if baseline not in baselines():
+        raise BaselineError(f"--baseline {baseline}: one of {', '.join(baselines())}")
+    made = request(run)
+    plan = made.method.plan(made.problem, made.base)
+    if isinstance(plan, Unsupported):
+        raise CommandError(f"unsupported: {plan.reason}")
+    answer = flags_of(made.problem, plan, baseline)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+    elif answer.missing:
+        typer.echo(f"{baseline} has no options equal to {run.method}; missing there:")
+        for line in answer.missing:
+            typer.echo(f"  {line}")
+    else:
+        typer.echo(answer.flags)
+    raise typer.Exit(1 if answer.missing else 0)

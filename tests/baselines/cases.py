@@ -1,0 +1,140 @@
+"""One tiny model on many layouts: a single run of the project's executor is the reference for all.
+
+Layouts differ in degrees only: the same weights from one seed and the same global batch.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from rematbench.baselines import Job, job, policy, run_jobs
+from rematbench.problem import Problem
+from rematbench.record import Record
+from rematbench.torch.case import Case, Result
+from rematbench.torch.launch import execute_cases
+from rematbench.torch.parameters import AdamW
+from rematbench.workload import Model, Precision
+from tests.problems import problem
+from tests.torch.cases import TINY as TWO_LAYERS
+from tests.torch.cases import TINY_GPT as TWO_LAYERS_GPT
+
+TINY = replace(TWO_LAYERS, num_layers=4)
+GPT = replace(TWO_LAYERS_GPT, num_layers=4)
+SEQ = 32
+STEPS = 2
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"micro_batch": 2},
+    "tp2": {"tp": 2},
+    "tp2-no-sp": {"tp": 2, "sp": False},
+    "cp2": {"cp": 2},
+    "pp2": {"pp": 2},
+    "pp2-vpp2": {"pp": 2, "vpp": 2},
+    "dp2-zero0": {"dp": 2, "zero_stage": 0},
+    "dp2": {"dp": 2},
+    "dp2-zero2": {"dp": 2, "zero_stage": 2},
+    "dp2-zero3": {"dp": 2, "zero_stage": 3},
+    "ulysses2": {"dp": 2, "ulysses": 2, "zero_stage": 1},
+    "ulysses2-zero3": {"dp": 2, "ulysses": 2, "zero_stage": 3},
+    "tp2-pp2": {"tp": 2, "pp": 2},
+    "tp2-cp2": {"tp": 2, "cp": 2},
+    "pp4": {"pp": 4},
+    "tp2-dp2": {"tp": 2, "dp": 2},
+}
+
+
+class Asked(NamedTuple):
+    """A job of a baseline in a few words."""
+
+    layout: str = "one"
+    settings: Mapping[str, Any] = MappingProxyType({})
+    model: Model = TINY
+    precision: Precision = "fp32"
+    ignored: float = 0.0
+
+    def __str__(self) -> str:
+        words = [self.layout, *(f"{k}={v}" for k, v in self.settings.items())]
+        words += [self.model.name] * (self.model is not TINY) + [self.precision] * (
+            self.precision != "fp32"
+        )
+        return " ".join(words)
+
+
+def asked_problem(asked: Asked, **changes: Any) -> Problem:
+    """The problem of a layout: global batch 4, whatever the degrees."""
+    made = problem(
+        model=asked.model,
+        seq_len=SEQ,
+        system="deepspeed" if "ulysses" in asked.layout else "rematbench",
+        **{"global_batch": 4, **LAYOUTS[asked.layout], **changes},
+    )
+    work = replace(made.workload, precision=asked.precision)
+    return Problem(work, made.cluster, made.system, made.layout, made.calibration, made.attention)
+
+
+def asked_job(baseline: str, asked: Asked, **options: Any) -> Job:
+    """The job; every one writes its gradients."""
+    method = policy(baseline, asked.settings)
+    options = {"gradients": True, "ignored": asked.ignored, "timeout_s": 60.0, **options}
+    return job(asked_problem(asked), method, steps=STEPS, **options)
+
+
+class Ran(NamedTuple):
+    """A record and the first step's gradients."""
+
+    record: Record
+    gradients: dict[str, torch.Tensor]
+
+
+def run_all(baseline: str, asked: list[Asked], folder: Path) -> list[Ran]:
+    """All in one launch of the baseline's process."""
+    records = run_jobs(baseline, [asked_job(baseline, item) for item in asked], folder)
+    found = []
+    for number, record in enumerate(records):
+        path = folder / f"{number}.gradients.pt"
+        found.append(Ran(record, torch.load(path) if path.exists() else {}))
+    return found
+
+
+@cache
+def reference(model: str, precision: Precision, ignored: float) -> Result:
+    """The project's own executor on one process."""
+    kind = TINY if model == TINY.name else GPT
+    made = asked_problem(Asked("one", {}, kind, precision))
+    case = Case(
+        name="reference",
+        problem=made,
+        plan=made.base_plan,
+        steps=STEPS,
+        ignored=ignored,
+        gradients=True,
+        measure=False,
+        optimizer=AdamW(weight_decay=0.0),
+    )
+    (result,) = execute_cases([case])
+    assert result.status == "ok", result.reason
+    return result
+
+
+def assert_equal(asked: Asked, ran: Ran, tolerance: float) -> None:
+    """Losses and whole gradient norms of both steps, and every parameter's first gradient."""
+    assert ran.record.status == "ok", ran.record.reason
+    seen = ran.record.observed
+    assert seen is not None
+    want = reference(asked.model.name, asked.precision, asked.ignored)
+    assert seen.losses == pytest.approx(want.losses, rel=tolerance)
+    norms = [sum(v * v for v in step.values()) ** 0.5 for step in want.gradient_norms]
+    # Adam's first step is about the gradient's sign: rounding in the first moves the second more.
+    assert seen.gradient_norm[0] == pytest.approx(norms[0], rel=tolerance)
+    assert seen.gradient_norm[1] == pytest.approx(norms[1], rel=10 * tolerance)
+    assert ran.gradients.keys() == want.gradients[0].keys()
+    for name, gradient in ran.gradients.items():
+        expected = want.gradients[0][name].double()
+        # one rounding scale for all: a bias of keys has no gradient but rounding
+        limit = 10 * tolerance * max(float(expected.norm()), 1e-2 * norms[0])
+        assert float((gradient - expected).norm()) <= limit, name

@@ -1,0 +1,112 @@
+"""What the harness promises of every directory of baselines/, before it has tests of its own."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rematbench.baselines import baselines, policy
+from rematbench.check import check
+from rematbench.evaluate import evaluate
+from rematbench.flags import flags_of
+from rematbench.lower import lower
+from rematbench.paths import data_dir
+from rematbench.plan import Unsupported
+from rematbench.problem import Problem
+from rematbench.record import run_spec
+from tests.problems import GPT, problem
+
+NAMES = sorted(path.parent.name for path in data_dir("baselines").glob("*/plan.py"))
+PROBLEMS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "unfused": {"model": GPT, "attention": "unfused", "global_batch": 2},
+    "dp": {"dp": 2, "zero_stage": 2, "global_batch": 4},
+    "vpp": {"pp": 2, "vpp": 2, "tp": 2, "global_batch": 4},
+}
+
+
+def made(name: str) -> Problem:
+    plain = problem(**PROBLEMS[name])
+    return Problem(
+        plain.workload, plain.cluster, plain.system, plain.layout, plain.calibration,
+        plain.attention, evaluator=evaluate,
+    )  # fmt: skip
+
+
+def test_there_are_baselines_and_all_load() -> None:
+    assert {"megatron_core", "deepspeed"} <= set(NAMES)
+    assert sorted(baselines()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_docstring_says_claim_source_and_deviations(name: str) -> None:
+    doc = baselines()[name].doc
+    assert doc.startswith(f"{name}: ")
+    for word in ("Claim:", "Source:", "Deviations:"):
+        assert f"\n{word}" in doc
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_policy_knows_no_framework(name: str) -> None:
+    """plan.py is loaded by the core; run.py and its neighbours never are."""
+    tree = ast.parse((data_dir("baselines") / name / "plan.py").read_text())
+    modules = {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    modules |= {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    assert not {m.split(".")[0] for m in modules} & {"torch", "megatron", "deepspeed", "baselines"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_run_has_the_four_functions(name: str) -> None:
+    tree = ast.parse((data_dir("baselines") / name / "run.py").read_text())
+    defined = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+    assert {"stack", "refuse", "execute", "trace"} <= defined
+
+
+@pytest.mark.parametrize("where", PROBLEMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_candidate_plans_lowers_and_is_safe(name: str, where: str) -> None:
+    p = made(where)
+    for candidate in baselines()[name].cls.candidates(p):
+        plan = candidate.plan(p, p.base_plan)
+        if not isinstance(plan, Unsupported):
+            check(lower(plan, p))
+        assert candidate.flags(p)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_own_plans_are_equal_to_its_flags(name: str) -> None:
+    p = made("one")
+    for candidate in baselines()[name].cls.candidates(p):
+        answer = flags_of(p, candidate.plan(p, p.base_plan), name)
+        assert not answer.missing, candidate
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_survive_the_run_spec(name: str) -> None:
+    method = policy(name)
+    spec = run_spec(made("one"), method, "executed")
+    assert msgspec.convert(spec.parameters[name], baselines()[name].cls) == method.methods[0]
+
+
+def test_an_unknown_baseline_or_setting_is_one_clear_line() -> None:
+    with pytest.raises(ValueError, match="unknown baseline 'megatron'"):
+        policy("megatron")
+    with pytest.raises(ValueError, match="has no setting 'recompte'"):
+        policy("megatron_core", {"recompte": "full"})
+
+
+def test_the_shipped_points_load_and_have_their_cells() -> None:
+    from rematbench.baseline_points import load_points, published  # noqa: PLC0415
+
+    points = load_points()
+    assert len({point.name for point in points}) == len(points)
+    for point in points:
+        assert point.problem.layout == point.layout
+        assert published(point) or not point.cell
+
+
+def test_the_folder_is_named_after_the_baseline() -> None:
+    for name, entry in baselines().items():
+        assert Path(entry.origin).parent.name == name

@@ -1,0 +1,91 @@
+"""The real DeepSpeed: the same loss and gradients as the project's executor, on every path."""
+
+from pathlib import Path
+
+import pytest
+
+from rematbench.baselines import run_jobs
+from tests.baselines.cases import GPT, Asked, Ran, asked_job, assert_equal, run_all
+
+pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+
+FP32 = 1e-5
+BF16 = 2e-2
+"""Weights, activations and ZeRO's gradients round to 2^-8."""
+
+FAST = [
+    Asked("one"),
+    Asked("one", {"checkpointing": "plain"}),
+    Asked("one", {"checkpointing": "partitioned"}),
+    Asked("one", {"checkpointing": "partitioned_cpu"}),
+    Asked("one", {"mlp_tiles": 3, "loss_tiles": 4}),
+    Asked("one", model=GPT),
+    Asked("one", ignored=0.3),
+    Asked("dp2-zero0"),
+    Asked("dp2"),
+    Asked("dp2-zero2", {"overlap_comm": True}),
+    Asked("dp2-zero3"),
+    Asked("dp2-zero3", {"checkpointing": "plain"}),
+    Asked("dp2-zero3", {"offload_optimizer": True, "offload_param": True}),
+    Asked("ulysses2"),
+]
+SLOW = [
+    Asked("one", precision="bf16"),
+    Asked("dp2", precision="bf16"),
+    Asked("dp2-zero2", precision="bf16"),
+    Asked("dp2-zero3", precision="bf16"),
+    Asked("dp2-zero2", {"offload_optimizer": True}),
+    Asked("dp2-zero3", {"mlp_tiles": 2, "loss_tiles": 2}),
+    Asked("dp2-zero2", {"checkpointing": "partitioned_cpu"}),
+    Asked("dp2-zero2", model=GPT),
+    Asked("ulysses2", {"checkpointing": "plain", "mlp_tiles": 2}),
+    Asked("ulysses2", ignored=0.3),
+    Asked("ulysses2", model=GPT),
+]
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+    return run_all("deepspeed", FAST, tmp_path_factory.mktemp("fast"))
+
+
+@pytest.mark.parametrize("number", range(len(FAST)), ids=[str(asked) for asked in FAST])
+def test_loss_and_gradients_equal_the_executors(fast: list[Ran], number: int) -> None:
+    assert_equal(FAST[number], fast[number], FP32)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+    return run_all("deepspeed", SLOW, tmp_path_factory.mktemp("slow"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(len(SLOW)), ids=[str(asked) for asked in SLOW])
+def test_more_stages_and_precisions(slow: list[Ran], number: int) -> None:
+    bf16 = SLOW[number].precision == "bf16"
+    assert_equal(SLOW[number], slow[number], BF16 if bf16 else FP32)
+
+
+def test_the_record_says_what_ran(fast: list[Ran]) -> None:
+    seen = fast[0].record.observed
+    assert seen is not None
+    assert seen.label == "deepspeed on its CPU accelerator"
+    assert seen.shim == ()
+    assert seen.stack["deepspeed"]
+
+
+REFUSED = [
+    (Asked("tp2"), "tensor parallelism"),
+    (Asked("pp2"), "pipeline parallelism"),
+    (Asked("cp2"), "set ulysses"),
+    (Asked("one", {"checkpointing": "cpu"}), "without partitioning"),
+    (Asked("ulysses2-zero3"), "Ulysses under ZeRO 3"),
+    (Asked("dp2", {"offload_param": True}), "needs zero_stage 3"),
+]
+
+
+def test_what_it_does_not_run_is_refused_by_name(tmp_path: Path) -> None:
+    jobs = [asked_job("deepspeed", asked) for asked, _ in REFUSED]
+    for record, (asked, words) in zip(run_jobs("deepspeed", jobs, tmp_path), REFUSED, strict=True):
+        assert record.status == "unsupported", str(asked)
+        assert words in record.reason

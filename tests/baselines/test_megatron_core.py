@@ -1,0 +1,122 @@
+"""The real Megatron-core: the same loss and gradients as the project's executor, on every path."""
+
+from pathlib import Path
+
+import pytest
+
+from rematbench.baselines import run_jobs
+from tests.baselines.cases import GPT, Asked, Ran, asked_job, assert_equal, run_all
+
+pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
+
+FP32 = 1e-5
+BF16 = 2e-2
+"""Weights and activations round to 2^-8; RoPE and norms round at other places in each engine."""
+
+FULL = {"recompute": "full"}
+FAST = [
+    Asked("one"),
+    Asked("one", {**FULL, "num_layers": 2}),
+    Asked("one", {**FULL, "method": "block", "num_layers": 3}),
+    Asked("one", {"recompute": "selective", "modules": ["core_attn"]}),
+    Asked("one", {"recompute": "selective", "modules": ["layernorm"]}),
+    Asked("one", {"recompute": "selective", "modules": ["mlp"]}),
+    Asked("one", {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}),
+    Asked("one", {"bias_activation_fusion": True}),
+    Asked("one", {"offload_modules": ["attn_norm"]}),
+    Asked("one", {"offload_modules": ["core_attn", "attn_proj"]}),
+    Asked("one", {"offload_modules": ["qkv_linear", "mlp_norm"]}),
+    Asked("one", model=GPT),
+    Asked("one", ignored=0.3),
+    Asked("tp2"),
+    Asked("cp2"),
+    Asked("pp2"),
+    Asked("pp2-vpp2"),
+    Asked("dp2"),
+    Asked("dp2-zero0", {"overlap_grad_reduce": True}),
+    Asked("pp2", {"offload_modules": ["core_attn", "mlp_norm"]}),
+]
+SLOW = [
+    Asked("one", precision="bf16"),
+    Asked("tp2", precision="bf16"),
+    Asked("tp2-no-sp"),
+    Asked("tp2", model=GPT),
+    Asked("cp2", model=GPT),
+    Asked("pp2", model=GPT),
+    Asked("pp2", FULL),
+    Asked("cp2", FULL),
+    Asked("tp2", {"recompute": "selective", "modules": ["core_attn", "layernorm"]}),
+    Asked("dp2", ignored=0.3),
+    Asked("dp2", precision="bf16"),
+    Asked("tp2-pp2"),
+    Asked("tp2-pp2", {**FULL, "num_layers": 2}),
+    Asked("tp2-cp2"),
+    Asked("tp2-dp2"),
+    Asked("pp4"),
+    Asked("tp2-cp2", model=GPT),
+]
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+    return run_all("megatron_core", FAST, tmp_path_factory.mktemp("fast"))
+
+
+@pytest.mark.parametrize("number", range(len(FAST)), ids=[str(asked) for asked in FAST])
+def test_loss_and_gradients_equal_the_executors(fast: list[Ran], number: int) -> None:
+    assert_equal(FAST[number], fast[number], FP32)
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+    return run_all("megatron_core", SLOW, tmp_path_factory.mktemp("slow"))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(len(SLOW)), ids=[str(asked) for asked in SLOW])
+def test_more_layouts_and_precisions(slow: list[Ran], number: int) -> None:
+    bf16 = SLOW[number].precision == "bf16"
+    assert_equal(SLOW[number], slow[number], BF16 if bf16 else FP32)
+
+
+def test_the_record_says_what_ran(fast: list[Ran]) -> None:
+    seen = fast[0].record.observed
+    assert seen is not None
+    assert seen.label == "megatron-core + CPU shim"
+    assert "dev" in seen.shim
+    assert seen.stack["megatron-core"]
+    assert seen.kernels["core_attention"] == "torch scaled_dot_product_attention"
+
+
+def test_recomputation_and_offloading_free_activations(fast: list[Ran]) -> None:
+    peaks = {
+        str(asked): ran.record.observed.activation_peak_bytes[0]
+        for asked, ran in zip(FAST, fast, strict=True)
+        if ran.record.observed is not None
+    }
+    none = peaks["one"]
+    for asked, peak in peaks.items():
+        attention = asked.endswith("modules=['core_attn']")  # with flash kernels it frees nothing
+        if asked.startswith(("one rec", "one off")) and not attention:
+            assert peak < none, asked
+    hosts = [ran.record.observed.host_peak_bytes[0] for ran in fast if ran.record.observed]
+    offloading = ["offload" in str(asked) for asked in FAST]
+    assert [host > 0 for host in hosts] == offloading
+
+
+REFUSED = [
+    (Asked("pp2-vpp2", {"batch_p2p": True}), "wrong gradients"),
+    (Asked("one", {"recompute": "selective", "modules": ["mlp"]}, GPT), "never ends"),
+    (Asked("one", {"offload_modules": ["attn_proj"]}), "attn_proj alone"),
+    (Asked("dp2-zero3"), "zero_stage 3"),
+    (Asked("pp2-vpp2", {"overlap_p2p": True}), "wrong losses"),
+    (Asked("pp2-vpp2", {"overlap_p2p": True, "batch_p2p": True}), "wrong gradients"),
+]
+
+
+def test_known_traps_are_refused_by_name(tmp_path: Path) -> None:
+    jobs = [asked_job("megatron_core", asked) for asked, _ in REFUSED]
+    records = run_jobs("megatron_core", jobs, tmp_path)
+    for record, (asked, words) in zip(records, REFUSED, strict=True):
+        assert record.status == "unsupported", str(asked)
+        assert words in record.reason
