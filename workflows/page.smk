@@ -1,16 +1,6 @@
 """The timelines of the methods on one step, and the page that shows everything."""
 
 
-def method_traces(wildcards):
-    """One trace for each method named in workflow.yaml, from top to bottom."""
-    shown = config["methods_timeline"]
-    record = shown["record"]
-    return [
-        f"results/paper/method_traces/{method}/{record}.json"
-        for method in shown["methods"]
-    ]
-
-
 rule method_trace:
     input:
         records="results/paper/records/simulated/{method}",

@@ -18,3 +18,13 @@ def measured_targets():
         "results/paper/figures/convergence.pdf",
         *again,
     ]
+
+
+def method_traces(wildcards):
+    """One trace for each method named in workflow.yaml, from top to bottom."""
+    shown = config["methods_timeline"]
+    record = shown["record"]
+    return [
+        f"results/paper/method_traces/{method}/{record}.json"
+        for method in shown["methods"]
+    ]
