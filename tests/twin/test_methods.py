@@ -115,7 +115,8 @@ def without_first(program: Program, kind: Kind) -> Program:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, Kind.RECOMPUTE) for name in sorted(REBUILDS)] + [(name, Kind.H2D) for name in MOVES],
+    [(name, Kind.RECOMPUTE) for name in sorted(REBUILDS)]
+    + [(name, Kind.H2D) for name in sorted(MOVES)],
 )
 def test_a_method_that_skips_one_step_is_caught(name: str, kind: Kind) -> None:
     """Forget one rebuilt tensor, or one copy back: the checker sees a tensor that is not there."""
