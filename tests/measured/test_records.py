@@ -16,7 +16,9 @@ from rematbench.suitefile import load_suite
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "results" / "measured"
-PATHS = sorted(path for world in ("executed", "traced") for path in (MEASURED / world).glob("*"))
+PATHS = sorted(
+    path for world in ("executed", "traced") for path in (MEASURED / world).glob("*.json")
+)
 ALWAYS = ("keep_all", "full_recompute")
 """Methods whose plans no constant of the calibration changes: their records are never stale."""
 

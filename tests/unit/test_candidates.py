@@ -107,7 +107,7 @@ def test_policies_name_known_methods_and_say_why() -> None:
 def cell(**changes: Any) -> Known:
     given: dict[str, Any] = {
         "family": "memo", "system": "megatron-kwai", "cluster": "a800-80gb",
-        "generation": "ampere", "seq_len": 12288, "split": "held-out", "group": "g",
+        "generation": "ampere", "seq_len": 12288, "gpus": 8, "split": "held-out", "group": "g",
         "accepted": 0.05, "error": None,
     }  # fmt: skip
     return Known(**{**given, **changes})
