@@ -189,7 +189,8 @@ def worlds(
     Example:
       rematbench worlds results/measured -o results/paper/tables
     """
-    found = read_records(records)
+    read = read_records(records)
+    found = [entry for entry in read if entry[1].observed is None]  # baselines' have own tables
     if not any(record.measured for _, record in found):
         raise CommandError(f"no measured record below {', '.join(map(str, records))}")
     table = worlds_table(found)
