@@ -51,7 +51,7 @@ rule predict:
 rule tables:
     input:
         predictions=expand("results/paper/predictions/{method}.csv", method=SHEETS),
-        accuracy="config/accuracy.yaml",
+        accuracy=["config/accuracy.yaml", "config/left_out.yaml"],
     output:
         cells="results/paper/predictions.csv",
         tables=expand(
