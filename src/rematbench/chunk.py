@@ -153,10 +153,14 @@ class MacroStep(NamedTuple):
     chunk: int
 
 
-def rank_macros(rank: RankProgram, code: Sequence[TimedBlock]) -> list[MacroStep]:
+def rank_macros(
+    rank: RankProgram, code: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]
+) -> list[MacroStep]:
     """The rank's steps as macros: neighbours of one (micro-batch, chunk) fused into one, events
     that nobody outside waits for dropped, steps without effect left out.  A block that receives
-    starts a macro: what was sent before it must be on its way while it waits."""
+    starts a macro: what was sent before it must be on its way while it waits.
+
+    `known`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
     runs: list[tuple[tuple[int, ...], int, int]] = []
     for block, micro_batch, chunk in rank.steps:
         same = bool(runs) and runs[-1][1:] == (micro_batch, chunk)
@@ -165,13 +169,20 @@ def rank_macros(rank: RankProgram, code: Sequence[TimedBlock]) -> list[MacroStep
         else:
             runs.append(((block,), micro_batch, chunk))
     keys = list(dict.fromkeys(key for key, _, _ in runs))
-    macros = prune([macro_of(fuse([code[i] for i in key])) for key in keys])
+    macros = prune([_fused([code[i] for i in key], known) for key in keys])
     awaited = {name for macro in macros for name in macro.waits}
     table = {
         key: macro._replace(events=tuple(e for e in macro.events if e[0] in awaited))
         for key, macro in zip(keys, macros, strict=True)
     }
     return [MacroStep(table[key], mb, chunk) for key, mb, chunk in runs if not table[key].idle]
+
+
+def _fused(blocks: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]) -> Macro:
+    key = tuple(id(block) for block in blocks)
+    if key not in known:
+        known[key] = macro_of(fuse(blocks))
+    return known[key]
 
 
 def fuse(blocks: Sequence[TimedBlock]) -> TimedBlock:
@@ -198,7 +209,8 @@ def fuse(blocks: Sequence[TimedBlock]) -> TimedBlock:
 def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
     """Chunk-level times of a program (equal to `simulate` up to rounding)."""
     code = compile_program(program, seconds)
-    steps = [rank_macros(r, c) for r, c in zip(program.ranks, code, strict=True)]
+    known: dict[tuple[int, ...], Macro] = {}
+    steps = [rank_macros(r, c, known) for r, c in zip(program.ranks, code, strict=True)]
     clocks = [Clock(r.rank, program.pp) for r in program.ranks]
     messages: dict[MessageKey, float] = {}
 

@@ -134,6 +134,24 @@ def _reaches(select: Select, where: ChunkSites) -> bool:
     )
 
 
+def covered(rules: Sequence[Rule], where: ChunkSites) -> tuple[tuple[int, ...] | None, ...]:
+    """For each rule, the layers inside the chunk (and -1: the ends, which have no layer) to which
+    its stages, chunks and layers allow it to apply; None where it does not reach the chunk.
+
+    Chunks of equal shape for which this is equal have equal fates in a phase."""
+    found: list[tuple[int, ...] | None] = []
+    for rule in rules:
+        select = rule.select
+        if not _reaches(select, where):
+            found.append(None)
+        elif select.layers is None:
+            found.append((-1,))
+        else:
+            inside = [i for i, layer in where.layers.items() if layer in select.layers]
+            found.append(tuple(inside))
+    return tuple(found)
+
+
 def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
     whole = tensor.nbytes
     match fate:

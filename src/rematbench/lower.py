@@ -1,15 +1,15 @@
 """Plan -> actions: the only place that expands a plan.  Both readers see nothing else."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
+from rematbench.block_cache import BlockCache, SiteClass
 from rematbench.chunk_ops import ChunkOps
 from rematbench.emit_backward import BackwardEmitter
 from rematbench.emit_forward import Fates, ForwardEmitter
 from rematbench.emit_states import GradReducer, ParameterGatherer
-from rematbench.fates import resolve, unmatched
+from rematbench.fates import covered, resolve, unmatched
 from rematbench.mini import unused
-from rematbench.plan import Pass, Plan, PlanError
+from rematbench.plan import Pass, Phase, Plan, PlanError
 from rematbench.problem import Problem
 from rematbench.program import Block, Program, RankProgram, Step
 from rematbench.schedule import passes, phases
@@ -77,26 +77,6 @@ def _at_once(order: tuple[Pass, ...], chunk: int) -> bool:
     )
 
 
-class BlockCache:
-    """Blocks by shape of chunk, fates and flags: ranks and chunks that are alike share them."""
-
-    def __init__(self) -> None:
-        self.blocks: dict[tuple[object, ...], Block] = {}
-        self._numbers: dict[tuple[object, ...], int] = {}
-
-    def number(self, content: tuple[object, ...]) -> int:
-        """A short name of a content (equal contents, equal numbers)."""
-        return self._numbers.setdefault(content, len(self._numbers))
-
-
-class SiteClass(NamedTuple):
-    """What equal (chunk, micro-batch) pairs share: fates, and the storages that leave."""
-
-    number: int
-    fates: Fates
-    leaving: Storages
-
-
 class _RankLowering:
     """Builds one rank's blocks (shared by equal micro-batches) and its steps."""
 
@@ -117,6 +97,8 @@ class _RankLowering:
         self.matched: set[int] = set()
         self.windows = [w for rule in plan.rules if (w := rule.select.micro_batches) is not None]
         self.classes: dict[tuple[object, ...], SiteClass] = {}
+        self.class_of: dict[tuple[int, int], SiteClass] = {}
+        self.covered = [covered(plan.rules, chunk.sites) for chunk in self.chunks]
         self.releases: list[tuple[int, str, Pass]] = []
         self.fetches = 0
         self.copying: Pass | None = None
@@ -132,17 +114,27 @@ class _RankLowering:
 
     def site_class(self, site: Pass) -> SiteClass:
         """The class of a (chunk, micro-batch): equal fates share blocks."""
-        phase = self.phase[(site.micro_batch, site.chunk)]
-        inside = tuple(w[0] <= site.micro_batch < w[1] for w in self.windows)
-        key = (site.chunk, phase, inside)
-        if key not in self.classes:
-            where = self.chunks[site.chunk].sites
-            fates, matched = resolve(self.plan, where, phase, site.micro_batch)
-            self.matched |= matched
-            chunk = self.chunks[site.chunk]
+        found = self.class_of.get(site[1:])
+        if found is None:
+            phase = self.phase[(site.micro_batch, site.chunk)]
+            inside = tuple(w[0] <= site.micro_batch < w[1] for w in self.windows)
+            key = (site.chunk, phase, inside)
+            if key not in self.classes:
+                self.classes[key] = self._new_class(site, phase, inside)
+            found = self.class_of[site[1:]] = self.classes[key]
+        return found
+
+    def _new_class(self, site: Pass, phase: Phase, inside: tuple[bool, ...]) -> SiteClass:
+        """Chunks of one shape that the same rules cover have the same fates."""
+        chunk, classes = self.chunks[site.chunk], self.shared.classes
+        key = (chunk.shape, self.covered[site.chunk], phase, inside)
+        if key not in classes:
+            fates, matched = resolve(self.plan, chunk.sites, phase, site.micro_batch)
             number = self.shared.number((chunk.shape, tuple(fates.values())))
-            self.classes[key] = SiteClass(number, fates, self._leaving(site.chunk, fates))
-        return self.classes[key]
+            classes[key] = (SiteClass(number, fates, self._leaving(site.chunk, fates)), matched)
+        found, matched = classes[key]
+        self.matched |= matched
+        return found
 
     def _leaving(self, chunk_index: int, fates: Fates) -> Storages:
         """Storages that go to the host when the whole chunk's forward is done."""

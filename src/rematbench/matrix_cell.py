@@ -85,6 +85,7 @@ class Programs:
     def __init__(self) -> None:
         self._programs: dict[tuple[str, bytes], Program] = {}
         self._ranks: dict[tuple[str, bytes], tuple[RankBytes, ...]] = {}
+        self._reserved: dict[tuple[int, str, bytes], int] = {}
         self._weights: dict[tuple[str, str, bytes], Weight] = {}
         self._evaluations: dict[tuple[str, str, bytes], PlanEvaluation] = {}
 
@@ -104,8 +105,11 @@ class Programs:
             if (lay, content) not in self._ranks:
                 self._ranks[lay, content] = program_bytes(problem, plan, program)
             ranks = self._ranks[lay, content]
+            at = (problem.cluster.usable_bytes, lay, content)
+            if at not in self._reserved:
+                self._reserved[at] = reserved_bytes(problem, program, ranks)
             self._weights[key] = Weight(
-                reserved_bytes=reserved_bytes(problem, program, ranks),
+                reserved_bytes=self._reserved[at],
                 peak_bytes=max(rank.device_peak for rank in ranks),
                 host_node_bytes=host_node_bytes(problem, ranks),
             )

@@ -1,8 +1,11 @@
 """Bind a problem's costs to actions: the only bridge between the vocabulary and the formulas."""
 
+from collections.abc import Hashable
+from typing import get_args
+
 from rematbench.action import Action, Kind
 from rematbench.cost.bind import Direction
-from rematbench.ops import Comm, Op
+from rematbench.ops import Comm, Group, Op
 from rematbench.problem import Problem
 from rematbench.simulate import Seconds
 
@@ -39,6 +42,15 @@ class ActionCosts:
         if action.comm is not None:
             return self.cost.comm_s(action.comm, rank)
         return self._table[action.kind](action, rank)
+
+    def alike(self, rank: int) -> Hashable:
+        """Ranks with the same groups on the same kinds of links, and the same links to the stages
+        that they send to."""
+        cost, pp = self.cost, self.problem.layout.pp
+        peers = [peer % pp for peer in (rank + 1, rank - 1, pp - 1 - rank)]
+        groups = tuple(cost.group(group, rank) for group in get_args(Group))
+        sends = tuple((cost.crosses(rank, peer), cost.group("tp", peer)) for peer in peers)
+        return (groups, sends)
 
     def _compute_s(self, action: Action, rank: int) -> float:
         op = self._op(action, rank)

@@ -5,8 +5,8 @@ until an event; sends are buffered (they end one transfer after they start, whet
 receiver has posted), so a RECV costs nothing and its event is the message's arrival.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -17,6 +17,20 @@ EventKey = tuple[str, int, int]
 MessageKey = tuple[str, int, int]
 Seconds = Callable[[Action, int], float]
 """(action, rank) -> seconds on its stream."""
+
+
+@runtime_checkable
+class RankedSeconds(Protocol):
+    """Seconds that say for which ranks they are equal: such ranks share compiled blocks."""
+
+    def __call__(self, action: Action, rank: int) -> float:
+        """Seconds on the action's stream."""
+        ...
+
+    def alike(self, rank: int) -> Hashable:
+        """Equal for ranks on which every action takes equally long."""
+        ...
+
 
 COMPUTE = STREAM_INDEX["compute"]
 TIMELESS = (Kind.FREE, Kind.ALLOC, Kind.RECV)
@@ -136,8 +150,18 @@ def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = Fals
 def compile_program(
     program: Program, seconds: Seconds, record: bool = False
 ) -> list[list[TimedBlock]]:
-    """Every rank's blocks with seconds bound."""
-    return [[compile_block(b, r.rank, seconds, record) for b in r.blocks] for r in program.ranks]
+    """Every rank's blocks with seconds bound; one object for a block on ranks that are alike."""
+    known: dict[tuple[int, Hashable], TimedBlock] = {}
+    code: list[list[TimedBlock]] = []
+    for rank in program.ranks:
+        kind = seconds.alike(rank.rank) if isinstance(seconds, RankedSeconds) else rank.rank
+        code.append([])
+        for block in rank.blocks:
+            key = (id(block), kind)
+            if key not in known:
+                known[key] = compile_block(block, rank.rank, seconds, record)
+            code[-1].append(known[key])
+    return code
 
 
 def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Simulation:

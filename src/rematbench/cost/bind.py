@@ -215,18 +215,21 @@ class CostModel:
             return self._send_s(nbytes // self.layout.tp, from_stage, to_stage) + gathered
         return self._send_s(nbytes, from_stage, to_stage)
 
-    def _send_s(self, nbytes: int, from_stage: int, to_stage: int) -> float:
-        crosses = collectives.crosses_nodes(
+    def crosses(self, from_stage: int, to_stage: int) -> bool:
+        """Whether a send between two stages leaves a node, for the worst-placed pair."""
+        return collectives.crosses_nodes(
             self.layout,
             from_stage % self.layout.pp,
             to_stage % self.layout.pp,
             self.cluster.gpus_per_node,
             self.system.rank_order,
         )
+
+    def _send_s(self, nbytes: int, from_stage: int, to_stage: int) -> float:
         return float(
             collectives.point_to_point_s(
                 nbytes,
-                crosses,
+                self.crosses(from_stage, to_stage),
                 self._group_nvlink_bytes_per_s(2),
                 self.nic_bytes_per_s,
                 self.common,

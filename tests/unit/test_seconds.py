@@ -1,0 +1,67 @@
+"""Ranks that are alike share compiled blocks: no second may change by it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from rematbench.chunk import simulate_chunks
+from rematbench.fates import ChunkSites, covered
+from rematbench.lower import lower
+from rematbench.ops import Activation
+from rematbench.plan import Keep, Rule, Select
+from rematbench.problem import Problem
+from rematbench.seconds import ActionCosts
+from rematbench.simulate import RankedSeconds, simulate
+from tests.problems import BALANCED, half, problem, transfers
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 2, "pp": 4, "global_batch": 4},
+    {"pp": 4, "cp": 2, "dp": 2, "global_batch": 8},
+    {"system": "megatron-kwai", "tp": 2, "sp": False, "pp": 4, "dp": 3, "global_batch": 12},
+]
+
+
+def on_nodes(gpus: int, **layout: Any) -> Problem:
+    """A problem on nodes of so many GPUs."""
+    given = problem(**layout)
+    return replace(given, cluster=structs.replace(given.cluster, gpus_per_node=gpus))
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_action_takes_equally_long_on_ranks_that_are_alike(
+    layout: dict[str, Any], gpus: int
+) -> None:
+    given = on_nodes(gpus, **layout)
+    costs = ActionCosts(given)
+    assert isinstance(costs, RankedSeconds)
+    program = lower(transfers(given.base_plan.with_rules(BALANCED, half())), given)
+    first: dict[Any, int] = {}
+    for rank in program.ranks:
+        like = first.setdefault(costs.alike(rank.rank), rank.rank)
+        for block in rank.blocks:
+            for action in block.actions:
+                if action.kind.name not in ("FREE", "ALLOC", "RECV", "WAIT", "EVENT"):
+                    assert costs(action, rank.rank) == costs(action, like)
+    for run in (simulate, simulate_chunks):
+        assert run(program, costs) == run(program, costs.__call__)
+
+
+def test_links_that_differ_are_told_apart() -> None:
+    """Two stages on a node: every other send leaves it."""
+    costs = ActionCosts(on_nodes(4, **LAYOUTS[0]))
+    assert [costs.alike(0) == costs.alike(rank) for rank in range(4)] == [True, False, True, False]
+
+
+def test_what_rules_cover_of_a_chunk() -> None:
+    where = ChunkSites(
+        stage=1,
+        chunk=0,
+        sites={("layer", 0, "norm"): Activation("norm", 10, 8)},
+        layers={0: 6, 1: 7},
+    )
+    selects = [Select(), Select(stages=(0,)), Select(layers=(7, 8)), Select(chunks=(1,))]
+    rules = [Rule(select, Keep()) for select in selects]
+    assert covered(rules, where) == ((-1,), None, (1,), None)
