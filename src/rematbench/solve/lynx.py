@@ -14,9 +14,10 @@ from itertools import combinations
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import csr_array
 
+from rematbench.solve.solver import minimum
 from rematbench.solve.windows import Job, LayerWindows, Slot
 
 MAX_NODES = 500
@@ -136,16 +137,17 @@ def optimum(
 ) -> tuple[Policy, ...] | None:
     """One policy per group from HiGHS; None if the node limit passes without a solution."""
     model = _Model(layer, groups, layers_per_chunk)
-    result = milp(
-        c=model.costs(),
+    found = minimum(
+        costs=model.costs(),
         integrality=np.array(model.integer),
         bounds=Bounds(np.zeros(model.size), np.array(model.upper)),
         constraints=model.constraints(budget_bytes),
-        options={"node_limit": max_nodes, "mip_rel_gap": 1e-3},
+        max_nodes=max_nodes,
+        gap=1e-3,
     )
-    if result.x is None:
+    if found is None:
         return None
-    return tuple(model.policy(number, result.x) for number in range(len(groups)))
+    return tuple(model.policy(number, found) for number in range(len(groups)))
 
 
 class _Model:

@@ -14,8 +14,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint
 from scipy.sparse import csr_array
+
+from rematbench.solve.solver import minimum
 
 Ints = NDArray[np.int64]
 MAX_PAIRS = 600
@@ -159,17 +161,18 @@ def _solve(
     for z, (i, j) in enumerate(pairs, count):
         rows.append(({i: 1.0, j: -1.0, z: 1.0}, 1.0 - sizes[i]))  # z = 1: i lies below j
         rows.append(({j: 1.0, i: -1.0, z: -1.0}, -sizes[j]))
-    result = milp(
-        c=np.array([0.0] * last + [1.0]),
+    found = minimum(
+        costs=np.array([0.0] * last + [1.0]),
         integrality=np.array([0] * count + [1] * len(pairs) + [0]),
         bounds=Bounds(np.array([0.0] * last + [bound / cap]), np.ones(last + 1)),
         constraints=LinearConstraint(_matrix(rows, last + 1), ub=np.array([b for _, b in rows])),
-        options={"node_limit": max_nodes, "mip_rel_gap": 1e-6},
+        max_nodes=max_nodes,
+        gap=1e-6,
     )
-    if result.x is None:
+    if found is None:
         return None
-    below = [(i, j) if result.x[z] > 0.5 else (j, i) for z, (i, j) in enumerate(pairs, count)]
-    return _exact_offsets(tensors, below, result.x[:count])
+    below = [(i, j) if found[z] > 0.5 else (j, i) for z, (i, j) in enumerate(pairs, count)]
+    return _exact_offsets(tensors, below, found[:count])
 
 
 def _matrix(rows: Sequence[tuple[dict[int, float], float]], columns: int) -> csr_array:
