@@ -14,6 +14,7 @@ DRAWN_FROM = {
     "matrix_bytes": "matrix_best_layout",
     "matrix_context": "matrix_best_layout",
     "matrix_longest": "matrix_longest",
+    "matrix_parts": "matrix_fastest",
     "pareto": "pareto",
     "waterfall": "atc24_table8_waterfall",
 }

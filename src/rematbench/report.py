@@ -29,12 +29,13 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ReportConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/report.yaml."""
+    """config/report.yaml.  `folded`: columns that a click shows, below one another."""
 
     title: str
     sections: tuple[Section, ...]
     captions: dict[str, str]
     not_modelled: tuple[str, ...]
+    folded: tuple[str, ...] = ()
 
 
 class Part(Struct, frozen=True, kw_only=True):
@@ -122,14 +123,31 @@ def _split(line: str) -> list[str]:
     return [cell.strip().replace("\x00", "|") for cell in hidden.split("|")]
 
 
-def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in a box that scrolls by itself; numbers to the right."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in heads)
-    body = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in rows)
+def table_html(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], folded: Sequence[str] = ()
+) -> str:
+    """A table in a box that scrolls by itself; numbers to the right; `folded` columns in one at the
+    end, behind a click."""
+    shown = [i for i, head in enumerate(heads) if head not in folded]
+    hidden = [i for i, head in enumerate(heads) if head in folded]
+    head = "".join(f"<th>{html.escape(heads[i])}</th>" for i in shown)
+    lines = []
+    for row in rows:
+        more = _more([(heads[i], row[i]) for i in hidden if row[i]])
+        lines.append(f"<tr>{''.join(_cell(row[i]) for i in shown)}{more if hidden else ''}</tr>")
+    last = f"<th>{html.escape(', '.join(heads[i] for i in hidden))}</th>" if hidden else ""
     return (
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f'<div class="wide"><table><thead><tr>{head}{last}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _more(pairs: Sequence[tuple[str, str]]) -> str:
+    """Folded cells of one row."""
+    if not pairs:
+        return "<td></td>"
+    inner = "".join(f"<p><b>{html.escape(k)}</b> {html.escape(v)}</p>" for k, v in pairs)
+    return f'<td class="more"><details><summary>show</summary>{inner}</details></td>'
 
 
 def _cell(text: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rematbench.accuracy import number
 from rematbench.matrix import TABLES
 from rematbench.matrix_tables import NAMES
-from rematbench.report import Page, Part, parse, picture, table_html
+from rematbench.report import Page, Part, ReportConfig, parse, picture, table_html
 from rematbench.sheets import read_sheet
 from rematbench.table import GIB
 
@@ -34,6 +34,8 @@ td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .from code{background:#f3f3f3;padding:0 .25rem}
 img{max-width:100%;height:auto;display:block;margin:.3rem 0}
 summary{cursor:pointer;font-weight:600;margin:.5rem 0}
+.more summary{font-weight:400;color:var(--blue);margin:0}
+.more p{margin:.15rem 0;width:24rem;overflow-wrap:anywhere}
 .grid td,.grid th{border:1px solid var(--line);min-width:6.6rem}
 .grid th:first-child{min-width:9.5rem}
 .grid td{font-variant-numeric:tabular-nums}
@@ -71,7 +73,7 @@ def page_html(page: Page) -> str:
     for i, (section, parts) in enumerate(shown):
         text = f'<p class="note">{html.escape(section.text)}</p>' if section.text else ""
         grids = page.grids if any(part.name == "matrix_best_layout" for part in parts) else ""
-        blocks = "".join(block(part, page.config.captions, section.open) for part in parts)
+        blocks = "".join(block(part, page.config, section.open) for part in parts)
         name = html.escape(section.title)
         body.append(f'<section id="s{i}"><h2>{name}</h2>{text}{grids}{blocks}</section>')
     missing = "".join(f"<li>{html.escape(text)}</li>" for text in page.config.not_modelled)
@@ -86,11 +88,11 @@ def page_html(page: Page) -> str:
     )
 
 
-def block(part: Part, captions: Mapping[str, str], opened: bool) -> str:
+def block(part: Part, config: ReportConfig, opened: bool) -> str:
     """A table or figure with its source and command."""
     where = Path(*part.path.parts[-3:]).as_posix()
     if part.kind == "figure":
-        caption = captions.get(part.name, part.name.replace("_", " "))
+        caption = config.captions.get(part.name, part.name.replace("_", " "))
         pdf = where.removesuffix(".png") + ".pdf"
         alt = html.escape(caption, quote=True)
         return (
@@ -101,7 +103,7 @@ def block(part: Part, captions: Mapping[str, str], opened: bool) -> str:
     title, heads, rows, note = parse(part.path.read_text(encoding="utf-8"))
     csv = where.removesuffix(".md") + ".csv"
     inner = (
-        f"{table_html(heads, rows)}"
+        f"{table_html(heads, rows, config.folded)}"
         f'<p class="note">{html.escape(note)}</p>{_from(csv, "CSV", part.command)}'
     )
     if opened:

@@ -14,7 +14,9 @@ GIB = 2**30
 
 
 class Column(Struct, frozen=True):
-    """One column: its key in the data (and the CSV), its heading with the unit, how to show it."""
+    """One column: its key in the data (and the CSV), its heading with the unit, how to show it.
+
+    Without a heading it stands in the CSV only: numbers that a figure draws."""
 
     key: str
     heading: str
@@ -44,10 +46,15 @@ class Table(Struct, frozen=True, kw_only=True):
             writer.writerow([row.get(column.key, "") for column in self.columns])
         return out.getvalue()
 
+    @property
+    def headed(self) -> list[Column]:
+        """The columns to read."""
+        return [column for column in self.columns if column.heading]
+
     def texts(self) -> list[list[str]]:
         """The shown rows as texts."""
         rows = self.rows[: self.shown] if self.shown else self.rows
-        return [[_shown(column, row.get(column.key)) for column in self.columns] for row in rows]
+        return [[_shown(column, row.get(column.key)) for column in self.headed] for row in rows]
 
     @property
     def full_note(self) -> str:
@@ -58,7 +65,7 @@ class Table(Struct, frozen=True, kw_only=True):
 
     def markdown(self) -> str:
         """A pipe table with its title and note."""
-        heads = [column.heading for column in self.columns]
+        heads = [column.heading for column in self.headed]
         body = [[cell.replace("|", "\\|") for cell in row] for row in self.texts()]
         widths = [max(len(row[i]) for row in [heads, *body]) for i in range(len(heads))]
         lines = [_pipe(heads, widths), _pipe(["-" * width for width in widths], widths)]
@@ -68,7 +75,7 @@ class Table(Struct, frozen=True, kw_only=True):
 
     def latex(self) -> str:
         """A booktabs tabular in a table environment."""
-        heads = [column.heading for column in self.columns]
+        heads = [column.heading for column in self.headed]
         body = [_ampersands(row) for row in self.texts()]
         lines = [
             r"\begin{table}",

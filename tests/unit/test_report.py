@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from rematbench.expected import Bound, check, differences, load_artifact, measured
-from rematbench.report import Page, gather, load_report, no_gpu_sentence, parse, report_markdown
+from rematbench.report import (
+    Page,
+    gather,
+    load_report,
+    no_gpu_sentence,
+    parse,
+    report_markdown,
+    table_html,
+)
 from rematbench.report_html import page_html
 from rematbench.table import Column, Table, gib, whole
 
@@ -65,6 +73,16 @@ def test_the_page_needs_no_other_file_and_escapes_what_it_shows(results: Path) -
     assert "data:image/png;base64," in text
     markdown = report_markdown(page(results), results)
     assert "(paper/figures/pareto.png)" in markdown
+
+
+def test_folded_columns_open_at_a_click() -> None:
+    text = table_html(
+        ["who", "n", "command"], [["a", "1", "run <it>"], ["b", "2", ""]], ["command"]
+    )
+    assert "<th>who</th><th>n</th><th>command</th>" in text
+    assert "<summary>show</summary><p><b>command</b> run &lt;it&gt;</p>" in text
+    assert text.count("<details>") == 1  # nothing to show, nothing to click
+    assert table_html(["who"], [["a"]], ["command"]).count("<td") == 1
 
 
 def test_gpus_are_named_only_when_records_name_them(results: Path) -> None:

@@ -33,6 +33,14 @@ def test_markdown_is_rounded_escaped_and_says_what_it_leaves_out() -> None:
     assert "| r" not in text
 
 
+def test_columns_without_a_heading_are_for_figures() -> None:
+    table = Table(
+        name="t", title="T", columns=(Column("a", "A"), Column("b", "")), rows=({"a": 1, "b": 2},)
+    )
+    assert table.csv() == "a,b\n1,2\n"
+    assert "2" not in table.markdown() + table.latex()
+
+
 def test_latex_is_booktabs_with_escapes() -> None:
     text = TABLE.latex()
     assert r"a\_b & x \% & GiB \\" in text

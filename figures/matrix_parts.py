@@ -1,0 +1,67 @@
+"""Where the step of the fastest method goes, by context length: stacked shares, a panel per model.
+
+usage: matrix_parts.py matrix_fastest.csv FIGURE.pdf
+"""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import style
+from matplotlib.axes import Axes
+
+PARTS = {
+    "compute": (style.PALE, "compute", ""),
+    "recompute": (style.ORANGE, "recomputation", ""),
+    "bubble": (style.GREY, "pipeline bubble", ""),
+    "copies": (style.RED, "host copies", "///"),
+    "tp": (style.BLUE, "tensor parallel", ""),
+    "cp": (style.SKY, "context parallel", "..."),
+    "pp": (style.GREEN, "stage to stage", ""),
+    "dp": (style.PINK, "data parallel", "xxx"),
+}
+"""Colour, label and hatch of each share, from the bottom."""
+
+
+def main() -> None:
+    source, target = style.arguments(2, "matrix_fastest.csv FIGURE.pdf")
+    rows = pd.read_csv(source)
+    cluster = rows.cluster.iloc[0]
+    rows = rows[rows.cluster == cluster]
+    models = list(rows.model.unique())
+    style.apply()
+    figure, axes = plt.subplots(
+        1, len(models), figsize=(style.TEXT_IN, 3.2), sharey=True, squeeze=False
+    )
+    for axis, model in zip(axes[0], models, strict=True):
+        bars(axis, rows[rows.model == model].sort_values("seq_len"))
+        axis.set_title(model)
+    axes[0, 0].set_ylabel("share of the step")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=4)
+    figure.supxlabel(f"context (tokens); fastest method of each cell on {cluster}", fontsize=8)
+    style.save(figure, target)
+
+
+def bars(axis: Axes, rows: pd.DataFrame) -> None:
+    """One bar per length, named by its method; a cross where no method fits."""
+    places = np.arange(len(rows))
+    bottom = np.zeros(len(rows))
+    for part, (color, label, hatch) in PARTS.items():
+        shares = rows[f"part_{part}"].fillna(0.0).to_numpy()
+        axis.bar(
+            places, shares, 0.8, bottom=bottom, color=color, label=label, hatch=hatch,
+            edgecolor="white", lw=0.3,
+        )  # fmt: skip
+        bottom += shares
+    for place, (arm, filled) in enumerate(zip(rows.arm, bottom, strict=True)):
+        if filled:
+            axis.annotate(arm, (place, 0.02), rotation=90, ha="center", va="bottom", fontsize=5.5)
+        else:
+            axis.plot(place, 0.03, "x", color=style.BLACK, ms=4)
+    axis.set_xticks(places, [f"{length / 1024:.0f}K" for length in rows.seq_len])
+    axis.tick_params(axis="x", labelrotation=90)
+    axis.set_ylim(0, 1)
+
+
+if __name__ == "__main__":
+    main()
