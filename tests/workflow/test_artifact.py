@@ -8,9 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from rematbench.cli import app
+from rematbench.discover import discover
 from rematbench.report import Page, gather, load_report
 from rematbench.report_html import page_html
+from rematbench.sheets import read_sheet, write_sheet
+from rematbench.slurm.cells import Campaign, load_measurement
+from rematbench.suite import run_method
 from tests.workflow.checkout import ROOT
 
 BROWSER = next(
@@ -57,6 +63,25 @@ def test_the_page_opens_without_errors_or_requests(tmp_path: Path, width: int) -
     assert "What is not modelled" in dom
 
 
+def test_the_commands_at_full_scale_cost_what_the_artifact_says(tmp_path: Path) -> None:
+    words = ["submit-plan", str(ROOT / "config/full_scale.yaml"), "--store", str(tmp_path)]
+    done = CliRunner().invoke(app, [*words, "--no-slurm"])
+    assert done.exit_code == 0, done.output
+    hours = re.search(r"(\S+) GPU-hours predicted, (\S+) if", done.output)
+    assert hours is not None, done.output
+    predicted, most = (round(float(text)) for text in hours.groups())
+    told = (ROOT / "ARTIFACT.md").read_text()
+    assert f"{predicted} GPU-hours; {most} if every job" in " ".join(told.split())
+
+
+def test_every_cell_at_full_scale_is_predicted_to_fit() -> None:
+    registry = discover()
+    cells = Campaign(load_measurement(ROOT / "config/full_scale.yaml"), registry).cells
+    for cell in cells:
+        method = registry.resolve(cell.variant.method, cell.variant.settings)
+        assert run_method(cell.spec.problem(), method).status == "ok", cell.name
+
+
 def interpreters() -> list[str]:
     """Every Python here that has this project's dependencies, by version."""
     found: dict[str, str] = {}
@@ -75,28 +100,34 @@ def interpreters() -> list[str]:
     return list(found.values())
 
 
-def matrix_bytes(python: str, folder: Path) -> bytes:
-    """One model's matrix at one length, by an interpreter with another hash seed."""
-    suite = folder / "suite.yaml"
+def made_bytes(python: str, folder: Path) -> bytes:
+    """One model's matrix at one length and the predictions of every tenth published cell, by an
+    interpreter with another hash seed."""
+    folder.mkdir()
+    suite, matrix, sheet, predicted = (
+        folder / name for name in ("suite.yaml", "matrix.csv", "sheet.csv", "predicted.csv")
+    )
     text = (ROOT / "config" / "paper.yaml").read_text()
     lengths = "seq_lens: [4096, 16384, 65536, 131072, 262144, 1048576]"
     assert lengths in text
     suite.write_text(text.replace(lengths, "seq_lens: [16384]", 1))
-    out = folder / "matrix.csv"
+    write_sheet(sheet, read_sheet(ROOT / "results" / "published" / "runs.csv")[::10])
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONHASHSEED": "random"}
-    subprocess.run(
-        [python, "-m", "rematbench.cli", "matrix", suite, "--model", "llama3-8b", "-o", out],
-        env=environment, cwd=ROOT, check=True, capture_output=True,
-    )  # fmt: skip
-    return out.read_bytes() + out.with_suffix(".candidates.csv").read_bytes()
+    for words in (
+        ["matrix", suite, "--model", "llama3-8b", "-o", matrix],
+        ["predict", sheet, "-o", predicted],
+    ):
+        subprocess.run(
+            [python, "-m", "rematbench.cli", *words],
+            env=environment, cwd=ROOT, check=True, capture_output=True,
+        )  # fmt: skip
+    made = (matrix, matrix.with_suffix(".candidates.csv"), predicted)
+    return b"".join(path.read_bytes() for path in made)
 
 
 @pytest.mark.soak
 def test_two_runs_give_identical_tables(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("first", "second")]
-    for folder in folders:
-        folder.mkdir()
-    first, second = (matrix_bytes(sys.executable, folder) for folder in folders)
+    first, second = (made_bytes(sys.executable, tmp_path / name) for name in ("a", "b"))
     assert first == second
 
 
@@ -105,9 +136,5 @@ def test_two_python_versions_give_identical_tables(tmp_path: Path) -> None:
     pythons = interpreters()
     if len(pythons) < 2:
         pytest.skip("needs a second Python with the dependencies: name it in REMATBENCH_PYTHONS")
-    made = []
-    for index, python in enumerate(pythons):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        made.append(matrix_bytes(python, folder))
+    made = [made_bytes(python, tmp_path / str(i)) for i, python in enumerate(pythons)]
     assert len(set(made)) == 1
