@@ -22,9 +22,7 @@ def measured_targets():
 
 def method_traces(wildcards):
     """One trace for each method named in workflow.yaml, from top to bottom."""
-    shown = config["methods_timeline"]
-    record = shown["record"]
     return [
         f"results/paper/method_traces/{method}/{record}.json"
-        for method in shown["methods"]
+        for method, record in config["methods_timeline"].items()
     ]

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
+from math import fsum
 from pathlib import Path
 from typing import Literal
 
@@ -98,7 +99,7 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
         (place / "jobs.json").write_bytes(msgspec.json.encode(list(jobs)))
         entry = data_dir("baselines") / "run.py"
         command = [sys.executable, str(entry), name, str(place / "jobs.json"), str(place)]
-        limit = STARTUP_S + sum(item.timeout_s for item in jobs)
+        limit = STARTUP_S + fsum(item.timeout_s for item in jobs)
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=limit, check=False

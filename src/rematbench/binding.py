@@ -7,6 +7,7 @@ the step; what remains is the busiest rank's compute and that rank's idle time, 
 """
 
 from collections import Counter
+from math import fsum
 
 from msgspec.structs import replace
 
@@ -83,7 +84,7 @@ def _uses(program: Program, stream: str) -> bool:
 def _recompute_s(program: Program, rank: int, seconds: Seconds) -> float:
     own = program.ranks[rank]
     runs = Counter(step.block for step in own.steps)
-    return sum(
+    return fsum(
         seconds(action, rank) * runs[index]
         for index, block in enumerate(own.blocks)
         for action in block.actions

@@ -31,7 +31,7 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[Answer]) -> 
     summary = ", ".join(f"{count} {word}" for word, count in counts.items())
     return Table(
         name="claims",
-        title="Claims of the papers beside our predictions",
+        title="Claims of the papers beside our predictions (simulated)",
         columns=(
             Column("id", "claim"),
             Column("system", "system"),

@@ -5,6 +5,7 @@ from answers of studies (rematbench.answers).
 """
 
 import re
+from math import fsum
 from typing import Literal
 
 from msgspec import Struct
@@ -181,7 +182,7 @@ def evaluate_query(query: Query, answers: list[Answer]) -> Ours:
         "only": values[0],
         "max": max(values),
         "min": min(values),
-        "mean": sum(values) / len(values),
+        "mean": fsum(values) / len(values),
     }
     chosen = [p for p in counted if query.reduce == "mean" or p.value == made[query.reduce]]
     return Ours(

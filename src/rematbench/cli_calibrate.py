@@ -1,5 +1,6 @@
 """The command that fits the constants: calibrate."""
 
+from math import fsum
 from pathlib import Path
 from typing import Annotated
 
@@ -72,7 +73,7 @@ def _show(start: Calibration, report: FitReport) -> None:
         table.add_row(name, f"{before:.4g}", f"{after:.4g}")
     errors = grid("source", "FIT rows", "mean %", title="Errors on the fitted rows")
     for source, logs in report.errors.items():
-        mean = sum(abs(value) for value in logs) / len(logs)
+        mean = fsum(abs(value) for value in logs) / len(logs)
         errors.add_row(source, str(len(logs)), f"{100 * mean:.1f}")
     out = console()
     out.print(table)

@@ -1,6 +1,7 @@
 """The commands of executed cells: submit-plan, run-cells, cells, collect-cells, settle."""
 
 import importlib.util
+from math import fsum
 from pathlib import Path
 from typing import Annotated
 
@@ -69,8 +70,8 @@ def submit_plan(
             f"{row.most_gpu_hours:.2f}",
         )
     out.print(table)
-    known = sum(row.gpu_hours for row in rows)
-    most = sum(row.most_gpu_hours for row in rows)
+    known = fsum(row.gpu_hours for row in rows)
+    most = fsum(row.most_gpu_hours for row in rows)
     out.print(
         plain(
             f"{len(rows)} submissions on {campaign.site.name}: {known:.3f} GPU-hours predicted, "

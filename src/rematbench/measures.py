@@ -1,6 +1,7 @@
 """What claims are about beside a step: bytes of one operator, a layer, an allocator's waste."""
 
 from collections.abc import Callable
+from math import fsum
 from typing import TypeAlias
 
 from rematbench.chunk_ops import ChunkOps
@@ -41,7 +42,7 @@ def attention_share(problem: Problem, plan: Plan) -> Values:
     del plan  # a fact of the workload
     table = problem.layer_kinds[0]
     kernels = [op for op in table.ops if any(isinstance(k, Attention) for k in op.forward)]
-    busy = sum(problem.cost.op_s(op, "forward") for op in kernels)
+    busy = fsum(problem.cost.op_s(op, "forward") for op in kernels)
     return {"attention_share": busy / forward_s(problem, table)}
 
 

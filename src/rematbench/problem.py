@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import fsum
 from typing import Literal, Protocol
 
 import msgspec
@@ -229,9 +230,9 @@ class CostFacade(CostModel):
     def recompute_s(self, table: OpTable, missing: frozenset[str]) -> float:
         """Seconds of kernels and collectives to rebuild `missing` from the other saved tensors."""
         available = frozenset(table.saved) - missing
-        return sum(
+        return fsum(
             self.op_s(op, "forward")
-            + sum(self.comm_s(c, 0) for c in (op.gather, op.reduce) if c is not None)
+            + fsum(self.comm_s(c, 0) for c in (op.gather, op.reduce) if c is not None)
             for op in rebuild_ops(table, missing, available)
         )
 

@@ -15,6 +15,9 @@ from msgspec import Struct
 from rematbench.configfile import convert, read_mapping
 from rematbench.paths import data_dir
 
+LONG = 40
+"""Letters from which a cell is prose that needs room."""
+
 GPUS = ("H800", "A800", "A100", "H100", "H200")
 
 
@@ -135,7 +138,8 @@ def table_html(
     for row in rows:
         more = _more([(heads[i], row[i]) for i in hidden if row[i]])
         lines.append(f"<tr>{''.join(_cell(row[i]) for i in shown)}{more if hidden else ''}</tr>")
-    last = f"<th>{html.escape(', '.join(heads[i] for i in hidden))}</th>" if hidden else ""
+    names = html.escape(", ".join(heads[i] for i in hidden))
+    last = f'<th title="{names}">more</th>' if hidden else ""
     return (
         f'<div class="wide"><table><thead><tr>{head}{last}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
@@ -153,7 +157,8 @@ def _more(pairs: Sequence[tuple[str, str]]) -> str:
 def _cell(text: str) -> str:
     plain = text.replace(",", "").replace("%", "").strip()
     number = plain.lstrip("+-").replace(".", "", 1).isdigit()
-    return f'<td class="n">{html.escape(text)}</td>' if number else f"<td>{html.escape(text)}</td>"
+    kind = ' class="n"' if number else ' class="t"' if len(text) > LONG else ""
+    return f"<td{kind}>{html.escape(text)}</td>"
 
 
 def picture(path: Path) -> str:

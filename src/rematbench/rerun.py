@@ -11,8 +11,9 @@ from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.program import Program
 from rematbench.record import Record, RecordError, content_hash
-from rematbench.suite import make_problem
+from rematbench.suite import make_problem, reserved_bytes
 from rematbench.system import System
+from rematbench.table import GIB
 
 
 class Replay(Struct, frozen=True, kw_only=True):
@@ -37,15 +38,22 @@ def replay(record: Record, *, cluster: str = "", timeline: bool = False) -> Repl
 def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = False) -> Replay:
     """Lower and evaluate a plan, at op level with the timeline when asked."""
     program = lower(plan, problem)
-    numbers = [f" {key} {value:g}" for key, value in plan.fit.items() if isinstance(value, float)]
-    work = problem.workload
-    return Replay(
-        title=f"{method}{','.join(numbers)}, {work.model.name}, {work.seq_len:,} tokens, "
+    evaluation = evaluate_program(problem, plan, program, record=timeline)
+    work, alpha = problem.workload, plan.fit.get("alpha")
+    over = reserved_bytes(problem, program, evaluation.ranks) - problem.cluster.usable_bytes
+    words = (
+        method if alpha is None else f"{method} alpha {float(alpha):.3g}",
+        work.model.name,
+        f"{work.seq_len:,} tokens",
         f"{problem.layout.gpus} x {problem.cluster.gpu}",
+        f"does not fit by {over / GIB:.1f} GiB" if over > 0 else "",
+    )
+    return Replay(
+        title=", ".join(word for word in words if word),
         problem=problem,
         plan=plan,
         program=program,
-        evaluation=evaluate_program(problem, plan, program, record=timeline),
+        evaluation=evaluation,
     )
 
 

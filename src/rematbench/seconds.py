@@ -1,6 +1,7 @@
 """Bind a problem's costs to actions: the only bridge between the vocabulary and the formulas."""
 
 from collections.abc import Hashable
+from math import fsum
 from typing import get_args
 
 from rematbench.action import Action, Kind
@@ -58,7 +59,7 @@ class ActionCosts:
         if not action.beside:
             return seconds
         comms = _beside(op, action.kind)
-        other_s = sum(self.cost.comm_s(comm, rank) for comm in comms if comm is not None)
+        other_s = fsum(self.cost.comm_s(comm, rank) for comm in comms if comm is not None)
         return self.cost.slowed_s(seconds, other_s * action.fraction, action.beside)
 
     def _op(self, action: Action, rank: int) -> Op:

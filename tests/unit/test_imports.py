@@ -165,3 +165,21 @@ def test_library_code_does_not_read_the_environment(path: Path) -> None:
     assert not [
         node.lineno for node in ast.walk(ast.parse(path.read_text())) if reads_environment(node)
     ]
+
+
+def adds_seconds(node: ast.AST) -> bool:
+    """Whether it is a built-in sum over something named as seconds or hours."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        return False
+    names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    names |= {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+    return node.func.id == "sum" and any(
+        name.endswith(("_s", "seconds", "_hours")) for name in names
+    )
+
+
+@pytest.mark.parametrize("path", python_files("src", "methods"), ids=label)
+def test_times_are_added_alike_on_every_python(path: Path) -> None:
+    """sum() of floats rounds differently since Python 3.12; math.fsum is exact on all of them."""
+    found = [node for node in ast.walk(ast.parse(path.read_text())) if adds_seconds(node)]
+    assert not [node.lineno for node in found]  # type: ignore[attr-defined]

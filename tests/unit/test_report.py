@@ -79,7 +79,7 @@ def test_folded_columns_open_at_a_click() -> None:
     text = table_html(
         ["who", "n", "command"], [["a", "1", "run <it>"], ["b", "2", ""]], ["command"]
     )
-    assert "<th>who</th><th>n</th><th>command</th>" in text
+    assert '<th>who</th><th>n</th><th title="command">more</th>' in text
     assert "<summary>show</summary><p><b>command</b> run &lt;it&gt;</p>" in text
     assert text.count("<details>") == 1  # nothing to show, nothing to click
     assert table_html(["who"], [["a"]], ["command"]).count("<td") == 1

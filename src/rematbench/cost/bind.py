@@ -4,6 +4,7 @@ The only place that joins the pure formulas with a cluster, a stack, a layout an
 """
 
 from functools import cached_property
+from math import fsum
 from typing import Literal
 
 from rematbench.cluster import Cluster
@@ -151,7 +152,7 @@ class CostModel:
         if key not in self._ops:  # the op is kept, so that its id stays its own
             kernels: tuple[Kernel, ...] = getattr(op, direction)
             parts = (part_of(kernel, direction, rows_fraction) for kernel in kernels)
-            self._ops[key] = (op, sum(self.kernel_s(part, direction) for part in parts))
+            self._ops[key] = (op, fsum(self.kernel_s(part, direction) for part in parts))
         return self._ops[key][1]
 
     def comm_s(self, comm: Comm, stage: int) -> float:

@@ -1,5 +1,7 @@
 """The one FLOP function: model FLOPs per token, MFU and HFU, causal and dense."""
 
+from math import fsum
+
 from rematbench.shapes import causal_pairs
 from rematbench.workload import Model
 
@@ -23,7 +25,7 @@ def attention_flop_per_token(model: Model, seq_len: int, *, causal: bool) -> flo
     per query).  The causal mean is s / 2, as the sources count it, not (s + 1) / 2.
     """
     windows = model.attention_window or (0,) * model.num_layers
-    keys = sum(_mean_keys(seq_len, window, causal) for window in windows)
+    keys = fsum(_mean_keys(seq_len, window, causal) for window in windows)
     return 4 * FORWARD_AND_BACKWARD * model.q_width * keys
 
 

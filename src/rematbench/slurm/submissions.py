@@ -1,6 +1,7 @@
 """What would be submitted, what it is predicted to cost, and what can be refused at once."""
 
 from collections.abc import Sequence
+from math import fsum
 from pathlib import Path
 
 from msgspec import Struct
@@ -44,7 +45,7 @@ def _submission(campaign: Campaign, bundle: Bundle, cells: Sequence[Cell]) -> Su
     slurm = campaign.site.slurm
     whole = campaign.site.cluster.gpus_per_node if "--exclusive" in slurm.extra else 0
     gpus = bundle.nodes * max(bundle.gpus_per_node, whole) if slurm.gres else 0
-    seconds = slurm.canary_s + sum(STARTUP_S + _seconds(campaign, cell) for cell in cells)
+    seconds = slurm.canary_s + fsum(STARTUP_S + _seconds(campaign, cell) for cell in cells)
     return Submission(
         bundle=bundle.name,
         nodes=bundle.nodes,
@@ -89,7 +90,7 @@ def refuse(
                 f"{row.bundle} needs {row.nodes} nodes; {site.name} allows {slurm.nodes} "
                 "(slurm: nodes)"
             )
-    total = sum(row.gpu_hours for row in rows)
+    total = fsum(row.gpu_hours for row in rows)
     if max_gpu_hours and total > max_gpu_hours:
         worst = max(rows, key=lambda row: row.gpu_hours)
         raise CommandError(

@@ -1,6 +1,7 @@
 """Seconds and bytes of whole layers, and how many of them a rank holds at once."""
 
 from collections.abc import Collection
+from math import fsum
 
 from rematbench.lower import rank_orders
 from rematbench.ops import OpTable
@@ -11,9 +12,9 @@ from rematbench.problem import Problem
 def forward_s(problem: Problem, table: OpTable) -> float:
     """Seconds of a part's forward when nothing overlaps: kernels and collectives."""
     cost = problem.cost
-    return sum(
+    return fsum(
         cost.op_s(op, "forward")
-        + sum(cost.comm_s(c, 0) for c in (op.gather, op.reduce) if c is not None)
+        + fsum(cost.comm_s(c, 0) for c in (op.gather, op.reduce) if c is not None)
         for op in table.ops
     )
 
@@ -21,10 +22,10 @@ def forward_s(problem: Problem, table: OpTable) -> float:
 def backward_s(problem: Problem, table: OpTable) -> float:
     """Seconds of a part's backward when nothing overlaps: kernels and collectives."""
     cost = problem.cost
-    return sum(
+    return fsum(
         cost.op_s(op, "backward_input")
         + cost.op_s(op, "backward_weight")
-        + sum(
+        + fsum(
             cost.comm_s(c, 0)
             for c in (op.grad_gather, op.regather, op.grad_reduce)
             if c is not None

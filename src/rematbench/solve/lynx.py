@@ -10,6 +10,7 @@ minimised under a budget of kept bytes.
 
 from collections.abc import Sequence
 from itertools import combinations
+from math import fsum
 
 import numpy as np
 from msgspec import Struct
@@ -115,7 +116,7 @@ def settled(layer: LayerWindows, placed: tuple[Placed, ...], layers_per_chunk: i
         load[item.slot.op] += seconds
         exposed += item.slot.layer_offset * seconds / layers_per_chunk
         hidden += seconds
-    exposed += sum(max(0.0, load[op] - layer.idle_s[op]) for op in load)
+    exposed += fsum(max(0.0, load[op] - layer.idle_s[op]) for op in load)
     kept = sum(job.nbytes for job in layer.jobs) - sum(item.job.nbytes for item in placed)
     return Policy(placed=placed, kept_bytes=kept, exposed_s=exposed, hidden_s=hidden)
 

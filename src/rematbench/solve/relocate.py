@@ -7,6 +7,7 @@ and the stage is solved again, a bounded number of times.
 
 from collections.abc import Sequence
 from functools import cached_property
+from math import fsum
 
 from msgspec.structs import replace
 
@@ -56,7 +57,7 @@ class Stage:
 
     def cost_s(self, policies: Sequence[Policy]) -> float:
         """The solvers' objective."""
-        return sum(p.cost_s * g.layers for p, g in zip(policies, self.sizes, strict=True))
+        return fsum(p.cost_s * g.layers for p, g in zip(policies, self.sizes, strict=True))
 
 
 def _halves(layers: Layers) -> tuple[Layers, ...]:

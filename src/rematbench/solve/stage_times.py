@@ -1,5 +1,7 @@
 """Seconds of a pipeline stage with so many layers, given what it must rebuild to fit."""
 
+from math import fsum
+
 from msgspec.structs import replace
 
 from rematbench.plan import Plan
@@ -25,8 +27,8 @@ class StageTimes:
         ]
         self.layer_s = _pass_s(problem)
         self.ends_s = [0.0] * problem.layout.pp
-        self.ends_s[0] += sum(f(problem, problem.embedding) for f in (forward_s, backward_s))
-        self.ends_s[-1] += sum(f(problem, problem.head) for f in (forward_s, backward_s))
+        self.ends_s[0] += fsum(f(problem, problem.embedding) for f in (forward_s, backward_s))
+        self.ends_s[-1] += fsum(f(problem, problem.head) for f in (forward_s, backward_s))
         lean = problem.cost.evaluate(relocation.lean(base)).peak_device_bytes
         self.room = [relocation.usable - peak for peak in lean]
         kept_input = table.activations["layer_input"].nbytes
@@ -47,7 +49,7 @@ def _pass_s(problem: Problem) -> float:
     """Forward and backward of an average layer."""
     indices = range(problem.workload.model.num_layers)
     tables = [problem.layer(index) for index in indices]
-    return sum(forward_s(problem, t) + backward_s(problem, t) for t in tables) / len(tables)
+    return fsum(forward_s(problem, t) + backward_s(problem, t) for t in tables) / len(tables)
 
 
 def _state_bytes(problem: Problem, plan: Plan) -> float:
@@ -58,7 +60,7 @@ def _state_bytes(problem: Problem, plan: Plan) -> float:
         "gradient": system.grad_bytes,
         "optimizer": system.optimizer_bytes,
     }
-    return sum(sizes[s.kind] / s.shards for s in plan.states if s.home == "device")
+    return fsum(sizes[s.kind] / s.shards for s in plan.states if s.home == "device")
 
 
 def balanced_partition(relocation: Relocation) -> tuple[tuple[tuple[int, ...], ...], ...]:

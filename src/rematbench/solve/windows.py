@@ -5,6 +5,7 @@ waits for it; where the collective already runs beside a GEMM, only what sticks 
 """
 
 from collections.abc import Collection
+from math import fsum
 
 from msgspec import Struct
 
@@ -80,8 +81,8 @@ def _job(
         op=maker.name,
         outputs=outputs,
         nbytes=sum(table.activations[name].nbytes for name in outputs),
-        seconds=sum(problem.cost.op_s(op, "forward") for op in chain)
-        + sum(problem.cost.comm_s(comm, 0) for comm in comms),
+        seconds=fsum(problem.cost.op_s(op, "forward") for op in chain)
+        + fsum(problem.cost.comm_s(comm, 0) for comm in comms),
         needs=tuple(sorted(op.name for op in sources if op is not None)),
         deadline=min(readers, default=len(order)),
         hides=not comms,
