@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlparse
 
 import pytest
 from typer.testing import CliRunner
@@ -22,6 +23,8 @@ from tests.workflow.checkout import ROOT
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
 )
+OF_THE_BROWSER = ("google.com", "googleapis.com", "gvt1.com")
+"""Hosts that Chromium asks by itself whatever page it opens."""
 OTHERS = ("python3.14", "python3.13", "python3.12", "python3.11")
 
 
@@ -45,7 +48,7 @@ def test_the_page_opens_without_errors_or_requests(tmp_path: Path, width: int) -
     page = built(tmp_path)
     shot, log = tmp_path / "page.png", tmp_path / "net.json"
     command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
         "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}",
         f"--log-net-log={log}", f"--window-size={width},1200", f"--screenshot={shot}",
         page.resolve().as_uri(),
@@ -53,6 +56,10 @@ def test_the_page_opens_without_errors_or_requests(tmp_path: Path, width: int) -
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert shot.stat().st_size > 10_000, done.stderr
     assert "CONSOLE" not in done.stderr
+    asked = {
+        urlparse(url).hostname or "" for url in re.findall(r'"url":"([^"]+)"', log.read_text())
+    }
+    assert not [host for host in asked if not host.endswith(OF_THE_BROWSER)]
     text = page.read_text(encoding="utf-8")
     assert len(text.encode()) < 5_000_000
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//|url\(|@import|<script", text)
