@@ -48,7 +48,8 @@ def test_the_page_opens_without_errors_or_requests(tmp_path: Path, width: int) -
     page = built(tmp_path)
     shot, log = tmp_path / "page.png", tmp_path / "net.json"
     command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+        "--disable-component-update", "--disable-sync",
         "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}",
         f"--log-net-log={log}", f"--window-size={width},1200", f"--screenshot={shot}",
         page.resolve().as_uri(),
