@@ -13,6 +13,9 @@ from rematbench.paths import data_dir
 
 Cells = list[list[str]]
 
+NOTHING = 1e-12
+"""What is left of a difference of equal shares: no relative tolerance means anything there."""
+
 
 class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A statistic of the absolute values of a column that may be at most so much."""
@@ -109,7 +112,7 @@ def differences(ours: Cells, theirs: Cells, tolerance: float) -> list[str]:
 
 def _near(cell: str, wanted: str, tolerance: float) -> bool:
     try:
-        return math.isclose(float(cell), float(wanted), rel_tol=tolerance)
+        return math.isclose(float(cell), float(wanted), rel_tol=tolerance, abs_tol=NOTHING)
     except ValueError:
         return False
 
