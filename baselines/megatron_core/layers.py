@@ -100,13 +100,15 @@ class _Gathered(torch.autograd.Function):
         slices = (group.rank, 2 * group.size - 1 - group.rank)
         q = query.permute(1, 2, 0, 3)
         out, lse = attend(q, _whole(key, group), _whole(value, group), slices)
-        ctx.save_for_backward(query, key, value, out, lse)
+        rows = out.permute(2, 0, 1, 3).contiguous()
+        ctx.save_for_backward(query, key, value, rows, lse)  # the projection saves the same rows
         ctx.group, ctx.slices = group, slices
-        return out.permute(2, 0, 1, 3).contiguous()
+        return rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        query, key, value, out, lse = ctx.saved_tensors
+        query, key, value, rows, lse = ctx.saved_tensors
+        out = rows.permute(1, 2, 0, 3)
         grad = grads[0].permute(1, 2, 0, 3).contiguous()
         k, v = _whole(key, ctx.group), _whole(value, ctx.group)
         dq, dk, dv = attend_backward(grad, query.permute(1, 2, 0, 3), k, v, out, lse, ctx.slices)

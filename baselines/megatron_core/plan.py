@@ -31,7 +31,7 @@ DROPPED: dict[str, tuple[str, ...]] = {
 MOVED: dict[str, tuple[str, ...]] = {
     "attn_norm": ("layer_input",),
     "qkv_linear": ("attn_norm_out",),
-    "core_attn": ("q", "k", "v"),
+    "core_attn": ("q", "k", "v", "lse", "attn_probs", "attn_probs_mask", "attn_probs_dropped"),
     "attn_proj": ("attn_out",),
     "mlp_norm": ("attn_residual",),
 }

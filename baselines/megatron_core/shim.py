@@ -12,6 +12,7 @@ that only TransformerEngine defines.
 | type | Tensor.type() of CPU tensors -> the CUDA type strings that the optimizer compares with |
 | compile | torch.compile -> eager, so that nothing is compiled |
 | dropout | F.dropout -> native_dropout, which keeps a byte mask as CUDA's kernel does |
+| norm | F.rms_norm -> one function that saves its input and 1/rms, as CUDA's kernel does |
 | settle | collectives return when gloo's threads have let go of their tensors, so bytes are exact |
 | te | names that only TransformerEngine defines, used without asking for it |
 """
@@ -141,6 +142,32 @@ def _dropout() -> None:
     F.dropout = torch.nn.functional.dropout = dropout  # type: ignore[assignment]
 
 
+class _RmsNorm(torch.autograd.Function):
+    """On a CPU torch takes RMSNorm apart, and three fp32 tensors of the input's size stay alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, scale = ctx.saved_tensors
+        y, grad = x.float() * scale, grads[0].float()
+        inner = grad * weight
+        dx = scale * (inner - y * (inner * y).mean(-1, keepdim=True))
+        return dx.to(x.dtype), (grad * y).flatten(0, -2).sum(0).to(weight.dtype), None
+
+
+def _norm() -> None:
+    def rms_norm(x: torch.Tensor, _: Any, weight: torch.Tensor, eps: float) -> Any:
+        return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+
+    F.rms_norm = torch.nn.functional.rms_norm = rms_norm  # type: ignore[assignment]
+
+
 class _NoFp8:
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -198,5 +225,6 @@ def install(*, real: bool) -> tuple[str, ...]:
     _stream()
     _type()
     _dropout()
+    _norm()
     _te()
-    return ("dev", "rng", "stream", "type", "compile", "dropout", "settle", "te")
+    return ("dev", "rng", "stream", "type", "compile", "dropout", "norm", "settle", "te")

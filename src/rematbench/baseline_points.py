@@ -8,10 +8,13 @@ import msgspec
 import yaml
 from msgspec import Struct
 
+from rematbench.baseline_stack import Stack, stack_of
 from rematbench.baselines import Job, job, policy, run_jobs
 from rematbench.configfile import ConfigError
-from rematbench.evaluate import PlanEvaluation
+from rematbench.discover import Composition
+from rematbench.evaluate import program_bytes
 from rematbench.layout import Layout
+from rematbench.lower import lower
 from rematbench.paths import data_dir
 from rematbench.plan import Unsupported
 from rematbench.problem import AttentionKind, Problem
@@ -20,9 +23,13 @@ from rematbench.suite import make_problem
 from rematbench.workload import Precision
 
 COLUMNS = (
-    *("point", "policy", "status", "traced_peak_bytes", "predicted_peak_bytes"),
-    *("published_peak_bytes", "traced_activation_bytes", "traced_host_bytes", "shim"),
+    *("point", "policy", "status", "traced_peak_bytes", "known_extra_bytes"),
+    *("predicted_peak_bytes", "unexplained", "published_peak_bytes", "freed_against_none"),
+    *("traced_activation_bytes", "traced_host_bytes", "kernel_stack"),
 )
+"""`known_extra_bytes`: what the traced stack keeps beside the operator table (`stack.py`, sized from
+shapes), at the peak.  `unexplained`: traced less known extras over predicted, less 1.
+`freed_against_none`: of the same engine, model and layout without a policy, activations only."""
 
 
 class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,44 +94,72 @@ def trace_points(points: tuple[Point, ...], folder: Path, timeout_s: float = 600
 
 
 def _job(point: Point, timeout_s: float) -> Job:
-    method = policy(point.baseline, point.settings)
-    return job(point.problem, method, "traced", rank=point.rank, timeout_s=timeout_s)
+    return job(point.problem, _method(point), "traced", rank=point.rank, timeout_s=timeout_s)
+
+
+def _method(point: Point) -> Composition:
+    return policy(point.baseline, point.settings)
 
 
 def rows(points: tuple[Point, ...], folder: Path) -> list[dict[str, Any]]:
     """One row per point with a record: traced, predicted by our plan of the policy, published."""
-    found = []
-    for point in points:
-        path = folder / f"{point.name}.json"
-        if path.exists():
-            found.append(_row(point, read_record(path)))
+    there = tuple(point for point in points if (folder / f"{point.name}.json").exists())
+    found = [_row(point, read_record(folder / f"{point.name}.json")) for point in there]
+    _freed(found, there)
     return found
 
 
 def _row(point: Point, record: Record) -> dict[str, Any]:
     seen = record.observed
     row: dict[str, Any] = {"point": point.name, "policy": point.words, "status": record.status}
+    predicted = row["predicted_peak_bytes"] = peak_bytes(point)
+    row["published_peak_bytes"] = published(point)
     if seen is not None:
+        traced = seen.activation_peak_bytes[0] + seen.state_bytes[0]
         row["traced_activation_bytes"] = seen.activation_peak_bytes[0]
         row["traced_host_bytes"] = seen.host_peak_bytes[0]
-        row["traced_peak_bytes"] = seen.activation_peak_bytes[0] + seen.state_bytes[0]
-        row["shim"] = "+".join(seen.shim)
-    row["predicted_peak_bytes"] = predicted(point)
-    row["published_peak_bytes"] = published(point)
+        row["traced_peak_bytes"] = traced
+        row["kernel_stack"] = "; ".join((seen.label, *seen.kernels.values()))
+        if isinstance(predicted, int):
+            extra = row["known_extra_bytes"] = known_extra_bytes(point)
+            row["unexplained"] = f"{(traced - extra) / predicted - 1:+.2%}"
     return {column: row.get(column, "") for column in COLUMNS}
 
 
-def predicted(point: Point) -> int | str:
-    """The simulator's peak of the traced rank's stage under the baseline's plan.py."""
-    problem = point.problem
-    method = policy(point.baseline, point.settings)
-    plan = method.plan(problem)
+def _freed(found: list[dict[str, Any]], points: tuple[Point, ...]) -> None:
+    """A gain is against the same engine on the same model and layout, never another engine."""
+    whole = {_where(p): r for p, r in zip(points, found, strict=True) if not p.settings}
+    for point, row in zip(points, found, strict=True):
+        none = whole.get(_where(point), {}).get("traced_activation_bytes")
+        if point.settings and none and row["traced_activation_bytes"]:
+            row["freed_against_none"] = f"{1 - row['traced_activation_bytes'] / none:.0%}"
+
+
+def _where(point: Point) -> tuple[Any, ...]:
+    return point.baseline, point.model, point.layout, point.attention
+
+
+def known_extra_bytes(point: Point) -> int:
+    """Bytes that the traced stack holds at its peak beyond the problem's system; 0 if unsaid."""
+    stack = stack_of(point.baseline, _method(point).methods[0], point.problem)
+    if stack is None:
+        return 0
+    here, there = peak_bytes(point, stack), peak_bytes(point)
+    assert isinstance(here, int)
+    assert isinstance(there, int)
+    return here - there
+
+
+def peak_bytes(point: Point, stack: Stack | None = None) -> int | str:
+    """The ledger's peak of the traced rank's stage under the baseline's plan.py: on the point's own
+    system, or with a stack's tensors in the operator tables."""
+    problem = point.problem if stack is None else stack.problem(point.problem)
+    plan = _method(point).plan(problem)
     if isinstance(plan, Unsupported):
         return "unsupported"
-    found = problem.cost.evaluate(plan)
-    assert isinstance(found, PlanEvaluation)
     stage = point.rank // (point.layout.tp * point.layout.cp * point.layout.dp)
-    return found.peak_device_bytes[stage]
+    peak = program_bytes(problem, plan, lower(plan, problem))[stage].device_peak
+    return peak + (sum(stack.once.values()) if stack else 0)
 
 
 def published(point: Point) -> int | str:

@@ -178,7 +178,7 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
 def load_file(path: Path, methods: dict[str, MethodEntry], broken: dict[str, str]) -> None:
     """Enter the methods of one file, or the reason why it has none."""
     try:
-        module = _module(path)
+        module = load_module(path)
         classes = [
             value
             for value in vars(module).values()
@@ -194,7 +194,7 @@ def load_file(path: Path, methods: dict[str, MethodEntry], broken: dict[str, str
         broken[str(path)] = _one_line(error)
 
 
-def _module(path: Path) -> ModuleType:
+def load_module(path: Path) -> ModuleType:
     """The file as a module of its own name; two folders may hold equal file names."""
     name = f"rematbench_methods.{path.parent.name}_{abs(hash(str(path.resolve())))}.{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

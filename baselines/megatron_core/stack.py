@@ -1,0 +1,167 @@
+"""Megatron-core 0.16.1 without TransformerEngine: what it keeps beside the operator table.
+
+Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rematbench.baseline_stack import Extra, Stack
+from rematbench.problem import Problem
+from rematbench.shapes import shapes
+
+if TYPE_CHECKING:
+    from baselines.megatron_core.plan import MegatronCore
+
+
+def stack(policy: "MegatronCore", problem: Problem) -> Stack:
+    """What Megatron-core without TransformerEngine keeps beside the operator table."""
+    s = shapes(problem.workload, problem.layout, problem.system)
+    return Stack(
+        extras=(
+            *_norms(problem),
+            *_rope(policy, problem),
+            *_glu(policy, problem),
+            *_embedding(problem),
+            *_scores(problem),
+            *_sums(problem),
+        ),
+        fused_swiglu=policy.bias_activation_fusion,
+        shares_gathers=s.sp,
+        once=_once(problem),
+    )
+
+
+def _glu(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
+    s = shapes(problem.workload, problem.layout, problem.system)
+    if policy.bias_activation_fusion or not problem.workload.model.gated:
+        return ()
+    copied = Extra(
+        name="up_out_offset",
+        dtype=problem.workload.precision,
+        rows=s.tokens,
+        row_bytes=s.ffn * s.element_bytes,
+        made_by="mul",
+        saved_by="mul",
+        why="glu_linear_offset (0) is added to up before the product",
+    )
+    return (copied,)
+
+
+def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
+    s = shapes(problem.workload, problem.layout, problem.system)
+    model, e = problem.workload.model, s.element_bytes
+    if model.position != "rope":
+        return ()
+    made = partial(Extra, dtype=problem.workload.precision)
+    tables = made(
+        name="rope_tables",
+        made_by="qkv",
+        rows=s.seq_len // s.cp,
+        row_bytes=4 * model.head_dim * e,
+        saved_by="qkv",
+        why="cosine and sine of each position, for q and for k",
+    )
+    whole = made(
+        name="qkv_before_rope",
+        made_by="qkv",
+        rows=s.tokens,
+        row_bytes=(s.q_width + s.kv_width) * e,
+        saved_by="attention",
+        why="v is a view of the projection's output, so q and k before RoPE stay with it",
+    )
+    repeated = made(
+        name="kv_repeated",
+        rows=s.tokens,
+        row_bytes=2 * (s.q_width - s.kv_width) * e,
+        made_by="attention",
+        saved_by="attention",
+        why="k and v are saved once per query head (and v's view is gone)",
+    )
+    grouped = s.kv_width < s.q_width and s.cp == 1
+    if grouped:
+        return tables, repeated
+    # copied to the host, v is no view any more
+    return (tables,) if "core_attn" in policy.offload_modules else (tables, whole)
+
+
+def _once(problem: Problem) -> dict[str, int]:
+    """One buffer serves gathered inputs and the first operand of the scores; a mask is kept."""
+    s = shapes(problem.workload, problem.layout, problem.system)
+    scores = s.tokens * s.heads * s.seq_len * s.element_bytes
+    gathered = s.tokens * problem.workload.model.hidden * s.element_bytes if s.sp else 0
+    if problem.attention == "flash":
+        return {"memory buffer": gathered}
+    return {"memory buffer": max(gathered, scores), "causal mask": s.seq_len * s.seq_len}
+
+
+def _norms(problem: Problem) -> tuple[Extra, ...]:
+    s = shapes(problem.workload, problem.layout, problem.system)
+    rms = problem.workload.model.norm == "rmsnorm"
+    return tuple(
+        Extra(
+            name=f"{op}_statistics",
+            dtype="fp32" if rms else problem.workload.precision,
+            rows=s.shard_tokens,
+            row_bytes=4 if rms else 2 * s.element_bytes,
+            made_by=op,
+            saved_by=op,
+            part=part,
+            why="1/rms of each row" if rms else "mean and 1/deviation of each row",
+        )
+        for op, part in (("attn_norm", "layer"), ("mlp_norm", "layer"), ("final_norm", "head"))
+    )
+
+
+def _embedding(problem: Problem) -> tuple[Extra, ...]:
+    s = shapes(problem.workload, problem.layout, problem.system)
+    if s.tp == 1:
+        return ()
+    ids = Extra(
+        name="masked_ids",
+        dtype="int64 + bool",
+        rows=s.tokens,
+        row_bytes=9,
+        made_by="embedding",
+        saved_by="embedding",
+        part="embedding",
+        why="ids of this rank's rows of the vocabulary, and which are not its own",
+    )
+    return (ids,)
+
+
+def _scores(problem: Problem) -> tuple[Extra, ...]:
+    s = shapes(problem.workload, problem.layout, problem.system)
+    if problem.attention == "flash":
+        return ()
+    layer = problem.layer(0)
+    probabilities = layer.activations["attn_probs"].nbytes
+    saved = sum(a.nbytes for a in layer.activations.values() if a.name.startswith("attn_probs"))
+    beyond = Extra(
+        name="score_gradients",
+        dtype=problem.workload.precision,
+        rows=s.tokens,
+        row_bytes=max(0, 4 * probabilities - saved) // s.tokens,
+        made_by="attention",
+        why="softmax, mask, scale and a copy: four of the scores' size, when the saved are gone",
+    )
+    return (beyond,)
+
+
+def _sums(problem: Problem) -> tuple[Extra, ...]:
+    """The gradient of a weight exists beside the buffer it is then added to."""
+    tables = (problem.embedding, problem.layer(0), problem.head)
+    return tuple(
+        Extra(
+            name=f"{op.name}_weight_gradient",
+            dtype=problem.workload.precision,
+            rows=1,
+            row_bytes=op.parameters * problem.workload.element_bytes,
+            made_by=op.name,
+            part=table.part,
+            why="added to the gradient buffer by a kernel of its own",
+        )
+        for table in tables
+        for op in table.ops
+        if op.has_weight
+    )
