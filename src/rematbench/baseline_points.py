@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import yaml
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.baseline_stack import Stack, stack_of
 from rematbench.baselines import Job, job, policy, run_jobs
@@ -21,15 +22,6 @@ from rematbench.problem import AttentionKind, Problem
 from rematbench.record import Record, read_record, write_record
 from rematbench.suite import make_problem
 from rematbench.workload import Precision
-
-COLUMNS = (
-    *("point", "policy", "status", "traced_peak_bytes", "known_extra_bytes"),
-    *("predicted_peak_bytes", "unexplained", "published_peak_bytes", "freed_against_none"),
-    *("traced_activation_bytes", "traced_host_bytes", "kernel_stack"),
-)
-"""`known_extra_bytes`: what the traced stack keeps beside the operator table (`stack.py`, sized from
-shapes), at the peak.  `unexplained`: traced less known extras over predicted, less 1.
-`freed_against_none`: of the same engine, model and layout without a policy, activations only."""
 
 
 class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,11 +76,15 @@ def load_points(path: Path | None = None) -> tuple[Point, ...]:
 
 
 def trace_points(points: tuple[Point, ...], folder: Path, timeout_s: float = 600.0) -> list[Record]:
-    """Trace points, writing each record as soon as it is there (`folder`/<name>.json)."""
+    """Trace points, writing each record as soon as it is there (`folder`/<name>.json); one that
+    says the same as before keeps its date."""
     found = []
     for point in points:
         (record,) = run_jobs(point.baseline, [_job(point, timeout_s)])
-        write_record(record, folder / f"{point.name}.json")
+        path = folder / f"{point.name}.json"
+        same = path.exists() and read_record(path)
+        if not same or replace(same, provenance=record.provenance) != record:
+            write_record(record, path)
         found.append(record)
     return found
 
@@ -101,8 +97,26 @@ def _method(point: Point) -> Composition:
     return policy(point.baseline, point.settings)
 
 
+def differing(record: Record, committed: Record) -> list[str]:
+    """Numbers of a trace that are not as committed."""
+    a, b = record.observed, committed.observed
+    if a is None or b is None or record.status != committed.status:
+        return [f"status {record.status} {record.reason} (committed: {committed.status})".strip()]
+    names = ("activation_peak_bytes", "host_peak_bytes", "state_bytes", "kernels", "shim")
+    return [
+        f"{name} {getattr(a, name)} (committed: {getattr(b, name)})"
+        for name in names
+        if getattr(a, name) != getattr(b, name)
+    ]
+
+
 def rows(points: tuple[Point, ...], folder: Path) -> list[dict[str, Any]]:
-    """One row per point with a record: traced, predicted by our plan of the policy, published."""
+    """One row per point with a record: traced, predicted by our plan of the policy, published.
+
+    `known_extra_bytes`: what the traced stack keeps beside the operator table, at the peak.
+    `unexplained`: traced less known extra over predicted, less 1.  `freed_against_none`: share of
+    the activations of the same engine, model and layout without a policy.
+    """
     there = tuple(point for point in points if (folder / f"{point.name}.json").exists())
     found = [_row(point, read_record(folder / f"{point.name}.json")) for point in there]
     _freed(found, there)
@@ -122,8 +136,8 @@ def _row(point: Point, record: Record) -> dict[str, Any]:
         row["kernel_stack"] = "; ".join((seen.label, *seen.kernels.values()))
         if isinstance(predicted, int):
             extra = row["known_extra_bytes"] = known_extra_bytes(point)
-            row["unexplained"] = f"{(traced - extra) / predicted - 1:+.2%}"
-    return {column: row.get(column, "") for column in COLUMNS}
+            row["unexplained"] = (traced - extra) / predicted - 1
+    return row
 
 
 def _freed(found: list[dict[str, Any]], points: tuple[Point, ...]) -> None:
@@ -131,8 +145,8 @@ def _freed(found: list[dict[str, Any]], points: tuple[Point, ...]) -> None:
     whole = {_where(p): r for p, r in zip(points, found, strict=True) if not p.settings}
     for point, row in zip(points, found, strict=True):
         none = whole.get(_where(point), {}).get("traced_activation_bytes")
-        if point.settings and none and row["traced_activation_bytes"]:
-            row["freed_against_none"] = f"{1 - row['traced_activation_bytes'] / none:.0%}"
+        if point.settings and none and "traced_activation_bytes" in row:
+            row["freed_against_none"] = 1 - row["traced_activation_bytes"] / none
 
 
 def _where(point: Point) -> tuple[Any, ...]:

@@ -67,11 +67,14 @@ class Stack(Struct, frozen=True, kw_only=True):
         )
 
 
+NOTHING = Stack()
+
+
 @dataclass(frozen=True, eq=False)
 class StackProblem(Problem):
     """A problem whose tables have a stack's extras."""
 
-    stack: Stack = Stack()
+    stack: Stack = NOTHING
 
     def _extended(self, table: OpTable) -> OpTable:
         extras = [extra for extra in self.stack.extras if extra.part == table.part]
@@ -130,6 +133,8 @@ class Held(NamedTuple):
 
     name: str
     dtype: str
+    rows: int
+    row_bytes: int
     table_bytes: int
     stack_bytes: int
     why: str
@@ -146,8 +151,10 @@ def layer_tensors(problem: Problem, stack: Stack) -> Iterator[Held]:
         why = extra.why if extra else ""
         if sizes[0] > sizes[1]:
             why = "gate and product are one function, which saves its input only"
-        yield Held(name, dtype, *sizes, why)
+        tensor = plain.activations.get(name) or here.activations[name]
+        yield Held(name, dtype, tensor.rows, tensor.row_bytes, sizes[0], sizes[1], why)
     for extra in extras.values():
         if not extra.saved_by:
             why = f"in the backward of {extra.made_by} only: {extra.why}"
-            yield Held(extra.name, extra.dtype, 0, extra.nbytes, why)
+            shape = extra.rows, extra.row_bytes
+            yield Held(extra.name, extra.dtype, *shape, 0, extra.nbytes, why)

@@ -31,6 +31,10 @@ class BaselineError(ValueError):
     """A baseline cannot be found or its process gave no record; the message is one line."""
 
 
+class NotInstalled(BaselineError):
+    """The baseline's package, or torch, is not in this environment."""
+
+
 class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run asked of a baseline's process.
 
@@ -110,11 +114,15 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
         for number in range(len(jobs)):
             path = place / f"{number}.json"
             if not path.exists():
-                raise BaselineError(f"{name}: {_last_line(done.stderr, done.returncode)}")
+                raise _no_record(name, done.stderr, done.returncode)
             records.append(msgspec.json.decode(path.read_bytes(), type=Record))
     return records
 
 
-def _last_line(text: str, code: int) -> str:
+def _no_record(name: str, text: str, code: int) -> BaselineError:
     lines = [line for line in text.splitlines() if line.strip()]
-    return f"its process ended with exit code {code}: {lines[-1] if lines else 'no message'}"
+    last = lines[-1] if lines else "no message"
+    kind, _, rest = last.partition(": No module named ")
+    if kind == "ModuleNotFoundError":
+        return NotInstalled(f"{name}: {rest} is not installed here; `./bench test` installs it")
+    return BaselineError(f"{name}: its process ended with exit code {code}: {last}")

@@ -5,16 +5,16 @@ from typing import Annotated, Literal
 
 import msgspec
 import typer
-from rich.text import Text
-from typer import Argument, Option
+from typer import Option
 
-from rematbench.baseline_points import COLUMNS, load_points, rows, trace_points
 from rematbench.baselines import BaselineError, Job, baselines, job, policy, run_jobs
+from rematbench.cli_points import trace_again, trace_shipped_points, write_tables
 from rematbench.cli_run import Request, RunOptions, request, settings_of, takes_run
 from rematbench.cli_text import CommandError, console, gib, grid, left, plain
+from rematbench.evaluate import fullest
 from rematbench.flags import flags_of
 from rematbench.plan import Unsupported
-from rematbench.record import Record, make_record, write_record
+from rematbench.record import Record, encode_record, make_record, write_record
 from rematbench.suite import run_method
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -110,6 +110,8 @@ def trace_baseline(
 ) -> None:
     """Trace one rank of a baseline on fake tensors, at any scale, without hardware.
 
+    `rematbench trace` does the same for a pipeline rank.
+
     \b
     Example:
       rematbench baseline trace megatron_core --model gpt-22b --cluster a100-80gb-selene --gpus 8
@@ -124,35 +126,23 @@ def trace_baseline(
     _finish(run.method, [_job(made, "traced", rank=rank)], out)
 
 
-@app.command("points")
-def trace_shipped_points(
-    folder: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Records go here.")],
-    names: Annotated[list[str] | None, Argument(metavar="[NAME..]", help="Only these.")] = None,
-    table: Annotated[bool, Option("--table", help="Only the table of what is there.")] = False,
-) -> None:
-    """Trace config/baseline_points.yaml, and stand it beside predicted and published bytes.
-
-    \b
-    Example:
-      rematbench baseline points k22b-none -o traced/
-      rematbench baseline points --table -o results/measured/traced/megatron_core
-    """
-    points = load_points()
-    known = [point.name for point in points]
-    for name in names or ():
-        if name not in known:
-            raise CommandError(f"unknown point {name!r} (known: {', '.join(known)})")
-    chosen = tuple(point for point in points if not names or point.name in names)
-    if not table:
-        trace_points(chosen, folder)
-    shown = grid(*COLUMNS[:-1])
-    for row in rows(chosen, folder):
-        shown.add_row(*(_cell(row[column]) for column in COLUMNS[:-1]))
-    console().print(shown)
+def trace_stage(run: RunOptions, stage: int | None, out: Path | None, *, json: bool) -> None:
+    """`rematbench trace` of a baseline: the first rank of a pipeline rank (default: the fullest of
+    the baseline's own plan)."""
+    made = asked(run)
+    lay = made.problem.layout
+    if stage is None:
+        plan = made.method.plan(made.problem, made.base)
+        stage = 0 if isinstance(plan, Unsupported) else fullest(made.problem, plan)
+    if stage >= lay.pp:
+        raise CommandError(f"--stage {stage}: the pipeline has ranks 0 to {lay.pp - 1}")
+    first = stage * lay.tp * lay.cp * lay.dp
+    _finish(run.method, [_job(made, "traced", rank=first)], out, json=json)
 
 
-def _cell(value: object) -> Text:
-    return plain(gib(value) if isinstance(value, int) else str(value))
+app.command("points")(trace_shipped_points)
+app.command("again")(trace_again)
+app.command("tables")(write_tables)
 
 
 def _job(
@@ -161,11 +151,14 @@ def _job(
     return job(made.problem, made.method, world, timeout_s=600.0, **options)
 
 
-def _finish(name: str, jobs: list[Job], out: Path | None) -> None:
+def _finish(name: str, jobs: list[Job], out: Path | None, *, json: bool = False) -> None:
     (record,) = run_jobs(name, jobs)
     if out is not None:
         write_record(record, out)
-    _show(record)
+    if json:
+        typer.echo(encode_record(record).decode())
+    else:
+        _show(record)
     if record.status == "failed":
         raise typer.Exit(1)
 

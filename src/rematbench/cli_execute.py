@@ -10,11 +10,13 @@ import typer
 from rich.table import Table
 from typer import Option
 
+from rematbench.baselines import baselines
+from rematbench.cli_baseline import trace_stage
 from rematbench.cli_run import Request, RunOptions, request, takes_run
 from rematbench.cli_show import heading
 from rematbench.cli_text import CommandError, console, gib, grid, left, plain
 from rematbench.discover import discover
-from rematbench.evaluate import program_bytes
+from rematbench.evaluate import fullest
 from rematbench.lower import lower
 from rematbench.measure import compared, measured, measured_ranks, measured_record
 from rematbench.measured import Comparison, Measured
@@ -208,6 +210,7 @@ def trace(
     """Trace one rank of a job of any size: the executor on fake tensors, in one CPU process.
 
     Bytes are counted from live storages, as in the executed world; nothing depends on values.
+    METHOD may be a baseline that can be traced (megatron_core): then its own code runs.
 
     \b
     Example:
@@ -215,6 +218,9 @@ def trace(
         --system megatron-kwai --gpus 512 --seq-len 8192 --global-batch 256 --tp 8 --pp 8
     """
     need_torch()
+    if run.method in baselines():
+        trace_stage(run, stage, out, json=json)
+        return
     asked = request(run)
     lay = asked.problem.layout
     if stage is not None and stage >= lay.pp:
@@ -239,7 +245,7 @@ def traced(asked: Request, stage: int | None = None) -> Record:
         outcome: tuple[Status, str, Measured | None] = ("unsupported", plan.reason, None)
         return measured_record("traced", problem, asked.method, None, outcome, where)
     try:
-        result = trace_rank(problem, plan, fullest(asked, plan) if stage is None else stage)
+        result = trace_rank(problem, plan, fullest(problem, plan) if stage is None else stage)
         ranks = measured_ranks(problem, plan, [result], 1)
         outcome = ("ok", "", Measured(steps=1, ranks=ranks))
     except NotExecutable as error:
@@ -247,12 +253,6 @@ def traced(asked: Request, stage: int | None = None) -> Record:
     except ExecutionError as error:
         outcome = ("failed", str(error), None)
     return measured_record("traced", problem, asked.method, plan, outcome, where)
-
-
-def fullest(asked: Request, plan: Plan) -> int:
-    """The pipeline rank with the largest simulated peak."""
-    ranks = program_bytes(asked.problem, plan, lower(plan, asked.problem))
-    return max(range(len(ranks)), key=lambda rank: ranks[rank].device_peak)
 
 
 def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:

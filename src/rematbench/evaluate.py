@@ -122,6 +122,12 @@ def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankB
     )
 
 
+def fullest(problem: Problem, plan: Plan) -> int:
+    """The pipeline rank with the largest peak of device bytes."""
+    ranks = program_bytes(problem, plan, lower(plan, problem))
+    return max(range(len(ranks)), key=lambda rank: ranks[rank].device_peak)
+
+
 def _rank_bytes(
     problem: Problem, plan: Plan, rank: int, ledger: RankLedger, pools: int
 ) -> RankBytes:

@@ -1,0 +1,85 @@
+"""The commands about traced points of baselines: trace them, again, and their tables."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from rematbench.baseline_points import Point, differing, load_points, trace_points
+from rematbench.baseline_tables import points_table, tensors_table
+from rematbench.baselines import NotInstalled
+from rematbench.cli_text import CommandError
+from rematbench.record import read_record
+
+Names = Annotated[list[str] | None, Argument(metavar="[NAME..]", help="Only these.")]
+Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")]
+Committed = Annotated[Path, Option("--compare", metavar="DIR", help="The records to equal.")]
+
+
+def chosen(names: list[str] | None) -> tuple[Point, ...]:
+    """The shipped points, or those named."""
+    points = load_points()
+    known = [point.name for point in points]
+    for name in names or ():
+        if name not in known:
+            raise CommandError(f"unknown point {name!r} (known: {', '.join(known)})")
+    return tuple(point for point in points if not names or point.name in names)
+
+
+def trace_shipped_points(output: Output, names: Names = None) -> None:
+    """Trace the points of config/baseline_points.yaml; a record each.
+
+    \b
+    Example:
+      rematbench baseline points k22b-none -o traced/
+    """
+    points = chosen(names)
+    records = trace_points(points, output)
+    for point, record in zip(points, records, strict=True):
+        typer.echo(f"{point.name}: {record.status} {record.reason}".rstrip())
+    if any(record.status != "ok" for record in records):
+        raise typer.Exit(1)
+
+
+def trace_again(output: Output, committed: Committed, names: Names = None) -> None:
+    """Trace points again and compare every number with a folder of records.
+
+    Exit code 1 if one differs.  Where the package is not installed one line says so, with exit
+    code 0.
+
+    \b
+    Example:
+      rematbench baseline again k22b-selective -o traced/
+        --compare results/measured/traced/megatron_core
+    """
+    wrong = False
+    for point in chosen(names):
+        try:
+            (record,) = trace_points((point,), output)
+        except NotInstalled as error:
+            typer.echo(f"{point.name}: not traced again: {error}")
+            continue
+        lines = differing(record, read_record(committed / f"{point.name}.json"))
+        typer.echo(f"{point.name}: " + ("; ".join(lines) or "traced again, every number equal"))
+        wrong = wrong or bool(lines)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def write_tables(
+    records: Annotated[Path, Argument(metavar="DIR", help="Records of traced points.")],
+    output: Output,
+) -> None:
+    """Write the tables of traced baselines: bytes beside predicted and published, and tensors.
+
+    \b
+    Example:
+      rematbench baseline tables results/measured/traced/megatron_core -o results/paper/tables
+    """
+    points = load_points()
+    for table in (points_table(points, records), tensors_table(points)):
+        if not table.rows:
+            raise CommandError(f"{records}: no record of a point of config/baseline_points.yaml")
+        table.write(output)
+        typer.echo(f"{output / table.name}.md: {len(table.rows)} rows")

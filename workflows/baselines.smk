@@ -1,0 +1,71 @@
+"""Traced baselines: tables of the committed records; where the packages are, traced again."""
+
+TRACED_BASELINES = "results/measured/traced/megatron_core"
+BASELINE_POINT = "k22b-selective"
+POINTS = sorted(path.stem for path in Path(TRACED_BASELINES).glob("*.json"))
+HAS_BASELINES = bool(
+    HAS_TORCH
+    and importlib.util.find_spec("megatron")
+    and importlib.util.find_spec("megatron.core")
+)
+
+
+def baseline_targets():
+    """Tables, and one point again (or the line that says why not)."""
+    return [
+        "results/paper/tables/baselines_traced.md",
+        f"results/paper/retraced/baselines/{BASELINE_POINT}.txt",
+    ]
+
+
+rule baseline_tables:
+    input:
+        records=expand(f"{TRACED_BASELINES}/{{point}}.json", point=POINTS),
+        points="config/baseline_points.yaml",
+        baselines=sorted(Path("baselines").glob("*/*.py")),
+    output:
+        multiext("results/paper/tables/baselines_traced", ".csv", ".md", ".tex"),
+        multiext("results/paper/tables/baselines_tensors", ".csv", ".md", ".tex"),
+    log:
+        "results/paper/logs/baseline_tables.log",
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+        records=TRACED_BASELINES,
+        folder=lambda wildcards, output: Path(output[0]).parent,
+    shell:
+        "rematbench baseline tables {params.records} -o {params.folder} > {log} 2>&1"
+
+
+rule retrace_baseline:
+    input:
+        record=f"{TRACED_BASELINES}/{{point}}.json",
+        points="config/baseline_points.yaml",
+        baselines=sorted(
+            str(path)
+            for folder in ("common", "megatron_core")
+            for path in Path("baselines", folder).glob("*.py")
+        ),
+    output:
+        "results/paper/retraced/baselines/{point}.txt",
+    log:
+        "results/paper/logs/retrace_baseline_{point}.log",
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+        installed=HAS_BASELINES,
+        into=lambda wildcards, output: Path(output[0]).parent,
+        committed=TRACED_BASELINES,
+    shell:
+        "rematbench baseline again {wildcards.point} -o {params.into}"
+        " --compare {params.committed} > {output} 2> {log} || {{ cat {output}; false; }}"
+
+
+rule baselines_again:
+    input:
+        expand(
+            "results/paper/retraced/baselines/{point}.txt",
+            point=POINTS,
+        ),
