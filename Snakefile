@@ -17,6 +17,7 @@ include: "workflows/studies.smk"
 include: "workflows/figures.smk"
 include: "workflows/executed.smk"
 include: "workflows/measured.smk"
+include: "workflows/baselines.smk"
 include: "workflows/matrix.smk"
 include: "workflows/page.smk"
 
@@ -29,7 +30,7 @@ rule all:
     input:
         "results/paper/runs.csv",
         "results/paper/tables/claims.csv",
-        figures("paper") + measured_targets(),
+        figures("paper") + measured_targets() + baseline_targets(),
         "results/index.html",
 
 

@@ -202,22 +202,49 @@ def _write_error(path: Path, error: BaseException) -> None:
 def _as_rank(
     runner: Runner, jobs: list[Job], folder: Path, rank: int, size: int, local: int
 ) -> int:
-    """Under torchrun or srun: this process is one rank of every job; rank 0 writes the records."""
+    """Under torchrun or srun: this process is one rank of every job; rank 0 writes the records.
+
+    After a failure ranks may stand in different collectives, so the jobs after it are not run: they
+    get records that say so.
+    """
     _join(jobs[0], rank, size, "env://", local)
+    failed = ""
     for number, job in enumerate(jobs):
         place = Rank(rank=rank, size=size, local=local, folder=folder)
-        answers: list[RankAnswer | None] = [None] * size
-        status, reason = cast(Status, "ok"), ""
-        try:
-            runner.refuse(job)
-            dist.all_gather_object(answers, runner.execute(job, place))
-        except NotRunnable as error:
-            status, reason = "unsupported", str(error)
-        if rank == 0:
-            found = [answer for answer in answers if answer is not None]
-            _write(runner, job, folder / f"{number}.json", status, reason, found)
+        found: list[RankAnswer] = []
+        outcome: tuple[Status, str] = ("failed", f"not run: {failed}")
+        if not failed:
+            outcome, found = _together(runner, job, place)
+            failed = outcome[1] if outcome[0] in ("failed", "oom") else ""
+        path = folder / f"{number}.json"
+        if rank == 0 and not failed or failed and not path.exists():  # the first to fail says why
+            _write(runner, job, path, *outcome, found)
+    if failed:
+        os._exit(1)  # another rank may never come to a barrier
     dist.destroy_process_group()
     return 0
+
+
+def _together(runner: Runner, job: Job, place: Rank) -> tuple[tuple[Status, str], list[RankAnswer]]:
+    """One job on all ranks: its outcome, and every rank's answer."""
+    answers: list[RankAnswer | None] = [None] * place.size
+    layout = job.run.layout
+    try:
+        if layout.gpus != place.size:
+            raise NotRunnable(f"the launcher started {place.size} processes for {layout.gpus} GPUs")
+        runner.refuse(job)
+        answer = runner.execute(job, place)
+        if job.gradients and place.rank == 0:
+            torch.save(answer.gradients, place.folder / f"{job.run.run_id}.gradients.pt")
+        answer.gradients = {}
+        dist.all_gather_object(answers, answer)
+    except NotRunnable as error:
+        return ("unsupported", str(error)), []
+    except torch.OutOfMemoryError as error:
+        return ("oom", " ".join(str(error).split())), []
+    except Exception as error:  # whatever a package raises, the job has a record
+        return ("failed", " ".join(f"{type(error).__name__}: {error}".split())), []
+    return ("ok", ""), [answer for answer in answers if answer is not None]
 
 
 def _write(

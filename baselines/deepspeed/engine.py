@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import msgspec
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp as sp
@@ -50,7 +51,11 @@ def build(job: Job, policy: DeepSpeed) -> Rig:
         # Not the configuration's sequence_parallel_size: with it 0.19.8 reduces gradients over
         # data-parallel ranks only, and every sequence rank trains on its own part's gradient.
         sp.initialize_sequence_parallel(run.layout.ulysses)
-    decoder = Decoder(run.model, policy)
+    made = policy.configuration(run.model, run.layout, run.precision)
+    if job.options:
+        made = msgspec.json.decode(job.options)
+    checkpointed = "activation_checkpointing" in made
+    decoder = Decoder(run.model, policy, checkpointed=checkpointed)
     decoder.fill(job.seed)
     if run.precision == "bf16":
         decoder.bfloat16()
@@ -61,15 +66,14 @@ def build(job: Job, policy: DeepSpeed) -> Rig:
         eps=UPDATE.eps,
         weight_decay=UPDATE.weight_decay,
     )
-    made = policy.configuration(run.model, run.layout, run.precision)
     mpu = sp if ulysses else None
     engine, *_ = deepspeed.initialize(model=decoder, optimizer=optimizer, config=made, mpu=mpu)
-    if policy.checkpointing != "none":
+    if checkpointed:
         deepspeed.checkpointing.configure(None, deepspeed_config=made)
     part = 0
     if ulysses:
         part = sp.get_sequence_parallel_rank()
-        for layer in decoder.layers:
+        for layer in decoder.decoder_layers:
             layer.attend = DistributedAttention(
                 Attention(), sp.get_sequence_parallel_group(), scatter_idx=2, gather_idx=1
             )

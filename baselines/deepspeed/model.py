@@ -70,7 +70,7 @@ class Layer(nn.Module):
         if self.model.position == "rope":
             q, k = (rope(t.flatten(0, 1), cos, sin) for t in (q, k))
         q, k, v = (t.reshape(heads) for t in (q, k, v))
-        out = self.attend(q, k, v, 0) if self.exchanged else self.attend(q, k, v)
+        out: Tensor = self.attend(q, k, v, 0) if self.exchanged else self.attend(q, k, v)
         return out.flatten(2)
 
     def mlp(self, y: Tensor) -> Tensor:
@@ -91,9 +91,9 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers, head and loss: forward gives the scaled sum of this rank's losses."""
 
-    def __init__(self, model: Model, policy: DeepSpeed) -> None:
+    def __init__(self, model: Model, policy: DeepSpeed, *, checkpointed: bool) -> None:
         super().__init__()
-        self.model, self.policy = model, policy
+        self.model, self.policy, self.checkpointed = model, policy, checkpointed
         self.embedding = nn.Embedding(model.vocab, model.hidden)
         if model.position == "learned":
             self.position = nn.Embedding(model.max_positions, model.hidden)
@@ -104,6 +104,11 @@ class Decoder(nn.Module):
         self.lm_head = nn.Linear(model.hidden, model.vocab, bias=False)
         if model.tied_embeddings:
             self.lm_head.weight = self.embedding.weight
+
+    @property
+    def decoder_layers(self) -> list[Layer]:
+        """The layers by their type."""
+        return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     def fill(self, seed: int) -> None:
         """The project's weights."""
@@ -120,11 +125,11 @@ class Decoder(nn.Module):
         rows = where.repeat(ids.shape[0])
         cos, sin = rope_tables(rows, self.model.head_dim, x.dtype)
         for layer in self.layers:
-            if self.policy.checkpointing == "none":
-                x = layer(x, cos, sin)
-            else:
+            if self.checkpointed:
                 # bound, not passed: partitioning takes every tensor argument apart
                 x = deepspeed.checkpointing.checkpoint(partial(layer, cos=cos, sin=sin), x)
+            else:
+                x = layer(x, cos, sin)
         x = self.final_norm(x)
         if self.policy.loss_tiles > 1:
             return TiledFusedLogitsLoss.apply(  # type: ignore[no-any-return]

@@ -76,7 +76,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             for offload in ((False, False), (True, False), (True, True)):
                 if not optimizer or offload[0]:
                     yield cls(
-                        checkpointing=checkpointing,  # type: ignore[arg-type]  # a literal above
+                        checkpointing=checkpointing,
                         offload_optimizer=offload[0],
                         offload_param=offload[1],
                     )

@@ -8,8 +8,10 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
+from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.guards import has_biases
 from baselines.megatron_core.plan import MegatronCore
+from rematbench.baselines import Job
 from rematbench.record import RunSpec
 from rematbench.torch.kernels import NORM_EPS
 from rematbench.torch.parameters import AdamW
@@ -19,10 +21,17 @@ UPDATE = AdamW(weight_decay=0.0)
 """Without weight decay: Megatron-core spares biases and norms from it, other engines do not."""
 
 
-def transformer_config(run: RunSpec, policy: MegatronCore) -> TransformerConfig:
-    """The model, its parallelism and its recomputation."""
+def transformer_config(job: Job, policy: MegatronCore) -> TransformerConfig:
+    """The model, its parallelism and its recomputation: the policy's, or the job's own options."""
+    run = job.run
     model, lay, dtype = run.model, run.layout, DTYPES[run.precision]
     traced = run.world == "traced"
+    given = {
+        "sequence_parallel": lay.sp and lay.tp > 1,
+        "bf16": run.precision == "bf16",
+        "bias_activation_fusion": policy.bias_activation_fusion,
+        **(fields(job.options, run) if job.options else _recomputation(policy)),
+    }
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden,
@@ -34,11 +43,9 @@ def transformer_config(run: RunSpec, policy: MegatronCore) -> TransformerConfig:
         pipeline_model_parallel_size=lay.pp,
         virtual_pipeline_model_parallel_size=lay.vpp if lay.vpp > 1 else None,
         context_parallel_size=lay.cp,
-        sequence_parallel=lay.sp and lay.tp > 1,
         perform_initialization=False,
         params_dtype=dtype,
         pipeline_dtype=dtype,
-        bf16=run.precision == "bf16",
         normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
         layernorm_epsilon=NORM_EPS,
         gated_linear_unit=model.gated,
@@ -47,7 +54,6 @@ def transformer_config(run: RunSpec, policy: MegatronCore) -> TransformerConfig:
         add_qkv_bias=model.qkv_bias,
         hidden_dropout=model.dropout,
         attention_dropout=model.dropout,
-        bias_activation_fusion=policy.bias_activation_fusion,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         attention_softmax_in_fp32=False,
@@ -59,7 +65,7 @@ def transformer_config(run: RunSpec, policy: MegatronCore) -> TransformerConfig:
         calculate_per_token_loss=True,
         # Traced: nothing after the last backward, where coalesced collectives have no fake.
         finalize_model_grads_func=None if traced else finalize_model_grads,
-        **_recomputation(policy),
+        **given,
     )
 
 

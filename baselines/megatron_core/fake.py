@@ -37,7 +37,7 @@ def trace(job: Job, policy: MegatronCore) -> RankAnswer:
     run = job.run
     offload.ChunkOffloadHandler.tensor_push = _push
     offload.print_offload_summary_table = lambda *_: None  # it asks all ranks for their bytes
-    store = FakeStore()  # type: ignore[no-untyped-call]
+    store = FakeStore()
     dist.init_process_group("fake", rank=job.rank, world_size=run.layout.gpus, store=store)
     place = engine.join_groups(job)
     meter = Meter()
@@ -67,6 +67,6 @@ def _batches(run: RunSpec) -> list[MicroBatch]:
 
 
 def _optimizer_bytes(rig: engine.Rig, run: RunSpec) -> int:
-    count = sum(p.numel() for chunk in rig.chunks for p in chunk.parameters())
+    count: int = sum(p.numel() for chunk in rig.chunks for p in chunk.parameters())
     shards = run.layout.state_shards if uses_distributed_optimizer(run) else 1
     return count * MASTER_AND_MOMENTS[run.precision] // shards

@@ -31,13 +31,13 @@ class Norm:
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         """The module."""
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        made = kind(hidden_size, eps=eps, dtype=config.params_dtype)
+        made: Any = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in made.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return made
 
 
-class SdpaAttention(MegatronModule):
+class SdpaAttention(MegatronModule):  # type: ignore[misc]  # its base has no types
     """Causal core attention on torch's scaled_dot_product_attention."""
 
     def __init__(self, config: Any, *_: Any, **__: Any) -> None:
@@ -49,11 +49,13 @@ class SdpaAttention(MegatronModule):
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if k.shape[1] != q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        out: Tensor = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=self.dropout
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-class GatheredAttention(MegatronModule):
+class GatheredAttention(MegatronModule):  # type: ignore[misc]  # its base has no types
     """Core attention under context parallelism: keys and values of all ranks gathered, and again in
     the backward.  A rank holds one slice from the head and one from the tail of each sequence."""
 
@@ -64,7 +66,7 @@ class GatheredAttention(MegatronModule):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """seq x batch x heads x head_dim -> seq x batch x (heads head_dim)."""
-        out = _Gathered.apply(query, key, value, self.group)  # type: ignore[no-untyped-call]
+        out: Tensor = _Gathered.apply(query, key, value, self.group)  # type: ignore[no-untyped-call]
         return out.flatten(2)
 
 

@@ -62,7 +62,7 @@ def _parts(whole: Tensor, count: int, model: Model, groups: int) -> list[Tensor]
     per_group = model.num_heads // model.num_kv_heads * model.head_dim
     rows = whole.reshape(groups, -1, *whole.shape[1:])
     sizes = [per_group, model.head_dim, model.head_dim]
-    return [part.flatten(0, 1) for part in rows.split(sizes, 1)]
+    return [part.flatten(0, 1) for part in torch.split(rows, sizes, 1)]
 
 
 def fill(

@@ -100,6 +100,8 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words += ["--sequence-parallel"] * (lay.sp and lay.tp > 1)
         words += ["--use-distributed-optimizer"] * (lay.zero_stage == 1)
         words += ["--bf16"] * (work.precision == "bf16")
+        fused = self.bias_activation_fusion or problem.system.fused_swiglu
+        words += ["--no-bias-swiglu-fusion"] * (work.model.gated and not fused)
         if self.recompute == "full":
             words.append("--recompute-granularity full")
             words.append(f"--recompute-method {self.method}")
@@ -110,6 +112,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.offload_modules:
             words.append("--fine-grained-activation-offloading")
             words.append(f"--offload-modules {' '.join(self.offload_modules)}")
+            words.append("--min-offloaded-tensor-size 1")
         return " ".join(words)
 
     def _full(self, problem: Problem, base: Plan) -> Plan:

@@ -12,6 +12,7 @@ from baselines.common.contract import NotRunnable, Rank, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.weights import assemble, model_specs
 from baselines.megatron_core import shim
+from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.guards import check
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.baselines import Job
@@ -32,7 +33,8 @@ def refuse(job: Job) -> None:
 
 
 def _policy(job: Job) -> MegatronCore:
-    return msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
+    policy = msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
+    return policy_of(job.options, policy) if job.options else policy
 
 
 @cache

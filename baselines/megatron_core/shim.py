@@ -44,7 +44,7 @@ def _is_cuda(device: object) -> bool:
     return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
 
 
-class CpuDevice(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class CpuDevice(TorchFunctionMode):
     """Factories asked for CUDA or pinned memory make plain CPU tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,22 +62,22 @@ class CpuDevice(TorchFunctionMode):  # type: ignore[no-untyped-call]
 def _dev() -> None:
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
     torch.cuda.is_available = lambda: False
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
-    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign,assignment]
-    softmax = importlib.import_module("megatron.core.fusions.fused_softmax")
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+    softmax: Any = importlib.import_module("megatron.core.fusions.fused_softmax")
     softmax.get_default_causal_mask = causal_mask
-    CpuDevice().__enter__()
+    CpuDevice().__enter__()  # type: ignore[no-untyped-call]
 
 
 def _rng(real: bool) -> None:
-    tp_random = importlib.import_module("megatron.core.tensor_parallel.random")
+    tp_random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     get: Callable[..., Any] = lambda *_, **__: torch.get_rng_state()  # noqa: E731
     put: Callable[..., Any] = lambda state, *_, **__: torch.set_rng_state(state)  # noqa: E731
     if not real:  # fake tensors draw nothing, so there is no state to keep
         get, put = (lambda *_, **__: None), (lambda *_, **__: None)
         tp_random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
         tp_random.CudaRNGStatesTracker.add = lambda *_, **__: None
-        torch.get_rng_state = get
+        torch.get_rng_state = get  # type: ignore[assignment]  # nothing asks what it returns
         torch.set_rng_state = put
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get
     torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = put
@@ -106,7 +106,7 @@ def _stream() -> None:
     cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
     cuda.synchronize = lambda *_: None
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
-    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign,assignment]
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
 
 
 _NAMES = {
@@ -176,13 +176,13 @@ class _NoFp8:
 
 def _te() -> None:
     """Megatron-core 0.16 tests HAVE_TE in some places and not in others."""
-    attention = importlib.import_module("megatron.core.transformer.attention")
+    attention: Any = importlib.import_module("megatron.core.transformer.attention")
     if attention.set_save_original_input is None:
         attention.set_save_original_input = lambda module: None
-    extension = importlib.import_module("megatron.core.extensions.transformer_engine")
+    extension: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
     if getattr(extension, "cpu_offload", None) is None:  # fine-grained offloading sets a flag of it
         extension.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
-    tp_random = importlib.import_module("megatron.core.tensor_parallel.random")
+    tp_random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if not hasattr(tp_random, "FP8GlobalStateManager"):  # asked with fp8 off, too
         tp_random.FP8GlobalStateManager = _NoFp8
         tp_random.activation_recompute_forward = lambda **_: contextlib.nullcontext()

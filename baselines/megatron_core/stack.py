@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rematbench.baseline_stack import Extra, Stack
+from rematbench.ops import Part
 from rematbench.problem import Problem
 from rematbench.shapes import shapes
 
@@ -98,6 +99,11 @@ def _once(problem: Problem) -> dict[str, int]:
 def _norms(problem: Problem) -> tuple[Extra, ...]:
     s = shapes(problem.workload, problem.layout, problem.system)
     rms = problem.workload.model.norm == "rmsnorm"
+    norms: tuple[tuple[str, Part], ...] = (
+        ("attn_norm", "layer"),
+        ("mlp_norm", "layer"),
+        ("final_norm", "head"),
+    )
     return tuple(
         Extra(
             name=f"{op}_statistics",
@@ -109,7 +115,7 @@ def _norms(problem: Problem) -> tuple[Extra, ...]:
             part=part,
             why="1/rms of each row" if rms else "mean and 1/deviation of each row",
         )
-        for op, part in (("attn_norm", "layer"), ("mlp_norm", "layer"), ("final_norm", "head"))
+        for op, part in norms
     )
 
 

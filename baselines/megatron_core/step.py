@@ -143,7 +143,7 @@ def _gather_gradients(chunk: Any) -> None:
 def build(job: Job, policy: MegatronCore, place: Coordinates, device: torch.device) -> Rig:
     """The rank's chunks; weights are not written yet."""
     run = job.run
-    config = transformer_config(run, policy)
+    config = transformer_config(job, policy)
     spec, attention = layer_spec(run)
     unit = VOCAB_MULTIPLE * run.layout.tp
     chunks = []

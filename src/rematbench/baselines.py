@@ -40,7 +40,8 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `rank` is the rank whose bytes a traced run follows; `gradients` also writes the first step's
     whole gradients beside the record; `ignored` is the share of labels that do not count;
-    `timeout_s` is for one job, of all its ranks.
+    `timeout_s` is for one job, of all its ranks.  `options`: what `flags` printed; the package is
+    configured from them instead of from the policy.
     """
 
     run: RunSpec
@@ -52,6 +53,7 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rank: NonNegativeInt = 0
     gradients: bool = False
     timeout_s: float = 120.0
+    options: str = ""
 
 
 @cache
