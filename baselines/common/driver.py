@@ -217,7 +217,8 @@ def _as_rank(
             outcome, found = _together(runner, job, place)
             failed = outcome[1] if outcome[0] in ("failed", "oom") else ""
         path = folder / f"{number}.json"
-        if rank == 0 and not failed or failed and not path.exists():  # the first to fail says why
+        first = not path.exists()  # the first to fail says why
+        if (rank == 0 and not failed) or (failed and first):
             _write(runner, job, path, *outcome, found)
     if failed:
         os._exit(1)  # another rank may never come to a barrier

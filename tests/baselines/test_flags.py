@@ -1,18 +1,24 @@
 """Printed flags are run: the baseline under them has the gradients of the method's own plan."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from rematbench.baseline_stack import stack_of
+from rematbench.baselines import Job, policy, run_jobs
+from rematbench.baselines import job as make_job
 from rematbench.discover import discover
+from rematbench.evaluate import program_bytes
 from rematbench.flags import Answer, flags_of
+from rematbench.lower import lower
 from rematbench.plan import Plan
+from rematbench.record import World
 from rematbench.torch.case import Case
 from rematbench.torch.launch import execute_cases
 from rematbench.torch.parameters import AdamW
-from tests.baselines.cases import STEPS, Asked, Ran, asked_problem, run_all
+from tests.baselines.cases import STEPS, Asked, Ran, asked_problem
 
 FP32 = 1e-5
 MEGATRON: dict[str, dict[str, Any]] = {
@@ -26,26 +32,6 @@ def answered(method: str, settings: dict[str, Any], baseline: str) -> tuple[Plan
     plan = discover().resolve(method, settings).plan(problem)
     assert isinstance(plan, Plan)
     return plan, flags_of(problem, plan, baseline)
-
-
-def megatron_settings(arguments: str) -> dict[str, Any]:
-    """The printed arguments as a person would type them, back into settings."""
-    words, given = arguments.split(), {}
-    for index, word in enumerate(words):
-        values = []
-        for value in words[index + 1 :]:
-            if value.startswith("--"):
-                break
-            values.append(value)
-        if word.startswith("--"):
-            given[word] = values
-    found: dict[str, Any] = {"recompute": given["--recompute-granularity"][0]}
-    if "--recompute-method" in given:
-        found["method"] = given["--recompute-method"][0]
-        found["num_layers"] = int(given["--recompute-num-layers"][0])
-    if "--recompute-modules" in given:
-        found["modules"] = given["--recompute-modules"]
-    return found
 
 
 def same_as_the_plan(plan: Plan, ran: Ran) -> None:
@@ -66,27 +52,78 @@ def same_as_the_plan(plan: Plan, ran: Ran) -> None:
     assert seen.gradient_norms[0] == pytest.approx(own.gradient_norms[0], rel=10 * FP32, abs=1e-7)
 
 
+def printed_job(baseline: str, answer: Answer, world: World = "executed") -> Job:
+    """A job of the default policy whose options are what was printed: nothing else says them."""
+    made, method = asked_problem(Asked("one")), policy(baseline)
+    job = make_job(made, method, world, options=answer.flags, timeout_s=60.0)
+    return replace(job, steps=STEPS if world == "executed" else 1, gradients=world == "executed")
+
+
+def weighed(plan: Plan, settings: dict[str, Any]) -> int:
+    """The plan's own activation peak with the tensors of Megatron-core's stack."""
+    problem = asked_problem(Asked("one"))
+    stack = stack_of("megatron_core", policy("megatron_core", settings).methods[0], problem)
+    assert stack is not None
+    here = stack.problem(problem)
+    return program_bytes(here, plan, lower(plan, here))[0].activation_peak
+
+
 @pytest.mark.parametrize("method", MEGATRON)
 def test_megatron_core_under_the_printed_arguments(method: str, tmp_path: Path) -> None:
+    """Gradients of the method's own execution; bytes of the named policy, executed and traced."""
     pytest.importorskip("megatron.core")
     plan, answer = answered(method, MEGATRON[method], "megatron_core")
     assert not answer.missing
-    settings = megatron_settings(answer.flags)
-    assert settings["recompute"] == ("full" if method == "full_recompute" else "selective")
-    (ran,) = run_all("megatron_core", [Asked("one", settings)], tmp_path)
-    same_as_the_plan(plan, ran)
+    made = asked_problem(Asked("one"))
+    named = make_job(made, policy("megatron_core", answer.settings), steps=1, timeout_s=60.0)
+    none = make_job(made, policy("megatron_core"), steps=1, timeout_s=60.0)
+    jobs = [printed_job("megatron_core", answer), named, none]
+    traceable = "layernorm" not in answer.flags
+    jobs += [printed_job("megatron_core", answer, "traced")] * traceable
+    records = run_jobs("megatron_core", jobs, tmp_path)
+    same_as_the_plan(plan, Ran(records[0], {}))
+    peaks = [r.observed.activation_peak_bytes[0] for r in records if r.observed is not None]
+    assert len(peaks) == len(jobs)
+    assert peaks[0] == peaks[1] < peaks[2]
+    assert peaks[3:] == peaks[:1] * traceable
+    if method == "full_recompute":
+        assert peaks[0] == pytest.approx(weighed(plan, answer.settings), rel=0.1)
 
 
-def test_deepspeed_under_the_printed_configuration(tmp_path: Path) -> None:
+def test_arguments_of_another_job_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    _, answer = answered("full_recompute", {"num_layers": "2"}, "megatron_core")
+    flags = answer.flags
+    wrong = [
+        flags.replace("--tensor-model-parallel-size 1", "--tensor-model-parallel-size 4"),
+        f"{flags} --recompute-everything",
+        flags.replace("--recompute-num-layers 2", "--recompute-num-layers 9"),
+    ]
+    jobs = [printed_job("megatron_core", replace(answer, flags=text)) for text in wrong]
+    records = run_jobs("megatron_core", jobs, tmp_path)
+    words = ["the job has 1", "--recompute-everything is not known", "more than a chunk's 4"]
+    for record, said in zip(records, words, strict=True):
+        assert record.status == "unsupported"
+        assert said in record.reason
+
+
+@pytest.mark.parametrize("method", ["full_recompute", "keep_all"])
+def test_deepspeed_under_the_printed_configuration(method: str, tmp_path: Path) -> None:
+    """`deepspeed.initialize` takes the printed JSON itself; gradients are the plan's, and so is
+    what checkpointing frees."""
     pytest.importorskip("deepspeed")
-    plan, answer = answered("full_recompute", {}, "deepspeed")
+    plan, answer = answered(method, {}, "deepspeed")
     assert not answer.missing
-    printed = json.loads(answer.flags)
-    inside = printed["activation_checkpointing"]
-    assert inside == {"partition_activations": False, "cpu_checkpointing": False}
-    assert printed["zero_optimization"]["stage"] == 1
-    (ran,) = run_all("deepspeed", [Asked("one", {"checkpointing": "plain"})], tmp_path)
-    same_as_the_plan(plan, ran)
+    assert ("activation_checkpointing" in answer.flags) == (method == "full_recompute")
+    made = asked_problem(Asked("one"))
+    named = make_job(made, policy("deepspeed", answer.settings), steps=1, timeout_s=60.0)
+    none = make_job(made, policy("deepspeed"), steps=1, timeout_s=60.0)
+    jobs = [printed_job("deepspeed", answer), named, none]
+    records = run_jobs("deepspeed", jobs, tmp_path)
+    same_as_the_plan(plan, Ran(records[0], {}))
+    peaks = [r.observed.activation_peak_bytes[0] for r in records if r.observed is not None]
+    assert peaks[0] == peaks[1]
+    assert (peaks[0] < peaks[2]) == (method == "full_recompute")
 
 
 def test_what_a_baseline_cannot_say_is_named() -> None:

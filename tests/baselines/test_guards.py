@@ -1,0 +1,147 @@
+"""Every guard says no, by name, to a job that breaks it and to no other."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+from msgspec.structs import replace
+
+from baselines.common.contract import NotRunnable
+from baselines.deepspeed import guards as deepspeed
+from baselines.deepspeed.plan import DeepSpeed
+from baselines.megatron_core import guards as megatron
+from baselines.megatron_core.plan import MegatronCore
+from rematbench.baselines import Job
+from tests.baselines.cases import GPT, TINY, Asked, asked_job
+
+Changes = Mapping[str, Any]
+BIASED: Changes = {"qkv_bias": True, "proj_bias": True, "mlp_bias": True}
+
+
+class Broken(NamedTuple):
+    """Words of the refusal; what the policy says; what is changed of a job that runs."""
+
+    words: str
+    policy: Changes = MappingProxyType({})
+    model: Changes = MappingProxyType({})
+    layout: Changes = MappingProxyType({})
+    run: Changes = MappingProxyType({})
+    job: Changes = MappingProxyType({})
+
+
+def changed(baseline: str, case: Broken) -> Job:
+    gelu = case.model.get("mlp") == "gelu"
+    job = asked_job(baseline, Asked("one", model=GPT if gelu else TINY))
+    spec = replace(
+        job.run,
+        model=replace(job.run.model, **case.model),
+        layout=replace(job.run.layout, **case.layout),
+        **case.run,
+    )
+    return replace(job, run=spec, **case.job)
+
+
+MEGATRON = [
+    Broken("biases of some linears", model={"mlp_bias": True}),
+    Broken("ALiBi", model={"position": "alibi"}),
+    Broken("post-norms", model={"post_norm": True}),
+    Broken("sliding-window", model={"attention_window": (8, 0, 8, 0)}),
+    Broken("soft caps", model={"attention_soft_cap": 50.0}),
+    Broken("geglu", model={"mlp": "geglu"}),
+    Broken("precision fp16", run={"precision": "fp16"}),
+    Broken("zero_stage 2", layout={"zero_stage": 2}),
+    Broken("Ulysses", layout={"ulysses": 2}),
+    Broken("KV heads replicated", model={"num_kv_heads": 1}, layout={"tp": 2}),
+    Broken("only even ones", layout={"pp": 3}),
+    Broken("unfused attention under context", layout={"cp": 2}, run={"attention": "unfused"}),
+    Broken("micro-batches % pp", layout={"pp": 4, "vpp": 1, "global_batch": 3}),
+    Broken("wrong gradients", policy={"batch_p2p": True}, layout={"pp": 2, "vpp": 2}),
+    Broken("coalesced collectives", policy={"overlap_grad_reduce": True}, run={"world": "traced"}),
+    Broken("wrong losses", policy={"overlap_p2p": True}, layout={"pp": 4, "vpp": 1}),
+    Broken(
+        "exclude each other",
+        policy={"batch_p2p": True, "overlap_p2p": True},
+        layout={"pp": 2},
+        job={"device": "cuda"},
+    ),
+    Broken(
+        "is for the interleaved",
+        policy={"overlap_p2p": True},
+        layout={"pp": 2},
+        job={"device": "cuda"},
+    ),
+    Broken(
+        "never ends",
+        policy={"recompute": "selective", "modules": ("mlp",)},
+        model={"mlp": "gelu", **BIASED},
+    ),
+    Broken(
+        "layernorm on fake",
+        policy={"recompute": "selective", "modules": ("layernorm",)},
+        run={"world": "traced"},
+    ),
+    Broken("without modules", policy={"recompute": "selective", "modules": ()}),
+    Broken("more than a chunk's 4", policy={"recompute": "full", "num_layers": 5}),
+    Broken("attn_proj alone", policy={"offload_modules": ("attn_proj",)}),
+    Broken("all five", policy={"offload_modules": tuple(sorted(megatron.NORM_OR_QKV))}),
+    Broken("offloading with full", policy={"offload_modules": ("core_attn",), "recompute": "full"}),
+    Broken(
+        "tanh approximation",
+        policy={"bias_activation_fusion": True},
+        model={"mlp": "gelu", **BIASED},
+    ),
+    Broken("dropout", model={"dropout": 0.1}),
+]
+DEEPSPEED = [
+    Broken("reads values", run={"world": "traced"}),
+    Broken("tensor parallelism", layout={"tp": 2}),
+    Broken("set ulysses", layout={"cp": 2}),
+    Broken("pipeline parallelism", layout={"pp": 2}),
+    Broken("dropout", model={"dropout": 0.1}),
+    Broken("ALiBi", model={"position": "alibi"}),
+    Broken("sliding-window", model={"attention_window": (8, 0, 8, 0)}),
+    Broken("soft caps", model={"logit_soft_cap": 30.0}),
+    Broken("precision fp16", run={"precision": "fp16"}),
+    Broken("unfused attention", run={"attention": "unfused"}),
+    Broken("ZeRO 0 with Ulysses", layout={"dp": 4, "ulysses": 2, "zero_stage": 0}),
+    Broken("share out evenly", model={"num_kv_heads": 1}, layout={"dp": 2, "ulysses": 2}),
+    Broken("needs zero_stage 3", policy={"offload_param": True}, layout={"zero_stage": 2}),
+    Broken("Ulysses under ZeRO 3", layout={"dp": 2, "ulysses": 2, "zero_stage": 3}),
+    Broken("without partitioning", policy={"checkpointing": "cpu"}),
+    Broken("needs zero_stage 1 to 3", policy={"offload_optimizer": True}, layout={"zero_stage": 0}),
+    Broken("tiled MLP with post-norms", policy={"mlp_tiles": 2}, model={"post_norm": True}),
+]
+
+
+@pytest.mark.parametrize("case", MEGATRON, ids=[case.words for case in MEGATRON])
+def test_megatron_core_refuses(case: Broken) -> None:
+    with pytest.raises(NotRunnable, match=case.words) as refusal:
+        megatron.check(changed("megatron_core", case), MegatronCore(**case.policy))
+    assert str(refusal.value).startswith("megatron_core: ")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("case", DEEPSPEED, ids=[case.words for case in DEEPSPEED])
+def test_deepspeed_refuses(case: Broken) -> None:
+    with pytest.raises(NotRunnable, match=case.words) as refusal:
+        deepspeed.check(changed("deepspeed", case), DeepSpeed(**case.policy))
+    assert str(refusal.value).startswith("deepspeed: ")
+
+
+def test_what_breaks_no_guard_passes() -> None:
+    megatron.check(asked_job("megatron_core", Asked("pp2-vpp2")), MegatronCore())
+    deepspeed.check(asked_job("deepspeed", Asked("ulysses2")), DeepSpeed())
+
+
+def test_every_guard_has_its_case() -> None:
+    """As many reasons as a check goes through, counted where they are written."""
+    job = asked_job("megatron_core", Asked("one"))
+    policy, run = MegatronCore(), job.run
+    reasons = [
+        *megatron._model(run), *megatron._layout(run), *megatron._pipeline(job, policy),
+        *megatron._policy(run, policy), (False, "dropout"),
+    ]  # fmt: skip
+    assert len(reasons) == len(MEGATRON)
+    job = asked_job("deepspeed", Asked("one"))
+    assert len([*deepspeed._job(job), *deepspeed._policy(job, DeepSpeed())]) == len(DEEPSPEED)
