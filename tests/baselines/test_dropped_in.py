@@ -58,7 +58,7 @@ from baselines.common.contract import NotRunnable, RankAnswer
 
 
 def stack():
-    return {"torch": torch.__version__}
+    return {"torch": str(torch.__version__)}
 
 
 def refuse(job):

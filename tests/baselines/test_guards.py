@@ -55,7 +55,7 @@ MEGATRON = [
     Broken("KV heads replicated", model={"num_kv_heads": 1}, layout={"tp": 2}),
     Broken("only even ones", layout={"pp": 3}),
     Broken("unfused attention under context", layout={"cp": 2}, run={"attention": "unfused"}),
-    Broken("micro-batches % pp", layout={"pp": 4, "vpp": 1, "global_batch": 3}),
+    Broken("micro-batches % pp", layout={"pp": 2, "vpp": 2, "global_batch": 6}),
     Broken("wrong gradients", policy={"batch_p2p": True}, layout={"pp": 2, "vpp": 2}),
     Broken("coalesced collectives", policy={"overlap_grad_reduce": True}, run={"world": "traced"}),
     Broken("wrong losses", policy={"overlap_p2p": True}, layout={"pp": 4, "vpp": 1}),

@@ -29,7 +29,7 @@ def launched(baseline: str, jobs: list[Job], folder: Path) -> list[Record]:
         sys.executable, str(data_dir("baselines") / "run.py"), baseline,
         str(folder / "jobs.json"), str(folder),
     ]  # fmt: skip
-    given: dict[str, Any] = {
+    given = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
