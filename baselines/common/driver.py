@@ -160,7 +160,11 @@ def _rank_main(
     first = jobs[numbers[0]]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     if first.run.world == "executed":
-        _join(first, rank, size, f"file://{scratch}/rendezvous", rank)
+        try:
+            _join(first, rank, size, f"file://{scratch}/rendezvous", rank)
+        except BaseException as error:
+            _write_error(scratch / f"{numbers[0]}.{rank}.error", error)
+            os._exit(1)
     for number in numbers:
         _one(runner, jobs[number], number, Rank(rank=rank, size=size, local=rank, folder=scratch))
     if dist.is_initialized():

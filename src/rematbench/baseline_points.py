@@ -133,7 +133,9 @@ def _row(point: Point, record: Record) -> dict[str, Any]:
         row["traced_activation_bytes"] = seen.activation_peak_bytes[0]
         row["traced_host_bytes"] = seen.host_peak_bytes[0]
         row["traced_peak_bytes"] = traced
-        row["kernel_stack"] = "; ".join((seen.label, *seen.kernels.values()))
+        row["kernel_stack"] = "; ".join(
+            (seen.label, *(f"{name}: {kernel}" for name, kernel in seen.kernels.items()))
+        )
         if isinstance(predicted, int):
             extra = row["known_extra_bytes"] = known_extra_bytes(point)
             row["unexplained"] = (traced - extra) / predicted - 1

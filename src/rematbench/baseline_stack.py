@@ -140,6 +140,12 @@ class Held(NamedTuple):
     why: str
 
 
+def _dtype(name: str, precision: str) -> str:
+    if name.endswith("_mask"):
+        return "bool"
+    return "fp32" if name == "lse" else precision
+
+
 def layer_tensors(problem: Problem, stack: Stack) -> Iterator[Held]:
     """What one layer saves for one micro-batch, here and there; then what only a backward holds."""
     plain, here = problem.layer(0), stack.problem(problem).layer(0)
@@ -147,7 +153,7 @@ def layer_tensors(problem: Problem, stack: Stack) -> Iterator[Held]:
     for name in dict.fromkeys((*plain.saved, *here.saved)):
         sizes = [t.activations[name].nbytes if name in t.saved else 0 for t in (plain, here)]
         extra = extras.get(name)
-        dtype = extra.dtype if extra else problem.workload.precision
+        dtype = extra.dtype if extra else _dtype(name, problem.workload.precision)
         why = extra.why if extra else ""
         if sizes[0] > sizes[1]:
             why = "gate and product are one function, which saves its input only"

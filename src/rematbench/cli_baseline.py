@@ -82,6 +82,9 @@ def run_baseline(
     steps: Annotated[int, Option(min=1, help="Measured steps.")] = 2,
     warmup: Annotated[int, Option(min=0, help="Steps before them, kept apart.")] = 0,
     device: Annotated[str, Option(metavar="cpu|cuda", help="Where to run.")] = "cpu",
+    options: Annotated[
+        Path | None, Option(metavar="FILE", help="Configure it from what `flags` printed.")
+    ] = None,
     out: Annotated[
         Path | None, Option(metavar="RECORD.json", help="Also write the record.")
     ] = None,
@@ -96,7 +99,12 @@ def run_baseline(
     if device not in ("cpu", "cuda"):
         raise CommandError(f"--device {device}: expected cpu or cuda")
     made = asked(run)
-    _finish(run.method, [_job(made, "executed", steps=steps, warmup=warmup, device=device)], out)
+    try:
+        printed = options.read_text() if options else ""
+    except OSError as error:
+        raise CommandError(f"--options {options}: cannot be read ({error.strerror})") from error
+    chosen: dict[str, int | str] = {"steps": steps, "warmup": warmup, "device": device}
+    _finish(run.method, [_job(made, "executed", options=printed, **chosen)], out)
 
 
 @app.command("trace")

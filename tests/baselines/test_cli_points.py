@@ -1,0 +1,119 @@
+"""The commands about traced baselines, with the packages' process replaced."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from rematbench import baseline_points, cli_baseline, cli_points
+from rematbench.baseline_points import differing, load_points
+from rematbench.baselines import Job, NotInstalled
+from rematbench.cli import app
+from rematbench.record import Record, read_record, write_record
+
+TRACED = Path(__file__).resolve().parents[2] / "results" / "measured" / "traced" / "megatron_core"
+POINT = "k22b-selective"
+RUN = CliRunner()
+TRACE = [
+    "trace", "megatron_core", "--set", "recompute=selective", "--model", "gpt-22b",
+    "--cluster", "a100-80gb-selene", "--gpus", "16", "--seq-len", "2048", "--global-batch", "4",
+    "--tp", "4", "--pp", "4", "--attention", "unfused",
+]  # fmt: skip
+
+
+def committed() -> Record:
+    return read_record(TRACED / f"{POINT}.json")
+
+
+def heavier(record: Record) -> Record:
+    assert record.observed is not None
+    peak = record.observed.activation_peak_bytes[0] + 1
+    seen = msgspec.structs.replace(record.observed, activation_peak_bytes=(peak,))
+    return msgspec.structs.replace(record, observed=seen)
+
+
+def again(folder: Path) -> Any:
+    return RUN.invoke(
+        app, ["baseline", "again", POINT, "-o", str(folder), "--compare", str(TRACED)]
+    )
+
+
+@pytest.mark.parametrize(("change", "code"), [(lambda r: r, 0), (heavier, 1)])
+def test_a_number_that_differs_is_an_error(
+    change: Any, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(baseline_points, "run_jobs", lambda *_: [change(committed())])
+    done = again(tmp_path)
+    assert done.exit_code == code
+    assert done.output.startswith(f"{POINT}: ")
+    assert ("every number equal" in done.output) == (code == 0)
+    assert ("activation_peak_bytes" in done.output) == (code == 1)
+
+
+def test_without_the_package_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: Any) -> list[Record]:
+        raise NotInstalled("megatron_core: 'megatron' is not installed here")
+
+    monkeypatch.setattr(cli_points, "trace_points", missing)
+    done = again(tmp_path)
+    assert done.exit_code == 0
+    assert done.output.splitlines() == [
+        f"{POINT}: not traced again: megatron_core: 'megatron' is not installed here"
+    ]
+
+
+def test_a_record_of_another_outcome_differs() -> None:
+    broken = msgspec.structs.replace(committed(), status="failed", reason="why", observed=None)
+    assert differing(broken, committed()) == ["status failed why (committed: ok)"]
+
+
+@pytest.mark.parametrize(("stage", "rank"), [(None, 0), (0, 0), (3, 12)])
+def test_trace_takes_a_baseline_and_a_stage(
+    stage: int | None, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Job] = []
+
+    def run_jobs(name: str, jobs: list[Job]) -> list[Record]:
+        asked.extend(jobs)
+        return [committed()]
+
+    pytest.importorskip("torch")
+    monkeypatch.setattr(cli_baseline, "run_jobs", run_jobs)
+    done = RUN.invoke(app, TRACE if stage is None else [*TRACE, "--stage", str(stage)])
+    assert done.exit_code == 0, done.output
+    assert (asked[0].rank, asked[0].run.world) == (rank, "traced")
+    assert asked[0].run.parameters["megatron_core"]["recompute"] == "selective"
+    assert "megatron-core + CPU shim (fake tensors)" in done.output
+
+
+def test_trace_refuses_a_stage_that_is_not_there() -> None:
+    pytest.importorskip("torch")
+    done = RUN.invoke(app, [*TRACE, "--stage", "4"])
+    assert done.exit_code != 0
+    assert "--stage 4: the pipeline has ranks 0 to 3" in str(done.exception or done.output)
+
+
+def test_the_tables_have_every_committed_point_and_tensor(tmp_path: Path) -> None:
+    done = RUN.invoke(app, ["baseline", "tables", str(TRACED), "-o", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "baselines_traced.md").read_text()
+    assert all(f"| {point.name} " in text for point in load_points())
+    tensors = (tmp_path / "baselines_tensors.csv").read_text()
+    assert {"qkv_before_rope", "up_out_offset", "rope_tables"} <= set(tensors.split(","))
+    empty = RUN.invoke(app, ["baseline", "tables", str(tmp_path), "-o", str(tmp_path)])
+    assert empty.exit_code != 0
+
+
+def test_an_equal_record_keeps_its_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = committed()
+    write_record(old, tmp_path / f"{POINT}.json")
+    later = msgspec.structs.replace(old.provenance, written="2099-01-01T00:00:00+00:00")
+    record = msgspec.structs.replace(old, provenance=later)
+    monkeypatch.setattr(baseline_points, "run_jobs", lambda *_: [record])
+    (point,) = (point for point in load_points() if point.name == POINT)
+    baseline_points.trace_points((point,), tmp_path)
+    assert read_record(tmp_path / f"{POINT}.json") == old
