@@ -1,26 +1,8 @@
 """Traced baselines: tables of the committed records; where the packages are, traced again."""
 
-TRACED_BASELINES = "results/measured/traced/megatron_core"
-BASELINE_POINT = "k22b-selective"
-POINTS = sorted(path.stem for path in Path(TRACED_BASELINES).glob("*.json"))
-HAS_BASELINES = bool(
-    HAS_TORCH
-    and importlib.util.find_spec("megatron")
-    and importlib.util.find_spec("megatron.core")
-)
-
-
-def baseline_targets():
-    """Tables, and one point again (or the line that says why not)."""
-    return [
-        "results/paper/tables/baselines_traced.md",
-        f"results/paper/retraced/baselines/{BASELINE_POINT}.txt",
-    ]
-
-
 rule baseline_tables:
     input:
-        records=expand(f"{TRACED_BASELINES}/{{point}}.json", point=POINTS),
+        records=expand(f"{TRACED_BASELINES}/{{point}}.json", point=BASELINE_POINTS),
         points="config/baseline_points.yaml",
         baselines=sorted(Path("baselines").glob("*/*.py")),
     output:
@@ -32,7 +14,7 @@ rule baseline_tables:
         "../environment.yml"
     params:
         engine=ENGINE,
-        records=TRACED_BASELINES,
+        records=lambda wildcards, input: Path(input.records[0]).parent,
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench baseline tables {params.records} -o {params.folder} > {log} 2>&1"
@@ -57,7 +39,7 @@ rule retrace_baseline:
         engine=ENGINE,
         installed=HAS_BASELINES,
         into=lambda wildcards, output: Path(output[0]).parent,
-        committed=TRACED_BASELINES,
+        committed=lambda wildcards, input: Path(input.record).parent,
     shell:
         "rematbench baseline again {wildcards.point} -o {params.into}"
         " --compare {params.committed} > {output} 2> {log} || {{ cat {output}; false; }}"
@@ -65,7 +47,4 @@ rule retrace_baseline:
 
 rule baselines_again:
     input:
-        expand(
-            "results/paper/retraced/baselines/{point}.txt",
-            point=POINTS,
-        ),
+        expand("results/paper/retraced/baselines/{point}.txt", point=BASELINE_POINTS),

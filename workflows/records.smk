@@ -8,6 +8,14 @@ MEASURED = {
 }
 RETRACED = "llama-65b-figure7.keep_all.0"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
+TRACED_BASELINES = "results/measured/traced/megatron_core"
+RETRACED_POINT = "k22b-selective"
+BASELINE_POINTS = sorted(path.stem for path in Path(TRACED_BASELINES).glob("*.json"))
+HAS_BASELINES = bool(
+    HAS_TORCH
+    and importlib.util.find_spec("megatron")
+    and importlib.util.find_spec("megatron.core")
+)
 
 
 def measured_targets():
@@ -17,6 +25,14 @@ def measured_targets():
         "results/paper/tables/worlds.md",
         "results/paper/figures/convergence.pdf",
         *again,
+    ]
+
+
+def baseline_targets():
+    """Tables, and one point again (or the line that says why not)."""
+    return [
+        "results/paper/tables/baselines_traced.md",
+        f"results/paper/retraced/baselines/{RETRACED_POINT}.txt",
     ]
 
 
