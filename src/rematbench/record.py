@@ -95,8 +95,9 @@ class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Observed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What real code showed, traced or executed.  Lists of ranks are in rank order; a traced run
-    has the one rank it followed.
+    """What a foreign package showed, traced or executed.  Lists of ranks are in rank order; a
+    traced run has the one rank it followed.  (`Measured` is of our own executor: its bytes stand
+    beside the ledger's after every action, which a package without actions cannot have.)
 
     `label` is what a table may call the run; `stack` its packages by version; `shim` the parts of
     our shim that were active; `kernels` which kernels stood where the package offers a choice.
