@@ -1,16 +1,21 @@
 """What Snakemake costs: the same tiny simulated cells in few jobs and in many, here and by Slurm.
 
-    ./bench run python benchmarks/workflow.py
-    ./bench run python benchmarks/workflow.py --slurm    (a shell where sbatch works)
+    ./bench run python -m benchmarks.workflow --write benchmarks/workflow.csv
+    ./bench run python -m benchmarks.workflow --write benchmarks/workflow.csv --slurm
 
 Each line is one whole `snakemake` command in a copy of the checkout: wall seconds, CPU seconds of
 the command and its children (of Slurm's jobs: not counted), and both per job beside the same cells
-without Snakemake.  The table stands in docs/slurm.md; the bundling there is chosen from it.
-Run it on a quiet machine: CPU seconds are what a busy one still measures.
+without Snakemake.  `--slurm` submits to the two nodes that tests/slurm starts on this machine (as
+root, with Debian's packages), with the profile as it is.  `--write` adds the lines to a table with
+their versions and the machine's load when each began: CPU seconds hold on a busy one, wall seconds
+do not.  The table stands in docs/slurm.md; the bundling there is chosen from it.
 """
 
 import argparse
+import csv
+import datetime
 import os
+import platform
 import re
 import resource
 import shutil
@@ -18,13 +23,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.slurm.local_slurm import LocalSlurm
+
+PACKAGES = ("rematbench", "snakemake", "snakemake-executor-plugin-slurm")
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("Snakefile", "environment.yml", "config", "figures", "methods", "profiles")
 MORE = ("results/published", "src", "workflows")
-PLANS = ((10, 1), (10, 10), (100, 1), (100, 10), (100, 100), (1000, 10), (1000, 100))
+LOCAL = ((10, 1), (10, 10), (100, 1), (100, 10), (100, 100), (1000, 1), (1000, 10), (1000, 100))
+SLURM = ((10, 1), (10, 10), (100, 1), (100, 10), (1000, 1), (1000, 10))
 """(cells, jobs)."""
 
 PROBLEM = """
@@ -65,12 +77,12 @@ def checkout(folder: Path, cells: int, jobs: int) -> None:
     (folder / "config/smoke.yaml").write_text("problems:" + "".join(problems), encoding="utf-8")
 
 
-def run(folder: Path, words: list[str]) -> Cost:
+def run(folder: Path, words: list[str], environment: dict[str, str] | None = None) -> Cost:
     """One command in the copy."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    environment = os.environ | {"PYTHONPATH": str(folder / "src")}
+    everything = (environment or dict(os.environ)) | {"PYTHONPATH": str(folder / "src")}
     done = subprocess.run(
-        words, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        words, cwd=folder, env=everything, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(words)}\n{done.stdout}{done.stderr}")
@@ -90,31 +102,85 @@ def bare(folder: Path) -> Cost:
     return run(folder, [sys.executable, "-c", code])
 
 
+def line(where: str, cells: int, jobs: int, environment: dict[str, str]) -> dict[str, str]:
+    """One measured line of the table."""
+    load = os.getloadavg()[0]
+    local = ["--cores", "2", "--scheduler", "greedy"]
+    there = ["--profile", "slurm", "--config", "simulate_on=slurm"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        checkout(folder, cells, jobs)
+        alone = bare(folder)
+        words = ["snakemake", "results/smoke/runs.csv", *(there if where == "Slurm" else local)]
+        whole = run(folder, words, environment)
+    return {
+        "where": where,
+        "cells": str(cells),
+        "jobs": str(jobs),
+        "wall_s": f"{whole.wall_s:.1f}",
+        "cpu_s": f"{whole.cpu_s:.1f}",
+        "cells_alone_cpu_s": f"{alone.cpu_s:.1f}",
+        "load": f"{load:.1f}",
+        "cores": str(os.cpu_count()),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+    }
+
+
+def write(path: Path, lines: list[dict[str, str]]) -> None:
+    """Put lines into a table; one of the same place, cells and jobs is replaced."""
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    if path.exists():
+        with path.open(encoding="utf-8", newline="") as file:
+            found = {_key(row): row for row in csv.DictReader(file)}
+    found |= {_key(row): row for row in lines}
+    rows = [found[key] for key in sorted(found, key=lambda k: (k[0], int(k[1]), int(k[2])))]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _key(row: dict[str, str]) -> tuple[str, ...]:
+    return row["where"], row["cells"], row["jobs"]
+
+
+def table(rows: Iterable[dict[str, str]]) -> str:
+    """The lines as they stand in docs/slurm.md."""
+    heads = ("where", "cells", "jobs", "wall s", "CPU s", "the cells alone, CPU s", "load before")
+    keys = ("where", "cells", "jobs", "wall_s", "cpu_s", "cells_alone_cpu_s", "load")
+    lines = [" | ".join(heads), " | ".join("---" for _ in heads)]
+    lines += [" | ".join(row[key] for key in keys) for row in rows]
+    return "".join(f"| {text} |\n" for text in lines)
+
+
 def main() -> None:
     """Print the table, line by line as it grows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--slurm", action="store_true", help="submit the jobs to Slurm")
     parser.add_argument("--most", type=int, default=10_000, help="skip plans of more jobs")
+    parser.add_argument("--cells", type=int, default=0, help="only plans of so many cells")
+    parser.add_argument("--write", type=Path, help="a table to put the lines into")
     given = parser.parse_args()
-    local = ["--cores", "2", "--scheduler", "greedy"]
-    there = ["--profile", "slurm", "--config", "simulate_on=slurm"]
-    where = there if given.slurm else local
-    sys.stdout.write("| cells | jobs | wall s | CPU s | the cells alone, CPU s | CPU s per job |\n")
-    sys.stdout.write("| --- | --- | --- | --- | --- | --- |\n")
-    for cells, jobs in PLANS:
-        if jobs > given.most:
-            continue
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            checkout(folder, cells, jobs)
-            alone = bare(folder)
-            whole = run(folder, ["snakemake", "results/smoke/runs.csv", *where])
-        each = (whole.cpu_s - alone.cpu_s) / jobs
-        sys.stdout.write(
-            f"| {cells} | {jobs} | {whole.wall_s:.1f} | {whole.cpu_s:.1f} | {alone.cpu_s:.1f} | "
-            f"{each:.2f} |\n"
-        )
-        sys.stdout.flush()
+    plans = [
+        plan
+        for plan in (SLURM if given.slurm else LOCAL)
+        if plan[1] <= given.most and given.cells in (0, plan[0])
+    ]
+    with ExitStack() as stack:
+        environment = dict(os.environ)
+        if given.slurm:
+            cluster = LocalSlurm(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+            stack.callback(cluster.stop)
+            cluster.start()
+            environment = cluster.environment()
+        for cells, jobs in plans:
+            made = line("Slurm" if given.slurm else "here", cells, jobs, environment)
+            sys.stdout.write(table([made]).splitlines()[-1] + "\n")
+            sys.stdout.flush()
+            if given.write:
+                write(given.write, [made])
 
 
 if __name__ == "__main__":

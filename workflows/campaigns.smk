@@ -2,11 +2,15 @@
 
 from shutil import which
 
+from rematbench.cli_text import CommandError
 from rematbench.configfile import ConfigError
+from rematbench.slurm.cellrecord import is_final
 from rematbench.slurm.cells import Campaign, load_measurement
 from rematbench.slurm.patience import be_patient
 from rematbench.slurm.resources import KEYS, executed_resources, simulated_resources
 from rematbench.slurm.settings import load_site
+from rematbench.slurm.submissions import announce
+from rematbench.store import Store
 
 CAMPAIGNS = {}
 be_patient()
@@ -18,27 +22,35 @@ def campaign(wildcards):
     if name not in CAMPAIGNS:
         suite = load_measurement(Path(f"config/{name}.yaml"))
         CAMPAIGNS[name] = Campaign(suite, REGISTRY, config["cluster"])
+        if workflow.dryrun:
+            check_submissions(name)
     return CAMPAIGNS[name]
+
+
+def check_submissions(name):
+    """Say what is to be submitted and its predicted GPU-hours; refuse what cannot or must not be."""
+    store = Store(Path(f"results/{name}/cells"), is_final=is_final)
+    budget, ask = config["max_gpu_hours"], config["ask_slurm"] and not workflow.dryrun
+    try:
+        announce(CAMPAIGNS[name], store, budget, ask_slurm=ask, say=logger.info)
+    except CommandError as error:
+        raise WorkflowError(str(error)) from None
+
+
+onstart:
+    if workflow.is_main_process:
+        for name in CAMPAIGNS:
+            check_submissions(name)
 
 
 def bundle_of(wildcards):
     return campaign(wildcards).bundle(wildcards.bundle)
 
 
-def bundle_files(wildcards):
-    """The files of a bundle's method."""
-    method = bundle_of(wildcards).cells[0].variant.method
-    return [
-        path for path in campaign(wildcards).origins(method) if Path(path).is_file()
-    ]
-
-
-def campaign_files(wildcards):
-    """The files of every method of a suite."""
-    cells = campaign(wildcards).cells
-    methods = {cell.variant.method for cell in cells}
-    found = {path for m in methods for path in campaign(wildcards).origins(m)}
-    return sorted(path for path in found if Path(path).is_file())
+def bundle_keys(wildcards):
+    """What a bundle's records stand for: request, method and code.  A change of one method is one
+    bundle's; a file with a newer time and the same meaning is nobody's."""
+    return [campaign(wildcards).key(cell) for cell in bundle_of(wildcards).cells]
 
 
 def from_site(key):
@@ -46,6 +58,10 @@ def from_site(key):
     return lambda wildcards: executed_resources(
         campaign(wildcards).site, bundle_of(wildcards)
     )[key]
+
+
+def shell_setup(wildcards):
+    return campaign(wildcards).site.slurm.shell_setup()
 
 
 def cluster_option(wildcards):
@@ -77,3 +93,6 @@ def simulated_resource(key):
     return lambda wildcards: (
         nothing if SIMULATE_HERE else simulated_resources(load_site(cluster))[key]
     )
+
+
+SIMULATED = {key: simulated_resource(key) for key in KEYS}

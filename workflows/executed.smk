@@ -1,35 +1,9 @@
 """Executed cells: a Slurm job per bundle (snakemake --profile slurm), or one by one here."""
 
-from rematbench.digests import code_digest
-
-
-rule submissions:
-    input:
-        suite="config/{measured}.yaml",
-        methods=campaign_files,
-    output:
-        "results/{measured}/submissions.csv",
-    log:
-        "results/{measured}/logs/submissions.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    params:
-        engine=lambda wildcards: code_digest("executed"),
-        site=lambda wildcards: repr(campaign(wildcards).site),
-        cluster=cluster_option,
-        limit=config["max_gpu_hours"],
-        ask="" if config["ask_slurm"] else "--no-slurm",
-    shell:
-        "rematbench submit-plan {input.suite} --store results/{wildcards.measured}/cells"
-        " {params.cluster} --max-gpu-hours {params.limit} {params.ask} -o {output} 2>&1 | tee {log}"
-
 
 rule executed:
     input:
-        suite="config/{measured}.yaml",
-        methods=bundle_files,
-        plan=ancient("results/{measured}/submissions.csv"),
+        suite=ancient("config/{measured}.yaml"),
     output:
         "results/{measured}/bundles/{bundle}.json",
     log:
@@ -39,9 +13,10 @@ rule executed:
     resources:
         **{key: from_site(key) for key in KEYS},
     params:
-        engine=lambda wildcards: code_digest("executed"),
-        setup=lambda wildcards: campaign(wildcards).site.slurm.shell_setup(),
-        cluster=cluster_option,
+        cells=bundle_keys,  # what it depends on, in place of times of files
+        # Functions of `resources` count as derived: another module line starts no job again.
+        setup=lambda wildcards, resources: shell_setup(wildcards),
+        cluster=lambda wildcards, resources: cluster_option(wildcards),
     shell:
         "{params.setup}rematbench run-cells {input.suite} --bundle {wildcards.bundle} -o {output}"
         " --store results/{wildcards.measured}/cells {params.cluster}"

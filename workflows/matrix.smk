@@ -32,8 +32,11 @@ rule matrix:
     wildcard_constraints:
         model="|".join(MATRIX_MODELS),
     priority: 2  # the longest jobs of all
+    localrule: SIMULATE_HERE
     conda:
         "../environment.yml"
+    resources:
+        **SIMULATED,
     params:
         engine=ENGINE,
     shell:
@@ -58,6 +61,7 @@ rule matrix_tables:
         ),
     log:
         "results/paper/logs/matrix_tables.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:
@@ -80,6 +84,7 @@ rule drawn_table:
         "results/paper/logs/{figure}.log",
     wildcard_constraints:
         figure="|".join(DRAWN_FROM),
+    localrule: True
     conda:
         "../environment.yml"
     shell:

@@ -8,6 +8,7 @@ rule worlds:
         multiext("results/paper/tables/worlds", ".csv", ".md", ".tex"),
     log:
         "results/paper/logs/worlds.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:
@@ -25,6 +26,7 @@ rule retrace:
         "results/paper/retraced/{cell}.json",
     log:
         "results/paper/logs/retrace_{cell}.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:
@@ -46,6 +48,7 @@ rule curves:
         ),
     log:
         "results/paper/logs/curves.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:
@@ -65,6 +68,7 @@ rule convergence_figure:
         png="results/paper/figures/convergence.png",
     log:
         "results/paper/logs/convergence.log",
+    localrule: True
     conda:
         "../environment.yml"
     shell:

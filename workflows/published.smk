@@ -39,9 +39,11 @@ rule predict:
     log:
         "results/paper/logs/predict_{method}.log",
     priority: 1  # the longest jobs first
-    localrule: True
+    localrule: SIMULATE_HERE
     conda:
         "../environment.yml"
+    resources:
+        **SIMULATED,
     params:
         engine=ENGINE,
     shell:
@@ -82,17 +84,3 @@ rule validate:
         "../environment.yml"
     shell:
         "rematbench validate --predictions {input} 2>&1 | tee {log}"
-
-
-rule picture:
-    input:
-        "results/paper/figures/timeline.png",
-    output:
-        "docs/timeline.png",  # committed, for the README; no part of `all`
-    log:
-        "results/paper/logs/picture.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    shell:
-        "cp {input} {output} > {log} 2>&1"

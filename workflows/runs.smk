@@ -13,7 +13,7 @@ rule bundle:
     conda:
         "../environment.yml"
     resources:
-        **{key: simulated_resource(key) for key in KEYS},
+        **SIMULATED,
     params:
         engine=ENGINE,
     shell:

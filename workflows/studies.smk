@@ -22,8 +22,11 @@ rule study:
     log:
         "results/paper/logs/study_{study}.log",
     priority: 2  # the longest jobs of all
+    localrule: SIMULATE_HERE
     conda:
         "../environment.yml"
+    resources:
+        **SIMULATED,
     params:
         engine=ENGINE,
     shell:
@@ -44,6 +47,7 @@ rule claims:
         ),
     log:
         "results/paper/logs/claims.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:

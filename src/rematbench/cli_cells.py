@@ -1,7 +1,9 @@
-"""The commands of executed cells: submit-plan, run-cells, cells, collect-cells, settle."""
+"""The commands of executed cells: submit-plan, run-cells, cells, collect-cells, settle, resume."""
 
 import importlib.util
-from math import fsum
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +19,7 @@ from rematbench.slurm.launch import Allocation
 from rematbench.slurm.queue import job_alive, settle_jobs
 from rematbench.slurm.rows import cell_rows
 from rematbench.slurm.runner import Runner, finish
-from rematbench.slurm.submissions import refuse, submissions, write_plan
+from rematbench.slurm.submissions import refuse, submissions, summary, write_plan
 from rematbench.store import Store
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods to execute.")]
@@ -70,14 +72,7 @@ def submit_plan(
             f"{row.most_gpu_hours:.2f}",
         )
     out.print(table)
-    known = fsum(row.gpu_hours for row in rows)
-    most = fsum(row.most_gpu_hours for row in rows)
-    out.print(
-        plain(
-            f"{len(rows)} submissions on {campaign.site.name}: {known:.3f} GPU-hours predicted, "
-            f"{most:.2f} if each ran to its limit"
-        )
-    )
+    out.print(plain(summary(campaign, rows)))
     refuse(campaign, rows, max_gpu_hours=max_gpu_hours, ask_slurm=slurm)
     if output is not None:
         write_plan(rows, output)
@@ -162,3 +157,28 @@ def settle(
       rematbench settle
     """
     settle_jobs(folder.resolve(), cancel=cancel, say=typer.echo)
+
+
+def resume(
+    words: Annotated[
+        list[str] | None,
+        Argument(metavar="[TARGET...]", help="Targets (default: measure); options after `--`."),
+    ] = None,
+    cancel: Annotated[bool, Option("--cancel", help="End live jobs, not wait for them.")] = False,
+) -> None:
+    """Go on after `snakemake --profile slurm` was interrupted or killed, in the folder it ran in.
+
+    Settles the queue, removes Snakemake's lock, and becomes `snakemake --profile slurm TARGET...`.
+
+    \b
+    Example:
+      rematbench resume measure
+      rematbench resume -- smoke --config simulate_on=slurm
+    """
+    if not Path("Snakefile").is_file():
+        raise CommandError(f"no Snakefile in {Path.cwd()}: resume where the run was started")
+    settle_jobs(Path.cwd(), cancel=cancel, say=typer.echo)
+    begin = ["snakemake", *(words or ["measure"]), "--profile", "slurm"]
+    subprocess.run([*begin, "--unlock"], check=False, capture_output=True)  # fails if not locked
+    sys.stdout.flush()
+    os.execvp(begin[0], begin)

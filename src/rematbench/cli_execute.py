@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 from typer import Option
 
+from rematbench import rank_error
 from rematbench.baselines import baselines
 from rematbench.cli_baseline import trace_stage
 from rematbench.cli_run import Request, RunOptions, request, takes_run
@@ -21,6 +22,7 @@ from rematbench.lower import lower
 from rematbench.measure import compared, measured, measured_ranks, measured_record
 from rematbench.measured import Comparison, Measured
 from rematbench.plan import Plan, Unsupported
+from rematbench.rank_error import RankError
 from rematbench.record import Record, write_record
 from rematbench.suite import Status
 
@@ -87,7 +89,7 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     if reason or isinstance(cases, str):
         record = _record(asked, None, ("unsupported", reason, None), (), job.versions(kind))
     else:
-        record = _executed(asked, cases, given, timeout, against)
+        record = _executed(asked, cases, given, timeout, against, out)
     if record is None:  # a launcher's other process
         return
     finish(record, asked, out, json)
@@ -158,15 +160,28 @@ def _cases(
 
 
 def _executed(
-    asked: Request, cases: "list[Case]", given: "Given | None", timeout: float, against: str
+    asked: Request,
+    cases: "list[Case]",
+    given: "Given | None",
+    timeout: float,
+    against: str,
+    out: Path | None,
 ) -> Record | None:
+    """The record; None in a launcher's other processes.  One that fails leaves its error beside
+    `out` before it ends, as rank 0 will only see a connection break."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.worker import failure  # noqa: PLC0415
 
     if given is None:
         hosts: tuple[int, ...] = (asked.problem.layout.gpus,)
         results = job.run_own(cases, timeout)
     else:
-        results, hosts = job.run_given(cases, given, timeout)
+        try:
+            results, hosts = job.run_given(cases, given, timeout)
+        except Exception as error:
+            if out is not None:
+                rank_error.note(out, given.rank, RankError(*failure(error)))
+            raise
     if not results:
         return None
     plan, versions = cases[0].plan, job.versions(cases[0].device)

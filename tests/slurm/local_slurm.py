@@ -6,6 +6,9 @@ recorded are ever signalled.  Load-bearing in slurm.conf: EnforcePartLimits=ALL 
 requests pend for ever), MinJobAge (finished jobs must stay visible to squeue), linuxproc and no
 cgroups (needs no systemd).  The executor's job step drops SLURM_CONF before its nested srun, so
 wrappers that set it come first on PATH.
+
+Where it can be, all of it lives in a network namespace with a loopback and nothing else: what a
+job can do there, it can do on a compute node without a network.
 """
 
 import os
@@ -52,6 +55,7 @@ class LocalSlurm:
         self.folder = folder
         self.names = [f"node{number}" for number in range(1, nodes + 1)]
         self.processes: dict[str, tuple[subprocess.Popen[bytes], int | None]] = {}
+        self.enter: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
         """This process's environment with the tools of this cluster first."""
@@ -74,6 +78,7 @@ class LocalSlurm:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
         run = self.folder / "run"
+        self._isolate()
         self._configure()
         self.spawn(
             "munged",
@@ -107,7 +112,7 @@ class LocalSlurm:
         name = called or daemon
         with (self.folder / f"log/{name}.out").open("ab") as log:
             process = subprocess.Popen(
-                [str(SBIN / daemon), *words],
+                [*self.enter, str(SBIN / daemon), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -139,6 +144,29 @@ class LocalSlurm:
         for name in reversed(list(self.processes)):
             self.end(name)
 
+    def _isolate(self) -> None:
+        """A network namespace that a sleeping process keeps; none where that is not allowed.
+
+        This host's own name must still lead somewhere: processes of a job meet there.  And names
+        are looked up (AI_ADDRCONFIG) only where there is an address beside 127.0.0.1.
+        """
+        own = {str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)}
+        extra = ["192.0.2.1", *(one for one in own if not one.startswith(("127.", "::1")))]
+        steps = ["ip link set lo up", *(f"ip address add {one} dev lo" for one in extra)]
+        script = " && ".join([*steps, "echo up", "exec sleep infinity"])
+        holder = subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert holder.stdout is not None
+        if holder.stdout.readline() != b"up\n":
+            holder.wait()
+            return
+        self.processes["network"] = (holder, start_time(holder.pid))
+        self.enter = ("nsenter", f"--net=/proc/{holder.pid}/ns/net")
+
     def _wait(self, ready: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
         deadline = time.monotonic() + seconds
         while not ready():
@@ -166,12 +194,13 @@ class LocalSlurm:
         lines.append(f"PartitionName=urgent {every} MaxTime=INFINITE PriorityTier=9")
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
         (self.folder / "gres.conf").write_text("\n".join(gres) + "\n")
+        enter = " ".join(self.enter)
         for tool in TOOLS:
             real = shutil.which(tool)
             if real:
                 wrapper = self.folder / "bin" / tool
                 conf = self.folder / "slurm.conf"
-                wrapper.write_text(f'#!/bin/sh\nSLURM_CONF={conf} exec {real} "$@"\n')
+                wrapper.write_text(f'#!/bin/sh\nSLURM_CONF={conf} exec {enter} {real} "$@"\n')
                 wrapper.chmod(0o755)
 
 

@@ -1,46 +1,44 @@
 """The targets of the workflow through a real Slurm: simulated bundles, executed cells."""
 
+import csv
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.slurm.conftest import Cluster
+from tests.slurm.fragile import write_suite
 
 pytestmark = pytest.mark.slurm
 
-MEASURE = """
-steps: 2
-cell_minutes: 5
-methods: [keep_all]
-problems:
-  - name: two-nodes
-    why: the pipeline between two nodes, tensor parallelism inside each
-    model: tiny-llama
-    cluster: this-machine
-    system: rematbench
-    gpus: 4
-    seq_len: 32
-    global_batch: 2
-    tp: 2
-    pp: 2
-    precision: fp32
-"""
-"""A cell over two nodes."""
-
 
 def executed(folder: Path) -> dict[str, dict[str, Any]]:
-    """Cell records of a store by cell."""
+    """Cell records of a store: the problem's name and how it was told to fail."""
     found = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    return {f"{r['cell']['spec']['name']}.{r['cell']['variant']['method']}": r for r in found}
+    return {
+        f"{r['cell']['spec']['name']} {r['cell']['variant']['settings'].get('how', '')}".strip(): r
+        for r in found
+    }
 
 
 def measured(record: dict[str, Any]) -> dict[str, Any]:
     """What must not depend on where a cell ran."""
     elsewhere = ("provenance",)
     return {key: value for key, value in record["record"].items() if key not in elsewhere}
+
+
+CALL_OUT = "import socket; socket.create_connection(('192.0.2.7', 53), timeout=5)"
+
+
+def test_nodes_have_no_network(cluster: Cluster) -> None:
+    """So everything here shows that they need none."""
+    if not cluster.slurm.enter:
+        pytest.skip("no network namespace could be made here")
+    tried = cluster.tool("srun", sys.executable, "-c", CALL_OUT)
+    assert "Network is unreachable" in tried.stderr
 
 
 def test_the_smoke_suite_runs_as_jobs(cluster: Cluster) -> None:
@@ -53,34 +51,58 @@ def test_the_smoke_suite_runs_as_jobs(cluster: Cluster) -> None:
     assert "Nothing to be done" in again.stdout, again.stdout
 
 
-def test_a_cell_over_two_nodes_equals_the_local_one(cluster: Cluster) -> None:
-    (cluster.path / "config/measure.yaml").write_text(MEASURE)
+@pytest.fixture(scope="module")
+def executed_there(cluster: Cluster) -> str:
+    """What Snakemake said of executed cells: over two nodes, and on one where some fail."""
+    write_suite(cluster.path, {"one-node": 1, "two-nodes": 2}, ["raises", "oom", "killed"])
     site = cluster.path / "config/clusters/this-machine.yaml"
     asks = "  gres: gpu\n  mem_mb_per_node: 1500\n"
     site.write_text(site.read_text().replace("  nodes: 2\n", f"  nodes: 2\n{asks}"))
     done = cluster.submit("measure")
     assert done.returncode == 0, done.stdout
-    (job,) = re.findall(r"with SLURM jobid (\d+)", done.stdout)
-    shown = cluster.slurm.ask("scontrol", "show", "job", job)
-    assert "NumNodes=2" in shown
-    assert "gres:gpu:2" in shown or "gres/gpu=4" in shown, shown
-    store = cluster.path / "results/measure/cells"
-    there = executed(store)["two-nodes.keep_all"]
+    return done.stdout
+
+
+def test_a_cell_over_two_nodes_equals_the_local_one(cluster: Cluster, executed_there: str) -> None:
+    assert "2 submissions on this-machine: " in executed_there
+    jobs = re.findall(r"with SLURM jobid (\d+)", executed_there)
+    shown = [cluster.slurm.ask("scontrol", "show", "job", job) for job in jobs]
+    assert sorted(re.search(r"NumNodes=(\d)", text)[1] for text in shown) == ["1", "2"]  # type: ignore[index]
+    assert all("gres:gpu:2" in text or "gres/gpu=" in text for text in shown), shown
+    there = executed(cluster.path / "results/measure/cells")["two-nodes"]
     assert there["status"] == "ok"
-    assert there["job_id"]
+    assert there["job_id"] in jobs
     assert len(there["hosts"]) == 2
     assert all(host["canary"] for host in there["hosts"])
 
     here = cluster.tool(
         *("rematbench", "run-cells", "config/measure.yaml", "--store", "local"),
-        *("--bundle", "keep_all.2x2.0", "-o", "local.json"),
+        *("--bundle", "fragile.2x2.0", "-o", "local.json"),
     )
     assert here.returncode == 0, here.stderr
-    local = executed(cluster.path / "local")["two-nodes.keep_all"]
+    local = executed(cluster.path / "local")["two-nodes"]
     assert measured(local) == measured(there)
     assert len(local["hosts"]) == 1
 
+
+def test_failing_cells_are_rows_and_stop_no_other(cluster: Cluster, executed_there: str) -> None:
+    """Rank 1 fails and rank 0 sees a connection break: the row names the cause, once each."""
+    assert "Error in rule" not in executed_there
+    with (cluster.path / "results/measure/executed.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["ok", "failed", "oom", "oom", "ok"]
+    reasons = [row["reason"] for row in rows]
+    assert "a fragile rank broke" in reasons[1]
+    assert "tried to allocate 80 GiB" in reasons[2]
+    assert "signal 9" in reasons[3]
+    assert {row["attempts"] for row in rows} == {"1"}
+
+
+def test_the_report_is_one_file_that_loads_nothing(cluster: Cluster, executed_there: str) -> None:
+    assert executed_there
     report = cluster.submit("measure", "--report", "report.html")
     assert report.returncode == 0, report.stdout
     html = (cluster.path / "report.html").read_text()
     assert "executed.csv" in html
+    loads = r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)\s*=\s*["'](?!data:|#)[^"']+"""
+    assert not re.findall(loads, html)

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from tests.slurm.conftest import Cluster
+from tests.slurm.fragile import write_suite
 from tests.slurm.slow import HERE, TARGET, calls, leftovers, make_slow, rows
 
 pytestmark = pytest.mark.slurm
@@ -107,3 +108,14 @@ def test_the_controller_away_for_a_minute(cluster: Cluster) -> None:
     cluster.slurm.start_controller()
     finish(cluster, run)
     assert set(calls(cluster.path).values()) == {1}
+
+
+@pytest.mark.soak
+def test_a_hanging_cell_ends_at_its_limit(cluster: Cluster) -> None:
+    write_suite(cluster.path, {"one-node": 1}, ["hangs"], minutes=1)
+    done = cluster.submit("measure")
+    assert done.returncode == 0, done.stdout
+    table = (cluster.path / "results/measure/executed.csv").read_text().splitlines()
+    assert len(table) == 3
+    assert ",ok," in table[1]
+    assert ",timeout,no result within 60 s," in table[2]

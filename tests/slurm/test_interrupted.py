@@ -3,11 +3,12 @@
 import json
 import random
 import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.slurm.conftest import Cluster, kill_session
+from tests.slurm.conftest import FAST, Cluster, kill_session
 from tests.slurm.slow import HERE, TARGET, calls, finished, leftovers, make_slow, rows
 
 pytestmark = pytest.mark.slurm
@@ -16,11 +17,8 @@ CELLS = 8
 
 
 def resume(cluster: Cluster) -> "subprocess.CompletedProcess[str]":
-    """What `./bench resume` does."""
-    settled = cluster.tool("rematbench", "settle")
-    assert settled.returncode == 0, settled.stderr
-    cluster.tool("snakemake", "--profile", "slurm", "--unlock", TARGET)
-    return cluster.submit(TARGET, *HERE)
+    """What `./bench resume` runs."""
+    return cluster.tool("rematbench", "resume", "--", TARGET, *HERE, *FAST)
 
 
 def check_whole(cluster: Cluster, kept: dict[str, tuple[int, int]], cells: int) -> None:
@@ -143,13 +141,28 @@ def test_a_preempted_cell_is_a_row_and_then_a_result(cluster: Cluster) -> None:
 
 @pytest.mark.soak
 def test_twenty_kills_each_followed_by_one_command(cluster: Cluster) -> None:
+    """At moments spread over the time that the first, undisturbed run took."""
     draw = random.Random(20)
+    make_slow(cluster.path, CELLS, seconds=1.0)
+    start = time.monotonic()
+    first = cluster.submit(TARGET, *HERE)
+    assert first.returncode == 0, first.stdout
+    whole = time.monotonic() - start
     for number in range(20):
-        make_slow(cluster.path, CELLS, seconds=1.0 + 0.01 * number)
-        kept = kill_at(cluster, draw.uniform(2, 30))
+        make_slow(cluster.path, CELLS, seconds=1.01 + 0.01 * number)  # other code: due again
+        before = len(finished(cluster.path))
+        moment = draw.uniform(0.05, 1.0) * whole
+        kept = kill_at(cluster, moment)
+        alive = len(cluster.jobs())
         done = resume(cluster)
-        assert done.returncode == 0, done.stdout
-        assert set(calls(cluster.path).values()) == {1}, f"kill {number}"
+        sys.stdout.write(
+            f"kill {number + 1} after {moment:.1f} of {whole:.1f} s: {len(kept) - before} of "
+            f"{CELLS} cells finished by then, {alive} jobs alive\n"
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert set(calls(cluster.path).values()) == {1}, f"kill {number + 1}"
+        assert sum(calls(cluster.path).values()) == CELLS, f"kill {number + 1}"
         now = finished(cluster.path)
-        assert {name: now[name] for name in kept} == kept, f"kill {number}"
+        assert {name: now[name] for name in kept} == kept, f"kill {number + 1}"
+        assert len(now) == before + CELLS, f"kill {number + 1}"
         assert not leftovers(cluster.path)

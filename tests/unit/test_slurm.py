@@ -296,10 +296,15 @@ kind, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
 if kind == "ok":
     out.write_text('{"status": "ok", "reason": "", "losses": [1.0]}')
 elif kind == "oom":
-    (out.parent / "error.1").write_text("failed\\nDistBackendError: Connection closed\\n")
-    (out.parent / "error.0").write_text("oom\\nOutOfMemoryError: tried to allocate 2 GiB\\n")
+    out.write_text('{"status": "failed", "reason": "rank 0: Error: Connection closed by peer"}')
+    (out.parent / "record.json.error.1").write_text("failed\\nDistBackendError: timed out\\n")
+    (out.parent / "record.json.error.3").write_text("oom\\nOutOfMemoryError: 2 GiB wanted\\n")
+    sys.exit(1)
+elif kind == "nan":
+    out.write_text('{"status": "failed", "reason": "nan: loss of step 0 is nan"}')
     sys.exit(1)
 elif kind == "killed":
+    out.write_text('{"status": "failed", "reason": "rank 0: Error: Connection closed by peer"}')
     sys.stderr.write("exitcode: -9 (pid: 7)\\n")
     sys.exit(1)
 elif kind == "hangs":
@@ -345,6 +350,7 @@ def run(made: Campaign, method: str, folder: Path, **more: Any) -> tuple[Any, st
         ("ok", "ok", ""),
         ("oom", "oom", "OutOfMemoryError"),
         ("killed", "oom", "signal 9"),
+        ("nan", "nan", "loss of step 0"),
         ("broken", "failed", "no good"),
     ],
 )

@@ -1,12 +1,42 @@
-"""What a thousand simulated cells cost through Snakemake; CPU seconds, as machines are shared."""
+"""What simulated cells cost through Snakemake; CPU seconds, as machines are shared."""
 
+import csv
 from pathlib import Path
 
 import pytest
 
-from benchmarks.workflow import checkout, run
+from benchmarks.workflow import checkout, run, table, write
+from rematbench.slurm.cells import Measurement
+from tests.workflow.checkout import ROOT
 
 LIMIT_S = 60
+MEASURED = ROOT / "benchmarks/workflow.csv"
+
+
+def rows() -> list[dict[str, str]]:
+    """The committed lines."""
+    with MEASURED.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_table_of_the_page_is_the_measured_one() -> None:
+    page = (ROOT / "docs/slurm.md").read_text(encoding="utf-8")
+    assert table(rows()) in page
+    assert {(row["where"], row["cells"]) for row in rows()} >= {
+        (where, cells) for where in ("here", "Slurm") for cells in ("10", "100", "1000")
+    }
+    assert all(row["snakemake"] and row["date"] and row["load"] for row in rows())
+    assert f"`cells_per_job: {Measurement(problems=()).cells_per_job}`" in page
+
+
+def test_a_line_replaces_the_one_it_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    first = {"where": "here", "cells": "100", "jobs": "1", "wall_s": "9"}
+    write(path, [first, first | {"cells": "10"}])
+    write(path, [first | {"wall_s": "8"}])
+    with path.open(newline="") as file:
+        found = [(row["cells"], row["wall_s"]) for row in csv.DictReader(file)]
+    assert found == [("10", "9"), ("100", "8")]
 
 
 @pytest.mark.soak

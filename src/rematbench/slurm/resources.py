@@ -22,8 +22,9 @@ KEYS = (
 )
 """What the executor knows.  None asks for nothing: an empty qos would be passed on as such."""
 
-SIMULATED_MINUTES = 60
-SIMULATED_MEM_MB = 1000
+SIMULATED_MINUTES = 120
+SIMULATED_MEM_MB = 2000
+"""Of the longest simulated job, a model of the matrix; a site that allows less gives less."""
 
 
 def executed_resources(site: Site, bundle: Bundle) -> Resources:
@@ -50,7 +51,7 @@ def simulated_resources(site: Site) -> Resources:
     """A CPU job for a simulated bundle, where it is not run locally."""
     return _common(site) | {
         "slurm_partition": site.slurm.cpu_partition or site.slurm.partition or None,
-        "runtime": SIMULATED_MINUTES,
+        "runtime": min(SIMULATED_MINUTES, site.slurm.minutes),
         "mem_mb": SIMULATED_MEM_MB,
     }
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from rematbench.plan import PlanError, Unsupported
+from rematbench.rank_error import RankError, first_cause, noted
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode
 from rematbench.slurm.cells import Bundle, Campaign, Cell, CellStatus, execute_words
 from rematbench.slurm.launch import Allocation, Ended, all_facts, run_limited, torchrun
@@ -124,12 +125,13 @@ class Runner:
         words = ["rematbench.cli", "execute", *options]
         command = torchrun(self.allocation, words)
         ended = run_limited(command, folder / "log", limit, lambda: bool(self.stop))
+        record = None
         if out.exists():
             record = msgspec.json.decode(out.read_bytes(), type=dict[str, Any])
+        if record is not None and record["status"] != "failed":
             status, reason = record["status"], record["reason"]
         else:
-            record = None
-            status, reason = self._why(ended, folder, limit)
+            status, reason = self._why(ended, out, limit, record)
         return self._record(
             cell,
             lease,
@@ -141,20 +143,27 @@ class Runner:
             record=record,
         )
 
-    def _why(self, ended: Ended, folder: Path, limit: float) -> tuple[CellStatus, str]:
-        """Status and reason of a launch that left no record."""
+    def _why(
+        self, ended: Ended, out: Path, limit: float, record: dict[str, Any] | None
+    ) -> tuple[CellStatus, str]:
+        """Status and reason of a launch that did not end well; a failed record is rank 0's word."""
         if self.stop:
             return "preempted", self.stop
         if ended.code is None:
             return "timeout", f"no result within {limit:.0f} s"
-        told = [path.read_text(encoding="utf-8").splitlines() for path in folder.glob("error.*")]
-        # A rank whose peer died only knows that its connection broke: others speak first.
-        told.sort(key=lambda lines: "onnection" in lines[1] or "imed out" in lines[1])
-        if told:
-            return msgspec.convert(told[0][0], CellStatus), told[0][1]
+        errors = noted(out)
+        if record is not None:
+            kind, _, rest = record["reason"].partition("nan: ")
+            found = RankError("nan", rest) if not kind else RankError("failed", record["reason"])
+            errors.append(found)
+        cause = first_cause(errors)
+        if cause is not None and not cause.is_secondhand:
+            return msgspec.convert(cause.status, CellStatus), cause.reason
         for word, status, reason in SIGNS:
             if word in ended.stderr:
                 return status, reason or _last_words(ended.stderr)
+        if cause is not None:
+            return msgspec.convert(cause.status, CellStatus), cause.reason
         return "failed", f"exit code {ended.code}: {_last_words(ended.stderr)}"
 
     def _predicted_pinned(self, cell: Cell) -> int:

@@ -1,6 +1,6 @@
 """What would be submitted, what it is predicted to cost, and what can be refused at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import fsum
 from pathlib import Path
 
@@ -77,6 +77,35 @@ def write_plan(rows: Sequence[Submission], path: Path) -> None:
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(",".join(Submission.__struct_fields__) + "\n", encoding="utf-8")
+
+
+def announce(
+    campaign: Campaign,
+    store: Store,
+    max_gpu_hours: float,
+    *,
+    ask_slurm: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Say every submission that is left, then refuse as `refuse` does."""
+    rows = submissions(campaign, store)
+    for row in rows:
+        say(
+            f"to submit: {row.bundle}: {row.nodes} nodes, {row.gpus} GPUs, {row.cells} cells, "
+            f"{row.gpu_hours:.3f} GPU-hours predicted, at most {row.minutes} min"
+        )
+    say(summary(campaign, rows))
+    refuse(campaign, rows, max_gpu_hours=max_gpu_hours, ask_slurm=ask_slurm)
+
+
+def summary(campaign: Campaign, rows: Sequence[Submission]) -> str:
+    """One line about all submissions."""
+    known = fsum(row.gpu_hours for row in rows)
+    most = fsum(row.most_gpu_hours for row in rows)
+    return (
+        f"{len(rows)} submissions on {campaign.site.name}: {known:.3f} GPU-hours predicted, "
+        f"{most:.2f} if each ran to its limit"
+    )
 
 
 def refuse(

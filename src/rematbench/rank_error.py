@@ -1,0 +1,45 @@
+"""What a failing rank leaves beside the record: the record's own rank may only know that a peer
+left, and which of several ranks failed first is not in any exit code."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from msgspec import Struct
+
+from rematbench.store import write_atomically
+
+LOST_PEER = ("onnection", "imed out", "imeout")
+"""Words of an error that has its cause in another process."""
+
+
+class RankError(Struct, frozen=True):
+    """A status (`failed`, `oom`, `nan`) and one line of why."""
+
+    status: str
+    reason: str
+
+    @property
+    def is_secondhand(self) -> bool:
+        """Whether it only tells that another rank has gone."""
+        return any(word in self.reason for word in LOST_PEER)
+
+
+def note(record: Path, rank: int, error: RankError) -> None:
+    """Leave a rank's error beside the record it was to take part in."""
+    text = f"{error.status}\n{' '.join(error.reason.split())}\n"
+    write_atomically(_path(record, str(rank)), text.encode())
+
+
+def noted(record: Path) -> list[RankError]:
+    """Every rank's error by rank."""
+    paths = sorted(record.parent.glob(_path(record, "*").name))
+    return [RankError(*path.read_text(encoding="utf-8").splitlines()[:2]) for path in paths]
+
+
+def first_cause(errors: Iterable[RankError]) -> RankError | None:
+    """The error that most probably was the first: one that does not speak of another's end."""
+    return min(errors, key=lambda error: error.is_secondhand, default=None)
+
+
+def _path(record: Path, rank: str) -> Path:
+    return record.with_name(f"{record.name}.error.{rank}")

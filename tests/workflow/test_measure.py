@@ -1,0 +1,146 @@
+"""`snakemake measure`: what a change makes due again, and what runs where, without a Slurm."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.workflow.checkout import Checkout
+
+SUITE = """
+steps: 2
+cell_minutes: 5
+methods: [keep_all, full_recompute]
+problems:
+  - name: one
+    why: tests
+    model: tiny-llama
+    cluster: this-machine
+    system: rematbench
+    gpus: 2
+    seq_len: 64
+    global_batch: 4
+    pp: 2
+    precision: fp32
+variants:
+  - method: pp_offload
+    settings: {alpha: 0.5}
+"""
+FINISH = """
+from pathlib import Path
+from rematbench.discover import discover
+from rematbench.slurm.cellrecord import CellRecord, encode
+from rematbench.slurm.cells import Campaign, load_measurement
+from rematbench.store import Store
+made = Campaign(load_measurement(Path("config/measure.yaml")), discover())
+store = Store(Path("results/measure/cells"))
+for cell in made.cells:
+    lease = store.claim(made.key(cell))
+    if lease is not None:
+        record = CellRecord(key=lease.key, cell=cell, status="oom", attempts=1, written="now")
+        store.commit(lease, encode(record))
+"""
+"""Every cell has a final record, as if it had been executed."""
+
+HERE = re.compile(r"^localrule (\w+):", re.MULTILINE)
+THERE = re.compile(r"^rule (\w+):", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """A checkout after `snakemake measure`, its cells' records given."""
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("run-cells wants torch, even where nothing is left to run")
+    checkout = Checkout(tmp_path_factory.mktemp("checkout"))
+    (checkout.path / "config/measure.yaml").write_text(SUITE)
+    given = checkout.run([sys.executable, "-c", FINISH])
+    assert given.returncode == 0, given.stderr
+    done = checkout.snakemake("measure")
+    assert done.returncode == 0, done.stderr
+    return checkout
+
+
+def due(checkout: Checkout) -> set[str]:
+    """Bundles that would be submitted."""
+    done = checkout.snakemake("measure", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"wildcards: measured=measure, bundle=(\S+)", done.stdout))
+
+
+def edited(path: Path, old: str, new: str) -> str:
+    """Replace a text in a file; the file's text before."""
+    before = path.read_text()
+    assert old in before
+    path.write_text(before.replace(old, new, 1))
+    return before
+
+
+def test_nothing_is_due_twice(measured: Checkout) -> None:
+    assert due(measured) == set()
+    for path in (*(measured.path / "methods").glob("*.py"), measured.path / "config/measure.yaml"):
+        path.touch()
+    assert due(measured) == set(), "a newer time alone starts no job"
+
+
+def test_code_of_one_method_makes_its_bundles_due(measured: Checkout) -> None:
+    path = measured.path / "methods/full_recompute.py"
+    before = edited(path, '"""', '"""Edited. ')
+    assert due(measured) == {"full_recompute.1x2.0"}
+    path.write_text(before)
+    assert due(measured) == set()
+
+
+def test_parameters_of_one_method_make_its_bundles_due(measured: Checkout) -> None:
+    path = measured.path / "config/measure.yaml"
+    before = edited(path, "alpha: 0.5", "alpha: 0.75")
+    assert due(measured) == {"pp_offload.1x2.0"}
+    path.write_text(before)
+
+
+def test_how_jobs_are_asked_for_makes_nothing_due(measured: Checkout) -> None:
+    path = measured.path / "config/clusters/this-machine.yaml"
+    before = edited(path, "  nodes: 2\n", "  nodes: 2\n  setup: [module load new]\n")
+    assert due(measured) == set()
+    path.write_text(before)
+
+
+def test_a_dry_run_tells_submissions_and_refuses_too_dear_ones(measured: Checkout) -> None:
+    path = measured.path / "config/clusters/this-machine.yaml"
+    before = edited(path, "  nodes: 2\n", "  nodes: 2\n  gres: gpu\n")
+    suite = measured.path / "config/measure.yaml"
+    cells = edited(suite, "steps: 2", "steps: 4")
+    told = measured.snakemake("measure", "--dry-run").stderr
+    assert re.search(r"to submit: keep_all\.1x2\.0: 1 nodes, 2 GPUs, 1 cells, 0\.\d+ GPU-h", told)
+    assert "3 submissions on this-machine: 0.1" in told
+    for words in (["--dry-run"], []):
+        dear = measured.snakemake("measure", *words, "--config", "max_gpu_hours=0.01")
+        assert dear.returncode == 1
+        assert "predicted GPU-hours exceed max_gpu_hours 0.01" in dear.stderr
+        assert "Finished jobid" not in dear.stderr
+    path.write_text(before)
+    suite.write_text(cells)
+
+
+def test_a_new_problem_of_another_shape_leaves_the_others_alone(measured: Checkout) -> None:
+    path = measured.path / "config/measure.yaml"
+    one = SUITE[SUITE.index("  - name: one") : SUITE.index("variants:")]
+    four = one.replace("name: one", "name: four").replace("gpus: 2", "gpus: 4")
+    before = edited(path, "variants:", f"{four}variants:")
+    assert due(measured) == {f"{m}.2x2.0" for m in ("keep_all", "full_recompute", "pp_offload")}
+    path.write_text(before)
+
+
+@pytest.mark.parametrize(("where", "jobs"), [("local", set()), ("slurm", {"bundle"})])
+def test_only_what_is_executed_leaves_the_machine(
+    measured: Checkout, where: str, jobs: set[str]
+) -> None:
+    """Without an accelerator's cells `all` submits nothing; told to, only what computes."""
+    words = ("--profile", "slurm", "--config", f"simulate_on={where}", "--dry-run")
+    done = measured.run(["snakemake", "all", "results/smoke/runs.csv", *words])
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = done.stdout + done.stderr
+    heavy = {"bundle", "matrix", "predict", "study"}
+    assert set(THERE.findall(told)) == (heavy if jobs else set())
+    assert {"all", "collect", "page", "claims"} <= set(HERE.findall(told))
