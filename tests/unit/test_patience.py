@@ -43,6 +43,20 @@ def test_jobs_outlive_a_silent_controller() -> None:
     assert asyncio.run(kept(found, "ended")) == []
 
 
+def test_a_round_before_the_executor_is_made() -> None:
+    """Its thread begins in the constructor's first half; a busy machine is slow with the rest."""
+
+    class Half(Fake):
+        def __init__(self) -> None:
+            """No counter yet."""
+
+    async def first(executor: Any) -> list[str]:
+        return [job async for job in executor.check_active_jobs([])]
+
+    assert be_patient(Half)
+    assert asyncio.run(first(Half())) == []
+
+
 def test_the_plugin_has_what_is_wrapped() -> None:
     assert be_patient(plugin.Executor)
     text = Path(plugin.__file__).read_text(encoding="utf-8")

@@ -401,6 +401,24 @@ def test_a_preempted_cell_is_tried_again_and_then_final(
     assert record.status == "preempted", "now a result: it stops no other cell"
 
 
+def test_a_failing_node_check_is_no_cells_result_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = campaign(tmp_path)
+    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
+
+    def broken(*_: object) -> list[NodeFacts]:
+        raise RuntimeError("the node check failed: no such node")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_module, "all_facts", broken)
+        records, said = run(made, "keep_all", tmp_path / "store")
+    assert records is None
+    assert "no such node" in said
+    (record,), _ = run(made, "keep_all", tmp_path / "store")
+    assert (record.status, record.attempts) == ("ok", 2)
+
+
 def test_a_finished_cell_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = campaign(tmp_path)
     fake(tmp_path, monkeypatch, {"keep_all": "ok"})

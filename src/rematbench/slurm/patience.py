@@ -25,7 +25,9 @@ def be_patient(executor: Any = None) -> bool:
 
     async def check_active_jobs(self: Any, active_jobs: Sequence[Any]) -> AsyncIterator[Any]:
         """The plugin's, but no answer is not an end."""
-        answered = self._status_query_calls
+        # The first rounds may come before the executor is made: it has no counter then, and what
+        # this thread raises is lost with the thread, which nobody misses until for ever.
+        answered = getattr(self, "_status_query_calls", 0)
         kept = []
         async for job in ask(self, active_jobs):
             kept.append(job)

@@ -105,9 +105,14 @@ class Runner:
     def _attempt(self, cell: Cell, lease: Lease) -> CellRecord:
         try:
             pinned = self._predicted_pinned(cell)
-            facts = self._node_facts()
-        except (PlanError, RuntimeError) as error:
+        except PlanError as error:
             return self._record(cell, lease, "failed", str(error))
+        try:
+            facts = self._node_facts()
+        except RuntimeError as error:  # the nodes' fault: another job may get others
+            self.stop = str(error)
+            last = lease.attempt >= MAX_ATTEMPTS
+            return self._record(cell, lease, "failed", self.stop, final=last)
         short = [text for fact in facts for text in shortages(fact, pinned)]
         remarks = oddities(facts, pinned)
         if short:
