@@ -47,6 +47,8 @@ def test_a_round_before_the_executor_is_made() -> None:
     """Its thread begins in the constructor's first half; a busy machine is slow with the rest."""
 
     class Half(Fake):
+        answer = ""
+
         def __init__(self) -> None:
             """No counter yet."""
 
