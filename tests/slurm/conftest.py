@@ -67,7 +67,7 @@ class Cluster(Checkout):
         """The queue's lines."""
         return self.slurm.ask("squeue", "--noheader", f"--format={form}", *words).splitlines()
 
-    def until(self, ready: Callable[[], object], what: str, seconds: float = 90.0) -> None:
+    def until(self, ready: Callable[[], object], what: str, seconds: float = 300.0) -> None:
         """Wait for something to be so."""
         deadline = time.monotonic() + seconds
         while not ready():
