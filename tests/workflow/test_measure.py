@@ -44,9 +44,6 @@ for cell in made.cells:
 """
 """Every cell has a final record, as if it had been executed."""
 
-HERE = re.compile(r"^localrule (\w+):", re.MULTILINE)
-THERE = re.compile(r"^rule (\w+):", re.MULTILINE)
-
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
@@ -130,18 +127,25 @@ def test_a_new_problem_of_another_shape_leaves_the_others_alone(measured: Checko
     path.write_text(before)
 
 
-@pytest.mark.parametrize(("where", "jobs"), [("local", set()), ("slurm", {"bundle"})])
-def test_only_what_is_executed_leaves_the_machine(
-    measured: Checkout, where: str, jobs: set[str]
-) -> None:
-    """Without an accelerator's cells `all` submits nothing; told to, only what computes."""
-    committed = measured.path / "results/measured"
-    if not committed.exists():
-        committed.symlink_to(ROOT / "results/measured")
-    words = ("--profile", "slurm", "--config", f"simulate_on={where}", "--dry-run")
-    done = measured.run(["snakemake", "all", "results/smoke/runs.csv", *words])
+def test_only_what_is_executed_or_told_to_leaves_the_machine() -> None:
+    """Rules without an accelerator are local; simulate_on: slurm moves those that compute."""
+    where = {}
+    for path in (ROOT / "workflows").glob("*.smk"):
+        for rule in re.split(r"^rule ", path.read_text(), flags=re.MULTILINE)[1:]:
+            if "    shell:" in rule:  # a target has no job
+                local = re.search(r"^    localrule: (\w+)$", rule, re.MULTILINE)
+                where[rule.partition(":")[0]] = local[1] if local else "job"
+    assert [name for name, place in where.items() if place == "job"] == ["executed"]
+    following = {name for name, place in where.items() if place == "SIMULATE_HERE"}
+    assert following == {"bundle", "matrix", "predict", "study"}
+
+
+def test_all_is_planned_with_the_profile(measured: Checkout) -> None:
+    (measured.path / "results/measured").symlink_to(ROOT / "results/measured")
+    words = ("--profile", "slurm", "--config", "simulate_on=slurm", "--dry-run")
+    done = measured.run(["snakemake", "all", *words])
     assert done.returncode == 0, done.stdout + done.stderr
-    told = done.stdout + done.stderr
-    heavy = {"bundle", "matrix", "predict", "study"}
-    assert set(THERE.findall(told)) == (heavy if jobs else set())
-    assert {"all", "collect", "page", "claims"} <= set(HERE.findall(told))
+    for name in ("matrix", "predict", "study", "bundle"):
+        (asked, *_) = re.findall(rf"^rule {name}:.*?resources: (.*?)$", done.stdout, re.M | re.S)
+        assert "mem_mb=2000" in asked
+        assert "runtime=60" in asked, "what the site allows a job"
