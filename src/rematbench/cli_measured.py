@@ -20,6 +20,7 @@ from rematbench.measured import Measured
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
 from rematbench.record import Record, read_record, write_record
+from rematbench.remeasured import differences
 from rematbench.suite import Status
 from rematbench.suitefile import Suite, bundles, load_suite
 from rematbench.worlds import differing, worlds_table
@@ -50,7 +51,7 @@ def measure(
         list[Path] | None, Option("--methods", metavar="DIR", help="More method files.")
     ] = None,
     compare: Annotated[
-        Path | None, Option(metavar="DIR", help="Exit 1 if a number differs from its record here.")
+        Path | None, Option(metavar="DIR", help="Exit 1 if a record is not as its namesake here.")
     ] = None,
     timeout: Annotated[float, Option(help="Seconds for a case without a result.")] = 300,
 ) -> None:
@@ -73,9 +74,7 @@ def measure(
     else:
         _execute(found, output, timeout)
     typer.echo(f"{output}: {len(found)} records")
-    changed = [c.name for c in found if compare and _differs(c.name, output, compare)]
-    if changed:
-        typer.echo(f"not as in {compare}: {', '.join(changed)}", err=True)
+    if compare and not as_committed([cell.name for cell in found], output, compare):
         raise typer.Exit(1)
 
 
@@ -127,10 +126,20 @@ def keep(record: Record, folder: Path, name: str) -> None:
     write_record(record, path)
 
 
-def _differs(name: str, folder: Path, other: Path) -> bool:
-    """Whether two records of a cell disagree on the plan or on a number."""
-    a, b = (read_record(place / f"{name}.json") for place in (folder, other))
-    return (a.status, a.plan_hash, a.measured) != (b.status, b.plan_hash, b.measured)
+def as_committed(names: Sequence[str], folder: Path, committed: Path) -> bool:
+    """Whether records say what the committed ones say; a line for each that does not."""
+    wrong = 0
+    for name in names:
+        path = committed / f"{name}.json"
+        if path.is_file():
+            lines = differences(read_record(folder / f"{name}.json"), read_record(path))
+        else:
+            lines = ["no such record"]
+        wrong += bool(lines)
+        for line in lines:
+            typer.echo(f"{name}: {line}", err=True)
+    typer.echo(f"{committed}: {len(names) - wrong} of {len(names)} as committed", err=wrong > 0)
+    return not wrong
 
 
 def _execute(found: list[Cell], folder: Path, timeout: float) -> None:

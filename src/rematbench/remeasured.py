@@ -1,0 +1,61 @@
+"""Whether a record measured again says what the committed one says.
+
+What depends on shapes, plans and the version of torch only (status, plan, every count and every
+byte of every rank) must be equal.  Losses and gradients come out of a CPU's arithmetic: another
+CPU adds in another order, so they must agree as far as rounding allows, and so must the verdict
+*lossless*.  Dates, hosts and seconds are no part of a comparison.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from rematbench.measure import BOUNDS
+from rematbench.measured import Measured
+from rematbench.record import Record
+
+OF_AN_ALLOCATOR = ("allocated_bytes", "reserved_bytes")
+"""Depend on what else ran on the GPU."""
+
+
+def differences(again: Record, committed: Record) -> list[str]:
+    """What differs, one line each: the field, the value now, the committed one."""
+    found = list(_scalars(again, committed, ("status", "reason", "plan_hash")))
+    new, old = again.measured, committed.measured
+    if new is None or old is None:
+        return found if new == old else [*found, "only one of the two has measured numbers"]
+    bound = BOUNDS[again.spec.precision]
+    return [*found, *_of_ranks(new, old), *_of_values(new, old, bound)]
+
+
+def _scalars(a: object, b: object, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        now, then = getattr(a, name), getattr(b, name)
+        if now != then:
+            yield f"{name} {now}, committed {then}"
+
+
+def _of_ranks(new: Measured, old: Measured) -> Iterator[str]:
+    yield from _scalars(new, old, ("steps",))
+    if len(new.ranks) != len(old.ranks):
+        yield f"{len(new.ranks)} ranks, committed {len(old.ranks)}"
+        return
+    for number, (a, b) in enumerate(zip(new.ranks, old.ranks, strict=True)):
+        names = [n for n in msgspec.structs.asdict(a) if n not in OF_AN_ALLOCATOR]
+        yield from (f"rank {number}: {line}" for line in _scalars(a, b, names))
+
+
+def _of_values(new: Measured, old: Measured, bound: float) -> Iterator[str]:
+    """Losses, norms of gradients and the verdict."""
+    for name in ("losses", "gradient_norms"):
+        now, then = getattr(new, name), getattr(old, name)
+        if len(now) != len(then):
+            yield f"{name} of {len(now)} steps, committed {len(then)}"
+        elif any(abs(a - b) > bound * abs(b) for a, b in zip(now, then, strict=True)):
+            yield f"{name} {now}, committed {then} (bound {bound:g})"
+    a, b = new.comparison, old.comparison
+    if a is None or b is None:
+        if a != b:
+            yield "only one of the two is compared with another method"
+        return
+    yield from _scalars(a, b, ("against", "bound", "first_only", "lossless"))
