@@ -1,9 +1,31 @@
 """The table of the worlds, from committed records; where torch is, one traced cell again."""
 
 
+rule retrace:
+    input:
+        suite="config/traced.yaml",
+        record=f"results/measured/traced/{RETRACED}.json",
+    output:
+        "results/paper/retraced.txt",
+    log:
+        "results/paper/logs/retrace.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+        torch=HAS_TORCH,
+        cell=RETRACED,
+        committed=lambda wildcards, input: Path(input.record).parent,
+    shell:
+        "rematbench retrace {input.suite} {params.cell} --committed {params.committed}"
+        " -o {output} > {log} 2>&1"
+
+
 rule worlds:
     input:
         records=MEASURED["executed"] + MEASURED["traced"],
+        again=rules.retrace.output[0],
     output:
         multiext("results/paper/tables/worlds", ".csv", ".md", ".tex"),
     log:
@@ -15,27 +37,8 @@ rule worlds:
         engine=ENGINE,
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
-        "rematbench worlds results/measured/executed results/measured/traced -o {params.folder} > {log} 2>&1"
-
-
-rule retrace:
-    input:
-        suite="config/traced.yaml",
-        record="results/measured/traced/{cell}.json",
-    output:
-        "results/paper/retraced/{cell}.json",
-    log:
-        "results/paper/logs/retrace_{cell}.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    params:
-        engine=ENGINE,
-        into=lambda wildcards, output: Path(output[0]).parent,
-        committed=lambda wildcards, input: Path(input.record).parent,
-    shell:
-        "rematbench measure {input.suite} --world traced -o {params.into}"
-        " --only {wildcards.cell} --compare {params.committed} > {log} 2>&1"
+        "rematbench worlds results/measured/executed results/measured/traced"
+        " --again {input.again} -o {params.folder} > {log} 2>&1"
 
 
 rule curves:

@@ -19,12 +19,10 @@ HAS_BASELINES = bool(
 
 
 def measured_targets():
-    """The table and, with torch, the cell that is traced again."""
-    again = [f"results/paper/retraced/{RETRACED}.json"] if HAS_TORCH else []
+    """The table of the worlds and the curves."""
     return [
         "results/paper/tables/worlds.md",
         "results/paper/figures/convergence.pdf",
-        *again,
     ]
 
 

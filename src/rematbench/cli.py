@@ -21,6 +21,7 @@ from rematbench.cli_matrix import matrix, matrix_tables
 from rematbench.cli_measured import measure, worlds
 from rematbench.cli_plan import plan, simulate, timeline
 from rematbench.cli_report import expect, report
+from rematbench.cli_retrace import retrace
 from rematbench.cli_sheet import predict, validate
 from rematbench.cli_study import claims, study
 from rematbench.cli_text import CommandError, console, grid, left, plain
@@ -88,7 +89,7 @@ COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibr
 WORKFLOW = (run, collect, sheets, tables, study, claims)
 ARTIFACT = (matrix, matrix_tables, report, expect)
 CELLS = (submit_plan, run_cells, cells, collect_cells, settle, resume)
-TORCH = (execute, trace, measure, worlds, converge, curves)
+TORCH = (execute, trace, measure, retrace, worlds, converge, curves)
 
 for command in (*COMMANDS, *TORCH, *WORKFLOW, *ARTIFACT, *CELLS):
     app.command()(command)

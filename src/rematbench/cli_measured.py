@@ -70,7 +70,7 @@ def measure(
         raise CommandError(f"--only {', '.join(only or [])}: no such cell in {suite}")
     if world == "traced":
         for cell in found:
-            keep(traced(_request(cell)), output, cell.name)
+            keep(traced(request_of(cell)), output, cell.name)
     else:
         _execute(found, output, timeout)
     typer.echo(f"{output}: {len(found)} records")
@@ -111,7 +111,8 @@ def _wanted(name: str, only: Sequence[str]) -> bool:
     return not only or any(name == word or name.startswith(f"{word}.") for word in only)
 
 
-def _request(cell: Cell) -> Request:
+def request_of(cell: Cell) -> Request:
+    """What a cell asks."""
     return Request(problem=cell.problem, method=cell.method, base=cell.problem.base_plan)
 
 
@@ -191,6 +192,9 @@ def _record(cell: Cell, results: "dict[str, Result]") -> Record:
 def worlds(
     records: Annotated[list[Path], Argument(metavar="DIR...", help="Folders of records.")],
     output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")],
+    again: Annotated[
+        Path | None, Option(metavar="FILE", help="What `retrace` says; goes into the note.")
+    ] = None,
 ) -> None:
     """The table method x layout: lossless? bytes simulated, executed and traced.
 
@@ -202,7 +206,7 @@ def worlds(
     found = [entry for entry in read if entry[1].observed is None]  # baselines' have own tables
     if not any(record.measured for _, record in found):
         raise CommandError(f"no measured record below {', '.join(map(str, records))}")
-    table = worlds_table(found)
+    table = worlds_table(found, again.read_text(encoding="utf-8").strip() if again else "")
     table.write(output)
     wrong = differing(found)
     typer.echo(f"{output / table.name}.md: {len(table.rows)} rows, {len(wrong)} break a law")

@@ -46,8 +46,9 @@ def label_of(record: Record) -> str:
     return f"{record.spec.method} ({', '.join(named)})" if named else record.spec.method
 
 
-def worlds_table(records: Sequence[tuple[str, Record]]) -> Table:
-    """One row per problem and method; columns of every world that has a record of it."""
+def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Table:
+    """One row per problem and method; columns of every world that has a record of it.  `again` says
+    what was traced again where the table is made."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for problem, record in records:
         key = (problem, label_key(record.spec.method, record.spec.parameters))
@@ -80,7 +81,7 @@ def worlds_table(records: Sequence[tuple[str, Record]]) -> Table:
         "operators (bf16 only: a system's state bytes are those of bf16). Lossless against "
         "keep_all on the same batches: bitwise, or norm-wise within 1e-10 over three AdamW steps "
         "in float64, within 1e-2 at the first step in bf16. Nothing here ran on a GPU; no time is "
-        "shown.",
+        f"shown. {again}".rstrip(),
     )
 
 

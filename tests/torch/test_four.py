@@ -1,4 +1,4 @@
-"""Twin law and gradients, four processes: one launch; the fast share (all of it: test_grid.py)."""
+"""Twin law and gradients, four processes: one torchrun; the fast share (all of it: test_grid.py)."""
 
 from functools import cache
 
@@ -22,7 +22,7 @@ NAMES = [case.name for case in CASES]
 
 @cache
 def results() -> dict[str, tuple[Case, Result]]:
-    return laws.launch(CASES)
+    return laws.torchrun(CASES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""Twin law and gradients, one process: one launch for the whole module."""
+"""Twin law and gradients, one process: one torchrun for the whole module."""
 
 from functools import cache
 
@@ -21,7 +21,7 @@ NAMES = [case.name for case in CASES]
 
 @cache
 def results() -> dict[str, tuple[Case, Result]]:
-    return laws.launch(CASES)
+    return laws.torchrun(CASES)
 
 
 @pytest.mark.parametrize("name", NAMES)

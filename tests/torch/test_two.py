@@ -1,4 +1,4 @@
-"""Twin law and gradients, two processes: one launch; the fast share (all of it: test_grid.py)."""
+"""Twin law and gradients, two processes: one torchrun; the fast share (all of it: test_grid.py)."""
 
 from functools import cache
 
@@ -25,7 +25,7 @@ NAMES = [case.name for case in CASES]
 
 @cache
 def results() -> dict[str, tuple[Case, Result]]:
-    return laws.launch(CASES)
+    return laws.torchrun(CASES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -27,7 +27,7 @@ from rematbench.torch.messages import Messages
 from rematbench.torch.model import RankModel
 from rematbench.torch.movers import Movers
 from rematbench.torch.operators import Call
-from rematbench.torch.parameters import AdamW
+from rematbench.torch.parameters import AdamW, Parameter
 from rematbench.torch.streams import Mark, Streams, make_streams
 from rematbench.torch.tracker import Tracker
 
@@ -65,7 +65,7 @@ class Executor:
         self.step = 0
         self.bytes_after: list[tuple[int, int]] = []
         self.recompute_flop = 0.0
-        self.before_update: Callable[[], None] = lambda: None
+        self.before_update: Callable[[list[Parameter]], None] = lambda parameters: None
         self.table: dict[Kind, Callable[[Action, Site], None]] = {
             Kind.FORWARD: self.forward,
             Kind.RECOMPUTE: self.recompute,
@@ -108,7 +108,8 @@ class Executor:
         self.events.clear()
         self.bytes_after.clear()
         for parameter in self.model.parameters.values():
-            parameter.grad_flat.zero_()
+            if not self.model.update_in_backward:
+                parameter.grad_flat.zero_()
         if self.tracker is not None:
             self.tracker.exclude(self.states())
             with self.tracker:
@@ -306,8 +307,11 @@ class Executor:
         self.memory.put(site.key(name), Value(compact(made), *rows))
 
     def update(self, action: Action, site: Site) -> None:
-        """AdamW on this rank's shard of every parameter."""
+        """AdamW on this rank's shard of every parameter, or of one unit's in the backward."""
+        parameters = list(self.model.parameters.values())
+        if action.part:
+            parameters = self.model.unit_parameters(site.chunk, action.part)
         with _disable_current_modes():  # who looks at gradients is not part of the program
-            self.before_update()
-        for parameter in self.model.parameters.values():
+            self.before_update(parameters)
+        for parameter in parameters:
             parameter.update(self.optimizer, self.step)

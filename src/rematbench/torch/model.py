@@ -40,13 +40,28 @@ def require_executable(problem: Problem, plan: Plan) -> None:
         "unfused attention with context parallelism": lay.cp > 1 and problem.attention != "flash",
         "ZeRO stages 2 and 3": lay.state_shards > 1 and lay.zero_stage >= 2,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
-        "optimizer in backward": plan.state("optimizer").update == "backward",
+        **_refused_in_backward(problem, plan),
         f"{' and '.join(hosted)} states on the host": bool(hosted) or system.optimizer_on_host,
         "parameters gathered per layer": plan.state("parameter").gather == "layer",
     }
     found = [name for name, is_so in refused.items() if is_so]
     if found:
         raise NotExecutable(f"the torch runtime does not execute {', '.join(found)}")
+
+
+def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:
+    """What an update beside the backward cannot have: gradients that are complete only later, and
+    buffers of another width than the runtime's sums."""
+    model, lay = problem.workload.model, problem.layout
+    asked = plan.state("optimizer").update == "backward"
+    width = wide(DTYPES.get(problem.workload.precision, torch.float32)).itemsize
+    given = problem.system.grad_bytes
+    words = f"optimizer in backward with {given}-byte gradients where it sums {8 * width} bits"
+    return {
+        "optimizer in backward with sequence parallelism": asked and lay.sp and lay.tp > 1,
+        "optimizer in backward with tied embeddings": asked and model.tied_embeddings,
+        words: asked and given != width,
+    }
 
 
 class RankModel:
@@ -65,6 +80,7 @@ class RankModel:
         self.dtype = DTYPES[problem.workload.precision]
         lay, stage = problem.layout, place.pp
         layers = plan.partition[stage]
+        self.update_in_backward = plan.state("optimizer").update == "backward"
         self.chunks = [
             ChunkOps(problem, stage, c, layers[c], held=plan.held) for c in range(lay.vpp)
         ]
@@ -92,7 +108,8 @@ class RankModel:
         found: dict[str, Parameter] = {}
         for local, spec in unit_specs(self.kind, unit, vocab).items():
             if spec.name not in self.parameters:
-                made = build(spec, owner, seed, self.dtype, self.device)
+                keeps = not self.update_in_backward
+                made = build(spec, owner, seed, self.dtype, self.device, gradients=keeps)
                 self.parameters[spec.name] = made
             found[local] = self.parameters[spec.name]
         return found

@@ -18,6 +18,7 @@ from rematbench.torch.memory import (
     as_bytes,
     identity,
 )
+from rematbench.torch.kernels import wide
 from rematbench.torch.model import RankModel
 from rematbench.torch.streams import Streams
 from rematbench.torch.tracker import Tracker
@@ -51,6 +52,9 @@ class Movers:
 
     def alloc(self, action: Action, site: Site) -> None:
         """Room for a tensor that is written, or (a gradient) summed, piece by piece."""
+        if action.op == "gradients":
+            self._alloc_gradients(action, site)
+            return
         for alloc in action.allocs:
             tensor = self._activation(alloc.name, site)
             dtype = self.model.dtype_of(tensor)
@@ -58,6 +62,28 @@ class Movers:
             shape = (tensor.rows, tensor.row_bytes // dtype.itemsize)
             data = make(shape, dtype=dtype, device=self.model.device)
             self.memory.put(site.key(alloc.name), Value(data, 0, self.model.shapes.shard_tokens))
+
+    def _alloc_gradients(self, action: Action, site: Site) -> None:
+        """One buffer for a unit's gradients, zero; its parameters see their ranges of it until the
+        buffer is freed after their update."""
+        (alloc,) = action.allocs
+        parameters = self.model.unit_parameters(site.chunk, action.part)
+        dtype = wide(self.model.dtype)
+        sizes = [parameter.flat.numel() for parameter in parameters]
+        if sum(sizes) * dtype.itemsize != alloc.nbytes:
+            raise ExecutionError(
+                f"{alloc.name} has {alloc.nbytes} bytes for {sum(sizes)} gradients of {dtype}"
+            )
+        buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.model.device)
+        for parameter, part in zip(parameters, buffer.split(sizes), strict=True):
+            parameter.grad_flat = part
+        self.memory.put(site.key(alloc.name), Value(buffer))
+
+    def _drop_gradients(self, key: Key) -> None:
+        """Forget the ranges of a buffer that is freed."""
+        if key[0].endswith(".gradients"):
+            for parameter in self.model.unit_parameters(key[2], place(key[0])[0]):
+                parameter.grad_flat = parameter.grad_flat.new_empty(0)
 
     def _activation(self, storage: str, site: Site) -> Activation:
         part, name = place(identity(storage))
@@ -161,6 +187,7 @@ class Movers:
 
     def free(self, key: Key) -> None:
         """Drop a storage; a host block goes back to its pool."""
+        self._drop_gradients(key)
         self.memory.free(key)
         self.slots.release(key)
         if key in self.host.lent:

@@ -166,9 +166,15 @@ class Owner(NamedTuple):
 
 
 def build(
-    spec: ParameterSpec, owner: Owner, seed: int, dtype: torch.dtype, device: torch.device
+    spec: ParameterSpec,
+    owner: Owner,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    gradients: bool = True,
 ) -> Parameter:
-    """This rank's part of a parameter, its gradients zero."""
+    """This rank's part of a parameter, its gradients zero (or without room for them yet)."""
     full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
     own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)
     size = -(-own.numel() // owner.state_shards)
@@ -182,7 +188,7 @@ def build(
     return Parameter(
         spec=spec,
         flat=flat,
-        grad_flat=torch.zeros_like(flat, dtype=wide(dtype)),
+        grad_flat=torch.zeros(flat.numel() * gradients, dtype=wide(dtype), device=device),
         shape=own.shape,
         start=start,
         stop=stop,

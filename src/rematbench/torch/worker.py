@@ -18,6 +18,7 @@ from rematbench.torch.executor import Executor
 from rematbench.torch.gather import is_sharded
 from rematbench.torch.groups import Groups, default_backend
 from rematbench.torch.model import RankModel, require_executable
+from rematbench.torch.parameters import Parameter
 from rematbench.torch.text import standard_library, text_batch
 from rematbench.torch.threads import ThreadStreams
 from rematbench.torch.tracker import Tracker
@@ -90,7 +91,9 @@ def run_case(
     )
     result = empty_result(groups, executor)
     if case.shards:
-        executor.before_update = lambda: result.gradients.append(_shards(case, model))
+        executor.before_update = lambda parameters: result.gradients[-1].update(
+            _shards(case, parameters)
+        )
     for step in range(case.steps):
         _step(case, executor, result, step)
     if threads is not None:
@@ -120,6 +123,8 @@ def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None
     lay = problem.layout
     batch = _batch(case, step)
     model.batches = micro_batches(batch, lay, executor.groups.place, model.device)
+    if case.shards:
+        result.gradients.append({})
     start = time.perf_counter()
     loss = executor.run_step() / batch.counted
     result.step_s.append(time.perf_counter() - start)
@@ -158,14 +163,14 @@ def note_bytes(executor: Executor, result: RankResult) -> None:
         result.reserved_bytes = torch.cuda.max_memory_reserved(executor.model.device)
 
 
-def _shards(case: Case, model: RankModel) -> dict[str, GradientShard]:
+def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]:
     """This rank's summed gradients: its ZeRO shard, or the whole."""
     found = {}
-    for name, parameter in model.parameters.items():
+    for parameter in parameters:
         whole = parameter.grad_flat
         if is_sharded(case.problem.layout):
             whole = whole[parameter.start : parameter.stop]
-        found[name] = GradientShard(
+        found[parameter.spec.name] = GradientShard(
             spec=parameter.spec,
             shape=tuple(parameter.shape),
             square_sum=float(whole.double().square().sum()),

@@ -1,0 +1,126 @@
+"""Optimizer-in-backward: each unit is updated, and its gradients freed, inside the backward."""
+
+import pytest
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+import torch
+from msgspec.structs import replace
+
+from rematbench.action import Action, Kind
+from rematbench.discover import discover
+from rematbench.plan import Plan, StateFate
+from rematbench.torch import worker
+from rematbench.torch.case import Case, Result
+from rematbench.torch.gather import combine
+from rematbench.torch.launch import execute_cases
+from rematbench.torch.model import NotExecutable, require_executable
+from rematbench.torch.trace import trace_rank
+from rematbench.workload import Precision
+from tests.torch import cases, grid, laws
+from tests.torch.test_faults import edited
+
+ONCE = {"one": {"global_batch": 2}, "dp2": {"global_batch": 2}, "pp2": {"global_batch": 1}}
+"""One micro-batch a step: gradients of several would have to be kept between them."""
+
+
+def beside(plan: Plan) -> Plan:
+    """The plan, updating in the backward."""
+    kept = tuple(state for state in plan.states if state.kind != "optimizer")
+    fate: StateFate = replace(plan.state("optimizer"), update="backward")
+    return replace(plan, states=(*kept, fate))
+
+
+def case(layout: str, plan: str, precision: Precision = "fp32") -> tuple[Case, Case]:
+    """A raw plan as it is, and with its update in the backward; both on the same batches."""
+    degrees = cases.LAYOUTS[layout] | ONCE[layout]
+    names = f"once-{layout}"
+    cases.LAYOUTS[names] = degrees
+    whole = cases.case(names, plan, precision=precision)
+    return whole, Case(
+        **{**vars(whole), "name": f"{whole.name} beside", "plan": beside(whole.plan)}
+    )
+
+
+def run_here(given: Case) -> Result:
+    return combine(given, [worker.run_case(given, 0, torch.device("cpu"), {})])
+
+
+@pytest.mark.parametrize("plan", ["keep", "full", "offload", "mini"])
+def test_the_same_bits_as_an_update_at_the_end(plan: str) -> None:
+    whole, given = case("one", plan)
+    a, b = run_here(whole), run_here(given)
+    assert laws.same_bits(a, b)
+    assert laws.bytes_differ(given, b) == []
+    grid.check_gradients(given, b)
+
+
+def test_gradients_live_only_until_their_update() -> None:
+    whole, given = case("one", "keep")
+    a, b = run_here(whole).ranks[0], run_here(given).ranks[0]
+    total = sum(
+        shard.values.numel() for shard in b.gradients[0].values() if shard.values is not None
+    )
+    assert a.state_bytes - b.state_bytes == 4 * total
+    assert a.peak_bytes < b.peak_bytes < a.peak_bytes + 4 * total
+
+
+def test_sharded_and_staged() -> None:
+    pairs = [case(layout, plan) for layout in ("dp2", "pp2") for plan in ("keep", "full")]
+    given = [part for pair in pairs for part in pair]
+    known = {
+        c.name: (c, r) for c, r in zip(given, execute_cases(given, timeout_s=120.0), strict=True)
+    }
+    for whole, changed in pairs:
+        a, b = known[whole.name][1], known[changed.name][1]
+        assert (a.status, b.status) == ("ok", "ok"), (a.reason, b.reason)
+        assert laws.same_bits(a, b)
+        assert laws.bytes_differ(changed, b) == []
+
+
+def test_bf16_sums_in_fp32() -> None:
+    whole, given = case("one", "keep", "bf16")
+    assert laws.same_bits(run_here(whole), run_here(given))
+
+
+def test_traced_as_executed() -> None:
+    _, given = case("one", "full")
+    assert trace_rank(given.problem, given.plan).bytes_after == run_here(given).ranks[0].bytes_after
+
+
+def test_mst_with_its_update_in_the_backward() -> None:
+    _, given = case("one", "keep")
+    method = discover().resolve("mst", {"mst.optimizer_in_backward": True})
+    plan = method.plan(given.problem)
+    assert isinstance(plan, Plan)
+    own = Case(**{**vars(given), "plan": plan})
+    result = run_here(own)
+    assert laws.bytes_differ(own, result) == []
+    grid.check_gradients(own, result)
+
+
+def test_a_unit_that_is_never_updated_is_found() -> None:
+    def skip(action: Action) -> list[Action]:
+        return [] if action.kind is Kind.OPTIMIZER and action.part == "L1" else [action]
+
+    _, given = case("one", "keep")
+    given = Case(**{**vars(given), "shards": False, "gradients": False})
+    whole, broken = run_here(given), run_here(edited(given, skip))
+    assert whole.losses[0] == broken.losses[0]
+    assert whole.losses[1] != broken.losses[1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "said"),
+    [
+        ("tp2", {}, "sequence parallelism"),
+        ("one", {"precision": "fp64"}, "4-byte gradients where it sums 64 bits"),
+        ("one", {"model": replace(cases.TINY, tied_embeddings=True)}, "tied embeddings"),
+    ],
+)
+def test_what_it_cannot_have_is_refused_by_name(
+    layout: str, changes: dict[str, object], said: str
+) -> None:
+    given = cases.tiny(layout, **{"precision": "fp32", **changes})  # type: ignore[arg-type]
+    with pytest.raises(NotExecutable, match=said):
+        require_executable(given, beside(given.base_plan))
