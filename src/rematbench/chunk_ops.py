@@ -133,7 +133,10 @@ class ChunkOps:
         if run is None:
             return stored_parts(storage, fate)
         if fate.mixed or fate.offload_bytes:
-            raise PlanError(f"{storage} is inside a mini-sequence: keep it or recompute it whole")
+            raise PlanError(
+                f"{storage} is inside a mini-sequence: keep it or recompute it whole (in a "
+                "composition, what offloads goes before what splits)"
+            )
         if fate.recompute_bytes:
             return []
         tensor = unit.table.activations[activation]

@@ -12,8 +12,8 @@ from rematbench.cli_measured import cells, request_of
 from rematbench.cli_text import CommandError
 from rematbench.record import read_record
 from rematbench.remeasured import differences
-from rematbench.suitefile import load_suite
 from rematbench.store import write_atomically
+from rematbench.suitefile import load_suite
 
 
 def retrace(

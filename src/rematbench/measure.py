@@ -80,7 +80,7 @@ def measured(problem: Problem, plan: Plan, result: "Result") -> Measured:
 def compared(problem: Problem, result: "Result", other: "Result", against: str) -> Comparison:
     """Losses and gradients of two runs on the same batches."""
     pairs = list(zip(result.gradients, other.gradients, strict=True))
-    errors = [_worst(got, want) for got, want in pairs]
+    errors = [norm_error(got, want) for got, want in pairs]
     losses = list(zip(result.losses, other.losses, strict=True))
     return Comparison(
         against=against,
@@ -93,7 +93,7 @@ def compared(problem: Problem, result: "Result", other: "Result", against: str) 
     )
 
 
-def _worst(got: dict[str, Any], want: dict[str, Any]) -> float:
+def norm_error(got: dict[str, Any], want: dict[str, Any]) -> float:
     """Largest norm-wise error of a parameter's gradient; one far below the others is rounding of
     zero (a key's bias)."""
     floor = 1e-6 * max(float(gradient.norm()) for gradient in want.values())

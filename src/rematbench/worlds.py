@@ -86,8 +86,8 @@ def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Tabl
         "same code on fake tensors (traced: one rank). Totals add states and what lives inside "
         "operators (bf16 only: a system's state bytes are those of bf16). Lossless against "
         "keep_all on the same batches: bitwise, or norm-wise within 1e-10 over three AdamW steps "
-        "in float64, within 1e-2 at the first step in bf16 (errors over all three steps stand beside; "
-        "`docs/executed.md` says what holds there). Nothing here ran on a GPU; no time is "
+        "in float64, within 1e-2 at the first step in bf16 (errors over all three steps stand "
+        "beside; `docs/executed.md` says what holds there). Nothing here ran on a GPU; no time is "
         f"shown. {again}".rstrip(),
     )
 

@@ -66,7 +66,7 @@ def bytes_differ(case: Case, result: Result) -> list[str]:
 COMPOSITIONS = (
     "balanced_checkpointing+pp_offload",
     "selective_recompute+pp_offload",
-    "mst+pp_offload",
+    "pp_offload+mst",
     "mst+full_recompute",
     "mst+balanced_checkpointing",
     "memo+mst",

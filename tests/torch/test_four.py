@@ -1,4 +1,4 @@
-"""Twin law and gradients, four processes: one torchrun; the fast share (all of it: test_grid.py)."""
+"""Twin law and gradients, four processes: one torchrun; the fast share (the rest: test_grid.py)."""
 
 from functools import cache
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rematbench.action import Action, Alloc, place
 from rematbench.ops import Activation
+from rematbench.torch.kernels import wide
 from rematbench.torch.memory import (
     ExecutionError,
     HostPool,
@@ -18,7 +19,6 @@ from rematbench.torch.memory import (
     as_bytes,
     identity,
 )
-from rematbench.torch.kernels import wide
 from rematbench.torch.model import RankModel
 from rematbench.torch.streams import Streams
 from rematbench.torch.tracker import Tracker

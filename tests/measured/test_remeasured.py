@@ -1,0 +1,91 @@
+"""A record measured again: every byte must be the committed one's, rounding may not be."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.cli_measured import as_committed
+from rematbench.measured import Comparison, Measured
+from rematbench.record import Record, read_record, write_record
+from rematbench.remeasured import differences
+
+MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"
+
+
+@cache
+def executed() -> Record:
+    return read_record(MEASURED / "executed" / "tp2.memo.1.json")
+
+
+def changed(change: Callable[[Measured], Measured]) -> list[str]:
+    """What a change of the measured numbers differs in."""
+    found = executed().measured
+    assert found is not None
+    return differences(replace(executed(), measured=change(found)), executed())
+
+
+def first_rank(found: Measured, **fields: int) -> Measured:
+    return replace(found, ranks=(replace(found.ranks[0], **fields), *found.ranks[1:]))
+
+
+def test_dates_and_hosts_are_no_difference() -> None:
+    made = replace(executed().provenance, written="1970-01-01T00:00:00+00:00", platform="another")
+    assert differences(replace(executed(), provenance=made), executed()) == []
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["boundary_peak_bytes", "peak_bytes", "host_peak_bytes", "state_bytes", "offload_bytes"],
+)
+def test_one_byte_is_a_difference(field: str) -> None:
+    found = executed().measured
+    assert found is not None
+    value = getattr(found.ranks[0], field)
+    lines = changed(lambda found: first_rank(found, **{field: value + 1}))
+    assert lines == [f"rank 0: {field} {value + 1}, committed {value}"]
+
+
+def test_a_plan_and_a_status_are_compared() -> None:
+    other = replace(executed(), plan_hash="0", status="failed", reason="nan")
+    assert [line.split()[0] for line in differences(other, executed())] == [
+        "status",
+        "reason",
+        "plan_hash",
+    ]
+    assert differences(replace(executed(), measured=None), executed())
+
+
+@pytest.mark.parametrize(("share", "differ"), [(1e-13, False), (1e-8, True)])
+def test_losses_may_differ_by_rounding_only(share: float, differ: bool) -> None:
+    def moved(found: Measured) -> Measured:
+        return replace(found, losses=tuple(loss * (1 + share) for loss in found.losses))
+
+    assert bool(changed(moved)) is differ
+
+
+def test_a_verdict_is_compared() -> None:
+    def lossy(found: Measured) -> Measured:
+        assert isinstance(found.comparison, Comparison)
+        worse = replace(found.comparison, bitwise=False, gradient_error=1.0)
+        return replace(found, comparison=worse)
+
+    assert changed(lossy) == ["lossless False, committed True"]
+
+
+def test_a_folder_is_compared_record_by_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    for folder in (new, old):
+        write_record(executed(), folder / "a.json")
+        write_record(executed(), folder / "b.json")
+    assert as_committed(["a", "b"], new, old)
+    found = executed().measured
+    assert found is not None
+    broken = replace(executed(), measured=first_rank(found, actions=1))
+    write_record(broken, new / "b.json")
+    assert not as_committed(["a", "b"], new, old)
+    assert "b: rank 0: actions 1, committed" in capsys.readouterr().err

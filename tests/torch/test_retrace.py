@@ -1,0 +1,92 @@
+"""`rematbench retrace`: as committed, different, or nothing traced; and a cell's cost."""
+
+import importlib.util
+import multiprocessing as mp
+import resource
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the traced world needs torch")
+
+import typer
+from msgspec.structs import replace
+
+from rematbench.cli_execute import traced
+from rematbench.cli_measured import Cell, cells, request_of
+from rematbench.cli_retrace import retrace
+from rematbench.record import read_record, write_record
+from rematbench.suitefile import load_suite
+
+TRACED = Path(__file__).resolve().parents[2] / "config" / "traced.yaml"
+SUITE = """
+problems:
+  - name: small
+    why: for the test
+    model: tiny-llama
+    cluster: this-machine
+    system: rematbench
+    gpus: 4
+    seq_len: 64
+    global_batch: 4
+    tp: 2
+    pp: 2
+"""
+CELL = "small.full_recompute.0"
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A suite, and beside it the record of one of its cells."""
+    path = tmp_path_factory.mktemp("suite") / "suite.yaml"
+    path.write_text(SUITE)
+    (cell,) = cells(load_suite(path), [], [CELL])
+    write_record(traced(request_of(cell)), path.with_name(f"{CELL}.json"))
+    return path
+
+
+def test_a_cell_is_traced_to_the_same_record(suite: Path, tmp_path: Path) -> None:
+    retrace(suite, CELL, suite.parent, tmp_path / "said.txt")
+    said = (tmp_path / "said.txt").read_text()
+    assert said.startswith(f"Traced again: {CELL}, with torch ")
+    assert said.endswith(", as committed.\n")
+
+
+def test_a_byte_of_difference_fails_and_writes_nothing(
+    suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = read_record(suite.with_name(f"{CELL}.json"))
+    assert record.measured is not None
+    rank = replace(record.measured.ranks[0], state_bytes=record.measured.ranks[0].state_bytes + 1)
+    changed = replace(record, measured=replace(record.measured, ranks=(rank,)))
+    write_record(changed, tmp_path / f"{CELL}.json")
+    with pytest.raises(typer.Exit):
+        retrace(suite, CELL, tmp_path, tmp_path / "said.txt")
+    assert "state_bytes" in capsys.readouterr().err
+    assert not (tmp_path / "said.txt").exists()
+
+
+def test_without_torch_the_line_says_so(
+    suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    retrace(suite, CELL, suite.parent, tmp_path / "said.txt")
+    assert (tmp_path / "said.txt").read_text().startswith("Nothing was traced again: torch is not")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("cell", cells(load_suite(TRACED), []), ids=lambda cell: cell.name)
+def test_a_rank_at_paper_scale_takes_less_than_a_minute_and_4_gb(cell: Cell) -> None:
+    """Of one core's time; in a process of its own, because memory only grows."""
+    with mp.get_context("spawn").Pool(1) as pool:
+        seconds, peak = pool.apply(_cost, (cell.name,))
+    assert seconds < 60
+    assert peak < 4 << 30
+
+
+def _cost(name: str) -> tuple[float, int]:
+    (cell,) = cells(load_suite(TRACED), [], [name])
+    start = time.process_time()
+    assert traced(request_of(cell)).status == "ok"
+    return time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
