@@ -75,7 +75,7 @@ class Movers:
                 f"{alloc.name} has {alloc.nbytes} bytes for {sum(sizes)} gradients of {dtype}"
             )
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.model.device)
-        for parameter, part in zip(parameters, buffer.split(sizes), strict=True):
+        for parameter, part in zip(parameters, torch.split(buffer, sizes), strict=True):
             parameter.grad_flat = part
         self.memory.put(site.key(alloc.name), Value(buffer))
 
