@@ -10,6 +10,7 @@ from rematbench.configfile import ConfigError, closest, convert, read_mapping
 from rematbench.digests import code_digest, method_digest
 from rematbench.discover import Composition, Registry, Value
 from rematbench.layout import Layout, LayoutError, ZeroStage
+from rematbench.load import load_cluster
 from rematbench.matrix_spec import MatrixSpec
 from rematbench.problem import AttentionKind, Problem
 from rematbench.record import (
@@ -27,7 +28,8 @@ from rematbench.workload import PositiveInt, Precision
 
 
 class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One problem by names; `dp` is derived from `gpus`.  `why` says what it stands for."""
+    """One problem by names; `dp` is derived from `gpus`.  `why` says what it stands for;
+    `hbm_bytes` is a device's memory where it is not the cluster's."""
 
     name: str
     why: str
@@ -46,6 +48,7 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     zero_stage: ZeroStage = 1
     precision: Precision = "bf16"
     attention: AttentionKind = "flash"
+    hbm_bytes: PositiveInt | None = None
 
     def problem(self) -> Problem:
         """The problem; ConfigError where its layout breaks a rule."""
@@ -64,10 +67,13 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             micro_batch=self.micro_batch,
             global_batch=self.global_batch,
         )
+        cluster = load_cluster(self.cluster)
+        if self.hbm_bytes is not None:
+            cluster = msgspec.structs.replace(cluster, hbm_bytes=self.hbm_bytes)
         try:
             return make_problem(
                 model=self.model,
-                cluster=self.cluster,
+                cluster=cluster,
                 system=self.system,
                 layout=layout,
                 seq_len=self.seq_len,

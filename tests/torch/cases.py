@@ -1,12 +1,23 @@
 """The grid of the twin and gradient tests: tiny models, layouts, plans and methods by name."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.evaluate import evaluate
-from rematbench.plan import MiniSequence, Plan, Recompute, Rule, Select, Split, Unsupported
+from rematbench.evaluate import evaluate, program_bytes
+from rematbench.lower import lower
+from rematbench.plan import (
+    MiniSequence,
+    Plan,
+    Recompute,
+    Rule,
+    Select,
+    Split,
+    Unsupported,
+    Window,
+)
 from rematbench.problem import Problem
 from rematbench.torch.case import Case
 from rematbench.workload import Model, Precision
@@ -68,6 +79,17 @@ def mini_dropped(plan: Plan) -> Plan:
     return mini(plan.with_rules(Rule(inside, Recompute())))
 
 
+def windows(plan: Plan) -> Plan:
+    """Rebuilt beside collectives of this layer's and the next one's backward, and before a
+    receive; without the collective, before the reader."""
+    ahead = Window(op="qkv", direction="backward", layer_offset=1)
+    return plan.with_rules(
+        rule(Recompute(window=ahead), "up_out", "act_out", "fc2_in"),
+        rule(Recompute(window=Window(op="fc1", direction="backward")), "q", "k", "v"),
+        rule(Recompute(window=Window(op="recv", direction="before_recv")), "mlp_norm_out"),
+    )
+
+
 PLANS: dict[str, Callable[[Plan], Plan]] = {
     "keep": lambda plan: plan,
     "offload": lambda plan: plan.with_rules(half()),
@@ -78,6 +100,7 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
         rule(Split(offload=0.25, recompute=0.375), "fc2_in", "attn_norm_out", "q", "up_out")
     ),
     "skeletal": lambda plan: by_layer(plan.with_rules(*SKELETAL)),
+    "windows": windows,
     "mini": mini,
     "mini-dropped": mini_dropped,
 }
@@ -98,9 +121,20 @@ def case(layout: str, plan: str, **changes: Any) -> Case:
     )
 
 
+def tight(given: Problem) -> Problem:
+    """On a device that holds full recomputation but not keep_all: what must go has to be chosen."""
+    base = given.base_plan
+    peaks = [
+        max(rank.device_peak for rank in program_bytes(given, plan, lower(plan, given)))
+        for plan in (base, PLANS["full"](base))
+    ]
+    cluster = replace(given.cluster, hbm_bytes=sum(peaks) // 2, non_torch_bytes=0)
+    return dataclasses.replace(given, cluster=cluster, _memo={}, _weights={})
+
+
 def method_case(layout: str, name: str, method: Any) -> Case | str:
     """A method on a layout, or its reason not to plan."""
-    given = tiny(layout)
+    given = tight(tiny(layout)) if "lynx" in name else tiny(layout)
     plan = method.plan(given, given.base_plan)
     if isinstance(plan, Unsupported):
         return plan.reason

@@ -66,7 +66,10 @@ def check_twin(case: Case, result: Result) -> None:
     plan = case.name.split()[-1]
     if plan.startswith("offload") or plan in ("rows", "skeletal", "memo", "pp_offload"):
         assert sum(rank.offload_bytes for rank in result.ranks) > 0
-    if plan in ("full", "rows", "skeletal", "mini-dropped", "full_recompute"):
+    if (
+        plan in ("full", "rows", "skeletal", "windows", "mini-dropped", "full_recompute")
+        or "lynx" in plan
+    ):
         assert sum(rank.recompute_flop for rank in result.ranks) > 0
 
 

@@ -13,7 +13,7 @@ LAYOUTS = ("pp4-vpp2", "tp2-pp2")
 METHODS = ("keep_all", "full_recompute", "pp_offload", "memo")
 CASES = grid.short(
     [
-        *grid.raw_cases("tp2-pp2", "skeletal"),
+        *grid.raw_cases("tp2-pp2", "skeletal", "windows"),
         *(case for layout in LAYOUTS for case in grid.method_cases(layout, METHODS)),
     ]
 )

@@ -11,7 +11,12 @@ from tests.torch import grid, laws
 
 LAYOUTS = ("tp2", "pp2", "cp2", "dp2")
 BITWISE = ("tp2",)
-RAW = {"tp2": ("skeletal", "mini-dropped"), "pp2": ("offload",), "cp2": ("rows",), "dp2": ("mini",)}
+RAW = {
+    "tp2": ("skeletal", "windows", "mini-dropped"),
+    "pp2": ("offload",),
+    "cp2": ("rows",),
+    "dp2": ("mini",),
+}
 CASES = grid.short(
     [
         *(case for layout, plans in RAW.items() for case in grid.raw_cases(layout, *plans)),
