@@ -88,3 +88,34 @@ def test_the_table_and_the_curves_are_made_without_torch(tmp_path: Path) -> None
     curves(MEASURED / "convergence", tmp_path)
     assert "| keep_all" in (tmp_path / "worlds.md").read_text()
     assert "| keep_all" in (tmp_path / "convergence_deviation.md").read_text()
+
+
+STATED = {"fp64": (1e-10, 1e-14), "fp32": (1e-6, 1e-6), "bf16": (1e-2, 1e-3)}
+"""Bounds by precision of docs/executed.md: gradients of the first step, losses of every step."""
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PATHS if path.parent.name == "executed"], ids=label
+)
+def test_what_splits_no_product_is_bitwise_and_the_rest_is_within_the_stated_bounds(
+    path: Path,
+) -> None:
+    found = record(path)
+    if found.measured is None:
+        return
+    other = found.measured.comparison
+    assert other is not None
+    assert other.first_gradient_error is not None
+    if "mst" not in found.spec.method.split("+"):
+        assert other.bitwise
+    first, losses = STATED[found.spec.precision]
+    assert other.first_gradient_error <= first
+    assert other.loss_error <= losses
+
+
+@pytest.mark.parametrize("problem", ["tp2-small", "tp2-pp2-small"])
+@pytest.mark.parametrize("method", ["lynx_heu", "lynx_opt"])
+def test_lynx_rebuilds_where_memory_is_short(problem: str, method: str) -> None:
+    found = record(MEASURED / "executed" / f"{problem}.{method}.0.json").measured
+    assert found is not None
+    assert sum(rank.recompute_flop for rank in found.ranks) > 0

@@ -110,6 +110,7 @@ class Executor:
         for parameter in self.model.parameters.values():
             if not self.model.update_in_backward:
                 parameter.grad_flat.zero_()
+        self.streams.begin()
         if self.tracker is not None:
             self.tracker.exclude(self.states())
             with self.tracker:

@@ -1,5 +1,6 @@
 """Streams and events: real ones on CUDA, issue order on a CPU; the executor's code is the same."""
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -47,8 +48,20 @@ class Streams(Protocol):
         """Issue tensor work; storages and names are the host's business and are done already.
         `fresh`: memory that nobody may read before the work is done."""
 
+    def begin(self) -> None:
+        """Let no stream start a step before what was issued outside of them is done."""
+
     def flush(self) -> None:
-        """Let everything issued be done, and raise what failed."""
+        """Let everything issued be done before what is issued outside next; raise what failed."""
+
+    def clock(self) -> Callable[[], float]:
+        """Start measuring; the answer tells the seconds since."""
+
+
+def host_clock() -> Callable[[], float]:
+    """Seconds of the host's clock since now."""
+    start = time.perf_counter()
+    return lambda: time.perf_counter() - start
 
 
 class HostStreams:
@@ -75,14 +88,24 @@ class HostStreams:
         """Done at once."""
         work()
 
+    def begin(self) -> None:
+        """One stream only."""
+
     def flush(self) -> None:
         """Nothing is under way."""
 
+    def clock(self) -> Callable[[], float]:
+        """Host time."""
+        return host_clock()
+
 
 class CudaStreams:
-    """One CUDA stream for each named stream; events instead of synchronisation."""
+    """One CUDA stream for each named stream; events instead of synchronisation.  What is issued
+    outside (batches, zeroed gradients, reading the loss) is on the device's current stream, which
+    orders itself with none of these: `begin` and `flush` do."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.streams = {name: torch.cuda.Stream(device) for name in STREAMS}  # type: ignore[no-untyped-call]
 
     def on(self, stream: str) -> AbstractContextManager[object]:
@@ -112,8 +135,30 @@ class CudaStreams:
         """Issued on the current stream, which `on` has made the action's."""
         work()
 
+    def begin(self) -> None:
+        """Every stream waits for the current one; the host does not."""
+        current = torch.cuda.current_stream(self.device)
+        for stream in self.streams.values():
+            stream.wait_stream(current)
+
     def flush(self) -> None:
-        """The device's queues need no help."""
+        """The current stream waits for every other; the host does not."""
+        current = torch.cuda.current_stream(self.device)
+        for stream in self.streams.values():
+            current.wait_stream(stream)
+
+    def clock(self) -> Callable[[], float]:
+        """Events on the current stream, around `begin` and `flush`."""
+        current = torch.cuda.current_stream(self.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record(current)
+
+        def stop() -> float:
+            end.record(current)
+            end.synchronize()
+            return float(start.elapsed_time(end)) / 1e3
+
+        return stop
 
 
 def make_streams(device: torch.device) -> Streams:

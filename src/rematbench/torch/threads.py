@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from rematbench.action import STREAMS
-from rematbench.torch.streams import Mark
+from rematbench.torch.streams import Mark, host_clock
 
 GIVE_UP_S = 60.0
 HOST_STREAMS = ("compute", "pp_send", "pp_recv")
@@ -94,6 +94,13 @@ class ThreadStreams:
 
     def lend(self, tensor: torch.Tensor) -> None:
         """A closure keeps what it works on."""
+
+    def begin(self) -> None:
+        """The host issues in order, and every queue is empty."""
+
+    def clock(self) -> Callable[[], float]:
+        """Host time; delays are in it."""
+        return host_clock()
 
     def flush(self) -> None:
         """Wait for every thread; raise the first failure."""

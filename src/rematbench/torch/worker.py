@@ -1,7 +1,6 @@
 """One process of a launch: joins the others, runs the cases, writes what it saw."""
 
 import math
-import time
 import traceback
 from datetime import timedelta
 from functools import cache
@@ -125,9 +124,9 @@ def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None
     model.batches = micro_batches(batch, lay, executor.groups.place, model.device)
     if case.shards:
         result.gradients.append({})
-    start = time.perf_counter()
+    seconds = executor.streams.clock()
     loss = executor.run_step() / batch.counted
-    result.step_s.append(time.perf_counter() - start)
+    result.step_s.append(seconds())
     if not math.isfinite(loss):
         raise NotFinite(f"loss of step {step} is {loss}")
     result.losses.append(loss)
