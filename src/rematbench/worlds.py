@@ -83,7 +83,8 @@ def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Tabl
         rows=tuple(rows.values()),
         note="Activations at action boundaries on the rank that holds most: the issue-order "
         "ledger (simulated), live storages of the real run on CPU with gloo (executed), of the "
-        "same code on fake tensors (traced: one rank). Totals add states and what lives inside "
+        "same code on fake tensors (traced: one rank); with an optimizer in the backward a unit's "
+        "gradients are among them until its update. Totals add states and what lives inside "
         "operators (bf16 only: a system's state bytes are those of bf16). Lossless against "
         "keep_all on the same batches: bitwise, or norm-wise within 1e-10 over three AdamW steps "
         "in float64, within 1e-2 at the first step in bf16 (errors over all three steps stand "

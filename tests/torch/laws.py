@@ -92,15 +92,22 @@ def reference_of(case: Case) -> reference.Run:
 
 def gradient_error(case: Case, result: Result) -> float:
     """Largest norm-wise error of a parameter's gradient over the steps."""
+    return max(gradient_errors(case, result))
+
+
+def gradient_errors(case: Case, result: Result) -> list[float]:
+    """Of each step, the largest norm-wise error of a parameter's gradient."""
     errors = []
     for got, want in zip(result.gradients, reference_of(case).gradients, strict=True):
         assert got.keys() == want.keys()
         floor = FLOOR * max(float(g.norm()) for g in want.values())
-        errors += [
-            float((got[n].double() - want[n]).norm()) / max(float(want[n].norm()), floor)
-            for n in want
-        ]
-    return max(errors)
+        errors.append(
+            max(
+                float((got[n].double() - want[n]).norm()) / max(float(want[n].norm()), floor)
+                for n in want
+            )
+        )
+    return errors
 
 
 def same_bits(a: Result, b: Result) -> bool:
