@@ -6,7 +6,6 @@ costs of their actions change from trial to trial.
 """
 
 import datetime
-import gc
 import multiprocessing
 import statistics
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from msgspec.structs import replace
 
 from rematbench.accuracy import Accuracy, Group, LeftOut, errors_of, members, split_of
 from rematbench.chunk import simulate_chunks
+from rematbench.collector import collect_rarely
 from rematbench.cost.constants import Calibration
 from rematbench.cost.fit import PRIORS, FitReport, Row, fit, fit_rows, with_values
 from rematbench.discover import discover
@@ -86,7 +86,7 @@ _LOWERED: dict[bytes, _Lowered] = {}
 
 
 def _start(calibration: Calibration) -> None:
-    gc.set_threshold(500_000, 50, 50)  # programs are large and free of cycles
+    collect_rarely()
     _START[:] = [calibration]
 
 

@@ -11,6 +11,7 @@ from rematbench.accuracy import load_accuracy, load_left_out
 from rematbench.cli_sheet import read, rich_table
 from rematbench.cli_text import CommandError, console
 from rematbench.collect import measurement_lines, method_table, read_records, run_lines
+from rematbench.collector import collect_rarely
 from rematbench.discover import discover
 from rematbench.lower import lower
 from rematbench.paper import paper_tables
@@ -48,6 +49,7 @@ def run(
     Example:
       rematbench run config/smoke.yaml --method keep_all -o results/smoke/records/keep_all
     """
+    collect_rarely()
     finished = Store(store, say=typer.echo) if store else None
     records = run_bundle(load_suite(suite), method, discover(methods or ()), output, finished)
     counts = {status: [r.status for r in records].count(status) for status in ("ok", "oom")}

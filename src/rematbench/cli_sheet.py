@@ -11,6 +11,7 @@ from typer import Argument, Option
 
 from rematbench.accuracy import load_accuracy, load_left_out
 from rematbench.cli_text import CommandError, console, grid, left, plain
+from rematbench.collector import collect_rarely
 from rematbench.paths import data_dir
 from rematbench.predict import predict_rows
 from rematbench.scores import READ, score_tables
@@ -42,6 +43,7 @@ def predict(
     Example:
       rematbench predict results/published/runs.csv -o predictions.csv
     """
+    collect_rarely()
     found = predicted(read(rows, "ROWS.csv"), processes, methods)
     try:
         write_sheet(output, found)

@@ -12,6 +12,7 @@ from rematbench.claim_ledger import claims_table, prediction_answers
 from rematbench.claims import load_claims
 from rematbench.cli_sheet import read, rich_table
 from rematbench.cli_text import CommandError, console
+from rematbench.collector import collect_rarely
 from rematbench.discover import discover
 from rematbench.paths import data_dir
 from rematbench.sheets import read_sheet
@@ -42,6 +43,7 @@ def study(
     Example:
       rematbench study config/study/mst.yaml --workload llama3-8b --method mst
     """
+    collect_rarely()
     asked = narrowed(load_study(file), workload, method)
     found = ask_study(asked, discover(methods or ()), str(file))
     if output is None:

@@ -1,6 +1,5 @@
 """Every method, composition and baseline policy on one problem: made, judged, ranked."""
 
-import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from rematbench.candidates import (
     present,
     same_plan,
 )
+from rematbench.collector import collect_rarely
 from rematbench.discover import MethodError, discover
 from rematbench.evaluate import PlanEvaluation
 from rematbench.layout import LayoutError
@@ -77,7 +77,7 @@ class Bench:
     """Makes candidates of one problem; a worker process holds one."""
 
     def __init__(self, problem: Problem, base: Plan, methods: tuple[Path, ...]) -> None:
-        gc.set_threshold(500_000, 50, 50)  # programs are large and free of cycles
+        collect_rarely()
         self.problem, self.base, self.registry = problem, base, discover(methods)
 
     def __call__(self, candidate: Candidate) -> Entry:

@@ -3,11 +3,11 @@
 The two tables are never mixed: the first isolates a method, the second is what a user would run.
 """
 
-import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rematbench.binding import busiest, parts_of
+from rematbench.collector import collect_rarely
 from rematbench.configfile import ConfigError
 from rematbench.discover import Composition, Registry
 from rematbench.load import load_cluster, load_model, load_system
@@ -29,7 +29,7 @@ def run_matrix(
     spec: MatrixSpec, registry: Registry, models: Sequence[str] = ()
 ) -> Iterator[tuple[list[Line], list[Line]]]:
     """(result lines, candidate lines) of one cell after the other; `models`: only these."""
-    gc.set_threshold(500_000, 50, 50)  # programs are large and free of cycles
+    collect_rarely()
     works = {work.model: work for work in spec.works}
     for name in models:
         if name not in works:

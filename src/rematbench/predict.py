@@ -1,12 +1,12 @@
 """Predict a sheet of configurations: every row gets a status; no row brings the sheet down."""
 
-import gc
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from rematbench.collector import collect_rarely
 from rematbench.cost.constants import Calibration
 from rematbench.discover import Composition, Registry, discover
 from rematbench.problem import Problem
@@ -91,9 +91,8 @@ _WORKER: list[tuple[Registry, Calibration | None]] = []
 
 
 def _start_worker(methods: tuple[Path, ...], constants: Calibration | None) -> None:
-    """A worker process: methods once; rare collections, as programs are large and free of cycles
-    (collecting them over and over takes half of the time)."""
-    gc.set_threshold(500_000, 50, 50)
+    """A worker process: methods once."""
+    collect_rarely()
     _WORKER[:] = [(discover(methods), constants)]
 
 
