@@ -1,5 +1,6 @@
 """Traced baselines: tables of the committed records; where the packages are, traced again."""
 
+
 rule baseline_tables:
     input:
         records=expand(f"{TRACED_BASELINES}/{{point}}.json", point=BASELINE_POINTS),
