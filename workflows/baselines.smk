@@ -11,6 +11,7 @@ rule baseline_tables:
         multiext("results/paper/tables/baselines_tensors", ".csv", ".md", ".tex"),
     log:
         "results/paper/logs/baseline_tables.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:
@@ -34,6 +35,7 @@ rule retrace_baseline:
         "results/paper/retraced/baselines/{point}.txt",
     log:
         "results/paper/logs/retrace_baseline_{point}.log",
+    localrule: True
     conda:
         "../environment.yml"
     params:
