@@ -144,11 +144,18 @@ def convert(data: Mapping[str, Any], kind: type[T], label: str) -> T:
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        key, problem = _validation_problem(str(error), kind)
+        key, problem = validation_problem(str(error), kind)
         raise ConfigError(label, key, problem) from error
 
 
-def _validation_problem(message: str, kind: type[Struct]) -> tuple[str, str]:
+def _values(hint: object) -> tuple[object, ...]:
+    """The values of a closed set, also inside a tuple or beside None."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    return tuple(value for part in get_args(hint) for value in _values(part))
+
+
+def validation_problem(message: str, kind: type) -> tuple[str, str]:
     """msgspec's message as (key path, problem) with the allowed values of a closed set."""
     text, _, where = message.partition(" - at `$.")
     key = where.rstrip("`")
@@ -157,7 +164,7 @@ def _validation_problem(message: str, kind: type[Struct]) -> tuple[str, str]:
     if missing:
         return missing[1], "required key is missing"
     hint = get_type_hints(kind).get(key.split("[")[0])
-    allowed = get_args(hint) if get_origin(hint) is Literal else ()
+    allowed = _values(hint)
     if allowed:
         text = f"{text} (allowed: {', '.join(str(value) for value in allowed)})"
     return key, text

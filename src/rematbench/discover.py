@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
 import msgspec
 from msgspec import Struct
 
-from rematbench.configfile import closest
+from rematbench.configfile import closest, validation_problem
 from rematbench.paths import data_dir
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
@@ -137,9 +137,8 @@ def build(entry: MethodEntry, settings: Mapping[str, Value]) -> Method:
     try:
         return cast(Method, msgspec.convert(values, entry.cls, strict=False))
     except msgspec.ValidationError as error:
-        problem, _, where = str(error).partition(" - at `$.")
-        key = where.rstrip("`") or "parameters"
-        raise MethodError(f"{entry.name}.{key}: {problem[:1].lower()}{problem[1:]}") from error
+        key, problem = validation_problem(str(error), entry.cls)
+        raise MethodError(f"{entry.name}.{key or 'parameters'}: {problem}") from error
 
 
 def _parsed(value: Value, hint: object) -> Value:
