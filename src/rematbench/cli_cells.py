@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from shutil import which
 from typing import Annotated
 
 import typer
@@ -177,6 +178,8 @@ def resume(
     """
     if not Path("Snakefile").is_file():
         raise CommandError(f"no Snakefile in {Path.cwd()}: resume where the run was started")
+    if which("squeue") is None:
+        raise CommandError("no Slurm here: squeue is not on PATH")
     settle_jobs(Path.cwd(), cancel=cancel, say=typer.echo)
     begin = ["snakemake", *(words or ["measure"]), "--profile", "slurm"]
     subprocess.run([*begin, "--unlock"], check=False, capture_output=True)  # fails if not locked

@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from rematbench.cli import app
 from rematbench.cli_text import CommandError
 from rematbench.configfile import ConfigError
 from rematbench.discover import discover
@@ -437,3 +439,14 @@ def test_pinned_bytes_that_do_not_fit_start_nothing(
     (record,), _ = run(made, "keep_all", tmp_path / "store")
     assert record.status == "failed"
     assert record.reason.startswith("not started: n1: memory")
+
+
+def test_resume_without_slurm_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Snakefile").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = CliRunner().invoke(app, ["resume", "smoke"])
+    assert isinstance(done.exception, CommandError)
+    assert "no Slurm here: squeue is not on PATH" in str(done.exception)
