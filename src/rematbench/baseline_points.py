@@ -1,17 +1,14 @@
 """Traced points of a baseline: run them; their bytes beside predicted and published ones."""
 
-import csv
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import yaml
 from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.baseline_stack import Stack, stack_of
 from rematbench.baselines import Job, job, policy, run_jobs
-from rematbench.configfile import ConfigError
+from rematbench.configfile import ConfigError, convert, read_mapping
 from rematbench.discover import Composition
 from rematbench.evaluate import program_bytes
 from rematbench.layout import Layout
@@ -20,6 +17,7 @@ from rematbench.paths import data_dir
 from rematbench.plan import Unsupported
 from rematbench.problem import AttentionKind, Problem
 from rematbench.record import Record, read_record, write_record
+from rematbench.sheets import read_sheet
 from rematbench.suite import make_problem
 from rematbench.workload import Precision
 
@@ -69,10 +67,7 @@ class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def load_points(path: Path | None = None) -> tuple[Point, ...]:
     """The shipped points, or a file's; ConfigError with its path for anything else."""
     path = path or data_dir("config") / "baseline_points.yaml"
-    try:
-        return msgspec.convert(yaml.safe_load(path.read_text()), Points).points
-    except (OSError, yaml.YAMLError, msgspec.ValidationError) as error:
-        raise ConfigError(str(path), "", str(error)) from error
+    return convert(read_mapping(path, str(path)), Points, str(path)).points
 
 
 def trace_points(points: tuple[Point, ...], folder: Path, timeout_s: float = 600.0) -> list[Record]:
@@ -183,10 +178,9 @@ def published(point: Point) -> int | str:
     if not point.cell:
         return ""
     table, model, recompute, share = point.cell
-    with (data_dir("published") / "runs.csv").open() as lines:
-        for row in csv.DictReader(lines):
-            same = (row["table"], row["model"], row["recompute"]) == (table, model, recompute)
-            if same and float(row["offload_fraction"] or 0) == share and row["tp"]:
-                bytes_text = row["peak_device_bytes"]
-                return int(bytes_text) if bytes_text else row["status"]
+    for row in read_sheet(data_dir("published") / "runs.csv"):
+        same = (row["table"], row["model"], row["recompute"]) == (table, model, recompute)
+        if same and float(row["offload_fraction"] or 0) == share and row["tp"]:
+            bytes_text = row["peak_device_bytes"]
+            return int(bytes_text) if bytes_text else row["status"]
     raise ConfigError("baseline_points.yaml", point.name, f"no published cell {point.cell}")

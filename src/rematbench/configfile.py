@@ -33,9 +33,14 @@ _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
+MERGE = "tag:yaml.org,2002:merge"
+
+
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[object] = set()
     for key_node, _ in node.value:
+        if key_node.tag == MERGE:
+            continue  # an anchor's keys stand for those that are not given here
         key = loader.construct_object(key_node)
         if key in seen:
             raise yaml.constructor.ConstructorError(

@@ -219,3 +219,12 @@ def test_closed_sets_of_clusters_and_systems(tmp_path: Path) -> None:
         f"{path}: features: 'float8' (allowed: activation_offload, async_tp, compile, "
         "optimizer_offload, param_offload, ulysses)"
     )
+
+
+def test_an_anchor_is_merged_and_given_keys_win(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text("one: &one {a: 1, b: 2}\ntwo: {<<: *one, b: 3}\n")
+    assert read_mapping(path, "merged.yaml")["two"] == {"a": 1, "b": 3}
+    path.write_text("one: &one {a: 1}\ntwo: {<<: *one, b: 3, b: 4}\n")
+    with pytest.raises(ConfigError, match="'b' is given twice"):
+        read_mapping(path, "merged.yaml")
