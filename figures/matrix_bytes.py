@@ -15,9 +15,7 @@ KINDS = {"reserved_bytes": "device (GiB)", "host_node_bytes": "host (GiB/node)"}
 
 def main() -> None:
     source, target = style.arguments(2, "matrix_best_layout.csv FIGURE.pdf")
-    rows = pd.read_csv(source)
-    cluster = rows.cluster.iloc[0]
-    rows = rows[rows.cluster == cluster]
+    rows, cluster = style.of_first_cluster(source)
     models = list(rows.model.unique())
     style.apply()
     figure, axes = plt.subplots(

@@ -13,6 +13,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -83,6 +84,13 @@ def context_axis(axis: Axes, lengths: Sequence[float]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [f"{length / 1024:.0f}K" for length in lengths], minor=False)
     axis.tick_params(axis="x", labelrotation=90)
+
+
+def of_first_cluster(source: Path) -> tuple[pd.DataFrame, str]:
+    """The matrix's rows of the cluster that stands first, and its name."""
+    rows = pd.read_csv(source)
+    cluster = str(rows.cluster.iloc[0])
+    return rows[rows.cluster == cluster], cluster
 
 
 def arguments(count: int | None, usage: str) -> list[Path]:

@@ -11,6 +11,7 @@ from rematbench.baselines import BaselineError, Job, baselines, job, policy, run
 from rematbench.cli_points import trace_again, trace_shipped_points, write_tables
 from rematbench.cli_run import Request, RunOptions, request, settings_of, takes_run
 from rematbench.cli_text import CommandError, console, gib, grid, left, plain
+from rematbench.discover import IDENTITY
 from rematbench.evaluate import fullest
 from rematbench.flags import flags_of
 from rematbench.plan import Unsupported
@@ -18,8 +19,6 @@ from rematbench.record import Record, encode_record, make_record, write_record
 from rematbench.suite import run_method
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-PLACEHOLDER = "keep_all"
-"""A method of no settings: a baseline's policy takes its place once the problem is there."""
 
 
 @app.command("list")
@@ -38,10 +37,11 @@ def list_baselines() -> None:
 
 
 def asked(options: RunOptions) -> Request:
-    """The problem of the options, with the baseline's policy as its method."""
+    """The problem of the options, with the baseline's policy as its method (a method of no settings
+    stands in for it until the problem is there)."""
     method = policy(options.method, settings_of(options.settings))
     plain_options = RunOptions(
-        **{**vars(options), "method": PLACEHOLDER, "settings": None},
+        **{**vars(options), "method": IDENTITY, "settings": None},
     )
     return msgspec.structs.replace(request(plain_options), method=method)
 

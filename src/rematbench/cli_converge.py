@@ -7,9 +7,10 @@ import typer
 from typer import Argument, Option
 
 from rematbench.cli_execute import need_torch, status_of
-from rematbench.cli_measured import BASE, cells, keep
+from rematbench.cli_measured import cells, keep
 from rematbench.cli_text import CommandError
 from rematbench.collect import read_records
+from rematbench.discover import IDENTITY
 from rematbench.measure import measured_record
 from rematbench.measured import Measured
 from rematbench.plan import Plan
@@ -78,9 +79,9 @@ def curves(
       rematbench curves results/measured/convergence -o results/paper/tables
     """
     found = [(problem, record) for problem, record in read_records([records]) if record.measured]
-    bases = {problem: r for problem, r in found if r.spec.method == BASE}
+    bases = {problem: r for problem, r in found if r.spec.method == IDENTITY}
     if not bases:
-        raise CommandError(f"{records}: no record of {BASE} to compare with")
+        raise CommandError(f"{records}: no record of {IDENTITY} to compare with")
     lines, rows = [], []
     for problem, record in found:
         own, base = _losses(record), _losses(bases[problem])

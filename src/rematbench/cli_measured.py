@@ -13,7 +13,7 @@ from rematbench.cli_execute import need_torch, status_of, traced
 from rematbench.cli_run import Request
 from rematbench.cli_text import CommandError
 from rematbench.collect import read_records
-from rematbench.discover import Composition, discover
+from rematbench.discover import IDENTITY, Composition, discover
 from rematbench.lower import lower
 from rematbench.measure import compared, measured, measured_record
 from rematbench.measured import Measured
@@ -27,8 +27,6 @@ from rematbench.worlds import differing, worlds_table
 
 if TYPE_CHECKING:
     from rematbench.torch.case import Result
-
-BASE = "keep_all"
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -167,7 +165,7 @@ def _execute_size(found: list[Cell], folder: Path, timeout: float) -> None:
 
 def _base(cell: Cell) -> str:
     """The name of keep_all's case on the cell's problem."""
-    return f"{cell.name.split('.')[0]} {BASE}"
+    return f"{cell.name.split('.')[0]} {IDENTITY}"
 
 
 def _record(cell: Cell, results: "dict[str, Result]") -> Record:
@@ -184,7 +182,7 @@ def _record(cell: Cell, results: "dict[str, Result]") -> Record:
     else:
         result, base = results[cell.name], results[_base(cell)]
         seen = measured(cell.problem, cell.plan, result)
-        other = compared(cell.problem, result, base, BASE)
+        other = compared(cell.problem, result, base, IDENTITY)
         outcome = ("ok", "", msgspec.structs.replace(seen, comparison=other))
     return measured_record("executed", cell.problem, cell.method, plan, outcome, where)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from rematbench.discover import IDENTITY
 from rematbench.evaluate import RankBytes
 from rematbench.record import Metrics, Record, read_record
 from rematbench.suitefile import label_key
@@ -121,7 +122,7 @@ def _measurement(record: Record, metric: str, value: float, **where: Any) -> Lin
 def method_table(records: Sequence[tuple[str, Record]], labels: Mapping[str, str]) -> Table:
     """Every method on every problem at the same layout: verdict, speed, bytes, what it frees."""
     rows: list[Line] = []
-    base = {problem: record for problem, record in records if record.spec.method == "keep_all"}
+    base = {problem: record for problem, record in records if record.spec.method == IDENTITY}
     for problem, record in records:
         rows.append(_method_line(problem, record, base.get(problem), labels))
     order = list(dict.fromkeys(row["problem"] for row in rows))
@@ -176,6 +177,6 @@ def _method_line(
     if base is not None and base.repeats:
         line["freed_bytes"] = base.repeats[0].peak_device_bytes - own.peak_device_bytes
         line["slowdown"] = own.step_s / base.repeats[0].step_s - 1
-        if record.plan_hash == base.plan_hash and spec.method != "keep_all":
-            line["remark"] = "no-op: the same plan as keep_all"
+        if record.plan_hash == base.plan_hash and spec.method != IDENTITY:
+            line["remark"] = f"no-op: the same plan as {IDENTITY}"
     return line

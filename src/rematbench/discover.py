@@ -57,6 +57,11 @@ class MethodEntry(Struct, frozen=True):
         return {f.encode_name: f.default for f in msgspec.structs.fields(self.cls)}
 
 
+IDENTITY = "keep_all"
+"""The method that changes nothing: what others are compared with, and what a composition with it
+leaves out of its family."""
+
+
 class Composition(Struct, frozen=True):
     """Methods applied left to right, each on the plan of those before it."""
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 from rematbench.accuracy import Accuracy, Group, Row, Split, members, number, ratio_error, split_of
 from rematbench.configfile import ConfigError
 from rematbench.cost.constants import Calibration
-from rematbench.discover import Registry
+from rematbench.discover import IDENTITY, Registry
 from rematbench.load import load_cluster, load_system
 from rematbench.problem import Problem
 from rematbench.sheets import bundle_of
@@ -78,6 +78,11 @@ def known_cells(
     return list(found.values())
 
 
+def family_of(method: str) -> str:
+    """A method or bundle without the part that changes nothing."""
+    return method.removeprefix(f"{IDENTITY}+")
+
+
 def _known(row: Row, group: Group, calibration: Calibration, registry: Registry) -> Known | None:
     try:
         cluster = load_cluster(str(row["cluster"]))
@@ -87,7 +92,7 @@ def _known(row: Row, group: Group, calibration: Calibration, registry: Registry)
     family = bundle_of(row, registry)
     promise = group.promises.get("mean") or group.promises.get("max")
     return Known(
-        family=family.removeprefix("keep_all+"),
+        family=family_of(family),
         system=system,
         cluster=cluster.name,
         generation=cluster.generation,

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.candidates import same_plan
-from rematbench.discover import Composition, Registry
+from rematbench.discover import IDENTITY, Composition, Registry
 from rematbench.evaluate import (
     PlanEvaluation,
     RankBytes,
@@ -27,17 +27,13 @@ from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
 from rematbench.program import Program
 from rematbench.suite import Status, reserved_bytes
-
-UNLIMITED = "keep_all"
-"""The method whose speed, memory ignored, bounds what any other reaches at a layout."""
+from rematbench.table import GIB
 
 SLACK = 1.1
 """How far over the device an estimate of bytes may lie before a candidate is not tried."""
 
 MARGIN = 1.1
 """How much nearer to the limit a method may come at one candidate than at those tried before."""
-
-GIB = 2**30
 
 
 class Weight(Struct, frozen=True, kw_only=True):
@@ -143,7 +139,7 @@ class Cell:
     def __init__(self, found: Sequence[Candidate], programs: Programs, registry: Registry) -> None:
         self.programs = programs
         self._tried: dict[tuple[str, str], Tried] = {}
-        keep = registry.resolve(UNLIMITED)
+        keep = registry.resolve(IDENTITY)  # without a limit, no other is faster
         limits = [self._limit(c, keep) for c in found if c.fate == KEPT]
         self.limits = sorted(limits, key=lambda limit: -limit.speed)
         self._speeds = {str(limit.candidate.layout): limit.speed for limit in limits}

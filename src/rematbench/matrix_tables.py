@@ -10,8 +10,8 @@ from rematbench.load import load_system
 from rematbench.matrix import BEST, DEGREES, NOT_RUN, SAME
 from rematbench.matrix_layouts import KEPT, RULES
 from rematbench.matrix_spec import MatrixSpec
-from rematbench.matrix_verdicts import CELL, GIB, Line, by_cell, outcome, speed
-from rematbench.table import Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.matrix_verdicts import CELL, Line, by_cell, outcome, speed
+from rematbench.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
 
 NAMES = {SAME: "matrix_same_layout", BEST: "matrix_best_layout"}
 PARTS = ("compute", "recompute", "bubble", "copies", "pp", "dp", "cp", "tp")

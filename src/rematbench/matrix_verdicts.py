@@ -8,7 +8,8 @@ from typing import Any
 from msgspec import Struct
 
 from rematbench.accuracy import number
-from rematbench.evidence import Evidence, Known, evidence
+from rematbench.discover import IDENTITY
+from rematbench.evidence import Evidence, Known, evidence, family_of
 from rematbench.layout import Layout
 from rematbench.load import load_cluster
 from rematbench.matrix import BEST, DEGREES
@@ -18,7 +19,6 @@ from rematbench.suite import make_problem
 
 Line = dict[str, Any]
 Row = Mapping[str, Any]
-GIB = 2**30
 CELL = ("model", "cluster", "seq_len")
 
 
@@ -36,7 +36,7 @@ class Range(Struct, frozen=True, kw_only=True):
         found = [] if self.least_seq <= seq_len <= self.most_seq else ["context"]
         if not self.least_gpus <= gpus <= self.most_gpus:
             found.append("GPUs")
-        if not set(family.split("+")) - {"keep_all"} <= self.methods:
+        if not set(family.split("+")) - {IDENTITY} <= self.methods:
             found.append("mechanism")
         return found
 
@@ -76,7 +76,7 @@ def judged(
             where = tuple(row[key] for key in CELL)
             if where not in problems:
                 problems[where] = _problem(row, spec)
-            found = evidence(problems[where], _family(row), known, context_factor)
+            found = evidence(problems[where], family_of(str(row["method"])), known, context_factor)
             line |= _evidence(found) | {"outside": _outside(row, covered)}
         lines.append(line)
     for table in dict.fromkeys(line["table"] for line in lines):
@@ -93,16 +93,14 @@ def by_cell(lines: Iterable[Line]) -> dict[tuple[str, ...], list[Line]]:
     return dict(found)
 
 
-def _family(row: Row) -> str:
-    return str(row["method"]).removeprefix("keep_all+")
-
-
 def _outside(row: Row, covered: Mapping[str, Range]) -> str:
     """What is not covered, in words; everything where the generation has no cell."""
     span = covered.get(load_cluster(row["cluster"]).generation)
     if span is None:
         return "context, GPUs, mechanism"
-    return ", ".join(span.outside(int(row["seq_len"]), int(row["gpus"]), _family(row)))
+    return ", ".join(
+        span.outside(int(row["seq_len"]), int(row["gpus"]), family_of(str(row["method"])))
+    )
 
 
 def _problem(row: Row, spec: MatrixSpec) -> Problem:
@@ -157,14 +155,16 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     cells: int
     fitting: int
-    clear: int
     tied: int
     inside: int
     gains: tuple[float, ...]
-    baseline_tied: int
     beaten: int
-    unmatched: int
     baseline: str
+
+    @property
+    def clear(self) -> int:
+        """Cells that one method wins alone."""
+        return self.fitting - self.tied
 
     @property
     def sentence(self) -> str:
@@ -191,7 +191,7 @@ def outcome(lines: Sequence[Line], baseline: str) -> Outcome:
     """Count the best-layout table."""
     cells = by_cell(line for line in lines if line["table"] == BEST)
     fitting = [cell for cell in cells.values() if any(speed(line) for line in cell)]
-    gains, inside, tied, base_tied = [], 0, 0, 0
+    gains, inside, tied, beaten = [], 0, 0, 0
     for cell in fitting:
         best = max(cell, key=speed)
         inside += not best["outside"]
@@ -199,16 +199,13 @@ def outcome(lines: Sequence[Line], baseline: str) -> Outcome:
         base = next(line for line in cell if line["arm"] == baseline)
         if speed(base):
             gains.append(speed(best) / speed(base) - 1.0)
-            base_tied += base.get("rank") in ("tie", "best")
+            beaten += base.get("rank") not in ("tie", "best")
     return Outcome(
         cells=len(cells),
         fitting=len(fitting),
-        clear=len(fitting) - tied,
         tied=tied,
         inside=inside,
         gains=tuple(gains),
-        baseline_tied=base_tied,
-        beaten=len(gains) - base_tied,
-        unmatched=len(fitting) - len(gains),
+        beaten=beaten,
         baseline=baseline,
     )

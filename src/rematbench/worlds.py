@@ -6,14 +6,13 @@ from typing import Any
 
 import msgspec
 
-from rematbench.discover import discover
+from rematbench.discover import IDENTITY, discover
 from rematbench.measured import Measured
 from rematbench.record import Record
 from rematbench.suitefile import label_key
 from rematbench.table import Column, Table, fixed, signed_percent, whole
 
 MIB = 2**20
-BASE = "keep_all"
 
 
 def mib(value: Any) -> str:
@@ -51,13 +50,13 @@ def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Tabl
     """One row per problem and method; columns of every world that has a record of it.  `again` says
     what was traced again where the table is made."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    bases = {problem: r.plan_hash for problem, r in records if r.spec.method == BASE}
+    bases = {problem: r.plan_hash for problem, r in records if r.spec.method == IDENTITY}
     for problem, record in records:
         key = (problem, label_key(record.spec.method, record.spec.parameters))
         row = rows.setdefault(key, {"problem": problem, "method": label_of(record)})
         line = _line(record)
-        if record.spec.method != BASE and record.plan_hash == bases.get(problem, ""):
-            line["remark"] = f"no-op: {BASE}'s plan"
+        if record.spec.method != IDENTITY and record.plan_hash == bases.get(problem, ""):
+            line["remark"] = f"no-op: {IDENTITY}'s plan"
         row |= {key: value for key, value in line.items() if key not in row}
     return Table(
         name="worlds",
