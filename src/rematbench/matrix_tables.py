@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rematbench.accuracy import number
+from rematbench.binding import PARTS
 from rematbench.evidence import RULES as EVIDENCE_RULES
 from rematbench.load import load_system
 from rematbench.matrix import BEST, DEGREES, NOT_RUN, SAME
@@ -14,7 +15,6 @@ from rematbench.matrix_verdicts import CELL, Line, by_cell, outcome, speed
 from rematbench.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
 
 NAMES = {SAME: "matrix_same_layout", BEST: "matrix_best_layout"}
-PARTS = ("compute", "recompute", "bubble", "copies", "pp", "dp", "cp", "tp")
 SHOWN = 40
 
 
@@ -80,9 +80,7 @@ def shortage(line: Mapping[str, Any]) -> str:
 
 def arm_table(lines: Sequence[Line], table: str, spec: MatrixSpec) -> Table:
     """One line per arm and cell."""
-    rows = [
-        _shown(line) for line in lines if line["table"] == table and line["status"] != "not run"
-    ]
+    rows = [_shown(line) for line in lines if line["table"] == table and line["status"] != NOT_RUN]
     one = "one layout per cell, the baseline's best" if table == SAME else "each arm's best layout"
     return Table(
         name=NAMES[table],
