@@ -56,48 +56,65 @@ class Macro(NamedTuple):
         return not (self.streams or self.events or self.sends)
 
 
-def _join(a: Affine, b: Affine) -> Affine:
-    merged = dict(a)
-    for key, value in b.items():
-        if value > merged.get(key, float("-inf")):
-            merged[key] = value
-    return merged
+Shifted = tuple[Affine, float]
+"""A maximum, and seconds to add to all of its terms: kernels in a row only add."""
 
 
-def macro_of(block: TimedBlock) -> Macro:
-    """Run a block symbolically."""
-    free: list[Affine] = [{i: 0.0} for i in range(len(STREAMS))]
-    local: dict[str, Affine] = {}
+def _join(a: Shifted, b: Shifted) -> Shifted:
+    """The later of two; `a` itself where `b` never is."""
+    (terms, shift), (others, other) = a, b
+    if terms is others:
+        return a if shift >= other else b
+    merged = None
+    for key, value in others.items():
+        at = value + other - shift
+        if at > terms.get(key, float("-inf")):
+            merged = merged or dict(terms)
+            merged[key] = at
+    return a if merged is None else (merged, shift)
+
+
+def _frozen(value: Shifted) -> AffineTerms:
+    terms, shift = value
+    return tuple([(key, at + shift) for key, at in terms.items()])
+
+
+def macro_of(*blocks: TimedBlock) -> Macro:
+    """Run blocks issued one after the other symbolically; local events end with their block."""
+    free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(len(STREAMS))]
+    seen: dict[str, Shifted] = {}
     externals: dict[str, int] = {}
-    events: dict[str, Affine] = {}
-    sends: list[tuple[str, Affine]] = []
+    events: dict[str, Shifted] = {}
+    sends: list[tuple[str, Shifted]] = []
     touched: set[int] = set()
-    for item in block.items:
-        joined = free[item.stream]
-        if item.wait:
-            if item.wait not in local:
-                externals[item.wait] = len(STREAMS) + len(externals)
-                local[item.wait] = {externals[item.wait]: 0.0}
-            joined = _join(joined, local[item.wait])
-        if item.begin:
-            local[item.begin] = joined
-        if item.seconds:
-            joined = {key: value + item.seconds for key, value in joined.items()}
-        if item.event:
-            local[item.event] = joined
-        if item.shared:
-            events[item.event] = joined
-        if item.send:
-            sends.append((item.send, joined))
-        if joined != free[item.stream]:
-            touched.add(item.stream)
-        free[item.stream] = joined
+    for block in blocks:
+        seen = {name: value for name, value in seen.items() if not is_local(name)}
+        for stream, seconds, wait, begin, event, shared, send, _ in block.items:
+            end = before = free[stream]
+            if wait:
+                if wait not in seen:
+                    externals[wait] = len(STREAMS) + len(externals)
+                    seen[wait] = ({externals[wait]: 0.0}, 0.0)
+                end = _join(end, seen[wait])
+            if begin:
+                seen[begin] = end
+            if seconds:
+                end = (end[0], end[1] + seconds)
+            if event:
+                seen[event] = end
+            if shared:
+                events[event] = end
+            if send:
+                sends.append((send, end))
+            if end is not before:
+                touched.add(stream)
+                free[stream] = end
     return Macro(
-        streams=tuple(Terms(i, tuple(free[i].items())) for i in sorted(touched)),
-        events=tuple((name, tuple(value.items())) for name, value in events.items()),
-        sends=tuple((name, tuple(value.items())) for name, value in sends),
+        streams=tuple(Terms(i, _frozen(free[i])) for i in sorted(touched)),
+        events=tuple((name, _frozen(value)) for name, value in events.items()),
+        sends=tuple((name, _frozen(value)) for name, value in sends),
         waits=tuple(externals),
-        receives=block.receives,
+        receives=tuple(name for block in blocks for name in block.receives),
     )
 
 
@@ -181,29 +198,8 @@ def rank_macros(
 def _fused(blocks: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]) -> Macro:
     key = tuple(id(block) for block in blocks)
     if key not in known:
-        known[key] = macro_of(fuse(blocks))
+        known[key] = macro_of(*blocks)
     return known[key]
-
-
-def fuse(blocks: Sequence[TimedBlock]) -> TimedBlock:
-    """Blocks issued one after the other as one; local events are renamed apart."""
-    if len(blocks) == 1:
-        return blocks[0]
-
-    def rename(event: str, number: int) -> str:
-        return f"{event}/{number}" if is_local(event) else event
-
-    items = tuple(
-        item._replace(
-            wait=rename(item.wait, number),
-            begin=rename(item.begin, number),
-            event=rename(item.event, number),
-        )
-        for number, block in enumerate(blocks)
-        for item in block.items
-    )
-    receives = tuple(name for block in blocks for name in block.receives)
-    return TimedBlock(items, receives, "+".join(block.label for block in blocks))
 
 
 def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
