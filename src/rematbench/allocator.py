@@ -10,7 +10,7 @@ one here: a block freed is a block to reuse, as in the issue-order ledger.
 """
 
 from bisect import bisect_left, insort
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from msgspec import Struct
 
@@ -187,12 +187,9 @@ class Allocator:
         )
 
 
-class Request(NamedTuple):
-    """One line of a block as the allocator sees it: an allocation (size > 0), a free, or scratch
-    (an allocation without a name, freed at once)."""
-
-    name: str
-    size: int
+Request = tuple[str, int]
+"""One line of a block as the allocator sees it, (name, size): an allocation (size > 0), a free, or
+scratch (an allocation without a name, freed at once)."""
 
 
 def rounded(nbytes: int) -> int:
@@ -206,10 +203,12 @@ def requests(block: Block) -> list[Request]:
     for action in block.actions:
         for alloc in action.allocs:
             if alloc.nbytes and not alloc.slot and not alloc.name.endswith(HOST):
-                lines.append(Request(alloc.name, rounded(alloc.nbytes)))
+                lines.append((alloc.name, rounded(alloc.nbytes)))
         if action.scratch:
-            lines.append(Request("", rounded(action.scratch)))
-        lines += [Request(name, 0) for name in action.frees if not name.endswith(HOST)]
+            lines.append(("", rounded(action.scratch)))
+        for name in action.frees:
+            if not name.endswith(HOST):
+                lines.append((name, 0))
     return lines
 
 

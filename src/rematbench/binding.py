@@ -7,6 +7,7 @@ the step; what remains is the busiest rank's compute and that rank's idle time, 
 """
 
 from collections import Counter
+from collections.abc import Hashable
 from math import fsum
 
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from rematbench.chunk import simulate_chunks
 from rematbench.problem import Problem
 from rematbench.program import Program
 from rematbench.seconds import action_seconds
-from rematbench.simulate import Seconds, Simulation
+from rematbench.simulate import RankedSeconds, Seconds, Simulation
 
 TRAFFIC: dict[str, frozenset[str]] = {
     "copies": frozenset({"d2h", "h2d"}),
@@ -41,29 +42,36 @@ def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, flo
             found[name] = 0.0
             continue
         spared |= streams
-        simulation = simulate_chunks(program, without(seconds, spared))
+        simulation = simulate_chunks(program, Spared(seconds, spared))
         found[name] = before - simulation.step_s
         before = simulation.step_s
-    left = without(seconds, spared)
+    left = Spared(seconds, spared)
     alone = simulation or simulate_chunks(program, left)
     busy, rank = busiest(alone)
     again = _recompute_s(program, rank, left)
     return {"compute": busy - again, "recompute": again, "bubble": before - busy, **found}
 
 
-def without(seconds: Seconds, streams: frozenset[str]) -> Seconds:
-    """The costs of a machine whose traffic on `streams` takes no time and slows nothing."""
+class Spared:
+    """The costs of a machine whose traffic on some streams takes no time and slows nothing."""
 
-    def cost(action: Action, rank: int) -> float:
-        if action.stream in streams:
+    def __init__(self, seconds: RankedSeconds, streams: frozenset[str]) -> None:
+        self.seconds, self.streams = seconds, streams
+
+    def __call__(self, action: Action, rank: int) -> float:
+        """Seconds on the action's stream."""
+        if action.stream in self.streams:
             return 0.0
-        if action.kind is Kind.STALL and action.comm is not None and action.comm.group in streams:
+        comm = action.comm
+        if action.kind is Kind.STALL and comm is not None and comm.group in self.streams:
             return 0.0
-        if action.beside in streams:
+        if action.beside in self.streams:
             action = replace(action, beside="")
-        return seconds(action, rank)
+        return self.seconds(action, rank)
 
-    return cost
+    def alike(self, rank: int) -> Hashable:
+        """As on the machine with its traffic."""
+        return self.seconds.alike(rank)
 
 
 def busiest(simulation: Simulation) -> tuple[float, int]:

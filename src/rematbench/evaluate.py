@@ -81,10 +81,12 @@ def evaluate_program(
     plan: Plan,
     program: Program,
     *,
+    ranks: tuple[RankBytes, ...] | None = None,
     op_level: bool = False,
     record: bool = False,
 ) -> PlanEvaluation:
-    """Time and bytes of a lowered plan; `record` keeps the timeline (op level only)."""
+    """Time and bytes of a lowered plan; `record` keeps the timeline (op level only), `ranks` are
+    its `program_bytes` where they are known."""
     seconds = action_seconds(problem)
     if op_level or record:
         simulation = simulate(program, seconds, record=record)
@@ -93,7 +95,7 @@ def evaluate_program(
     lay, work = problem.layout, problem.workload
     tokens = lay.global_batch * work.seq_len
     rate = tokens / simulation.step_s / lay.gpus
-    ranks = program_bytes(problem, plan, program)
+    ranks = ranks or program_bytes(problem, plan, program)
     again, moved = _work(problem, program)
     replicas = lay.tp * lay.cp * lay.dp  # ranks per stage, all alike
     peak = problem.cluster.peak_flop_per_s

@@ -115,8 +115,9 @@ class Programs:
         """As suite.evaluate, from a shared program."""
         key = (problem.cluster.name, str(problem.layout), same_plan(plan))
         if key not in self._evaluations:
-            found = evaluate_program(problem, plan, self.lowered(problem, plan))
             reserved = self.reserved(problem, plan)
+            program, ranks = self.lowered(problem, plan), self._ranks[key[1:]]
+            found = evaluate_program(problem, plan, program, ranks=ranks)
             self._evaluations[key] = msgspec.structs.replace(found, reserved_bytes=reserved)
         return self._evaluations[key]
 
@@ -129,7 +130,7 @@ class Limit(NamedTuple):
     """What keeping everything reaches at a candidate if memory is no limit, and would need."""
 
     speed: float
-    reserved_bytes: int
+    peak_bytes: int
     candidate: Candidate
 
 
@@ -152,7 +153,7 @@ class Cell:
         assert not isinstance(plan, Unsupported)
         return Limit(
             programs.evaluate(problem, plan).tokens_per_s_per_gpu,
-            programs.reserved(problem, plan),
+            programs.weight(problem, plan).peak_bytes,
             msgspec.structs.replace(candidate, problem=problem),
         )
 
@@ -199,7 +200,7 @@ class Cell:
         too much.
         """
         limits = [limit for limit in self.limits if limit.candidate.layout.pp >= least_pp]
-        lean = sorted(limits, key=lambda limit: limit.reserved_bytes)
+        lean = sorted(limits, key=lambda limit: limit.peak_bytes)
         answers = ((limit, self.weighed(limit.candidate, name, method)) for limit in lean)
         found = next(((at, was) for at, was in answers if was.status != "unsupported"), None)
         if found is None:
@@ -241,11 +242,11 @@ def _share(first: Tried, limit: Limit) -> float:
     if first.tuned or first.weight is None or first.candidate.problem is None:
         return 0.0
     states = state_bytes(first.candidate.problem)
-    return (first.weight.reserved_bytes - states) / max(1, limit.reserved_bytes - states)
+    return (first.weight.peak_bytes - states) / max(1, limit.peak_bytes - states)
 
 
 def _may_fit(limit: Limit, share: float) -> bool:
     assert limit.candidate.problem is not None
     states = state_bytes(limit.candidate.problem)
-    need = states + share * (limit.reserved_bytes - states)
+    need = states + share * (limit.peak_bytes - states)
     return need <= SLACK * limit.candidate.problem.cluster.usable_bytes

@@ -8,7 +8,7 @@ from rematbench.action import Action, Kind
 from rematbench.cost.bind import Direction
 from rematbench.ops import Comm, Group, Op
 from rematbench.problem import Problem
-from rematbench.simulate import Seconds
+from rematbench.simulate import RankedSeconds
 
 DIRECTION: dict[Kind, Direction] = {
     Kind.FORWARD: "forward",
@@ -24,6 +24,7 @@ class ActionCosts:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.cost = problem, problem.cost
         self._ops: dict[tuple[str, int, str], Op] = {}
+        self._kernels: dict[tuple[object, ...], float] = {}
         self._table = {
             Kind.D2H: lambda action, _: self.cost.copy_s(action.nbytes, "d2h"),
             Kind.H2D: lambda action, _: self.cost.copy_s(action.nbytes, "h2d"),
@@ -36,7 +37,7 @@ class ActionCosts:
     def __call__(self, action: Action, rank: int) -> float:
         """Seconds of the action on its stream."""
         if action.kind in DIRECTION:
-            return self._compute_s(action, rank)
+            return self._kernels_s(action, rank)
         if action.kind is Kind.STALL:
             assert action.comm is not None
             return self.cost.stall_s(action.comm, rank)
@@ -52,6 +53,15 @@ class ActionCosts:
         groups = tuple(cost.group(group, rank) for group in get_args(Group))
         sends = tuple((cost.crosses(rank, peer), cost.group("tp", peer)) for peer in peers)
         return (groups, sends)
+
+    def _kernels_s(self, action: Action, rank: int) -> float:
+        """Layers, micro-batches and, where no collective runs beside them, ranks are alike."""
+        share = action.fraction * action.columns
+        where = (action.part[:1], action.variant, action.op, rank if action.beside else -1)
+        key = (action.kind, *where, action.beside, share, action.fraction)
+        if key not in self._kernels:
+            self._kernels[key] = self._compute_s(action, rank)
+        return self._kernels[key]
 
     def _compute_s(self, action: Action, rank: int) -> float:
         op = self._op(action, rank)
@@ -94,6 +104,6 @@ def _beside(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
     return (op.gather, op.reduce)
 
 
-def action_seconds(problem: Problem) -> Seconds:
+def action_seconds(problem: Problem) -> RankedSeconds:
     """(action, rank) -> seconds, by kind."""
     return ActionCosts(problem)

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.action import Kind
-from rematbench.binding import PARTS, parts_of, without
+from rematbench.binding import PARTS, Spared, parts_of
 from rematbench.candidates import (
     Candidate,
     CompareConfig,
@@ -159,7 +159,7 @@ def test_free_traffic_leaves_compute_and_bubble() -> None:
     step_s = simulate(program, seconds).step_s
     found = parts_of(p, program, step_s)
     free = frozenset({"pp_send", "pp_recv", "tp", "cp", "dp", "d2h", "h2d"})
-    left = simulate(program, without(seconds, free))
+    left = simulate(program, Spared(seconds, free))
     busy = max(left.busy_s(rank, "compute") for rank in range(4))
     assert found["compute"] + found["recompute"] == pytest.approx(busy)
     assert found["bubble"] == pytest.approx(left.step_s - busy)
@@ -173,7 +173,7 @@ def test_free_traffic_slows_no_kernel(system: str, zero_stage: Any) -> None:
     layout = Layout(tp=2, sp=True, dp=2, zero_stage=zero_stage, global_batch=8)
     p = demo(layout=layout, system=system)
     seconds = action_seconds(p)
-    free = without(seconds, frozenset({"tp", "dp"}))
+    free = Spared(seconds, frozenset({"tp", "dp"}))
     actions = {a for r in lower(p.base_plan, p).ranks for b in r.blocks for a in b.actions}
     slowed = [action for action in actions if action.beside == "tp"]
     stalls = [action for action in actions if action.kind is Kind.STALL]
