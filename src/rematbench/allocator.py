@@ -29,6 +29,10 @@ LARGE_SEGMENT, MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
 GAP = MIN_BLOCK
 """Between segments, so that blocks of two never touch."""
 
+BITS = 48
+ADDRESS = (1 << BITS) - 1
+"""Bits of an address, as on the device."""
+
 
 class AllocatorPeaks(Struct, frozen=True, kw_only=True):
     """Highest points of a replay; `oom_at` is the step that did not fit (None: all did)."""
@@ -51,7 +55,7 @@ class Pool:
         self.small, self.expandable = small, mode == "expandable"
         self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
         self.split_from = MIN_BLOCK if small or self.expandable else SMALL + 1
-        self.sizes: list[tuple[int, int]] = []  # (size, address), sorted
+        self.keys: list[int] = []  # size and address in one number, sorted
         self.starts: dict[int, int] = {}  # address -> size
         self.ends: dict[int, int] = {}  # end -> address
         self.segments: dict[int, int] = {}
@@ -59,40 +63,50 @@ class Pool:
 
     def insert(self, address: int, size: int) -> None:
         """A free block, joined with the free blocks it touches."""
-        before = self.ends.get(address)
+        before = self.ends.pop(address, None)
         if before is not None:
-            address, size = before, size + self.starts[before]
-            self.remove(before)
-        after = self.starts.get(address + size)
+            joined = self.starts.pop(before)
+            del self.keys[bisect_left(self.keys, joined << BITS | before)]
+            address, size = before, size + joined
+        end = address + size
+        after = self.starts.pop(end, None)
         if after is not None:
-            self.remove(address + size)
-            size += after
+            del self.keys[bisect_left(self.keys, after << BITS | end)]
+            size, end = size + after, end + after
         self.starts[address] = size
-        self.ends[address + size] = address
-        insort(self.sizes, (size, address))
+        self.ends[end] = address
+        insort(self.keys, size << BITS | address)
 
     def remove(self, address: int) -> int:
         """Take a block from the free ones; returns its size."""
         size = self.starts.pop(address)
         del self.ends[address + size]
-        del self.sizes[bisect_left(self.sizes, (size, address))]
+        del self.keys[bisect_left(self.keys, size << BITS | address)]
         return size
 
     def take(self, size: int) -> tuple[int, int] | None:
         """(address, size) of the best fitting free block, the rest of it split off if it may be;
         None if none fits.  The block at the end of an expandable segment is endless: taken last.
         """
-        at = bisect_left(self.sizes, (size, -1))
-        if self.expandable and at + 1 < len(self.sizes) and sum(self.sizes[at]) == self.end:
+        at = bisect_left(self.keys, size << BITS)
+        if self.expandable and at + 1 < len(self.keys) and self._last(self.keys[at]):
             at += 1
-        if at == len(self.sizes):
+        if at == len(self.keys):
             return None
-        found, address = self.sizes[at]
-        self.remove(address)
+        key = self.keys.pop(at)
+        found, address = key >> BITS, key & ADDRESS
+        del self.starts[address]
         if found - size < self.split_from:
+            del self.ends[address + found]
             return address, found
-        self.insert(address + size, found - size)
+        # The rest touches no free block: its neighbour on the other side did not either.
+        self.starts[address + size] = found - size
+        self.ends[address + found] = address + size
+        insort(self.keys, found - size << BITS | address + size)
         return address, size
+
+    def _last(self, key: int) -> bool:
+        return (key >> BITS) + (key & ADDRESS) == self.end
 
     def growth(self, size: int) -> int:
         """Bytes to ask of the device so that `size` fits."""
@@ -153,7 +167,8 @@ class Allocator:
             block = pool.take(size)
             assert block is not None
         self.allocated += block[1]
-        self.allocated_peak = max(self.allocated_peak, self.allocated)
+        if self.allocated > self.allocated_peak:
+            self.allocated_peak = self.allocated
         return block
 
     def free(self, block: tuple[int, int]) -> None:
