@@ -167,8 +167,7 @@ class Allocator:
             block = pool.take(size)
             assert block is not None
         self.allocated += block[1]
-        if self.allocated > self.allocated_peak:
-            self.allocated_peak = self.allocated
+        self.allocated_peak = max(self.allocated_peak, self.allocated)
         return block
 
     def free(self, block: tuple[int, int]) -> None:

@@ -79,6 +79,14 @@ def _frozen(value: Shifted) -> AffineTerms:
     return tuple([(key, at + shift) for key, at in terms.items()])
 
 
+def _awaited(event: str, seen: dict[str, Shifted], externals: dict[str, int]) -> Shifted:
+    """When an event is there: a new input, where nothing before has recorded it."""
+    if event not in seen:
+        externals[event] = len(STREAMS) + len(externals)
+        seen[event] = ({externals[event]: 0.0}, 0.0)
+    return seen[event]
+
+
 def macro_of(*blocks: TimedBlock) -> Macro:
     """Run blocks issued one after the other symbolically; local events end with their block."""
     free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(len(STREAMS))]
@@ -92,10 +100,7 @@ def macro_of(*blocks: TimedBlock) -> Macro:
         for stream, seconds, wait, begin, event, shared, send, _ in block.items:
             end = before = free[stream]
             if wait:
-                if wait not in seen:
-                    externals[wait] = len(STREAMS) + len(externals)
-                    seen[wait] = ({externals[wait]: 0.0}, 0.0)
-                end = _join(end, seen[wait])
+                end = _join(end, _awaited(wait, seen, externals))
             if begin:
                 seen[begin] = end
             if seconds:

@@ -38,7 +38,11 @@ MARGIN = 1.1
 
 class Weight(Struct, frozen=True, kw_only=True):
     """What a lowered plan needs: reserved bytes of the fullest device, the largest ledger peak,
-    pinned bytes of the fullest node."""
+    pinned bytes of the fullest node.
+
+    Where the ledger peak alone is more than the device has, it stands for the reserved bytes too:
+    no allocator can do with less, and what cannot run need not be replayed.
+    """
 
     reserved_bytes: int
     peak_bytes: int
@@ -102,11 +106,13 @@ class Programs:
                 self._ranks[lay, content] = program_bytes(problem, plan, program)
             ranks = self._ranks[lay, content]
             at = (problem.cluster.usable_bytes, lay, content)
+            peak = max(rank.device_peak for rank in ranks)
             if at not in self._reserved:
-                self._reserved[at] = reserved_bytes(problem, program, ranks)
+                over = peak > problem.cluster.usable_bytes
+                self._reserved[at] = peak if over else reserved_bytes(problem, program, ranks)
             self._weights[key] = Weight(
                 reserved_bytes=self._reserved[at],
-                peak_bytes=max(rank.device_peak for rank in ranks),
+                peak_bytes=peak,
                 host_node_bytes=host_node_bytes(problem, ranks),
             )
         return self._weights[key]
@@ -219,11 +225,13 @@ class Cell:
 
 
 def _preference(tried: Tried) -> tuple[int, float]:
-    """Fitting by speed, then by bytes short."""
+    """Fitting by speed, then by live bytes short."""
     order = {"ok": 0, "oom": 1, "failed": 2, "unsupported": 3}
     problem, amount = tried.candidate.problem, -tried.speed
     if tried.status == "oom" and tried.weight is not None and problem is not None:
-        amount = max(tried.weight.missing(problem).values())
+        cluster, weight = problem.cluster, tried.weight
+        device = weight.peak_bytes - cluster.usable_bytes
+        amount = max(device, weight.host_node_bytes - cluster.host_bytes)
     return order[tried.status], amount
 
 

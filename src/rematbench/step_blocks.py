@@ -1,9 +1,8 @@
 """The small blocks between passes: receives, sends, copies, releases, end-of-step exchanges."""
 
 from rematbench.action import Action, Alloc, Kind
-from rematbench.chunk_ops import ChunkOps
 from rematbench.emit_op import emit_copies_in, emit_copies_out
-from rematbench.ops import Comm
+from rematbench.ops import Activation, Comm
 from rematbench.program import Block
 from rematbench.writer import COMPUTE, BlockWriter
 
@@ -28,24 +27,21 @@ def tied_recv_block(nbytes: int) -> Block:
     return Block("tied_recv", (recv, *w.actions))
 
 
-def recv_block(chunk: ChunkOps, *, forward: bool) -> Block:
-    """Room for the boundary activation (or its gradient); the event is its arrival."""
-    name = chunk.input_name if forward else f"d:{chunk.output_name}"
-    tensor = chunk.boundary
+def recv_block(tensor: Activation, name: str, *, forward: bool) -> Block:
+    """Room for a boundary activation (or its gradient); the event is its arrival."""
     action = Action(
         kind=Kind.RECV,
         stream="pp_recv",
         op="f" if forward else "b",
-        allocs=(Alloc(name, tensor.nbytes),),
+        allocs=(Alloc(name if forward else f"d:{name}", tensor.nbytes),),
         nbytes=tensor.nbytes,
         event="recv_f" if forward else "recv_b",
     )
     return Block(action.event, (action,))
 
 
-def send_block(chunk: ChunkOps, *, forward: bool) -> Block:
-    """The boundary tensor (or its gradient) to the neighbour, after the block's compute."""
-    name = chunk.output_name if forward else f"d:{chunk.output_name}"
+def send_block(tensor: Activation, name: str, *, forward: bool) -> Block:
+    """A boundary tensor (or its gradient) to the neighbour, after the block's compute."""
     w = BlockWriter()
     w.wait("pp_send", "f_end" if forward else "b_end")
     w.add(
@@ -53,8 +49,8 @@ def send_block(chunk: ChunkOps, *, forward: bool) -> Block:
             kind=Kind.SEND,
             stream="pp_send",
             op="f" if forward else "b",
-            reads=(name,),
-            nbytes=chunk.boundary.nbytes,
+            reads=(name if forward else f"d:{name}",),
+            nbytes=tensor.nbytes,
             event="sent_f" if forward else "sent_b",
         )
     )

@@ -154,17 +154,14 @@ def reserved_bytes(problem: Problem, program: Program, ranks: Sequence[RankBytes
     """What the fullest rank's allocator holds, replayed.
 
     An allocator that meets the usable bytes gives cached segments back and tries again: only where
-    that fails too is the rank out of memory, and its unlimited need is what counts.  Where the live
-    bytes alone are more than the device has, they count: no allocator can do with less.
+    that fails too is the rank out of memory, and its unlimited need is what counts.
     """
     rank = max(range(len(ranks)), key=lambda r: ranks[r].device_peak)
     held = ranks[rank]
-    usable = problem.cluster.usable_bytes
-    if held.device_peak > usable:
-        return held.device_peak
     states = (held.parameter, held.gradient, held.optimizer, held.pools)
     resident = tuple(nbytes for nbytes in states if nbytes)
     steps = 2 * held.peak_step + 1  # what follows repeats (allocator.reserved_bytes)
+    usable = problem.cluster.usable_bytes
     found = replay(program.ranks[rank], resident, None, num_steps=steps)
     if found.reserved_bytes > usable >= found.allocated_bytes:
         pressed = replay(program.ranks[rank], resident, usable, num_steps=steps)
