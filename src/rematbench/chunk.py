@@ -50,11 +50,6 @@ class Macro(NamedTuple):
     waits: tuple[str, ...]
     receives: tuple[str, ...]
 
-    @property
-    def idle(self) -> bool:
-        """Whether running it changes nothing in time."""
-        return not (self.streams or self.events or self.sends)
-
 
 Shifted = tuple[Affine, float]
 """A maximum, and seconds to add to all of its terms: kernels in a row only add."""
@@ -167,37 +162,67 @@ def _trails(stream: int, ends: Sequence[dict[int, Affine]]) -> bool:
     return True
 
 
-class MacroStep(NamedTuple):
-    """Run one macro for one (micro-batch, chunk)."""
+class Motion(NamedTuple):
+    """A macro as the inner loop runs it: every distinct end once, and where each of them goes."""
 
-    macro: Macro
-    micro_batch: int
-    chunk: int
+    ends: tuple[AffineTerms, ...]
+    streams: tuple[tuple[int, int], ...]  # stream, index into ends
+    events: tuple[tuple[str, int], ...]
+    sends: tuple[tuple[str, int], ...]
+    waits: tuple[tuple[str, bool], ...]  # event, whether it is a message's arrival
+
+
+def motion_of(macro: Macro, awaited: set[str]) -> Motion | None:
+    """The macro without events that nobody waits for; None where nothing is left."""
+    ends: dict[AffineTerms, int] = {}
+
+    def index(terms: AffineTerms) -> int:
+        return ends.setdefault(terms, len(ends))
+
+    streams = tuple([(target, index(terms)) for target, terms in macro.streams])
+    events = tuple([(name, index(terms)) for name, terms in macro.events if name in awaited])
+    sends = tuple([(name, index(terms)) for name, terms in macro.sends])
+    waits = tuple([(name, name in macro.receives) for name in macro.waits])
+    return Motion(tuple(ends), streams, events, sends, waits) if ends else None
+
+
+MacroStep = tuple[Motion, int, int]
+"""Run a macro for one (micro-batch, chunk)."""
 
 
 def rank_macros(
     rank: RankProgram, code: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]
 ) -> list[MacroStep]:
     """The rank's steps as macros: neighbours of one (micro-batch, chunk) fused into one, events
-    that nobody outside waits for dropped, steps without effect left out.  A block that receives
-    starts a macro: what was sent before it must be on its way while it waits.
+    that nobody outside waits for dropped, steps without effect left out.
 
     `known`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
-    runs: list[tuple[tuple[int, ...], int, int]] = []
-    for block, micro_batch, chunk in rank.steps:
-        same = bool(runs) and runs[-1][1:] == (micro_batch, chunk)
-        if same and not code[block].receives:
-            runs[-1] = ((*runs[-1][0], block), micro_batch, chunk)
-        else:
-            runs.append(((block,), micro_batch, chunk))
-    keys = list(dict.fromkeys(key for key, _, _ in runs))
+    runs = _runs(rank, code)
+    keys = list(dict.fromkeys([key for key, _, _ in runs]))
     macros = prune([_fused([code[i] for i in key], known) for key in keys])
     awaited = {name for macro in macros for name in macro.waits}
-    table = {
-        key: macro._replace(events=tuple(e for e in macro.events if e[0] in awaited))
-        for key, macro in zip(keys, macros, strict=True)
-    }
-    return [MacroStep(table[key], mb, chunk) for key, mb, chunk in runs if not table[key].idle]
+    table = {k: motion_of(macro, awaited) for k, macro in zip(keys, macros, strict=True)}
+    return [
+        (motion, micro_batch, chunk)
+        for key, micro_batch, chunk in runs
+        if (motion := table[key]) is not None
+    ]
+
+
+def _runs(rank: RankProgram, code: Sequence[TimedBlock]) -> list[tuple[tuple[int, ...], int, int]]:
+    """Neighbours of one (micro-batch, chunk).  A block that receives starts a run: what was sent
+    before it must be on its way while it waits."""
+    starts = [bool(block.receives) for block in code]
+    runs: list[tuple[tuple[int, ...], int, int]] = []
+    run: list[int] = []
+    at, where = -1, -1
+    for block, micro_batch, chunk in rank.steps:
+        if micro_batch != at or chunk != where or starts[block]:
+            if run:
+                runs.append((tuple(run), at, where))
+            run, at, where = [], micro_batch, chunk
+        run.append(block)
+    return [*runs, (tuple(run), at, where)]
 
 
 def _fused(blocks: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]) -> Macro:
@@ -230,33 +255,29 @@ def _advance(steps: Sequence[MacroStep], clock: Clock, messages: dict[MessageKey
     """Run macros until done (True) or a message is missing (False)."""
     events, free = clock.events, clock.free
     for position in range(clock.position, len(steps)):
-        macro, micro_batch, chunk = steps[position]
+        (ends, streams, recorded, sends, waits), micro_batch, chunk = steps[position]
         inputs = free
-        if macro.waits:
+        if waits:
             inputs = free.copy()
-            for name in macro.waits:
-                if name in macro.receives:
+            for name, message in waits:
+                if message:
                     key = clock.incoming(name, micro_batch, chunk)
                     if key not in messages:
                         clock.awaiting, clock.position = key, position
                         return False
                     inputs.append(messages[key])
                 else:
-                    inputs.append(events[(name, micro_batch, chunk)])
-        for name, terms in macro.events:
-            events[(name, micro_batch, chunk)] = _latest(inputs, terms)
-        for name, terms in macro.sends:
-            key = clock.outgoing(name, micro_batch, chunk)
-            messages[key] = _latest(inputs, terms)
-        ends = [(target, _latest(inputs, terms)) for target, terms in macro.streams]
-        for target, at in ends:
-            free[target] = at
+                    inputs.append(events[name, micro_batch, chunk])
+        times = [
+            inputs[terms[0][0]] + terms[0][1]
+            if len(terms) == 1
+            else max([inputs[index] + constant for index, constant in terms])
+            for terms in ends
+        ]
+        for name, at in recorded:
+            events[name, micro_batch, chunk] = times[at]
+        for name, at in sends:
+            messages[clock.outgoing(name, micro_batch, chunk)] = times[at]
+        for stream, at in streams:
+            free[stream] = times[at]
     return True
-
-
-def _latest(inputs: Sequence[float], terms: AffineTerms) -> float:
-    """The maximum of input + constant."""
-    if len(terms) == 1:
-        index, constant = terms[0]
-        return inputs[index] + constant
-    return max([inputs[index] + constant for index, constant in terms])

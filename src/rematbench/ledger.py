@@ -154,13 +154,14 @@ def issue_order(program: Program) -> tuple[RankLedger, ...]:
 
 def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
     device = host = device_peak = host_peak = peak_step = 0
-    for position, step in enumerate(rank.steps):
-        profile = profiles[step.block]
-        if device + profile.device_high > device_peak:
-            device_peak, peak_step = device + profile.device_high, position
-        host_peak = max(host_peak, host + profile.host_high)
-        device += profile.device_net
-        host += profile.host_net
+    for position, (block, _, _) in enumerate(rank.steps):
+        device_net, device_high, host_net, host_high = profiles[block]
+        if device + device_high > device_peak:
+            device_peak, peak_step = device + device_high, position
+        if host_high:
+            host_peak = max(host_peak, host + host_high)
+        device += device_net
+        host += host_net
     return RankLedger(
         device_peak_bytes=device_peak,
         host_peak_bytes=host_peak,

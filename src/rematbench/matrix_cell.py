@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
+from rematbench.allocator import AllocatorPeaks
 from rematbench.candidates import same_plan
 from rematbench.discover import IDENTITY, Composition, Registry
 from rematbench.evaluate import (
@@ -26,7 +27,7 @@ from rematbench.matrix_layouts import KEPT, Candidate, state_bytes
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
 from rematbench.program import Program
-from rematbench.suite import Status, reserved_bytes
+from rematbench.suite import Status, reserved_bytes, unpressed
 from rematbench.table import GIB
 
 SLACK = 1.1
@@ -85,6 +86,7 @@ class Programs:
     def __init__(self) -> None:
         self._programs: dict[tuple[str, bytes], Program] = {}
         self._ranks: dict[tuple[str, bytes], tuple[RankBytes, ...]] = {}
+        self._unpressed: dict[tuple[str, bytes], AllocatorPeaks] = {}
         self._reserved: dict[tuple[int, str, bytes], int] = {}
         self._weights: dict[tuple[str, str, bytes], Weight] = {}
         self._evaluations: dict[tuple[str, str, bytes], PlanEvaluation] = {}
@@ -109,13 +111,19 @@ class Programs:
             peak = max(rank.device_peak for rank in ranks)
             if at not in self._reserved:
                 over = peak > problem.cluster.usable_bytes
-                self._reserved[at] = peak if over else reserved_bytes(problem, program, ranks)
+                self._reserved[at] = peak if over else self._replay(problem, program, key[1:])
             self._weights[key] = Weight(
                 reserved_bytes=self._reserved[at],
                 peak_bytes=peak,
                 host_node_bytes=host_node_bytes(problem, ranks),
             )
         return self._weights[key]
+
+    def _replay(self, problem: Problem, program: Program, key: tuple[str, bytes]) -> int:
+        ranks = self._ranks[key]
+        if key not in self._unpressed:
+            self._unpressed[key] = unpressed(program, ranks)
+        return reserved_bytes(problem, program, ranks, self._unpressed[key])
 
     def evaluate(self, problem: Problem, plan: Plan) -> PlanEvaluation:
         """As suite.evaluate, from a shared program."""

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.allocator import replay
+from rematbench.allocator import AllocatorPeaks, replay
 from rematbench.check import check
 from rematbench.cluster import Cluster
 from rematbench.cost.constants import Calibration, load_calibration
@@ -150,21 +150,37 @@ def weigh(problem: Problem, plan: Plan) -> int:
     return reserved_bytes(problem, program, program_bytes(problem, plan, program))
 
 
-def reserved_bytes(problem: Problem, program: Program, ranks: Sequence[RankBytes]) -> int:
-    """What the fullest rank's allocator holds, replayed.
+def unpressed(program: Program, ranks: Sequence[RankBytes]) -> AllocatorPeaks:
+    """The fullest rank's allocator on a device without an end."""
+    return _replayed(program, ranks, None)
 
-    An allocator that meets the usable bytes gives cached segments back and tries again: only where
-    that fails too is the rank out of memory, and its unlimited need is what counts.
-    """
+
+def _replayed(
+    program: Program, ranks: Sequence[RankBytes], capacity_bytes: int | None
+) -> AllocatorPeaks:
     rank = max(range(len(ranks)), key=lambda r: ranks[r].device_peak)
     held = ranks[rank]
     states = (held.parameter, held.gradient, held.optimizer, held.pools)
     resident = tuple(nbytes for nbytes in states if nbytes)
     steps = 2 * held.peak_step + 1  # what follows repeats (allocator.reserved_bytes)
+    return replay(program.ranks[rank], resident, capacity_bytes, num_steps=steps)
+
+
+def reserved_bytes(
+    problem: Problem,
+    program: Program,
+    ranks: Sequence[RankBytes],
+    known: AllocatorPeaks | None = None,
+) -> int:
+    """What the fullest rank's allocator holds, replayed (`known`: as `unpressed` found it).
+
+    An allocator that meets the usable bytes gives cached segments back and tries again: only where
+    that fails too is the rank out of memory, and its unlimited need is what counts.
+    """
     usable = problem.cluster.usable_bytes
-    found = replay(program.ranks[rank], resident, None, num_steps=steps)
+    found = known or unpressed(program, ranks)
     if found.reserved_bytes > usable >= found.allocated_bytes:
-        pressed = replay(program.ranks[rank], resident, usable, num_steps=steps)
+        pressed = _replayed(program, ranks, usable)
         found = found if pressed.oom_at is not None else pressed
     return found.reserved_bytes
 
