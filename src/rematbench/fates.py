@@ -50,8 +50,8 @@ class Resolved(Struct, frozen=True, array_like=True):
     @property
     def mixed(self) -> bool:
         """Whether more than one fate shares the tensor (then it is stored in parts)."""
-        parts = (self.keep_bytes, self.offload_bytes, self.recompute_bytes)
-        return sum(1 for nbytes in parts if nbytes > 0) > 1
+        some = (self.keep_bytes > 0, self.offload_bytes > 0, self.recompute_bytes > 0)
+        return some.count(True) > 1
 
 
 class ChunkSites(Struct, frozen=True, kw_only=True):

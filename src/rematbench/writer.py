@@ -143,11 +143,13 @@ class BlockWriter:
         last: dict[str, int] = {}
         born = set(arrivals)
         for index, action in enumerate(self.actions):
-            for alloc in action.allocs:
-                born.add(alloc.name)
-                last[alloc.name] = self._safe_index(index)
-            for name in action.reads:
-                last[name] = max(last.get(name, -1), self._safe_index(index))
+            if action.allocs or action.reads:
+                safe = self._safe_index(index)
+                for alloc in action.allocs:
+                    born.add(alloc.name)
+                    last[alloc.name] = safe
+                for name in action.reads:
+                    last[name] = max(last.get(name, -1), safe)
             for name in action.frees:
                 born.discard(name)
         end = len(self.actions) - 1
