@@ -9,7 +9,7 @@ from rematbench.slurm.cells import Campaign, load_measurement
 from rematbench.slurm.patience import be_patient
 from rematbench.slurm.resources import KEYS, executed_resources, simulated_resources
 from rematbench.slurm.settings import load_site
-from rematbench.slurm.submissions import announce
+from rematbench.slurm.submissions import announce, refuse_simulated
 from rematbench.store import Store
 
 CAMPAIGNS = {}
@@ -41,6 +41,11 @@ onstart:
     if workflow.is_main_process:
         for name in CAMPAIGNS:
             check_submissions(name)
+        if config["ask_slurm"] and not SIMULATE_HERE:
+            try:
+                refuse_simulated(load_site(CPU_CLUSTER))
+            except CommandError as error:
+                raise WorkflowError(str(error)) from None
 
 
 def bundle_of(wildcards):
@@ -68,6 +73,7 @@ def cluster_option(wildcards):
     return f"--cluster {config['cluster']}" if config["cluster"] else ""
 
 
+CPU_CLUSTER = config["cluster"] or "this-machine"
 SIMULATE_HERE = config["simulate_on"] == "local"
 if config["simulate_on"] not in ("local", "slurm"):
     raise WorkflowError(
@@ -88,10 +94,9 @@ if config["cluster"]:
 
 def simulated_resource(key):
     """One resource of a simulated bundle that is not run locally."""
-    cluster = config["cluster"] or "this-machine"
     nothing = 0 if key in ("mem_mb", "runtime") else None
     return lambda wildcards: (
-        nothing if SIMULATE_HERE else simulated_resources(load_site(cluster))[key]
+        nothing if SIMULATE_HERE else simulated_resources(load_site(CPU_CLUSTER))[key]
     )
 
 

@@ -17,10 +17,10 @@ from rematbench.sheets import write_sheet
 from rematbench.slurm.cellrecord import is_final
 from rematbench.slurm.cells import Campaign, load_measurement
 from rematbench.slurm.launch import Allocation
-from rematbench.slurm.queue import job_alive, settle_jobs
+from rematbench.slurm.queue import PATIENCE_MINUTES, Silent, job_alive, settle_jobs
 from rematbench.slurm.rows import cell_rows
 from rematbench.slurm.runner import Runner, finish
-from rematbench.slurm.submissions import refuse, submissions, summary, write_plan
+from rematbench.slurm.submissions import refuse, refuse_simulated, submissions, summary, write_plan
 from rematbench.store import Store
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods to execute.")]
@@ -30,6 +30,12 @@ CLUSTER = Annotated[
 ]
 METHODS = Annotated[
     list[Path] | None, Option("--methods", metavar="DIR", help="More method files (repeatable).")
+]
+PATIENCE = Annotated[
+    float,
+    Option(
+        min=0.01, metavar="MINUTES", help="How long Slurm may not answer before it is given up."
+    ),
 ]
 
 
@@ -75,6 +81,8 @@ def submit_plan(
     out.print(table)
     out.print(plain(summary(campaign, rows)))
     refuse(campaign, rows, max_gpu_hours=max_gpu_hours, ask_slurm=slurm)
+    if slurm and campaign.site.slurm.cpu_partition:
+        refuse_simulated(campaign.site)
     if output is not None:
         write_plan(rows, output)
 
@@ -149,6 +157,7 @@ def settle(
     folder: Annotated[
         Path, Option("--folder", metavar="DIR", help="The folder Snakemake runs in.")
     ] = Path(),
+    patience: PATIENCE = PATIENCE_MINUTES,
 ) -> None:
     """End what an interrupted run left in Slurm's queue: pending jobs are cancelled, running ones
     finish their cells (or are cancelled with --cancel).
@@ -157,7 +166,15 @@ def settle(
     Example:
       rematbench settle
     """
-    settle_jobs(folder.resolve(), cancel=cancel, say=typer.echo)
+    _settle(folder, cancel, patience)
+
+
+def _settle(folder: Path, cancel: bool, patience: float) -> None:
+    try:
+        settle_jobs(folder.resolve(), cancel=cancel, patience_s=60 * patience, say=typer.echo)
+    except Silent as error:
+        more = "run the same command again when it does; --patience MINUTES waits longer"
+        raise CommandError(f"{error}; nothing is lost: {more}") from error
 
 
 def resume(
@@ -166,6 +183,7 @@ def resume(
         Argument(metavar="[TARGET...]", help="Targets (default: measure); options after `--`."),
     ] = None,
     cancel: Annotated[bool, Option("--cancel", help="End live jobs, not wait for them.")] = False,
+    patience: PATIENCE = PATIENCE_MINUTES,
 ) -> None:
     """Go on after `snakemake --profile slurm` was interrupted or killed, in the folder it ran in.
 
@@ -180,7 +198,7 @@ def resume(
         raise CommandError(f"no Snakefile in {Path.cwd()}: resume where the run was started")
     if which("squeue") is None:
         raise CommandError("no Slurm here: squeue is not on PATH")
-    settle_jobs(Path.cwd(), cancel=cancel, say=typer.echo)
+    _settle(Path(), cancel, patience)
     begin = ["snakemake", *(words or ["measure"]), "--profile", "slurm"]
     subprocess.run([*begin, "--unlock"], check=False, capture_output=True)  # fails if not locked
     sys.stdout.flush()

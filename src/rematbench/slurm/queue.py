@@ -1,5 +1,6 @@
 """Slurm's own words: which jobs live, which nodes a partition has, what an earlier run left."""
 
+import contextlib
 import shutil
 import subprocess
 import time
@@ -11,6 +12,10 @@ from msgspec import Struct
 JOB_PREFIX = "rematbench_"
 """Names of our jobs start with it (slurm-jobname-prefix in profiles/slurm/config.yaml)."""
 POLL_S = 2.0
+ANSWER_S = 60.0
+"""Longest wait for one answer of a Slurm command."""
+PATIENCE_MINUTES = 10.0
+"""How long a controller may be away before nobody waits for it any longer."""
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "STAGE_OUT", "SIGNALING")
 UNLIMITED = 1 << 30
 
@@ -19,14 +24,18 @@ class Unreachable(RuntimeError):
     """Slurm is installed and does not answer."""
 
 
-def ask(*words: str) -> list[str] | None:
+class Silent(Unreachable):
+    """Slurm did not answer for longer than anybody wants to wait."""
+
+
+def ask(*words: str, limit_s: float = ANSWER_S) -> list[str] | None:
     """A Slurm command's lines; None where it is not installed; Unreachable with its last line."""
     if shutil.which(words[0]) is None:
         return None
     try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=limit_s)
     except subprocess.TimeoutExpired as error:
-        raise Unreachable(f"{words[0]}: no answer within 60 s") from error
+        raise Unreachable(f"{words[0]}: no answer within {limit_s:.3g} s") from error
     if done.returncode != 0:
         raise Unreachable((done.stderr.strip().splitlines() or [words[0]])[-1])
     return done.stdout.splitlines()
@@ -48,10 +57,10 @@ class Left(Struct, frozen=True):
     state: str
 
 
-def left_jobs(folder: Path) -> list[Left]:
+def left_jobs(folder: Path, limit_s: float = ANSWER_S) -> list[Left]:
     """Jobs that a Snakemake in `folder` submitted and that are still in the queue."""
     form = "--format=%i|%T|%j|%Z"
-    lines = ask("squeue", "--noheader", "--me", form) or []
+    lines = ask("squeue", "--noheader", "--me", form, limit_s=limit_s) or []
     found = []
     for line in lines:
         job_id, state, name, place = line.split("|", 3)
@@ -60,10 +69,15 @@ def left_jobs(folder: Path) -> list[Left]:
     return found
 
 
-def settle_jobs(folder: Path, *, cancel: bool, say: Callable[[str], None]) -> None:
-    """Cancel what waits, and end or wait for what runs; returns when none is left."""
+def settle_jobs(
+    folder: Path, *, cancel: bool, patience_s: float, say: Callable[[str], None]
+) -> None:
+    """Cancel what waits, and end or wait for what runs; returns when none is left.
+
+    Raises Silent once Slurm has not answered for `patience_s` seconds on end.
+    """
     told: set[str] = set()
-    while jobs := _patiently(lambda: left_jobs(folder), say):
+    while jobs := _patiently(folder, patience_s, say):
         for job in jobs:
             ends = cancel or job.state not in RUNNING
             if job.job_id not in told:
@@ -71,21 +85,27 @@ def settle_jobs(folder: Path, *, cancel: bool, say: Callable[[str], None]) -> No
                 say(f"job {job.job_id} of an earlier run is {job.state.lower()}: {does}")
             told.add(job.job_id)
             if ends and job.state != "COMPLETING":
-                subprocess.run(["scancel", job.job_id], check=False, capture_output=True)
+                with contextlib.suppress(Unreachable):  # the next look finds it again
+                    ask("scancel", job.job_id, limit_s=min(ANSWER_S, patience_s))
         time.sleep(POLL_S)
 
 
-def _patiently(look: Callable[[], list[Left]], say: Callable[[str], None]) -> list[Left]:
-    """Ask until the controller answers."""
-    told = False
+def _patiently(folder: Path, patience_s: float, say: Callable[[str], None]) -> list[Left]:
+    """The jobs that are left, asked for until the controller answers or patience ends."""
+    ends = time.monotonic() + patience_s
+    limit_s, told = min(ANSWER_S, patience_s), False
     while True:
         try:
-            return look()
+            return left_jobs(folder, limit_s)
         except Unreachable as error:
             if not told:
-                say(f"waiting for Slurm: {error}")
+                say(f"waiting for Slurm, at most {patience_s / 60:.3g} minutes: {error}")
             told = True
-            time.sleep(POLL_S)
+            limit_s = min(ANSWER_S, ends - time.monotonic() - POLL_S)
+            if limit_s <= 0:
+                text = f"Slurm did not answer for {patience_s / 60:.3g} minutes ({error})"
+                raise Silent(text) from error
+        time.sleep(POLL_S)
 
 
 class Node(Struct, frozen=True, kw_only=True):

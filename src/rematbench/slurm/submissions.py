@@ -12,6 +12,8 @@ from rematbench.plan import PlanError, Unsupported
 from rematbench.sheets import write_sheet
 from rematbench.slurm.cells import Bundle, Campaign, Cell
 from rematbench.slurm.queue import Node, Unreachable, partitions
+from rematbench.slurm.requests import check_request, executed_request, simulated_request
+from rematbench.slurm.settings import Site
 from rematbench.store import Store
 
 STARTUP_S = 60.0
@@ -126,43 +128,23 @@ def refuse(
             f"{total:.3f} predicted GPU-hours exceed max_gpu_hours {max_gpu_hours:g} "
             f"({len(rows)} submissions, the largest {worst.bundle} with {worst.gpu_hours:.3f})"
         )
-    if ask_slurm and rows:
-        try:
-            nodes = partitions()
-        except Unreachable as error:
-            raise CommandError(f"Slurm does not answer: {error}") from error
-        if nodes is not None:
-            for row in rows:
-                check_partition(campaign, campaign.bundles[row.bundle], nodes)
+    nodes = slurm_nodes() if ask_slurm and rows else None
+    if nodes is not None:
+        for row in rows:
+            check_request(executed_request(site, campaign.bundles[row.bundle]), nodes)
 
 
-def check_partition(campaign: Campaign, bundle: Bundle, nodes: Sequence[Node]) -> None:
-    """CommandError if the site's partition can never hold a bundle, now or later."""
-    slurm = campaign.site.slurm
-    names = sorted({node.partition for node in nodes})
-    here = [n for n in nodes if (n.partition == slurm.partition if slurm.partition else n.default)]
-    where = f"partition {slurm.partition}" if slurm.partition else "the default partition"
-    if not here:
-        raise CommandError(f"Slurm has no {where} (known: {', '.join(names) or 'none'})")
-    if not here[0].up:
-        raise CommandError(f"{where} takes no jobs now: it is not up")
-    if bundle.minutes > here[0].minutes:
-        raise CommandError(
-            f"{bundle.name} asks for {bundle.minutes} minutes; {where} allows {here[0].minutes}"
-        )
-    wants = [
-        ("CPUs", slurm.cpus_per_node, [node.cpus for node in here]),
-        ("MB of memory", slurm.mem_mb_per_node, [node.mem_mb for node in here]),
-    ]
-    if slurm.gres:
-        wants.append((slurm.gres, bundle.gpus_per_node, [n.count(slurm.gres) for n in here]))
-    for what, want, has in wants:
-        fitting = [amount for amount in has if amount >= want]
-        if len(fitting) < bundle.nodes:
-            most = max(has)
-            raise CommandError(
-                f"{bundle.name} needs {bundle.nodes} nodes with {want} {what}; {where} has "
-                f"{len(fitting)} such of {len(here)} (the largest has {most})"
-                if want
-                else f"{bundle.name} needs {bundle.nodes} nodes; {where} has {len(here)}"
-            )
+def refuse_simulated(site: Site) -> None:
+    """CommandError if the site's partitions can never hold a job that simulates."""
+    nodes = slurm_nodes()
+    if nodes is not None:
+        check_request(simulated_request(site), nodes)
+
+
+def slurm_nodes() -> list[Node] | None:
+    """Every node of every partition; None where Slurm is not installed, CommandError where it
+    does not answer."""
+    try:
+        return partitions()
+    except Unreachable as error:
+        raise CommandError(f"Slurm does not answer: {error}") from error

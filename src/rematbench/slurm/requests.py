@@ -1,0 +1,99 @@
+"""Whether a site's partitions can ever hold what is about to be asked of them."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from rematbench.cli_text import CommandError
+from rematbench.slurm.cells import Bundle
+from rematbench.slurm.queue import Node
+from rematbench.slurm.resources import simulated_resources
+from rematbench.slurm.settings import Site
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """One job: `nodes` nodes with so many CPUs, MB and GPUs each (0: the site's default).
+
+    `key` is the key of the cluster file's `slurm:` section that names the partition; an empty
+    partition is Slurm's default one.
+    """
+
+    name: str
+    site: str
+    key: str
+    partition: str
+    nodes: int = 1
+    minutes: int
+    cpus: int = 0
+    mem_mb: int = 0
+    gres: str = ""
+    gpus: int = 0
+
+    @property
+    def where(self) -> str:
+        """The partition in words."""
+        return f"partition {self.partition}" if self.partition else "the default partition"
+
+
+def executed_request(site: Site, bundle: Bundle) -> Request:
+    """What a bundle of executed cells asks for."""
+    slurm = site.slurm
+    return Request(
+        name=bundle.name,
+        site=site.name,
+        key="partition",
+        partition=slurm.partition,
+        nodes=bundle.nodes,
+        minutes=bundle.minutes,
+        cpus=slurm.cpus_per_node,
+        mem_mb=slurm.mem_mb_per_node,
+        gres=slurm.gres,
+        gpus=bundle.gpus_per_node if slurm.gres else 0,
+    )
+
+
+def simulated_request(site: Site) -> Request:
+    """What each job asks for that simulates."""
+    asked = simulated_resources(site)
+    return Request(
+        name="a simulated job",
+        site=site.name,
+        key="cpu_partition" if site.slurm.cpu_partition else "partition",
+        partition=site.slurm.cpu_partition or site.slurm.partition,
+        minutes=int(asked["runtime"] or 0),
+        mem_mb=int(asked["mem_mb"] or 0),
+    )
+
+
+def check_request(request: Request, nodes: Sequence[Node]) -> None:
+    """CommandError if the partition can never hold a job, now or later; `nodes` of all of them."""
+    where = request.where
+    key = f"{request.site}: slurm: {request.key}"
+    if request.partition:
+        here = [node for node in nodes if node.partition == request.partition]
+    else:
+        here = [node for node in nodes if node.default]
+    if not here:
+        known = ", ".join(sorted({node.partition for node in nodes})) or "none"
+        raise CommandError(f"{key}: Slurm has no {where} (known: {known})")
+    if not here[0].up:
+        raise CommandError(f"{key}: {where} takes no jobs now: it is not up")
+    if request.minutes > here[0].minutes:
+        raise CommandError(
+            f"{request.name} asks for {request.minutes} minutes; {where} allows {here[0].minutes}"
+        )
+    wants = [
+        ("CPUs", request.cpus, [node.cpus for node in here]),
+        ("MB of memory", request.mem_mb, [node.mem_mb for node in here]),
+    ]
+    if request.gpus:
+        wants.append((request.gres, request.gpus, [node.count(request.gres) for node in here]))
+    for what, want, has in wants:
+        fitting = sum(amount >= want for amount in has)
+        if fitting < request.nodes:
+            raise CommandError(
+                f"{request.name} needs {request.nodes} nodes with {want} {what}; {where} has "
+                f"{fitting} such of {len(here)} (the largest has {max(has)})"
+                if want
+                else f"{request.name} needs {request.nodes} nodes; {where} has {len(here)}"
+            )

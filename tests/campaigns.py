@@ -1,0 +1,72 @@
+"""Measurement campaigns, sites and nodes that the tests of src/rematbench/slurm share."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rematbench.discover import discover
+from rematbench.slurm.cells import Campaign, load_measurement
+from rematbench.slurm.nodefacts import NodeFacts
+from rematbench.slurm.queue import UNLIMITED, Node
+
+ROOT = Path(__file__).resolve().parents[1]
+PROBLEM = """
+  - name: {name}
+    why: tests
+    model: tiny-llama
+    cluster: {cluster}
+    system: rematbench
+    gpus: {gpus}
+    seq_len: 64
+    global_batch: {gpus}
+    precision: fp32
+"""
+
+
+def campaign(tmp_path: Path, cluster: str = "this-machine", gpus: int = 2, **top: Any) -> Campaign:
+    """Two methods on one problem."""
+    path = tmp_path / "measure.yaml"
+    head = {"methods": ["keep_all", "full_recompute"], "cell_minutes": 5} | top
+    text = "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items())
+    problem = PROBLEM.format(name="one", cluster=cluster, gpus=gpus)
+    path.write_text(f"{text}problems:{problem}")
+    return Campaign(load_measurement(path), discover())
+
+
+def site_file(tmp_path: Path, **slurm: Any) -> str:
+    """A copy of this machine's cluster file with another slurm section."""
+    text = (ROOT / "config/clusters/this-machine.yaml").read_text()
+    text = text[: text.index("slurm:")]
+    section = {"source": "tests"} | slurm
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text + f"slurm: {json.dumps(section)}\n")
+    return str(path)
+
+
+def node(**changes: Any) -> Node:
+    """A node of a default partition."""
+    known: dict[str, Any] = {
+        "partition": "main",
+        "name": "n1",
+        "default": True,
+        "cpus": 8,
+        "mem_mb": 4000,
+        "gres": "gpu:2",
+        "minutes": UNLIMITED,
+        "up": True,
+    }
+    return Node(**known | changes)
+
+
+FACTS = NodeFacts(
+    host="n1",
+    kernel="k",
+    memory_bytes=100,
+    available_bytes=90,
+    cgroup_bytes=50,
+    memlock_bytes=10,
+    cpus=2,
+    numa_nodes=2,
+    numa_cpus={"node0": 2, "node1": 0},
+    gpu_numa={"0000:01:00.0": 1},
+)

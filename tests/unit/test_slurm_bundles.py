@@ -1,0 +1,79 @@
+"""Cells, what identifies each, their bundles and the resources of a bundle."""
+
+from pathlib import Path
+
+import pytest
+
+from rematbench.configfile import ConfigError
+from rematbench.discover import discover
+from rematbench.slurm.cells import Campaign, execute_words
+from rematbench.slurm.launch import Allocation, torchrun
+from rematbench.slurm.resources import executed_resources
+from tests.campaigns import ROOT, campaign, site_file
+
+
+def test_a_new_method_moves_no_cell_of_another(tmp_path: Path) -> None:
+    few = campaign(tmp_path).bundles
+    more = campaign(tmp_path, methods=["full_recompute", "selective_recompute", "keep_all"]).bundles
+    assert {name: more[name] for name in few} == few
+
+
+def test_keys_follow_the_request_and_the_steps(tmp_path: Path) -> None:
+    keys = [
+        made.key(made.cells[0])
+        for made in (campaign(tmp_path), campaign(tmp_path), campaign(tmp_path, steps=4))
+    ]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_an_edited_method_changes_the_keys_of_its_own_cells(tmp_path: Path) -> None:
+    folder = tmp_path / "methods"
+    folder.mkdir()
+    text = (ROOT / "methods/keep_all.py").read_text()
+    for name in ("first", "second"):
+        (folder / f"{name}.py").write_text(text.replace('"keep_all"', f'"{name}"'))
+
+    def keys() -> dict[str, str]:
+        base = campaign(tmp_path, methods=["first", "second", "first+second"])
+        made = Campaign(base.suite, discover([folder]))
+        return {cell.variant.method: made.key(cell) for cell in made.cells}
+
+    before = keys()
+    with (folder / "second.py").open("a") as file:
+        file.write("# edited\n")
+    after = keys()
+    assert {name for name in after if after[name] != before[name]} == {"second", "first+second"}
+
+
+def test_a_bundle_holds_what_the_time_limit_holds(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="exceed the 60 minutes"):
+        _ = campaign(tmp_path, cell_minutes=90).bundles
+    assert campaign(tmp_path, cell_minutes=50).bundles["keep_all.1x2.0"].minutes == 55
+
+
+def test_resources_of_one_and_of_several_nodes(tmp_path: Path) -> None:
+    path = site_file(tmp_path, gres="gpu", partition="p", nodes=4, cpus_per_node=2)
+    one = campaign(tmp_path, path, gpus=2)
+    (alone, *_) = (executed_resources(one.site, bundle) for bundle in one.bundles.values())
+    assert (alone["gres"], alone["nodes"], alone["mpi"], alone["tasks"]) == ("gpu:2", 1, None, None)
+    assert alone["qos"] is None
+    two = campaign(tmp_path, path, gpus=4)
+    (both, *_) = (executed_resources(two.site, bundle) for bundle in two.bundles.values())
+    assert (both["nodes"], both["tasks"], both["mpi"]) == (2, 2, "srun")
+    assert both["tasks_per_gpu"] == 0, "or the executor passes --ntasks-per-gpu beside --ntasks"
+
+
+def test_the_command_of_a_cell_is_what_a_person_types(tmp_path: Path) -> None:
+    words = execute_words(campaign(tmp_path).cells[0])
+    assert words[0] == "keep_all"
+    assert words[words.index("--seq-len") + 1] == "64"
+    assert "--no-sp" not in words
+
+
+def test_several_nodes_start_by_srun_in_node_order() -> None:
+    spans = Allocation(nodes=2, gpus_per_node=4, job_id="7")
+    command = torchrun(spans, ["module"])
+    assert command[:3] == ["srun", "--nodes", "2"]
+    assert '--node-rank="$SLURM_NODEID"' in command[-1]
+    local = torchrun(Allocation(nodes=2, gpus_per_node=4), ["module"])
+    assert "--nproc-per-node=8" in local

@@ -1,0 +1,166 @@
+"""What a bundle makes of a cell's end: always a row."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rematbench.slurm import runner as runner_module
+from rematbench.slurm.cellrecord import MAX_ATTEMPTS, decode, is_final
+from rematbench.slurm.cells import Campaign
+from rematbench.slurm.launch import Allocation
+from rematbench.slurm.nodefacts import NodeFacts
+from rematbench.slurm.runner import Runner
+from rematbench.store import Store
+from tests.campaigns import FACTS, campaign
+
+FAKE = """
+import os, sys, time
+from pathlib import Path
+kind, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
+if kind == "ok":
+    out.write_text('{"status": "ok", "reason": "", "losses": [1.0]}')
+elif kind == "oom":
+    out.write_text('{"status": "failed", "reason": "rank 0: Error: Connection closed by peer"}')
+    (out.parent / "record.json.error.1").write_text("failed\\nDistBackendError: timed out\\n")
+    (out.parent / "record.json.error.3").write_text("oom\\nOutOfMemoryError: 2 GiB wanted\\n")
+    sys.exit(1)
+elif kind == "nan":
+    out.write_text('{"status": "failed", "reason": "nan: loss of step 0 is nan"}')
+    sys.exit(1)
+elif kind == "killed":
+    out.write_text('{"status": "failed", "reason": "rank 0: Error: Connection closed by peer"}')
+    sys.stderr.write("exitcode: -9 (pid: 7)\\n")
+    sys.exit(1)
+elif kind == "hangs":
+    time.sleep(600)
+elif kind == "preempted":
+    os.kill(os.getppid(), 15)
+    time.sleep(600)
+else:
+    sys.exit("ValueError: no good")
+"""
+
+
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, str]) -> None:
+    """Cells end as told, by method."""
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE)
+
+    def command(allocation: Allocation, words: list[str]) -> list[str]:
+        return [sys.executable, str(script), kinds[next(w for w in words if w in kinds)], *words]
+
+    monkeypatch.setattr(runner_module, "torchrun", command)
+    monkeypatch.setattr(runner_module, "all_facts", lambda *_: [FACTS])
+
+
+def run(made: Campaign, method: str, folder: Path, **more: Any) -> tuple[Any, str]:
+    """A bundle's records, and what it said."""
+    said: list[str] = []
+    store = Store(folder, is_final=is_final)
+    allocation = Allocation(nodes=1, gpus_per_node=2)
+    bundle = made.bundle(f"{method}.1x2.0")
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        records = Runner(made, bundle, store, allocation, say=said.append, **more).run()
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    return records, " ".join(said)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "words"),
+    [
+        ("ok", "ok", ""),
+        ("oom", "oom", "OutOfMemoryError"),
+        ("killed", "oom", "signal 9"),
+        ("nan", "nan", "loss of step 0"),
+        ("broken", "failed", "no good"),
+    ],
+)
+def test_every_end_of_a_cell_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, status: str, words: str
+) -> None:
+    made = campaign(tmp_path)
+    fake(tmp_path, monkeypatch, {"keep_all": kind})
+    (record,), _ = run(made, "keep_all", tmp_path / "store")
+    assert (record.status, record.final, record.attempts) == (status, True, 1)
+    assert words in record.reason
+    assert [host.host for host in record.hosts] == ["n1"]
+
+
+def test_a_cell_over_its_limit_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = campaign(tmp_path)
+    fake(tmp_path, monkeypatch, {"keep_all": "hangs"})
+    real = runner_module.run_limited
+    monkeypatch.setattr(runner_module, "run_limited", lambda w, log, _, s: real(w, log, 0.5, s))
+    (record,), _ = run(made, "keep_all", tmp_path / "store")
+    assert record.status == "timeout"
+
+
+def test_a_failing_cell_does_not_stop_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants = [{"method": "keep_all", "name": "again"}]
+    made = campaign(tmp_path, methods=["keep_all"], variants=variants)
+    fake(tmp_path, monkeypatch, {"keep_all": "broken"})
+    records, _ = run(made, "keep_all", tmp_path / "store")
+    assert [record.status for record in records] == ["failed", "failed"]
+
+
+def test_a_preempted_cell_is_tried_again_and_then_final(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = campaign(tmp_path)
+    fake(tmp_path, monkeypatch, {"keep_all": "preempted"})
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        records, said = run(made, "keep_all", tmp_path / "store")
+        assert records is None
+        assert "SIGTERM" in said
+        (path,) = (tmp_path / "store").glob("*.json")
+        record = decode(path.read_bytes())
+        assert (record.status, record.attempts) == ("preempted", attempt)
+        assert record.final == (attempt == MAX_ATTEMPTS)
+    (record,), _ = run(made, "keep_all", tmp_path / "store")
+    assert record.status == "preempted", "now a result: it stops no other cell"
+
+
+def test_a_failing_node_check_is_no_cells_result_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = campaign(tmp_path)
+    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
+
+    def broken(*_: object) -> list[NodeFacts]:
+        raise RuntimeError("the node check failed: no such node")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner_module, "all_facts", broken)
+        records, said = run(made, "keep_all", tmp_path / "store")
+    assert records is None
+    assert "no such node" in said
+    (record,), _ = run(made, "keep_all", tmp_path / "store")
+    assert (record.status, record.attempts) == ("ok", 2)
+
+
+def test_a_finished_cell_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = campaign(tmp_path)
+    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
+    run(made, "keep_all", tmp_path / "store")
+    fake(tmp_path, monkeypatch, {"keep_all": "broken"})
+    (record,), _ = run(made, "keep_all", tmp_path / "store")
+    assert record.status == "ok"
+
+
+def test_pinned_bytes_that_do_not_fit_start_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = campaign(tmp_path)
+    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
+    monkeypatch.setattr(runner_module, "host_bytes", lambda *_: 96)
+    (record,), _ = run(made, "keep_all", tmp_path / "store")
+    assert record.status == "failed"
+    assert record.reason.startswith("not started: n1: memory")
