@@ -11,7 +11,7 @@ from rematbench import __version__, cli_baseline
 from rematbench.baselines import BaselineError
 from rematbench.cli_baseline import flags
 from rematbench.cli_calibrate import calibrate
-from rematbench.cli_cells import cells, collect_cells, resume, run_cells, settle, submit_plan
+from rematbench.cli_cells import cells, collect_cells, resume, retry, run_cells, settle, submit_plan
 from rematbench.cli_compare import compare
 from rematbench.cli_converge import converge, curves
 from rematbench.cli_doctor import doctor
@@ -88,7 +88,7 @@ def methods(
 COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor, flags)
 WORKFLOW = (run, collect, sheets, tables, study, claims)
 ARTIFACT = (matrix, matrix_tables, report, expect)
-CELLS = (submit_plan, run_cells, cells, collect_cells, settle, resume)
+CELLS = (submit_plan, run_cells, cells, collect_cells, retry, settle, resume)
 TORCH = (execute, trace, measure, retrace, worlds, converge, curves)
 
 for command in (*COMMANDS, *TORCH, *WORKFLOW, *ARTIFACT, *CELLS):

@@ -1,4 +1,5 @@
-"""The commands of executed cells: submit-plan, run-cells, cells, collect-cells, settle, resume."""
+"""The commands of executed cells: submit-plan, run-cells, cells, collect-cells, retry,
+settle, resume."""
 
 import importlib.util
 import os
@@ -14,6 +15,7 @@ from typer import Argument, Option
 from rematbench.cli_text import CommandError, console, grid, left, plain
 from rematbench.discover import discover
 from rematbench.sheets import write_sheet
+from rematbench.slurm.again import forget
 from rematbench.slurm.cellrecord import is_final
 from rematbench.slurm.cells import Campaign, load_measurement
 from rematbench.slurm.launch import Allocation
@@ -148,6 +150,37 @@ def collect_cells(
     write_sheet(output, rows)
     done = sum(row["status"] == "ok" for row in rows)
     typer.echo(f"{output}: {len(rows)} cells, {done} ok")
+
+
+def retry(
+    suite: SUITE,
+    store: STORE,
+    status: Annotated[
+        list[str] | None, Option(metavar="S", help="Which results (repeatable; default: failed).")
+    ] = None,
+    cell: Annotated[
+        list[str] | None, Option(metavar="NAME", help="Only these cells (repeatable).")
+    ] = None,
+    cluster: CLUSTER = "",
+    methods: METHODS = None,
+) -> None:
+    """Forget finished cells, so that the next run starts them again: after a repair of the nodes
+    or of the environment, which no record can know of.
+
+    Removes their records and, beside the store, what Snakemake made of them: the manifests of their
+    bundles and executed.csv.
+
+    \b
+    Example:
+      rematbench retry config/measure.yaml --store results/measure/cells --status timeout
+    """
+    campaign = _campaign(suite, cluster, methods)
+    held = Store(store, job_alive=job_alive, is_final=is_final)
+    results = store.resolve().parent
+    found = forget(campaign, held, results, statuses=status or ["failed"], names=cell or ())
+    for name, was in found.items():
+        typer.echo(f"{name}: was {was}, will be run again")
+    typer.echo(f"{len(found)} of {len(campaign.cells)} cells to run again")
 
 
 def settle(

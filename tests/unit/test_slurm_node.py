@@ -12,6 +12,7 @@ def test_pinned_bytes_against_memory_and_control_group() -> None:
     assert not shortages(FACTS, 50)
     assert "cgroup limit" in " ".join(shortages(FACTS, 51))
     assert len(shortages(FACTS, 96)) == 2, "memory less what the system needs"
+    assert not shortages(FACTS, 0, gpus=2), "nobody asked torch"
     assert any("ulimit -l" in text for text in oddities([FACTS], 11))
 
 

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from rematbench.cli_text import CommandError
 from rematbench.slurm import runner as runner_module
+from rematbench.slurm.again import forget
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, decode, is_final
 from rematbench.slurm.cells import Campaign
 from rematbench.slurm.launch import Allocation
 from rematbench.slurm.nodefacts import NodeFacts
 from rematbench.slurm.runner import Runner
 from rematbench.store import Store
-from tests.campaigns import FACTS, campaign
+from tests.campaigns import FACTS, campaign, site_file
 
 FAKE = """
 import os, sys, time
@@ -56,11 +59,13 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, str])
     monkeypatch.setattr(runner_module, "all_facts", lambda *_: [FACTS])
 
 
-def run(made: Campaign, method: str, folder: Path, **more: Any) -> tuple[Any, str]:
+def run(
+    made: Campaign, method: str, folder: Path, job_id: str = "", **more: Any
+) -> tuple[Any, str]:
     """A bundle's records, and what it said."""
     said: list[str] = []
     store = Store(folder, is_final=is_final)
-    allocation = Allocation(nodes=1, gpus_per_node=2)
+    allocation = Allocation(nodes=1, gpus_per_node=2, job_id=job_id)
     bundle = made.bundle(f"{method}.1x2.0")
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     try:
@@ -164,3 +169,57 @@ def test_pinned_bytes_that_do_not_fit_start_nothing(
     (record,), _ = run(made, "keep_all", tmp_path / "store")
     assert record.status == "failed"
     assert record.reason.startswith("not started: n1: memory")
+
+
+H800 = "gpu: H800-SXM5-80GB\ngeneration: hopper\n"
+
+
+@pytest.mark.parametrize(
+    ("job_id", "gres", "seen", "status"),
+    [("7", "gpu", 0, "failed"), ("7", "gpu", 2, "ok"), ("7", "", 0, "ok"), ("", "gpu", 0, "ok")],
+)
+def test_a_job_with_gpus_that_torch_does_not_see_starts_no_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job_id: str, gres: str, seen: int, status: str
+) -> None:
+    """It would run on CPUs until its limit; here, and without GPUs asked for, that is meant."""
+    cluster = Path(site_file(tmp_path, gres=gres))
+    cluster.write_text(cluster.read_text().replace("gpu: cpu\ngeneration: cpu\n", H800))
+    variants = [{"method": "keep_all", "name": "again"}]
+    made = campaign(tmp_path, str(cluster), methods=["keep_all"], variants=variants)
+    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
+
+    def facts(allocation: Allocation, canary_s: float, count_gpus: bool) -> list[NodeFacts]:
+        return [replace(FACTS, torch="2.0+cpu", torch_gpus=seen if count_gpus else -1)]
+
+    monkeypatch.setattr(runner_module, "all_facts", facts)
+    records, _ = run(made, "keep_all", tmp_path / "store", job_id=job_id)
+    assert [record.status for record in records] == [status, status]
+    if status == "failed":
+        text = "not started: n1: torch 2.0+cpu sees 0 of 2 GPUs that the job asked for"
+        assert {record.reason for record in records} == {text}
+
+
+def test_what_is_forgotten_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = campaign(tmp_path)
+    store, bundles = Store(tmp_path / "store", is_final=is_final), tmp_path / "bundles"
+    (tmp_path / "executed.csv").touch()
+    fake(tmp_path, monkeypatch, {"keep_all": "broken", "full_recompute": "ok"})
+    for method in ("keep_all", "full_recompute"):
+        run(made, method, tmp_path / "store")
+        (bundles / f"{method}.1x2.0.json").parent.mkdir(exist_ok=True)
+        (bundles / f"{method}.1x2.0.json").touch()
+    assert forget(made, store, tmp_path, statuses=["timeout"]) == {}
+    other = ["one.full_recompute.0"]
+    assert forget(made, store, tmp_path, statuses=["failed"], names=other) == {}
+    assert (tmp_path / "executed.csv").exists()
+    gone = forget(made, store, tmp_path, statuses=["failed"])
+    assert gone == {"one.keep_all.0": "failed"}
+    assert not (tmp_path / "executed.csv").exists()
+    assert [path.name for path in bundles.iterdir()] == ["full_recompute.1x2.0.json"]
+    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
+    (record,), _ = run(made, "keep_all", tmp_path / "store")
+    assert (record.status, record.attempts) == ("ok", 1)
+    with pytest.raises(CommandError, match="'fail' is no status; did you mean 'failed'"):
+        forget(made, store, tmp_path, statuses=["fail"])
+    with pytest.raises(CommandError, match="'one' is no cell"):
+        forget(made, store, tmp_path, statuses=["failed"], names=["one"])

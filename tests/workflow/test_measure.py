@@ -94,6 +94,21 @@ def test_parameters_of_one_method_make_its_bundles_due(measured: Checkout) -> No
     path.write_text(before)
 
 
+def test_retry_makes_the_bundle_of_a_finished_failure_due(measured: Checkout) -> None:
+    folder = measured.path / "results/measure"
+    (record,) = folder.glob("cells/one.keep_all.*.json")
+    made = [folder / "bundles/keep_all.1x2.0.json", folder / "executed.csv"]
+    kept = {path: path.read_bytes() for path in (record, *made)}
+    words = ("rematbench", "retry", "config/measure.yaml", "--store", "results/measure/cells")
+    done = measured.run([*words, "--status", "oom", "--cell", "one.keep_all.0"])
+    assert done.returncode == 0, done.stderr
+    assert "one.keep_all.0: was oom, will be run again" in done.stdout
+    assert due(measured) == {"keep_all.1x2.0"}
+    for path, data in kept.items():
+        path.write_bytes(data)
+    assert due(measured) == set()
+
+
 def test_how_jobs_are_asked_for_makes_nothing_due(measured: Checkout) -> None:
     path = measured.path / "config/clusters/this-machine.yaml"
     before = edited(path, "  nodes: 2\n", "  nodes: 2\n  setup: [module load new]\n")

@@ -118,9 +118,10 @@ def _signal(group: int, number: int) -> None:
         return
 
 
-def all_facts(allocation: Allocation, canary_s: float) -> list[NodeFacts]:
+def all_facts(allocation: Allocation, canary_s: float, count_gpus: bool) -> list[NodeFacts]:
     """The facts of every node, in the order of hosts' names; RuntimeError if a node gives none."""
     words = [sys.executable, "-m", "rematbench.slurm.check_node", f"{canary_s:g}"]
+    words += ["gpus"] if count_gpus else []
     command = on_every_node(allocation, words) if allocation.spans else words
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

@@ -6,6 +6,7 @@ import resource
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -18,7 +19,8 @@ SLOW = 0.8
 
 
 class NodeFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One host of an allocation.  Bytes; -1 stands for no limit."""
+    """One host of an allocation.  Bytes; -1 stands for no limit.  `torch_gpus` is how many torch
+    sees, -1 where nobody asked it."""
 
     host: str
     kernel: str
@@ -31,10 +33,13 @@ class NodeFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     numa_cpus: dict[str, int] = {}
     gpu_numa: dict[str, int] = {}
     canary: list[dict[str, float | str]] = []
+    torch: str = ""
+    torch_gpus: int = -1
 
 
-def node_facts(canary_s: float = 0.0) -> NodeFacts:
-    """This host, with a canary of `canary_s` seconds where torch is installed."""
+def node_facts(canary_s: float = 0.0, *, count_gpus: bool = False) -> NodeFacts:
+    """This host, with a canary of `canary_s` seconds where torch is installed; with `count_gpus`,
+    how many GPUs torch sees (or else -1)."""
     cpus = os.sched_getaffinity(0)
     nodes = _numa_nodes()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -51,7 +56,17 @@ def node_facts(canary_s: float = 0.0) -> NodeFacts:
         numa_cpus={name: len(found & cpus) for name, found in nodes.items()},
         gpu_numa=_gpu_numa(),
         canary=_canary(canary_s),
+        **(_torch_gpus() if count_gpus else {}),
     )
+
+
+def _torch_gpus() -> dict[str, Any]:
+    try:
+        import torch  # noqa: PLC0415  # optional
+    except ImportError:
+        return {"torch": "none", "torch_gpus": 0}
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {"torch": torch.__version__, "torch_gpus": count}
 
 
 def _canary(seconds: float) -> list[dict[str, float | str]]:
@@ -129,17 +144,23 @@ def _gpu_numa() -> dict[str, int]:
     return found
 
 
-def shortages(facts: NodeFacts, pinned_bytes: int) -> list[str]:
-    """Why a node cannot hold the predicted pinned bytes; empty if it can."""
+def shortages(facts: NodeFacts, pinned_bytes: int, gpus: int = 0) -> list[str]:
+    """Why a node cannot hold the predicted pinned bytes, or gives torch fewer GPUs than the job
+    asked for (a build without CUDA would run the cell on CPUs for hours); empty if it can."""
+    found = []
+    if 0 <= facts.torch_gpus < gpus:
+        sees = f"torch {facts.torch} sees {facts.torch_gpus} of {gpus} GPUs"
+        found.append(f"{facts.host}: {sees} that the job asked for")
     room = {
         "memory": int(facts.memory_bytes * (1 - MEMORY_SLACK)),
         "cgroup limit": facts.cgroup_bytes,
     }
-    return [
+    found += [
         _short(facts, name, limit, pinned_bytes)
         for name, limit in room.items()
         if 0 <= limit < pinned_bytes
     ]
+    return found
 
 
 def oddities(nodes: Sequence[NodeFacts], pinned_bytes: int = 0) -> list[str]:

@@ -65,6 +65,9 @@ class Runner:
         self.say = say
         self.stop = ""
         self.facts: list[NodeFacts] | None = None
+        site = campaign.site
+        on_gpus = bool(allocation.job_id and site.slurm.gres) and site.cluster.generation != "cpu"
+        self.gpus = allocation.gpus_per_node if on_gpus else 0  # that torch must see on each node
 
     def run(self) -> list[CellRecord] | None:
         """Records of all cells of the bundle; None if the job was ended before that."""
@@ -113,7 +116,7 @@ class Runner:
             self.stop = str(error)
             last = lease.attempt >= MAX_ATTEMPTS
             return self._record(cell, lease, "failed", self.stop, final=last)
-        short = [text for fact in facts for text in shortages(fact, pinned)]
+        short = [text for fact in facts for text in shortages(fact, pinned, self.gpus)]
         remarks = oddities(facts, pinned)
         if short:
             text = f"not started: {'; '.join(short)}"
@@ -181,7 +184,8 @@ class Runner:
     def _node_facts(self) -> list[NodeFacts]:
         """Facts of every node, looked up once for each allocation."""
         if self.facts is None:
-            self.facts = all_facts(self.allocation, self.campaign.site.slurm.canary_s)
+            canary_s = self.campaign.site.slurm.canary_s
+            self.facts = all_facts(self.allocation, canary_s, self.gpus > 0)
         return self.facts
 
     def _record(

@@ -1,0 +1,53 @@
+"""Finished cells that are to be run again: their records go, and what is made from them."""
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import get_args
+
+from rematbench.cli_text import CommandError
+from rematbench.configfile import closest
+from rematbench.slurm.cellrecord import decode
+from rematbench.slurm.cells import Campaign, CellStatus
+from rematbench.store import Store
+
+STATUSES: tuple[str, ...] = get_args(CellStatus)
+
+
+def forget(
+    campaign: Campaign,
+    store: Store,
+    results: Path,
+    *,
+    statuses: Collection[str],
+    names: Collection[str] = (),
+) -> dict[str, str]:
+    """Remove finished records of the given statuses (and of the cells `names`, if any); the removed
+    cells and their statuses.
+
+    What is derived from them in `results` goes too: Snakemake knows the manifests of bundles and
+    the table only, and makes no missing manifest again while the table is there.  CommandError for
+    a status or a cell that there is not.
+    """
+    _check("status", statuses, STATUSES)
+    _check("cell", names, [cell.name for cell in campaign.cells])
+    gone: dict[str, str] = {}
+    for bundle in campaign.bundles.values():
+        for cell in bundle.cells:
+            key = campaign.key(cell)
+            data = store.finished(key)
+            if data is None or (names and cell.name not in names):
+                continue
+            status = decode(data).status
+            if status in statuses:
+                (results / "executed.csv").unlink(missing_ok=True)
+                (results / f"bundles/{bundle.name}.json").unlink(missing_ok=True)
+                store.path(key).unlink(missing_ok=True)
+                gone[cell.name] = status
+    return gone
+
+
+def _check(what: str, given: Collection[str], known: Collection[str]) -> None:
+    for word in given:
+        if word not in known:
+            hint = closest(word, known)
+            raise CommandError(f"{word!r} is no {what}{hint} (known: {', '.join(known)})")
