@@ -15,10 +15,8 @@ from math import fsum
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint
-from scipy.sparse import csr_array
 
-from rematbench.solve.solver import minimum
+from rematbench.solve.solver import Row, minimum
 from rematbench.solve.windows import Job, LayerWindows, Slot
 
 MAX_NODES = 500
@@ -141,8 +139,9 @@ def optimum(
     found = minimum(
         costs=model.costs(),
         integrality=np.array(model.integer),
-        bounds=Bounds(np.zeros(model.size), np.array(model.upper)),
-        constraints=model.constraints(budget_bytes),
+        rows=model.rows(budget_bytes),
+        lower=np.zeros(model.size),
+        upper=np.array(model.upper),
         max_nodes=max_nodes,
         gap=1e-3,
     )
@@ -185,25 +184,21 @@ class _Model:
             cost[column] = self.groups[number].layers
         return cost
 
-    def constraints(self, budget_bytes: float) -> LinearConstraint:
+    def rows(self, budget_bytes: float) -> list[Row]:
         """Once at most, after what it reads, within the windows, within the budget."""
-        rows: list[tuple[dict[int, float], float]] = []
+        rows: list[Row] = []
         for number in range(len(self.groups)):
             for job in self.layer.jobs:
                 rows.append((dict.fromkeys(self._columns(number, job.op), 1.0), 1.0))
                 rows += self._precedence(number, job)
             rows += self._capacity(number)
         rows.append(self._budget(budget_bytes))
-        data = [value for row, _ in rows for value in row.values()]
-        where = [column for row, _ in rows for column in row]
-        starts = np.cumsum([0, *(len(row) for row, _ in rows)])
-        matrix = csr_array((data, where, starts), shape=(len(rows), self.size))
-        return LinearConstraint(matrix, ub=np.array([bound for _, bound in rows]))
+        return rows
 
     def _columns(self, number: int, op: str) -> list[int]:
         return [c for (n, job, _), c in self.x.items() if (n, job) == (number, op)]
 
-    def _precedence(self, number: int, job: Job) -> list[tuple[dict[int, float], float]]:
+    def _precedence(self, number: int, job: Job) -> list[Row]:
         """A job in a window, and one it reads not done by then: not both."""
         rows = []
         dropped = {other.op for other in self.layer.jobs}
@@ -217,7 +212,7 @@ class _Model:
                 rows.append((dict.fromkeys([self.x[number, job.op, slot], *late], 1.0), 1.0))
         return rows
 
-    def _capacity(self, number: int) -> list[tuple[dict[int, float], float]]:
+    def _capacity(self, number: int) -> list[Row]:
         rows = []
         seconds = {job.op: job.seconds / self.scale for job in self.layer.jobs}
         for (n, op), column in self.overflow.items():
@@ -229,7 +224,7 @@ class _Model:
                 rows.append((row, self.layer.idle_s[op] / self.scale))
         return rows
 
-    def _budget(self, budget_bytes: float) -> tuple[dict[int, float], float]:
+    def _budget(self, budget_bytes: float) -> Row:
         """All kept bytes less those of dropped jobs are at most the budget, in thousandths of all
         (HiGHS stumbles where this row is small beside the others)."""
         nbytes = {job.op: job.nbytes for job in self.layer.jobs}

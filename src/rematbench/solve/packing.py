@@ -14,10 +14,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint
-from scipy.sparse import csr_array
 
-from rematbench.solve.solver import minimum
+from rematbench.solve.solver import Row, minimum
 
 Ints = NDArray[np.int64]
 MAX_PAIRS = 600
@@ -155,17 +153,16 @@ def _solve(
     """The programme above, in units of `cap`; None if the limit passes without an answer."""
     count, last = len(tensors), len(tensors) + len(pairs)
     sizes = [tensor.nbytes / cap for tensor in tensors]
-    rows: list[tuple[dict[int, float], float]] = [
-        ({i: 1.0, last: -1.0}, -size) for i, size in enumerate(sizes)
-    ]
+    rows: list[Row] = [({i: 1.0, last: -1.0}, -size) for i, size in enumerate(sizes)]
     for z, (i, j) in enumerate(pairs, count):
         rows.append(({i: 1.0, j: -1.0, z: 1.0}, 1.0 - sizes[i]))  # z = 1: i lies below j
         rows.append(({j: 1.0, i: -1.0, z: -1.0}, -sizes[j]))
     found = minimum(
         costs=np.array([0.0] * last + [1.0]),
         integrality=np.array([0] * count + [1] * len(pairs) + [0]),
-        bounds=Bounds(np.array([0.0] * last + [bound / cap]), np.ones(last + 1)),
-        constraints=LinearConstraint(_matrix(rows, last + 1), ub=np.array([b for _, b in rows])),
+        rows=rows,
+        lower=np.array([0.0] * last + [bound / cap]),
+        upper=np.ones(last + 1),
         max_nodes=max_nodes,
         gap=1e-6,
     )
@@ -173,13 +170,6 @@ def _solve(
         return None
     below = [(i, j) if found[z] > 0.5 else (j, i) for z, (i, j) in enumerate(pairs, count)]
     return _exact_offsets(tensors, below, found[:count])
-
-
-def _matrix(rows: Sequence[tuple[dict[int, float], float]], columns: int) -> csr_array:
-    data = [value for row, _ in rows for value in row.values()]
-    where = [column for row, _ in rows for column in row]
-    starts = np.cumsum([0, *(len(row) for row, _ in rows)])
-    return csr_array((data, where, starts), shape=(len(rows), columns))
 
 
 def _exact_offsets(

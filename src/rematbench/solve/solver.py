@@ -2,32 +2,43 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, milp
+
+Row = tuple[dict[int, float], float]
+"""A constraint: factors by column, and what their sum may be at most."""
 
 
 def minimum(
     costs: NDArray[np.float64],
     integrality: NDArray[np.int_],
-    bounds: Bounds,
-    constraints: LinearConstraint,
+    rows: Sequence[Row],
     *,
+    lower: NDArray[np.float64],
+    upper: NDArray[np.float64],
     max_nodes: int,
     gap: float,
 ) -> NDArray[np.float64] | None:
     """The best variables found, or None if a limit passes without any (scipy.optimize.milp).
 
     `gap`: relative to the objective's bound, where the search may stop."""
+    # Half a second of imports that every start of Snakemake and of a job would pay.
+    from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415
+    from scipy.sparse import csr_array  # noqa: PLC0415
+
+    data = [value for row, _ in rows for value in row.values()]
+    where = [column for row, _ in rows for column in row]
+    starts = np.cumsum([0, *(len(row) for row, _ in rows)])
+    matrix = csr_array((data, where, starts), shape=(len(rows), len(costs)))
     with _silent():
         result = milp(
             c=costs,
             integrality=integrality,
-            bounds=bounds,
-            constraints=constraints,
+            bounds=Bounds(lower, upper),
+            constraints=LinearConstraint(matrix, ub=np.array([most for _, most in rows])),
             options={"node_limit": max_nodes, "mip_rel_gap": gap},
         )
     found: NDArray[np.float64] | None = result.x
