@@ -1,9 +1,12 @@
 """Facts of a node against predicted pinned bytes, and what is odd about them."""
 
+import sys
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from rematbench.slurm.launch import Allocation, all_facts, last_words
 from rematbench.slurm.nodefacts import NodeFacts, cgroup_limit, oddities, shortages
 from tests.campaigns import FACTS
 
@@ -36,3 +39,20 @@ def test_the_tightest_control_group_counts(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("0::/job/step\n")
     assert cgroup_limit(tmp_path / "cg", own) == 1000
+
+
+def test_what_this_node_says_of_itself_can_be_sent_and_read() -> None:
+    """The real check, in a process of its own: torch's version is no plain string."""
+    (facts,) = all_facts(Allocation(nodes=1, gpus_per_node=2), 0.0, count_gpus=True)
+    assert facts.torch_gpus >= 0
+    assert facts.torch
+    assert facts.memory_bytes > 0
+    assert all(len(shortages(facts, 0, gpus)) == (gpus > facts.torch_gpus) for gpus in (0, 1, 99))
+
+
+def test_the_words_of_a_failing_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="the node check failed: no output"):
+        all_facts(Allocation(nodes=1, gpus_per_node=2), 0.0, count_gpus=False)
+    text = "Traceback\nTypeError: no good\nsrun: Force Terminated StepId=42.0\n"
+    assert last_words(text) == "TypeError: no good"

@@ -123,7 +123,7 @@ def test_a_preempted_cell_is_tried_again_and_then_final(
     fake(tmp_path, monkeypatch, {"keep_all": "preempted"})
     for attempt in range(1, MAX_ATTEMPTS + 1):
         records, said = run(made, "keep_all", tmp_path / "store")
-        assert records is None
+        assert (records is None) == (attempt < MAX_ATTEMPTS)
         assert "SIGTERM" in said
         (path,) = (tmp_path / "store").glob("*.json")
         record = decode(path.read_bytes())
@@ -149,6 +149,28 @@ def test_a_failing_node_check_is_no_cells_result_at_first(
     assert "no such node" in said
     (record,), _ = run(made, "keep_all", tmp_path / "store")
     assert (record.status, record.attempts) == ("ok", 2)
+
+
+def test_nodes_that_fail_their_check_in_every_job_are_a_row_of_every_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants = [{"method": "keep_all", "name": "again"}]
+    made = campaign(tmp_path, methods=["keep_all"], variants=variants)
+    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
+    checks = []
+
+    def broken(*_: object) -> list[NodeFacts]:
+        checks.append("")
+        raise RuntimeError("the node check failed: no such node")
+
+    monkeypatch.setattr(runner_module, "all_facts", broken)
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        records, _ = run(made, "keep_all", tmp_path / "store")
+        assert (records is None) == (attempt < MAX_ATTEMPTS)
+        assert len(checks) == attempt, "once in a job"
+    assert records is not None
+    assert [(r.status, r.attempts, r.final) for r in records] == 2 * [("failed", 3, True)]
+    assert {r.reason for r in records} == {"the node check failed: no such node"}
 
 
 def test_a_finished_cell_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,13 @@ def all_facts(allocation: Allocation, canary_s: float, count_gpus: bool) -> list
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or len(lines) != allocation.hosts:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise RuntimeError(f"the node check failed: {last}")
+        raise RuntimeError(f"the node check failed: {last_words(done.stderr)}")
     facts = [msgspec.json.decode(line, type=NodeFacts) for line in lines]
     return sorted(facts, key=lambda fact: fact.host)
+
+
+def last_words(text: str) -> str:
+    """The line of an output that most probably says what went wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
+    return (errors or lines or ["no output"])[-1][:400]

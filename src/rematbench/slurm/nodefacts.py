@@ -62,11 +62,11 @@ def node_facts(canary_s: float = 0.0, *, count_gpus: bool = False) -> NodeFacts:
 
 def _torch_gpus() -> dict[str, Any]:
     try:
-        import torch  # noqa: PLC0415  # optional
+        from rematbench.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
     except ImportError:
-        return {"torch": "none", "torch_gpus": 0}
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return {"torch": torch.__version__, "torch_gpus": count}
+        return {"torch": "(not installed)", "torch_gpus": 0}
+    version, count = gpus_seen()
+    return {"torch": version, "torch_gpus": count}
 
 
 def _canary(seconds: float) -> list[dict[str, float | str]]:

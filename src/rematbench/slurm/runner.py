@@ -22,7 +22,14 @@ from rematbench.plan import PlanError, Unsupported
 from rematbench.rank_error import RankError, first_cause, noted
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode
 from rematbench.slurm.cells import Bundle, Campaign, Cell, CellStatus, execute_words
-from rematbench.slurm.launch import Allocation, Ended, all_facts, run_limited, torchrun
+from rematbench.slurm.launch import (
+    Allocation,
+    Ended,
+    all_facts,
+    last_words,
+    run_limited,
+    torchrun,
+)
 from rematbench.slurm.nodefacts import NodeFacts, oddities, shortages
 from rematbench.store import Lease, Store, write_atomically
 
@@ -64,23 +71,28 @@ class Runner:
         self.ends = time.monotonic() + 60 * minutes if minutes else float("inf")
         self.say = say
         self.stop = ""
+        self.broken = ""
         self.facts: list[NodeFacts] | None = None
         site = campaign.site
         on_gpus = bool(allocation.job_id and site.slurm.gres) and site.cluster.generation != "cpu"
         self.gpus = allocation.gpus_per_node if on_gpus else 0  # that torch must see on each node
 
     def run(self) -> list[CellRecord] | None:
-        """Records of all cells of the bundle; None if the job was ended before that."""
+        """Records of all cells of the bundle; None if the job was ended before that or its nodes
+        failed their check: another job may get others."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
         keys = {self.campaign.key(cell): cell for cell in self.bundle.cells}
         for wait in (False, True):  # what another live job has in hand comes last
+            if wait and self.broken:
+                break
             for key, cell in keys.items():
                 lease = None if self.stop else self.store.claim(key, wait=wait)
                 if lease is not None:
                     self._run(cell, lease)
-        if self.stop:
-            self.say(f"stopped: {self.stop}; the same command goes on from here")
+        why = self.stop or self.broken
+        if why and any(self.store.finished(key) is None for key in keys):
+            self.say(f"stopped: {why}; the same command goes on from here")
             return None
         found = [self.store.read(key) for key in keys]
         return [decode(data) for data in found if data is not None]
@@ -113,9 +125,9 @@ class Runner:
         try:
             facts = self._node_facts()
         except RuntimeError as error:  # the nodes' fault: another job may get others
-            self.stop = str(error)
+            self.broken = str(error)
             last = lease.attempt >= MAX_ATTEMPTS
-            return self._record(cell, lease, "failed", self.stop, final=last)
+            return self._record(cell, lease, "failed", self.broken, final=last)
         short = [text for fact in facts for text in shortages(fact, pinned, self.gpus)]
         remarks = oddities(facts, pinned)
         if short:
@@ -169,10 +181,10 @@ class Runner:
             return msgspec.convert(cause.status, CellStatus), cause.reason
         for word, status, reason in SIGNS:
             if word in ended.stderr:
-                return status, reason or _last_words(ended.stderr)
+                return status, reason or last_words(ended.stderr)
         if cause is not None:
             return msgspec.convert(cause.status, CellStatus), cause.reason
-        return "failed", f"exit code {ended.code}: {_last_words(ended.stderr)}"
+        return "failed", f"exit code {ended.code}: {last_words(ended.stderr)}"
 
     def _predicted_pinned(self, cell: Cell) -> int:
         """Pinned bytes per node that the simulator predicts; 0 for what it cannot plan."""
@@ -182,7 +194,9 @@ class Runner:
         return 0 if isinstance(plan, Unsupported) else host_bytes(problem, plan)
 
     def _node_facts(self) -> list[NodeFacts]:
-        """Facts of every node, looked up once for each allocation."""
+        """Facts of every node, looked up once for each allocation; RuntimeError if that failed."""
+        if self.broken:
+            raise RuntimeError(self.broken)
         if self.facts is None:
             canary_s = self.campaign.site.slurm.canary_s
             self.facts = all_facts(self.allocation, canary_s, self.gpus > 0)
@@ -208,13 +222,6 @@ class Runner:
 def host_bytes(problem: Any, plan: Any) -> int:
     """Predicted pinned bytes of the fullest node."""
     return int(problem.cost.evaluate(plan).host_node_bytes)
-
-
-def _last_words(text: str) -> str:
-    """The line that most probably says what went wrong."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-    return (errors or lines or ["no output"])[-1][:400]
 
 
 def manifest(records: list[CellRecord]) -> bytes:

@@ -14,10 +14,16 @@ COPY_BYTES = 256 << 20
 SIZE = {"cuda": 8192, "cpu": 512}
 
 
+def gpus_seen() -> tuple[str, int]:
+    """torch's version, and how many GPUs it can use here."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return str(torch.__version__), count
+
+
 def canary(seconds: float) -> list[dict[str, float | str]]:
     """GEMM FLOP/s and host copy bytes/s of every GPU here (or of the CPU), half of `seconds` for
     each kind, all GPUs after one another."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    _, count = gpus_seen()
     devices = [torch.device("cuda", number) for number in range(count)] or [torch.device("cpu")]
     share = seconds / len(devices) / 3
     return [_device(device, share) for device in devices]
