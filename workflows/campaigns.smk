@@ -13,7 +13,7 @@ from rematbench.slurm.submissions import announce, refuse_simulated
 from rematbench.store import Store
 
 CAMPAIGNS = {}
-be_patient()
+be_patient(config["status_seconds"])
 
 
 def campaign(wildcards):

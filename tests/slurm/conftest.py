@@ -1,5 +1,6 @@
 """One local Slurm for each module, and a checkout whose Snakemake submits to it."""
 
+import compileall
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ FAST = (
     *("--seconds-between-status-checks", "1"),
     *("--latency-wait", "5"),
 )
-"""For a test's queue only: a real controller is asked less often."""
+"""For a test's queue only, and status_seconds below: a real controller is asked less often."""
 
 
 class Cluster(Checkout):
@@ -94,6 +95,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         slurm.start()
         made = Cluster(tmp_path_factory.mktemp("checkout"))
         made.slurm = slurm
+        profile = made.path / "profiles/slurm/run.yaml"
+        seconds = "status_seconds: 30"
+        assert seconds in profile.read_text()
+        profile.write_text(profile.read_text().replace(seconds, "status_seconds: 1"))
+        compileall.compile_dir(made.path / "src", quiet=1)  # for three interpreters in every job
         yield made
     finally:
         slurm.stop()

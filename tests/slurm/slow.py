@@ -51,13 +51,18 @@ HERE = ("--config", "simulate_on=slurm")
 
 def make_slow(checkout: Path, cells: int, seconds: float = 1.0) -> None:
     """Leave keep_all and the slow method, and `cells` problems of the smoke suite."""
-    for path in (checkout / "methods").glob("*.py"):
-        if path.stem != "keep_all":
-            path.unlink()
+    leave_methods(checkout, {"keep_all"})
     (checkout / "methods/slow.py").write_text(METHOD.format(seconds=seconds))
     (checkout / "calls").write_text("")
     problems = [PROBLEM.format(number=n, seq_len=32 * (n + 1)) for n in range(cells)]
     (checkout / "config/smoke.yaml").write_text("problems:" + "".join(problems))
+
+
+def leave_methods(checkout: Path, names: set[str]) -> None:
+    """Remove the other methods' files."""
+    for path in (checkout / "methods").glob("*.py"):
+        if path.stem not in names:
+            path.unlink()
 
 
 def finished(checkout: Path) -> dict[str, tuple[int, int]]:

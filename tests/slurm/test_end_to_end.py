@@ -11,6 +11,8 @@ import pytest
 
 from tests.slurm.conftest import Cluster
 from tests.slurm.fragile import write_suite
+from tests.slurm.slow import leave_methods
+from tests.workflow.checkout import ROOT
 
 pytestmark = pytest.mark.slurm
 
@@ -30,6 +32,7 @@ def measured(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record["record"].items() if key not in elsewhere}
 
 
+METHODS = len(list((ROOT / "methods").glob("*.py")))
 CALL_OUT = "import socket; socket.create_connection(('192.0.2.7', 53), timeout=5)"
 
 
@@ -41,12 +44,24 @@ def test_nodes_have_no_network(cluster: Cluster) -> None:
     assert "Network is unreachable" in tried.stderr
 
 
-def test_the_smoke_suite_runs_as_jobs(cluster: Cluster) -> None:
+@pytest.mark.soak
+def test_all_of_the_smoke_suite_runs_as_jobs(cluster: Cluster) -> None:
     done = cluster.submit("smoke", "--config", "simulate_on=slurm")
     assert done.returncode == 0, done.stdout
-    assert "has been submitted with SLURM jobid" in done.stdout
+    assert done.stdout.count("has been submitted with SLURM jobid") == METHODS + 1
+    table = (cluster.path / "results/smoke/tables/methods.md").read_text()
+    assert "| lynx_opt " in table
+
+
+def test_the_smoke_suite_runs_as_jobs(cluster: Cluster) -> None:
+    """With three methods and a composition, to be quick: all that its tables and figures need."""
+    leave_methods(cluster.path, {"full_recompute", "balanced_checkpointing", "pp_offload"})
+    done = cluster.submit("smoke", "--config", "simulate_on=slurm")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("has been submitted with SLURM jobid") == 4
     table = (cluster.path / "results/smoke/tables/methods.md").read_text()
     assert "| full_recompute " in table
+    assert (cluster.path / "results/smoke/figures/timeline.pdf").stat().st_size
     again = cluster.submit("smoke", "--config", "simulate_on=slurm", "--dry-run")
     assert "Nothing to be done" in again.stdout, again.stdout
 
