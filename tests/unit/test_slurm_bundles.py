@@ -9,6 +9,7 @@ from rematbench.discover import discover
 from rematbench.slurm.cells import Campaign, execute_words
 from rematbench.slurm.launch import Allocation, torchrun
 from rematbench.slurm.resources import executed_resources
+from rematbench.slurm.settings import load_site
 from tests.campaigns import ROOT, campaign, site_file
 
 
@@ -57,6 +58,12 @@ def test_resources_of_one_and_of_several_nodes(tmp_path: Path) -> None:
     (alone, *_) = (executed_resources(one.site, bundle) for bundle in one.bundles.values())
     assert (alone["gres"], alone["nodes"], alone["mpi"], alone["tasks"]) == ("gpu:2", 1, None, None)
     assert alone["qos"] is None
+    assert alone["slurm_partition"] == "p"
+    assert alone["slurm_account"] is None
+    (owned,) = {
+        executed_resources(load_site("h800-80gb"), b)["slurm_account"] for b in one.bundles.values()
+    }
+    assert owned == "my-project"
     two = campaign(tmp_path, path, gpus=4)
     (both, *_) = (executed_resources(two.site, bundle) for bundle in two.bundles.values())
     assert (both["nodes"], both["tasks"], both["mpi"]) == (2, 2, "srun")

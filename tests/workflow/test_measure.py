@@ -155,6 +155,15 @@ def test_only_what_is_executed_or_told_to_leaves_the_machine() -> None:
     assert following == {"bundle", "matrix", "predict", "study"}
 
 
+def test_nothing_overrides_the_profile_and_no_rule_retries() -> None:
+    """profiles/default is loaded by itself and wins over --profile; a rule's retries are nested in
+    those of the job step."""
+    assert [path.name for path in (ROOT / "profiles").iterdir()] == ["slurm"]
+    assert (ROOT / "slurm").resolve() == ROOT / "profiles/slurm"
+    rules = "".join(path.read_text() for path in (ROOT / "workflows").glob("*.smk"))
+    assert "retries" not in rules
+
+
 def test_all_is_planned_with_the_profile(measured: Checkout) -> None:
     (measured.path / "results/measured").symlink_to(ROOT / "results/measured")
     words = ("--profile", "slurm", "--config", "simulate_on=slurm", "--dry-run")
