@@ -1,9 +1,12 @@
 """A suite whose cells take a second each and leave a mark in `calls`, to be interrupted."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from tests.workflow.checkout import ROOT
 
 METHOD = '''
 """slow: keeps everything, after a while.
@@ -49,9 +52,13 @@ TARGET = "results/smoke/runs.csv"
 HERE = ("--config", "simulate_on=slurm")
 
 
-def make_slow(checkout: Path, cells: int, seconds: float = 1.0) -> None:
-    """Leave keep_all and the slow method, and `cells` problems of the smoke suite."""
-    leave_methods(checkout, {"keep_all"})
+def make_slow(
+    checkout: Path, cells: int, seconds: float = 1.0, beside: tuple[str, ...] = ("keep_all",)
+) -> None:
+    """Leave the slow method and those `beside` it, a job each, on `cells` problems."""
+    leave_methods(checkout, set(beside))
+    for name in beside:
+        shutil.copy2(ROOT / f"methods/{name}.py", checkout / "methods")
     (checkout / "methods/slow.py").write_text(METHOD.format(seconds=seconds))
     (checkout / "calls").write_text("")
     problems = [PROBLEM.format(number=n, seq_len=32 * (n + 1)) for n in range(cells)]

@@ -112,10 +112,13 @@ def test_the_controller_away_for_a_minute(cluster: Cluster) -> None:
 
 @pytest.mark.soak
 def test_a_hanging_cell_ends_at_its_limit(cluster: Cluster) -> None:
-    write_suite(cluster.path, {"one-node": 1}, ["hangs"], minutes=1)
+    """And one out of device memory before it, as torch says it."""
+    write_suite(cluster.path, {"one-node": 1}, ["oom", "hangs"], minutes=1)
     done = cluster.submit("measure")
     assert done.returncode == 0, done.stdout
     table = (cluster.path / "results/measure/executed.csv").read_text().splitlines()
-    assert len(table) == 3
+    assert len(table) == 4
     assert ",ok," in table[1]
-    assert ",timeout,no result within 60 s," in table[2]
+    assert ",oom," in table[2]
+    assert "tried to allocate 80 GiB" in table[2]
+    assert ",timeout,no result within 60 s," in table[3]
