@@ -93,17 +93,17 @@ def settle_jobs(
 def _patiently(folder: Path, patience_s: float, say: Callable[[str], None]) -> list[Left]:
     """The jobs that are left, asked for until the controller answers or patience ends."""
     ends = time.monotonic() + patience_s
-    limit_s, told = min(ANSWER_S, patience_s), False
+    limit_s, first = min(ANSWER_S, patience_s), ""
     while True:
         try:
             return left_jobs(folder, limit_s)
         except Unreachable as error:
-            if not told:
-                say(f"waiting for Slurm, at most {patience_s / 60:.3g} minutes: {error}")
-            told = True
+            if not first:
+                first = str(error)
+                say(f"waiting for Slurm, at most {patience_s / 60:.3g} minutes: {first}")
             limit_s = min(ANSWER_S, ends - time.monotonic() - POLL_S)
             if limit_s <= 0:
-                text = f"Slurm did not answer for {patience_s / 60:.3g} minutes ({error})"
+                text = f"Slurm did not answer for {patience_s / 60:.3g} minutes ({first})"
                 raise Silent(text) from error
         time.sleep(POLL_S)
 
