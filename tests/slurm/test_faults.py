@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.slurm.conftest import Cluster
+from tests.slurm.conftest import FAST, Cluster
 from tests.slurm.fragile import write_suite
 from tests.slurm.slow import HERE, TARGET, calls, leftovers, make_slow, rows
 
@@ -62,8 +62,7 @@ def finish(cluster: Cluster, run: "object") -> None:
     """A run that was disturbed comes to its end by itself or by the documented command."""
     text, _ = run.communicate()  # type: ignore[attr-defined]
     if run.returncode != 0:  # type: ignore[attr-defined]
-        cluster.tool("rematbench", "settle")
-        again = cluster.submit(TARGET, *HERE)
+        again = cluster.tool("rematbench", "resume", "--", TARGET, *HERE, *FAST)
         assert again.returncode == 0, text + again.stdout
     assert {record["status"] for record in rows(cluster.path)} == {"ok"}
     assert not leftovers(cluster.path)

@@ -19,9 +19,9 @@ def choose_device(kind: str, rank: int) -> torch.device:
     return device
 
 
-def bind_near(device: torch.device) -> int:
+def bind_near(device: torch.device, system: Path = Path("/sys")) -> int:
     """Bind this process to the CPUs of its GPU's NUMA node, as far as it may use them; the node's
-    number, or -1 where the kernel does not say."""
+    number, or -1 where the kernel (its `system` files) does not say."""
     found = torch.cuda.get_device_properties(device)
     place: list[Any] = [
         getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
@@ -30,11 +30,11 @@ def bind_near(device: torch.device) -> int:
         return -1
     name = "{:04x}:{:02x}:{:02x}.0".format(*place)
     try:
-        node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text(encoding="ascii"))
-        listing = Path(f"/sys/devices/system/node/node{node}/cpulist").read_text(encoding="ascii")
+        node = int((system / f"bus/pci/devices/{name}/numa_node").read_text(encoding="ascii"))
+        place_of = system / f"devices/system/node/node{node}/cpulist"
+        near = cpu_set(place_of.read_text(encoding="ascii")) & os.sched_getaffinity(0)
     except (OSError, ValueError):
         return -1
-    near = cpu_set(listing) & os.sched_getaffinity(0)
     if near:
         os.sched_setaffinity(0, near)
     return node

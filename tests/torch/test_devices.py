@@ -1,0 +1,64 @@
+"""A rank runs near its GPU: on the CPUs of the NUMA node that the kernel names for it."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from rematbench.torch.devices import bind_near  # noqa: E402  # only with torch
+
+
+@pytest.fixture
+def own_cpus() -> Iterator[list[int]]:
+    """CPUs of this process, given back at the end; two at least."""
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("one CPU cannot be bound to fewer")
+    yield sorted(before)
+    os.sched_setaffinity(0, before)
+
+
+def system(tmp_path: Path, node: int, cpus: str) -> Path:
+    """Files of a kernel with one GPU at 0000:1b:00.0."""
+    gpu = tmp_path / "bus/pci/devices/0000:1b:00.0"
+    gpu.mkdir(parents=True)
+    (gpu / "numa_node").write_text(f"{node}\n")
+    place = tmp_path / "devices/system/node/node1"
+    place.mkdir(parents=True)
+    (place / "cpulist").write_text(f"{cpus}\n")
+    return tmp_path
+
+
+def found(monkeypatch: pytest.MonkeyPatch, bus: int | None) -> None:
+    """torch names the GPU's place."""
+    told = SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: told)
+
+
+def test_a_rank_is_bound_to_the_cpus_of_its_gpus_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cpus: list[int]
+) -> None:
+    found(monkeypatch, 0x1B)
+    last = own_cpus[-1]
+    assert bind_near(torch.device("cuda", 0), system(tmp_path, 1, f"{last},100000")) == 1
+    assert os.sched_getaffinity(0) == {last}
+
+
+@pytest.mark.parametrize(
+    ("bus", "node", "cpus"), [(0x1B, 1, "100000"), (0x1B, -1, "0"), (0x2B, 1, "0"), (None, 1, "0")]
+)
+def test_nothing_is_bound_where_nothing_is_known_or_allowed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own_cpus: list[int],
+    bus: int | None,
+    node: int,
+    cpus: str,
+) -> None:
+    found(monkeypatch, bus)
+    bind_near(torch.device("cuda", 0), system(tmp_path, node, cpus))
+    assert sorted(os.sched_getaffinity(0)) == own_cpus
