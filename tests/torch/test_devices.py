@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.torch.devices import bind_near  # noqa: E402  # only with torch
+import torch
+
+from rematbench.torch.devices import bind_near
 
 
 @pytest.fixture
