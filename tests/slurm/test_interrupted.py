@@ -85,7 +85,7 @@ def test_scancel_is_retried_and_repeats_no_finished_cell(cluster: Cluster) -> No
 
 
 LONG = """
-steps: 12
+steps: 4
 cell_minutes: 20
 methods: [keep_all]
 problems:
