@@ -35,7 +35,7 @@ from rematbench.solve.kept import kept_activations
 from rematbench.solve.swap import SwapShare, swap_share
 from rematbench.workload import NonNegativeInt, PositiveInt
 
-WHOLE = ("layer_input", "attn_out", "lse")
+WHOLE = ("layer_input", "attn_out", "attn_heads", "lse")
 
 
 class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -50,7 +50,8 @@ def layer_table(
         turned = s.tokens * (s.q_width + s.kv_width) * b.e
         rope = moved(2 * turned, launches=2) if fused else moved(10 * turned, launches=8)
     widths = {"q": s.q_width, "k": s.kv_width, "v": s.kv_width}
-    b.column("qkv", "attn_norm_out", widths, rope, bias=model.qkv_bias)
+    projected = {b.projected(name): width for name, width in widths.items()}
+    b.column("qkv", "attn_norm_out", projected, rope, bias=model.qkv_bias)
     b.attention(window)
     b.row("proj", "attn_out", "proj_out", s.q_width, bias=model.proj_bias)
     mixed = _post_norm(b, "post_attn_norm", "proj_out")

@@ -16,7 +16,6 @@ class _AttentionComms(Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     gather: Comm | None = None
     regather: Comm | None = None
-    reduce: Comm | None = None
     grad_reduce: Comm | None = None
 
 
@@ -171,9 +170,47 @@ class Builder:
             )
         )
 
+    def projected(self, name: str) -> str:
+        """What the qkv projection calls its output: q, k and v are what attention reads, and under
+        Ulysses that is another order of them."""
+        return f"{name}_rows" if self.ulysses > 1 else name
+
     def attention(self, window: int) -> None:
+        """The attention kernel, between two all-to-alls under Ulysses (arXiv 2309.14509).
+
+        There the qkv projection and the output projection work on the rank's part of the sequence
+        with all its heads, the kernel on whole sequences with a part of the heads.  The kernel's
+        backward reads q, k, v and its output in the order of heads; the output projection's weight
+        gradient reads the output in the order of rows.  So both orders of the output are saved,
+        and nothing needs q, k and v in the order of rows (RoPE's backward reads angles only).
+        """
+        out = "attn_heads" if self.ulysses > 1 else "attn_out"
+        if self.ulysses > 1:
+            kv_heads = max(self.s.kv_heads, self.ulysses)  # fewer are sent to several ranks
+            kv_width = kv_heads * self.model.head_dim
+            widths = {"q": self.s.q_width, "k": kv_width, "v": kv_width}
+            self._exchange("to_heads", {self.projected(name): name for name in widths}, widths)
+        self._attention(window, self.wide(out, self.s.q_width))
+        if self.ulysses > 1:
+            self._exchange("to_rows", {out: "attn_out"}, {"attn_out": self.s.q_width})
+
+    def _exchange(self, name: str, pairs: dict[str, str], widths: dict[str, int]) -> None:
+        """An all-to-all between two orders of some tensors; as many bytes come back."""
+        for out, width in widths.items():
+            self.wide(out, width)
+        comm = Comm("all_to_all", "cp", self.nbytes(*widths))
+        self.ops.append(
+            Op(
+                name=name,
+                inputs=tuple(pairs),
+                outputs=tuple(pairs.values()),
+                reduce=comm,
+                grad_gather=comm,
+            )
+        )
+
+    def _attention(self, window: int, out: str) -> None:
         fused = self.fused_attention
-        self.wide("attn_out", self.s.q_width)
         s = self.s
         pairs = causal_pairs(s.seq_len, window) // s.cp
         if not fused:
@@ -194,28 +231,25 @@ class Builder:
             Op(
                 name="attention",
                 inputs=("q", "k", "v"),
-                outputs=("attn_out", *internals),
-                saves=("q", "k", "v", *internals, *(("attn_out",) if fused else ())),
+                outputs=(out, *internals),
+                saves=("q", "k", "v", *internals, *((out,) if fused else ())),
                 forward=(kernel,),
                 backward_input=(kernel,),
                 row_local=False,
                 gathered_bytes=comms.nbytes,
                 gather=comms.gather,
                 regather=comms.regather,
-                reduce=comms.reduce,
-                grad_gather=comms.reduce,
                 grad_reduce=comms.grad_reduce,
             )
         )
 
     def _attention_comms(self) -> "_AttentionComms":
-        """Collectives of attention under context parallelism or Ulysses.
+        """Collectives of attention under context parallelism.
 
         allgather: KV of all cp ranks, dKV reduce-scattered (ATC'24); ring: KV passed on beside the
-        kernels, KV and dKV in the backward (Ring Attention, arXiv 2310.01889); ulysses: q, k, v to
-        head shards and the output back (arXiv 2309.14509); it saves the exchanged tensors.
+        kernels, KV and dKV in the backward (Ring Attention, arXiv 2310.01889).
         """
-        kv, qkv = self.nbytes("k", "v"), self.nbytes("q", "k", "v")
+        kv = self.nbytes("k", "v")
         cp = self.s.cp
         if cp > 1 and self.system.cp_kind == "ring":
             ring, back = Comm("ring", "cp", kv * cp), Comm("ring", "cp", 2 * kv * cp)
@@ -224,9 +258,6 @@ class Builder:
             spread = Comm("all_gather", "cp", kv * cp)
             back = Comm("reduce_scatter", "cp", kv * cp)
             return _AttentionComms(nbytes=kv * cp, gather=spread, regather=spread, grad_reduce=back)
-        if self.ulysses > 1:
-            into, out = Comm("all_to_all", "cp", qkv), Comm("all_to_all", "cp", self.nbytes("q"))
-            return _AttentionComms(nbytes=qkv, gather=into, reduce=out, grad_reduce=into)
         return _AttentionComms()
 
     def _lse(self) -> str:

@@ -204,6 +204,8 @@ class BackwardEmitter:
         incoming = [self.grads[o] for o in outputs if o in self.grads]
         for name in op.alias_inputs:
             self.grads[self.rebuild.name(unit, name)] = incoming[0]
+        if op.exchanges:
+            self._exchange(unit, op, incoming)
         if not op.backward_input and not op.backward_weight:
             return
         beside = ""
@@ -225,6 +227,16 @@ class BackwardEmitter:
         pending, regathered = self._regather(unit, op, saved)
         pending = pending or beside
         self._kernels(unit, op, [*incoming, *saved], regathered, pending)
+
+    def _exchange(self, unit: Unit, op: Op, incoming: list[str]) -> None:
+        """The gradients go back the way the tensors came."""
+        assert op.grad_gather is not None
+        reads = [*incoming, *self._accumulated(unit, op)]
+        allocs, _ = self._gradients(unit, op)
+        share = self._share._asdict()
+        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, allocs, **share)
+        self.rebuild.window(unit, op.name, "backward")
+        self.w.wait(COMPUTE, event)
 
     def _gathers_beside(self, op: Op) -> bool:
         """Whether the gather of the output's gradient runs beside the input gradient's GEMM."""

@@ -6,7 +6,7 @@ import msgspec
 
 from rematbench.action import HOST, Action, Alloc, Kind, place
 from rematbench.chunk_ops import ChunkOps, Unit, piece_bytes
-from rematbench.ops import Op
+from rematbench.ops import Comm, Op
 from rematbench.writer import COMPUTE, BlockWriter
 
 
@@ -43,6 +43,9 @@ def emit_op(
 ) -> None:
     """Gather, kernels, reduce.  With GEMM overlap (and in ring attention) the collectives run
     beside the kernels and are only waited for afterwards."""
+    if op.exchanges:
+        _exchange(w, unit, op, names, share)
+        return
     fraction = share.fraction
     gemm_overlap = chunk.problem.system.tp_overlap == "gemm"
     ring = op.gather is not None and op.gather.kind == "ring"
@@ -71,6 +74,26 @@ def emit_op(
             op.reduce, unit.prefix, op.name, *reduced, after=after, **share._asdict()
         )
         w.wait(COMPUTE, done)
+
+
+def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, share: Share) -> None:
+    """An all-to-all alone, of the tensors that are wanted."""
+    assert op.reduce is not None
+    tensors = unit.table.activations
+    reads, slices, allocs, moved = [], [], [], 0
+    for source, out in zip(op.inputs, op.outputs, strict=True):
+        if out in names.writes:
+            allocs.append(Alloc(names.writes[out], piece_bytes(tensors[out], share.fraction)))
+        elif out in names.slices:
+            slices.append(names.slices[out])
+        else:
+            continue
+        reads.append(names.reads[source])
+        moved += tensors[out].nbytes
+    comm = Comm(op.reduce.kind, op.reduce.group, moved)
+    reads += slices
+    done = w.collective(comm, unit.prefix, op.name, reads, allocs, **share._asdict())
+    w.wait(COMPUTE, done)
 
 
 def _kernels(

@@ -77,17 +77,38 @@ def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> lis
             lay.sp and work.seq_len % (lay.cp * lay.tp) != 0,
             f"seq_len {work.seq_len} must divide by cp x tp = {lay.cp * lay.tp} (with sp)",
         ),
+        *_ulysses_rules(lay, work, system),
         (
             lay.cp > 1 and system.cp_kind == "none",
             f"system {system.name} has no context parallelism, but cp = {lay.cp}",
         ),
         (
-            lay.ulysses > 1 and "ulysses" not in system.features,
-            f"system {system.name} has no Ulysses all-to-all, but ulysses = {lay.ulysses}",
-        ),
-        (
             lay.gpus > cluster.gpus_per_node and lay.gpus % cluster.gpus_per_node != 0,
             f"tp x cp x pp x dp = {lay.gpus} GPUs do not fill nodes of {cluster.gpus_per_node}",
+        ),
+    ]
+
+
+def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    degree = lay.ulysses
+    kv_heads = max(1, work.model.num_kv_heads // lay.tp)
+    parts = degree * (lay.tp if lay.sp else 1)
+    return [
+        (
+            degree > 1 and "ulysses" not in system.features,
+            f"system {system.name} has no Ulysses all-to-all, but ulysses = {degree}",
+        ),
+        (
+            degree > 1 and lay.cp > 1,
+            f"cp = {lay.cp} together with ulysses = {degree} is not modelled",
+        ),
+        (
+            degree > 1 and work.seq_len % parts != 0,
+            f"seq_len {work.seq_len} must divide by ulysses (x tp with sp) = {parts}",
+        ),
+        (
+            max(kv_heads, degree) % min(kv_heads, degree) != 0,
+            f"{kv_heads} KV heads of a rank and ulysses = {degree}: one must divide the other",
         ),
     ]
 

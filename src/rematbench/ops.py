@@ -51,6 +51,8 @@ class Op(Struct, frozen=True, kw_only=True):
     the output after the forward, `grad_gather` on the output's gradient, `grad_reduce` on the
     input's gradient.
     `gathered_bytes` is the transient gathered input, `unreduced_bytes` the output before `reduce`.
+    An operator whose `reduce` is an all-to-all is nothing else (`exchanges`): output i is input i
+    in another order, and `grad_gather` brings its gradient back.
     `row_local`: each output row depends on the same input row only.  `alias_inputs`: inputs whose
     gradient IS the output's gradient (a residual addition), so the backward moves no bytes.
     `scratch_*` are bytes held inside the kernel only.
@@ -80,6 +82,11 @@ class Op(Struct, frozen=True, kw_only=True):
     def has_weight(self) -> bool:
         """Whether a weight gradient is computed apart from the input gradient."""
         return bool(self.backward_weight)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it is a collective alone, which reorders each of its inputs."""
+        return self.reduce is not None and self.reduce.kind == "all_to_all"
 
 
 class OpTable(Struct, frozen=True, kw_only=True):

@@ -40,6 +40,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp4-vpp2": {"pp": 4, "vpp": 2, "global_batch": 8},
     "tp2-pp2": {"tp": 2, "pp": 2, "global_batch": 4},
     "tp2-cp2": {"tp": 2, "cp": 2, "zero_stage": 1, "global_batch": 2},
+    "ulysses2": {"dp": 2, "ulysses": 2, "global_batch": 4, "micro_batch": 2},
+    "ulysses4": {"dp": 4, "ulysses": 4, "global_batch": 2},
+    "tp2-ulysses2": {"tp": 2, "dp": 2, "ulysses": 2, "global_batch": 4, "micro_batch": 2},
+    "dp2-ulysses2": {"dp": 4, "ulysses": 2, "global_batch": 4},
     "pp2-vpp2": {"pp": 2, "vpp": 2, "global_batch": 4},
 }
 """The issue's layouts and a few more, by name."""

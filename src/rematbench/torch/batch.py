@@ -48,12 +48,15 @@ def slices(layout: Layout, place: Coordinates) -> tuple[int, ...]:
     """Which of a sequence's 2 x cp slices a rank holds: one from the head, one from the tail, so
     that causal work is balanced (all of the sequence without context parallelism)."""
     if layout.cp == 1:
-        return (0,)
+        return (0,)  # under Ulysses attention sees whole sequences
     return (place.cp, 2 * layout.cp - 1 - place.cp)
 
 
 def positions(layout: Layout, place: Coordinates, seq_len: int) -> Tensor:
     """Positions of a rank's rows inside a sequence."""
+    if layout.ulysses > 1:
+        size = seq_len // layout.ulysses
+        return torch.arange(place.cp * size, (place.cp + 1) * size)
     held = slices(layout, place)
     size = seq_len // (len(held) * layout.cp)
     return torch.cat([torch.arange(i * size, (i + 1) * size) for i in held])
@@ -68,7 +71,7 @@ def micro_batches(
     batch: Batch, layout: Layout, place: Coordinates, device: torch.device
 ) -> list[MicroBatch]:
     """This rank's micro-batches, in order."""
-    per_replica = batch.ids.shape[0] // layout.dp
+    per_replica = batch.ids.shape[0] // layout.replicas
     first = place.dp * per_replica
     where = positions(layout, place, batch.ids.shape[1])
     scale = loss_scale(batch.counted)

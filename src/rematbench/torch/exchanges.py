@@ -3,8 +3,10 @@
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from rematbench.action import Action, Kind
+from rematbench.torch import ulysses
 from rematbench.torch.groups import Group, Groups
 from rematbench.torch.memory import Memory, Site, Value, identity
 from rematbench.torch.model import RankModel
@@ -40,6 +42,45 @@ class Exchanges:
         out = source.new_empty(source.shape[0] * group.size, source.shape[1])
         self.streams.run(action.stream, lambda: group.all_gather(out, source), out)
         self.memory.put(site.key(action.allocs[0].name), Value(out, site.first, site.size))
+
+    def all_to_all(self, action: Action, site: Site) -> None:
+        """Ulysses: tensors from one order to the other, or their gradients back."""
+        group, head_dim = self.group(action), self.model.kind.head_dim
+        back = action.reads[0].startswith("d:")
+        to_heads = (action.op == "to_heads") != back
+        move = ulysses.to_heads if to_heads else ulysses.to_rows
+        for source, target, width in self._pairs(action, site.chunk, back=back):
+            sent = self.memory[site.key(source)].rows(site.first, site.size)
+            if to_heads:
+                out = sent.new_empty(sent.shape[0] * group.size, width // group.size)
+            else:
+                out = sent.new_empty(sent.shape[0] // group.size, width)
+            work = partial(move, out, sent, group, head_dim)
+            self.streams.run(action.stream, work, out)
+            self._arrived(action, site, target, out)
+
+    def _pairs(self, action: Action, chunk: int, *, back: bool) -> list[tuple[str, str, int]]:
+        """(what is sent, what it becomes, elements of a row of that in the order of rows)."""
+        unit = self.model.units[chunk][action.part]
+        op = next(op for op in unit.table.ops if op.name == action.op)
+        there = {identity(n): n for n in (*action.reads, *(a.name for a in action.allocs))}
+        ends = (op.outputs, op.inputs) if back else (op.inputs, op.outputs)
+        found = []
+        for source, target in zip(*ends, strict=True):
+            names = [self.model.chunks[chunk].storage(unit, name) for name in (source, target)]
+            if all(name in there for name in names):
+                width = unit.table.activations[target].row_bytes // self.model.dtype.itemsize
+                found.append((there[names[0]], there[names[1]], width))
+        return found
+
+    def _arrived(self, action: Action, site: Site, target: str, out: Tensor) -> None:
+        """A new storage, or rows of one that exists; a gradient is added there."""
+        if target in {alloc.name for alloc in action.allocs}:
+            self.memory.put(site.key(target), Value(out, site.first, site.size))
+            return
+        rows = self.memory[site.key(target)].view(site.first, site.size)
+        place = rows.add_ if target.startswith("d:") else rows.copy_
+        self.streams.run(action.stream, lambda: place(out.view(rows.shape)))
 
     def _gather_kv(self, action: Action, site: Site, group: Group) -> None:
         by_name = {identity(name).rpartition(".")[2]: name for name in action.reads}

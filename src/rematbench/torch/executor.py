@@ -11,6 +11,7 @@ from rematbench.chunk_ops import Unit
 from rematbench.ops import Op
 from rematbench.program import RankProgram
 from rematbench.torch import operators
+from rematbench.torch.calls import Call
 from rematbench.torch.exchanges import Exchanges
 from rematbench.torch.groups import Groups
 from rematbench.torch.memory import (
@@ -26,7 +27,7 @@ from rematbench.torch.memory import (
 from rematbench.torch.messages import Messages
 from rematbench.torch.model import RankModel
 from rematbench.torch.movers import Movers
-from rematbench.torch.operators import Call
+from rematbench.torch.operators_ends import finish_loss
 from rematbench.torch.parameters import AdamW, Parameter
 from rematbench.torch.streams import Mark, Streams, make_streams
 from rematbench.torch.tracker import Tracker
@@ -78,6 +79,7 @@ class Executor:
             Kind.ALL_GATHER: self.exchanges.all_gather,
             Kind.REDUCE_SCATTER: self.exchanges.reduce_scatter,
             Kind.ALL_REDUCE: self.all_reduce,
+            Kind.ALL_TO_ALL: self.exchanges.all_to_all,
             Kind.SEND: self.messages.send,
             Kind.RECV: self.messages.receive,
             Kind.ALLOC: self.movers.alloc,
@@ -250,7 +252,7 @@ class Executor:
         counts = self.counting.pop(name)
 
         def work() -> None:
-            total = operators.finish_loss(call._replace(tensors=saved), self.groups.by_name["tp"])
+            total = finish_loss(call._replace(tensors=saved), self.groups.by_name["tp"])
             if counts:
                 self.loss.add_(total)
 

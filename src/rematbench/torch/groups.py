@@ -1,4 +1,7 @@
-"""A rank's coordinates and its process groups: tp, cp, dp (state peers: dp x cp), pp."""
+"""A rank's coordinates and its process groups: tp, cp, dp (state peers: dp x cp), pp.
+
+Ulysses ranks are neighbours taken from dp and have the place of cp.
+"""
 
 import time
 from collections.abc import Callable
@@ -9,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rematbench.cost.collectives import degrees
 from rematbench.layout import Layout
 
 SETTLE_S = 1.0
@@ -25,7 +29,7 @@ class Coordinates(NamedTuple):
 
 def coordinates(rank: int, layout: Layout, order: tuple[str, ...]) -> Coordinates:
     """Place of a rank when the first dimension of `order` varies fastest."""
-    sizes = {"tp": layout.tp, "cp": layout.cp, "dp": layout.dp, "pp": layout.pp}
+    sizes = degrees(layout)
     place: dict[str, int] = {}
     for name in order:
         rank, place[name] = divmod(rank, sizes[name])
@@ -74,8 +78,16 @@ class Group(NamedTuple):
     def _exchange_and_add(self, out: Tensor, whole: Tensor) -> None:
         """On gloo: every rank's rows for this one, added in rank order."""
         parts = torch.empty_like(whole)
-        self._call(partial(dist.all_to_all_single, group=self.handle), parts, whole.contiguous())
+        self.all_to_all(parts, whole)
         torch.sum(parts.view(self.size, -1), 0, out=out.view(-1))
+
+    def all_to_all(self, out: Tensor, whole: Tensor) -> None:
+        """out = every rank's part for this one; `whole` has a part for each rank, in rank order."""
+        if self.handle is None:
+            out.view(-1).copy_(whole.reshape(-1))
+            return
+        call = partial(dist.all_to_all_single, group=self.handle)
+        self._call(call, out.view(-1), whole.contiguous().view(-1))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
         """In place; `op` is sum or max."""

@@ -35,7 +35,6 @@ def require_executable(problem: Problem, plan: Plan) -> None:
         "sliding-window attention": bool(windows),
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         f"precision {problem.workload.precision}": problem.workload.precision not in DTYPES,
-        "Ulysses": lay.ulysses > 1,
         "ring attention": lay.cp > 1 and system.cp_kind != "allgather",
         "unfused attention with context parallelism": lay.cp > 1 and problem.attention != "flash",
         "ZeRO stages 2 and 3": lay.state_shards > 1 and lay.zero_stage >= 2,
@@ -101,7 +100,7 @@ class RankModel:
         owner = Owner(
             tp_rank=place.tp,
             tp=lay.tp,
-            state_rank=place.dp * lay.cp + place.cp if sharded else 0,
+            state_rank=place.dp * (lay.cp * lay.ulysses) + place.cp if sharded else 0,
             state_shards=lay.state_shards if sharded else 1,
         )
         vocab = self.problem.system.padded_vocab(self.kind.vocab, lay.tp)
@@ -126,10 +125,11 @@ class RankModel:
 
     @cached_property
     def attention(self) -> Shape:
-        """One rank's attention."""
-        s = self.shapes
-        rows = s.tokens // s.micro_batch
-        return Shape(s.micro_batch, rows, s.heads, s.kv_heads, self.kind.head_dim)
+        """One rank's attention: of whole sequences with a part of the heads under Ulysses."""
+        s, ranks = self.shapes, self.problem.layout.ulysses
+        rows = ranks * s.tokens // s.micro_batch
+        kv_heads = max(1, s.kv_heads // ranks)
+        return Shape(s.micro_batch, rows, s.heads // ranks, kv_heads, self.kind.head_dim)
 
     def dtype_of(self, tensor: Activation) -> torch.dtype:
         """Element type of an activation."""

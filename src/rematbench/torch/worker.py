@@ -68,7 +68,7 @@ def _write_error(path: Path, error: BaseException) -> None:
 def _groups(case: Case, rank: int, known: dict[tuple[object, ...], Groups]) -> Groups:
     """Process groups, made once for each set of degrees."""
     lay, order = case.problem.layout, case.problem.system.rank_order
-    degrees = (lay.tp, lay.cp, lay.dp, lay.pp, order)
+    degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, order)
     if degrees not in known:
         known[degrees] = Groups(lay, order, rank)
     return known[degrees]

@@ -1,0 +1,54 @@
+"""One operator at work on one rank: its tensors, its rows, its parameters."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rematbench.chunk_ops import Unit
+from rematbench.ops import Op
+from rematbench.torch import kernels
+from rematbench.torch.memory import Site
+from rematbench.torch.model import RankModel
+from rematbench.torch.parameters import Parameter
+
+Tensors = dict[str, Tensor]
+
+
+class Call(NamedTuple):
+    """One operator at work: where, its tensors by activation name, the gradients of its outputs in
+    order, and which outputs are wanted."""
+
+    model: RankModel
+    unit: Unit
+    op: Op
+    site: Site
+    tensors: Tensors
+    grads: tuple[Tensor, ...] = ()
+    wanted: frozenset[str] = frozenset()
+
+    def parameter(self, name: str) -> Parameter:
+        """A parameter of the operator's unit."""
+        return self.model.local[self.site.chunk][self.unit.prefix][name]
+
+    def bias(self, name: str) -> Tensor | None:
+        """A bias, if the model has it."""
+        found = self.model.local[self.site.chunk][self.unit.prefix].get(f"{name}.bias")
+        return None if found is None else found.value
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """The call's rows of something that has one row per token of the rank."""
+        shard = self.model.shapes.shard_tokens
+        if self.site.size == shard:
+            return whole
+        blocks = whole.view(whole.shape[0] // shard, shard, *whole.shape[1:])
+        return blocks[:, self.site.first : self.site.stop].reshape(-1, *whole.shape[1:])
+
+    def only(self) -> Tensor:
+        """The single input."""
+        return self.tensors[self.op.inputs[0]]
+
+    def linear(self, x: Tensor, name: str, bias: Tensor | None) -> Tensor:
+        """x times a weight, its work counted."""
+        weight = self.parameter(name).value
+        self.model.flop += 2.0 * x.shape[0] * weight.numel()
+        return kernels.linear(x, weight, bias)

@@ -1,0 +1,96 @@
+"""Attention on one rank: heads of rows, keys and values of whole sequences, both directions."""
+
+import torch
+from torch import Tensor
+
+from rematbench.torch import attention as attn
+from rematbench.torch.calls import Call, Tensors
+from rematbench.torch.ulysses import by_rank, whole_sequences
+
+
+def _heads(call: Call, x: Tensor, heads: int) -> Tensor:
+    """rows x columns -> batch x heads x rows x head_dim."""
+    shape, ranks = call.model.attention, call.model.problem.layout.ulysses
+    if ranks > 1:
+        x = whole_sequences(x, ranks, shape.batch)
+    return x.view(shape.batch, -1, heads, shape.head_dim).transpose(1, 2)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """batch x heads x rows (x head_dim) -> rows x columns."""
+    y = x.transpose(1, 2)
+    return y.reshape(y.shape[0] * y.shape[1], -1)
+
+
+def _columns(call: Call, x: Tensor) -> Tensor:
+    """batch x heads x rows x head_dim -> rows x columns, in the order that other ranks know."""
+    ranks, batch = call.model.problem.layout.ulysses, call.model.attention.batch
+    return by_rank(_flat(x), ranks, batch) if ranks > 1 else _flat(x)
+
+
+def gathered_order(call: Call) -> Tensor | None:
+    """Where each position of a sequence lies in the ranks' rows one after another."""
+    lay = call.model.problem.layout
+    if lay.cp == 1:
+        return None
+    ends = [(r, 2 * lay.cp - 1 - r) for r in range(lay.cp)]
+    at = {position: 2 * r + i for r, pair in enumerate(ends) for i, position in enumerate(pair)}
+    return torch.tensor([at[i] for i in range(2 * lay.cp)], device=call.model.device)
+
+
+def _whole_kv(call: Call, name: str) -> Tensor:
+    """Keys or values of whole sequences, in order of position."""
+    shape, order = call.model.attention, gathered_order(call)
+    if order is None:
+        return _heads(call, call.tensors[name], shape.kv_heads)
+    full = call.tensors["full"].view(2, -1)[0 if name == "k" else 1]
+    cp = call.model.problem.layout.cp
+    by_slice = full.view(cp, shape.batch, 2, -1, shape.kv_heads, shape.head_dim)
+    by_slice = by_slice.permute(1, 0, 2, 3, 4, 5).reshape(
+        shape.batch, 2 * cp, -1, shape.kv_heads, shape.head_dim
+    )
+    return by_slice[:, order].flatten(1, 2).transpose(1, 2)
+
+
+def _to_ranks(call: Call, grad: Tensor) -> Tensor:
+    """A gradient of whole keys or values, in the ranks' rows one after another."""
+    shape, order = call.model.attention, gathered_order(call)
+    assert order is not None
+    cp = call.model.problem.layout.cp
+    parts = grad.transpose(1, 2).reshape(shape.batch, 2 * cp, -1)
+    back = torch.empty_like(parts)
+    back[:, order] = parts
+    return back.view(shape.batch, cp, -1).transpose(0, 1).reshape(-1)
+
+
+def attention(call: Call) -> Tensors:
+    shape, model = call.model.attention, call.model
+    q = _heads(call, call.tensors["q"], shape.heads)
+    k, v = _whole_kv(call, "k"), _whole_kv(call, "v")
+    pairs = sum((b.q1 - b.q0) * (b.k1 - b.k0) / (1 + b.causal)
+                for g in attn.blocks(shape.rows, model.slices) for b in g)  # fmt: skip
+    model.flop += 4.0 * pairs * shape.heads * shape.head_dim * shape.batch
+    if "attn_probs" in call.op.outputs:
+        probs = attn.probabilities(q, k)
+        out = probs @ attn.repeat(v, shape.heads)
+        probs = probs.view(shape.batch * shape.rows, -1)
+        return {call.op.outputs[0]: _columns(call, out), "attn_probs": probs}
+    out, lse = attn.attend(q, k, v, model.slices)
+    return {call.op.outputs[0]: _columns(call, out), "lse": _flat(lse)}
+
+
+def attention_backward(call: Call) -> Tensors:
+    shape = call.model.attention
+    grad = _heads(call, call.grads[0], shape.heads)
+    q = _heads(call, call.tensors["q"], shape.heads)
+    k, v = _whole_kv(call, "k"), _whole_kv(call, "v")
+    if "attn_probs" in call.op.outputs:
+        probs = call.tensors["attn_probs"].view(shape.batch, shape.heads, shape.rows, -1)
+        dq, dk, dv = attn.unfused_backward(grad, q, k, v, probs)
+        return {"q": _columns(call, dq), "k": _columns(call, dk), "v": _columns(call, dv)}
+    out = _heads(call, call.tensors[call.op.outputs[0]], shape.heads)
+    lse = call.tensors["lse"].view(shape.batch, -1, shape.heads).transpose(1, 2)
+    dq, dk, dv = attn.attend_backward(grad, q, k, v, out, lse, call.model.slices)
+    if "full" in call.tensors:
+        return {"q": _flat(dq), "part": torch.cat([_to_ranks(call, dk), _to_ranks(call, dv)])}
+    return {"q": _columns(call, dq), "k": _columns(call, dk), "v": _columns(call, dv)}

@@ -1,0 +1,61 @@
+"""The model's ends on one rank: token lookup, and the loss over vocabulary shards."""
+
+import torch
+from torch import Tensor
+
+from rematbench.torch import kernels
+from rematbench.torch.calls import Call, Tensors
+from rematbench.torch.groups import Group
+
+
+def embedding(call: Call) -> Tensors:
+    model = call.model
+    ids = model.batches[call.site.micro_batch].ids
+    out = kernels.embed(ids, call.parameter("embedding").value, model.vocab_start)
+    if model.kind.position == "learned" and model.place.tp == 0:  # one rank of the group adds it
+        out = out + call.parameter("position").value[model.where]
+    return {"layer_input": out}
+
+
+def embedding_weight(call: Call) -> None:
+    model = call.model
+    ids = model.batches[call.site.micro_batch].ids
+    total = call.parameter("embedding").grad
+    kernels.embed_backward(total, call.grads[0], ids, model.vocab_start)
+    if model.kind.position == "learned":
+        total = call.parameter("position").grad
+        total.index_add_(0, model.where, call.grads[0].to(total.dtype))
+
+
+def loss(call: Call) -> Tensors:
+    """A copy of the logits in the loss's dtype, columns of the padded vocabulary left out."""
+    saved = call.model.dtype_of(call.unit.table.activations["loss_saved"])
+    copy = call.only().to(saved, copy=True)
+    copy[:, max(0, call.model.kind.vocab - call.model.vocab_start) :] = float("-inf")
+    return {"loss_saved": copy}
+
+
+def finish_loss(call: Call, group: Group) -> Tensor:
+    """Logits -> softmax in place, over the vocabulary shards; the sum of the rows' losses."""
+    model, saved = call.model, call.tensors["loss_saved"]
+    labels = call.rows(model.batches[call.site.micro_batch].labels)
+    top = saved.amax(-1)
+    group.all_reduce(top, "max")
+    saved.sub_(top[:, None])
+    column, mine = kernels.shard_labels(labels, model.vocab_start, saved.shape[-1])
+    target = saved.gather(1, column[:, None])[:, 0].masked_fill(~mine, 0.0)
+    saved.exp_()
+    sums = torch.stack([saved.sum(-1), target])
+    group.all_reduce(sums)
+    saved.div_(sums[0][:, None])
+    return (sums[0].log() - sums[1]).masked_fill(labels == kernels.IGNORED, 0.0).sum()
+
+
+def loss_backward(call: Call) -> Tensors:
+    model = call.model
+    batch = model.batches[call.site.micro_batch]
+    probs, labels = call.tensors["loss_saved"], call.rows(batch.labels)
+    first = model.vocab_start
+    return {
+        "logits": kernels.cross_entropy_backward(probs, labels, first, batch.scale, model.dtype)
+    }
