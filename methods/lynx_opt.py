@@ -29,6 +29,6 @@ class LynxOpt(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Rebuild what must go for the plan to fit, where it costs least."""
         lay = problem.layout
-        if lay.tp == lay.pp == lay.cp == 1:
+        if lay.tp == lay.pp == lay.cp == lay.ulysses == 1:
             return Unsupported("needs tp, cp or pp > 1: there is no communication to hide beside")
         return relocated(problem, base, exact=True, repartition=self.repartition)

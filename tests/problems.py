@@ -97,7 +97,7 @@ FULL = (rule(Recompute(scope="layer", whole=True)), rule(Keep(), "layer_input"))
 """Every layer re-run from its input."""
 SKELETAL = (
     rule(Split(offload=0.5, recompute=0.5, scope="layer")),
-    rule(Offload(), "layer_input", "attn_out", "lse", *SCORES),
+    rule(Offload(), "layer_input", "attn_out", "attn_heads", "lse", *SCORES),
 )
 """MEMO's token split: the input and attention leave whole, the rest half and half."""
 

@@ -41,6 +41,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-pp2": {"tp": 2, "pp": 2, "global_batch": 4},
     "tp2-cp2": {"tp": 2, "cp": 2, "zero_stage": 1, "global_batch": 2},
     "ulysses2": {"dp": 2, "ulysses": 2, "global_batch": 4, "micro_batch": 2},
+    "ulysses2-zero0": {"dp": 2, "ulysses": 2, "zero_stage": 0, "global_batch": 2},
+    "pp2-ulysses2": {"pp": 2, "dp": 2, "ulysses": 2, "global_batch": 4},
     "ulysses4": {"dp": 4, "ulysses": 4, "global_batch": 2},
     "tp2-ulysses2": {"tp": 2, "dp": 2, "ulysses": 2, "global_batch": 4, "micro_batch": 2},
     "dp2-ulysses2": {"dp": 4, "ulysses": 2, "global_batch": 4},

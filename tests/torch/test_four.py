@@ -14,6 +14,9 @@ METHODS = ("keep_all", "full_recompute", "pp_offload", "memo")
 CASES = grid.short(
     [
         *grid.raw_cases("tp2-pp2", "skeletal", "windows"),
+        *grid.raw_cases("tp2-ulysses2", "windows", "rows"),
+        *grid.raw_cases("ulysses4", "full"),
+        *grid.raw_cases("dp2-ulysses2", "keep"),
         *(case for layout in LAYOUTS for case in grid.method_cases(layout, METHODS)),
     ]
 )

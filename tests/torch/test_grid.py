@@ -11,10 +11,10 @@ from tests.torch import cases, grid, laws
 
 SIZES = {
     1: ("one",),
-    2: ("tp2", "pp2", "cp2", "dp2", "pp2-vpp2"),
-    4: ("pp4-vpp2", "tp2-pp2", "tp2-cp2"),
+    2: ("tp2", "pp2", "cp2", "ulysses2", "dp2", "pp2-vpp2"),
+    4: ("pp4-vpp2", "tp2-pp2", "tp2-cp2", "tp2-ulysses2", "pp2-ulysses2"),
 }
-BITWISE = ("tp2", "pp2", "cp2", "dp2", "pp4-vpp2", "tp2-pp2")
+BITWISE = ("tp2", "pp2", "cp2", "ulysses2", "dp2", "pp4-vpp2", "tp2-pp2", "tp2-ulysses2")
 
 
 @cache

@@ -17,7 +17,7 @@ from rematbench.torch.trace import trace_rank
 from tests.torch import cases, grid
 from tests.torch.cases import TINY_GPT
 
-LAYOUTS = ("tp2", "pp2", "cp2", "dp2", "pp4-vpp2", "tp2-pp2")
+LAYOUTS = ("tp2", "pp2", "cp2", "ulysses2", "dp2", "pp4-vpp2", "tp2-pp2", "tp2-ulysses2")
 
 
 def real(case: Case) -> tuple[list[tuple[int, int]], int, int]:

@@ -9,12 +9,13 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 from rematbench.torch.case import Case, Result
 from tests.torch import grid, laws
 
-LAYOUTS = ("tp2", "pp2", "cp2", "dp2")
+LAYOUTS = ("tp2", "pp2", "cp2", "ulysses2", "dp2")
 BITWISE = ("tp2",)
 RAW = {
     "tp2": ("skeletal", "windows", "mini-dropped"),
     "pp2": ("offload",),
     "cp2": ("rows",),
+    "ulysses2": ("rows", "skeletal", "offload-slots", "mini-dropped"),
     "dp2": ("mini",),
 }
 CASES = grid.short(
@@ -23,6 +24,7 @@ CASES = grid.short(
         *(case for layout in LAYOUTS for case in grid.method_cases(layout)),
         *grid.raw_cases("tp2-no-sp", "mini"),
         *grid.raw_cases("dp2-zero0", "keep"),
+        *grid.raw_cases("ulysses2-zero0", "keep"),
     ]
 ) + [case for layout in BITWISE for case in grid.bitwise_cases(layout)]
 NAMES = [case.name for case in CASES]
