@@ -1,5 +1,6 @@
 """Long training runs on real text: each method's loss curve beside keep_all's."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,14 +8,15 @@ import typer
 from typer import Argument, Option
 
 from rematbench.cli_execute import need_torch, status_of
-from rematbench.cli_measured import cells, keep
+from rematbench.cli_measured import Cell, cells, keep
 from rematbench.cli_text import CommandError
 from rematbench.collect import read_records
 from rematbench.discover import IDENTITY
 from rematbench.measure import measured_record
 from rematbench.measured import Measured
 from rematbench.plan import Plan
-from rematbench.record import Record
+from rematbench.record import Record, RecordError, read_record
+from rematbench.remeasured import curve_differences
 from rematbench.sheets import write_sheet
 from rematbench.suitefile import load_suite
 from rematbench.table import Column, Table, fixed, whole
@@ -27,9 +29,12 @@ TEXT_BYTES = 4 << 20
 def converge(
     suite: Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods.")],
     output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")],
-    steps: Annotated[int, Option(min=2, help="Optimizer steps.")] = 200,
+    steps: Annotated[int, Option(min=2, help="Optimizer steps.")] = 240,
     only: Annotated[
         list[str] | None, Option(metavar="PROBLEM.METHOD", help="Some cells (repeatable).")
+    ] = None,
+    compare: Annotated[
+        Path | None, Option(metavar="DIR", help="Exit 1 if a curve is not as its namesake here.")
     ] = None,
 ) -> None:
     """Train a suite's model on the Python standard library's sources; a record per method.
@@ -39,33 +44,65 @@ def converge(
       rematbench converge config/convergence.yaml -o results/measured/convergence
     """
     need_torch()
+    found = [c for c in cells(load_suite(suite), [], only or []) if isinstance(c.plan, Plan)]
+    for cell in found:
+        record = _trained(cell, steps)
+        keep(record, output, cell.name)
+        last = record.measured.losses[-1:] if record.measured else ()
+        typer.echo(f"{cell.name}: {record.status} {' '.join(map(str, last))}".rstrip())
+    if compare and not _as_committed([cell.name for cell in found], output, compare):
+        raise typer.Exit(1)
+
+
+def _trained(cell: Cell, steps: int) -> Record:
+    """The record of one run, in processes of its own."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.case import Case  # noqa: PLC0415
     from rematbench.torch.parameters import AdamW  # noqa: PLC0415
+    from rematbench.torch.text import standard_library  # noqa: PLC0415
 
-    for cell in cells(load_suite(suite), [], only or []):
-        if not isinstance(cell.plan, Plan):
-            continue
-        case = Case(
-            name=cell.name,
-            problem=cell.problem,
-            plan=cell.plan,
-            steps=steps,
-            measure=False,
-            shards=False,
-            text_bytes=TEXT_BYTES,
-            optimizer=AdamW(lr=LEARNING_RATE),
-        )
-        (result,) = job.run_own([case], 3600.0)
-        found = None
-        if result.status == "ok":
-            found = Measured(steps=steps, losses=tuple(result.losses))
-        gpus = cell.problem.layout.gpus
-        where: dict[str, Any] = {**job.versions("cpu"), "ranks_per_host": (gpus,)}
-        outcome = (*status_of(result), found)
-        made = measured_record("executed", cell.problem, cell.method, cell.plan, outcome, where)
-        keep(made, output, cell.name)
-        typer.echo(f"{cell.name}: {result.status} {result.losses[-1:]}")
+    assert isinstance(cell.plan, Plan)
+    case = Case(
+        name=cell.name,
+        problem=cell.problem,
+        plan=cell.plan,
+        steps=steps,
+        measure=False,
+        shards=False,
+        text_bytes=TEXT_BYTES,
+        optimizer=AdamW(lr=LEARNING_RATE),
+    )
+    (result,) = job.run_own([case], 3600.0)
+    found = None
+    if result.status == "ok":
+        found = Measured(steps=steps, losses=tuple(result.losses))
+    where: dict[str, Any] = {
+        **job.versions("cpu"),
+        "ranks_per_host": (cell.problem.layout.gpus,),
+        "text": standard_library(TEXT_BYTES)[1],
+    }
+    outcome = (*status_of(result), found)
+    return measured_record("executed", cell.problem, cell.method, cell.plan, outcome, where)
+
+
+def _as_committed(names: Sequence[str], folder: Path, committed: Path) -> bool:
+    """Whether curves are as the committed ones; a line for each that is not."""
+    wrong = 0
+    for name in names:
+        base = f"{name.split('.')[0]}.{IDENTITY}.0"
+        try:
+            again, old = (
+                (read_record(at / f"{name}.json"), read_record(at / f"{base}.json"))
+                for at in (folder, committed)
+            )
+            lines = curve_differences(again, old)
+        except RecordError as error:
+            lines = [str(error)]
+        wrong += bool(lines)
+        for line in lines:
+            typer.echo(f"{name}: {line}", err=True)
+    typer.echo(f"{committed}: {len(names) - wrong} of {len(names)} as committed", err=wrong > 0)
+    return not wrong
 
 
 def curves(

@@ -64,7 +64,8 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where and when a record was made, by which code and constants; traced and executed ones also
-    name torch, the device, and how many ranks each host had."""
+    name torch, the device, and how many ranks each host had, and a training run on text a hash of
+    it (the standard library's sources are those of a Python version)."""
 
     rematbench: str
     python: str
@@ -75,6 +76,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     torch: str = ""
     device: str = ""
     ranks_per_host: tuple[int, ...] = ()
+    text: str = ""
 
 
 class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -14,6 +14,8 @@ from rematbench.measure import BOUNDS
 from rematbench.measured import Measured
 from rematbench.record import Record
 
+CURVE_BOUND = 1e-4
+"""Of a training run's losses, relative: rounding grows over hundreds of steps (mst's to 8e-6)."""
 OF_AN_ALLOCATOR = ("allocated_bytes", "reserved_bytes")
 """Depend on what else ran on the GPU."""
 
@@ -26,6 +28,28 @@ def differences(again: Record, committed: Record) -> list[str]:
         return found if new == old else [*found, "only one of the two has measured numbers"]
     bound = BOUNDS[again.spec.precision]
     return [*found, *_of_ranks(new, old), *_of_values(new, old, bound)]
+
+
+def curve_differences(again: tuple[Record, Record], committed: tuple[Record, Record]) -> list[str]:
+    """What differs between two training runs, each given with keep_all's: status, plan, steps;
+    whether the curve is keep_all's bit by bit; how far it is from keep_all's; and, if both read the
+    same text, the losses."""
+    (new, new_base), (old, old_base) = again, committed
+    found = list(_scalars(new, old, ("status", "reason", "plan_hash")))
+    measured = [record.measured for record in (new, new_base, old, old_base)]
+    if any(one is None for one in measured):
+        return [*found, "without a curve"]
+    a, a_base, b, b_base = (one.losses for one in measured if one is not None)
+    if not len(a) == len(a_base) == len(b) == len(b_base):
+        return [*found, f"{len(a)} steps, committed {len(b)}"]
+    if (a == a_base) != (b == b_base):
+        found.append(f"bitwise keep_all's: {a == a_base}, committed {b == b_base}")
+    same = new.provenance.text == old.provenance.text
+    for name, other in {"keep_all's": a_base, "the committed one's": b if same else a}.items():
+        gap = max(abs(x - y) / abs(y) for x, y in zip(a, other, strict=True))
+        if not gap <= CURVE_BOUND:
+            found.append(f"losses are {gap:.1e} from {name} (bound {CURVE_BOUND:g})")
+    return found
 
 
 def _scalars(a: object, b: object, names: Sequence[str]) -> Iterator[str]:

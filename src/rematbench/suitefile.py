@@ -45,6 +45,7 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     cp: PositiveInt = 1
     pp: PositiveInt = 1
     vpp: PositiveInt = 1
+    ulysses: PositiveInt = 1
     zero_stage: ZeroStage = 1
     precision: Precision = "bf16"
     attention: AttentionKind = "flash"
@@ -63,6 +64,7 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             pp=self.pp,
             vpp=self.vpp,
             dp=self.gpus // ranks,
+            ulysses=self.ulysses,
             zero_stage=self.zero_stage,
             micro_batch=self.micro_batch,
             global_batch=self.global_batch,
