@@ -12,7 +12,7 @@ import torch
 
 from rematbench.ledger import live_bytes
 from rematbench.lower import lower
-from rematbench.torch.batch import make_batch
+from rematbench.torch.batch import Batch, make_batch
 from rematbench.torch.case import Case, Result
 from rematbench.torch.launch import execute_cases
 from tests.torch import reference
@@ -80,14 +80,27 @@ _KNOWN: dict[tuple[object, ...], reference.Run] = {}
 def reference_of(case: Case) -> reference.Run:
     """The single-process autograd model on the same batches."""
     work, lay = case.problem.workload, case.problem.layout
-    key = (work, lay.global_batch, case.seed, case.steps, case.ignored)
+    key = (work, lay.global_batch, case.seed, case.steps, case.ignored, case.optimizer)
     if key not in _KNOWN:
-        batches = [
-            make_batch(work, lay.global_batch, case.seed, step, case.ignored)
-            for step in range(case.steps)
-        ]
-        _KNOWN[key] = reference.train(case.problem, batches, case.seed, case.optimizer)
+        _KNOWN[key] = reference.train(case.problem, batches(case), case.seed, case.optimizer)
     return _KNOWN[key]
+
+
+def batches(case: Case) -> list[Batch]:
+    """What a case trains on."""
+    work, lay = case.problem.workload, case.problem.layout
+    return [
+        make_batch(work, lay.global_batch, case.seed, step, case.ignored)
+        for step in range(case.steps)
+    ]
+
+
+def exact_along(case: Case, result: Result) -> reference.Run:
+    """The same model in float64 at each step's weights of a run: those that the run's own gradients
+    lead to.  So no step's rounding reaches the next one's comparison through AdamW."""
+    return reference.train(
+        case.problem, batches(case), case.seed, case.optimizer, along=result.gradients
+    )
 
 
 def gradient_error(case: Case, result: Result) -> float:
@@ -95,10 +108,17 @@ def gradient_error(case: Case, result: Result) -> float:
     return max(gradient_errors(case, result))
 
 
-def gradient_errors(case: Case, result: Result) -> list[float]:
+def differs(case: Case, result: Result, want: reference.Run) -> float:
+    """Largest error of any step's gradients (norm-wise) and losses (relative)."""
+    losses = zip(result.losses, want.losses, strict=True)
+    return max(*gradient_errors(case, result, want), *(abs(a / b - 1.0) for a, b in losses))
+
+
+def gradient_errors(case: Case, result: Result, wanted: reference.Run | None = None) -> list[float]:
     """Of each step, the largest norm-wise error of a parameter's gradient."""
     errors = []
-    for got, want in zip(result.gradients, reference_of(case).gradients, strict=True):
+    wanted = wanted or reference_of(case)
+    for got, want in zip(result.gradients, wanted.gradients, strict=True):
         assert got.keys() == want.keys()
         floor = FLOOR * max(float(g.norm()) for g in want.values())
         errors.append(

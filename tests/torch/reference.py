@@ -98,8 +98,15 @@ def weights_of(problem: Problem, seed: int) -> dict[str, Tensor]:
     return {name: full_weight(spec, seed).requires_grad_() for name, spec in specs.items()}
 
 
-def train(problem: Problem, batches: list[Batch], seed: int, rule: AdamW) -> Run:
-    """AdamW steps on whole batches, with torch's own optimizer."""
+def train(
+    problem: Problem,
+    batches: list[Batch],
+    seed: int,
+    rule: AdamW,
+    along: list[dict[str, Tensor]] | None = None,
+) -> Run:
+    """AdamW steps on whole batches, with torch's own optimizer.  `along`: the gradients to step by,
+    in place of the model's own; so each step's are those at the weights that another run has."""
     weights = weights_of(problem, seed)
     model = Reference(problem.workload.model, weights)
     optimizer = torch.optim.AdamW(
@@ -120,5 +127,7 @@ def train(problem: Problem, batches: list[Batch], seed: int, rule: AdamW) -> Run
             assert weight.grad is not None
             gradients[name] = weight.grad.clone()
         run.gradients.append(gradients)
+        for name, given in (along[len(run.losses) - 1] if along else {}).items():
+            weights[name].grad = given.double()
         optimizer.step()
     return run

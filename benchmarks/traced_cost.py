@@ -1,0 +1,57 @@
+"""CPU seconds and peak memory of tracing each cell of config/traced.yaml, as a CSV.
+
+    ./bench run python benchmarks/traced_cost.py [CELL...] > benchmarks/traced_cost.csv
+
+Each cell is traced in a process of its own, because a process's peak memory only grows.  CPU
+seconds include neither the interpreter's start nor importing torch, and are those of this machine,
+busy or not; they say what a check costs, not how fast anything trains.  Needs torch.
+"""
+
+import csv
+import datetime
+import multiprocessing as mp
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from rematbench.cli_execute import traced
+from rematbench.cli_measured import cells, request_of
+from rematbench.suitefile import load_suite
+
+SUITE = Path(__file__).resolve().parents[1] / "config" / "traced.yaml"
+COLUMNS = ("cell", "cpu_s", "wall_s", "peak_rss_bytes", "status", "date", "python", "torch")
+
+
+def cost(name: str) -> dict[str, object]:
+    """One cell, in this process."""
+    (cell,) = cells(load_suite(SUITE), [], [name])
+    start, wall = time.process_time(), time.perf_counter()
+    record = traced(request_of(cell))
+    return {
+        "cell": name,
+        "cpu_s": round(time.process_time() - start, 1),
+        "wall_s": round(time.perf_counter() - wall, 1),
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        "status": record.status,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+
+
+def main() -> None:
+    """A row a cell, written as soon as it is known."""
+    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for cell in cells(load_suite(SUITE), [], sys.argv[1:]):
+        with mp.get_context("spawn").Pool(1) as pool:
+            writer.writerow(pool.apply(cost, (cell.name,)))
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
