@@ -15,7 +15,7 @@ from rematbench.cli_cells import cells, collect_cells, resume, retry, run_cells,
 from rematbench.cli_compare import compare
 from rematbench.cli_converge import converge, curves
 from rematbench.cli_doctor import doctor
-from rematbench.cli_execute import execute, trace
+from rematbench.cli_execute import execute
 from rematbench.cli_flow import collect, run, sheets, stages, tables
 from rematbench.cli_matrix import matrix, matrix_tables
 from rematbench.cli_measured import measure, worlds
@@ -25,6 +25,7 @@ from rematbench.cli_retrace import retrace
 from rematbench.cli_sheet import predict, validate
 from rematbench.cli_study import claims, study
 from rematbench.cli_text import CommandError, console, grid, left, plain
+from rematbench.cli_trace import trace
 from rematbench.configfile import ConfigError
 from rematbench.discover import MethodError, discover
 from rematbench.layout import LayoutError

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from rematbench.cli_execute import need_torch, status_of
+from rematbench.cli_execute import status_of
 from rematbench.cli_measured import Cell, cells, keep
+from rematbench.cli_real import need_torch
 from rematbench.cli_text import CommandError
 from rematbench.collect import read_records
 from rematbench.discover import IDENTITY

@@ -1,51 +1,35 @@
-"""The commands of the real code: execute (processes on this machine or a launcher's) and trace."""
+"""`execute`: a plan on torch, in processes on this machine or a launcher's."""
 
 import dataclasses
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
-from rich.table import Table
 from typer import Option
 
 from rematbench import rank_error
-from rematbench.baselines import baselines
-from rematbench.cli_baseline import trace_stage
+from rematbench.cli_real import finish, need_torch
 from rematbench.cli_run import Request, RunOptions, request, takes_run
-from rematbench.cli_show import heading
-from rematbench.cli_text import CommandError, console, gib, grid, left, plain
+from rematbench.cli_text import CommandError
 from rematbench.discover import discover
-from rematbench.evaluate import fullest
 from rematbench.lower import lower
-from rematbench.measure import compared, measured, measured_ranks, measured_record
-from rematbench.measured import Comparison, Measured
+from rematbench.measure import compared, measured, measured_record
+from rematbench.measured import Measured
 from rematbench.plan import Plan, Unsupported
 from rematbench.rank_error import RankError
-from rematbench.record import Record, write_record
+from rematbench.record import Record
 from rematbench.suite import Status
 
 if TYPE_CHECKING:
     from rematbench.torch.case import Case, Result
     from rematbench.torch.job import Given
 
-TORCH = "2.10"
 SEQ_LEN = 128
 Device = Literal["cpu", "cuda"]
-NO_TORCH = (
-    f"torch is not installed: `./bench test` installs it, or `pip install 'torch>={TORCH}'` in "
-    "the environment that runs rematbench"
-)
 RANK = Option(envvar=["RANK", "SLURM_PROCID"], hidden=True)
 SIZE = Option(envvar=["WORLD_SIZE", "SLURM_NTASKS"], hidden=True)
 LOCAL = Option(envvar=["LOCAL_RANK", "SLURM_LOCALID"], hidden=True)
-
-
-def need_torch() -> None:
-    """One clear line where torch is missing."""
-    if importlib.util.find_spec("torch") is None:
-        raise CommandError(NO_TORCH)
 
 
 @takes_run
@@ -211,126 +195,3 @@ def _record(
 ) -> Record:
     where: dict[str, Any] = {**versions, "ranks_per_host": hosts}
     return measured_record("executed", asked.problem, asked.method, plan, outcome, where)
-
-
-@takes_run
-def trace(
-    run: RunOptions,
-    stage: Annotated[
-        int | None, Option(min=0, help="Pipeline rank (default: the simulated fullest).")
-    ] = None,
-    out: Annotated[Path | None, Option(metavar="RECORD.json", help="Write the record.")] = None,
-    json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
-) -> None:
-    """Trace one rank of a job of any size: the executor on fake tensors, in one CPU process.
-
-    Bytes are counted from live storages, as in the executed world; nothing depends on values.
-    METHOD may be a baseline that can be traced (megatron_core): then its own code runs.
-
-    \b
-    Example:
-      rematbench trace full_recompute --model llama-175b --cluster h800-80gb
-        --system megatron-kwai --gpus 512 --seq-len 8192 --global-batch 256 --tp 8 --pp 8
-    """
-    need_torch()
-    if run.method in baselines():
-        trace_stage(run, stage, out, json=json)
-        return
-    asked = request(run)
-    lay = asked.problem.layout
-    if stage is not None and stage >= lay.pp:
-        raise CommandError(f"--stage {stage}: the pipeline has ranks 0 to {lay.pp - 1}")
-    record = traced(asked, stage)
-    finish(record, asked, out, json)
-    if record.status != "ok":
-        raise typer.Exit(1)
-
-
-def traced(asked: Request, stage: int | None = None) -> Record:
-    """The record of a traced rank (the fullest of the simulation unless one is named)."""
-    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
-    from rematbench.torch.memory import ExecutionError  # noqa: PLC0415
-    from rematbench.torch.model import NotExecutable  # noqa: PLC0415
-    from rematbench.torch.trace import trace_rank  # noqa: PLC0415
-
-    problem = asked.problem
-    plan = asked.method.plan(problem, asked.base)
-    where: dict[str, Any] = {**job.versions("cpu"), "device": "meta"}
-    if isinstance(plan, Unsupported):
-        outcome: tuple[Status, str, Measured | None] = ("unsupported", plan.reason, None)
-        return measured_record("traced", problem, asked.method, None, outcome, where)
-    try:
-        result = trace_rank(problem, plan, fullest(problem, plan) if stage is None else stage)
-        ranks = measured_ranks(problem, plan, [result], 1)
-        outcome = ("ok", "", Measured(steps=1, ranks=ranks))
-    except NotExecutable as error:
-        outcome = ("unsupported", str(error), None)
-    except ExecutionError as error:
-        outcome = ("failed", str(error), None)
-    return measured_record("traced", problem, asked.method, plan, outcome, where)
-
-
-def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:
-    """Write and print a record."""
-    if out is not None:
-        try:
-            write_record(record, out)
-        except OSError as error:
-            raise CommandError(f"--out {out}: cannot be written ({error.strerror})") from error
-    if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(record, order="sorted")).decode())
-        return
-    for line in (*heading(asked), _banner(record)):
-        console().print(plain(line))
-    if record.measured is None:
-        return
-    if record.measured.losses:
-        console().print(_steps(record.measured))
-    console().print(_bytes(record.measured))
-    if record.measured.comparison:
-        console().print(plain(verdict(record.measured.comparison)))
-
-
-def _banner(record: Record) -> str:
-    made = record.provenance
-    if record.status != "ok":
-        return f"{record.status.upper()}: {record.reason}"
-    return f"{record.world.upper()} on {made.device}, torch {made.torch}"
-
-
-def verdict(found: Comparison) -> str:
-    """Lossless or not, and by how much."""
-    word = "yes" if found.lossless else "NO"
-    how = (
-        "losses and gradients are bitwise equal"
-        if found.bitwise
-        else f"largest norm-wise gradient error {found.gradient_error:.2g}, loss error "
-        f"{found.loss_error:.2g}, bound {found.bound:g}"
-    )
-    return f"lossless against {found.against}: {word} ({how})"
-
-
-def _steps(found: Measured) -> Table:
-    table = grid("step", "loss", "gradient norm")
-    for step, (loss, norm) in enumerate(zip(found.losses, found.gradient_norms, strict=True)):
-        table.add_row(str(step), f"{loss:.9g}", f"{norm:.9g}")
-    return table
-
-
-def _bytes(found: Measured) -> Table:
-    """Measured beside expected, per rank: activations to the byte, totals within rounding."""
-    heads = ("activation peak", "ledger", "differing actions", "offloaded bytes")
-    totals = ("total peak GiB", "simulated GiB", "error")
-    table = left(grid("rank (tp cp dp pp)", *heads, *totals), 0)
-    for rank in found.ranks:
-        table.add_row(
-            f"{rank.tp} {rank.cp} {rank.dp} {rank.pp}",
-            f"{rank.boundary_peak_bytes:,}",
-            f"{rank.ledger_boundary_peak_bytes:,}",
-            f"{rank.differing_actions} of {rank.actions}",
-            f"{rank.offload_bytes:,}",
-            gib(rank.peak_bytes),
-            gib(rank.simulated_peak_bytes),
-            f"{100 * rank.peak_error:+.2f} %",
-        )
-    return table

@@ -9,9 +9,11 @@ import msgspec
 import typer
 from typer import Argument, Option
 
-from rematbench.cli_execute import need_torch, status_of, traced
+from rematbench.cli_execute import status_of
+from rematbench.cli_real import need_torch
 from rematbench.cli_run import Request
 from rematbench.cli_text import CommandError
+from rematbench.cli_trace import traced
 from rematbench.collect import read_records
 from rematbench.discover import IDENTITY, Composition, discover
 from rematbench.lower import lower

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from rematbench.cli_execute import traced
 from rematbench.cli_measured import cells, request_of
 from rematbench.cli_text import CommandError
+from rematbench.cli_trace import traced
 from rematbench.record import read_record
 from rematbench.remeasured import differences
 from rematbench.store import write_atomically

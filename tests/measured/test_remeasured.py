@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rematbench.cli_measured import as_committed
 from rematbench.measured import Comparison, Measured
 from rematbench.record import Record, read_record, write_record
-from rematbench.remeasured import differences
+from rematbench.remeasured import curve_differences, differences
 
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"
 
@@ -89,3 +89,47 @@ def test_a_folder_is_compared_record_by_record(
     write_record(broken, new / "b.json")
     assert not as_committed(["a", "b"], new, old)
     assert "b: rank 0: actions 1, committed" in capsys.readouterr().err
+
+
+@cache
+def curve(method: str) -> Record:
+    return read_record(MEASURED / "convergence" / f"bytes-one.{method}.json")
+
+
+def moved(record: Record, share: float, **where: str) -> Record:
+    """The same run with other losses after the first."""
+    assert record.measured is not None
+    first, *others = record.measured.losses
+    losses = (first, *(loss * (1 + share) for loss in others))
+    return replace(
+        record,
+        measured=replace(record.measured, losses=losses),
+        provenance=replace(record.provenance, **where),
+    )
+
+
+@pytest.mark.parametrize("method", ["memo.1", "mst.1"])
+def test_a_curve_is_as_committed(method: str) -> None:
+    both = (curve(method), curve("keep_all.0"))
+    assert curve_differences(both, both) == []
+
+
+def test_a_curve_that_leaves_keep_alls_is_found_even_a_bit() -> None:
+    both = (curve("memo.1"), curve("keep_all.0"))
+    lines = curve_differences((moved(curve("memo.1"), 1e-7), curve("keep_all.0")), both)
+    assert lines == ["bitwise keep_all's: False, committed True"]
+    lines = curve_differences((moved(curve("mst.1"), 1e-2), curve("keep_all.0")), both)
+    assert [line.split(" from ")[1].split(" (")[0] for line in lines] == [
+        "keep_all's",
+        "the committed one's",
+    ]
+
+
+def test_losses_are_compared_where_the_text_is_the_same() -> None:
+    """Another Python has other sources: then only what they have to do with each other counts."""
+    both = (curve("memo.1"), curve("keep_all.0"))
+    assert both[0].provenance.text
+    here = tuple(moved(record, 1e-2) for record in both)
+    assert ["the committed one's" in line for line in curve_differences(here, both)] == [True]
+    there = tuple(moved(record, 1e-2, text="another") for record in both)
+    assert curve_differences(there, both) == []

@@ -1,0 +1,92 @@
+"""What the commands of real code share: they need torch, and write and print a record."""
+
+import importlib.util
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.table import Table
+
+from rematbench.cli_run import Request
+from rematbench.cli_show import heading
+from rematbench.cli_text import CommandError, console, gib, grid, left, plain
+from rematbench.measured import Comparison, Measured
+from rematbench.record import Record, write_record
+
+TORCH = "2.10"
+NO_TORCH = (
+    f"torch is not installed: `./bench test` installs it, or `pip install 'torch>={TORCH}'` in "
+    "the environment that runs rematbench"
+)
+
+
+def need_torch() -> None:
+    """One clear line where torch is missing."""
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError(NO_TORCH)
+
+
+def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:
+    """Write and print a record."""
+    if out is not None:
+        try:
+            write_record(record, out)
+        except OSError as error:
+            raise CommandError(f"--out {out}: cannot be written ({error.strerror})") from error
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(record, order="sorted")).decode())
+        return
+    for line in (*heading(asked), _banner(record)):
+        console().print(plain(line))
+    if record.measured is None:
+        return
+    if record.measured.losses:
+        console().print(_steps(record.measured))
+    console().print(_bytes(record.measured))
+    if record.measured.comparison:
+        console().print(plain(verdict(record.measured.comparison)))
+
+
+def _banner(record: Record) -> str:
+    made = record.provenance
+    if record.status != "ok":
+        return f"{record.status.upper()}: {record.reason}"
+    return f"{record.world.upper()} on {made.device}, torch {made.torch}"
+
+
+def verdict(found: Comparison) -> str:
+    """Lossless or not, and by how much."""
+    word = "yes" if found.lossless else "NO"
+    how = (
+        "losses and gradients are bitwise equal"
+        if found.bitwise
+        else f"largest norm-wise gradient error {found.gradient_error:.2g}, loss error "
+        f"{found.loss_error:.2g}, bound {found.bound:g}"
+    )
+    return f"lossless against {found.against}: {word} ({how})"
+
+
+def _steps(found: Measured) -> Table:
+    table = grid("step", "loss", "gradient norm")
+    for step, (loss, norm) in enumerate(zip(found.losses, found.gradient_norms, strict=True)):
+        table.add_row(str(step), f"{loss:.9g}", f"{norm:.9g}")
+    return table
+
+
+def _bytes(found: Measured) -> Table:
+    """Measured beside expected, per rank: activations to the byte, totals within rounding."""
+    heads = ("activation peak", "ledger", "differing actions", "offloaded bytes")
+    totals = ("total peak GiB", "simulated GiB", "error")
+    table = left(grid("rank (tp cp dp pp)", *heads, *totals), 0)
+    for rank in found.ranks:
+        table.add_row(
+            f"{rank.tp} {rank.cp} {rank.dp} {rank.pp}",
+            f"{rank.boundary_peak_bytes:,}",
+            f"{rank.ledger_boundary_peak_bytes:,}",
+            f"{rank.differing_actions} of {rank.actions}",
+            f"{rank.offload_bytes:,}",
+            gib(rank.peak_bytes),
+            gib(rank.simulated_peak_bytes),
+            f"{100 * rank.peak_error:+.2f} %",
+        )
+    return table
