@@ -118,7 +118,8 @@ def test_a_curve_that_leaves_keep_alls_is_found_even_a_bit() -> None:
     both = (curve("memo.1"), curve("keep_all.0"))
     lines = curve_differences((moved(curve("memo.1"), 1e-7), curve("keep_all.0")), both)
     assert lines == ["bitwise keep_all's: False, committed True"]
-    lines = curve_differences((moved(curve("mst.1"), 1e-2), curve("keep_all.0")), both)
+    both = (curve("mst.1"), curve("keep_all.0"))
+    lines = curve_differences((moved(both[0], 1e-2), both[1]), both)
     assert [line.split(" from ")[1].split(" (")[0] for line in lines] == [
         "keep_all's",
         "the committed one's",

@@ -13,7 +13,7 @@ from rematbench.action import Action, Alloc, Kind
 from rematbench.check import CheckError, check
 from rematbench.lower import lower
 from rematbench.program import Block, Program
-from rematbench.torch import attention, batch, kernels, worker
+from rematbench.torch import attention, batch, devices, kernels, worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.gather import combine
 from rematbench.torch.launch import execute_cases
@@ -126,6 +126,14 @@ def test_a_dead_rank_ends_in_a_result_and_the_next_case_runs() -> None:
     results = execute_cases([broken, cases.case("tp2", "keep")], timeout_s=60.0)
     assert [r.status for r in results] == ["failed", "ok"]
     assert "IndexError" in results[0].reason
+
+
+def test_a_rank_without_a_gpu_of_its_own_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(
+        RuntimeError, match="rank 1 of this host has no GPU of its own: there are 1"
+    ):
+        devices.choose_device("cuda", 1)
 
 
 def test_ranks_that_wait_for_ever_end_in_a_timeout() -> None:

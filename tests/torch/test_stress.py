@@ -80,7 +80,9 @@ def test_delayed_collectives_change_nothing_and_a_removed_wait_is_found() -> Non
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "cp2", "dp2", "tp2-pp2", "pp4-vpp2"])
+@pytest.mark.parametrize(
+    "layout", ["one", "tp2", "pp2", "cp2", "ulysses2", "dp2", "tp2-pp2", "pp4-vpp2"]
+)
 def test_a_hundred_repetitions_find_no_race(layout: str) -> None:
     every = [delayed(cases.case(layout, PLANS[seed % 4]), seed) for seed in range(100)]
     for case, result in zip(every, execute_cases(every, timeout_s=300.0), strict=True):

@@ -10,10 +10,16 @@ from rematbench.cpulist import cpu_set
 
 
 def choose_device(kind: str, rank: int) -> torch.device:
-    """The CPU, or the GPU of a rank on its host; the process then runs near that GPU."""
+    """The CPU, or the GPU of a rank on its host; the process then runs near that GPU.
+
+    RuntimeError where the host has too few: NCCL lets no two ranks share one.
+    """
     if kind == "cpu":
         return torch.device("cpu")
-    device = torch.device(kind, rank % torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    if rank >= count:
+        raise RuntimeError(f"rank {rank} of this host has no GPU of its own: there are {count}")
+    device = torch.device(kind, rank)
     torch.cuda.set_device(device)
     bind_near(device)
     return device
