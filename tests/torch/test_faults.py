@@ -136,6 +136,13 @@ def test_a_rank_without_a_gpu_of_its_own_is_said(monkeypatch: pytest.MonkeyPatch
         devices.choose_device("cuda", 1)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_process_that_cannot_start_says_why() -> None:
+    result = run(Case(**{**vars(cases.case("one", "keep")), "device": "cuda"}))
+    assert result.status == "failed"
+    assert "rank 0 of this host has no GPU of its own: there are 0" in result.reason
+
+
 def test_ranks_that_wait_for_ever_end_in_a_timeout() -> None:
     def never_sent(action: Action) -> list[Action]:
         return [] if action.kind is Kind.SEND else [action]

@@ -72,6 +72,22 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
         {"layout": {"dp": 2, "ulysses": 2}},
     ),
     (
+        "cp = 2 together with ulysses = 2 is not modelled",
+        {"layout": {"dp": 2, "ulysses": 2, "cp": 2}, "system": "rematbench"},
+    ),
+    (
+        "seq_len 4098 must divide by ulysses (x tp with sp) = 4",
+        {"layout": {"dp": 4, "ulysses": 4}, "seq_len": 4098, "system": "rematbench"},
+    ),
+    (
+        "6 KV heads of a rank and ulysses = 4: one must divide the other",
+        {
+            "layout": {"dp": 4, "ulysses": 4},
+            "model": {"num_heads": 24, "num_kv_heads": 6},
+            "system": "rematbench",
+        },
+    ),
+    (
         "tp x cp x pp x dp = 12 GPUs do not fill nodes of 8",
         {"layout": {"dp": 12, "global_batch": 12}},
     ),

@@ -30,14 +30,18 @@ class NotFinite(ArithmeticError):
 def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:
     """Entry point of a process: results go to `folder` as <case>.<rank>.pt, a failure as .error."""
     torch.set_num_threads(1)
-    device = choose_device(cases[0].device, rank)
-    dist.init_process_group(
-        default_backend(device),
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    try:
+        device = choose_device(cases[0].device, rank)
+        dist.init_process_group(
+            default_backend(device),
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except BaseException as error:
+        _write_error(folder / f"0.{rank}.error", error)
+        raise
     known: dict[tuple[object, ...], Groups] = {}
     for number, case in enumerate(cases):
         try:
