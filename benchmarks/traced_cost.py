@@ -2,16 +2,16 @@
 
     ./bench run python benchmarks/traced_cost.py [CELL...] > benchmarks/traced_cost.csv
 
-Each cell is traced in a process of its own, because a process's peak memory only grows.  CPU
-seconds include neither the interpreter's start nor importing torch, and are those of this machine,
-busy or not; they say what a check costs, not how fast anything trains.  Needs torch.
+Each cell is traced in a process of its own, because a process's peak memory only grows, two at a
+time.  CPU seconds include neither the interpreter's start nor importing torch, and are those of
+this machine, busy or not; they say what a check costs, not how fast anything trains.  Needs torch,
+and Linux for the peak (`ru_maxrss` of a child starts at its parent's).
 """
 
 import csv
 import datetime
 import multiprocessing as mp
 import platform
-import resource
 import sys
 import time
 from pathlib import Path
@@ -26,6 +26,12 @@ SUITE = Path(__file__).resolve().parents[1] / "config" / "traced.yaml"
 COLUMNS = ("cell", "cpu_s", "wall_s", "peak_rss_bytes", "status", "date", "python", "torch")
 
 
+def peak_bytes() -> int:
+    """The most memory that this process has had resident."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
 def cost(name: str) -> dict[str, object]:
     """One cell, in this process."""
     (cell,) = cells(load_suite(SUITE), [], [name])
@@ -35,7 +41,7 @@ def cost(name: str) -> dict[str, object]:
         "cell": name,
         "cpu_s": round(time.process_time() - start, 1),
         "wall_s": round(time.perf_counter() - wall, 1),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+        "peak_rss_bytes": peak_bytes(),
         "status": record.status,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "python": platform.python_version(),
@@ -47,10 +53,11 @@ def main() -> None:
     """A row a cell, written as soon as it is known."""
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    for cell in cells(load_suite(SUITE), [], sys.argv[1:]):
-        with mp.get_context("spawn").Pool(1) as pool:
-            writer.writerow(pool.apply(cost, (cell.name,)))
-        sys.stdout.flush()
+    names = [cell.name for cell in cells(load_suite(SUITE), [], sys.argv[1:])]
+    with mp.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
+        for row in pool.imap(cost, names, chunksize=1):
+            writer.writerow(row)
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

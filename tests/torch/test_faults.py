@@ -112,6 +112,13 @@ def test_a_wrong_ledger_is_found() -> None:
     assert laws.bytes_differ(case, run_here(case)) != []
 
 
+def test_out_of_memory_ends_in_a_result_of_its_own_status() -> None:
+    """Really: a vocabulary of ten million million words."""
+    result = run(cases.case("one", "keep", model=replace(cases.TINY, vocab=10**13)))
+    assert result.status == "oom"
+    assert "allocate" in result.reason
+
+
 def test_nan_ends_in_a_result() -> None:
     case = cases.case("one", "keep")
     rule = case.optimizer._replace(lr=float("nan"))

@@ -1,7 +1,11 @@
 """`snakemake measure`: what a change makes due again, and what runs where, without a Slurm."""
 
+import csv
 import importlib.util
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -173,3 +177,34 @@ def test_all_is_planned_with_the_profile(measured: Checkout) -> None:
         (asked, *_) = re.findall(rf"^rule {name}:.*?resources: (.*?)$", done.stdout, re.M | re.S)
         assert "mem_mb=2000" in asked
         assert "runtime=60" in asked, "what the site allows a job"
+
+
+@pytest.mark.soak
+def test_the_committed_suite_is_executed_here(tmp_path: Path) -> None:
+    """`config/measure.yaml` on this machine's CPUs, really: every cell ends well."""
+    pytest.importorskip("torch", reason="cells are executed with torch")
+    checkout = Checkout(tmp_path)
+    done = checkout.snakemake("measure")
+    assert done.returncode == 0, done.stderr
+    with (checkout.path / "results/measure/executed.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["status"] for row in rows] == ["ok"] * 5
+    losses = {row["cell"]: row["losses"] for row in rows}
+    assert losses["tiny-one.full_recompute.0"] == losses["tiny-one.keep_all.0"]
+    assert all(row["torch"] for row in rows)
+
+
+def test_without_a_gpu_measure_ends_in_one_line(tmp_path: Path) -> None:
+    """Before anything is installed: the copy has no environment and gets none."""
+    shutil.copy2(ROOT / "bench", tmp_path / "bench")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    given = os.environ | {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]])}
+    done = subprocess.run(
+        [tmp_path / "bench", "measure"], env=given, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "bench: no accelerator: nvidia-smi lists no GPU, so there is nothing to measure\n"
+    )
+    assert not (tmp_path / ".venv").exists()

@@ -60,7 +60,8 @@ def failure(error: BaseException) -> tuple[Status, str]:
     """A status and a reason; the executor's own error hides what it was caused by."""
     cause = error.__cause__ or error
     status: Status = "nan" if isinstance(error, NotFinite) else "failed"
-    if isinstance(cause, torch.OutOfMemoryError):
+    on_cpu = "can't allocate memory" in str(cause)  # a RuntimeError of torch's CPU allocator
+    if on_cpu or isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
         status = "oom"
     return status, f"{type(error).__name__}: {error}"
 
