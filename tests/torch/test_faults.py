@@ -135,19 +135,18 @@ def test_a_dead_rank_ends_in_a_result_and_the_next_case_runs() -> None:
     assert "IndexError" in results[0].reason
 
 
-def test_a_rank_without_a_gpu_of_its_own_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(
-        RuntimeError, match="rank 1 of this host has no GPU of its own: there are 1"
-    ):
-        devices.choose_device("cuda", 1)
+    devices.require_gpus("cuda", 1)
+    with pytest.raises(RuntimeError, match="2 ranks need a GPU each, and this host has 1"):
+        devices.require_gpus("cuda", 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 def test_a_process_that_cannot_start_says_why() -> None:
     result = run(Case(**{**vars(cases.case("one", "keep")), "device": "cuda"}))
     assert result.status == "failed"
-    assert "rank 0 of this host has no GPU of its own: there are 0" in result.reason
+    assert "1 ranks need a GPU each, and this host has 0" in result.reason
 
 
 def test_ranks_that_wait_for_ever_end_in_a_timeout() -> None:

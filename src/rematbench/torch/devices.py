@@ -12,17 +12,23 @@ from rematbench.cpulist import cpu_set
 def choose_device(kind: str, rank: int) -> torch.device:
     """The CPU, or the GPU of a rank on its host; the process then runs near that GPU.
 
-    RuntimeError where the host has too few: NCCL lets no two ranks share one.
+    A launcher may show each of its processes one GPU only, so ranks count around those seen.
     """
     if kind == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if rank >= count:
-        raise RuntimeError(f"rank {rank} of this host has no GPU of its own: there are {count}")
-    device = torch.device(kind, rank)
+    require_gpus(kind, 1)
+    device = torch.device(kind, rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     bind_near(device)
     return device
+
+
+def require_gpus(kind: str, ranks: int) -> None:
+    """RuntimeError where ranks that see the same GPUs are more than these: NCCL lets no two ranks
+    share one."""
+    if kind != "cpu" and ranks > torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise RuntimeError(f"{ranks} ranks need a GPU each, and this host has {found}")
 
 
 def bind_near(device: torch.device, system: Path = Path("/sys")) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rematbench.lower import lower
 from rematbench.torch.batch import Batch, make_batch, micro_batches
 from rematbench.torch.case import Case, GradientShard, RankResult, Status
-from rematbench.torch.devices import choose_device
+from rematbench.torch.devices import choose_device, require_gpus
 from rematbench.torch.executor import Executor
 from rematbench.torch.gather import is_sharded
 from rematbench.torch.groups import Groups, default_backend
@@ -31,6 +31,7 @@ def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: 
     """Entry point of a process: results go to `folder` as <case>.<rank>.pt, a failure as .error."""
     torch.set_num_threads(1)
     try:
+        require_gpus(cases[0].device, world_size)
         device = choose_device(cases[0].device, rank)
         dist.init_process_group(
             default_backend(device),
