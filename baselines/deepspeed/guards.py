@@ -7,7 +7,7 @@ from rematbench.baselines import Job
 
 def check(job: Job, policy: DeepSpeed) -> None:
     """Raise NotRunnable with the first reason."""
-    for broken, reason in (*_job(job), *_policy(job, policy)):
+    for broken, reason in (*_job(job), *_policy(job, policy), *_traced(job, policy)):
         if broken:
             raise NotRunnable(f"deepspeed: {reason}")
 
