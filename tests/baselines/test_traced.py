@@ -16,6 +16,8 @@ MEGATRON = [
     Asked("one"),
     Asked("one", {"recompute": "full"}),
     Asked("one", {"recompute": "selective", "modules": ["core_attn", "mlp"]}),
+    Asked("one", {"recompute": "selective", "modules": ["layernorm"]}),
+    Asked("pp2", {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}),
     Asked("one", {"offload_modules": ["core_attn", "mlp_norm"]}),
     Asked("one", model=GPT),
     Asked("pp2"),
