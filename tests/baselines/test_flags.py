@@ -114,7 +114,7 @@ def test_arguments_of_another_job_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["full_recompute", "keep_all"])
 def test_deepspeed_under_the_printed_configuration(method: str, tmp_path: Path) -> None:
     """`deepspeed.initialize` takes the printed JSON itself; gradients are the plan's, and so is
-    what checkpointing frees."""
+    what checkpointing frees, executed and traced."""
     pytest.importorskip("deepspeed")
     plan, answer = answered(method, {}, "deepspeed")
     assert not answer.missing
@@ -123,10 +123,12 @@ def test_deepspeed_under_the_printed_configuration(method: str, tmp_path: Path) 
     named = make_job(made, policy("deepspeed", answer.settings), steps=1, timeout_s=60.0)
     none = make_job(made, policy("deepspeed"), steps=1, timeout_s=60.0)
     jobs = [printed_job("deepspeed", answer), named, none]
+    jobs.append(printed_job("deepspeed", answer, "traced"))
     records = run_jobs("deepspeed", jobs, tmp_path)
     same_as_the_plan(plan, Ran(records[0], {}))
     peaks = [r.observed.activation_peak_bytes[0] for r in records if r.observed is not None]
-    assert peaks[0] == peaks[1]
+    assert len(peaks) == len(jobs)
+    assert peaks[0] == peaks[1] == peaks[3]
     assert (peaks[0] < peaks[2]) == (method == "full_recompute")
 
 
