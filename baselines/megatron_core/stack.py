@@ -29,7 +29,7 @@ def stack(policy: "MegatronCore", problem: Problem) -> Stack:
         ),
         fused_swiglu=policy.bias_activation_fusion,
         shares_gathers=s.sp,
-        loss_in_place=problem.workload.precision == "fp32",  # other logits are cast into a copy
+        loss_over_logits=problem.workload.precision == "fp32",  # other logits are cast into a copy
         once=_once(policy, problem),
     )
 

@@ -44,13 +44,13 @@ class Extra(Struct, frozen=True, kw_only=True):
 
 class Stack(Struct, frozen=True, kw_only=True):
     """A baseline's stack under its settings: extras, whether gate and product are one function,
-    whether gathered inputs share a buffer, whether the loss works in the logits' own memory, and
-    what is made once and alive at every peak (bytes)."""
+    whether gathered inputs share a buffer, whether the loss's working copy is the logits
+    themselves, and what is made once and alive at every peak (bytes)."""
 
     extras: tuple[Extra, ...] = ()
     fused_swiglu: bool | None = None
     shares_gathers: bool = False
-    loss_in_place: bool = False
+    loss_over_logits: bool = False
     once: dict[str, int] = {}
 
     def problem(self, problem: Problem) -> "StackProblem":
@@ -95,7 +95,7 @@ class StackProblem(Problem):
         saves = tuple(e.name for e in extras if e.saved_by == op.name)
         inside = sum(e.nbytes for e in extras if e.made_by == op.name and not e.saved_by)
         shared = self.stack.shares_gathers and op.has_weight
-        in_place = self.stack.loss_in_place and op.name == "loss"
+        in_place = self.stack.loss_over_logits and op.name == "loss"
         return msgspec.structs.replace(
             op,
             outputs=(*op.outputs, *made),
