@@ -5,8 +5,10 @@ rule baseline_tables:
     input:
         records=expand(f"{TRACED_BASELINES}/{{point}}.json", point=BASELINE_POINTS),
         points="config/baseline_points.yaml",
+        agreement=AGREEMENT,
         baselines=sorted(Path("baselines").glob("*/*.py")),
     output:
+        multiext("results/paper/tables/agreement", ".csv", ".md", ".tex"),
         multiext("results/paper/tables/baselines_traced", ".csv", ".md", ".tex"),
         multiext("results/paper/tables/baselines_tensors", ".csv", ".md", ".tex"),
     log:
@@ -17,9 +19,11 @@ rule baseline_tables:
     params:
         engine=ENGINE,
         records=lambda wildcards, input: Path(input.records[0]).parent,
+        agreement=lambda wildcards, input: Path(input.agreement[0]).parent,
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
-        "rematbench baseline tables {params.records} -o {params.folder} > {log} 2>&1"
+        "rematbench baseline tables {params.records} --agreement {params.agreement}"
+        " -o {params.folder} > {log} 2>&1"
 
 
 rule retrace_baseline:

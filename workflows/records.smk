@@ -10,6 +10,9 @@ RETRACED = "llama-65b-figure7.keep_all.0"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 TRACED_BASELINES = "results/measured/traced/megatron_core"
 RETRACED_POINT = "k22b-selective"
+AGREEMENT = sorted(
+    str(path) for path in Path("results/measured/executed/agreement").glob("*.json")
+)
 BASELINE_POINTS = sorted(path.stem for path in Path(TRACED_BASELINES).glob("*.json"))
 HAS_BASELINES = bool(
     HAS_TORCH

@@ -1,6 +1,7 @@
 """One rank's DeepSpeed engine: its configuration, its steps, its gradients by name."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,7 @@ class Rig:
         return torch.device(self.engine.device)
 
 
-def build(job: Job, policy: DeepSpeed) -> Rig:
+def build(job: Job, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:
     """Model with its weights, optimizer, engine."""
     run = job.run
     groups._release_process_group_references()
@@ -55,7 +56,7 @@ def build(job: Job, policy: DeepSpeed) -> Rig:
     if job.options:
         made = msgspec.json.decode(job.options)
     checkpointed = "activation_checkpointing" in made
-    decoder = Decoder(run.model, policy, checkpointed=checkpointed)
+    decoder = kind(run.model, policy, checkpointed=checkpointed)
     decoder.fill(job.seed)
     if run.precision == "bf16":
         decoder.bfloat16()
@@ -106,8 +107,14 @@ def run_step(rig: Rig, batch: Batch) -> float:
     DeepSpeed averages gradients over replicas; the scale makes them those of the mean over all
     counted labels of the global batch.
     """
+    scale = rig.job.run.layout.replicas / batch.counted
+    return micro_steps(rig, batch, scale, lambda loss: float(loss) / scale)
+
+
+def micro_steps(rig: Rig, batch: Batch, scale: float, read: Callable[[Tensor], float]) -> float:
+    """Forward and backward of one micro-batch after the other; the sum of what `read` says of each
+    scaled loss."""
     lay = rig.job.run.layout
-    scale = lay.replicas / batch.counted
     total = 0.0
     for number in range(lay.num_micro_batches):
         last = number == lay.num_micro_batches - 1
@@ -118,7 +125,7 @@ def run_step(rig: Rig, batch: Batch) -> float:
         rig.engine.backward(loss * 1.0, scale_wrt_gas=False)
         if not last:
             rig.engine.step()  # counts the micro-batch; no update before the boundary
-        total += float(loss.detach()) / scale
+        total += read(loss.detach())
     return total
 
 
@@ -143,10 +150,18 @@ def states(rig: Rig) -> list[Tensor]:
     found += [p.ds_tensor for p in rig.decoder.parameters() if hasattr(p, "ds_tensor")]
     optimizer = rig.engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
-    found += [p for group in inner.param_groups for p in group["params"]]
+    found += updated(rig)
     for state in inner.state.values():
         found += [t for t in state.values() if isinstance(t, Tensor)]
     return found
+
+
+def updated(rig: Rig, *, without_state: bool = False) -> list[Tensor]:
+    """What the optimizer updates: parameters, or ZeRO's flat parts (or those without moments)."""
+    optimizer = rig.engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    found = [p for group in inner.param_groups for p in group["params"]]
+    return [p for p in found if not (without_state and inner.state.get(p))]
 
 
 def now() -> float:

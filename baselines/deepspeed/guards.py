@@ -7,7 +7,7 @@ from rematbench.baselines import Job
 
 def check(job: Job, policy: DeepSpeed) -> None:
     """Raise NotRunnable with the first reason."""
-    for broken, reason in (*_job(job), *_policy(job, policy)):
+    for broken, reason in (*_job(job), *_policy(job, policy), *_traced(job, policy)):
         if broken:
             raise NotRunnable(f"deepspeed: {reason}")
 
@@ -16,7 +16,6 @@ def _job(job: Job) -> list[tuple[bool, str]]:
     run, model = job.run, job.run.model
     lay = run.layout
     return [
-        (run.world == "traced", "its engine reads values while it trains: not on fake tensors"),
         (lay.tp > 1, "tensor parallelism (this baseline's model has none)"),
         (lay.cp > 1, "context parallelism (DeepSpeed has Ulysses: set ulysses)"),
         (lay.pp > 1, "pipeline parallelism (PipelineModule is not run here)"),
@@ -53,5 +52,31 @@ def _policy(job: Job, policy: DeepSpeed) -> list[tuple[bool, str]]:
         (
             policy.mlp_tiles > 1 and job.run.model.post_norm,
             "tiled MLP with post-norms (not in this baseline's model)",
+        ),
+    ]
+
+
+def _traced(job: Job, policy: DeepSpeed) -> list[tuple[bool, str]]:
+    """What asks a tensor for its values between the first forward and the last backward."""
+    traced = job.run.world == "traced"
+    return [
+        (
+            traced and job.run.layout.zero_stage == 3,
+            "ZeRO 3 on fake tensors (its coordinator compares counts by value, and without that "
+            "bytes were not always those of a real run)",
+        ),
+        (
+            traced and policy.checkpointing.startswith("partitioned"),
+            "partitioned checkpointing on fake tensors (gather_partitioned_activations reads its "
+            "shapes from a tensor)",
+        ),
+        (
+            traced and policy.loss_tiles > 1,
+            "TiledFusedLogitsLoss on fake tensors (its backward compares a gradient with 1)",
+        ),
+        (
+            traced and (policy.offload_optimizer or policy.offload_param),
+            "offloaded states on fake tensors (on a CPU host and device memory are one, so they "
+            "cannot be told apart)",
         ),
     ]

@@ -18,9 +18,15 @@ if not torch.cuda.is_available() or not os.environ.get("CUDA_VISIBLE_DEVICES", "
 from deepspeed.ops import __compatible_ops__  # reads the variable above
 
 from baselines.deepspeed import engine as ds
+from baselines.deepspeed import fake
 
 # Its shared-memory operator serves inference only, and would be compiled here.
 __compatible_ops__["deepspeed_shm_comm"] = False
+
+KERNELS = {
+    "core_attention": "torch scaled_dot_product_attention",
+    "bytes": "ZeRO's gradients and buckets, made in the backward, count as activations",
+}
 
 
 def stack() -> dict[str, str]:
@@ -39,15 +45,14 @@ def _policy(job: Job) -> DeepSpeed:
     return msgspec.convert(job.run.parameters["deepspeed"], DeepSpeed)
 
 
+def _label(job: Job) -> str:
+    return "deepspeed on its CPU accelerator" if job.device == "cpu" else "deepspeed"
+
+
 def execute(job: Job, rank: Rank) -> RankAnswer:
     """Train on this rank."""
     rig = ds.build(job, _policy(job))
-    kernels = {
-        "core_attention": "torch scaled_dot_product_attention",
-        "bytes": "ZeRO's gradients and buckets, made in the backward, count as activations",
-    }
-    where = "deepspeed on its CPU accelerator" if job.device == "cpu" else "deepspeed"
-    answer = RankAnswer(label=where, kernels=kernels)
+    answer = RankAnswer(label=_label(job), kernels=KERNELS)
     meter = Meter()
     for step in range(job.warmup + job.steps):
         _step(rig, answer, step, meter if step == 0 else None)
@@ -80,5 +85,8 @@ def _step(rig: ds.Rig, answer: RankAnswer, step: int, meter: Meter | None) -> No
 
 
 def trace(job: Job) -> RankAnswer:
-    """Never reached: the guards refuse it."""
-    raise NotRunnable("deepspeed: its engine reads values while it trains: not on fake tensors")
+    """One rank's bytes on fake tensors, through the same engine."""
+    answer = fake.trace(job, _policy(job))
+    answer.label = f"{_label(job)} (fake tensors)"
+    answer.kernels = {**KERNELS, **answer.kernels}
+    return answer

@@ -37,6 +37,9 @@ def trace(job: Job, policy: MegatronCore) -> RankAnswer:
     run = job.run
     offload.ChunkOffloadHandler.tensor_push = _push
     offload.print_offload_summary_table = lambda *_: None  # it asks all ranks for their bytes
+    # Selective recomputation of norms refills a storage from the rebuilt one.  There are no values
+    # to copy, and torch's own copy would keep both fake storages alive for good.
+    torch.UntypedStorage.copy_ = lambda storage, *_: storage  # type: ignore[method-assign]
     store = FakeStore()
     dist.init_process_group("fake", rank=job.rank, world_size=run.layout.gpus, store=store)
     place = engine.join_groups(job)

@@ -102,11 +102,6 @@ def _policy(run: RunSpec, policy: MegatronCore) -> list[tuple[bool, str]]:
             "selective recomputation of mlp with biases never ends in 0.16.1 without "
             "TransformerEngine; use a model without biases or recompute=full",
         ),
-        (
-            selective and "layernorm" in modules and run.world == "traced",
-            "selective recomputation of layernorm on fake tensors: rebuilt norms stay alive there, "
-            "so bytes would be too many; execute it instead",
-        ),
         (selective and not modules, "recompute=selective without modules"),
         (
             policy.recompute == "full" and policy.num_layers > per_chunk,

@@ -25,7 +25,12 @@ OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "ml
 
 DROPPED: dict[str, tuple[str, ...]] = {
     "core_attn": ("attn_probs", "attn_probs_mask", "attn_probs_dropped", "lse"),
-    "layernorm": ("attn_norm_out", "mlp_norm_out"),
+    "layernorm": (
+        "attn_norm_out",
+        "mlp_norm_out",
+        "attn_norm_statistics",  # of the traced stack (stack.py), rebuilt with their norms
+        "mlp_norm_statistics",
+    ),
     "mlp": ("gate_out", "up_out", "act_out", "fc2_in"),
 }
 MOVED: dict[str, tuple[str, ...]] = {

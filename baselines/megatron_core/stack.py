@@ -29,7 +29,8 @@ def stack(policy: "MegatronCore", problem: Problem) -> Stack:
         ),
         fused_swiglu=policy.bias_activation_fusion,
         shares_gathers=s.sp,
-        once=_once(problem),
+        loss_over_logits=problem.workload.precision == "fp32",  # other logits are cast into a copy
+        once=_once(policy, problem),
     )
 
 
@@ -86,14 +87,26 @@ def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
     return (tables,) if "core_attn" in policy.offload_modules else (tables, whole)
 
 
-def _once(problem: Problem) -> dict[str, int]:
-    """One buffer serves gathered inputs and the first operand of the scores; a mask is kept."""
+def _once(policy: "MegatronCore", problem: Problem) -> dict[str, int]:
+    """One buffer serves gathered inputs and the first operand of the scores; a mask is kept; ids
+    and angles of positions are shared by all layers; a rebuilt group's output, which its own
+    backward does not need, lives as long as that."""
     s = shapes(problem.workload, problem.layout, problem.system)
+    model = problem.workload.model
     scores = s.tokens * s.heads * s.seq_len * s.element_bytes
-    gathered = s.tokens * problem.workload.model.hidden * s.element_bytes if s.sp else 0
-    if problem.attention == "flash":
-        return {"memory buffer": gathered}
-    return {"memory buffer": max(gathered, scores), "causal mask": s.seq_len * s.seq_len}
+    gathered = s.tokens * model.hidden * s.element_bytes if s.sp else 0
+    unfused = problem.attention != "flash"
+    found = {
+        "memory buffer": max(gathered, scores) if unfused else gathered,
+        "position ids": 8 * s.seq_len // s.cp,
+    }
+    if unfused:
+        found["causal mask"] = s.seq_len * s.seq_len
+    if model.position == "rope":
+        found["angles of RoPE (fp32)"] = 4 * model.head_dim * s.seq_len // s.cp
+    if policy.recompute == "full":
+        found["output of the rebuilt group"] = s.shard_tokens * model.hidden * s.element_bytes
+    return found
 
 
 def _norms(problem: Problem) -> tuple[Extra, ...]:

@@ -92,19 +92,6 @@ def _method(point: Point) -> Composition:
     return policy(point.baseline, point.settings)
 
 
-def differing(record: Record, committed: Record) -> list[str]:
-    """Numbers of a trace that are not as committed."""
-    a, b = record.observed, committed.observed
-    if a is None or b is None or record.status != committed.status:
-        return [f"status {record.status} {record.reason} (committed: {committed.status})".strip()]
-    names = ("activation_peak_bytes", "host_peak_bytes", "state_bytes", "kernels", "shim")
-    return [
-        f"{name} {getattr(a, name)} (committed: {getattr(b, name)})"
-        for name in names
-        if getattr(a, name) != getattr(b, name)
-    ]
-
-
 def rows(points: tuple[Point, ...], folder: Path) -> list[dict[str, Any]]:
     """One row per point with a record: traced, predicted by our plan of the policy, published.
 

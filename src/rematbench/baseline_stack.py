@@ -44,11 +44,13 @@ class Extra(Struct, frozen=True, kw_only=True):
 
 class Stack(Struct, frozen=True, kw_only=True):
     """A baseline's stack under its settings: extras, whether gate and product are one function,
-    whether gathered inputs share a buffer, and what is made once and never freed (bytes)."""
+    whether gathered inputs share a buffer, whether the loss's working copy is the logits
+    themselves, and what is made once and alive at every peak (bytes)."""
 
     extras: tuple[Extra, ...] = ()
     fused_swiglu: bool | None = None
     shares_gathers: bool = False
+    loss_over_logits: bool = False
     once: dict[str, int] = {}
 
     def problem(self, problem: Problem) -> "StackProblem":
@@ -93,10 +95,12 @@ class StackProblem(Problem):
         saves = tuple(e.name for e in extras if e.saved_by == op.name)
         inside = sum(e.nbytes for e in extras if e.made_by == op.name and not e.saved_by)
         shared = self.stack.shares_gathers and op.has_weight
+        in_place = self.stack.loss_over_logits and op.name == "loss"
         return msgspec.structs.replace(
             op,
             outputs=(*op.outputs, *made),
             saves=(*op.saves, *saves),
+            scratch_forward_bytes=0 if in_place else op.scratch_forward_bytes,
             scratch_backward_bytes=op.scratch_backward_bytes + inside,
             gathered_bytes=0 if shared else op.gathered_bytes,
         )

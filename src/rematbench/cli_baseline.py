@@ -8,7 +8,7 @@ import typer
 from typer import Option
 
 from rematbench.baselines import BaselineError, Job, baselines, job, policy, run_jobs
-from rematbench.cli_points import trace_again, trace_shipped_points, write_tables
+from rematbench.cli_points import compare_engines, trace_again, trace_shipped_points, write_tables
 from rematbench.cli_run import Request, RunOptions, request, settings_of, takes_run
 from rematbench.cli_text import CommandError, console, gib, grid, left, plain
 from rematbench.discover import IDENTITY
@@ -150,6 +150,7 @@ def trace_stage(run: RunOptions, stage: int | None, out: Path | None, *, json: b
 
 app.command("points")(trace_shipped_points)
 app.command("again")(trace_again)
+app.command("agree")(compare_engines)
 app.command("tables")(write_tables)
 
 

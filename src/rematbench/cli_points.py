@@ -1,4 +1,5 @@
-"""The commands about traced points of baselines: trace them, again, and their tables."""
+"""The commands about committed runs of baselines: traced points and the agreement of engines, again
+and as tables."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,11 +7,13 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from rematbench.baseline_points import Point, differing, load_points, trace_points
+from rematbench.agreement import agreement_records, agreement_table
+from rematbench.baseline_points import Point, load_points, trace_points
 from rematbench.baseline_tables import points_table, tensors_table
 from rematbench.baselines import NotInstalled
 from rematbench.cli_text import CommandError
 from rematbench.record import read_record
+from rematbench.remeasured import differences
 
 Names = Annotated[list[str] | None, Argument(metavar="[NAME..]", help="Only these.")]
 Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")]
@@ -60,25 +63,58 @@ def trace_again(output: Output, committed: Committed, names: Names = None) -> No
         except NotInstalled as error:
             typer.echo(f"{point.name}: not traced again: {error}")
             continue
-        lines = differing(record, read_record(committed / f"{point.name}.json"))
+        lines = differences(record, read_record(committed / f"{point.name}.json"))
         typer.echo(f"{point.name}: " + ("; ".join(lines) or "traced again, every number equal"))
         wrong = wrong or bool(lines)
     if wrong:
         raise typer.Exit(1)
 
 
+def compare_engines(
+    output: Output,
+    committed: Annotated[
+        Path | None, Option("--compare", metavar="DIR", help="The records to equal.")
+    ] = None,
+) -> None:
+    """Run our executor, Megatron-core and DeepSpeed on the same weights and batches; a record each.
+
+    With --compare, exit code 1 if a record is not as its namesake.  A record that says the same as
+    before keeps its date.
+
+    \b
+    Example:
+      rematbench baseline agree -o build/agreement --compare results/measured/executed/agreement
+    """
+    # Not above: `trace` imports the commands of baselines.
+    from rematbench.cli_execute import need_torch  # noqa: PLC0415
+    from rematbench.cli_measured import as_committed, keep  # noqa: PLC0415
+
+    need_torch()
+    records = agreement_records()
+    for name, record in records.items():
+        keep(record, output, name)
+    typer.echo(f"{output}: {len(records)} records")
+    if committed and not as_committed(list(records), output, committed):
+        raise typer.Exit(1)
+
+
 def write_tables(
     records: Annotated[Path, Argument(metavar="DIR", help="Records of traced points.")],
     output: Output,
+    agreement: Annotated[
+        Path | None, Option(metavar="DIR", help="Records of `agree`, for a table of their own.")
+    ] = None,
 ) -> None:
-    """Write the tables of traced baselines: bytes beside predicted and published, and tensors.
+    """Write the tables of baselines: traced bytes beside predicted and published ones, tensors,
+    and how far engines agree.
 
     \b
     Example:
       rematbench baseline tables results/measured/traced/megatron_core -o results/paper/tables
     """
     points = load_points()
-    for table in (points_table(points, records), tensors_table(points)):
+    tables = [points_table(points, records), tensors_table(points)]
+    for table in [*tables, *([agreement_table(agreement)] if agreement else [])]:
         if not table.rows:
             raise CommandError(f"{records}: no record of a point of config/baseline_points.yaml")
         table.write(output)

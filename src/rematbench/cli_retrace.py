@@ -32,7 +32,7 @@ def retrace(
         --committed results/measured/traced -o build/retraced.txt
     """
     if importlib.util.find_spec("torch") is None:
-        line = "Nothing was traced again: torch is not installed (`./bench test` installs it)."
+        line = "Nothing was traced again: torch is not installed (`./bench test` always does)."
     else:
         line = _again(suite, cell, committed)
     write_atomically(output, f"{line}\n".encode())

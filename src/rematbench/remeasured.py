@@ -1,9 +1,10 @@
-"""Whether a record measured again says what the committed one says.
+"""Whether a record measured again says what the committed one says: our executor's and baselines'.
 
-What depends on shapes, plans and the version of torch only (status, plan, every count and every
-byte of every rank) must be equal.  Losses and gradients come out of a CPU's arithmetic: another
-CPU adds in another order, so they must agree as far as rounding allows, and so must the verdict
-*lossless*.  Dates, hosts and seconds are no part of a comparison.
+What depends on shapes, plans and versions only (status, plan, kernels, every count and every byte
+of every rank) must be equal.  Losses and gradients come out of a CPU's arithmetic: another CPU adds
+in another order, so they must agree as far as rounding allows, and so must the verdict *lossless*.
+Dates, hosts and seconds are no part of a comparison, nor are the peaks of a package's ranks that
+exchange over gloo: its threads may hold a collective's buffer for a moment.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,22 +13,39 @@ import msgspec
 
 from rematbench.measure import BOUNDS
 from rematbench.measured import Measured
-from rematbench.record import Record
+from rematbench.record import Observed, Record
 
 CURVE_BOUND = 1e-4
 """Of a training run's losses, relative: rounding grows over hundreds of steps (mst's to 8e-6)."""
 OF_AN_ALLOCATOR = ("allocated_bytes", "reserved_bytes")
 """Depend on what else ran on the GPU."""
+STATES = ("traced_ranks", "state_bytes", "warmup_steps")
 
 
 def differences(again: Record, committed: Record) -> list[str]:
     """What differs, one line each: the field, the value now, the committed one."""
     found = list(_scalars(again, committed, ("status", "reason", "plan_hash")))
+    found += _of_observed(again, committed)
     new, old = again.measured, committed.measured
     if new is None or old is None:
         return found if new == old else [*found, "only one of the two has measured numbers"]
     bound = BOUNDS[again.spec.precision]
-    return [*found, *_of_ranks(new, old), *_of_values(new, old, bound)]
+    found += [*_of_ranks(new, old), *_of_steps(new, old, ("losses", "gradient_norms"), bound)]
+    return [*found, *_of_verdict(new, old)]
+
+
+def _of_observed(again: Record, committed: Record) -> Iterator[str]:
+    """What a foreign package showed."""
+    new, old = again.observed, committed.observed
+    if new is None or old is None:
+        if new != old:
+            yield "only one of the two has observed numbers"
+        return
+    yield from _scalars(new, old, ("label", "shim", "kernels", "backend", *STATES))
+    if not (again.world == "executed" and again.spec.layout.gpus > 1):
+        yield from _scalars(new, old, ("activation_peak_bytes", "host_peak_bytes"))
+    bound = BOUNDS[again.spec.precision]
+    yield from _of_steps(new, old, ("losses", "gradient_norm"), bound)
 
 
 def curve_differences(again: tuple[Record, Record], committed: tuple[Record, Record]) -> list[str]:
@@ -69,14 +87,20 @@ def _of_ranks(new: Measured, old: Measured) -> Iterator[str]:
         yield from (f"rank {number}: {line}" for line in _scalars(a, b, names))
 
 
-def _of_values(new: Measured, old: Measured, bound: float) -> Iterator[str]:
-    """Losses, norms of gradients and the verdict."""
-    for name in ("losses", "gradient_norms"):
+def _of_steps(
+    new: Measured | Observed, old: Measured | Observed, names: Sequence[str], bound: float
+) -> Iterator[str]:
+    """Losses and norms of gradients, step by step."""
+    for name in names:
         now, then = getattr(new, name), getattr(old, name)
         if len(now) != len(then):
             yield f"{name} of {len(now)} steps, committed {len(then)}"
         elif any(abs(a - b) > bound * abs(b) for a, b in zip(now, then, strict=True)):
             yield f"{name} {now}, committed {then} (bound {bound:g})"
+
+
+def _of_verdict(new: Measured, old: Measured) -> Iterator[str]:
+    """Against another method: lossless or not."""
     a, b = new.comparison, old.comparison
     if a is None or b is None:
         if a != b:

@@ -8,10 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rematbench import baseline_points, cli_baseline, cli_points
-from rematbench.baseline_points import differing, load_points
+from rematbench.baseline_points import load_points
 from rematbench.baselines import Job, NotInstalled
 from rematbench.cli import app
 from rematbench.record import Record, read_record, write_record
+from rematbench.remeasured import differences
 
 TRACED = Path(__file__).resolve().parents[2] / "results" / "measured" / "traced" / "megatron_core"
 POINT = "k22b-selective"
@@ -68,7 +69,9 @@ def test_without_the_package_one_line_says_so(
 
 def test_a_record_of_another_outcome_differs() -> None:
     broken = msgspec.structs.replace(committed(), status="failed", reason="why", observed=None)
-    assert differing(broken, committed()) == ["status failed why (committed: ok)"]
+    said = differences(broken, committed())
+    assert said[:2] == ["status failed, committed ok", "reason why, committed "]
+    assert "only one of the two has observed numbers" in said
 
 
 @pytest.mark.parametrize(("stage", "rank"), [(None, 0), (0, 0), (3, 12)])

@@ -9,11 +9,13 @@ from msgspec.structs import replace
 from rematbench.baseline_stack import layer_tensors, stack_of
 from rematbench.baselines import job as make_job
 from rematbench.baselines import policy, run_jobs
+from rematbench.discover import Composition
+from rematbench.evaluate import program_bytes
+from rematbench.lower import lower
+from rematbench.plan import Plan
 from rematbench.problem import AttentionKind, Problem
-from rematbench.workload import Model
+from rematbench.workload import Model, Precision
 from tests.baselines.cases import GPT, TINY, Asked, asked_problem
-
-pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
 
 
 class Stacked(NamedTuple):
@@ -45,8 +47,9 @@ CASES = [
 ]
 
 
-def test_one_more_layer_weighs_what_the_stack_says(tmp_path: Path) -> None:
+def test_one_more_layer_of_megatron_core_weighs_what_the_stack_says(tmp_path: Path) -> None:
     """Traced with four and with five layers: the difference is one layer's saved tensors."""
+    pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
     jobs = [
         make_job(case.problem(count), policy("megatron_core", case.settings), "traced")
         for case in CASES
@@ -69,3 +72,77 @@ def test_one_more_layer_weighs_what_the_stack_says(tmp_path: Path) -> None:
         assert sum(held.stack_bytes for held in saved) == said[-1]
         assert sum(held.table_bytes for held in listed) == problem.layer(0).saved_bytes
     assert traced == said
+
+
+FULL = {"recompute": "full"}
+LOSS = 4
+"""Bytes of a scalar: the count of labels; per micro-batch the loss, its sum, copies, gradients."""
+WHOLE = [
+    (Asked("one", model=GPT), 6 * LOSS),
+    (Asked("tp2", FULL), 8 * LOSS),
+    (Asked("cp2", FULL), 8 * LOSS),
+    (Asked("cp2"), 8 * LOSS),
+]
+
+
+def test_the_whole_peak_of_megatron_core_is_the_plans_and_some_scalars(tmp_path: Path) -> None:
+    """In fp32, where no cast makes a copy: no tensor is missing and none is too many."""
+    pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
+    problems = [asked_problem(asked) for asked, _ in WHOLE]
+    policies = [policy("megatron_core", asked.settings) for asked, _ in WHOLE]
+    jobs = [make_job(*pair, "traced") for pair in zip(problems, policies, strict=True)]
+    rest = []
+    for number, record in enumerate(run_jobs("megatron_core", jobs, tmp_path)):
+        assert record.observed is not None, record.reason
+        said = _said("megatron_core", policies[number], problems[number])
+        rest.append(record.observed.activation_peak_bytes[0] - said)
+    assert rest == [scalars for _, scalars in WHOLE]
+
+
+def _said(baseline: str, method: Composition, problem: Problem) -> int:
+    """The activation peak of the policy's plan with the tensors of the baseline's stack."""
+    stack = stack_of(baseline, method.methods[0], problem)
+    assert stack is not None
+    here = stack.problem(problem)
+    plan = method.plan(here)
+    assert isinstance(plan, Plan)
+    peak = program_bytes(here, plan, lower(plan, here))[0].activation_peak
+    return peak + sum(stack.once.values())
+
+
+PLAIN = {"checkpointing": "plain"}
+DEEPSPEED: list[tuple[Model, dict[str, Any], Precision]] = [
+    (TINY, {}, "fp32"),
+    (TINY, {}, "bf16"),
+    (GPT, {}, "fp32"),
+    (GPT, {}, "bf16"),
+    (TINY, PLAIN, "fp32"),
+    (TINY, PLAIN, "bf16"),
+]
+SCALARS = 3 * 4
+"""The scaled loss, its copy and its gradient."""
+
+
+def test_one_more_layer_of_deepspeed_weighs_what_the_plan_says(tmp_path: Path) -> None:
+    """Plan and stack against the trace, with so many rows that the peak is in the loss: one more
+    layer to the byte, and without a policy in fp32 the whole peak."""
+    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    problems = [_wide(case, count) for case in DEEPSPEED for count in (4, 5)]
+    policies = [policy("deepspeed", case[1]) for case in DEEPSPEED for _ in (4, 5)]
+    jobs = [make_job(*pair, "traced") for pair in zip(problems, policies, strict=True)]
+    traced, said = [], []
+    for number, record in enumerate(run_jobs("deepspeed", jobs, tmp_path)):
+        assert record.observed is not None, record.reason
+        traced.append(record.observed.activation_peak_bytes[0])
+        said.append(_said("deepspeed", policies[number], problems[number]))
+    layers = [b - a for a, b in zip(traced[::2], traced[1::2], strict=True)]
+    assert layers == [b - a for a, b in zip(said[::2], said[1::2], strict=True)]
+    for number, (_, settings, precision) in enumerate(DEEPSPEED):
+        if not settings and precision == "fp32":
+            assert traced[2 * number] - said[2 * number] == SCALARS
+
+
+def _wide(case: tuple[Model, dict[str, Any], Precision], num_layers: int) -> Problem:
+    model, settings, precision = case
+    asked = Asked("one", settings, replace(model, num_layers=num_layers), precision)
+    return asked_problem(asked, zero_stage=0, micro_batch=16, global_batch=16)

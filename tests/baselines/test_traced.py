@@ -1,20 +1,23 @@
-"""Megatron-core on fake tensors: the same bytes as on real ones, rank by rank."""
+"""Baselines on fake tensors: the same bytes as on real ones, rank by rank."""
 
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
+from rematbench.baselines import Job, policy, run_jobs
 from rematbench.baselines import job as make_job
-from rematbench.baselines import policy, run_jobs
-from rematbench.record import Observed, Record
+from rematbench.record import Record
 from tests.baselines.cases import GPT, Asked, asked_problem
 
-pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
+Bytes = tuple[int, int, int]
 
-ASKED = [
+MEGATRON = [
     Asked("one"),
     Asked("one", {"recompute": "full"}),
     Asked("one", {"recompute": "selective", "modules": ["core_attn", "mlp"]}),
+    Asked("one", {"recompute": "selective", "modules": ["layernorm"]}),
+    Asked("pp2", {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}),
     Asked("one", {"offload_modules": ["core_attn", "mlp_norm"]}),
     Asked("one", model=GPT),
     Asked("pp2"),
@@ -23,46 +26,68 @@ ASKED = [
     Asked("cp2"),
     Asked("dp2"),
 ]
+DEEPSPEED = [
+    Asked("one"),
+    Asked("one", {"checkpointing": "plain"}),
+    Asked("one", {"mlp_tiles": 2}),
+    Asked("one", model=GPT),
+    Asked("one", precision="bf16"),
+    Asked("dp2-zero0"),
+    Asked("dp2"),
+    Asked("dp2-zero2", precision="bf16"),
+    Asked("dp2-zero2", {"checkpointing": "plain"}),
+    Asked("ulysses2"),
+]
 
 
-def seen(record: Record) -> Observed:
-    assert record.status == "ok", record.reason
-    assert record.observed is not None
-    return record.observed
+def test_megatron_core_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
+    real, fake = both("megatron_core", MEGATRON, tmp_path)
+    assert {name: peaks for name, (*peaks, _) in fake.items()} == {
+        name: peaks for name, (*peaks, _) in real.items()
+    }
 
 
-def test_fake_tensors_weigh_what_real_ones_do(tmp_path: Path) -> None:
-    jobs = []
-    repeated = [number for number in range(len(ASKED)) for _ in range(_repeats(number))]
-    for number in repeated:
-        asked = ASKED[number]
-        made, method = asked_problem(asked), policy("megatron_core", asked.settings)
-        jobs.append(make_job(made, method, steps=1, timeout_s=60.0))
-    ranks = [(number, rank) for number in range(len(ASKED)) for rank in range(_gpus(number))]
-    for number, rank in ranks:
-        asked = ASKED[number]
-        made, method = asked_problem(asked), policy("megatron_core", asked.settings)
-        jobs.append(make_job(made, method, "traced", rank=rank, timeout_s=60.0))
-    records = run_jobs("megatron_core", jobs, tmp_path)
-    executed, traced = records[: len(repeated)], records[len(repeated) :]
-    real, fake = {}, {}
-    for (number, rank), record in zip(ranks, traced, strict=True):
-        got = seen(record)
-        wants = [seen(r) for n, r in zip(repeated, executed, strict=True) if n == number]
-        real[f"{ASKED[number]} rank {rank}"] = min(
-            (want.activation_peak_bytes[rank], want.host_peak_bytes[rank]) for want in wants
-        )
-        fake[f"{ASKED[number]} rank {rank}"] = (
-            got.activation_peak_bytes[0],
-            got.host_peak_bytes[0],
-        )
+def test_deepspeed_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
+    """States too: those of its optimizer are computed where it has not made them yet."""
+    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    real, fake = both("deepspeed", DEEPSPEED, tmp_path)
     assert fake == real
 
 
-def _repeats(number: int) -> int:
+def both(
+    baseline: str, asked: list[Asked], folder: Path
+) -> tuple[dict[str, Bytes], dict[str, Bytes]]:
+    """(executed, traced): by case and rank the peaks of device and host, and the states."""
+    repeated = [item for item in asked for _ in range(_repeats(item))]
+    ranks = [(item, rank) for item in asked for rank in range(asked_problem(item).layout.gpus)]
+    jobs = [_job(baseline, item, "executed", 0) for item in repeated]
+    jobs += [_job(baseline, item, "traced", rank) for item, rank in ranks]
+    records = run_jobs(baseline, jobs, folder)
+    executed, traced = records[: len(repeated)], records[len(repeated) :]
+    real: dict[str, Bytes] = {}
+    fake: dict[str, Bytes] = {}
+    for (item, rank), record in zip(ranks, traced, strict=True):
+        name = f"{item} rank {rank}"
+        again = [r for it, r in zip(repeated, executed, strict=True) if it is item]
+        real[name] = min(_bytes(one, rank) for one in again)
+        fake[name] = _bytes(record, 0)
+    return real, fake
+
+
+def _job(baseline: str, asked: Asked, world: Literal["executed", "traced"], rank: int) -> Job:
+    options: dict[str, Any] = {"steps": 1, "timeout_s": 60.0, "rank": rank}
+    return make_job(asked_problem(asked), policy(baseline, asked.settings), world, **options)
+
+
+def _bytes(record: Record, index: int) -> Bytes:
+    assert record.status == "ok", record.reason
+    seen = record.observed
+    assert seen is not None
+    peaks = seen.activation_peak_bytes[index], seen.host_peak_bytes[index]
+    return (*peaks, seen.state_bytes[index])
+
+
+def _repeats(asked: Asked) -> int:
     """Gloo's threads may hold a collective's buffer for a moment: the least of eight runs."""
-    return 8 if "tp2" in ASKED[number].layout else 1
-
-
-def _gpus(number: int) -> int:
-    return asked_problem(ASKED[number]).layout.gpus
+    return 8 if asked.layout.startswith(("tp2", "dp2-zero", "ulysses2")) else 1

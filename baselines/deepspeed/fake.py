@@ -1,0 +1,59 @@
+"""One rank of any layout on fake tensors: DeepSpeed's own engine, and no hardware.
+
+Torch's fake process group answers every collective at once; fake tensors have sizes and no values.
+Forward and backward of every micro-batch run as they are; the update, which asks whether a gradient
+is finite, does not.  Bytes are those of storages: no allocator rounding, no workspaces.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any, Self
+
+import deepspeed.comm
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from baselines.common.contract import RankAnswer
+from baselines.common.meter import Meter
+from baselines.deepspeed import engine as ds
+from baselines.deepspeed.model import Decoder
+from baselines.deepspeed.plan import DeepSpeed
+from rematbench.baselines import Job
+
+COUNTER = 4
+"""Bytes of AdamW's step counter beside its two moments."""
+
+
+class Made(Decoder):
+    """A decoder whose parameters are made as they are wanted: torch converts no fake ones."""
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        return self
+
+
+def trace(job: Job, policy: DeepSpeed) -> RankAnswer:
+    """The bytes of one rank: the peak of one step, and its states."""
+    size = job.run.layout.gpus
+    os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(size), LOCAL_RANK="0")
+    dist.init_process_group("fake", rank=job.rank, world_size=size, store=FakeStore())
+    wanted = torch.bfloat16 if job.run.precision == "bf16" else torch.float32
+    meter = Meter()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        torch.set_default_dtype(wanted)
+        rig = ds.build(job, policy, Made)
+        torch.set_default_dtype(torch.float32)
+        batch = ds.batch_of(job, 0)
+        meter.states(ds.states(rig))
+        with meter:
+            ds.micro_steps(rig, batch, 1.0, lambda _: 0.0)
+    moments = sum(8 * p.numel() + COUNTER for p in ds.updated(rig, without_state=True))
+    answer = RankAnswer(
+        kernels={"optimizer": "moments that it has not made yet are computed, not allocated"},
+        activation_peak_bytes=meter.device_peak_bytes,
+        state_bytes=Meter().states(ds.states(rig)) + moments,
+    )
+    rig.engine.destroy()
+    deepspeed.comm.destroy_process_group()
+    return answer

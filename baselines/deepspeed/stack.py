@@ -1,0 +1,72 @@
+"""What this baseline's plain torch model keeps beside the operator table, on a CPU.
+
+Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rematbench.baseline_stack import Extra, Stack
+from rematbench.ops import Part
+from rematbench.problem import Problem
+from rematbench.shapes import shapes
+
+if TYPE_CHECKING:
+    from baselines.deepspeed.plan import DeepSpeed
+
+WIDE = 4
+NORMS: tuple[tuple[str, Part], ...] = (
+    ("attn_norm", "layer"),
+    ("mlp_norm", "layer"),
+    ("final_norm", "head"),
+)
+
+
+def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
+    """What stays alive: norms taken apart, keys and values per query head, shared tables."""
+    model = problem.workload.model
+    s = shapes(problem.workload, problem.layout, problem.system)
+    rows = problem.layout.micro_batch * problem.workload.seq_len // problem.layout.ulysses
+    once = {"ids": 8 * rows}
+    if model.position == "rope":
+        once["cosine and sine (fp32)"] = 2 * WIDE * rows * model.head_dim // 2
+    if model.position == "learned":
+        once["positions"] = 8 * problem.workload.seq_len // problem.layout.ulysses
+    norms = tuple(extra for op, part in NORMS for extra in _norm(problem, op, part))
+    repeated = Extra(
+        name="kv_repeated",
+        dtype=problem.workload.precision,
+        rows=s.tokens,
+        row_bytes=2 * (s.q_width - s.kv_width) * s.element_bytes,
+        made_by="attention",
+        saved_by="attention",
+        why="k and v are saved once per query head",
+    )
+    return Stack(extras=(*norms, *((repeated,) if repeated.row_bytes else ())), once=once)
+
+
+def _norm(problem: Problem, op: str, part: Part) -> tuple[Extra, ...]:
+    s = shapes(problem.workload, problem.layout, problem.system)
+    made = partial(Extra, rows=s.shard_tokens, made_by=op, saved_by=op, part=part)
+    hidden = problem.workload.model.hidden
+    if problem.workload.model.norm == "layernorm":
+        why = "mean and 1/deviation of each row"
+        row = 2 * s.element_bytes
+        kept = made(name=f"{op}_statistics", dtype="fp32", row_bytes=row, why=why)
+        return (kept,)
+    statistics = made(
+        name=f"{op}_statistics", dtype="fp32", row_bytes=WIDE, why="1/rms of each row"
+    )
+    normalized = made(
+        name=f"{op}_normalized",
+        dtype="fp32",
+        row_bytes=WIDE * hidden,
+        why="on a CPU torch takes RMSNorm apart: input x 1/rms, before the weight",
+    )
+    wide = made(
+        name=f"{op}_input_beyond_{s.element_bytes}_bytes",
+        dtype="fp32",
+        row_bytes=(WIDE - s.element_bytes) * hidden,
+        why="an fp32 copy of the input is kept in its place",
+    )
+    return (statistics, normalized, *((wide,) if wide.row_bytes else ()))
