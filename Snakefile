@@ -10,6 +10,7 @@ configfile: "config/workflow.yaml"
 
 include: "workflows/common.smk"
 include: "workflows/records.smk"
+include: "workflows/placement.smk"
 include: "workflows/campaigns.smk"
 include: "workflows/runs.smk"
 include: "workflows/published.smk"

@@ -1,14 +1,10 @@
 """What the cluster file and a measurement suite say about jobs: inputs and resources of rules."""
 
-from shutil import which
-
 from rematbench.cli_text import CommandError
-from rematbench.configfile import ConfigError
 from rematbench.slurm.cellrecord import is_final
 from rematbench.slurm.cells import Campaign, load_measurement
 from rematbench.slurm.patience import be_patient
-from rematbench.slurm.resources import KEYS, executed_resources, simulated_resources
-from rematbench.slurm.settings import load_site
+from rematbench.slurm.resources import executed_resources
 from rematbench.slurm.submissions import announce, refuse_simulated
 from rematbench.store import Store
 
@@ -71,33 +67,3 @@ def shell_setup(wildcards):
 
 def cluster_option(wildcards):
     return f"--cluster {config['cluster']}" if config["cluster"] else ""
-
-
-CPU_CLUSTER = config["cluster"] or "this-machine"
-SIMULATE_HERE = config["simulate_on"] == "local"
-if config["simulate_on"] not in ("local", "slurm"):
-    raise WorkflowError(
-        f"simulate_on: {config['simulate_on']!r} (allowed: local, slurm)"
-    )
-if config["ask_slurm"] and not (
-    workflow.dryrun or workflow.remote_exec or which("sbatch")
-):
-    raise WorkflowError(
-        "no Slurm here: sbatch is not on PATH (without --profile slurm it runs here)"
-    )
-if config["cluster"]:
-    try:
-        load_site(config["cluster"])
-    except ConfigError as error:
-        raise WorkflowError(f"cluster: {error}") from None
-
-
-def simulated_resource(key):
-    """One resource of a simulated bundle that is not run locally."""
-    nothing = 0 if key in ("mem_mb", "runtime") else None
-    return lambda wildcards: (
-        nothing if SIMULATE_HERE else simulated_resources(load_site(CPU_CLUSTER))[key]
-    )
-
-
-SIMULATED = {key: simulated_resource(key) for key in KEYS}

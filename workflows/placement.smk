@@ -1,0 +1,36 @@
+"""Where simulated jobs run: here, or through Slurm with resources from the cluster file."""
+
+from shutil import which
+
+from rematbench.configfile import ConfigError
+from rematbench.slurm.resources import KEYS, simulated_resources
+from rematbench.slurm.settings import load_site
+
+CPU_CLUSTER = config["cluster"] or "this-machine"
+SIMULATE_HERE = config["simulate_on"] == "local"
+if config["simulate_on"] not in ("local", "slurm"):
+    raise WorkflowError(
+        f"simulate_on: {config['simulate_on']!r} (allowed: local, slurm)"
+    )
+if config["ask_slurm"] and not (
+    workflow.dryrun or workflow.remote_exec or which("sbatch")
+):
+    raise WorkflowError(
+        "no Slurm here: sbatch is not on PATH (without --profile slurm it runs here)"
+    )
+if config["cluster"]:
+    try:
+        load_site(config["cluster"])
+    except ConfigError as error:
+        raise WorkflowError(f"cluster: {error}") from None
+
+
+def simulated_resource(key):
+    """One resource of a simulated bundle that is not run locally."""
+    nothing = 0 if key in ("mem_mb", "runtime") else None
+    return lambda wildcards: (
+        nothing if SIMULATE_HERE else simulated_resources(load_site(CPU_CLUSTER))[key]
+    )
+
+
+SIMULATED = {key: simulated_resource(key) for key in KEYS}
