@@ -10,7 +10,6 @@ configfile: "config/workflow.yaml"
 
 include: "workflows/common.smk"
 include: "workflows/records.smk"
-include: "workflows/placement.smk"
 include: "workflows/campaigns.smk"
 include: "workflows/runs.smk"
 include: "workflows/published.smk"
@@ -20,6 +19,7 @@ include: "workflows/executed.smk"
 include: "workflows/measured.smk"
 include: "workflows/baselines.smk"
 include: "workflows/matrix.smk"
+include: "workflows/drawn.smk"
 include: "workflows/page.smk"
 
 

@@ -8,6 +8,10 @@ from rematbench.slurm.resources import executed_resources
 from rematbench.slurm.submissions import announce, refuse_simulated
 from rematbench.store import Store
 
+
+include: "placement.smk"
+
+
 CAMPAIGNS = {}
 be_patient(config["status_seconds"])
 

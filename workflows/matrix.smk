@@ -1,7 +1,9 @@
-"""The grand matrix: a job per model -> tables with evidence -> figures."""
+"""The grand matrix: two jobs per model -> tables with evidence."""
 
 MATRIX = load_suite(Path("config/paper.yaml")).matrix
 MATRIX_MODELS = [work.model for work in MATRIX.works]
+HALF = len(MATRIX.seq_lens) // 2
+LENGTHS = {"short": MATRIX.seq_lens[:HALF], "long": MATRIX.seq_lens[HALF:]}
 MATRIX_TABLES = [
     "matrix_best_layout",
     "matrix_candidates",
@@ -10,14 +12,6 @@ MATRIX_TABLES = [
     "matrix_same_layout",
     "pareto",
 ]
-DRAWN_FROM = {
-    "matrix_bytes": "matrix_best_layout",
-    "matrix_context": "matrix_best_layout",
-    "matrix_longest": "matrix_longest",
-    "matrix_parts": "matrix_fastest",
-    "pareto": "pareto",
-    "waterfall": "atc24_table8_waterfall",
-}
 
 
 rule matrix:
@@ -25,12 +19,13 @@ rule matrix:
         suite="config/paper.yaml",
         methods=sorted(str(path) for path in Path("methods").glob("*.py")),
     output:
-        results="results/paper/matrix/{model}.csv",
-        candidates="results/paper/matrix/{model}.candidates.csv",
+        results="results/paper/matrix/{model}.{lengths}.csv",
+        candidates="results/paper/matrix/{model}.{lengths}.candidates.csv",
     log:
-        "results/paper/logs/matrix_{model}.log",
+        "results/paper/logs/matrix_{model}.{lengths}.log",
     wildcard_constraints:
         model="|".join(MATRIX_MODELS),
+        lengths="|".join(LENGTHS),
     priority: 2  # the longest jobs of all
     localrule: SIMULATE_HERE
     conda:
@@ -39,17 +34,26 @@ rule matrix:
         **SIMULATED,
     params:
         engine=ENGINE,
+        lengths=lambda wildcards: [
+            f"--seq-len {length}" for length in LENGTHS[wildcards.lengths]
+        ],
     shell:
-        "rematbench matrix {input.suite} --model {wildcards.model} -o {output.results}"
-        " > {log} 2>&1"
+        "rematbench matrix {input.suite} --model {wildcards.model} {params.lengths}"
+        " -o {output.results} > {log} 2>&1"
 
 
 rule matrix_tables:
     input:
         suite="config/paper.yaml",
-        results=expand("results/paper/matrix/{model}.csv", model=MATRIX_MODELS),
+        results=expand(
+            "results/paper/matrix/{model}.{lengths}.csv",
+            model=MATRIX_MODELS,
+            lengths=LENGTHS,
+        ),
         candidates=expand(
-            "results/paper/matrix/{model}.candidates.csv", model=MATRIX_MODELS
+            "results/paper/matrix/{model}.{lengths}.candidates.csv",
+            model=MATRIX_MODELS,
+            lengths=LENGTHS,
         ),
         predictions="results/paper/predictions.csv",
         accuracy="config/accuracy.yaml",
@@ -70,22 +74,3 @@ rule matrix_tables:
     shell:
         "rematbench matrix-tables {input.suite} {input.results}"
         " --predictions {input.predictions} -o {params.folder} > {log} 2>&1"
-
-
-rule drawn_table:
-    input:
-        script="figures/{figure}.py",
-        style="figures/style.py",
-        table=lambda wildcards: f"results/paper/tables/{DRAWN_FROM[wildcards.figure]}.csv",
-    output:
-        pdf="results/paper/figures/{figure}.pdf",
-        png=report("results/paper/figures/{figure}.png", category="matrix"),
-    log:
-        "results/paper/logs/{figure}.log",
-    wildcard_constraints:
-        figure="|".join(DRAWN_FROM),
-    localrule: True
-    conda:
-        "../environment.yml"
-    shell:
-        "python {input.script} {input.table} {output.pdf} > {log} 2>&1"

@@ -8,10 +8,11 @@ equals the op-level simulation up to rounding for every plan, with no restrictio
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from rematbench.action import STREAM_INDEX, STREAMS
-from rematbench.program import Program, RankProgram
+from rematbench.program import Program, RankProgram, Step
 from rematbench.simulate import (
     Clock,
     MessageKey,
@@ -197,7 +198,7 @@ def rank_macros(
     that nobody outside waits for dropped, steps without effect left out.
 
     `known`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
-    runs = _runs(rank, code)
+    runs = _runs(rank.steps, tuple([bool(block.receives) for block in code]))
     keys = list(dict.fromkeys([key for key, _, _ in runs]))
     macros = prune([_fused([code[i] for i in key], known) for key in keys])
     awaited = {name for macro in macros for name in macro.waits}
@@ -209,14 +210,16 @@ def rank_macros(
     ]
 
 
-def _runs(rank: RankProgram, code: Sequence[TimedBlock]) -> list[tuple[tuple[int, ...], int, int]]:
-    """Neighbours of one (micro-batch, chunk).  A block that receives starts a run: what was sent
+@lru_cache(maxsize=64)
+def _runs(
+    steps: tuple[Step, ...], starts: tuple[bool, ...]
+) -> list[tuple[tuple[int, ...], int, int]]:
+    """Neighbours of one (micro-batch, chunk).  A block that receives `starts` a run: what was sent
     before it must be on its way while it waits."""
-    starts = [bool(block.receives) for block in code]
     runs: list[tuple[tuple[int, ...], int, int]] = []
     run: list[int] = []
     at, where = -1, -1
-    for block, micro_batch, chunk in rank.steps:
+    for block, micro_batch, chunk in steps:
         if micro_batch != at or chunk != where or starts[block]:
             if run:
                 runs.append((tuple(run), at, where))

@@ -49,6 +49,7 @@ def matrix(
     suite: SUITE,
     output: Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Results.")],
     model: Annotated[list[str] | None, Option(help="Only this model (repeatable).")] = None,
+    seq_len: Annotated[list[int] | None, Option(help="Only this length (repeatable).")] = None,
 ) -> None:
     """Simulate the grand matrix: every arm at one layout and at its best layout.
 
@@ -61,7 +62,7 @@ def matrix(
     spec, registry = declared(suite), discover()
     lines, told = [], []
     began = time.process_time()
-    for found, candidates in run_matrix(spec, registry, model or ()):
+    for found, candidates in run_matrix(spec, registry, model or (), seq_len or ()):
         lines += found
         told += candidates
         at = f"{found[0]['model']} {found[0]['cluster']} {found[0]['seq_len']}"

@@ -26,16 +26,24 @@ Result = tuple[Line, Tried | None]
 
 
 def run_matrix(
-    spec: MatrixSpec, registry: Registry, models: Sequence[str] = ()
+    spec: MatrixSpec,
+    registry: Registry,
+    models: Sequence[str] = (),
+    seq_lens: Sequence[int] = (),
 ) -> Iterator[tuple[list[Line], list[Line]]]:
-    """(result lines, candidate lines) of one cell after the other; `models`: only these."""
+    """(result lines, candidate lines) of one cell after the other; `models`, `seq_lens`: only
+    these."""
     collect_rarely()
     works = {work.model: work for work in spec.works}
     for name in models:
         if name not in works:
             raise ConfigError("", "matrix: models", f"no {name!r} (known: {', '.join(works)})")
+    for length in seq_lens:
+        if length not in spec.seq_lens:
+            known = ", ".join(map(str, spec.seq_lens))
+            raise ConfigError("", "matrix: seq_lens", f"no {length} (known: {known})")
     for name in models or works:
-        for seq_len in spec.seq_lens:
+        for seq_len in seq_lens or spec.seq_lens:
             programs = Programs()
             for cluster in spec.clusters:
                 yield run_cell(spec, registry, works[name], cluster, seq_len, programs)
