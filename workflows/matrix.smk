@@ -1,9 +1,7 @@
-"""The grand matrix: two jobs per model -> tables with evidence."""
+"""The grand matrix: a job per model -> tables with evidence."""
 
 MATRIX = load_suite(Path("config/paper.yaml")).matrix
 MATRIX_MODELS = [work.model for work in MATRIX.works]
-HALF = len(MATRIX.seq_lens) // 2
-LENGTHS = {"short": MATRIX.seq_lens[:HALF], "long": MATRIX.seq_lens[HALF:]}
 MATRIX_TABLES = [
     "matrix_best_layout",
     "matrix_candidates",
@@ -19,13 +17,12 @@ rule matrix:
         suite="config/paper.yaml",
         methods=sorted(str(path) for path in Path("methods").glob("*.py")),
     output:
-        results="results/paper/matrix/{model}.{lengths}.csv",
-        candidates="results/paper/matrix/{model}.{lengths}.candidates.csv",
+        results="results/paper/matrix/{model}.csv",
+        candidates="results/paper/matrix/{model}.candidates.csv",
     log:
-        "results/paper/logs/matrix_{model}.{lengths}.log",
+        "results/paper/logs/matrix_{model}.log",
     wildcard_constraints:
         model="|".join(MATRIX_MODELS),
-        lengths="|".join(LENGTHS),
     priority: 2  # the longest jobs of all
     localrule: SIMULATE_HERE
     conda:
@@ -34,26 +31,17 @@ rule matrix:
         **SIMULATED,
     params:
         engine=ENGINE,
-        lengths=lambda wildcards: [
-            f"--seq-len {length}" for length in LENGTHS[wildcards.lengths]
-        ],
     shell:
-        "rematbench matrix {input.suite} --model {wildcards.model} {params.lengths}"
-        " -o {output.results} > {log} 2>&1"
+        "rematbench matrix {input.suite} --model {wildcards.model} -o {output.results}"
+        " > {log} 2>&1"
 
 
 rule matrix_tables:
     input:
         suite="config/paper.yaml",
-        results=expand(
-            "results/paper/matrix/{model}.{lengths}.csv",
-            model=MATRIX_MODELS,
-            lengths=LENGTHS,
-        ),
+        results=expand("results/paper/matrix/{model}.csv", model=MATRIX_MODELS),
         candidates=expand(
-            "results/paper/matrix/{model}.{lengths}.candidates.csv",
-            model=MATRIX_MODELS,
-            lengths=LENGTHS,
+            "results/paper/matrix/{model}.candidates.csv", model=MATRIX_MODELS
         ),
         predictions="results/paper/predictions.csv",
         accuracy="config/accuracy.yaml",
