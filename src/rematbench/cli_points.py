@@ -86,8 +86,8 @@ def compare_engines(
       rematbench baseline agree -o build/agreement --compare results/measured/executed/agreement
     """
     # Not above: `trace` imports the commands of baselines.
-    from rematbench.cli_execute import need_torch  # noqa: PLC0415
     from rematbench.cli_measured import as_committed, keep  # noqa: PLC0415
+    from rematbench.cli_real import need_torch  # noqa: PLC0415
 
     need_torch()
     records = agreement_records()
