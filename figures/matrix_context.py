@@ -49,7 +49,7 @@ def panel(axis: Axes, cells: pd.DataFrame) -> None:
             hollow = {"mfc": "white", "ms": 3, "zorder": 5}
             axis.plot(far.seq_len, 100 * far.mfu_causal, marker, color=color, **hollow)
     style.context_axis(axis, sorted(cells.seq_len.unique()))
-    axis.set_ylim(0, None)
+    axis.set_ylim(0, None, auto=True)  # shared by the rows below, which may lie higher
 
 
 def legend() -> list[Line2D]:
