@@ -60,7 +60,7 @@ class Alloc(Struct, frozen=True, array_like=True):
     slot: str = ""
 
 
-class Action(Struct, frozen=True, kw_only=True):
+class Action(Struct, frozen=True, kw_only=True, gc=False):
     """One action of a block, relative to the block's micro-batch and chunk.
 
     `part` is L<i>, E or H (what the op belongs to), `variant` which of the model's distinct layers,

@@ -10,6 +10,7 @@ one here: a block freed is a block to reuse, as in the issue-order ledger.
 """
 
 from bisect import bisect_left, insort
+from functools import lru_cache
 from typing import Literal
 
 from msgspec import Struct
@@ -206,6 +207,7 @@ Request = tuple[str, int]
 scratch (an allocation without a name, freed at once)."""
 
 
+@lru_cache(maxsize=4096)
 def rounded(nbytes: int) -> int:
     """Bytes of the block that serves a request."""
     return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
@@ -235,13 +237,14 @@ def replay(
 ) -> AllocatorPeaks:
     """Replay a rank's first `num_steps` steps (all by default) after its resident blocks."""
     memory = Allocator(capacity_bytes, mode)
-    lines = [requests(block) for block in rank.blocks]
+    steps = rank.steps[:num_steps]
+    lines = {index: requests(rank.blocks[index]) for index in {step.block for step in steps}}
     sites: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
     done = 0
     try:
         for nbytes in resident_bytes:
             memory.allocate(rounded(nbytes))
-        for index, micro_batch, chunk in rank.steps[:num_steps]:
+        for index, micro_batch, chunk in steps:
             _replay_block(memory, lines[index], sites.setdefault((micro_batch, chunk), {}))
             done += 1
     except OutOfMemory:

@@ -39,6 +39,7 @@ class ChunkOps:
         self.at_once = False  # whether each of its backwards follows its forward at once
         self.first = stage == 0 and chunk == 0
         self.last = stage == pp - 1 and chunk == vpp - 1
+        self._names: dict[str, dict[str, str]] = {}  # by unit and activation
         self.units: list[Unit] = []
         if self.first:
             self.units.append(Unit("E", problem.embedding, 0, -1, problem.embedding.parameters))
@@ -73,6 +74,12 @@ class ChunkOps:
 
     def storage(self, unit: Unit, activation: str) -> str:
         """Local storage name; a layer's output is the next layer's input."""
+        names = self._names.setdefault(unit.prefix, {})
+        if activation not in names:
+            names[activation] = self._storage(unit, activation)
+        return names[activation]
+
+    def _storage(self, unit: Unit, activation: str) -> str:
         match unit.table.part, activation:
             case "embedding", "layer_input":
                 return "L0.layer_input"

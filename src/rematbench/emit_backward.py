@@ -3,14 +3,14 @@
 from rematbench.action import HOST, Action, Alloc, Kind, layer_slot, place
 from rematbench.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.emit_forward import Fates, stays_in_slots
-from rematbench.emit_op import WHOLE, Share, emit_alloc, emit_copies_in
+from rematbench.emit_op import emit_alloc, emit_copies_in
 from rematbench.emit_rebuild import Rebuilder
 from rematbench.emit_states import GradReducer, ParameterGatherer
 from rematbench.mini import MiniRun
 from rematbench.ops import Op
 from rematbench.plan import Transfers
 from rematbench.program import Block
-from rematbench.writer import COMPUTE, BlockWriter
+from rematbench.writer import COMPUTE, WHOLE, BlockWriter, Share
 
 
 class BackwardEmitter:
@@ -215,7 +215,7 @@ class BackwardEmitter:
             tensor_parallel = op.grad_gather.group == "tp"
             allocs = [Alloc(full, size)] if tensor_parallel else []
             event = w.collective(
-                op.grad_gather, unit.prefix, op.name, incoming, allocs, **self._share._asdict()
+                op.grad_gather, unit.prefix, op.name, incoming, allocs, self._share
             )
             self.rebuild.window(unit, op.name, "backward")
             if self._gathers_beside(op):
@@ -233,8 +233,7 @@ class BackwardEmitter:
         assert op.grad_gather is not None
         reads = [*incoming, *self._accumulated(unit, op)]
         allocs, _ = self._gradients(unit, op)
-        share = self._share._asdict()
-        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, allocs, **share)
+        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, allocs, self._share)
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
 
@@ -250,9 +249,7 @@ class BackwardEmitter:
         full = f"{unit.prefix}.{op.name}.full{self._tag}"
         size = int(op.gathered_bytes * self._fraction)
         allocs = [Alloc(full, size)] if size else []
-        event = self.w.collective(
-            op.regather, unit.prefix, op.name, saved, allocs, **self._share._asdict()
-        )
+        event = self.w.collective(op.regather, unit.prefix, op.name, saved, allocs, self._share)
         ring = op.regather.kind == "ring"
         if ring:  # the kernel reads what the ring brings, as it comes
             self.w.wait(COMPUTE, self.w.mark_begin(len(self.w.actions) - 1))
@@ -278,7 +275,7 @@ class BackwardEmitter:
                 [*reads, *regathered],
                 [],
                 variant=unit.variant,
-                **self._share._asdict(),
+                share=self._share,
                 beside="tp" if pending else "",
             )
         if pending:
@@ -299,7 +296,7 @@ class BackwardEmitter:
             [*reads, *needs_full, *added_into],
             allocs,
             variant=unit.variant,
-            **self._share._asdict(),
+            share=self._share,
             beside=(op.regather.group if op.regather else "tp") if pending else "",
         )
         if pending:
@@ -308,7 +305,7 @@ class BackwardEmitter:
             return ""
         parts = [a.name for a in allocs if ".part" in a.name]
         sources = [*parts, *added_into] if parts else [a.name for a in allocs] + added_into
-        event = w.collective(reduced, unit.prefix, op.name, sources, final, **self._share._asdict())
+        event = w.collective(reduced, unit.prefix, op.name, sources, final, self._share)
         self.rebuild.window(unit, op.name, "backward")
         if self.overlap and op.has_weight:
             return event

@@ -2,13 +2,13 @@
 
 from rematbench.action import HOST, Action, Alloc, Kind, layer_slot, place
 from rematbench.chunk_ops import ChunkOps, Unit, stored_parts
-from rematbench.emit_op import Names, Share, emit_alloc, emit_copies_out, emit_op
+from rematbench.emit_op import Names, emit_alloc, emit_copies_out, emit_op
 from rematbench.emit_states import ParameterGatherer
 from rematbench.fates import Resolved, Site
 from rematbench.mini import MiniRun, Piece
 from rematbench.plan import Transfers
 from rematbench.program import Block
-from rematbench.writer import COMPUTE, BlockWriter
+from rematbench.writer import COMPUTE, BlockWriter, Share
 
 Fates = dict[Site, Resolved]
 

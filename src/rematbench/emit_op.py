@@ -7,7 +7,7 @@ import msgspec
 from rematbench.action import HOST, Action, Alloc, Kind, place
 from rematbench.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.ops import Comm, Op
-from rematbench.writer import COMPUTE, BlockWriter
+from rematbench.writer import COMPUTE, WHOLE, BlockWriter, Share
 
 
 class Names(NamedTuple):
@@ -20,16 +20,6 @@ class Names(NamedTuple):
     slices: dict[str, str]
     tag: str = ""
     columns: float = 1.0
-
-
-class Share(NamedTuple):
-    """The rows an action works on, as shares of its operator's rows."""
-
-    fraction: float
-    offset: float = 0.0
-
-
-WHOLE = Share(1.0)
 
 
 def emit_op(
@@ -55,7 +45,7 @@ def emit_op(
     if op.gather is not None:
         full = f"{unit.prefix}.{op.name}.full{names.tag}"
         allocs = [Alloc(full, int(op.gathered_bytes * fraction))] if op.gathered_bytes else []
-        pending = w.collective(op.gather, unit.prefix, op.name, sources, allocs, **share._asdict())
+        pending = w.collective(op.gather, unit.prefix, op.name, sources, allocs, share)
         sources = [*sources, full] if op.name == "attention" else [full]
         if beside:
             w.wait(COMPUTE, w.mark_begin(len(w.actions) - 1))
@@ -70,9 +60,7 @@ def emit_op(
         w.wait(COMPUTE, pending)
     if op.reduce is not None:
         after = w.mark_begin(index) if beside and op.has_weight else ""
-        done = w.collective(
-            op.reduce, unit.prefix, op.name, *reduced, after=after, **share._asdict()
-        )
+        done = w.collective(op.reduce, unit.prefix, op.name, *reduced, share, after=after)
         w.wait(COMPUTE, done)
 
 
@@ -92,7 +80,7 @@ def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, share: Share) ->
         moved += tensors[out].nbytes
     comm = Comm(op.reduce.kind, op.reduce.group, moved)
     reads += slices
-    done = w.collective(comm, unit.prefix, op.name, reads, allocs, **share._asdict())
+    done = w.collective(comm, unit.prefix, op.name, reads, allocs, share)
     w.wait(COMPUTE, done)
 
 
@@ -131,7 +119,7 @@ def _kernels(
         made,
         variant=unit.variant,
         beside=stream,
-        **share._asdict(),
+        share=share,
     )
     if names.columns != 1.0:
         w.actions[index] = msgspec.structs.replace(w.actions[index], columns=names.columns)

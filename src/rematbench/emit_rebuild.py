@@ -5,13 +5,13 @@ from collections.abc import Callable
 from rematbench.action import Action, Alloc, Kind, place
 from rematbench.chunk_ops import ChunkOps, Unit, rows_of, stored_parts
 from rematbench.emit_forward import Fates
-from rematbench.emit_op import Names, Share, emit_alloc, emit_op
+from rematbench.emit_op import Names, emit_alloc, emit_op
 from rematbench.fates import Resolved
 from rematbench.mini import MiniRun, Piece
 from rematbench.ops import Op
 from rematbench.plan import Group, PlanError
 from rematbench.problem import rebuild_ops
-from rematbench.writer import COMPUTE, BlockWriter
+from rematbench.writer import COMPUTE, BlockWriter, Share
 
 
 class Rebuilder:

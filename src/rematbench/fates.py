@@ -27,7 +27,7 @@ Site = tuple[Part, int, str]
 """(part, layer index inside the chunk, activation); embedding and head use layer 0."""
 
 
-class Resolved(Struct, frozen=True, array_like=True):
+class Resolved(Struct, frozen=True, array_like=True, gc=False):
     """What becomes of one saved tensor: bytes that stay, go to the host, are rebuilt."""
 
     keep_bytes: int

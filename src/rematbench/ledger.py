@@ -23,6 +23,13 @@ class Profile(NamedTuple):
     host_high: int
 
 
+class Outlive(NamedTuple):
+    """(name, bytes) of what a block leaves alive, and names of what it ends that was alive."""
+
+    births: list[tuple[str, int]]
+    deaths: list[str]
+
+
 class RankLedger(Struct, frozen=True, kw_only=True):
     """Peaks of one rank's activations, where they occur (step index), and what is left over."""
 
@@ -67,46 +74,51 @@ class LedgerError(ValueError):
 
 def program_profiles(program: Program) -> list[list[Profile]]:
     """Profiles of every rank's blocks; sizes of freed tensors come from whoever allocated them."""
-    return [_rank_profiles(rank) for rank in program.ranks]
+    profiler = _Profiler()
+    return [profiler.rank(rank) for rank in program.ranks]
 
 
-def _rank_profiles(rank: RankProgram) -> list[Profile]:
-    """Walk the rank until every block that ends another block's tensors has met their sizes."""
-    sizes: dict[tuple[str, int, int], int] = {}
-    profiles = {
-        index: _measure(block, {}, 0, 0)
-        for index, block in enumerate(rank.blocks)
-        if not _outlive(block)[1]
-    }
-    for index, micro_batch, chunk in rank.steps:
-        if len(profiles) == len(rank.blocks):
-            break
-        block = rank.blocks[index]
-        if index in profiles:
-            _replay_sizes(block, sizes, micro_batch, chunk)
-        else:
-            profiles[index] = _measure(block, sizes, micro_batch, chunk)
-    return [profiles[i] for i in range(len(rank.blocks))]
+class _Profiler:
+    """Profiles of blocks, each measured once: ranks that share a block run it alike."""
+
+    def __init__(self) -> None:
+        self.profiles: dict[int, Profile] = {}  # by identity of the block
+        self.outlives: dict[int, Outlive] = {}
+
+    def rank(self, rank: RankProgram) -> list[Profile]:
+        """Walk the rank until every block that ends another block's tensors has met their sizes."""
+        sizes: dict[tuple[str, int, int], int] = {}
+        left = {id(block): block for block in rank.blocks if id(block) not in self.profiles}
+        for key, block in list(left.items()):
+            if not self._outlive(block).deaths:
+                self.profiles[key] = _measure(left.pop(key), {}, 0, 0)
+        for index, micro_batch, chunk in rank.steps:
+            if not left:
+                break
+            block = rank.blocks[index]
+            if left.pop(id(block), None) is None:
+                self._replay(block, sizes, micro_batch, chunk)
+            else:
+                self.profiles[id(block)] = _measure(block, sizes, micro_batch, chunk)
+        return [self.profiles[id(block)] for block in rank.blocks]
+
+    def _replay(
+        self, block: Block, sizes: dict[tuple[str, int, int], int], micro_batch: int, chunk: int
+    ) -> None:
+        births, deaths = self._outlive(block)
+        for name, nbytes in births:
+            sizes[(name, micro_batch, chunk)] = nbytes
+        for name in deaths:
+            sizes.pop((name, micro_batch, chunk), None)
+
+    def _outlive(self, block: Block) -> Outlive:
+        if id(block) not in self.outlives:
+            self.outlives[id(block)] = _outlive(block)
+        return self.outlives[id(block)]
 
 
-def _replay_sizes(
-    block: Block, sizes: dict[tuple[str, int, int], int], micro_batch: int, chunk: int
-) -> None:
-    births, deaths = _outlive(block)
-    for name, nbytes in births:
-        sizes[(name, micro_batch, chunk)] = nbytes
-    for name in deaths:
-        sizes.pop((name, micro_batch, chunk), None)
-
-
-_OUTLIVE: dict[int, tuple[Block, list[tuple[str, int]], list[str]]] = {}
-
-
-def _outlive(block: Block) -> tuple[list[tuple[str, int]], list[str]]:
+def _outlive(block: Block) -> Outlive:
     """What a block leaves alive, and what it ends that was alive before."""
-    cached = _OUTLIVE.get(id(block))
-    if cached is not None and cached[0] is block:
-        return cached[1], cached[2]
     births: dict[str, int] = {}
     deaths: list[str] = []
     for action in block.actions:
@@ -115,10 +127,7 @@ def _outlive(block: Block) -> tuple[list[tuple[str, int]], list[str]]:
         for name in action.frees:
             if births.pop(name, None) is None:
                 deaths.append(name)
-    if len(_OUTLIVE) > 4096:
-        _OUTLIVE.clear()
-    _OUTLIVE[id(block)] = (block, list(births.items()), deaths)
-    return list(births.items()), deaths
+    return Outlive(list(births.items()), deaths)
 
 
 def _measure(

@@ -22,7 +22,7 @@ class Step(NamedTuple):
     chunk: int
 
 
-class Block(Struct, frozen=True):
+class Block(Struct, frozen=True, gc=False):
     """Actions issued together; `label` says what they are (F, B, D2H, RECV, ...)."""
 
     label: str

@@ -70,8 +70,9 @@ class RankSteps(NamedTuple):
 def site_kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[SiteKind, Pass]:
     """The kinds of sites that a rank meets, each with a pass of its kind."""
     found: dict[SiteKind, Pass] = {}
+    phase = phases(order)
     for item in order:
-        found.setdefault(_kind(item, phases(order), windows), item)
+        found.setdefault(_kind(item, phase, windows), item)
     return found
 
 

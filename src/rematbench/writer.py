@@ -1,11 +1,23 @@
 """Write the actions of one block: events, waits, collectives, and frees from liveness."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from rematbench.action import COMM_KIND, Action, Alloc, Kind
 from rematbench.ops import Comm, Op
 
 COMPUTE = "compute"
+
+
+class Share(NamedTuple):
+    """The rows an action works on, as shares of its operator's rows."""
+
+    fraction: float
+    offset: float = 0.0
+
+
+WHOLE = Share(1.0)
 
 
 class BlockWriter:
@@ -59,7 +71,7 @@ class BlockWriter:
         if stream == COMPUTE:
             self._waited_at[event] = len(self.actions) - 1
 
-    def compute(  # noqa: PLR0913  one keyword for each field of the action
+    def compute(
         self,
         kind: Kind,
         part: str,
@@ -68,8 +80,7 @@ class BlockWriter:
         allocs: list[Alloc],
         *,
         variant: int = 0,
-        fraction: float = 1.0,
-        offset: float = 0.0,
+        share: Share = WHOLE,
         beside: str = "",
     ) -> int:
         """A forward, backward or recompute kernel group on the compute stream."""
@@ -85,10 +96,10 @@ class BlockWriter:
                 op=op.name,
                 reads=tuple(dict.fromkeys(reads)),
                 allocs=tuple(allocs),
-                fraction=fraction,
-                offset=offset,
+                fraction=share.fraction,
+                offset=share.offset,
                 beside=beside,
-                scratch=int(scratch * fraction),
+                scratch=int(scratch * share.fraction),
                 variant=variant,
             )
         )
@@ -104,15 +115,14 @@ class BlockWriter:
         op: str,
         reads: list[str],
         allocs: list[Alloc],
+        share: Share = WHOLE,
         *,
         after: str = "",
-        fraction: float = 1.0,
-        offset: float = 0.0,
     ) -> str:
         """A collective on its group's stream, after the compute issued so far (or event `after`);
         returns its end event.  A share of the rows moves that share of the payload."""
-        if fraction != 1.0:
-            comm = Comm(comm.kind, comm.group, int(comm.nbytes * fraction))
+        if share.fraction != 1.0:
+            comm = Comm(comm.kind, comm.group, int(comm.nbytes * share.fraction))
         self.wait(comm.group, after or self.mark(COMPUTE))
         event = self.new_event()
         if after:
@@ -126,8 +136,8 @@ class BlockWriter:
                 reads=tuple(reads),
                 allocs=tuple(allocs),
                 event=event,
-                fraction=fraction,
-                offset=offset,
+                fraction=share.fraction,
+                offset=share.offset,
                 comm=comm,
             )
         )
@@ -154,8 +164,8 @@ class BlockWriter:
                 born.discard(name)
         end = len(self.actions) - 1
         frees: dict[int, list[str]] = {}
-        for name in sorted(born - survivors, key=lambda n: (last.get(n, end), n)):
-            frees.setdefault(last.get(name, end), []).append(name)
+        for at, name in sorted([(last.get(name, end), name) for name in born - survivors]):
+            frees.setdefault(at, []).append(name)
         out: list[Action] = []
         for index, action in enumerate(self.actions):
             out.append(action)
