@@ -16,10 +16,7 @@ from typing import Literal
 from msgspec import Struct
 
 from rematbench.action import HOST
-from rematbench.evaluate import PlanEvaluation
-from rematbench.plan import Plan
-from rematbench.problem import Problem
-from rematbench.program import Block, Program, RankProgram
+from rematbench.program import Block, RankProgram
 
 Mode = Literal["default", "expandable"]
 
@@ -264,25 +261,3 @@ def _replay_block(
             alive[name] = memory.allocate(size)
         else:
             memory.free(memory.allocate(size))
-
-
-def reserved_bytes(
-    problem: Problem, plan: Plan, program: Program, evaluation: PlanEvaluation
-) -> int:
-    """Bytes that the rank with the highest peak reserves, states and staging pools included.
-
-    Replayed up to twice the steps that lead to the peak: the schedule has then run for as long as
-    its warm-up, more than a period, and the pattern of blocks repeats (tests compare with all).
-    """
-    assert len(evaluation.ranks) == problem.layout.pp == len(plan.partition)
-    bytes_of = evaluation.peak_device_bytes
-    rank = max(range(len(bytes_of)), key=bytes_of.__getitem__)
-    held = evaluation.ranks[rank]
-    resident = (held.parameter, held.gradient, held.optimizer, held.pools)
-    peaks = replay(
-        program.ranks[rank],
-        tuple(nbytes for nbytes in resident if nbytes),
-        None,
-        num_steps=2 * held.peak_step + 1,
-    )
-    return peaks.reserved_bytes

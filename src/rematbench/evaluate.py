@@ -1,6 +1,7 @@
 """Plan + problem -> everything a table needs: time, bytes per rank.  No method is named."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -126,7 +127,11 @@ def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankB
 
 def fullest(problem: Problem, plan: Plan) -> int:
     """The pipeline rank with the largest peak of device bytes."""
-    ranks = program_bytes(problem, plan, lower(plan, problem))
+    return fullest_rank(program_bytes(problem, plan, lower(plan, problem)))
+
+
+def fullest_rank(ranks: Sequence[RankBytes]) -> int:
+    """The first of the ranks with the largest peak of device bytes."""
     return max(range(len(ranks)), key=lambda rank: ranks[rank].device_peak)
 
 

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from rematbench.allocator import replay
-from rematbench.evaluate import program_bytes
+from rematbench.evaluate import fullest_rank, program_bytes
 from rematbench.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
@@ -31,7 +31,7 @@ def fragmentation(problem: Problem, plan: Plan) -> Fragmentation:
     """Replay a plan's fullest rank; nothing limits the allocator: it shows what it wants."""
     program = lower(plan, problem)
     ranks = program_bytes(problem, plan, program)
-    fullest = max(range(len(ranks)), key=lambda r: ranks[r].device_peak)
+    fullest = fullest_rank(ranks)
     held, actions = ranks[fullest], program.ranks[fullest]
     states = (held.parameter, held.gradient, held.optimizer)
     resident = tuple(nbytes for nbytes in (*states, held.pools) if nbytes)

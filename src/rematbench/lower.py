@@ -1,6 +1,7 @@
 """Plan -> actions: the only place that expands a plan.  Both readers see nothing else."""
 
 from collections.abc import Callable
+from functools import partial
 
 from rematbench.block_cache import BlockCache, SiteClass
 from rematbench.chunk_ops import ChunkOps
@@ -116,10 +117,7 @@ class _RankLowering:
         """All steps of one optimizer step."""
         found = rank_steps(self._facts())
         for key in found.keys:
-            if key not in self.shared.blocks:
-                self.shared.blocks[key] = self._block(key)
-            self.block_index[key] = len(self.blocks)
-            self.blocks.append(self.shared.blocks[key])
+            self._place(key, partial(self._block, key))
         self.steps += found.steps
         emit_step_end(self, self.plan, self.problem)
         return RankProgram(rank=self.rank, blocks=tuple(self.blocks), steps=tuple(self.steps))
@@ -127,11 +125,14 @@ class _RankLowering:
     def add(self, key: Key, build: Callable[[], Block], site: Pass) -> None:
         """Append a step of the step's end, building its block at first use on any rank."""
         if key not in self.block_index:
-            if key not in self.shared.blocks:
-                self.shared.blocks[key] = build()
-            self.block_index[key] = len(self.blocks)
-            self.blocks.append(self.shared.blocks[key])
+            self._place(key, build)
         self.steps.append(Step(self.block_index[key], site.micro_batch, site.chunk))
+
+    def _place(self, key: Key, build: Callable[[], Block]) -> None:
+        if key not in self.shared.blocks:
+            self.shared.blocks[key] = build()
+        self.block_index[key] = len(self.blocks)
+        self.blocks.append(self.shared.blocks[key])
 
     # -- what the order depends on ------------------------------------------------------------
 

@@ -3,10 +3,10 @@
 The two tables are never mixed: the first isolates a method, the second is what a user would run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from rematbench.binding import busiest, parts_of
+from rematbench.binding import busiest
 from rematbench.collector import collect_rarely
 from rematbench.configfile import ConfigError
 from rematbench.discover import Composition, Registry
@@ -35,18 +35,21 @@ def run_matrix(
     these."""
     collect_rarely()
     works = {work.model: work for work in spec.works}
-    for name in models:
-        if name not in works:
-            raise ConfigError("", "matrix: models", f"no {name!r} (known: {', '.join(works)})")
-    for length in seq_lens:
-        if length not in spec.seq_lens:
-            known = ", ".join(map(str, spec.seq_lens))
-            raise ConfigError("", "matrix: seq_lens", f"no {length} (known: {known})")
+    _check_known("models", models, works)
+    _check_known("seq_lens", seq_lens, spec.seq_lens)
     for name in models or works:
         for seq_len in seq_lens or spec.seq_lens:
             programs = Programs()
             for cluster in spec.clusters:
                 yield run_cell(spec, registry, works[name], cluster, seq_len, programs)
+
+
+def _check_known(key: str, wanted: Iterable[object], known: Collection[object]) -> None:
+    for value in wanted:
+        if value not in known:
+            raise ConfigError(
+                "", f"matrix: {key}", f"no {value!r} (known: {', '.join(map(str, known))})"
+            )
 
 
 def run_cell(
@@ -147,5 +150,5 @@ def _add_parts(results: list[Result], programs: Programs) -> None:
     problem, plan = tried.candidate.problem, tried.plan
     assert problem is not None
     assert plan is not None
-    parts = parts_of(problem, programs.lowered(problem, plan), line["step_s"])
+    parts = programs.parts(problem, plan)
     line |= {f"part_{name}": seconds / line["step_s"] for name, seconds in parts.items()}

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.allocator import AllocatorPeaks
+from rematbench.binding import parts_of
 from rematbench.candidates import same_plan
 from rematbench.discover import IDENTITY, Composition, Registry
 from rematbench.evaluate import (
@@ -90,6 +91,7 @@ class Programs:
         self._reserved: dict[tuple[int, str, bytes], int] = {}
         self._weights: dict[tuple[str, str, bytes], Weight] = {}
         self._evaluations: dict[tuple[str, str, bytes], PlanEvaluation] = {}
+        self._parts: dict[tuple[str, str, bytes], dict[str, float]] = {}
 
     def lowered(self, problem: Problem, plan: Plan) -> Program:
         """The program of a plan; the same object for every cluster."""
@@ -134,6 +136,14 @@ class Programs:
             found = evaluate_program(problem, plan, program, ranks=ranks)
             self._evaluations[key] = msgspec.structs.replace(found, reserved_bytes=reserved)
         return self._evaluations[key]
+
+    def parts(self, problem: Problem, plan: Plan) -> dict[str, float]:
+        """Where the step of a plan goes, in seconds; the two tables often have one fastest plan."""
+        key = (problem.cluster.name, str(problem.layout), same_plan(plan))
+        if key not in self._parts:
+            step_s = self.evaluate(problem, plan).step_s
+            self._parts[key] = parts_of(problem, self.lowered(problem, plan), step_s)
+        return self._parts[key]
 
     def reserved(self, problem: Problem, plan: Plan) -> int:
         """A problem's weigher."""

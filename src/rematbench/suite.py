@@ -12,7 +12,13 @@ from rematbench.check import check
 from rematbench.cluster import Cluster
 from rematbench.cost.constants import Calibration, load_calibration
 from rematbench.discover import Composition
-from rematbench.evaluate import PlanEvaluation, RankBytes, evaluate_program, program_bytes
+from rematbench.evaluate import (
+    PlanEvaluation,
+    RankBytes,
+    evaluate_program,
+    fullest_rank,
+    program_bytes,
+)
 from rematbench.layout import Layout, LayoutError
 from rematbench.load import load_cluster, load_model, load_system
 from rematbench.lower import lower
@@ -158,12 +164,14 @@ def unpressed(program: Program, ranks: Sequence[RankBytes]) -> AllocatorPeaks:
 def _replayed(
     program: Program, ranks: Sequence[RankBytes], capacity_bytes: int | None
 ) -> AllocatorPeaks:
-    rank = max(range(len(ranks)), key=lambda r: ranks[r].device_peak)
+    """The fullest rank's allocator, up to twice the steps that lead to the peak: the schedule has
+    then run for as long as its warm-up, more than a period, and the pattern of blocks repeats
+    (tests compare with all)."""
+    rank = fullest_rank(ranks)
     held = ranks[rank]
     states = (held.parameter, held.gradient, held.optimizer, held.pools)
     resident = tuple(nbytes for nbytes in states if nbytes)
-    steps = 2 * held.peak_step + 1  # what follows repeats (allocator.reserved_bytes)
-    return replay(program.ranks[rank], resident, capacity_bytes, num_steps=steps)
+    return replay(program.ranks[rank], resident, capacity_bytes, num_steps=2 * held.peak_step + 1)
 
 
 def reserved_bytes(
@@ -189,8 +197,7 @@ def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
     """What the fullest rank reserves against the usable bytes, pinned bytes of a node against its
     host memory."""
     cluster = problem.cluster
-    peaks = evaluation.peak_device_bytes
-    rank = max(range(len(peaks)), key=lambda r: peaks[r])
+    rank = fullest_rank(evaluation.ranks)
     device = cluster.usable_bytes - evaluation.reserved_bytes
     host = cluster.host_bytes - evaluation.host_node_bytes
     short = []

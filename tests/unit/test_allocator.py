@@ -3,10 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.allocator import MIB, AllocatorPeaks, Mode, replay, reserved_bytes, rounded
+from rematbench.allocator import MIB, AllocatorPeaks, Mode, replay, rounded
 from rematbench.evaluate import evaluate_program
 from rematbench.lower import lower
 from rematbench.program import RankProgram, parse_program
+from rematbench.suite import unpressed
 from tests.problems import BALANCED, LLAMA, half, layers, problem, transfers
 
 
@@ -177,8 +178,8 @@ def big(m: int = 8, **kwargs: object) -> tuple[object, ...]:
 
 
 def test_reserved_lies_above_allocated_and_above_the_ledger() -> None:
-    given, plan, program, evaluation = big()
-    reserved = reserved_bytes(given, plan, program, evaluation)  # type: ignore[arg-type]
+    _, _, program, evaluation = big()
+    reserved = unpressed(program, evaluation.ranks).reserved_bytes  # type: ignore[arg-type, attr-defined]
     peak = max(evaluation.peak_device_bytes)  # type: ignore[attr-defined]
     assert peak < reserved < 1.25 * peak
 
@@ -195,8 +196,9 @@ def test_allocated_equals_the_ledger_but_for_rounding(mode: Mode) -> None:
 
 
 def test_twice_the_way_to_the_peak_tells_the_whole_step() -> None:
-    given, plan, program, evaluation = big(m=24)
+    _, _, program, evaluation = big(m=24)
     held = evaluation.ranks[0]  # type: ignore[attr-defined]
     resident = (held.parameter, held.gradient, held.optimizer, held.pools)
     whole = replay(program.ranks[0], resident, None)  # type: ignore[attr-defined]
-    assert reserved_bytes(given, plan, program, evaluation) == whole.reserved_bytes  # type: ignore[arg-type]
+    found = unpressed(program, evaluation.ranks)  # type: ignore[arg-type, attr-defined]
+    assert found.reserved_bytes == whole.reserved_bytes
