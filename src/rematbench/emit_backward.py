@@ -1,10 +1,11 @@
-"""Write a chunk's backward block: reloads, gradients, collectives, reductions."""
+"""Write a chunk's backward block: gradients, collectives, reductions."""
 
-from rematbench.action import HOST, Action, Alloc, Kind, layer_slot, place
+from rematbench.action import Action, Alloc, Kind
 from rematbench.chunk_ops import ChunkOps, Unit, piece_bytes
-from rematbench.emit_forward import Fates, stays_in_slots
-from rematbench.emit_op import emit_alloc, emit_copies_in
+from rematbench.emit_forward import Fates
+from rematbench.emit_op import emit_alloc
 from rematbench.emit_rebuild import Rebuilder
+from rematbench.emit_reload import Reloader
 from rematbench.emit_states import GradReducer, ParameterGatherer
 from rematbench.mini import MiniRun
 from rematbench.ops import Op
@@ -24,33 +25,15 @@ class BackwardEmitter:
         gatherer: ParameterGatherer | None,
         reducer: GradReducer | None,
     ) -> None:
-        self.chunk, self.fates, self.transfers = chunk, fates, transfers
+        self.chunk = chunk
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
         self.rebuild = Rebuilder(chunk, fates, self.w)
         self.grads: dict[str, str] = {}  # activation storage -> gradient storage
         self.arrivals: set[str] = set()
-        self.fetched: dict[str, str] = {}  # unit -> event of its reloads
-        self.landed: set[str] = set()
-        self.tenants: dict[str, str] = {}  # rounding buffer -> unit whose backward is not done
-        self.positions = {unit.prefix: i for i, unit in enumerate(chunk.units)}
-        if transfers.granularity == "layer" and transfers.reload_slots:
-            for unit in stays_in_slots(chunk, fates, transfers.reload_slots):
-                self._slot(unit)
-        self.offloaded = self._offloaded()
+        self.reload = Reloader(chunk, fates, transfers, self.w)
         self.rebuild.arrive = self._ahead_of_turn
         self.overlap = chunk.problem.system.tp_overlap in ("backward", "gemm")
-
-    def _offloaded(self) -> dict[str, list[tuple[str, int]]]:
-        """Offloaded storages by unit prefix."""
-        table: dict[str, list[tuple[str, int]]] = {}
-        for unit in self.chunk.units:
-            for name, _, site in self.chunk.saved(unit):
-                parts = self.chunk.parts(unit, name, self.fates[site])
-                leaving = [(p.name, p.nbytes) for p in parts if p.offload]
-                if leaving:
-                    table.setdefault(unit.prefix, []).extend(leaving)
-        return table
 
     def block(self) -> Block:
         """B: from the output's gradient to the input's; frees everything the forward left."""
@@ -58,14 +41,14 @@ class BackwardEmitter:
         self._arrive()
         order = list(reversed(chunk.units))
         for position, unit in enumerate(order):
-            self._fetch_layers(order, position)
+            self.reload.before(order, position)
             if self.gatherer:
                 self.gatherer.before(w, order, position)
             if self.reducer:
                 self.reducer.before(w, unit)
             self.rebuild.scopes(unit)
             self._operators(unit)
-            self.tenants = {slot: who for slot, who in self.tenants.items() if who != unit.prefix}
+            self.reload.after(unit)
             if self.gatherer:
                 self.gatherer.after(w, unit)
             if self.reducer:
@@ -79,18 +62,7 @@ class BackwardEmitter:
     def _arrive(self) -> None:
         """What is alive when the block starts."""
         chunk, w = self.chunk, self.w
-        by_chunk = self.transfers.granularity == "chunk"
-        for unit in chunk.units:
-            for name, _, site in chunk.saved(unit):
-                for part in chunk.parts(unit, name, self.fates[site]):
-                    if not part.offload or by_chunk:
-                        self.arrivals.add(part.name)
-                    if part.offload:
-                        self.arrivals.add(part.name + HOST)
-        if by_chunk and self.offloaded:
-            w.wait(COMPUTE, "h2d")
-            names = tuple(n + HOST for parts in self.offloaded.values() for n, _ in parts)
-            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
+        self.arrivals |= self.reload.start()
         if self.gatherer and self.gatherer.layerwise:
             self._resident_parameters(self.gatherer)
         self.rebuild.before_receive()
@@ -116,47 +88,9 @@ class BackwardEmitter:
                 self.w.parameters[unit.prefix] = gatherer.buffer(unit)
                 self.arrivals.add(gatherer.buffer(unit))
 
-    def _fetch_layers(self, order: list[Unit], position: int) -> None:
-        """Layer granularity: start H2D copies ahead, wait for this unit's, free host copies."""
-        if self.transfers.granularity != "layer":
-            return
-        for unit in order[: position + self.transfers.prefetch_layers + 1]:
-            self._fetch(unit)
-        self._land(order[position])
-
-    def _fetch(self, unit: Unit) -> None:
-        if unit.prefix in self.offloaded and unit.prefix not in self.fetched:
-            self.w.wait("h2d", self.w.mark(COMPUTE))
-            coming, slot = self.offloaded[unit.prefix], self._slot(unit)
-            own = [name for name, _ in coming if place(name)[0] == unit.prefix]
-            self.w.slots = dict.fromkeys(own, slot) if slot else {}
-            self.fetched[unit.prefix] = emit_copies_in(self.w, coming, self.w.new_event())
-            self.w.slots = {}
-
-    def _slot(self, unit: Unit) -> str:
-        """The unit's rounding buffer, or fresh memory where a group's rebuild still needs it."""
-        slots = self.transfers.reload_slots
-        slot = layer_slot(self.positions[unit.prefix], slots) if slots else ""
-        if slot in self.tenants:
-            return ""
-        if slot:
-            self.tenants[slot] = unit.prefix
-        return slot
-
-    def _land(self, unit: Unit) -> None:
-        """Wait for a unit's reloads and free their host copies."""
-        if unit.prefix not in self.offloaded or unit.prefix in self.landed:
-            return
-        self.landed.add(unit.prefix)
-        self._fetch(unit)
-        self.w.wait(COMPUTE, self.fetched[unit.prefix])
-        names = tuple(n + HOST for n, _ in self.offloaded[unit.prefix])
-        self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
-
     def _ahead_of_turn(self, unit: Unit) -> None:
         """What rebuilding a unit needs before its backward: its reloads and its parameters."""
-        if self.transfers.granularity == "layer":
-            self._land(unit)
+        self.reload.land(unit)
         if self.gatherer and unit.parameters:
             self.gatherer.ready(self.w, unit)
 
