@@ -87,6 +87,7 @@ class Relocation:
         kept = kept_activations(problem, base) - {"layer_input"}
         self.layer = layer_windows(problem, table, kept)
         self.per_chunk = max(1, problem.workload.model.num_layers // lay.num_chunks)
+        self._known: dict[tuple[tuple[Group, ...], float], tuple[Policy, ...]] = {}
 
     @cached_property
     def front(self) -> tuple[Policy, ...]:
@@ -142,8 +143,7 @@ class Relocation:
         seen: set[tuple[tuple[Policy, ...], ...]] = set()
         for _ in range(ROUNDS):
             policies = tuple(
-                stage.solve(self.layer, self.front, budget, self.per_chunk)
-                for stage, budget in zip(stages, budgets, strict=True)
+                self._solved(stage, budget) for stage, budget in zip(stages, budgets, strict=True)
             )
             if policies in seen:
                 break
@@ -154,6 +154,13 @@ class Relocation:
             kept = [s.kept_bytes(chosen) for s, chosen in zip(stages, policies, strict=True)]
             budgets = self._budgets(evaluation, kept, limits)
         return best
+
+    def _solved(self, stage: Stage, budget: float) -> tuple[Policy, ...]:
+        """A stage's policies; ranks and rounds often have one budget."""
+        key = (stage.sizes, budget)
+        if key not in self._known:
+            self._known[key] = stage.solve(self.layer, self.front, budget, self.per_chunk)
+        return self._known[key]
 
     def _budgets(
         self, evaluation: Evaluation, kept: Sequence[int], limits: Sequence["_Limit"]
