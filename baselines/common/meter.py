@@ -15,6 +15,7 @@ class Meter(Tracker):
     def __init__(self) -> None:
         super().__init__()
         self.host_peak_bytes = 0
+        self._looking_away = False
 
     def states(self, tensors: Iterable[Tensor]) -> int:
         """Leave these storages out from now on; their bytes."""
@@ -50,6 +51,23 @@ class Meter(Tracker):
         else:
             self.device_bytes += size - before
             self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
+
+    def without(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """`call`, whose own storages are not counted: what a backend copies inside a collective is
+        the backend's (gloo's reduce-scatter clones its input, NCCL's does not)."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self._looking_away = True
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._looking_away = False
+
+        return called
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if not self._looking_away:
+            super()._see(storage)
 
     def host(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`make` as a maker of host tensors: what it returns never counts as device memory."""

@@ -1,7 +1,8 @@
 """One rank's DeepSpeed engine: its configuration, its steps, its gradients by name."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,11 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor
 
+from baselines.common.meter import Meter
 from baselines.deepspeed.model import Attention, Decoder
 from baselines.deepspeed.plan import DeepSpeed
 from rematbench.baselines import Job
+from rematbench.record import RunSpec
 from rematbench.torch.batch import Batch, make_batch
 from rematbench.torch.parameters import AdamW
 from rematbench.workload import Workload
@@ -129,6 +132,25 @@ def micro_steps(rig: Rig, batch: Batch, scale: float, read: Callable[[Tensor], f
     return total
 
 
+@contextmanager
+def counted(rig: Rig, meter: Meter) -> Iterator[None]:
+    """Count live bytes of a step, states and the backend's own copies apart."""
+    backend = deepspeed.comm.comm.cdb
+    scatter = backend.reduce_scatter_function
+    backend.reduce_scatter_function = meter.without(scatter)
+    meter.states(states(rig))
+    try:
+        with meter:
+            yield
+    finally:
+        backend.reduce_scatter_function = scatter
+
+
+def fetches_ahead(run: RunSpec) -> bool:
+    """Whether a first pass is unlike all others: ZeRO 3 records it, and then fetches ahead."""
+    return run.layout.zero_stage == 3  # noqa: PLR2004  # a stage's number is its name
+
+
 def gradients(rig: Rig) -> dict[str, Tensor]:
     """Whole gradients on every rank (a collective under ZeRO)."""
     found = {}
@@ -160,7 +182,9 @@ def updated(rig: Rig, *, without_state: bool = False) -> list[Tensor]:
     """What the optimizer updates: parameters, or ZeRO's flat parts (or those without moments)."""
     optimizer = rig.engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
-    found = [p for group in inner.param_groups for p in group["params"]]
+    # ZeRO 3 shows its inner optimizer one part at a time, and only during the update.
+    found = list(getattr(optimizer, "fp32_partitioned_groups_flat", []))
+    found += [p for group in inner.param_groups for p in group["params"] if not found]
     return [p for p in found if not (without_state and inner.state.get(p))]
 
 

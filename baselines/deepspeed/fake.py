@@ -12,6 +12,7 @@ from typing import Any, Self
 import deepspeed.comm
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -39,14 +40,18 @@ def trace(job: Job, policy: DeepSpeed) -> RankAnswer:
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(size), LOCAL_RANK="0")
     dist.init_process_group("fake", rank=job.rank, world_size=size, store=FakeStore())
     wanted = torch.bfloat16 if job.run.precision == "bf16" else torch.float32
+    # ZeRO 3 asks whether every rank has recorded the same modules, by value.
+    partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
     meter = Meter()
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.set_default_dtype(wanted)
         rig = ds.build(job, policy, Made)
         torch.set_default_dtype(torch.float32)
         batch = ds.batch_of(job, 0)
-        meter.states(ds.states(rig))
-        with meter:
+        if ds.fetches_ahead(job.run):
+            ds.micro_steps(rig, batch, 1.0, lambda _: 0.0)
+            _updated(rig.engine.optimizer)
+        with ds.counted(rig, meter):
             ds.micro_steps(rig, batch, 1.0, lambda _: 0.0)
     moments = sum(8 * p.numel() + COUNTER for p in ds.updated(rig, without_state=True))
     answer = RankAnswer(
@@ -57,3 +62,10 @@ def trace(job: Job, policy: DeepSpeed) -> RankAnswer:
     rig.engine.destroy()
     deepspeed.comm.destroy_process_group()
     return answer
+
+
+def _updated(optimizer: Any) -> None:
+    """What ZeRO 3's update does to parameters and gradients, without the update."""
+    optimizer._partition_all_parameters()
+    optimizer.zero_grad()
+    optimizer._post_step(())

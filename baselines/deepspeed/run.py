@@ -54,8 +54,10 @@ def execute(job: Job, rank: Rank) -> RankAnswer:
     rig = ds.build(job, _policy(job))
     answer = RankAnswer(label=_label(job), kernels=KERNELS)
     meter = Meter()
-    for step in range(job.warmup + job.steps):
-        _step(rig, answer, step, meter if step == 0 else None)
+    steps = job.warmup + job.steps
+    measured = min(1, steps - 1) if ds.fetches_ahead(job.run) else 0
+    for step in range(steps):
+        _step(rig, answer, step, meter if step == measured else None)
     answer.activation_peak_bytes = meter.device_peak_bytes
     answer.state_bytes = Meter().states(ds.states(rig))
     rig.engine.destroy()
@@ -68,8 +70,7 @@ def _step(rig: ds.Rig, answer: RankAnswer, step: int, meter: Meter | None) -> No
     if meter is None:
         own = ds.run_step(rig, batch)
     else:
-        meter.states(ds.states(rig))
-        with meter:
+        with ds.counted(rig, meter):
             own = ds.run_step(rig, batch)
     total = torch.tensor([own], dtype=torch.float64, device=rig.device)
     dist.all_reduce(total)

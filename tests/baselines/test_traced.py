@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import pytest
 
 from rematbench.baselines import Job, policy, run_jobs
@@ -37,7 +38,14 @@ DEEPSPEED = [
     Asked("dp2-zero2", precision="bf16"),
     Asked("dp2-zero2", {"checkpointing": "plain"}),
     Asked("ulysses2"),
+    Asked("dp2-zero3", {"checkpointing": "plain"}, precision="bf16"),
 ]
+SMALL_PARTS = {
+    "stage3_param_persistence_threshold": 3000,
+    "stage3_prefetch_bucket_size": 20000,
+    "stage3_max_reuse_distance": 10000,
+}
+"""Of a tiny model ZeRO 3 would keep every parameter whole and gather none of them again."""
 
 
 def test_megatron_core_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
@@ -53,6 +61,30 @@ def test_deepspeed_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
     real, fake = both("deepspeed", DEEPSPEED, tmp_path)
     assert fake == real
+
+
+def test_zero_3_fetches_ahead_on_fake_tensors_as_on_real_ones(tmp_path: Path) -> None:
+    """One and two micro-batches: the first pass of a run fetches nothing ahead, all others do."""
+    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    repeats, ranks = 2, (0, 1)
+    jobs = []
+    for world, count in (("executed", repeats), ("traced", len(ranks))):
+        for global_batch in (2, 4):
+            made = asked_problem(Asked("dp2-zero3"), global_batch=global_batch)
+            own = policy("deepspeed")
+            configuration = msgspec.json.decode(own.methods[0].flags(made))  # type: ignore[attr-defined]
+            configuration["zero_optimization"] |= SMALL_PARTS
+            text = msgspec.json.encode(configuration).decode()
+            jobs += [
+                make_job(made, own, world, rank=rank, options=text, timeout_s=60.0)
+                for rank in range(count)
+            ]
+    records = run_jobs("deepspeed", jobs, tmp_path)
+    real, fake = records[: 2 * repeats], records[2 * repeats :]
+    for number, record in enumerate(fake):
+        case, rank = divmod(number, len(ranks))
+        again = real[case * repeats : (case + 1) * repeats]
+        assert _bytes(record, 0) == min(_bytes(one, rank) for one in again)
 
 
 def both(
@@ -76,7 +108,8 @@ def both(
 
 
 def _job(baseline: str, asked: Asked, world: Literal["executed", "traced"], rank: int) -> Job:
-    options: dict[str, Any] = {"steps": 1, "timeout_s": 60.0, "rank": rank}
+    steps = 2 if "zero3" in asked.layout else 1  # the second is like all that follow
+    options: dict[str, Any] = {"steps": steps, "timeout_s": 60.0, "rank": rank}
     return make_job(asked_problem(asked), policy(baseline, asked.settings), world, **options)
 
 
@@ -90,4 +123,6 @@ def _bytes(record: Record, index: int) -> Bytes:
 
 def _repeats(asked: Asked) -> int:
     """Gloo's threads may hold a collective's buffer for a moment: the least of eight runs."""
+    if "zero3" in asked.layout:
+        return 2
     return 8 if asked.layout.startswith(("tp2", "dp2-zero", "ulysses2")) else 1
