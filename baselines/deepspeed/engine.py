@@ -26,6 +26,7 @@ from rematbench.workload import Workload
 
 UPDATE = AdamW(weight_decay=0.0)
 """As the other engines of the comparison: without weight decay."""
+ZERO_3 = 3
 
 
 @dataclass(kw_only=True)
@@ -107,10 +108,12 @@ def _rows(rig: Rig, batch: Batch, number: int) -> tuple[Tensor, Tensor, Tensor]:
 def run_step(rig: Rig, batch: Batch) -> float:
     """Forwards and backwards of one step; this rank's sum of losses.
 
-    DeepSpeed averages gradients over replicas; the scale makes them those of the mean over all
-    counted labels of the global batch.
+    DeepSpeed averages gradients over replicas, and at ZeRO 3 over sequence ranks too, whose parts
+    are parts of a sum; the scale makes them those of the mean over all counted labels of the batch.
     """
-    scale = rig.job.run.layout.replicas / batch.counted
+    lay = rig.job.run.layout
+    ranks = lay.replicas * (lay.ulysses if lay.zero_stage == ZERO_3 else 1)
+    scale = ranks / batch.counted
     return micro_steps(rig, batch, scale, lambda loss: float(loss) / scale)
 
 
@@ -148,7 +151,7 @@ def counted(rig: Rig, meter: Meter) -> Iterator[None]:
 
 def fetches_ahead(run: RunSpec) -> bool:
     """Whether a first pass is unlike all others: ZeRO 3 records it, and then fetches ahead."""
-    return run.layout.zero_stage == 3  # noqa: PLR2004  # a stage's number is its name
+    return run.layout.zero_stage == ZERO_3
 
 
 def gradients(rig: Rig) -> dict[str, Tensor]:

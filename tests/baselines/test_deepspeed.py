@@ -28,6 +28,7 @@ FAST = [
     Asked("dp2-zero3", {"checkpointing": "plain"}),
     Asked("dp2-zero3", {"offload_optimizer": True, "offload_param": True}),
     Asked("ulysses2"),
+    Asked("ulysses2-zero3"),
 ]
 SLOW = [
     Asked("one", precision="bf16"),
@@ -40,6 +41,7 @@ SLOW = [
     Asked("dp2-zero2", model=GPT),
     Asked("ulysses2", {"checkpointing": "plain", "mlp_tiles": 2}),
     Asked("ulysses2", ignored=0.3),
+    Asked("ulysses2-zero3", {"checkpointing": "plain"}, ignored=0.3),
     Asked("ulysses2", model=GPT),
 ]
 
@@ -79,7 +81,6 @@ REFUSED = [
     (Asked("pp2"), "pipeline parallelism"),
     (Asked("cp2"), "set ulysses"),
     (Asked("one", {"checkpointing": "cpu"}), "without partitioning"),
-    (Asked("ulysses2-zero3"), "Ulysses under ZeRO 3"),
     (Asked("dp2", {"offload_param": True}), "needs zero_stage 3"),
 ]
 

@@ -39,6 +39,7 @@ DEEPSPEED = [
     Asked("dp2-zero2", {"checkpointing": "plain"}),
     Asked("ulysses2"),
     Asked("dp2-zero3", {"checkpointing": "plain"}, precision="bf16"),
+    Asked("ulysses2-zero3"),
 ]
 SMALL_PARTS = {
     "stage3_param_persistence_threshold": 3000,
