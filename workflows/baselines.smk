@@ -32,7 +32,7 @@ rule retrace_baseline:
         points="config/baseline_points.yaml",
         baselines=sorted(
             str(path)
-            for folder in ("common", "megatron_core")
+            for folder in ("common", "deepspeed", "megatron_core")
             for path in Path("baselines", folder).glob("*.py")
         ),
     output:

@@ -8,7 +8,7 @@ MEASURED = {
 }
 RETRACED = "llama-65b-figure7.keep_all.0"
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-TRACED_BASELINES = "results/measured/traced/megatron_core"
+TRACED_BASELINES = "results/measured/traced/baselines"
 RETRACED_POINT = "k22b-selective"
 AGREEMENT = sorted(
     str(path) for path in Path("results/measured/executed/agreement").glob("*.json")

@@ -170,12 +170,16 @@ def parameter_shape(parameter: Any) -> torch.Size:
 
 
 def states(rig: Rig) -> list[Tensor]:
-    """Parameters as they are held now, flat buffers and optimizer state."""
+    """Parameters as they are held now, flat buffers and optimizer state; of ZeRO 3 also its part of
+    the gradients and its reduce bucket, which it makes at the start and never frees."""
     found = [*rig.decoder.parameters(), *rig.decoder.buffers()]
     found += [p.ds_tensor for p in rig.decoder.parameters() if hasattr(p, "ds_tensor")]
     optimizer = rig.engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     found += updated(rig)
+    if hasattr(optimizer, "grad_partitions_flat_buffer"):
+        buckets = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
+        found += [optimizer.grad_partitions_flat_buffer, *(b for b in buckets if b is not None)]
     for state in inner.state.values():
         found += [t for t in state.values() if isinstance(t, Tensor)]
     return found

@@ -27,6 +27,12 @@ KERNELS = {
     "core_attention": "torch scaled_dot_product_attention",
     "bytes": "ZeRO's gradients and buckets, made in the backward, count as activations",
 }
+ZERO_3 = {
+    "bytes": "ZeRO 3's bucket and part of the gradients, made at the start, count as states; "
+    "of gloo's reduce-scatter its own copy of the input is left out",
+    "measured": "the second step if there is one: ZeRO 3 records the first pass, "
+    "then fetches ahead",
+}
 
 
 def stack() -> dict[str, str]:
@@ -49,10 +55,14 @@ def _label(job: Job) -> str:
     return "deepspeed on its CPU accelerator" if job.device == "cpu" else "deepspeed"
 
 
+def _kernels(job: Job) -> dict[str, str]:
+    return {**KERNELS, **ZERO_3} if ds.fetches_ahead(job.run) else KERNELS
+
+
 def execute(job: Job, rank: Rank) -> RankAnswer:
     """Train on this rank."""
     rig = ds.build(job, _policy(job))
-    answer = RankAnswer(label=_label(job), kernels=KERNELS)
+    answer = RankAnswer(label=_label(job), kernels=_kernels(job))
     meter = Meter()
     steps = job.warmup + job.steps
     measured = min(1, steps - 1) if ds.fetches_ahead(job.run) else 0
@@ -89,5 +99,5 @@ def trace(job: Job) -> RankAnswer:
     """One rank's bytes on fake tensors, through the same engine."""
     answer = fake.trace(job, _policy(job))
     answer.label = f"{_label(job)} (fake tensors)"
-    answer.kernels = {**KERNELS, **answer.kernels}
+    answer.kernels = {**_kernels(job), **answer.kernels}
     return answer

@@ -50,6 +50,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row("dp2-zero2", {"dp": 2, "zero_stage": 2}, {}),
         Row("dp2-zero3", {"dp": 2, "zero_stage": 3}, {"checkpointing": "plain"}),
         Row("ulysses2", {"dp": 2, "ulysses": 2}, {}),
+        Row("ulysses2-zero3", {"dp": 2, "ulysses": 2, "zero_stage": 3}, {}),
     ),
 }
 

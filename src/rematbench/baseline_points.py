@@ -19,11 +19,15 @@ from rematbench.problem import AttentionKind, Problem
 from rematbench.record import Record, read_record, write_record
 from rematbench.sheets import read_sheet
 from rematbench.suite import make_problem
-from rematbench.workload import Precision
+from rematbench.workload import NonNegativeInt, Precision
 
 
 class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One traced run: a problem, a policy's settings, a rank, and the published cell beside it."""
+    """One traced run: a problem, a policy's settings, a rank, and what is published beside it.
+
+    That is a `cell` of runs.csv, or a `claim`: the longest sequence in tokens, as the row's id in
+    claims.csv and which of its values.
+    """
 
     name: str
     model: str
@@ -37,6 +41,7 @@ class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     baseline: str = "megatron_core"
     rank: int = 0
     cell: tuple[Any, ...] = ()
+    claim: tuple[str, NonNegativeInt] | None = None
 
     @property
     def problem(self) -> Problem:
@@ -134,7 +139,7 @@ def _freed(found: list[dict[str, Any]], points: tuple[Point, ...]) -> None:
 
 
 def _where(point: Point) -> tuple[Any, ...]:
-    return point.baseline, point.model, point.layout, point.attention
+    return point.baseline, point.model, point.layout, point.attention, point.seq_len
 
 
 def known_extra_bytes(point: Point) -> int:
@@ -161,7 +166,10 @@ def peak_bytes(point: Point, stack: Stack | None = None) -> int | str:
 
 
 def published(point: Point) -> int | str:
-    """The cell's bytes, or `oom`; empty if there is none."""
+    """The cell's bytes or `oom`; of a claim whether this length is said to fit; else empty."""
+    if point.claim is not None:
+        longest = _longest(point, *point.claim)
+        return "fits" if point.seq_len <= longest else "does not fit"
     if not point.cell:
         return ""
     table, model, recompute, share = point.cell
@@ -171,3 +179,12 @@ def published(point: Point) -> int | str:
             bytes_text = row["peak_device_bytes"]
             return int(bytes_text) if bytes_text else row["status"]
     raise ConfigError("baseline_points.yaml", point.name, f"no published cell {point.cell}")
+
+
+def _longest(point: Point, claim: str, part: int) -> int:
+    """Tokens of the longest sequence by a claim."""
+    for row in read_sheet(data_dir("published") / "claims.csv"):
+        values = row["value"].split(" / ")
+        if row["id"] == claim and part < len(values) and values[part].isdigit():
+            return int(values[part])
+    raise ConfigError("baseline_points.yaml", point.name, f"no published length {claim}, {part}")

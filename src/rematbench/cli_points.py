@@ -54,7 +54,7 @@ def trace_again(output: Output, committed: Committed, names: Names = None) -> No
     \b
     Example:
       rematbench baseline again k22b-selective -o traced/
-        --compare results/measured/traced/megatron_core
+        --compare results/measured/traced/baselines
     """
     wrong = False
     for point in chosen(names):
@@ -110,7 +110,7 @@ def write_tables(
 
     \b
     Example:
-      rematbench baseline tables results/measured/traced/megatron_core -o results/paper/tables
+      rematbench baseline tables results/measured/traced/baselines -o results/paper/tables
     """
     points = load_points()
     tables = [points_table(points, records), tensors_table(points)]

@@ -31,7 +31,7 @@ def trace(
     """Trace one rank of a job of any size: the executor on fake tensors, in one CPU process.
 
     Bytes are counted from live storages, as in the executed world; nothing depends on values.
-    METHOD may be a baseline that can be traced (megatron_core): then its own code runs.
+    METHOD may be a baseline (megatron_core, deepspeed): then its own code runs.
 
     \b
     Example:

@@ -14,7 +14,7 @@ from rematbench.cli import app
 from rematbench.record import Record, read_record, write_record
 from rematbench.remeasured import differences
 
-TRACED = Path(__file__).resolve().parents[2] / "results" / "measured" / "traced" / "megatron_core"
+TRACED = Path(__file__).resolve().parents[2] / "results" / "measured" / "traced" / "baselines"
 POINT = "k22b-selective"
 RUN = CliRunner()
 TRACE = [
