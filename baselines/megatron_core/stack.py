@@ -26,10 +26,11 @@ def stack(policy: "MegatronCore", problem: Problem) -> Stack:
             *_embedding(problem),
             *_scores(problem),
             *_sums(problem),
+            _labels(problem),
         ),
         fused_swiglu=policy.bias_activation_fusion,
         shares_gathers=s.sp,
-        loss_over_logits=problem.workload.precision == "fp32",  # other logits are cast into a copy
+        loss_over_logits=True,  # or over their fp32 copy
         once=_once(policy, problem),
     )
 
@@ -165,6 +166,20 @@ def _scores(problem: Problem) -> tuple[Extra, ...]:
         why="softmax, mask, scale and a copy: four of the scores' size, when the saved are gone",
     )
     return (beyond,)
+
+
+def _labels(problem: Problem) -> Extra:
+    s = shapes(problem.workload, problem.layout, problem.system)
+    return Extra(
+        name="label_rows",
+        dtype="int64, fp32, bool",
+        rows=s.tokens,
+        row_bytes=(4 if problem.layout.micro_batch > 1 else 3) * 8 + 3 * 4 + 1,
+        made_by="loss",
+        saved_by="loss",
+        part="head",
+        why="labels clamped, transposed, of this rank; their rows; highest and own logits; mask",
+    )
 
 
 def _sums(problem: Problem) -> tuple[Extra, ...]:
