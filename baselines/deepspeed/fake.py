@@ -12,6 +12,7 @@ from typing import Any, Self
 import deepspeed.comm
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -23,6 +24,7 @@ from baselines.deepspeed.model import Decoder
 from baselines.deepspeed.plan import DeepSpeed
 from rematbench.baselines import Job
 
+_tiled_backward = TiledFusedLogitsLoss.backward
 COUNTER = 4
 """Bytes of AdamW's step counter beside its two moments."""
 
@@ -42,6 +44,7 @@ def trace(job: Job, policy: DeepSpeed) -> RankAnswer:
     wanted = torch.bfloat16 if job.run.precision == "bf16" else torch.float32
     # ZeRO 3 asks whether every rank has recorded the same modules, by value.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
+    TiledFusedLogitsLoss.backward = _unscaled
     meter = Meter()
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.set_default_dtype(wanted)
@@ -62,6 +65,12 @@ def trace(job: Job, policy: DeepSpeed) -> RankAnswer:
     rig.engine.destroy()
     deepspeed.comm.destroy_process_group()
     return answer
+
+
+def _unscaled(ctx: Any, *gradients: Any) -> Any:
+    """TiledFusedLogitsLoss.backward, whose gradient is 1 (it is given the whole loss) as a number
+    that it can compare with 1."""
+    return _tiled_backward(ctx, 1.0, *gradients[1:])
 
 
 def _updated(optimizer: Any) -> None:

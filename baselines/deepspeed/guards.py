@@ -62,10 +62,6 @@ def _traced(job: Job, policy: DeepSpeed) -> list[tuple[bool, str]]:
             "shapes from a tensor)",
         ),
         (
-            traced and policy.loss_tiles > 1,
-            "TiledFusedLogitsLoss on fake tensors (its backward compares a gradient with 1)",
-        ),
-        (
             traced and (policy.offload_optimizer or policy.offload_param),
             "offloaded states on fake tensors (on a CPU host and device memory are one, so they "
             "cannot be told apart)",

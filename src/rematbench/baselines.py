@@ -5,6 +5,7 @@ method's, named after the directory) and `run.py` (what its process does).  Jobs
 records come out as JSON.
 """
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -102,6 +103,7 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
     with tempfile.TemporaryDirectory(prefix="rematbench-") as temporary:
         place = folder or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
+        _empty(place)
         (place / "jobs.json").write_bytes(msgspec.json.encode(list(jobs)))
         entry = data_dir("baselines") / "run.py"
         command = [sys.executable, str(entry), name, str(place / "jobs.json"), str(place)]
@@ -119,6 +121,15 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
                 raise _no_record(name, done.stderr, done.returncode)
             records.append(msgspec.json.decode(path.read_bytes(), type=Record))
     return records
+
+
+def _empty(place: Path) -> None:
+    """Take away what an earlier call left there: it would pass for an answer of this one."""
+    for path in place.glob("[0-9]*"):
+        if path.suffix in (".json", ".pt"):
+            path.unlink()
+    for path in place.glob("ranks-*"):
+        shutil.rmtree(path)
 
 
 def _no_record(name: str, text: str, code: int) -> BaselineError:

@@ -57,13 +57,14 @@ def trace_again(output: Output, committed: Committed, names: Names = None) -> No
         --compare results/measured/traced/baselines
     """
     wrong = False
-    for point in chosen(names):
+    wanted = [(p, read_record(committed / f"{p.name}.json")) for p in chosen(names)]
+    for point, before in wanted:
         try:
             (record,) = trace_points((point,), output)
         except NotInstalled as error:
             typer.echo(f"{point.name}: not traced again: {error}")
             continue
-        lines = differences(record, read_record(committed / f"{point.name}.json"))
+        lines = differences(record, before)
         typer.echo(f"{point.name}: " + ("; ".join(lines) or "traced again, every number equal"))
         wrong = wrong or bool(lines)
     if wrong:

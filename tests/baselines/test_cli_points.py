@@ -67,6 +67,16 @@ def test_without_the_package_one_line_says_so(
     ]
 
 
+def test_a_record_that_is_not_there_is_said_before_anything_is_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_points, "trace_points", lambda *_: pytest.fail("traced"))
+    asked = ["baseline", "again", POINT, "-o", str(tmp_path), "--compare", str(tmp_path / "none")]
+    done = RUN.invoke(app, asked)
+    assert done.exit_code != 0
+    assert f"none/{POINT}.json: cannot be read" in str(done.exception)
+
+
 def test_a_record_of_another_outcome_differs() -> None:
     broken = msgspec.structs.replace(committed(), status="failed", reason="why", observed=None)
     said = differences(broken, committed())

@@ -146,3 +146,16 @@ def test_a_missing_package_is_one_line_that_says_what_to_do(folder: Path) -> Non
     made = problem(dp=2, zero_stage=0, global_batch=4)
     with pytest.raises(NotInstalled, match="'no_such_package' is not installed here"):
         run_jobs("toy", [job(made, policy("toy"))])
+
+
+def test_an_earlier_answer_in_the_same_folder_is_none_of_this_call(
+    folder: Path, tmp_path: Path
+) -> None:
+    made = problem(dp=2, zero_stage=0, global_batch=4)
+    for slope in (3.0, 4.0):
+        (ran,) = run_jobs("toy", [job(made, policy("toy", {"slope": slope}), steps=1)], tmp_path)
+        assert ran.observed is not None
+        assert ran.observed.losses == (slope,)
+    (folder / "toy" / "run.py").write_text("raise SystemExit('broken')\n")
+    with pytest.raises(BaselineError, match="broken"):
+        run_jobs("toy", [job(made, policy("toy"), steps=1)], tmp_path)

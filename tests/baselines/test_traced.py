@@ -30,7 +30,7 @@ MEGATRON = [
 DEEPSPEED = [
     Asked("one"),
     Asked("one", {"checkpointing": "plain"}),
-    Asked("one", {"mlp_tiles": 2}),
+    Asked("one", {"mlp_tiles": 2, "loss_tiles": 4}),
     Asked("one", model=GPT),
     Asked("one", precision="bf16"),
     Asked("dp2-zero0"),
@@ -39,7 +39,7 @@ DEEPSPEED = [
     Asked("dp2-zero2", {"checkpointing": "plain"}),
     Asked("ulysses2"),
     Asked("dp2-zero3", {"checkpointing": "plain"}, precision="bf16"),
-    Asked("ulysses2-zero3"),
+    Asked("ulysses2-zero3", {"mlp_tiles": 2, "loss_tiles": 2}),
 ]
 SMALL_PARTS = {
     "stage3_param_persistence_threshold": 3000,
