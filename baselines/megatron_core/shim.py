@@ -181,6 +181,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        y: torch.Tensor
         y, scale = _rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return y
