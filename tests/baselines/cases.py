@@ -41,6 +41,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2-zero3": {"dp": 2, "zero_stage": 3},
     "ulysses2": {"dp": 2, "ulysses": 2, "zero_stage": 1},
     "ulysses2-zero3": {"dp": 2, "ulysses": 2, "zero_stage": 3},
+    "ulysses2-zero3-dp4": {"dp": 4, "ulysses": 2, "zero_stage": 3},
+    "ulysses2-dp4": {"dp": 4, "ulysses": 2, "zero_stage": 1},
     "tp2-pp2": {"tp": 2, "pp": 2},
     "tp2-cp2": {"tp": 2, "cp": 2},
     "pp4": {"pp": 4},

@@ -43,6 +43,8 @@ SLOW = [
     Asked("ulysses2", ignored=0.3),
     Asked("ulysses2-zero3", {"checkpointing": "plain"}, ignored=0.3),
     Asked("ulysses2", model=GPT),
+    Asked("ulysses2-dp4"),
+    Asked("ulysses2-zero3-dp4"),
 ]
 
 
