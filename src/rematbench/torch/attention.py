@@ -3,23 +3,29 @@
 | backend | operator | dtypes | lse dtype |
 |---|---|---|---|
 | cpu | _scaled_dot_product_flash_attention_for_cpu | fp64, fp32, bf16 | fp32; fp64 for fp64 |
-| cuda | _scaled_dot_product_flash_attention | bf16, fp16 | fp32 |
+| cuda | _scaled_dot_product_flash_attention | bf16, fp16; head_dim % 8 = 0, <= 256 | fp32 |
+| efficient (cuda) | _scaled_dot_product_efficient_attention | fp32; head_dim % 4 = 0 | fp32 |
 | exact (any other) | plain matrix products | all | fp32; fp64 for fp64 |
 
 Traced (meta) tensors take the CPU's row.
 
 All give lse as batch x heads x rows.  CPU stores it with heads innermost, so that its bytes are
-rows x heads as the operator table says; the others are brought to that order.  None pads lse for
-equal lengths.  Random state is not saved: dropout is refused.  KV heads may be fewer than query
-heads on all three.
+rows x heads as the operator table says; the others are brought to that order.  Only the efficient
+operator pads lse (rows to a multiple of 32, with inf): what is saved has no padding, its backward
+gets it again.  Random state is not saved: dropout is refused.  KV heads may be fewer than query
+heads; the efficient operator alone needs them repeated, so that its gradients are summed.
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rematbench.torch.kernels import wide
+
+LSE_ALIGN = 32
+"""Rows that the efficient operator's lse is padded to (kAlignLSE of torch's kernel)."""
 
 Heads = Tensor
 """batch x heads x rows x head_dim, any strides."""
@@ -51,8 +57,12 @@ def backend(x: Tensor) -> str:
         torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
     ):
         return "cpu"
-    if x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16):
-        return "cuda"
+    if x.device.type == "cuda":
+        head_dim = x.shape[-1]
+        if x.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256:
+            return "cuda"
+        if x.dtype == torch.float32 and head_dim % 4 == 0:
+            return "efficient"
     return "exact"
 
 
@@ -81,6 +91,12 @@ def flash(q: Heads, k: Heads, v: Heads, causal: bool) -> tuple[Heads, Tensor]:
         case "cuda":
             found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
             return found[0], found[1]
+        case "efficient":
+            k, v = repeat(k, q.shape[1]), repeat(v, q.shape[1])
+            found = torch.ops.aten._scaled_dot_product_efficient_attention(
+                q, k, v, None, True, 0.0, causal
+            )
+            return found[0], found[1][:, :, : q.shape[2]]
     s = _scores(q, k, causal)
     lse = s.logsumexp(-1)
     probs = (s - lse[..., None]).exp().to(q.dtype)
@@ -97,21 +113,42 @@ def flash_backward(
                 grad, q, k, v, out, lse, 0.0, causal
             )
         case "cuda":
-            none = torch.empty(0, dtype=torch.int32, device=q.device)
-            seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+            # Lengths that are given, even empty ones, mean sequences of unequal length to torch.
+            seed = torch.empty(2, dtype=torch.uint64, device=q.device)
             return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
-                grad, q, k, v, out, lse.contiguous(), none, none, q.shape[2], k.shape[2],
-                0.0, causal, seed, seed[:0],
+                grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
+                0.0, causal, seed, seed[0],
             )  # fmt: skip
+        case "efficient":
+            return _efficient_backward(grad, q, k, v, out, lse, causal)
     probs = (_scores(q, k, causal) - lse[..., None]).exp()
     full_v = repeat(v, q.shape[1])
     dp = (grad @ full_v.transpose(-1, -2)).to(probs.dtype)
     delta = (grad * out).sum(-1, keepdim=True).to(probs.dtype)
     ds = (probs * (dp - delta) / q.shape[-1] ** 0.5).to(q.dtype)
-    groups = (k.shape[0], k.shape[1], -1, *k.shape[2:])
-    dk = (ds.transpose(-1, -2) @ q).view(groups).sum(2)
-    dv = (probs.to(q.dtype).transpose(-1, -2) @ grad).view(groups).sum(2)
+    dk = _summed(ds.transpose(-1, -2) @ q, k)
+    dv = _summed(probs.to(q.dtype).transpose(-1, -2) @ grad, v)
     return ds @ repeat(k, q.shape[1]), dk, dv
+
+
+def _summed(gradients: Heads, kv: Heads) -> Heads:
+    """Gradients of repeated KV heads, summed over each head's copies."""
+    return gradients.view(kv.shape[0], kv.shape[1], -1, *kv.shape[2:]).sum(2)
+
+
+def _efficient_backward(
+    grad: Heads, q: Heads, k: Heads, v: Heads, out: Heads, lse: Tensor, causal: bool
+) -> tuple[Heads, Heads, Heads]:
+    extra = -lse.shape[2] % LSE_ALIGN
+    padded = F.pad(lse, (0, extra), value=float("inf")).contiguous()
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, repeat(k, q.shape[1]), repeat(v, q.shape[1]), None, out, padded, seed, seed,
+        0.0, [True, True, True, False], causal,
+    )  # fmt: skip
+    if k.shape[1] == q.shape[1]:
+        return dq, dk, dv
+    return dq, _summed(dk.contiguous(), k), _summed(dv.contiguous(), v)
 
 
 def blocks(rows: int, slices: tuple[int, ...]) -> list[list[Block]]:
@@ -183,7 +220,6 @@ def unfused_backward(
     dp = (grad @ repeat(v, q.shape[1]).transpose(-1, -2)).to(wide(q.dtype))
     p = probs.to(wide(q.dtype))
     ds = (p * (dp - (p * dp).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5).to(q.dtype)
-    groups = (k.shape[0], k.shape[1], -1, *k.shape[2:])
-    dk = (ds.transpose(-1, -2) @ q).view(groups).sum(2)
-    dv = (probs.transpose(-1, -2) @ grad).view(groups).sum(2)
+    dk = _summed(ds.transpose(-1, -2) @ q, k)
+    dv = _summed(probs.transpose(-1, -2) @ grad, v)
     return ds @ repeat(k, q.shape[1]), dk, dv

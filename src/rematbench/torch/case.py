@@ -22,7 +22,8 @@ class Case:
     not count; `measure` tracks bytes after every action; `shards` notes gradient norms,
     `gradients` keeps the gradients too.  With `text_bytes` batches are so much of the standard
     library's sources, not random tokens.  With `delay_s` streams are threads and every copy and
-    collective waits up to so long (no bytes).
+    collective waits up to so long (no bytes).  On CUDA `timed_steps` more steps follow, for their
+    seconds alone, and `deterministic` asks torch for kernels that give the same bits every time.
     """
 
     name: str
@@ -39,6 +40,8 @@ class Case:
     text_bytes: int = 0
     delay_s: float = 0.0
     delay_seed: int = 0
+    timed_steps: int = 3
+    deterministic: bool = False
     optimizer: AdamW = field(default_factory=AdamW)
 
     @property
@@ -61,7 +64,8 @@ class GradientShard:
 class RankResult:
     """One process's numbers.  `bytes_after` are of the first step's actions; sums and peaks are
     over all steps.  `peak_bytes` counts what lives inside an operator too (states apart);
-    `allocated_bytes` and `reserved_bytes` are the CUDA allocator's (0 elsewhere)."""
+    `allocated_bytes`, `reserved_bytes` and `pinned_bytes` (the host pool) are those of CUDA, 0
+    elsewhere, as `step_s` is empty there: seconds of the timed steps."""
 
     place: Coordinates
     losses: list[float]
@@ -72,6 +76,7 @@ class RankResult:
     peak_bytes: int = 0
     allocated_bytes: int = 0
     reserved_bytes: int = 0
+    pinned_bytes: int = 0
     state_bytes: int
     offload_bytes: int
     recompute_flop: float

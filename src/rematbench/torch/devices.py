@@ -9,6 +9,16 @@ import torch
 from rematbench.cpulist import cpu_set
 
 
+def prepare(kind: str) -> None:
+    """Settings that CUDA reads once, when a process first uses it.  As many hardware queues as
+    there can be: streams that share one wait for each other, and a kernel that waits for a peer
+    must hold up none.  And cuBLAS workspaces of one size for each stream, without which it may
+    give other bits every time."""
+    if kind != "cpu":
+        os.putenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        os.putenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def choose_device(kind: str, rank: int) -> torch.device:
     """The CPU, or the GPU of a rank on its host; the process then runs near that GPU.
 

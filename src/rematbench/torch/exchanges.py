@@ -1,5 +1,6 @@
 """Collectives and messages, as actions ask for them, on a rank's storages."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -27,6 +28,11 @@ class Exchanges:
         assert action.comm is not None
         return self.groups.by_name[action.comm.group]
 
+    def _room(self, *, stays: bool) -> AbstractContextManager[object]:
+        """Memory for what a collective writes: that of a storage, or the stream's own for what is
+        let go as soon as it is issued."""
+        return self.streams.room() if stays else nullcontext()
+
     # -- activations ------------------------------------------------------------------------------
 
     def all_gather(self, action: Action, site: Site) -> None:
@@ -39,7 +45,8 @@ class Exchanges:
             self._gather_kv(action, site, group)
             return
         source = self.memory[site.key(action.reads[0])].rows(site.first, site.size)
-        out = source.new_empty(source.shape[0] * group.size, source.shape[1])
+        with self.streams.room():
+            out = source.new_empty(source.shape[0] * group.size, source.shape[1])
         self.streams.run(action.stream, lambda: group.all_gather(out, source), out)
         self.memory.put(site.key(action.allocs[0].name), Value(out, site.first, site.size))
 
@@ -51,10 +58,11 @@ class Exchanges:
         move = ulysses.to_heads if to_heads else ulysses.to_rows
         for source, target, width in self._pairs(action, site.chunk, back=back):
             sent = self.memory[site.key(source)].rows(site.first, site.size)
+            shape = (sent.shape[0] // group.size, width)
             if to_heads:
-                out = sent.new_empty(sent.shape[0] * group.size, width // group.size)
-            else:
-                out = sent.new_empty(sent.shape[0] // group.size, width)
+                shape = (sent.shape[0] * group.size, width // group.size)
+            with self._room(stays=target in {alloc.name for alloc in action.allocs}):
+                out = sent.new_empty(shape)
             work = partial(move, out, sent, group, head_dim)
             self.streams.run(action.stream, work, out)
             self._arrived(action, site, target, out)
@@ -85,7 +93,8 @@ class Exchanges:
     def _gather_kv(self, action: Action, site: Site, group: Group) -> None:
         by_name = {identity(name).rpartition(".")[2]: name for name in action.reads}
         pair = [self.memory[site.key(by_name[name])].data for name in ("k", "v")]
-        out = pair[0].new_empty(2, group.size * pair[0].numel())
+        with self.streams.room():
+            out = pair[0].new_empty(2, group.size * pair[0].numel())
 
         def work() -> None:
             for half, own in zip(out, pair, strict=True):
@@ -104,7 +113,8 @@ class Exchanges:
             self._scatter_kv(action, site, group)
             return
         part = self.memory[site.key(action.reads[0])].data
-        own = part.new_empty(part.shape[0] // group.size, part.shape[1])
+        with self._room(stays=bool(action.allocs)):
+            own = part.new_empty(part.shape[0] // group.size, part.shape[1])
         for alloc in action.allocs:
             self.memory.put(site.key(alloc.name), Value(own, site.first, site.size))
         targets = [
@@ -126,7 +136,8 @@ class Exchanges:
         halves = self.memory[site.key(action.reads[0])].data.view(2, -1)
         rows = self.model.shapes.tokens
         for alloc, half in zip(action.allocs, halves, strict=True):
-            own = half.new_empty(rows, half.numel() // group.size // rows)
+            with self.streams.room():
+                own = half.new_empty(rows, half.numel() // group.size // rows)
             into, whole = own.view(-1), half
             self.streams.run(action.stream, partial(group.reduce_scatter, into, whole))
             self.memory.put(site.key(alloc.name), Value(own, site.first, site.size))

@@ -95,6 +95,10 @@ class Executor:
         own = [*self.slots.arenas.values(), *self.messages.states(), self.loss]
         return [*self.model.states(), *own]
 
+    def stop_tracking(self) -> None:
+        """Count no bytes from now on: what is timed has no observer."""
+        self.tracker = self.movers.tracker = None
+
     # -- walk -------------------------------------------------------------------------------------
 
     def run_step(self) -> float:
@@ -147,7 +151,7 @@ class Executor:
             self.movers.enter_slots(action, site)
         if action.stream != "compute":
             for alloc in action.allocs:
-                self.streams.lend(self.memory[site.key(alloc.name)].data)
+                self.streams.lend(action.stream, self.memory[site.key(alloc.name)].data)
         for name in (action.begin, action.event):
             if name:
                 self._record(name, action, site)

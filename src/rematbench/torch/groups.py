@@ -1,6 +1,13 @@
-"""A rank's coordinates and its process groups: tp, cp, dp (state peers: dp x cp), pp.
+"""A rank's coordinates and its process groups: tp, cp, dp (state peers: dp x cp), channels of pp.
 
 Ulysses ranks are neighbours taken from dp and have the place of cp.
+
+A channel is a communicator of two stages that carries one direction of one of the two rings
+(forward: to the next stage, backward: to the one before) one way only.  On NCCL what shares a
+communicator runs in the order of its issue, so a send behind a receive that waits for the peer's
+own send would wait for ever: two stages with interleaved chunks, or two ends that exchange the
+gradient of a shared embedding.  The default group is given no device: torch then opens each
+communicator by itself, at its first use or in `connect`.
 """
 
 import time
@@ -123,6 +130,29 @@ def settled(call: Callable[..., object], *tensors: Tensor) -> None:
         time.sleep(0)
 
 
+STEP = {"f": 1, "b": -1}
+"""Where a direction's messages go: stages ahead."""
+
+
+class Channel(NamedTuple):
+    """One way of one direction, between two stages of a pipeline."""
+
+    direction: str
+    sender: int
+    receiver: int
+
+
+def channels(stages: int) -> list[Channel]:
+    """Every channel of a pipeline: both rings with their closing links, which interleaved chunks
+    use (and the ends for a shared embedding)."""
+    return [
+        Channel(direction, stage, (stage + step) % stages)
+        for direction, step in STEP.items()
+        for stage in range(stages)
+        if stages > 1
+    ]
+
+
 class Groups:
     """All groups of one layout.  Every process must build them (creation is collective)."""
 
@@ -130,23 +160,42 @@ class Groups:
         self.layout, self.order, self.rank = layout, order, rank
         self.place = coordinates(rank, layout, order)
         self.by_name = {name: self._group(along) for name, along in DIMENSIONS.items()}
-        self.pipelines = {d: self._handle(("pp",)) for d in ("f", "b")}
-        self.buffered = layout.pp > 1 and is_gloo(self.pipelines["f"])
+        self.channels = self._channels()
+        self.buffered = any(map(is_gloo, self.channels.values()))
         """Whether a send goes from a copy: gloo's ends when the receiver is ready."""
         self._peers: dict[int, int] = {}
 
     def _group(self, along: tuple[str, ...]) -> Group:
-        mine = next(g for g in members(self.layout, self.order, along) if self.rank in g)
-        return Group(len(mine), mine.index(self.rank), self._handle(along))
-
-    def _handle(self, along: tuple[str, ...]) -> dist.ProcessGroup | None:
-        """This rank's communicator along the dimensions; all ranks create all of them."""
-        found: dist.ProcessGroup | None = None
+        mine, handle = [self.rank], None
         for ranks in members(self.layout, self.order, along):
-            if len(ranks) > 1:
-                handle = dist.new_group(ranks)
-                found = handle if self.rank in ranks else found
+            made = dist.new_group(ranks) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                mine, handle = ranks, made
+        return Group(len(mine), mine.index(self.rank), handle)
+
+    def _channels(self) -> dict[Channel, dist.ProcessGroup]:
+        """This rank's channels; all ranks create all of every pipeline."""
+        found = {}
+        for ranks in members(self.layout, self.order, ("pp",)):
+            for channel in channels(self.layout.pp):
+                ends = [ranks[channel.sender], ranks[channel.receiver]]
+                handle = dist.new_group(ends)
+                if self.rank in ends:
+                    found[channel] = handle
         return found
+
+    def connect(self, device: torch.device) -> None:
+        """Open every communicator, all ranks in one order.  NCCL opens one at its first use and
+        holds the host until the peers do the same: not to happen inside a step."""
+        token = torch.zeros(1, device=device)
+        for group in self.by_name.values():
+            group.all_reduce(token)
+        for channel in self.channels:
+            start = self.send if channel.sender == self.place.pp else self.receive
+            other = channel.receiver if channel.sender == self.place.pp else channel.sender
+            start(token, other, channel.direction, 0).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def peer(self, stage: int) -> int:
         """Global rank of the process at another pipeline stage, all else equal."""
@@ -159,14 +208,15 @@ class Groups:
 
     def send(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
         """Start sending; the work holds until the receiver has it."""
-        group = self.pipelines[direction]
+        group = self.channels[Channel(direction, self.place.pp, stage)]
         work = dist.isend(tensor, self.peer(stage), group=group, tag=tag)
         assert work is not None
         return work
 
     def receive(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
-        """Start receiving into a tensor."""
-        group = self.pipelines[direction]
+        """Start receiving into a tensor.  NCCL knows no tags: there messages come in the order in
+        which they were sent (see `messages.overtaken`)."""
+        group = self.channels[Channel(direction, stage, self.place.pp)]
         work = dist.irecv(tensor, self.peer(stage), group=group, tag=tag)
         assert work is not None
         return work

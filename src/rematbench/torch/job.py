@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rematbench.torch.case import Case, RankResult, Result, Status
-from rematbench.torch.devices import choose_device
+from rematbench.torch.devices import choose_device, prepare
 from rematbench.torch.gather import combine
 from rematbench.torch.groups import Groups, default_backend
 from rematbench.torch.launch import execute_cases
@@ -31,12 +31,16 @@ class Given:
 
 def versions(device: str) -> dict[str, str]:
     """What a record says of the software and the device."""
-    name = torch.cuda.get_device_name() if device == "cuda" else f"cpu ({platform.machine()})"
+    name = f"cpu ({platform.machine()})"
+    if device == "cuda":
+        seen = torch.cuda.is_available()
+        name = torch.cuda.get_device_name() if seen else "cuda (none that torch can use)"
     return {"torch": str(torch.__version__), "device": name}
 
 
 def device_kind(asked: str) -> str:
     """cpu or cuda; unless asked, cuda where there is one."""
+    prepare(asked or "cuda")  # before torch looks for a GPU
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -61,6 +65,7 @@ def run_given(
     many ranks each host has.  A case that fails here ends this process; the launcher ends the
     others."""
     torch.set_num_threads(1)
+    prepare(cases[0].device)
     device = choose_device(cases[0].device, given.local_rank)
     dist.init_process_group(
         default_backend(device),
@@ -69,6 +74,7 @@ def run_given(
         world_size=given.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    clean = False
     try:
         talk = dist.new_group(backend="gloo")
         hosts = _gathered(socket.gethostname(), given, talk)
@@ -78,9 +84,23 @@ def run_given(
             result = _one(case, given, device, known, talk)
             if result is not None:
                 results.append(result)
+                if result.status != "ok":  # the other ranks are in no state to run the next case
+                    break
+        else:
+            clean = True
         counts = tuple(hosts.count(name) for name in dict.fromkeys(hosts))
         return results, counts
     finally:
+        _leave(device, clean=clean)
+
+
+def _leave(device: torch.device, *, clean: bool) -> None:
+    """Let go of the communicators.  After a failure NCCL's may hold kernels that wait for ever for
+    a peer, and to destroy one is to wait for them: they are aborted."""
+    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
+    if device.type == "cuda" and not clean and abort is not None:
+        abort()
+    else:
         dist.destroy_process_group()
 
 

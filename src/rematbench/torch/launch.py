@@ -5,6 +5,7 @@ status and a reason; its processes are ended and the remaining cases are launche
 """
 
 import multiprocessing as mp
+import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ from rematbench.torch.gather import combine
 from rematbench.torch.model import NotExecutable, require_executable
 
 POLL_S = 0.02
+ERROR_GRACE_S = 10.0
+"""How long a rank that has said why it failed may take to end: on CUDA it may hang in its own
+kernels."""
 
 
 def execute_cases(cases: Sequence[Case], *, timeout_s: float = 120.0) -> list[Result]:
@@ -69,21 +73,32 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
 
 def _watch(processes: list[BaseProcess], folder: Path, timeout_s: float) -> tuple[Status, str]:
     """Wait until all processes are done, one has died, or a case makes no progress."""
-    seen, since = 0, time.monotonic()
+    seen, since, failed_at = 0, time.monotonic(), 0.0
     while True:
         codes = [process.exitcode for process in processes]
         dead = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
         if dead:
-            rank, code = dead[0]
-            return "failed", f"rank {rank} ended with exit code {code}"
+            return "failed", _ended(*dead[0])
         if all(code == 0 for code in codes):
             return "failed", "a process ended without a result"
         finished = len(list(folder.glob("*.pt")))
+        failed_at = failed_at or (time.monotonic() if any(folder.glob("*.error")) else 0.0)
+        if failed_at and time.monotonic() - failed_at > ERROR_GRACE_S:
+            return "failed", "a rank failed and did not end"
         if finished != seen:
             seen, since = finished, time.monotonic()
         if time.monotonic() - since > timeout_s:
             return "timeout", f"no result within {timeout_s:g} s"
         time.sleep(POLL_S)
+
+
+def _ended(rank: int, code: int | None) -> str:
+    why = ""
+    if code == -signal.SIGABRT:
+        why = ": aborted, as NCCL's watchdog does when a collective fails or takes too long"
+    elif code == -signal.SIGKILL:
+        why = ": killed, most likely for the host's memory"
+    return f"rank {rank} ended with exit code {code}{why}"
 
 
 def _end(processes: list[BaseProcess]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rematbench.action import Action
 from rematbench.program import RankProgram
+from rematbench.torch.streams import Mark
 
 Key = tuple[str, int, int]
 """(name, micro-batch, chunk)."""
@@ -163,30 +164,51 @@ class Slots:
             del self.rooms[slot].taken[key]
 
 
+class Block(NamedTuple):
+    """Host memory, the bytes of it that are lent, and (spare) when its last user is done with it.
+    `fresh`: just made."""
+
+    data: Tensor
+    nbytes: int
+    free_at: Mark | None = None
+    fresh: bool = False
+
+
+def host_bytes(nbytes: int, *, pinned: bool) -> Tensor:
+    """New host memory."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+
+
 class HostPool:
-    """Host memory for offloaded tensors: pinned and reused best fit on CUDA, plain on a CPU."""
+    """Host memory for offloaded tensors: pinned and reused best fit on CUDA, plain on a CPU.
+    `pinned_bytes` is what it has taken in all; a pinned block stays in it."""
 
     def __init__(self, device: torch.device) -> None:
         self.pinned = device.type == "cuda"
-        self.spare: list[Tensor] = []
-        self.lent: dict[Key, Tensor] = {}
+        self.spare: list[Block] = []
+        self.lent: dict[Key, Block] = {}
+        self.pinned_bytes = 0
 
-    def take(self, key: Key, nbytes: int) -> Tensor:
-        """Bytes of the pool: the smallest spare block that is large enough, or a new one."""
-        fitting = [block for block in self.spare if block.numel() >= nbytes]
+    def take(self, key: Key, nbytes: int) -> Block:
+        """The smallest spare block that is large enough, or a new one.  A copy into it has to wait
+        for `free_at`."""
+        fitting = [block for block in self.spare if block.data.numel() >= nbytes]
         if fitting:
-            block = min(fitting, key=torch.Tensor.numel)
-            self.spare = [other for other in self.spare if other is not block]
+            found = min(fitting, key=lambda block: block.data.numel())
+            self.spare = [other for other in self.spare if other is not found]
+            found = found._replace(nbytes=nbytes, fresh=False)
         else:
-            block = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.pinned)
-        self.lent[key] = block
-        return block[:nbytes]
+            found = Block(host_bytes(nbytes, pinned=self.pinned), nbytes, fresh=True)
+            self.pinned_bytes += nbytes * self.pinned
+        self.lent[key] = found
+        return found
 
-    def give(self, key: Key) -> None:
-        """A block comes back; a CPU's is released."""
+    def give(self, key: Key, free_at: Mark) -> Block:
+        """A block comes back, not to be written before the mark; a CPU's is released."""
         block = self.lent.pop(key)
         if self.pinned:
-            self.spare.append(block)
+            self.spare.append(block._replace(free_at=free_at))
+        return block
 
 
 def describe(action: Action, micro_batch: int, chunk: int) -> str:

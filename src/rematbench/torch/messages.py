@@ -1,21 +1,65 @@
 """Point-to-point: boundary activations and gradients between stages, gradients of tied ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rematbench.action import Action
-from rematbench.torch.groups import Groups
+from rematbench.action import Action, Kind
+from rematbench.layout import Layout
+from rematbench.program import Program
+from rematbench.torch.groups import STEP, Channel, Groups
 from rematbench.torch.memory import Memory, Site, Value
 from rematbench.torch.model import RankModel
 from rematbench.torch.streams import Mark
 
-STEP = {"f": 1, "b": -1}
 TIED_TAG = 1
+
+
+class Message(NamedTuple):
+    """The channel that a message takes, and its name there."""
+
+    channel: Channel
+    tag: int
+
+
+def message(layout: Layout, stage: int, action: Action, site: tuple[int, int]) -> Message:
+    """The message of a SEND or RECV on a stage, for a (micro-batch, chunk).  It is named by the
+    virtual stage it goes to; the gradient of a shared embedding goes over the closing links."""
+    pp, (micro_batch, chunk) = layout.pp, site
+    sends = action.kind is Kind.SEND
+    if action.op == "tied":
+        ends = (stage, pp - 1 - stage) if sends else (pp - 1 - stage, stage)
+        return Message(Channel("b" if ends[0] == 0 else "f", *ends), TIED_TAG)
+    here, step = chunk * pp + stage, STEP[action.op]
+    sender, receiver = (here, here + step) if sends else (here - step, here)
+    tag = 2 + (micro_batch * layout.num_chunks + receiver) * 2 + (action.op == "b")
+    return Message(Channel(action.op, sender % pp, receiver % pp), tag)
+
+
+def _messages(program: Program, layout: Layout, kind: Kind) -> Iterator[Message]:
+    for stage, rank in enumerate(program.ranks):
+        for action, micro_batch, chunk in rank.actions():
+            if action.kind is kind:
+                yield message(layout, stage, action, (micro_batch, chunk))
+
+
+def overtaken(program: Program, layout: Layout) -> str:
+    """The first channel whose messages are not received in the order in which they are sent, which
+    a transport without tags (NCCL) would mix up; nothing if there is none."""
+    sent: dict[Channel, list[int]] = {}
+    received: dict[Channel, list[int]] = {}
+    for found, kind in ((sent, Kind.SEND), (received, Kind.RECV)):
+        for channel, tag in _messages(program, layout, kind):
+            found.setdefault(channel, []).append(tag)
+    for channel in {**sent, **received}:
+        if sent.get(channel) != received.get(channel):
+            return f"stage {channel.sender} to {channel.receiver} ({channel.direction})"
+    return ""
 
 
 class Messages:
@@ -42,33 +86,39 @@ class Messages:
         mark.works, self.under_way = self.under_way, []
         mark.then, self.then = self.then, []
 
-    def _route(self, action: Action, site: Site, step: int) -> tuple[int, int]:
-        """(the other stage, tag): a message is named by the virtual stage it goes to."""
-        pp, chunks = self.model.problem.layout.pp, self.model.problem.layout.num_chunks
-        here = site.chunk * pp + self.model.place.pp
-        to = here + step if step else here
-        other = here + (step or -STEP[action.op])
-        return other % pp, 2 + (site.micro_batch * chunks + to) * 2 + (action.op == "b")
+    def _message(self, action: Action, site: Site) -> Message:
+        """Where a message goes or comes from."""
+        lay, stage = self.model.problem.layout, self.model.place.pp
+        return message(lay, stage, action, (site.micro_batch, site.chunk))
 
     def send(self, action: Action, site: Site) -> None:
         """Start sending; the storage stays until the event."""
         if action.op == "tied":
-            self._send_tied()
+            self._send_tied(self._message(action, site))
             return
-        stage, tag = self._route(action, site, STEP[action.op])
+        found = self._message(action, site)
         data = self.memory[site.key(action.reads[0])].data
         if self.groups.buffered:
-            self._post(data, stage, action.op, tag)
+            self._post(data, found)
         else:
-            self.under_way.append(self.groups.send(data, stage, action.op, tag))
+            self.under_way.append(self._send(data, found))
 
-    def _post(self, data: Tensor, stage: int, direction: str, tag: int) -> None:
+    def _send(self, data: Tensor, found: Message) -> dist.Work:
+        channel = found.channel
+        return self.groups.send(data, channel.receiver, channel.direction, found.tag)
+
+    def _receive(self, data: Tensor, found: Message) -> None:
+        channel = found.channel
+        work = self.groups.receive(data, channel.sender, channel.direction, found.tag)
+        self.under_way.append(work)
+
+    def _post(self, data: Tensor, found: Message) -> None:
         """A buffered send.  Gloo's send ends when the receiver is ready and holds the host up to
         then, where a GPU's host would go on issuing; so a copy (transport memory, no part of the
         ledger) goes, and the event holds at once."""
         with _disable_current_modes():
             copy = data.clone()
-        self.posted.append((self.groups.send(copy, stage, direction, tag), copy))
+        self.posted.append((self._send(copy, found), copy))
 
     def flush(self) -> None:
         """Wait until every buffered message is gone."""
@@ -78,31 +128,22 @@ class Messages:
     def receive(self, action: Action, site: Site) -> None:
         """Room for a boundary tensor, and the start of its arrival."""
         if action.op == "tied":
-            self._receive_tied()
+            assert self.arrival is not None
+            self._receive(self.arrival, self._message(action, site))
             return
         tensor = self.model.chunks[site.chunk].boundary
         columns = tensor.row_bytes // self.model.dtype.itemsize
         data = torch.empty(tensor.rows, columns, dtype=self.model.dtype, device=self.model.device)
-        stage, tag = self._route(action, site, 0)
-        self.under_way.append(self.groups.receive(data, stage, action.op, tag))
+        self._receive(data, self._message(action, site))
         whole = Value(data, 0, self.model.shapes.shard_tokens)
         self.memory.put(site.key(action.allocs[0].name), whole)
 
-    def _other_end(self) -> int:
-        return self.model.problem.layout.pp - 1 - self.model.place.pp
-
-    def _send_tied(self) -> None:
+    def _send_tied(self, found: Message) -> None:
         tied, arrival = self.tied, self.arrival
         assert tied is not None
         assert arrival is not None
-        work = self.groups.send(tied.grad_flat, self._other_end(), "f", TIED_TAG)
-        self.under_way.append(work)
+        self.under_way.append(self._send(tied.grad_flat, found))
         self.then.append(partial(_add, tied.grad_flat, arrival))
-
-    def _receive_tied(self) -> None:
-        assert self.arrival is not None
-        work = self.groups.receive(self.arrival, self._other_end(), "f", TIED_TAG)
-        self.under_way.append(work)
 
 
 def _add(total: Tensor, arrived: Tensor) -> None:

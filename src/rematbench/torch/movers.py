@@ -9,6 +9,7 @@ from rematbench.action import Action, Alloc, place
 from rematbench.ops import Activation
 from rematbench.torch.kernels import wide
 from rematbench.torch.memory import (
+    Block,
     ExecutionError,
     HostPool,
     Key,
@@ -154,13 +155,24 @@ class Movers:
         source, alloc = self.memory[site.key(action.reads[0])], action.allocs[0]
         nbytes = source.data.numel() * source.data.element_size()
         block = self.host.take(site.key(alloc.name), nbytes)
-        if self.tracker is not None:
-            self.tracker.as_host(block)
-        copy = block.view(source.data.dtype).view(source.data.shape)
+        self._count(block)
+        if block.free_at is not None:
+            self.streams.wait(action.stream, block.free_at)
         data = source.data
+        copy = block.data[:nbytes].view(data.dtype).view(data.shape)
         self.streams.run(action.stream, lambda: copy.copy_(data, non_blocking=True))
         self.offload_bytes += nbytes
         self.memory.put(site.key(alloc.name), Value(copy, source.first, source.count))
+
+    def _count(self, block: Block) -> None:
+        if self.tracker is None:
+            return
+        if not self.host.pinned:
+            self.tracker.as_host(block.data)
+            return
+        if block.fresh:
+            self.tracker.exclude([block.data])
+        self.tracker.lend(block.nbytes)
 
     def to_device(self, action: Action, site: Site) -> None:
         """Back, into fresh memory or a staging slot."""
@@ -169,7 +181,8 @@ class Movers:
             room = self.slots.take(alloc.slot, site.key(alloc.name), alloc.nbytes)
             data = room.view(source.data.dtype).view(source.data.shape)
         else:
-            data = torch.empty_like(source.data, device=self.model.device)
+            with self.streams.room():
+                data = torch.empty_like(source.data, device=self.model.device)
         host = source.data
         fresh = None if alloc.slot else data  # a slot's last tenant may still be read
         self.streams.run(action.stream, lambda: data.copy_(host, non_blocking=True), fresh)
@@ -191,4 +204,6 @@ class Movers:
         self.memory.free(key)
         self.slots.release(key)
         if key in self.host.lent:
-            self.host.give(key)
+            block = self.host.give(key, self.streams.mark("compute"))
+            if self.tracker is not None and self.host.pinned:
+                self.tracker.lend(-block.nbytes)

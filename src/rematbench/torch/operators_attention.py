@@ -28,38 +28,39 @@ def _columns(call: Call, x: Tensor) -> Tensor:
     return by_rank(_flat(x), ranks, batch) if ranks > 1 else _flat(x)
 
 
-def gathered_order(call: Call) -> Tensor | None:
-    """Where each position of a sequence lies in the ranks' rows one after another."""
-    lay = call.model.problem.layout
-    if lay.cp == 1:
-        return None
-    ends = [(r, 2 * lay.cp - 1 - r) for r in range(lay.cp)]
+def gathered_order(call: Call) -> list[int]:
+    """Where each position of a sequence (in slices) lies in the ranks' rows one after another.  As
+    numbers for views: an index tensor would be a blocking copy to a GPU in every call."""
+    cp = call.model.problem.layout.cp
+    ends = [(r, 2 * cp - 1 - r) for r in range(cp)]
     at = {position: 2 * r + i for r, pair in enumerate(ends) for i, position in enumerate(pair)}
-    return torch.tensor([at[i] for i in range(2 * lay.cp)], device=call.model.device)
+    return [at[i] for i in range(2 * cp)]
+
+
+def _in_order(slices: Tensor, order: list[int]) -> Tensor:
+    """batch x slices x ...: the slices in another order, a new tensor."""
+    return torch.cat([slices[:, place : place + 1] for place in order], 1)
 
 
 def _whole_kv(call: Call, name: str) -> Tensor:
     """Keys or values of whole sequences, in order of position."""
-    shape, order = call.model.attention, gathered_order(call)
-    if order is None:
+    shape, cp = call.model.attention, call.model.problem.layout.cp
+    if cp == 1:
         return _heads(call, call.tensors[name], shape.kv_heads)
     full = call.tensors["full"].view(2, -1)[0 if name == "k" else 1]
-    cp = call.model.problem.layout.cp
     by_slice = full.view(cp, shape.batch, 2, -1, shape.kv_heads, shape.head_dim)
     by_slice = by_slice.permute(1, 0, 2, 3, 4, 5).reshape(
         shape.batch, 2 * cp, -1, shape.kv_heads, shape.head_dim
     )
-    return by_slice[:, order].flatten(1, 2).transpose(1, 2)
+    return _in_order(by_slice, gathered_order(call)).flatten(1, 2).transpose(1, 2)
 
 
 def _to_ranks(call: Call, grad: Tensor) -> Tensor:
     """A gradient of whole keys or values, in the ranks' rows one after another."""
-    shape, order = call.model.attention, gathered_order(call)
-    assert order is not None
-    cp = call.model.problem.layout.cp
+    shape, cp = call.model.attention, call.model.problem.layout.cp
     parts = grad.transpose(1, 2).reshape(shape.batch, 2 * cp, -1)
-    back = torch.empty_like(parts)
-    back[:, order] = parts
+    positions = sorted(range(2 * cp), key=gathered_order(call).__getitem__)
+    back = _in_order(parts, positions)
     return back.view(shape.batch, cp, -1).transpose(0, 1).reshape(-1)
 
 

@@ -39,7 +39,10 @@ class Streams(Protocol):
     def wait(self, stream: str, mark: Mark) -> None:
         """Hold a stream until a mark."""
 
-    def lend(self, tensor: torch.Tensor) -> None:
+    def room(self) -> AbstractContextManager[object]:
+        """Take memory for what an action leaves behind."""
+
+    def lend(self, stream: str, tensor: torch.Tensor) -> None:
         """Compute will use (and free) a tensor that another stream made."""
 
     def run(
@@ -79,7 +82,11 @@ class HostStreams:
         """The host waits for messages."""
         mark.finish()
 
-    def lend(self, tensor: torch.Tensor) -> None:
+    def room(self) -> AbstractContextManager[object]:
+        """One stream only."""
+        return nullcontext()
+
+    def lend(self, stream: str, tensor: torch.Tensor) -> None:
         """One stream only."""
 
     def run(
@@ -99,10 +106,21 @@ class HostStreams:
         return host_clock()
 
 
+UNORDERED = frozenset({"pp_recv"})
+"""Streams that wait for nothing: what they make must not lie where compute may still work."""
+
+
 class CudaStreams:
     """One CUDA stream for each named stream; events instead of synchronisation.  What is issued
     outside (batches, zeroed gradients, reading the loss) is on the device's current stream, which
-    orders itself with none of these: `begin` and `flush` do."""
+    orders itself with none of these: `begin` and `flush` do.
+
+    The caching allocator keeps a pool for each stream and gives memory out again to the stream that
+    asked for it, in the host's order.  What collectives and reloads make is taken from compute's
+    pool: their streams have waited for all that compute was given before (lowering sees to it), and
+    compute waits for every reader before it frees.  So freed memory is used again at once, by any
+    of them, and no pool holds what another needs.  Only receives, which wait for nothing, have a
+    pool of their own, and the allocator is told that compute uses what is in it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -119,15 +137,24 @@ class CudaStreams:
         return Mark(event)
 
     def wait(self, stream: str, mark: Mark) -> None:
-        """The stream waits for the event and for messages; the host does not."""
+        """The stream waits for the event and for messages; the host does not.  Another stream may
+        have to wait for the same messages, so they stay in the mark."""
         with self.on(stream):
-            mark.finish()
+            for work in mark.works:
+                work.wait()
+            while mark.then:
+                mark.then.pop(0)()
         if mark.event is not None:
             self.streams[stream].wait_event(mark.event)
 
-    def lend(self, tensor: torch.Tensor) -> None:
+    def room(self) -> AbstractContextManager[object]:
+        """From compute's pool."""
+        return self.on("compute")
+
+    def lend(self, stream: str, tensor: torch.Tensor) -> None:
         """The allocator gives the memory out again only when compute is past it."""
-        tensor.record_stream(self.streams["compute"])
+        if stream in UNORDERED:
+            tensor.record_stream(self.streams["compute"])
 
     def run(
         self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None

@@ -92,7 +92,11 @@ class ThreadStreams:
         if not flag.reached.wait(GIVE_UP_S):
             raise TimeoutError(f"an event was not reached within {GIVE_UP_S:g} s")
 
-    def lend(self, tensor: torch.Tensor) -> None:
+    def room(self) -> AbstractContextManager[object]:
+        """One pool."""
+        return nullcontext()
+
+    def lend(self, stream: str, tensor: torch.Tensor) -> None:
         """A closure keeps what it works on."""
 
     def begin(self) -> None:

@@ -27,7 +27,7 @@ from rematbench.torch.worker import empty_result, note_bytes
 
 
 @contextmanager
-def _fake_job(rank: int, world_size: int) -> Iterator[None]:
+def fake_job(rank: int, world_size: int) -> Iterator[None]:
     """A default process group that sends nothing, ended in any case."""
     store = FakeStore()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
@@ -55,7 +55,7 @@ def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
     lay, order = problem.layout, problem.system.rank_order
     rank = rank_at(lay, order, stage)
     device = torch.device("meta")
-    with _fake_job(rank, lay.gpus), device, Shapes():
+    with fake_job(rank, lay.gpus), device, Shapes():
         groups = Groups(lay, order, rank)
         model = RankModel(problem, plan, groups.place, device, seed=0)
         executor = Executor(program, model, groups, tracker=Tracker())

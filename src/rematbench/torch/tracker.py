@@ -18,11 +18,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages made while it is active.
 
     `exclude`: storages that are states (parameters, gradients, optimizer, inputs), made before or
-    inside; `as_host`: storages of the host pool, counted apart.
+    inside; `as_host`: storages of the host pool, counted apart.  Beside a device of its own (a GPU)
+    what lives on the CPU is the host's; of a pool that keeps its blocks only what is lent counts
+    (`lend`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._apart = device is not None and device.type == "cuda"
         self.device_bytes = 0
         self.host_bytes = 0
         self.device_peak_bytes = 0
@@ -46,28 +49,37 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         if storage._cdata in self._excluded:
             return
-        self._see(storage)
+        self._see(tensor)
         nbytes, host = self._sizes[storage._cdata]
         if not host:
             self._sizes[storage._cdata] = (nbytes, True)
             self.device_bytes -= nbytes
             self.host_bytes += nbytes
 
+    def lend(self, nbytes: int) -> None:
+        """Host bytes of an excluded pool are in use from now on (or, negative, no more)."""
+        self.host_bytes += nbytes
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then register what it made."""
         result = func(*args, **(kwargs or {}))
         for item in tree_iter(result):
             if isinstance(item, Tensor):
-                self._see(item.untyped_storage())
+                self._see(item)
         return result
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._excluded or key in self._known:
             return
         nbytes = storage.nbytes()
         self._known[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-        self._sizes[key] = (nbytes, False)
+        host = self._apart and tensor.device.type == "cpu"
+        self._sizes[key] = (nbytes, host)
+        if host:
+            self.host_bytes += nbytes
+            return
         self.device_bytes += nbytes
         self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
 

@@ -1,5 +1,6 @@
 """One process of a launch: joins the others, runs the cases, writes what it saw."""
 
+import gc
 import math
 import traceback
 from datetime import timedelta
@@ -10,17 +11,29 @@ import torch
 import torch.distributed as dist
 
 from rematbench.lower import lower
+from rematbench.program import Program
 from rematbench.torch.batch import Batch, make_batch, micro_batches
 from rematbench.torch.case import Case, GradientShard, RankResult, Status
-from rematbench.torch.devices import choose_device, require_gpus
+from rematbench.torch.devices import choose_device, prepare, require_gpus
 from rematbench.torch.executor import Executor
 from rematbench.torch.gather import is_sharded
 from rematbench.torch.groups import Groups, default_backend
-from rematbench.torch.model import RankModel, require_executable
+from rematbench.torch.messages import overtaken
+from rematbench.torch.model import NotExecutable, RankModel, require_executable
 from rematbench.torch.parameters import Parameter
 from rematbench.torch.text import standard_library, text_batch
 from rematbench.torch.threads import ThreadStreams
 from rematbench.torch.tracker import Tracker
+
+FULL = (
+    "can't allocate memory",  # torch's CPU allocator
+    "CUDA error: out of memory",  # the driver: pinned memory, a context
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",  # NCCL's buffers
+)
+"""RuntimeErrors that mean: out of memory."""
+PIECE = 1 << 22
+"""Elements of a gradient that are widened at once."""
 
 
 class NotFinite(ArithmeticError):
@@ -30,6 +43,7 @@ class NotFinite(ArithmeticError):
 def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:
     """Entry point of a process: results go to `folder` as <case>.<rank>.pt, a failure as .error."""
     torch.set_num_threads(1)
+    prepare(cases[0].device)
     try:
         require_gpus(cases[0].device, world_size)
         device = choose_device(cases[0].device, rank)
@@ -53,7 +67,7 @@ def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: 
         partial = folder / f"{number}.{rank}.part"
         torch.save(result, partial)
         partial.rename(folder / f"{number}.{rank}.pt")
-        dist.barrier()
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     dist.destroy_process_group()
 
 
@@ -61,8 +75,8 @@ def failure(error: BaseException) -> tuple[Status, str]:
     """A status and a reason; the executor's own error hides what it was caused by."""
     cause = error.__cause__ or error
     status: Status = "nan" if isinstance(error, NotFinite) else "failed"
-    on_cpu = "can't allocate memory" in str(cause)  # a RuntimeError of torch's CPU allocator
-    if on_cpu or isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+    full = any(words in str(cause) for words in FULL)
+    if full or isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
         status = "oom"
     return status, f"{type(error).__name__}: {error}"
 
@@ -71,12 +85,15 @@ def _write_error(path: Path, error: BaseException) -> None:
     path.write_text("\n".join([*failure(error), traceback.format_exc()]))
 
 
-def _groups(case: Case, rank: int, known: dict[tuple[object, ...], Groups]) -> Groups:
-    """Process groups, made once for each set of degrees."""
+def _groups(
+    case: Case, rank: int, device: torch.device, known: dict[tuple[object, ...], Groups]
+) -> Groups:
+    """Process groups, made and connected once for each set of degrees."""
     lay, order = case.problem.layout, case.problem.system.rank_order
     degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, order)
     if degrees not in known:
         known[degrees] = Groups(lay, order, rank)
+        known[degrees].connect(device)
     return known[degrees]
 
 
@@ -86,11 +103,14 @@ def run_case(
     """Train the case's steps on this rank."""
     problem, plan = case.problem, case.plan
     require_executable(problem, plan)
-    groups = _groups(case, rank, known)
+    lowered = case.program or lower(plan, problem)
+    if device.type == "cuda":
+        _start_on_gpu(case, lowered, device)
+    groups = _groups(case, rank, device, known)
     model = RankModel(problem, plan, groups.place, device, case.seed)
-    program = (case.program or lower(plan, problem)).ranks[groups.place.pp]
+    program = lowered.ranks[groups.place.pp]
     threads = ThreadStreams(case.delay_seed + rank, case.delay_s) if case.delay_s else None
-    tracker = Tracker() if case.measure and threads is None else None
+    tracker = Tracker(device) if case.measure and threads is None else None
     executor = Executor(
         program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=threads
     )
@@ -101,9 +121,27 @@ def run_case(
         )
     for step in range(case.steps):
         _step(case, executor, result, step)
+        if device.type == "cuda":
+            executor.stop_tracking()
+    if device.type == "cuda":
+        _time(case, executor, result)
     if threads is not None:
         threads.close()
     return result
+
+
+def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
+    """The device as no case before has used it: their storages gone (a case's objects are cycles,
+    which only a collection frees), caches empty, peaks forgotten."""
+    wrong = overtaken(program, case.problem.layout)
+    if wrong:
+        raise NotExecutable(f"NCCL knows no tags, and messages overtake each other from {wrong}")
+    torch.use_deterministic_algorithms(case.deterministic)
+    # Memory of an action's outputs is taken on another stream than the one that writes it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 def empty_result(groups: Groups, executor: Executor) -> RankResult:
@@ -130,13 +168,24 @@ def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None
     model.batches = micro_batches(batch, lay, executor.groups.place, model.device)
     if case.shards:
         result.gradients.append({})
-    seconds = executor.streams.clock()
     loss = executor.run_step() / batch.counted
-    result.step_s.append(seconds())
     if not math.isfinite(loss):
         raise NotFinite(f"loss of step {step} is {loss}")
     result.losses.append(loss)
     note_bytes(executor, result)
+
+
+def _time(case: Case, executor: Executor, result: RankResult) -> None:
+    """Seconds of further steps, by events: nobody counts bytes or looks at gradients, and the host
+    reads nothing until a step is over."""
+    executor.before_update = lambda parameters: None
+    for step in range(case.steps, case.steps + case.timed_steps):
+        batch = _batch(case, step)
+        lay, model = case.problem.layout, executor.model
+        model.batches = micro_batches(batch, lay, executor.groups.place, model.device)
+        seconds = executor.streams.clock()
+        executor.issue_step()
+        result.step_s.append(seconds())
 
 
 @cache
@@ -163,9 +212,16 @@ def note_bytes(executor: Executor, result: RankResult) -> None:
         result.host_peak_bytes = max(result.host_peak_bytes, host_bytes)
     if executor.tracker is not None:
         result.peak_bytes = executor.tracker.device_peak_bytes
+    result.pinned_bytes = executor.movers.host.pinned_bytes
     if executor.model.device.type == "cuda":
         result.allocated_bytes = torch.cuda.max_memory_allocated(executor.model.device)
         result.reserved_bytes = torch.cuda.max_memory_reserved(executor.model.device)
+
+
+def square_sum(values: torch.Tensor) -> float:
+    """In float64, a piece at a time: a whole copy would stand in the allocator's peak."""
+    pieces = [piece.double().square().sum() for piece in torch.split(values.view(-1), PIECE)]
+    return float(torch.stack(pieces).sum())
 
 
 def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]:
@@ -178,7 +234,7 @@ def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]
         found[parameter.spec.name] = GradientShard(
             spec=parameter.spec,
             shape=tuple(parameter.shape),
-            square_sum=float(whole.double().square().sum()),
+            square_sum=square_sum(whole),
             values=whole.detach().cpu().clone() if case.gradients else None,
         )
     return found
