@@ -57,6 +57,13 @@ class Event:
     def record(self, stream: Stream) -> None:
         self.clock = dict(stream.clock)
 
+    def synchronize(self) -> None:
+        """The host waits."""
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Milliseconds, as far as a stand-in knows: pieces of work in between."""
+        return float(sum(end.clock.values()) - sum(self.clock.values()))
+
 
 @dataclass
 class Used:
@@ -108,6 +115,8 @@ class Recorder(TorchDispatchMode):
         self.operators += 1
         reads, writes = self._arguments(schema, args, kwargs)
         name = func.name()
+        if name.startswith("prim::"):
+            return result
         for tensor in reads:
             self.touch(tensor, name, write=False)
         for tensor in writes:
@@ -230,7 +239,12 @@ class Recorder(TorchDispatchMode):
         patch.setattr(torch.cuda, "stream", self.on)
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.streams[0])
-        patch.setattr(Tensor, "record_stream", lambda tensor, stream: self.lend(tensor, stream))
+
+
+        def record_stream(tensor: Tensor, stream: Stream) -> None:
+            self.lend(tensor, stream)
+
+        patch.setattr(Tensor, "record_stream", record_stream)
 
 
 class Plainly(TorchFunctionMode):

@@ -1,30 +1,46 @@
 """The executor's CUDA path on fake tensors: operators, devices, streams, memory.  No GPU."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rematbench.action import Action, Kind
 from rematbench.ledger import live_bytes
 from rematbench.lower import lower
-from rematbench.torch import trace
+from rematbench.torch import attention, memory, operators_attention, trace
 from rematbench.torch.batch import MicroBatch
 from rematbench.torch.case import Case
 from rematbench.torch.executor import Executor
 from rematbench.torch.groups import Groups
+from rematbench.torch.kernels import wide
 from rematbench.torch.model import RankModel
+from rematbench.torch.streams import CudaStreams
 from rematbench.torch.tracker import Tracker
-from tests.torch import cases
-from tests.torch.recorder import Recorder, recording
+from tests.torch import cases, grid
+from tests.torch.cases import TINY_GPT
+from tests.torch.recorder import Event, Plainly, Recorder, recording
+from tests.torch.test_faults import edited
 
 DEVICE = torch.device("cuda", 0)
-
-
-def batches(model: RankModel) -> list[MicroBatch]:
-    ids = torch.zeros(model.shapes.tokens, dtype=torch.int64, device=DEVICE)
-    return [MicroBatch(ids, ids, 1.0) for _ in range(model.problem.layout.num_micro_batches)]
+FAST = (
+    *(("one", plan) for plan in ("offload", "offload-layers", "offload-slots", "rows")),
+    *(("tp2", plan) for plan in ("keep", "windows", "mini-dropped")),
+    *(("tp2-no-sp", "mini"), ("pp2", "offload"), ("cp2", "rows"), ("dp2", "full")),
+    *(("tp2-cp2", "skeletal"), ("tp2-ulysses2", "offload"), ("pp2-vpp2", "offload-slots")),
+)
+OVERLAP = {
+    "tp_overlap": "gemm",
+    "p2p_overlap": "always",
+    "reduce_overlap": True,
+    "gather_overlap": True,
+}
 
 
 def run(case: Case, stage: int, patch: pytest.MonkeyPatch) -> tuple[Recorder, Executor]:
@@ -36,19 +52,273 @@ def run(case: Case, stage: int, patch: pytest.MonkeyPatch) -> tuple[Recorder, Ex
         groups = Groups(lay, problem.system.rank_order, rank)
         model = RankModel(problem, case.plan, groups.place, DEVICE, seed=0)
         executor = Executor(program, model, groups, tracker=Tracker(DEVICE))
-        model.batches = batches(model)
+        ids = torch.zeros(model.shapes.tokens, dtype=torch.int64, device=DEVICE)
+        model.batches = [MicroBatch(ids, ids, 1.0)] * lay.num_micro_batches
         recorder.watching = True
         for _ in range(2):
             executor.issue_step()
     return recorder, executor
 
 
-@pytest.mark.parametrize("plan", cases.PLANS)
-@pytest.mark.parametrize("layout", cases.LAYOUTS)
-def test_no_race(layout: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = cases.case(layout, plan, precision="bf16")
+def check(case: Case, patch: pytest.MonkeyPatch) -> None:
+    """No fault on any stage, and the ledger's bytes after every action."""
     for stage in range(case.problem.layout.pp):
-        recorder, executor = run(case, stage, monkeypatch)
+        recorder, executor = run(case, stage, patch)
         assert recorder.faults == []
+        assert recorder.operators > 1000
         actions = lower(case.plan, case.problem).ranks[stage].actions()
         assert executor.bytes_after == list(live_bytes(actions))
+
+
+@pytest.mark.parametrize(("layout", "plan"), FAST)
+def test_streams_and_memory_are_ordered_and_the_host_never_waits(
+    layout: str, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(cases.case(layout, plan, precision="bf16"), monkeypatch)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2", "pp2-vpp2"])
+def test_collectives_beside_kernels(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(cases.case(layout, "windows", precision="bf16", system_changes=OVERLAP), monkeypatch)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_other_precisions_and_the_gpt_variant(
+    precision: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(cases.case("cp2", "full", precision=precision), monkeypatch)
+    check(cases.case("one", "mini", precision=precision, model=TINY_GPT), monkeypatch)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("changes", [{}, OVERLAP, OVERLAP | {"tp_overlap": "backward"}])
+@pytest.mark.parametrize("layout", cases.LAYOUTS)
+def test_every_plan_on_every_layout(
+    layout: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for plan in cases.PLANS:
+        check(cases.case(layout, plan, precision="bf16", system_changes=changes), monkeypatch)
+    for case in grid.method_cases(layout):
+        check(case, monkeypatch)
+
+
+# -- what the recorder must find --------------------------------------------------------------
+
+
+def faults(layout: str, plan: str, patch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
+    case = cases.case(layout, plan, precision="bf16")
+    return run(Case(**{**vars(case), **changes}), 0, patch)[0].faults
+
+
+def test_steps_that_do_not_wait_for_their_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaStreams, "begin", lambda streams: None)
+    assert any("does not wait for default" in fault for fault in faults("one", "keep", monkeypatch))
+
+
+def test_a_step_that_does_not_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaStreams, "flush", lambda streams: None)
+    assert any("zero_ on default" in fault for fault in faults("one", "keep", monkeypatch))
+
+
+def test_receives_whose_memory_compute_still_uses_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CudaStreams, "lend", lambda streams, stream, tensor: None)
+    assert any("message" in fault for fault in faults("pp2", "keep", monkeypatch))
+
+
+@pytest.mark.parametrize("stream", ["compute", "tp", "d2h", "h2d"])
+def test_a_stream_that_waits_for_nothing_is_found(
+    stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(action: Action) -> list[Action]:
+        waits = action.kind is Kind.WAIT and action.stream == stream
+        return [replace(action, kind=Kind.EVENT, wait="") if waits else action]
+
+    whole = cases.case("tp2", "offload-layers", precision="bf16")
+    assert faults("tp2", "offload-layers", monkeypatch, program=edited(whole, without).program)
+
+
+def test_scratch_of_a_collective_from_computes_pool_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Let go of as soon as it is issued, it would be compute's again at once."""
+
+    def scratch(streams: CudaStreams, current: Tensor) -> None:
+        with streams.room():
+            taken = torch.empty(64, device=DEVICE)
+        with streams.on("tp"):
+            taken.fill_(1.0)
+        del taken
+        with streams.on("compute"):
+            torch.zeros(64, device=DEVICE)
+
+    with recording(monkeypatch) as recorder:
+        scratch(CudaStreams(DEVICE), torch.empty(1, device=DEVICE))
+    assert any("memory that s2 may still use" in fault for fault in recorder.faults)
+
+
+def test_a_blocking_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_index(slices: Tensor, order: list[int]) -> Tensor:
+        index = torch.empty(len(order), dtype=torch.int64).to(DEVICE)
+        return slices.index_select(1, index)
+
+    monkeypatch.setattr(operators_attention, "_in_order", by_index)
+    found = faults("cp2", "keep", monkeypatch)
+    assert "aten::_to_copy holds up the host" in found
+
+
+# -- the host pool ----------------------------------------------------------------------------
+
+
+def reused(patch: pytest.MonkeyPatch, *, wait: bool) -> list[str]:
+    """A reload reads a pinned block on h2d; compute waits for it and gives the block back; a copy
+    of something older, which waits for compute no more, gets it."""
+    with recording(patch) as recorder:
+        streams, pool = CudaStreams(DEVICE), memory.HostPool(DEVICE)
+        here = torch.zeros(8, dtype=torch.uint8, device=DEVICE)
+        streams.begin()
+        block = pool.take(("a", 0, 0), 8)
+        with streams.on("d2h"):
+            block.data.copy_(here, non_blocking=True)
+        streams.wait("h2d", streams.mark("d2h"))
+        with streams.on("h2d"):
+            torch.empty_like(here).copy_(block.data, non_blocking=True)
+        streams.wait("compute", streams.mark("h2d"))
+        pool.give(("a", 0, 0), streams.mark("compute"))
+        again = pool.take(("b", 0, 0), 8)
+        assert again.data is block.data
+        assert again.free_at is not None
+        if wait:
+            streams.wait("d2h", again.free_at)
+        with streams.on("d2h"):
+            again.data.copy_(here, non_blocking=True)
+    assert pool.pinned_bytes == 8
+    return recorder.faults
+
+
+def test_a_pinned_block_is_written_again_after_its_last_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert reused(monkeypatch, wait=True) == []
+    assert any("does not wait for" in fault for fault in reused(monkeypatch, wait=False))
+
+
+def test_the_executor_waits_for_a_reused_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[str, object]] = []
+    wait = CudaStreams.wait
+
+    def noted(streams: CudaStreams, stream: str, mark: Any) -> None:
+        waits.append((stream, mark))
+        wait(streams, stream, mark)
+
+    monkeypatch.setattr(CudaStreams, "wait", noted)
+    _, executor = run(cases.case("one", "offload", precision="bf16"), 0, monkeypatch)
+    given = {id(block.free_at) for block in executor.movers.host.spare}
+    assert {stream for stream, _ in waits} >= {"d2h", "h2d", "compute"}
+    copies = sum(a.kind is Kind.D2H for _, a, _, _ in executor.actions)
+    reused_blocks = 2 * copies - len(given)
+    asked = sum(1 for stream, mark in waits if stream == "d2h" and isinstance(mark.event, Event))
+    assert asked >= reused_blocks > 0
+
+
+# -- attention --------------------------------------------------------------------------------
+
+
+def heads(count: int, rows: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    flat = torch.zeros(2 * rows, count * head_dim, dtype=dtype, device=DEVICE)
+    return flat.view(2, rows, count, head_dim).transpose(1, 2)
+
+
+@pytest.mark.parametrize("slices", [(0,), (0, 3), (1, 2)])
+@pytest.mark.parametrize("head_dim", [16, 12])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_attention_operators_take_what_they_are_given(
+    dtype: torch.dtype, head_dim: int, slices: tuple[int, ...]
+) -> None:
+    rows, keys = 40, 40 if slices == (0,) else 80
+    with FakeTensorMode(), Plainly():
+        q, grad = (heads(4, rows, head_dim, dtype) for _ in range(2))
+        k, v = (heads(2, keys, head_dim, dtype) for _ in range(2))
+        out, lse = attention.attend(q, k, v, slices)
+        found = attention.attend_backward(grad, q, k, v, out, lse, slices)
+    assert (lse.shape, lse.dtype) == ((2, 4, rows), wide(dtype))
+    assert [(x.shape, x.dtype, x.device) for x in (out, *found)] == [
+        (x.shape, x.dtype, DEVICE) for x in (q, q, k, v)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "row"),
+    [
+        (torch.bfloat16, 128, "cuda"),
+        (torch.bfloat16, 12, "exact"),
+        (torch.bfloat16, 264, "exact"),
+        (torch.float32, 64, "efficient"),
+        (torch.float32, 6, "exact"),
+        (torch.float64, 64, "exact"),
+    ],
+)
+def test_which_operator_a_gpu_uses(dtype: torch.dtype, head_dim: int, row: str) -> None:
+    with FakeTensorMode():
+        x = torch.empty(1, 1, 8, head_dim, dtype=dtype, device=DEVICE)
+        assert attention.backend(x) == row
+
+
+def test_equal_lengths_are_told_by_no_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's flash backward takes any lengths, even none at all in a tensor, for unequal ones."""
+    seen: list[Any] = []
+    aten = torch.ops.aten
+    backward = aten._scaled_dot_product_flash_attention_backward
+
+    def noted(*args: Any) -> Any:
+        seen.extend(args[6:8])
+        return backward(*args)
+
+    monkeypatch.setattr(aten, "_scaled_dot_product_flash_attention_backward", noted)
+    with FakeTensorMode(), Plainly():
+        q = heads(4, 40, 16, torch.bfloat16)
+        forward = aten._scaled_dot_product_flash_attention(q, q, q, 0.0, True)
+        attention.flash_backward(q, q, q, q, forward[0], forward[1], True)
+    assert set(seen) == set(forward[2:4]) == {None}
+
+
+def test_the_efficient_operator_gets_its_padding_and_equal_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its arithmetic by the plain products, its conditions as torch's kernel has them."""
+    generator = torch.Generator().manual_seed(1)
+    q, k, v, grad = (
+        torch.randn(2, count, 40, 16, dtype=torch.float64, generator=generator)
+        for count in (4, 2, 2, 4)
+    )
+    monkeypatch.setattr(attention, "backend", lambda x: "exact")
+    want = attention.flash(q, k, v, True)
+    gradients = attention.flash_backward(grad, q, k, v, *want, True)
+    exact, exact_backward = attention.flash, attention.flash_backward
+
+    def plainly(call: Any, *args: Any) -> Any:
+        with monkeypatch.context() as inner:
+            inner.setattr(attention, "backend", lambda x: "exact")
+            return call(*args)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, p: float, c: bool) -> Any:
+        assert k.shape[1] == q.shape[1]
+        out, found = plainly(exact, q, k, v, c)
+        return out, torch.nn.functional.pad(found, (0, 24), value=float("inf")), None, None
+
+    def backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, *rest: Any) -> Any:
+        out, lse, _, _, _, mask, causal = rest
+        assert (lse.shape[2] % 32, mask[3]) == (0, False)
+        assert torch.isinf(lse[:, :, 40:]).all()
+        return *plainly(exact_backward, g, q, k, v, out, lse[:, :, :40], causal), None
+
+    aten = torch.ops.aten
+    monkeypatch.setattr(aten, "_scaled_dot_product_efficient_attention", forward)
+    monkeypatch.setattr(aten, "_scaled_dot_product_efficient_attention_backward", backward)
+    monkeypatch.setattr(attention, "backend", lambda x: "efficient")
+    out, lse = attention.flash(q, k, v, True)
+    assert lse.shape == (2, 4, 40)
+    found = attention.flash_backward(grad, q, k, v, out, lse, True)
+    for a, b in zip((out, lse, *found), (*want, *gradients), strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
