@@ -17,6 +17,7 @@ from rematbench.cli_converge import converge, curves
 from rematbench.cli_doctor import doctor
 from rematbench.cli_execute import execute
 from rematbench.cli_flow import collect, run, sheets, stages, tables
+from rematbench.cli_gpu import measure_gpu
 from rematbench.cli_matrix import matrix, matrix_tables
 from rematbench.cli_measured import measure, worlds
 from rematbench.cli_plan import plan, simulate, timeline
@@ -90,7 +91,7 @@ COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibr
 WORKFLOW = (run, collect, sheets, tables, study, claims)
 ARTIFACT = (matrix, matrix_tables, report, expect)
 CELLS = (submit_plan, run_cells, cells, collect_cells, retry, settle, resume)
-TORCH = (execute, trace, measure, retrace, worlds, converge, curves)
+TORCH = (execute, trace, measure, measure_gpu, retrace, worlds, converge, curves)
 
 for command in (*COMMANDS, *TORCH, *WORKFLOW, *ARTIFACT, *CELLS):
     app.command()(command)

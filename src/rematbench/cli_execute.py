@@ -138,6 +138,7 @@ def _cases(
                 steps=steps,
                 device=device,
                 gradients=bool(against),
+                deterministic=bool(against),
             )
         )
     return cases

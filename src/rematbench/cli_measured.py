@@ -31,6 +31,16 @@ if TYPE_CHECKING:
     from rematbench.torch.case import Result
 
 
+class How(msgspec.Struct, frozen=True, kw_only=True):
+    """How cells are executed: on what, and whether each is compared with keep_all on the same
+    batches (its gradients are kept, by kernels that give the same bits every time) or timed."""
+
+    device: str = "cpu"
+    steps: int = 3
+    compare: bool = True
+    timed_steps: int = 0
+
+
 class Cell(msgspec.Struct, frozen=True):
     """One method on one problem of a suite; `name` is its record's file."""
 
@@ -72,7 +82,7 @@ def measure(
         for cell in found:
             keep(traced(request_of(cell)), output, cell.name)
     else:
-        _execute(found, output, timeout)
+        execute_cells(found, output, timeout)
     typer.echo(f"{output}: {len(found)} records")
     if compare and not as_committed([cell.name for cell in found], output, compare):
         raise typer.Exit(1)
@@ -143,26 +153,47 @@ def as_committed(names: Sequence[str], folder: Path, committed: Path) -> bool:
     return not wrong
 
 
-def _execute(found: list[Cell], folder: Path, timeout: float) -> None:
-    """One launch per world size; each problem's methods beside keep_all on the same batches."""
+def execute_cells(
+    found: list[Cell], folder: Path, timeout: float, how: How | None = None
+) -> list[Record]:
+    """One launch per world size; each problem's methods beside keep_all on the same batches.  Their
+    records, in order of world size."""
+    made = []
     for size in sorted({cell.problem.layout.gpus for cell in found}):
-        _execute_size([c for c in found if c.problem.layout.gpus == size], folder, timeout)
+        same = [c for c in found if c.problem.layout.gpus == size]
+        made += _execute_size(same, folder, timeout, how or How())
+    return made
 
 
-def _execute_size(found: list[Cell], folder: Path, timeout: float) -> None:
+def _execute_size(found: list[Cell], folder: Path, timeout: float, how: How) -> list[Record]:
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.case import Case  # noqa: PLC0415
 
     cases: list[Case] = []
     numbers: dict[str, int] = {}
     for cell in found:
-        for name, plan in ((_base(cell), cell.problem.base_plan), (cell.name, cell.plan)):
+        base = [(_base(cell), cell.problem.base_plan)] if how.compare else []
+        for name, plan in (*base, (cell.name, cell.plan)):
             if name not in numbers and isinstance(plan, Plan):
                 numbers[name] = len(cases)
-                cases.append(Case(name=name, problem=cell.problem, plan=plan, gradients=True))
+                cases.append(
+                    Case(
+                        name=name,
+                        problem=cell.problem,
+                        plan=plan,
+                        steps=how.steps,
+                        device=how.device,
+                        gradients=how.compare,
+                        shards=how.compare,
+                        deterministic=how.compare,
+                        timed_steps=how.timed_steps,
+                    )
+                )
     results = dict(zip(numbers, job.run_own(cases, timeout), strict=True))
-    for cell in found:
-        keep(_record(cell, results), folder, cell.name)
+    records = [_record(cell, results, how) for cell in found]
+    for cell, record in zip(found, records, strict=True):
+        keep(record, folder, cell.name)
+    return records
 
 
 def _base(cell: Cell) -> str:
@@ -170,11 +201,12 @@ def _base(cell: Cell) -> str:
     return f"{cell.name.split('.')[0]} {IDENTITY}"
 
 
-def _record(cell: Cell, results: "dict[str, Result]") -> Record:
+def _record(cell: Cell, results: "dict[str, Result]", how: How) -> Record:
     """A cell's record from its own result and keep_all's."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
 
-    where: dict[str, Any] = {"ranks_per_host": (cell.problem.layout.gpus,), **job.versions("cpu")}
+    ranks = (cell.problem.layout.gpus,)
+    where: dict[str, Any] = {"ranks_per_host": ranks, **job.versions(how.device)}
     outcome: tuple[Status, str, Measured | None]
     plan = cell.plan if isinstance(cell.plan, Plan) else None
     if isinstance(cell.plan, Unsupported):
@@ -182,10 +214,12 @@ def _record(cell: Cell, results: "dict[str, Result]") -> Record:
     elif results[cell.name].status != "ok":
         outcome = (*status_of(results[cell.name]), None)
     else:
-        result, base = results[cell.name], results[_base(cell)]
+        result, base = results[cell.name], results.get(_base(cell))
         seen = measured(cell.problem, cell.plan, result)
-        other = compared(cell.problem, result, base, IDENTITY)
-        outcome = ("ok", "", msgspec.structs.replace(seen, comparison=other))
+        if base is not None and base.status == "ok":
+            other = compared(cell.problem, result, base, IDENTITY)
+            seen = msgspec.structs.replace(seen, comparison=other)
+        outcome = ("ok", "", seen)
     return measured_record("executed", cell.problem, cell.method, plan, outcome, where)
 
 

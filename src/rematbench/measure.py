@@ -48,6 +48,7 @@ def measured_rank(
         recompute_flop=result.recompute_flop / steps,
         allocated_bytes=result.allocated_bytes,
         reserved_bytes=result.reserved_bytes,
+        pinned_bytes=result.pinned_bytes,
     )
 
 

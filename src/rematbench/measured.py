@@ -10,7 +10,8 @@ class RankMeasured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One process.  Bytes of activations at action boundaries stand beside the issue-order
     ledger's (`differing_actions` of `actions` disagree; the twin law wants none).  `peak_bytes`
     also counts states and what lives inside an operator, beside the simulated total.
-    `allocated_bytes` and `reserved_bytes` are the CUDA allocator's, 0 elsewhere."""
+    `allocated_bytes`, `reserved_bytes` (the allocator's) and `pinned_bytes` (the host pool's) are
+    those of CUDA, 0 elsewhere."""
 
     tp: int
     cp: int
@@ -30,6 +31,7 @@ class RankMeasured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     recompute_flop: float
     allocated_bytes: int = 0
     reserved_bytes: int = 0
+    pinned_bytes: int = 0
 
     @property
     def peak_error(self) -> float:
@@ -61,7 +63,7 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run's numbers: per step the loss and the norm of the whole gradient, per rank its bytes.
-    `step_s` is filled on GPUs only."""
+    `step_s` is filled on GPUs only: steps after those, which nothing observes."""
 
     steps: int
     losses: tuple[float, ...] = ()

@@ -240,7 +240,6 @@ class Recorder(TorchDispatchMode):
         patch.setattr(torch.cuda, "Event", Event)
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.streams[0])
 
-
         def record_stream(tensor: Tensor, stream: Stream) -> None:
             self.lend(tensor, stream)
 

@@ -1,0 +1,145 @@
+"""Two timings of one GPU: the executor's step beside the same step written by hand, and copies to
+and from the host beside matrix products.  By events; on a CPU they run, and mean nothing."""
+
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from msgspec import Struct
+
+from rematbench.lower import lower
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.torch.batch import make_batch, micro_batches
+from rematbench.torch.executor import Executor
+from rematbench.torch.groups import Groups
+from rematbench.torch.memory import host_bytes
+from rematbench.torch.model import RankModel
+from rematbench.torch.parameters import AdamW
+from rematbench.torch.plain import PlainLoop
+from rematbench.torch.streams import Streams, make_streams
+
+WARM = 2
+RULE = AdamW(lr=1e-4)
+
+
+class StepTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of steps by turns: the executor with all-keep fates, the loop written by hand, and
+    that loop with torch's fused RMSNorm; and what the executor's host takes to issue a step."""
+
+    executor_s: tuple[float, ...]
+    by_hand_s: tuple[float, ...]
+    by_hand_fused_s: tuple[float, ...]
+    issue_s: tuple[float, ...]
+    actions: int
+
+    @property
+    def ratio(self) -> float:
+        """The executor's median step over the hand-written one's."""
+        return statistics.median(self.executor_s) / statistics.median(self.by_hand_s)
+
+    @property
+    def fused_ratio(self) -> float:
+        """The same over the loop with a fused norm."""
+        return statistics.median(self.executor_s) / statistics.median(self.by_hand_fused_s)
+
+
+def step_times(problem: Problem, plan: Plan, device: torch.device, rounds: int) -> StepTimes:
+    """`rounds` steps of each kind, one after another so that clocks and heat are the same, after a
+    warm-up.  One model serves all: its weights go on changing, the work does not."""
+    groups = Groups(problem.layout, problem.system.rank_order, 0)
+    model = RankModel(problem, plan, groups.place, device, seed=7)
+    batch = make_batch(problem.workload, problem.layout.global_batch, 7, 0)
+    model.batches = micro_batches(batch, problem.layout, groups.place, device)
+    executor = Executor(lower(plan, problem).ranks[0], model, groups, optimizer=RULE)
+    issued: list[float] = []
+
+    def issue() -> None:
+        start = time.perf_counter()
+        executor.issue_step()
+        issued.append(time.perf_counter() - start)
+
+    loops = [PlainLoop(model, RULE, fused=fused) for fused in (False, True)]
+    kinds: tuple[Callable[[], object], ...] = (issue, loops[0].step, loops[1].step)
+    times: list[list[float]] = [[], [], []]
+    for _ in range(WARM + rounds):
+        for run, seconds in zip(kinds, times, strict=True):
+            stop = executor.streams.clock()
+            run()
+            seconds.append(stop())
+    own, plain, fused = (tuple(seconds[WARM:]) for seconds in times)
+    return StepTimes(
+        executor_s=own,
+        by_hand_s=plain,
+        by_hand_fused_s=fused,
+        issue_s=tuple(issued[WARM:]),
+        actions=len(executor.actions),
+    )
+
+
+class CopyTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of matrix products and of a copy each way: alone, the copies together, and all at
+    once."""
+
+    nbytes: int
+    products: int
+    size: int
+    compute_s: float
+    d2h_s: float
+    h2d_s: float
+    copies_s: float
+    together_s: float
+
+    @property
+    def slowdown(self) -> float:
+        """All at once over the longest alone: 1 where nothing holds up anything else."""
+        return self.together_s / max(self.compute_s, self.d2h_s, self.h2d_s)
+
+
+def copy_times(device: torch.device, size: int, nbytes: int, rounds: int = 5) -> CopyTimes:
+    """Square products beside pinned copies of `nbytes` both ways; about as long each."""
+    streams = make_streams(device)
+    a = torch.randn(size, size, device=device).to(torch.bfloat16)
+    here = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    there = [host_bytes(nbytes, pinned=device.type == "cuda") for _ in range(2)]
+    work: dict[str, Callable[[], object]] = {
+        "d2h": partial(there[0].copy_, here[0], non_blocking=True),
+        "h2d": partial(here[1].copy_, there[1], non_blocking=True),
+        "compute": lambda: a @ a,
+    }
+    timed = partial(_timed, streams, work)
+    for name in work:
+        timed({name: 1})
+    one, copy = timed({"compute": 4}) / 4, timed({"d2h": 1})
+    products = max(1, min(10_000, round(copy / one)))
+    every = {"compute": products, "d2h": 1, "h2d": 1}
+
+    def median(*names: str) -> float:
+        return statistics.median(timed({n: every[n] for n in names}) for _ in range(rounds))
+
+    return CopyTimes(
+        nbytes=nbytes,
+        products=products,
+        size=size,
+        compute_s=median("compute"),
+        d2h_s=median("d2h"),
+        h2d_s=median("h2d"),
+        copies_s=median("d2h", "h2d"),
+        together_s=median("d2h", "h2d", "compute"),
+    )
+
+
+def _timed(streams: Streams, work: dict[str, Callable[[], object]], times: dict[str, int]) -> float:
+    """Seconds of pieces of work, each kind on its own stream."""
+    stop = streams.clock()
+    streams.begin()
+    for name, count in times.items():
+        place: AbstractContextManager[object] = streams.on(name)
+        with place:
+            for _ in range(count):
+                work[name]()
+    streams.flush()
+    return stop()

@@ -1,0 +1,110 @@
+"""`rematbench measure-gpu` as a person runs it, as far as a CPU goes: parts, files, a crash."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+from rematbench.gpuchecks import Ran, Summary, findings
+from rematbench.record import read_record
+from tests.torch.test_execute_cli import rematbench
+
+CELLS = ("lossless-fp32.keep_all", "lossless-fp32.full_recompute", "large.keep_all")
+PROBLEM = """  - name: {name}
+    why: for the tests
+    model: tiny-llama-deep
+    cluster: this-machine
+    system: rematbench
+    gpus: 1
+    seq_len: 32
+    global_batch: 2
+    precision: {precision}
+"""
+
+
+def suite(folder: Path, *names: str) -> Path:
+    path = folder / "suite.yaml"
+    text = "".join(
+        PROBLEM.format(name=name, precision="bf16" if name == "large" else "fp32") for name in names
+    )
+    path.write_text(f"problems:\n{text}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    folder = tmp_path_factory.mktemp("gpu")
+    path = suite(folder, "lossless-fp32", "large")
+    words = ["-o", str(folder / "out"), "--suite", str(path), "--device", "cpu"]
+    for name in CELLS:
+        words += ["--only", name]
+    done = rematbench("measure-gpu", *words)
+    return folder / "out", done.returncode, done.stdout + done.stderr
+
+
+def test_every_part_writes_its_file_and_the_summary_says_what_held(
+    whole: tuple[Path, int, str],
+) -> None:
+    folder, code, text = whole
+    found = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
+    assert [(ran.part, ran.status) for ran in found.parts] == [
+        (part, "ok") for part in ("steps", "copies", "lossless", "large")
+    ], text
+    held = {finding.claim: finding.holds for finding in found.findings}
+    assert held["gradients are keep_all's (lossless-fp32)"] is True
+    assert held["live bytes equal the ledger after every action"] is True
+    assert held["the allocator's peak is the simulated one's"] is None
+    assert code == 1  # a CPU has no such allocator, so not every claim is known
+    assert "not known" in text
+
+
+def test_records_are_those_of_every_cell(whole: tuple[Path, int, str]) -> None:
+    records = sorted((whole[0] / "records").glob("*.json"))
+    assert {path.stem for path in records} == {f"{name}.0" for name in CELLS}
+    done = {path.stem: read_record(path) for path in records}
+    keep = done["lossless-fp32.keep_all.0"]
+    assert keep.measured is not None
+    assert keep.measured.comparison is not None
+    assert keep.measured.comparison.bitwise  # run twice
+    large = done["large.keep_all.0"]
+    assert large.measured is not None
+    assert large.measured.comparison is None
+
+
+def test_what_crashes_loses_nothing_of_the_others(tmp_path: Path) -> None:
+    path, out = suite(tmp_path, "lossless-fp32"), tmp_path / "out"
+    parts = [word for part in ("steps", "copies") for word in ("--part", part)]
+    done = rematbench(
+        "measure-gpu", "-o", str(out), "--suite", str(path), "--device", "cpu", *parts
+    )
+    assert done.returncode == 1
+    found = msgspec.json.decode((out / "summary.json").read_bytes(), type=Summary)
+    assert [(ran.part, ran.status) for ran in found.parts] == [
+        ("steps", "failed"),
+        ("copies", "ok"),
+    ]
+    assert (out / "copies.json").is_file()
+    assert "no problem named large" in found.parts[0].reason
+
+
+def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
+    import torch  # noqa: PLC0415
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = rematbench("measure-gpu", "-o", str(tmp_path / "out"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "torch sees no GPU" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_measured_is_nothing_known(tmp_path: Path) -> None:
+    found = findings(tmp_path)
+    assert {finding.holds for finding in found} == {None}
+    ran = (Ran(part="steps", status="ok", seconds=1.0),)
+    assert not Summary(written="", device="", parts=ran, findings=found).sound
+    (tmp_path / "steps.json").write_text('{"ratio": 1.03, "fused_ratio": 1.1}')
+    slow = next(finding for finding in findings(tmp_path) if "by hand" in finding.claim)
+    assert (slow.holds, "1.0300" in slow.text) == (False, True)
