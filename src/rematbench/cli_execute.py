@@ -67,6 +67,8 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     asked = request(_with_defaults(run))
     given = _given(rank, world_size, local_rank, (address, port), asked)
     kind = job.device_kind(device or "")
+    if kind == "cuda" and not job.has_gpu():
+        raise CommandError("--device cuda: torch sees no GPU here")
     cases = _cases(asked, run, against, steps, kind)
     reason = cases if isinstance(cases, str) else next(filter(None, map(job.refused, cases)), "")
     record: Record | None

@@ -1,6 +1,7 @@
 """`measure-gpu`: what one GPU shows in one command, each part in a process of its own."""
 
 import datetime
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -92,7 +93,7 @@ def measure_gpu(
         for name in names:
             PARTS[name](asked)
         return
-    if device == "cuda" and job.device_kind("") != "cuda":
+    if device == "cuda" and not job.has_gpu():
         raise CommandError("--device cuda: torch sees no GPU here")
     output.mkdir(parents=True, exist_ok=True)
     ended: list[Ran] = []
@@ -141,7 +142,8 @@ def _show(summary: Summary, output: Path) -> None:
             typer.echo(
                 f"{ran.part}: {ran.status}: {ran.reason} ({output / ran.part}.log)", err=True
             )
-    typer.echo(f"{output}: {sum(ran.seconds for ran in summary.parts):.0f} s on {summary.device}")
+    seconds = math.fsum(ran.seconds for ran in summary.parts)
+    typer.echo(f"{output}: {seconds:.0f} s on {summary.device}")
 
 
 # -- parts, inside their processes --------------------------------------------------------------
@@ -149,13 +151,10 @@ def _show(summary: Summary, output: Path) -> None:
 
 def _steps(asked: Asked) -> None:
     """keep_all beside the hand-written loop."""
-    import torch  # noqa: PLC0415  # optional
-
-    from rematbench.torch.beside import step_times  # noqa: PLC0415
+    from rematbench.torch.beside import step_times  # noqa: PLC0415  # torch is optional
     from rematbench.torch.devices import choose_device, prepare  # noqa: PLC0415
 
     prepare(asked.device)
-    torch.set_num_threads(1)
     problem = asked.cells("large")[0].problem
     device = choose_device(asked.device, 0)
     found = step_times(problem, problem.base_plan, device, ROUNDS)

@@ -42,7 +42,7 @@ def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None
         return
     if record.measured.losses:
         console().print(_steps(record.measured))
-    console().print(_bytes(record.measured))
+    console().print(_bytes(record.measured, record.spec.precision))
     if record.measured.comparison:
         console().print(plain(verdict(record.measured.comparison)))
 
@@ -57,12 +57,15 @@ def _banner(record: Record) -> str:
 def verdict(found: Comparison) -> str:
     """Lossless or not, and by how much."""
     word = "yes" if found.lossless else "NO"
-    how = (
-        "losses and gradients are bitwise equal"
-        if found.bitwise
-        else f"largest norm-wise gradient error {found.gradient_error:.2g}, loss error "
-        f"{found.loss_error:.2g}, bound {found.bound:g}"
-    )
+    how = "losses and gradients are bitwise equal"
+    if not found.bitwise:
+        error = f"gradient error {found.gradient_error:.2g}"
+        if found.first_only and found.first_gradient_error is not None:
+            error = (
+                f"gradient error at the first step {found.first_gradient_error:.2g}, at any "
+                f"{found.gradient_error:.2g} (AdamW amplifies rounding)"
+            )
+        how = f"largest norm-wise {error}, loss error {found.loss_error:.2g}, bound {found.bound:g}"
     return f"lossless against {found.against}: {word} ({how})"
 
 
@@ -73,8 +76,9 @@ def _steps(found: Measured) -> Table:
     return table
 
 
-def _bytes(found: Measured) -> Table:
-    """Measured beside expected, per rank: activations to the byte, totals within rounding."""
+def _bytes(found: Measured, precision: str) -> Table:
+    """Measured beside expected, per rank: activations to the byte, totals within rounding (in bf16:
+    simulated states are those of bf16 training)."""
     heads = ("activation peak", "ledger", "differing actions", "offloaded bytes")
     totals = ("total peak GiB", "simulated GiB", "error")
     table = left(grid("rank (tp cp dp pp)", *heads, *totals), 0)
@@ -87,6 +91,6 @@ def _bytes(found: Measured) -> Table:
             f"{rank.offload_bytes:,}",
             gib(rank.peak_bytes),
             gib(rank.simulated_peak_bytes),
-            f"{100 * rank.peak_error:+.2f} %",
+            f"{100 * rank.peak_error:+.2f} %" if precision == "bf16" else f"not of {precision}",
         )
     return table

@@ -15,8 +15,9 @@ from rematbench.lower import lower
 from rematbench.program import Program
 from rematbench.torch.case import Case
 from rematbench.torch.groups import Channel, channels
-from rematbench.torch.messages import overtaken
-from tests.torch import cases
+from rematbench.torch.launch import execute_cases
+from rematbench.torch.messages import overtaken, used_channels
+from tests.torch import cases, grid
 from tests.torch.rendezvous import Comm, Walk
 
 PIPELINES = [name for name, degrees in cases.LAYOUTS.items() if degrees.get("pp", 1) > 1]
@@ -56,6 +57,22 @@ def test_two_ways_over_one_communicator_would_wait_for_ever(
 ) -> None:
     case, program = lowered(layout, "keep", tied)
     assert Walk(program, case.problem.layout, comm).stuck() != []
+
+
+@pytest.mark.parametrize(("layout", "tied"), [("pp2", False), ("pp2-vpp2", False), ("pp2", True)])
+def test_closing_links_are_opened_where_they_are_used(layout: str, tied: bool) -> None:
+    case, program = lowered(layout, "keep", tied)
+    straight = {Channel("f", 0, 1), Channel("b", 1, 0)}
+    closing = {Channel("f", 1, 0), Channel("b", 0, 1)}
+    used = used_channels(program, case.problem.layout)
+    assert used == (straight | closing if layout != "pp2" or tied else straight)
+
+
+def test_ends_that_share_an_embedding_compute_the_autograd_models_gradients() -> None:
+    every = [cases.case("pp2", plan, model=TIED) for plan in ("keep", "offload")]
+    for case, result in zip(every, execute_cases(every), strict=True):
+        grid.check_twin(case, result)
+        grid.check_gradients(case, result)
 
 
 def test_a_message_that_overtakes_another_is_named() -> None:

@@ -50,6 +50,7 @@ class StepTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def step_times(problem: Problem, plan: Plan, device: torch.device, rounds: int) -> StepTimes:
     """`rounds` steps of each kind, one after another so that clocks and heat are the same, after a
     warm-up.  One model serves all: its weights go on changing, the work does not."""
+    torch.set_num_threads(1)  # as a rank has it
     groups = Groups(problem.layout, problem.system.rank_order, 0)
     model = RankModel(problem, plan, groups.place, device, seed=7)
     batch = make_batch(problem.workload, problem.layout.global_batch, 7, 0)

@@ -11,7 +11,7 @@ communicator by itself, at its first use or in `connect`.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import partial
 from typing import NamedTuple
 
@@ -164,6 +164,7 @@ class Groups:
         self.buffered = any(map(is_gloo, self.channels.values()))
         """Whether a send goes from a copy: gloo's ends when the receiver is ready."""
         self._peers: dict[int, int] = {}
+        self._open: set[str | Channel] = set()
 
     def _group(self, along: tuple[str, ...]) -> Group:
         mine, handle = [self.rank], None
@@ -184,16 +185,22 @@ class Groups:
                     found[channel] = handle
         return found
 
-    def connect(self, device: torch.device) -> None:
-        """Open every communicator, all ranks in one order.  NCCL opens one at its first use and
-        holds the host until the peers do the same: not to happen inside a step."""
+    def connect(self, device: torch.device, used: Container[Channel]) -> None:
+        """Open the communicators, of channels those that are used, all ranks in one order.  NCCL
+        opens one at its first use and holds the host until the peers do the same (not to happen
+        inside a step), and keeps memory for each (so that none is opened in vain)."""
         token = torch.zeros(1, device=device)
-        for group in self.by_name.values():
-            group.all_reduce(token)
-        for channel in self.channels:
+        for name, group in self.by_name.items():
+            if name not in self._open:
+                group.all_reduce(token)
+        due = [channel for channel in self.channels if channel in used]
+        for channel in due:
+            if channel in self._open:
+                continue
             start = self.send if channel.sender == self.place.pp else self.receive
             other = channel.receiver if channel.sender == self.place.pp else channel.sender
             start(token, other, channel.direction, 0).wait()
+        self._open |= {*self.by_name, *due}
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 

@@ -33,8 +33,7 @@ def versions(device: str) -> dict[str, str]:
     """What a record says of the software and the device."""
     name = f"cpu ({platform.machine()})"
     if device == "cuda":
-        seen = torch.cuda.is_available()
-        name = torch.cuda.get_device_name() if seen else "cuda (none that torch can use)"
+        name = torch.cuda.get_device_name() if has_gpu() else "cuda (none that torch can use)"
     return {"torch": str(torch.__version__), "device": name}
 
 
@@ -42,6 +41,11 @@ def device_kind(asked: str) -> str:
     """cpu or cuda; unless asked, cuda where there is one."""
     prepare(asked or "cuda")  # before torch looks for a GPU
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def has_gpu() -> bool:
+    """Whether torch can use a GPU here."""
+    return torch.cuda.is_available()
 
 
 def refused(case: Case) -> str:

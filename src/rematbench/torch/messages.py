@@ -48,6 +48,11 @@ def _messages(program: Program, layout: Layout, kind: Kind) -> Iterator[Message]
                 yield message(layout, stage, action, (micro_batch, chunk))
 
 
+def used_channels(program: Program, layout: Layout) -> set[Channel]:
+    """The channels that any rank's messages take."""
+    return {channel for channel, _ in _messages(program, layout, Kind.SEND)}
+
+
 def overtaken(program: Program, layout: Layout) -> str:
     """The first channel whose messages are not received in the order in which they are sent, which
     a transport without tags (NCCL) would mix up; nothing if there is none."""

@@ -35,7 +35,8 @@ def require_executable(problem: Problem, plan: Plan) -> None:
         "sliding-window attention": bool(windows),
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         f"precision {problem.workload.precision}": problem.workload.precision not in DTYPES,
-        "ring attention": lay.cp > 1 and system.cp_kind != "allgather",
+        "ring attention (systems with `cp_kind: allgather` are)": lay.cp > 1
+        and system.cp_kind != "allgather",
         "unfused attention with context parallelism": lay.cp > 1 and problem.attention != "flash",
         "ZeRO stages 2 and 3": lay.state_shards > 1 and lay.zero_stage >= 2,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,

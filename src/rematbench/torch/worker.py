@@ -6,6 +6,7 @@ import traceback
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from rematbench.torch.devices import choose_device, prepare, require_gpus
 from rematbench.torch.executor import Executor
 from rematbench.torch.gather import is_sharded
 from rematbench.torch.groups import Groups, default_backend
-from rematbench.torch.messages import overtaken
+from rematbench.torch.messages import overtaken, used_channels
 from rematbench.torch.model import NotExecutable, RankModel, require_executable
 from rematbench.torch.parameters import Parameter
 from rematbench.torch.text import standard_library, text_batch
@@ -55,15 +56,13 @@ def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: 
             timeout=timedelta(seconds=timeout_s),
         )
     except BaseException as error:
-        _write_error(folder / f"0.{rank}.error", error)
-        raise
+        _end_with(folder / f"0.{rank}.error", error)
     known: dict[tuple[object, ...], Groups] = {}
     for number, case in enumerate(cases):
         try:
             result = run_case(case, rank, device, known)
         except BaseException as error:
-            _write_error(folder / f"{number}.{rank}.error", error)
-            raise
+            _end_with(folder / f"{number}.{rank}.error", error)
         partial = folder / f"{number}.{rank}.part"
         torch.save(result, partial)
         partial.rename(folder / f"{number}.{rank}.pt")
@@ -81,19 +80,21 @@ def failure(error: BaseException) -> tuple[Status, str]:
     return status, f"{type(error).__name__}: {error}"
 
 
-def _write_error(path: Path, error: BaseException) -> None:
-    path.write_text("\n".join([*failure(error), traceback.format_exc()]))
+def _end_with(path: Path, error: BaseException) -> NoReturn:
+    """Leave the reason in a file, and end; only what nobody foresaw is also shown as it was."""
+    status, reason = failure(error)
+    path.write_text("\n".join([status, reason, traceback.format_exc()]))
+    if status == "failed" and not isinstance(error, NotExecutable):
+        traceback.print_exc()
+    raise SystemExit(1)
 
 
-def _groups(
-    case: Case, rank: int, device: torch.device, known: dict[tuple[object, ...], Groups]
-) -> Groups:
-    """Process groups, made and connected once for each set of degrees."""
+def _groups(case: Case, rank: int, known: dict[tuple[object, ...], Groups]) -> Groups:
+    """Process groups, made once for each set of degrees."""
     lay, order = case.problem.layout, case.problem.system.rank_order
     degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, order)
     if degrees not in known:
         known[degrees] = Groups(lay, order, rank)
-        known[degrees].connect(device)
     return known[degrees]
 
 
@@ -106,7 +107,8 @@ def run_case(
     lowered = case.program or lower(plan, problem)
     if device.type == "cuda":
         _start_on_gpu(case, lowered, device)
-    groups = _groups(case, rank, device, known)
+    groups = _groups(case, rank, known)
+    groups.connect(device, used_channels(lowered, problem.layout))
     model = RankModel(problem, plan, groups.place, device, case.seed)
     program = lowered.ranks[groups.place.pp]
     threads = ThreadStreams(case.delay_seed + rank, case.delay_s) if case.delay_s else None
