@@ -31,10 +31,13 @@ class Given:
 
 def versions(device: str) -> dict[str, str]:
     """What a record says of the software and the device."""
-    name = f"cpu ({platform.machine()})"
+    made, name = str(torch.__version__), f"cpu ({platform.machine()})"
     if device == "cuda":
         name = torch.cuda.get_device_name() if has_gpu() else "cuda (none that torch can use)"
-    return {"torch": str(torch.__version__), "device": name}
+    if device == "cuda" and dist.is_nccl_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        made = f"{made} (CUDA {torch.version.cuda}, NCCL {nccl})"
+    return {"torch": made, "device": name}
 
 
 def device_kind(asked: str) -> str:

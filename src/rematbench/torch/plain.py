@@ -8,10 +8,19 @@ published code) has its arithmetic operator by operator.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rematbench.torch import kernels
 from rematbench.torch.model import NotExecutable, RankModel
 from rematbench.torch.parameters import AdamW
+
+
+SAME_KERNELS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""Attention by the operators that the executor calls, not by cuDNN's."""
 
 
 class PlainLoop:
@@ -74,5 +83,8 @@ class PlainLoop:
         q, k = (kernels.rope(y, model.cos, model.sin) for y in (q, k))
         q = q.view(batch, rows, heads, head_dim).transpose(1, 2)
         k, v = (y.view(batch, rows, kv_heads, head_dim).transpose(1, 2) for y in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+        with sdpa_kernel(SAME_KERNELS):
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=heads != kv_heads
+            )
         return out.transpose(1, 2).reshape(batch * rows, -1)
