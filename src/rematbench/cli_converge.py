@@ -1,6 +1,5 @@
 """Long training runs on real text: each method's loss curve beside keep_all's."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from rematbench.cli_execute import status_of
-from rematbench.cli_measured import Cell, cells, keep
+from rematbench.cli_measured import Cell, as_committed, cells, keep
 from rematbench.cli_real import need_torch
 from rematbench.cli_text import CommandError
 from rematbench.collect import read_records
@@ -51,7 +50,8 @@ def converge(
         keep(record, output, cell.name)
         last = record.measured.losses[-1:] if record.measured else ()
         typer.echo(f"{cell.name}: {record.status} {' '.join(map(str, last))}".rstrip())
-    if compare and not _as_committed([cell.name for cell in found], output, compare):
+    names = [cell.name for cell in found]
+    if compare and not as_committed(names, output, compare, _curve_differences):
         raise typer.Exit(1)
 
 
@@ -86,24 +86,17 @@ def _trained(cell: Cell, steps: int) -> Record:
     return measured_record("executed", cell.problem, cell.method, cell.plan, outcome, where)
 
 
-def _as_committed(names: Sequence[str], folder: Path, committed: Path) -> bool:
-    """Whether curves are as the committed ones; a line for each that is not."""
-    wrong = 0
-    for name in names:
-        base = f"{name.split('.')[0]}.{IDENTITY}.0"
-        try:
-            again, old = (
-                (read_record(at / f"{name}.json"), read_record(at / f"{base}.json"))
-                for at in (folder, committed)
-            )
-            lines = curve_differences(again, old)
-        except RecordError as error:
-            lines = [str(error)]
-        wrong += bool(lines)
-        for line in lines:
-            typer.echo(f"{name}: {line}", err=True)
-    typer.echo(f"{committed}: {len(names) - wrong} of {len(names)} as committed", err=wrong > 0)
-    return not wrong
+def _curve_differences(name: str, folder: Path, committed: Path) -> list[str]:
+    """How a curve differs from the committed one, each beside keep_all's."""
+    base = f"{name.split('.', maxsplit=1)[0]}.{IDENTITY}.0"
+    try:
+        again, old = (
+            (read_record(at / f"{name}.json"), read_record(at / f"{base}.json"))
+            for at in (folder, committed)
+        )
+    except RecordError as error:
+        return [str(error)]
+    return curve_differences(again, old)
 
 
 def curves(

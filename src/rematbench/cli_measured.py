@@ -1,7 +1,7 @@
 """The grids of the executed and traced worlds: `measure` fills results/measured, `worlds` makes
 the table from its records (no torch needed)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -137,15 +137,24 @@ def keep(record: Record, folder: Path, name: str) -> None:
     write_record(record, path)
 
 
-def as_committed(names: Sequence[str], folder: Path, committed: Path) -> bool:
-    """Whether records say what the committed ones say; a line for each that does not."""
+def _record_differences(name: str, folder: Path, committed: Path) -> list[str]:
+    path = committed / f"{name}.json"
+    if not path.is_file():
+        return ["no such record"]
+    return differences(read_record(folder / f"{name}.json"), read_record(path))
+
+
+def as_committed(
+    names: Sequence[str],
+    folder: Path,
+    committed: Path,
+    differs: Callable[[str, Path, Path], list[str]] = _record_differences,
+) -> bool:
+    """Whether what a folder has says what the committed one says; a line for each difference that
+    `differs` finds of a name in the two."""
     wrong = 0
     for name in names:
-        path = committed / f"{name}.json"
-        if path.is_file():
-            lines = differences(read_record(folder / f"{name}.json"), read_record(path))
-        else:
-            lines = ["no such record"]
+        lines = differs(name, folder, committed)
         wrong += bool(lines)
         for line in lines:
             typer.echo(f"{name}: {line}", err=True)

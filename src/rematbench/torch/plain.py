@@ -14,7 +14,6 @@ from rematbench.torch import kernels
 from rematbench.torch.model import NotExecutable, RankModel
 from rematbench.torch.parameters import AdamW
 
-
 SAME_KERNELS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
