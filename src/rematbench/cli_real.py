@@ -1,6 +1,8 @@
 """What the commands of real code share: they need torch, and write and print a record."""
 
 import importlib.util
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -43,6 +45,8 @@ def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None
     if record.measured.losses:
         console().print(_steps(record.measured))
     console().print(_bytes(record.measured, record.spec.precision))
+    if record.measured.step_s:
+        console().print(plain(timing(record.measured.step_s)))
     if record.measured.comparison:
         console().print(plain(verdict(record.measured.comparison)))
 
@@ -52,6 +56,12 @@ def _banner(record: Record) -> str:
     if record.status != "ok":
         return f"{record.status.upper()}: {record.reason}"
     return f"{record.world.upper()} on {made.device}, torch {made.torch}"
+
+
+def timing(step_s: Sequence[float]) -> str:
+    """Seconds of a GPU's steps."""
+    many = f"{len(step_s)} steps after those, which nothing observed"
+    return f"step {statistics.median(step_s):.4g} s (median of {many}: {max(step_s):.4g} s at most)"
 
 
 def verdict(found: Comparison) -> str:

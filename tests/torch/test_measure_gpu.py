@@ -7,7 +7,9 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
+from rematbench.cli_real import timing, verdict
 from rematbench.gpuchecks import Ran, Summary, findings
+from rematbench.measured import Comparison
 from rematbench.record import read_record
 from tests.torch.test_execute_cli import rematbench
 
@@ -98,6 +100,22 @@ def test_without_a_gpu_one_line_says_so(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "torch sees no GPU" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_verdicts_say_which_step_a_bound_is_of_and_how_steps_were_timed() -> None:
+    found = Comparison(
+        against="keep_all",
+        bitwise=False,
+        gradient_error=0.03,
+        loss_error=1e-5,
+        bound=1e-2,
+        first_gradient_error=2e-3,
+        first_only=True,
+    )
+    assert "yes (largest norm-wise gradient error at the first step 0.002, at any 0.03" in verdict(
+        found
+    )
+    assert timing([0.3, 0.1, 0.2]).startswith("step 0.2 s (median of 3 steps")
 
 
 def test_nothing_measured_is_nothing_known(tmp_path: Path) -> None:
