@@ -49,7 +49,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         if storage._cdata in self._excluded:
             return
-        self._see(tensor)
+        self._see(storage)
         nbytes, host = self._sizes[storage._cdata]
         if not host:
             self._sizes[storage._cdata] = (nbytes, True)
@@ -65,21 +65,23 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for item in tree_iter(result):
             if isinstance(item, Tensor):
-                self._see(item)
+                self._see_tensor(item)
         return result
 
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def _see_tensor(self, tensor: Tensor) -> None:
+        peak = self.device_peak_bytes
+        self._see(tensor.untyped_storage())
+        if self._apart and tensor.device.type == "cpu":
+            self.as_host(tensor)
+            self.device_peak_bytes = peak
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key in self._excluded or key in self._known:
             return
         nbytes = storage.nbytes()
         self._known[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-        host = self._apart and tensor.device.type == "cpu"
-        self._sizes[key] = (nbytes, host)
-        if host:
-            self.host_bytes += nbytes
-            return
+        self._sizes[key] = (nbytes, False)
         self.device_bytes += nbytes
         self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
 
