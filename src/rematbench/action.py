@@ -52,7 +52,7 @@ COMM_KIND: dict[CommKind, Kind] = {
 }
 
 
-class Alloc(Struct, frozen=True, array_like=True):
+class Alloc(Struct, frozen=True, array_like=True, gc=False):
     """A new storage: its local name, its bytes, and the staging slot it lives in (if any)."""
 
     name: str

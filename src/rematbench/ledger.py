@@ -24,9 +24,9 @@ class Profile(NamedTuple):
 
 
 class Outlive(NamedTuple):
-    """(name, bytes) of what a block leaves alive, and names of what it ends that was alive."""
+    """Bytes of what a block leaves alive, and names of what it ends that was alive."""
 
-    births: list[tuple[str, int]]
+    births: dict[str, int]
     deaths: list[str]
 
 
@@ -87,29 +87,26 @@ class _Profiler:
 
     def rank(self, rank: RankProgram) -> list[Profile]:
         """Walk the rank until every block that ends another block's tensors has met their sizes."""
-        sizes: dict[tuple[str, int, int], int] = {}
+        sites: dict[tuple[int, int], dict[str, int]] = {}
         left = {id(block): block for block in rank.blocks if id(block) not in self.profiles}
         for key, block in list(left.items()):
             if not self._outlive(block).deaths:
-                self.profiles[key] = _measure(left.pop(key), {}, 0, 0)
+                self.profiles[key] = _measure(left.pop(key), {})
         for index, micro_batch, chunk in rank.steps:
             if not left:
                 break
-            block = rank.blocks[index]
+            block, sizes = rank.blocks[index], sites.setdefault((micro_batch, chunk), {})
             if left.pop(id(block), None) is None:
-                self._replay(block, sizes, micro_batch, chunk)
+                self._replay(block, sizes)
             else:
-                self.profiles[id(block)] = _measure(block, sizes, micro_batch, chunk)
+                self.profiles[id(block)] = _measure(block, sizes)
         return [self.profiles[id(block)] for block in rank.blocks]
 
-    def _replay(
-        self, block: Block, sizes: dict[tuple[str, int, int], int], micro_batch: int, chunk: int
-    ) -> None:
+    def _replay(self, block: Block, sizes: dict[str, int]) -> None:
         births, deaths = self._outlive(block)
-        for name, nbytes in births:
-            sizes[(name, micro_batch, chunk)] = nbytes
+        sizes.update(births)
         for name in deaths:
-            sizes.pop((name, micro_batch, chunk), None)
+            sizes.pop(name, None)
 
     def _outlive(self, block: Block) -> Outlive:
         if id(block) not in self.outlives:
@@ -127,31 +124,29 @@ def _outlive(block: Block) -> Outlive:
         for name in action.frees:
             if births.pop(name, None) is None:
                 deaths.append(name)
-    return Outlive(list(births.items()), deaths)
+    return Outlive(births, deaths)
 
 
-def _measure(
-    block: Block, sizes: dict[tuple[str, int, int], int], micro_batch: int, chunk: int
-) -> Profile:
+def _measure(block: Block, sizes: dict[str, int]) -> Profile:
+    """A block's effect; `sizes`: what is alive of its micro-batch and chunk when it starts."""
     device = host = device_high = host_high = 0
     for action in block.actions:
         for alloc in action.allocs:
-            nbytes = 0 if alloc.slot else alloc.nbytes
-            sizes[(alloc.name, micro_batch, chunk)] = nbytes
-            if alloc.name.endswith(HOST):
+            name, nbytes = alloc.name, 0 if alloc.slot else alloc.nbytes
+            sizes[name] = nbytes
+            if name.endswith(HOST):
                 host += nbytes
             else:
                 device += nbytes
         device_high = max(device_high, device + action.scratch)
         host_high = max(host_high, host)
         for name in action.frees:
-            key = (name, micro_batch, chunk)
-            if key not in sizes:
-                raise LedgerError(f"{block.label}{micro_batch}.{chunk} frees {name}: not alive")
+            if name not in sizes:
+                raise LedgerError(f"{block.label} frees {name}: not alive")
             if name.endswith(HOST):
-                host -= sizes.pop(key)
+                host -= sizes.pop(name)
             else:
-                device -= sizes.pop(key)
+                device -= sizes.pop(name)
     return Profile(device, device_high, host, host_high)
 
 
@@ -167,8 +162,8 @@ def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
         device_net, device_high, host_net, host_high = profiles[block]
         if device + device_high > device_peak:
             device_peak, peak_step = device + device_high, position
-        if host_high:
-            host_peak = max(host_peak, host + host_high)
+        if host_high and host + host_high > host_peak:
+            host_peak = host + host_high
         device += device_net
         host += host_net
     return RankLedger(

@@ -29,7 +29,6 @@ class BlockWriter:
         self.slots: dict[str, str] = {}  # storages that live in a staging slot
         self._events = 0
         self._waited_at: dict[str, int] = {}
-        self._waited: list[int] = []
         self._beside: dict[str, int] = {}  # start of a kernel -> the collective that runs with it
 
     def add(self, action: Action) -> int:
@@ -149,19 +148,21 @@ class BlockWriter:
         `survivors` outlive the block; `arrivals` are alive when it starts.  A tensor read by
         another stream is freed where the compute stream has waited for that stream.
         """
-        self._waited = self._first_waits()
+        waited = self._first_waits()
         last: dict[str, int] = {}
         born = set(arrivals)
         for index, action in enumerate(self.actions):
-            if action.allocs or action.reads:
-                safe = self._safe_index(index)
-                for alloc in action.allocs:
+            allocs, reads = action.allocs, action.reads
+            if allocs or reads:
+                safe = self._safe_index(index, action, waited)
+                for alloc in allocs:
                     born.add(alloc.name)
                     last[alloc.name] = safe
-                for name in action.reads:
-                    last[name] = max(last.get(name, -1), safe)
-            for name in action.frees:
-                born.discard(name)
+                for name in reads:
+                    if last.get(name, -1) < safe:
+                        last[name] = safe
+            if action.frees:
+                born.difference_update(action.frees)
         end = len(self.actions) - 1
         frees: dict[int, list[str]] = {}
         for at, name in sorted([(last.get(name, end), name) for name in born - survivors]):
@@ -181,15 +182,18 @@ class BlockWriter:
         table = [end] * len(self.actions)
         for index in range(end, -1, -1):
             action = self.actions[index]
-            waited = self._waited_at.get(action.event, end)
-            soonest[action.stream] = min(waited, soonest.get(action.stream, end))
-            table[index] = soonest[action.stream]
+            stream = action.stream
+            if stream == COMPUTE:
+                continue
+            waited = self._waited_at.get(action.event, end) if action.event else end
+            if waited < soonest.get(stream, end):
+                soonest[stream] = waited
+            table[index] = soonest.get(stream, end)
         return table
 
-    def _safe_index(self, index: int) -> int:
+    def _safe_index(self, index: int, action: Action, waited: list[int]) -> int:
         """Where a tensor touched at `index` may be freed: after the compute stream's wait, and not
         before a collective that runs beside the kernel has made room for its output."""
-        action = self.actions[index]
         if action.stream == COMPUTE:
             return self._beside.get(action.begin, index)
-        return self._waited[index]
+        return waited[index]
