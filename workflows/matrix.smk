@@ -1,7 +1,9 @@
-"""The grand matrix: a job per model -> tables with evidence."""
+"""The grand matrix: two jobs per model, half of the lengths each -> tables with evidence."""
 
 MATRIX = load_suite(Path("config/paper.yaml")).matrix
 MATRIX_MODELS = [work.model for work in MATRIX.works]
+HALF = len(MATRIX.seq_lens) // 2
+MATRIX_PARTS = {"short": MATRIX.seq_lens[:HALF], "long": MATRIX.seq_lens[HALF:]}
 MATRIX_TABLES = [
     "matrix_best_layout",
     "matrix_candidates",
@@ -17,12 +19,13 @@ rule matrix:
         suite="config/paper.yaml",
         methods=sorted(str(path) for path in Path("methods").glob("*.py")),
     output:
-        results="results/paper/matrix/{model}.csv",
-        candidates="results/paper/matrix/{model}.candidates.csv",
+        results="results/paper/matrix/{model}.{part}.csv",
+        candidates="results/paper/matrix/{model}.{part}.candidates.csv",
     log:
-        "results/paper/logs/matrix_{model}.log",
+        "results/paper/logs/matrix_{model}_{part}.log",
     wildcard_constraints:
         model="|".join(MATRIX_MODELS),
+        part="|".join(MATRIX_PARTS),
     priority: 2  # the longest jobs of all
     localrule: SIMULATE_HERE
     conda:
@@ -31,17 +34,27 @@ rule matrix:
         **SIMULATED,
     params:
         engine=ENGINE,
+        lengths=lambda wildcards: [
+            f"--seq-len {n}" for n in MATRIX_PARTS[wildcards.part]
+        ],
     shell:
-        "rematbench matrix {input.suite} --model {wildcards.model} -o {output.results}"
+        "rematbench matrix {input.suite} --model {wildcards.model} {params.lengths}"
+        " -o {output.results}"
         " > {log} 2>&1"
 
 
 rule matrix_tables:
     input:
         suite="config/paper.yaml",
-        results=expand("results/paper/matrix/{model}.csv", model=MATRIX_MODELS),
+        results=expand(
+            "results/paper/matrix/{model}.{part}.csv",
+            model=MATRIX_MODELS,
+            part=MATRIX_PARTS,
+        ),
         candidates=expand(
-            "results/paper/matrix/{model}.candidates.csv", model=MATRIX_MODELS
+            "results/paper/matrix/{model}.{part}.candidates.csv",
+            model=MATRIX_MODELS,
+            part=MATRIX_PARTS,
         ),
         predictions="results/paper/predictions.csv",
         accuracy="config/accuracy.yaml",
