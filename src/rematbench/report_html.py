@@ -30,12 +30,12 @@ table{border-collapse:collapse;font-size:12.5px;margin:.3rem 0}
 th,td{padding:.18rem .5rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
 th{border-bottom:2px solid var(--soft);font-weight:600}
 td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-td.t{min-width:12rem}
+td.t{min-width:10rem}
 .note,.from{font-size:12.5px;color:var(--soft);max-width:75rem;margin:.25rem 0}
 .from code{background:#f3f3f3;padding:0 .25rem}
 img{max-width:100%;height:auto;display:block;margin:.3rem 0}
 summary{cursor:pointer;font-weight:600;margin:.5rem 0}
-.more summary{font-weight:400;color:var(--blue);margin:0}
+.more summary{font-weight:400;color:var(--blue);margin:0;white-space:nowrap}
 .more p{margin:.15rem 0;width:24rem;overflow-wrap:anywhere}
 .grid td,.grid th{border:1px solid var(--line);min-width:6.6rem}
 .grid th:first-child{min-width:9.5rem}
