@@ -24,6 +24,9 @@ from torch.utils._pytree import tree_iter
 
 Clock = dict[str, int]
 
+SHAPED_LIKE = ("aten::new_", "aten::empty_like", "aten::zeros_like", "aten::ones_like")
+"""Operators that ask a tensor for its shape and dtype alone."""
+
 
 def joined(a: Clock, b: Clock) -> Clock:
     """How far both know."""
@@ -117,7 +120,7 @@ class Recorder(TorchDispatchMode):
         name = func.name()
         if name.startswith("prim::"):
             return result
-        for tensor in reads:
+        for tensor in () if name.startswith(SHAPED_LIKE) else reads:
             self.touch(tensor, name, write=False)
         for tensor in writes:
             self.touch(tensor, name, write=True)
