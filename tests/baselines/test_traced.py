@@ -64,6 +64,7 @@ def test_deepspeed_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
     assert fake == real
 
 
+@pytest.mark.soak
 def test_zero_3_fetches_ahead_on_fake_tensors_as_on_real_ones(tmp_path: Path) -> None:
     """One and two micro-batches: the first pass of a run fetches nothing ahead, all others do."""
     pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
