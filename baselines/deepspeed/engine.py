@@ -18,6 +18,7 @@ from torch import Tensor
 from baselines.common.meter import Meter
 from baselines.deepspeed.model import Attention, Decoder
 from baselines.deepspeed.plan import DeepSpeed
+from baselines.deepspeed.stack import ZERO_3
 from rematbench.baselines import Job
 from rematbench.record import RunSpec
 from rematbench.torch.batch import Batch, make_batch
@@ -26,7 +27,6 @@ from rematbench.workload import Workload
 
 UPDATE = AdamW(weight_decay=0.0)
 """As the other engines of the comparison: without weight decay."""
-ZERO_3 = 3
 
 
 @dataclass(kw_only=True)

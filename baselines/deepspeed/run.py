@@ -27,7 +27,7 @@ KERNELS = {
     "core_attention": "torch scaled_dot_product_attention",
     "bytes": "ZeRO's gradients and buckets, made in the backward, count as activations",
 }
-ZERO_3 = {
+KERNELS_OF_ZERO_3 = {
     "bytes": "ZeRO 3's bucket and part of the gradients, made at the start, count as states; "
     "of gloo's reduce-scatter its own copy of the input is left out",
     "measured": "the second step if there is one: ZeRO 3 records the first pass, "
@@ -56,7 +56,7 @@ def _label(job: Job) -> str:
 
 
 def _kernels(job: Job) -> dict[str, str]:
-    return {**KERNELS, **ZERO_3} if ds.fetches_ahead(job.run) else KERNELS
+    return {**KERNELS, **KERNELS_OF_ZERO_3} if ds.fetches_ahead(job.run) else KERNELS
 
 
 def execute(job: Job, rank: Rank) -> RankAnswer:

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from rematbench import rank_error
-from rematbench.cli_real import finish, need_torch
+from rematbench.cli_real import finish, need_gpu, need_torch
 from rematbench.cli_run import Request, RunOptions, request, takes_run
 from rematbench.cli_text import CommandError
 from rematbench.discover import discover
@@ -67,8 +67,7 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     asked = request(_with_defaults(run))
     given = _given(rank, world_size, local_rank, (address, port), asked)
     kind = job.device_kind(device or "")
-    if kind == "cuda" and not job.has_gpu():
-        raise CommandError("--device cuda: torch sees no GPU here")
+    need_gpu(kind)
     cases = _cases(asked, run, against, steps, kind)
     reason = cases if isinstance(cases, str) else next(filter(None, map(job.refused, cases)), "")
     record: Record | None

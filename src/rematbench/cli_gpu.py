@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from rematbench.cli_measured import Cell, How, cells, execute_cells
-from rematbench.cli_real import need_torch
+from rematbench.cli_real import need_gpu, need_torch
 from rematbench.cli_text import CommandError, console, grid, left, plain
 from rematbench.gpuchecks import Ran, Summary, findings
 from rematbench.paths import data_dir
@@ -93,8 +93,7 @@ def measure_gpu(
         for name in names:
             PARTS[name](asked)
         return
-    if device == "cuda" and not job.has_gpu():
-        raise CommandError("--device cuda: torch sees no GPU here")
+    need_gpu(device)
     output.mkdir(parents=True, exist_ok=True)
     ended: list[Ran] = []
     for name in names:
@@ -152,22 +151,20 @@ def _show(summary: Summary, output: Path) -> None:
 def _steps(asked: Asked) -> None:
     """keep_all beside the hand-written loop."""
     from rematbench.torch.beside import step_times  # noqa: PLC0415  # torch is optional
-    from rematbench.torch.devices import choose_device, prepare  # noqa: PLC0415
+    from rematbench.torch.devices import prepared_device  # noqa: PLC0415
 
-    prepare(asked.device)
+    device = prepared_device(asked.device, 0)
     problem = asked.cells("large")[0].problem
-    device = choose_device(asked.device, 0)
     found = step_times(problem, problem.base_plan, device, ROUNDS)
     _write(asked.output / "steps.json", found, ratio=found.ratio, fused_ratio=found.fused_ratio)
 
 
 def _copies(asked: Asked) -> None:
     from rematbench.torch.beside import copy_times  # noqa: PLC0415  # torch is optional
-    from rematbench.torch.devices import choose_device, prepare  # noqa: PLC0415
+    from rematbench.torch.devices import prepared_device  # noqa: PLC0415
 
-    prepare(asked.device)
     nbytes, size = COPIES[asked.device]
-    found = copy_times(choose_device(asked.device, 0), size, nbytes)
+    found = copy_times(prepared_device(asked.device, 0), size, nbytes)
     _write(asked.output / "copies.json", found, slowdown=found.slowdown)
 
 

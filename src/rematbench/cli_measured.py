@@ -162,19 +162,14 @@ def as_committed(
     return not wrong
 
 
-def execute_cells(
-    found: list[Cell], folder: Path, timeout: float, how: How | None = None
-) -> list[Record]:
-    """One launch per world size; each problem's methods beside keep_all on the same batches.  Their
-    records, in order of world size."""
-    made = []
+def execute_cells(found: list[Cell], folder: Path, timeout: float, how: How | None = None) -> None:
+    """One launch per world size; each problem's methods beside keep_all on the same batches."""
     for size in sorted({cell.problem.layout.gpus for cell in found}):
         same = [c for c in found if c.problem.layout.gpus == size]
-        made += _execute_size(same, folder, timeout, how or How())
-    return made
+        _execute_size(same, folder, timeout, how or How())
 
 
-def _execute_size(found: list[Cell], folder: Path, timeout: float, how: How) -> list[Record]:
+def _execute_size(found: list[Cell], folder: Path, timeout: float, how: How) -> None:
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.case import Case  # noqa: PLC0415
 
@@ -199,10 +194,8 @@ def _execute_size(found: list[Cell], folder: Path, timeout: float, how: How) -> 
                     )
                 )
     results = dict(zip(numbers, job.run_own(cases, timeout), strict=True))
-    records = [_record(cell, results, how) for cell in found]
-    for cell, record in zip(found, records, strict=True):
-        keep(record, folder, cell.name)
-    return records
+    for cell in found:
+        keep(_record(cell, results, how), folder, cell.name)
 
 
 def _base(cell: Cell) -> str:

@@ -28,6 +28,14 @@ def need_torch() -> None:
         raise CommandError(NO_TORCH)
 
 
+def need_gpu(device: str) -> None:
+    """One clear line where CUDA is asked for and torch can use none."""
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+
+    if device == "cuda" and not job.has_gpu():
+        raise CommandError("--device cuda: torch sees no GPU here")
+
+
 def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:
     """Write and print a record."""
     if out is not None:

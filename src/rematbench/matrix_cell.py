@@ -102,8 +102,8 @@ class Programs:
 
     def weight(self, problem: Problem, plan: Plan) -> Weight:
         """Bytes of a plan, without timing it."""
-        lay, content = str(problem.layout), same_plan(plan)
-        key = (problem.cluster.name, lay, content)
+        key = _key(problem, plan)
+        _, lay, content = key
         if key not in self._weights:
             program = self.lowered(problem, plan)
             if (lay, content) not in self._ranks:
@@ -129,7 +129,7 @@ class Programs:
 
     def evaluate(self, problem: Problem, plan: Plan) -> PlanEvaluation:
         """As suite.evaluate, from a shared program."""
-        key = (problem.cluster.name, str(problem.layout), same_plan(plan))
+        key = _key(problem, plan)
         if key not in self._evaluations:
             reserved = self.reserved(problem, plan)
             program, ranks = self.lowered(problem, plan), self._ranks[key[1:]]
@@ -139,7 +139,7 @@ class Programs:
 
     def parts(self, problem: Problem, plan: Plan) -> dict[str, float]:
         """Where the step of a plan goes, in seconds; the two tables often have one fastest plan."""
-        key = (problem.cluster.name, str(problem.layout), same_plan(plan))
+        key = _key(problem, plan)
         if key not in self._parts:
             step_s = self.evaluate(problem, plan).step_s
             self._parts[key] = parts_of(problem, self.lowered(problem, plan), step_s)
@@ -148,6 +148,11 @@ class Programs:
     def reserved(self, problem: Problem, plan: Plan) -> int:
         """A problem's weigher."""
         return self.weight(problem, plan).reserved_bytes
+
+
+def _key(problem: Problem, plan: Plan) -> tuple[str, str, bytes]:
+    """What the numbers of a plan depend on: cluster, layout, and what the plan does."""
+    return (problem.cluster.name, str(problem.layout), same_plan(plan))
 
 
 class Limit(NamedTuple):

@@ -19,6 +19,12 @@ def prepare(kind: str) -> None:
         os.putenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def prepared_device(kind: str, rank: int) -> torch.device:
+    """`choose_device` in a process that has not used CUDA yet."""
+    prepare(kind)
+    return choose_device(kind, rank)
+
+
 def choose_device(kind: str, rank: int) -> torch.device:
     """The CPU, or the GPU of a rank on its host; the process then runs near that GPU.
 

@@ -43,7 +43,7 @@ def versions(device: str) -> dict[str, str]:
 def device_kind(asked: str) -> str:
     """cpu or cuda; unless asked, cuda where there is one."""
     prepare(asked or "cuda")  # before torch looks for a GPU
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    return asked or ("cuda" if has_gpu() else "cpu")
 
 
 def has_gpu() -> bool:

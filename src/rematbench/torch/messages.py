@@ -98,10 +98,10 @@ class Messages:
 
     def send(self, action: Action, site: Site) -> None:
         """Start sending; the storage stays until the event."""
-        if action.op == "tied":
-            self._send_tied(self._message(action, site))
-            return
         found = self._message(action, site)
+        if action.op == "tied":
+            self._send_tied(found)
+            return
         data = self.memory[site.key(action.reads[0])].data
         if self.groups.buffered:
             self._post(data, found)

@@ -163,11 +163,16 @@ def empty_result(groups: Groups, executor: Executor) -> RankResult:
     )
 
 
+def _load(case: Case, executor: Executor, step: int) -> Batch:
+    """A step's batch, which the model gets in this rank's micro-batches."""
+    batch, model = _batch(case, step), executor.model
+    place = executor.groups.place
+    model.batches = micro_batches(batch, case.problem.layout, place, model.device)
+    return batch
+
+
 def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None:
-    problem, model = case.problem, executor.model
-    lay = problem.layout
-    batch = _batch(case, step)
-    model.batches = micro_batches(batch, lay, executor.groups.place, model.device)
+    batch = _load(case, executor, step)
     if case.shards:
         result.gradients.append({})
     loss = executor.run_step() / batch.counted
@@ -182,9 +187,7 @@ def _time(case: Case, executor: Executor, result: RankResult) -> None:
     reads nothing until a step is over."""
     executor.before_update = lambda parameters: None
     for step in range(case.steps, case.steps + case.timed_steps):
-        batch = _batch(case, step)
-        lay, model = case.problem.layout, executor.model
-        model.batches = micro_batches(batch, lay, executor.groups.place, model.device)
+        _load(case, executor, step)
         seconds = executor.streams.clock()
         executor.issue_step()
         result.step_s.append(seconds())
