@@ -18,7 +18,7 @@ from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import memory_plan
 from rematbench.solve.relocate import Relocation
-from rematbench.study import Study, load_study
+from rematbench.studies.study import Study, load_study
 
 REPEATS = 3
 STUDIES = Path("config/study")

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from rematbench.cli_measured import cells, request_of
-from rematbench.cli_trace import traced
+from rematbench.commands.measured import cells, request_of
+from rematbench.commands.trace import traced
 from rematbench.suitefile import load_suite
 
 SUITE = Path(__file__).resolve().parents[1] / "config" / "traced.yaml"

@@ -1,6 +1,6 @@
 """What the cluster file and a measurement suite say about jobs: inputs and resources of rules."""
 
-from rematbench.cli_text import CommandError
+from rematbench.console import CommandError
 from rematbench.slurm.cellrecord import is_final
 from rematbench.slurm.cells import Campaign, load_measurement
 from rematbench.slurm.patience import be_patient

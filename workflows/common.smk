@@ -4,8 +4,8 @@ import hashlib
 from pathlib import Path
 
 from rematbench.discover import discover
-from rematbench.sheets import all_cells, bundles as sheet_bundles, read_sheet
-from rematbench.study import load_study
+from rematbench.published.sheets import all_cells, bundles as sheet_bundles, read_sheet
+from rematbench.studies.study import load_study
 from rematbench.suitefile import bundles as suite_bundles, load_suite
 
 

@@ -16,7 +16,7 @@ TABLES = [
 rule sheets:
     input:
         rows=PUBLISHED,
-        code=["src/rematbench/sheets.py", "src/rematbench/published.py"],
+        code=["src/rematbench/published/sheets.py", "src/rematbench/published/rows.py"],
     output:
         expand("results/paper/sheets/{method}.csv", method=SHEETS),
     log:

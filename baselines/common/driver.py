@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
-from rematbench.baselines import Job
+from rematbench.baselines.process import Job
 from rematbench.record import Observed, Record, provenance, write_record
 from rematbench.suite import Status
 

@@ -19,7 +19,7 @@ from baselines.common.meter import Meter
 from baselines.deepspeed.model import Attention, Decoder
 from baselines.deepspeed.plan import DeepSpeed
 from baselines.deepspeed.stack import ZERO_3
-from rematbench.baselines import Job
+from rematbench.baselines.process import Job
 from rematbench.record import RunSpec
 from rematbench.torch.batch import Batch, make_batch
 from rematbench.torch.parameters import AdamW

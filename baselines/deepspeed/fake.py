@@ -22,7 +22,7 @@ from baselines.common.meter import Meter
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed.model import Decoder
 from baselines.deepspeed.plan import DeepSpeed
-from rematbench.baselines import Job
+from rematbench.baselines.process import Job
 
 _tiled_backward = TiledFusedLogitsLoss.backward
 COUNTER = 4

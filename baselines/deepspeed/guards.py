@@ -2,7 +2,7 @@
 
 from baselines.common.contract import NotRunnable
 from baselines.deepspeed.plan import DeepSpeed
-from rematbench.baselines import Job
+from rematbench.baselines.process import Job
 
 
 def check(job: Job, policy: DeepSpeed) -> None:

@@ -11,7 +11,7 @@ from baselines.common.contract import NotRunnable, Rank, RankAnswer
 from baselines.common.meter import Meter
 from baselines.deepspeed.guards import check
 from baselines.deepspeed.plan import DeepSpeed
-from rematbench.baselines import Job
+from rematbench.baselines.process import Job
 
 if not torch.cuda.is_available() or not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
     os.environ["DS_ACCELERATOR"] = "cpu"

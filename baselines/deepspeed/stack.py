@@ -7,8 +7,8 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from rematbench.baseline_stack import Extra, Stack
-from rematbench.ops import Part
+from rematbench.baselines.stack import Extra, Stack
+from rematbench.operators.ops import Part
 from rematbench.problem import Problem
 from rematbench.shapes import shapes
 from rematbench.workload import Model

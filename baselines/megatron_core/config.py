@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.guards import has_biases
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.baselines import Job
+from rematbench.baselines.process import Job
 from rematbench.record import RunSpec
 from rematbench.torch.kernels import NORM_EPS
 from rematbench.torch.parameters import AdamW

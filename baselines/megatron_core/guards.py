@@ -2,7 +2,7 @@
 
 from baselines.common.contract import NotRunnable
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.baselines import Job
+from rematbench.baselines.process import Job
 from rematbench.record import RunSpec
 from rematbench.workload import Model
 

@@ -15,7 +15,7 @@ from baselines.megatron_core import shim
 from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.guards import check
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.baselines import Job
+from rematbench.baselines.process import Job
 
 
 def stack() -> dict[str, str]:

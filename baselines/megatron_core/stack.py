@@ -6,8 +6,8 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rematbench.baseline_stack import Extra, Stack
-from rematbench.ops import Part
+from rematbench.baselines.stack import Extra, Stack
+from rematbench.operators.ops import Part
 from rematbench.problem import Problem
 from rematbench.shapes import shapes
 

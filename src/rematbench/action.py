@@ -10,7 +10,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from rematbench.ops import Comm, CommKind
+from rematbench.operators.ops import Comm, CommKind
 
 
 class Kind(Enum):

@@ -7,27 +7,36 @@ from typing import Annotated
 import typer
 from typer import Option, TyperException
 
-from rematbench import __version__, cli_baseline
-from rematbench.baselines import BaselineError
-from rematbench.cli_baseline import flags
-from rematbench.cli_calibrate import calibrate
-from rematbench.cli_cells import cells, collect_cells, resume, retry, run_cells, settle, submit_plan
-from rematbench.cli_compare import compare
-from rematbench.cli_converge import converge, curves
-from rematbench.cli_doctor import doctor
-from rematbench.cli_execute import execute
-from rematbench.cli_flow import collect, run, sheets, stages, tables
-from rematbench.cli_gpu import measure_gpu
-from rematbench.cli_matrix import matrix, matrix_tables
-from rematbench.cli_measured import measure, worlds
-from rematbench.cli_plan import plan, simulate, timeline
-from rematbench.cli_report import expect, report
-from rematbench.cli_retrace import retrace
-from rematbench.cli_sheet import predict, validate
-from rematbench.cli_study import claims, study
-from rematbench.cli_text import CommandError, console, grid, left, plain
-from rematbench.cli_trace import trace
+from rematbench import __version__
+from rematbench.baselines.process import BaselineError
+from rematbench.commands import baseline
+from rematbench.commands.baseline import flags
+from rematbench.commands.calibrate import calibrate
+from rematbench.commands.cells import (
+    cells,
+    collect_cells,
+    resume,
+    retry,
+    run_cells,
+    settle,
+    submit_plan,
+)
+from rematbench.commands.compare import compare
+from rematbench.commands.converge import converge, curves
+from rematbench.commands.doctor import doctor
+from rematbench.commands.execute import execute
+from rematbench.commands.flow import collect, run, sheets, stages, tables
+from rematbench.commands.gpu import measure_gpu
+from rematbench.commands.matrix import matrix, matrix_tables
+from rematbench.commands.measured import measure, worlds
+from rematbench.commands.plan import plan, simulate, timeline
+from rematbench.commands.report import expect, report
+from rematbench.commands.retrace import retrace
+from rematbench.commands.sheet import predict, validate
+from rematbench.commands.study import claims, study
+from rematbench.commands.trace import trace
 from rematbench.configfile import ConfigError
+from rematbench.console import CommandError, console, grid, left, plain
 from rematbench.discover import MethodError, discover
 from rematbench.layout import LayoutError
 from rematbench.plan import PlanError
@@ -95,7 +104,7 @@ TORCH = (execute, trace, measure, measure_gpu, retrace, worlds, converge, curves
 
 for command in (*COMMANDS, *TORCH, *WORKFLOW, *ARTIFACT, *CELLS):
     app.command()(command)
-app.add_typer(cli_baseline.app, name="baseline", help="Real packages: list, run, trace, predict.")
+app.add_typer(baseline.app, name="baseline", help="Real packages: list, run, trace, predict.")
 
 
 def main() -> None:

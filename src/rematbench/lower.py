@@ -3,17 +3,14 @@
 from collections.abc import Callable
 from functools import partial
 
-from rematbench.block_cache import BlockCache, SiteClass
-from rematbench.chunk_ops import ChunkOps
-from rematbench.emit_backward import BackwardEmitter
-from rematbench.emit_forward import Fates, ForwardEmitter
-from rematbench.emit_states import GradReducer, ParameterGatherer
-from rematbench.fates import covered, resolve, unmatched
-from rematbench.mini import unused
-from rematbench.plan import Pass, Plan, PlanError
-from rematbench.problem import Problem
-from rematbench.program import Block, Program, RankProgram, Step
-from rematbench.rank_steps import (
+from rematbench.lowering.block_cache import BlockCache, SiteClass
+from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.emit_backward import BackwardEmitter
+from rematbench.lowering.emit_forward import Fates, ForwardEmitter
+from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
+from rematbench.lowering.fates import covered, resolve, unmatched
+from rematbench.lowering.mini import unused
+from rematbench.lowering.rank_steps import (
     Class,
     Ends,
     Key,
@@ -23,8 +20,7 @@ from rematbench.rank_steps import (
     rank_steps,
     site_kinds,
 )
-from rematbench.schedule import passes
-from rematbench.step_blocks import (
+from rematbench.lowering.step_blocks import (
     Storages,
     d2h_block,
     h2d_block,
@@ -33,7 +29,11 @@ from rematbench.step_blocks import (
     send_block,
     wait_block,
 )
-from rematbench.step_end import emit_step_end
+from rematbench.lowering.step_end import emit_step_end
+from rematbench.plan import Pass, Plan, PlanError
+from rematbench.problem import Problem
+from rematbench.program import Block, Program, RankProgram, Step
+from rematbench.schedule import passes
 
 
 def lower(plan: Plan, problem: Problem) -> Program:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta, Struct
 
-from rematbench.ops import Part
+from rematbench.operators.ops import Part
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]

@@ -14,12 +14,12 @@ import msgspec
 from msgspec import Struct
 
 import rematbench
-from rematbench.chunk_ops import ChunkOps
 from rematbench.cost.constants import Calibration
 from rematbench.discover import Composition
 from rematbench.evaluate import RankBytes
-from rematbench.fates import PHASES, resolve
 from rematbench.layout import Layout
+from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.fates import PHASES, resolve
 from rematbench.measured import Measured
 from rematbench.plan import Plan
 from rematbench.problem import AttentionKind, Problem

@@ -6,7 +6,7 @@ from typing import get_args
 
 from rematbench.action import Action, Kind
 from rematbench.cost.bind import Direction
-from rematbench.ops import Comm, Group, Op
+from rematbench.operators.ops import Comm, Group, Op
 from rematbench.problem import Problem
 from rematbench.simulate import RankedSeconds
 

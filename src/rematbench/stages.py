@@ -4,12 +4,12 @@ from msgspec import Struct
 
 from rematbench.action import place
 from rematbench.allocator import replay
-from rematbench.chunk_ops import ChunkOps
 from rematbench.evaluate import PlanEvaluation, RankBytes
-from rematbench.fates import Resolved, Site, resolve
 from rematbench.ledger import Live, live_at_peak
 from rematbench.lower import rank_orders
-from rematbench.ops import Part
+from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.fates import Resolved, Site, resolve
+from rematbench.operators.ops import Part
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.program import Program

@@ -11,7 +11,7 @@ from rematbench.digests import code_digest, method_digest
 from rematbench.discover import Composition, Registry, Value
 from rematbench.layout import Layout, LayoutError, ZeroStage
 from rematbench.load import load_cluster
-from rematbench.matrix_spec import MatrixSpec
+from rematbench.matrix.spec import MatrixSpec
 from rematbench.problem import AttentionKind, Problem
 from rematbench.record import (
     Record,

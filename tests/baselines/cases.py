@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rematbench.baselines import Job, job, policy, run_jobs
+from rematbench.baselines.process import Job, job, policy, run_jobs
 from rematbench.problem import Problem
 from rematbench.record import Record
 from rematbench.torch.case import Case, Result

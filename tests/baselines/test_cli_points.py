@@ -7,12 +7,14 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rematbench import baseline_points, cli_baseline, cli_points
-from rematbench.baseline_points import load_points
-from rematbench.baselines import Job, NotInstalled
+from rematbench.baselines import points as baseline_points
+from rematbench.baselines.points import load_points
+from rematbench.baselines.process import Job, NotInstalled
 from rematbench.cli import app
+from rematbench.commands import baseline as baseline_command
+from rematbench.commands import points as points_command
 from rematbench.record import Record, read_record, write_record
-from rematbench.remeasured import differences
+from rematbench.worlds.again import differences
 
 TRACED = Path(__file__).resolve().parents[2] / "results" / "measured" / "traced" / "baselines"
 POINT = "k22b-selective"
@@ -59,7 +61,7 @@ def test_without_the_package_one_line_says_so(
     def missing(*_: Any) -> list[Record]:
         raise NotInstalled("megatron_core: 'megatron' is not installed here")
 
-    monkeypatch.setattr(cli_points, "trace_points", missing)
+    monkeypatch.setattr(points_command, "trace_points", missing)
     done = again(tmp_path)
     assert done.exit_code == 0
     assert done.output.splitlines() == [
@@ -70,7 +72,7 @@ def test_without_the_package_one_line_says_so(
 def test_a_record_that_is_not_there_is_said_before_anything_is_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli_points, "trace_points", lambda *_: pytest.fail("traced"))
+    monkeypatch.setattr(points_command, "trace_points", lambda *_: pytest.fail("traced"))
     asked = ["baseline", "again", POINT, "-o", str(tmp_path), "--compare", str(tmp_path / "none")]
     done = RUN.invoke(app, asked)
     assert done.exit_code != 0
@@ -95,7 +97,7 @@ def test_trace_takes_a_baseline_and_a_stage(
         return [committed()]
 
     pytest.importorskip("torch")
-    monkeypatch.setattr(cli_baseline, "run_jobs", run_jobs)
+    monkeypatch.setattr(baseline_command, "run_jobs", run_jobs)
     done = RUN.invoke(app, TRACE if stage is None else [*TRACE, "--stage", str(stage)])
     assert done.exit_code == 0, done.output
     assert (asked[0].rank, asked[0].run.world) == (rank, "traced")

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.agreement import EXECUTOR, ROWS, agreement_table
-from rematbench.baseline_points import load_points, published, rows
+from rematbench.baselines.agreement import EXECUTOR, ROWS, agreement_table
+from rematbench.baselines.points import load_points, published, rows
 from rematbench.configfile import ConfigError
 from rematbench.record import read_record
-from rematbench.remeasured import differences
+from rematbench.worlds.again import differences
 
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"
 TRACED = MEASURED / "traced" / "baselines"

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from rematbench.baselines import baselines, policy
+from rematbench.baselines.flags import flags_of
+from rematbench.baselines.process import baselines, policy
 from rematbench.check import check
 from rematbench.evaluate import evaluate
-from rematbench.flags import flags_of
 from rematbench.lower import lower
 from rematbench.paths import data_dir
 from rematbench.plan import Unsupported
@@ -98,7 +98,7 @@ def test_an_unknown_baseline_or_setting_is_one_clear_line() -> None:
 
 
 def test_the_shipped_points_load_and_have_their_cells() -> None:
-    from rematbench.baseline_points import load_points, published  # noqa: PLC0415
+    from rematbench.baselines.points import load_points, published  # noqa: PLC0415
 
     points = load_points()
     assert len({point.name for point in points}) == len(points)

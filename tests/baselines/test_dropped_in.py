@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from rematbench import paths
-from rematbench.baselines import BaselineError, NotInstalled, baselines, job, policy, run_jobs
+from rematbench.baselines.process import (
+    BaselineError,
+    NotInstalled,
+    baselines,
+    job,
+    policy,
+    run_jobs,
+)
 from rematbench.check import check
 from rematbench.lower import lower
 from rematbench.paths import data_dir

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.baseline_stack import stack_of
-from rematbench.baselines import Job, policy, run_jobs
-from rematbench.baselines import job as make_job
+from rematbench.baselines.flags import Answer, flags_of
+from rematbench.baselines.process import Job, policy, run_jobs
+from rematbench.baselines.process import job as make_job
+from rematbench.baselines.stack import stack_of
 from rematbench.discover import discover
 from rematbench.evaluate import program_bytes
-from rematbench.flags import Answer, flags_of
 from rematbench.lower import lower
 from rematbench.plan import Plan
 from rematbench.record import World

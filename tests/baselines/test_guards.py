@@ -12,7 +12,7 @@ from baselines.deepspeed import guards as deepspeed
 from baselines.deepspeed.plan import DeepSpeed
 from baselines.megatron_core import guards as megatron
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.baselines import Job
+from rematbench.baselines.process import Job
 from tests.baselines.cases import GPT, TINY, Asked, asked_job
 
 Changes = Mapping[str, Any]

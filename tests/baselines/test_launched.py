@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from rematbench.baselines import Job
+from rematbench.baselines.process import Job
 from rematbench.paths import data_dir
 from rematbench.record import Record, read_record
 from tests.baselines.cases import Asked, Ran, asked_job, assert_equal

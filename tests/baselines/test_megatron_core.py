@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.baselines import run_jobs
+from rematbench.baselines.process import run_jobs
 from tests.baselines.cases import GPT, Asked, Ran, asked_job, assert_equal, run_all
 
 pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from rematbench.baseline_stack import layer_tensors, stack_of
-from rematbench.baselines import job as make_job
-from rematbench.baselines import policy, run_jobs
+from rematbench.baselines.process import job as make_job
+from rematbench.baselines.process import policy, run_jobs
+from rematbench.baselines.stack import layer_tensors, stack_of
 from rematbench.discover import Composition
 from rematbench.evaluate import program_bytes
 from rematbench.lower import lower

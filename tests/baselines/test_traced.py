@@ -6,8 +6,8 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from rematbench.baselines import Job, policy, run_jobs
-from rematbench.baselines import job as make_job
+from rematbench.baselines.process import Job, policy, run_jobs
+from rematbench.baselines.process import job as make_job
 from rematbench.record import Record
 from tests.baselines.cases import GPT, Asked, asked_problem
 

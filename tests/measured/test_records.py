@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.cli_converge import curves
-from rematbench.cli_measured import Cell, cells, worlds
+from rematbench.commands.converge import curves
+from rematbench.commands.measured import Cell, cells, worlds
 from rematbench.evaluate import program_bytes
 from rematbench.ledger import live_bytes
 from rematbench.lower import lower

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cli_measured import as_committed
+from rematbench.commands.measured import as_committed
 from rematbench.measured import Comparison, Measured
 from rematbench.record import Record, read_record, write_record
-from rematbench.remeasured import curve_differences, differences
+from rematbench.worlds.again import curve_differences, differences
 
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"
 

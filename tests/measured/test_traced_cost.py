@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from rematbench.cli_measured import cells
+from rematbench.commands.measured import cells
 from rematbench.suitefile import load_suite
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import pytest
 from rematbench.discover import discover
 from rematbench.paths import data_dir
 from rematbench.plan import Plan
-from rematbench.published import read_case
+from rematbench.published.rows import read_case
 
 REGISTRY = discover()
 with (data_dir("published") / "runs.csv").open(newline="") as file:

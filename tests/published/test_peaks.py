@@ -8,8 +8,8 @@ import pytest
 
 from rematbench.discover import discover
 from rematbench.paths import data_dir
-from rematbench.predict import predict_case
-from rematbench.published import read_case
+from rematbench.published.predict import predict_case
+from rematbench.published.rows import read_case
 
 Row = dict[str, str]
 REGISTRY = discover()

@@ -15,9 +15,8 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
-from rematbench.cli_measured import Cell, cells
+from rematbench.commands.measured import Cell, cells
 from rematbench.evaluate import evaluate
-from rematbench.measure import BOUNDS, norm_error
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.suitefile import load_suite
@@ -25,6 +24,7 @@ from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.gather import combine
 from rematbench.workload import Precision
+from rematbench.worlds.measure import BOUNDS, norm_error
 
 SUITE = Path(__file__).resolve().parents[2] / "config" / "executed.yaml"
 SHARE = 1 / 3

@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.cli_real import timing, verdict
-from rematbench.gpuchecks import Ran, Summary, findings
+from rematbench.commands.real import timing, verdict
 from rematbench.measured import Comparison
 from rematbench.record import read_record
+from rematbench.worlds.gpu_checks import Ran, Summary, findings
 from tests.torch.test_execute_cli import rematbench
 
 CELLS = ("lossless-fp32.keep_all", "lossless-fp32.full_recompute", "large.keep_all")

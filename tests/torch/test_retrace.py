@@ -13,9 +13,9 @@ pytest.importorskip("torch", reason="the traced world needs torch")
 import typer
 from msgspec.structs import replace
 
-from rematbench.cli_measured import Cell, cells, request_of
-from rematbench.cli_retrace import retrace
-from rematbench.cli_trace import traced
+from rematbench.commands.measured import Cell, cells, request_of
+from rematbench.commands.retrace import retrace
+from rematbench.commands.trace import traced
 from rematbench.record import read_record, write_record
 from rematbench.suitefile import load_suite
 

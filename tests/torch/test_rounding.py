@@ -17,13 +17,13 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.layout import Layout
-from rematbench.measure import norm_error
 from rematbench.suite import make_problem
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.gather import combine
 from rematbench.torch.parameters import AdamW
 from rematbench.workload import Precision
+from rematbench.worlds.measure import norm_error
 from tests.torch import cases, grid, laws
 from tests.torch.test_faults import edited, skip_a_piece
 

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from rematbench.action import Action, Alloc, Kind, from_text, place, to_text
 from rematbench.lower import lower
-from rematbench.ops import Comm
+from rematbench.operators.ops import Comm
 from rematbench.plan import MiniSequence
 from rematbench.program import parse_program
 from rematbench.simulate import simulate

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from rematbench.accuracy import load_accuracy, load_left_out
-from rematbench.calibrate import StepModel, _lowered, _seconds, without_source
 from rematbench.cli import main
 from rematbench.cost.fit import PRIORS, fit_rows, with_values
 from rematbench.discover import discover
 from rematbench.paths import data_dir
-from rematbench.predict import predict_rows
-from rematbench.published import read_case
-from rematbench.sheets import read_sheet
+from rematbench.published.accuracy import load_accuracy, load_left_out
+from rematbench.published.calibrate import StepModel, _lowered, _seconds, without_source
+from rematbench.published.predict import predict_rows
+from rematbench.published.rows import read_case
+from rematbench.published.sheets import read_sheet
+from rematbench.published.validate import SPEED
 from rematbench.suite import calibration
-from rematbench.validate import SPEED
 
 ROWS = read_sheet(data_dir("published") / "runs.csv")
 

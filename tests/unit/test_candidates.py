@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.accuracy import Accuracy, Group, Promise
 from rematbench.candidates import (
     KINDS,
     Candidate,
@@ -19,10 +18,11 @@ from rematbench.candidates import (
 )
 from rematbench.cost.constants import FitRule
 from rematbench.discover import discover
-from rematbench.evidence import Known, evidence, known_cells
 from rematbench.layout import Layout
 from rematbench.plan import MiniSequence, Offload, Recompute, Rule, Select, Split
 from rematbench.problem import Problem
+from rematbench.published.accuracy import Accuracy, Group, Promise
+from rematbench.published.evidence import Known, evidence, known_cells
 from rematbench.suite import calibration, make_problem
 
 

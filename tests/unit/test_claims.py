@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.answers import Answer
-from rematbench.claim_ledger import OUTSIDE, WITHIN, claims_table, prediction_answers
-from rematbench.claims import (
+from rematbench.configfile import ConfigError
+from rematbench.discover import discover
+from rematbench.paths import data_dir
+from rematbench.published.sheets import read_sheet
+from rematbench.studies.answers import Answer
+from rematbench.studies.claim_ledger import OUTSIDE, WITHIN, claims_table, prediction_answers
+from rematbench.studies.claims import (
     Claim,
     Claims,
     Ours,
@@ -20,12 +24,8 @@ from rematbench.claims import (
     load_claims,
     published,
 )
-from rematbench.configfile import ConfigError
-from rematbench.discover import discover
-from rematbench.paths import data_dir
-from rematbench.sheets import read_sheet
-from rematbench.study import Study, load_study
-from rematbench.study_rows import published_numbers
+from rematbench.studies.rows import published_numbers
+from rematbench.studies.study import Study, load_study
 
 CLAIMS = load_claims()
 ROWS = read_sheet(data_dir("published") / "claims.csv")
@@ -260,7 +260,7 @@ def test_contradictions_are_one_line(
     lines = text.replace("P", part).replace("R", part.replace("x}", "x, form: ratio}"))
     head = "tolerances: {t: {value: 0.1, reason: because}}\nclaims:\n"
     (tmp_path / "claims.yaml").write_text(head + lines)
-    monkeypatch.setattr("rematbench.claims.data_dir", lambda kind: tmp_path)
+    monkeypatch.setattr("rematbench.studies.claims.data_dir", lambda kind: tmp_path)
     with pytest.raises(ConfigError) as raised:
         load_claims()
     assert str(raised.value).startswith("config/claims.yaml: ")

@@ -13,15 +13,15 @@ from rich.console import Console
 from rematbench.binding import PARTS
 from rematbench.candidates import load_compare
 from rematbench.cli import main
-from rematbench.cli_compare import judge
-from rematbench.cli_ranking import show
-from rematbench.cli_run import RunOptions, request
-from rematbench.closed_forms import closed_form
+from rematbench.commands.compare import judge
+from rematbench.commands.options import RunOptions, request
+from rematbench.commands.ranking import show
 from rematbench.compare import compare
 from rematbench.cost.estimators import fujii_estimate
 from rematbench.discover import discover
 from rematbench.plan import Plan, Unsupported
-from rematbench.rule80 import rule_table, scored_cells
+from rematbench.published.closed_forms import closed_form
+from rematbench.published.rule80 import rule_table, scored_cells
 
 DEMO = [
     *("--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4"),

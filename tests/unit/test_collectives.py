@@ -10,7 +10,7 @@ from rematbench.cost import collectives as c
 from rematbench.cost.bind import CostModel
 from rematbench.layout import Layout
 from rematbench.load import load_cluster, load_model, load_system
-from rematbench.ops import Comm, CommKind
+from rematbench.operators.ops import Comm, CommKind
 from rematbench.workload import Workload
 from tests.cost_constants import COMMON, NETWORK, ROUND
 

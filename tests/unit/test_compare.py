@@ -15,14 +15,14 @@ from rematbench.candidates import (
     load_compare,
     same_plan,
 )
-from rematbench.cli_compare import tied
-from rematbench.cli_ranking import Judged, texts, verdict
+from rematbench.commands.compare import tied
+from rematbench.commands.ranking import Judged, texts, verdict
 from rematbench.compare import Bench, Comparison, Entry, compare
 from rematbench.discover import discover
-from rematbench.evidence import Evidence
 from rematbench.layout import Layout
 from rematbench.lower import lower
 from rematbench.problem import Problem
+from rematbench.published.evidence import Evidence
 from rematbench.seconds import action_seconds
 from rematbench.simulate import simulate
 from rematbench.suite import make_problem, run_method

@@ -1,6 +1,7 @@
 """The arrows of DESIGN.md, read from the syntax of every file: what may import what."""
 
 import ast
+import re
 import subprocess
 import sys
 from functools import cache
@@ -18,7 +19,7 @@ LAYERS: list[list[set[str]]] = [
     [{"lower"}],
     [{"simulate", "chunk", "ledger", "check"}, {"torch"}],
     [{"suite"}],
-    [{"cli"}],
+    [{"cli", "commands"}],
 ]
 
 METHOD_MAY_IMPORT = {"plan", "problem", "solve", "workload", "cluster", "system", "layout"}
@@ -103,8 +104,41 @@ def test_arrows_point_down(level: int) -> None:
 
 def test_readers_of_actions_know_no_plan() -> None:
     readers = members({"simulate", "chunk", "ledger", "check"})
-    vocabulary = members({"plan", "fates", "problem", "lower"})
+    vocabulary = members({"plan", "problem", "lower", "lowering"})
     assert not {module for module in readers if reachable(module) & vocabulary}
+
+
+COMMANDS = {"cli", "commands"}
+PURPOSES = {"baselines", "matrix", "published", "report", "slurm", "studies", "worlds"}
+
+
+def test_only_the_command_line_knows_commands() -> None:
+    allowed = members(COMMANDS)
+    crossed = {m for m in MODULES.keys() - allowed if reachable(m) & allowed}
+    assert not crossed
+
+
+def test_what_makes_a_plan_and_its_reading_serves_no_single_purpose() -> None:
+    """The layers below `suite` are used by studies, tables and pages, and know none of them."""
+    core = {"operators", "lowering", "cost", "solve", "evaluate"}
+    core |= {name for row in LAYERS[:3] for group in row for name in group}
+    purposes = members(PURPOSES)
+    assert all(members({name}) for name in core | PURPOSES)
+    assert not {
+        m: sorted(reachable(m) & purposes) for m in members(core) if reachable(m) & purposes
+    }
+
+
+def test_every_place_is_on_the_map() -> None:
+    """CONTRIBUTING.md says where each idea goes: every module and package of the first level."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    mapped = text.partition("## Where things are")[2].partition("\n## ")[0]
+    package = SRC / "rematbench"
+    places = {f"`{path.stem}`" for path in package.glob("*.py") if path.stem != "__init__"}
+    places |= {f"`{path.parent.name}/`" for path in package.glob("*/__init__.py")}
+    assert not {place for place in places if place not in mapped}
+    named = set(re.findall(r"`[a-z_]+/?`", mapped))
+    assert not named - places
 
 
 def test_costs_do_not_know_the_problem() -> None:

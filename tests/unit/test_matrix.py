@@ -5,19 +5,19 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.accuracy import load_accuracy
 from rematbench.configfile import ConfigError
 from rematbench.discover import discover
-from rematbench.evidence import Known, known_cells
-from rematbench.front import pareto_table
 from rematbench.load import load_cluster, load_model, load_system
-from rematbench.matrix import BEST, NOT_RUN, SAME, Line, run_matrix
-from rematbench.matrix_layouts import KEPT, RULES, candidates
-from rematbench.matrix_spec import MatrixSpec
-from rematbench.matrix_tables import fastest_table, matrix_tables, shortage
-from rematbench.matrix_verdicts import by_cell, judged, outcome, ranges, speed
+from rematbench.matrix.layouts import KEPT, RULES, candidates
+from rematbench.matrix.spec import MatrixSpec
+from rematbench.matrix.sweep import BEST, NOT_RUN, SAME, Line, run_matrix
+from rematbench.matrix.tables import fastest_table, matrix_tables, shortage
+from rematbench.matrix.verdicts import by_cell, judged, outcome, ranges, speed
 from rematbench.paths import data_dir
-from rematbench.sheets import read_sheet
+from rematbench.published.accuracy import load_accuracy
+from rematbench.published.evidence import Known, known_cells
+from rematbench.published.sheets import read_sheet
+from rematbench.studies.front import pareto_table
 from rematbench.suite import calibration, make_problem, run_method
 from rematbench.suitefile import load_suite
 

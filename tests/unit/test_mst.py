@@ -14,12 +14,12 @@ from rematbench.discover import discover
 from rematbench.evaluate import evaluate
 from rematbench.layout import Layout
 from rematbench.ledger import issue_order
-from rematbench.longest import longest_sequence
 from rematbench.lower import lower
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
 from rematbench.seconds import action_seconds
 from rematbench.simulate import simulate
+from rematbench.studies.longest import longest_sequence
 from rematbench.suite import make_problem
 from tests.problems import LLAMA, layers, problem
 from tests.twin.interpreter import interpret

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from rematbench.discover import discover
 from rematbench.evaluate import evaluate
-from rematbench.fragmentation import fragmentation
 from rematbench.ledger import issue_order, pool_bytes
 from rematbench.lower import lower
 from rematbench.plan import Plan
@@ -14,6 +13,7 @@ from rematbench.problem import Problem
 from rematbench.program import Program
 from rematbench.solve.memory_plan import memory_plan
 from rematbench.solve.packing import Packing, Tensor, best_fit, live_peak, pack
+from rematbench.studies.fragmentation import fragmentation
 from tests.problems import layers, problem
 from tests.strategies import cases
 

@@ -7,9 +7,9 @@ import pytest
 
 from rematbench.discover import discover
 from rematbench.paths import data_dir
-from rematbench.predict import COLUMNS, predict_case, predict_rows
-from rematbench.published import Case, RowError, read_case, recompute_method
-from rematbench.reported import layer_bytes_in_flight
+from rematbench.published.predict import COLUMNS, predict_case, predict_rows
+from rematbench.published.reported import layer_bytes_in_flight
+from rematbench.published.rows import Case, RowError, read_case, recompute_method
 
 REGISTRY = discover()
 ROW = {
@@ -142,7 +142,7 @@ def test_a_crash_inside_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None
     def crash(*_: object) -> None:
         raise RuntimeError("no\nluck")
 
-    monkeypatch.setattr("rematbench.predict.run_method", crash)
+    monkeypatch.setattr("rematbench.published.predict.run_method", crash)
     out = predict_case(case(), REGISTRY)
     assert (out["pred_status"], out["pred_reason"]) == ("failed", "RuntimeError: no luck")
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.expected import Bound, check, differences, load_artifact, measured
-from rematbench.report import (
+from rematbench.report.expected import Bound, check, differences, load_artifact, measured
+from rematbench.report.html import page_html
+from rematbench.report.page import (
     Page,
     gather,
     load_report,
@@ -16,7 +17,6 @@ from rematbench.report import (
     report_markdown,
     table_html,
 )
-from rematbench.report_html import page_html
 from rematbench.table import Column, Table, gib, whole
 
 ROOT = Path(__file__).resolve().parents[2]

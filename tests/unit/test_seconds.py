@@ -7,9 +7,9 @@ import pytest
 from msgspec import structs
 
 from rematbench.chunk import simulate_chunks
-from rematbench.fates import ChunkSites, covered
 from rematbench.lower import lower
-from rematbench.ops import Activation
+from rematbench.lowering.fates import ChunkSites, covered
+from rematbench.operators.ops import Activation
 from rematbench.plan import Keep, Rule, Select
 from rematbench.problem import Problem
 from rematbench.seconds import ActionCosts

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rematbench.cli import app
-from rematbench.cli_text import CommandError
+from rematbench.console import CommandError
 from rematbench.slurm import queue
 from rematbench.slurm.queue import Left, Unreachable
 

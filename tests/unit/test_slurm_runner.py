@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cli_text import CommandError
+from rematbench.console import CommandError
 from rematbench.slurm import runner as runner_module
 from rematbench.slurm.again import forget
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, decode, is_final

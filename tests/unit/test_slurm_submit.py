@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.cli_text import CommandError
+from rematbench.console import CommandError
 from rematbench.slurm.queue import UNLIMITED, Node, minutes
 from rematbench.slurm.requests import check_request, executed_request, simulated_request
 from rematbench.slurm.settings import load_site

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rematbench import cli
-from rematbench.answers import Answer, ask_study, dump, read_answers
 from rematbench.configfile import ConfigError
 from rematbench.discover import discover
-from rematbench.measures import part_peak_bytes, saved_layer_bytes
-from rematbench.study import load_study, narrowed
+from rematbench.studies.answers import Answer, ask_study, dump, read_answers
+from rematbench.studies.measures import part_peak_bytes, saved_layer_bytes
+from rematbench.studies.study import load_study, narrowed
 from tests.problems import layers, problem
 
 REGISTRY = discover()

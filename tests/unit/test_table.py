@@ -7,7 +7,14 @@ import pytest
 from rematbench.configfile import ConfigError
 from rematbench.discover import discover
 from rematbench.paths import data_dir
-from rematbench.sheets import all_cells, bundle_of, bundles, layouts, read_sheet, write_sheet
+from rematbench.published.sheets import (
+    all_cells,
+    bundle_of,
+    bundles,
+    layouts,
+    read_sheet,
+    write_sheet,
+)
 from rematbench.suitefile import bundles as suite_bundles
 from rematbench.suitefile import load_suite
 from rematbench.table import Column, Table, gib, signed_percent

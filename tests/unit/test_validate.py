@@ -6,9 +6,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.accuracy import Accuracy, Group, Promise, gain_errors, is_scored, load_accuracy
 from rematbench.cost.constants import FitRule, ShapedBy
-from rematbench.validate import by_source, validate
+from rematbench.published.accuracy import (
+    Accuracy,
+    Group,
+    Promise,
+    gain_errors,
+    is_scored,
+    load_accuracy,
+)
+from rematbench.published.validate import by_source, validate
 from tests.problems import calibration
 
 FIT = replace(

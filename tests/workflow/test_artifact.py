@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from rematbench.cli import app
 from rematbench.discover import discover
-from rematbench.report import Page, gather, load_report
-from rematbench.report_html import page_html
-from rematbench.sheets import read_sheet, write_sheet
+from rematbench.published.sheets import read_sheet, write_sheet
+from rematbench.report.html import page_html
+from rematbench.report.page import Page, gather, load_report
 from rematbench.slurm.cells import Campaign, load_measurement
 from rematbench.suite import run_method
 from tests.workflow.checkout import ROOT

@@ -18,7 +18,7 @@ from rematbench.cost.constants import (
 )
 from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel
 from rematbench.layout import Layout
-from rematbench.ops import Comm, Op
+from rematbench.operators.ops import Comm, Op
 from rematbench.system import System
 from rematbench.workload import Workload
 

@@ -4,8 +4,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import get_args
 
-from rematbench.cli_text import CommandError
 from rematbench.configfile import closest
+from rematbench.console import CommandError
 from rematbench.slurm.cellrecord import decode
 from rematbench.slurm.cells import Campaign, CellStatus
 from rematbench.store import Store

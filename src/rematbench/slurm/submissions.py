@@ -7,9 +7,9 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from rematbench.cli_text import CommandError
+from rematbench.console import CommandError
 from rematbench.plan import PlanError, Unsupported
-from rematbench.sheets import write_sheet
+from rematbench.published.sheets import write_sheet
 from rematbench.slurm.cells import Bundle, Campaign, Cell
 from rematbench.slurm.queue import Node, Unreachable, partitions
 from rematbench.slurm.requests import check_request, executed_request, simulated_request

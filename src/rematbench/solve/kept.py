@@ -1,8 +1,8 @@
 """What a plan leaves whole on the device: the only sites a composed method may still change."""
 
-from rematbench.chunk_ops import ChunkOps
-from rematbench.fates import PHASES, resolve
-from rematbench.ops import Part
+from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.fates import PHASES, resolve
+from rematbench.operators.ops import Part
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from math import fsum
 
 from rematbench.lower import rank_orders
-from rematbench.ops import OpTable
+from rematbench.operators.ops import OpTable
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 

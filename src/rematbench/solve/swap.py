@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from rematbench.ops import OpTable
+from rematbench.operators.ops import OpTable
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters
 from rematbench.solve.layers import forward_s, layers_in_flight

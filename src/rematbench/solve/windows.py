@@ -9,7 +9,7 @@ from math import fsum
 
 from msgspec import Struct
 
-from rematbench.ops import Op, OpTable
+from rematbench.operators.ops import Op, OpTable
 from rematbench.problem import Problem
 
 

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from rematbench.chunk_ops import Unit
-from rematbench.ops import Op
+from rematbench.lowering.chunk_ops import Unit
+from rematbench.operators.ops import Op
 from rematbench.torch import kernels
 from rematbench.torch.memory import Site
 from rematbench.torch.model import RankModel

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rematbench.action import Action, Kind
-from rematbench.chunk_ops import Unit
-from rematbench.ops import Op
+from rematbench.lowering.chunk_ops import Unit
+from rematbench.operators.ops import Op
 from rematbench.program import RankProgram
 from rematbench.torch import operators
 from rematbench.torch.calls import Call

@@ -5,8 +5,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rematbench.chunk_ops import ChunkOps, Unit
-from rematbench.ops import Activation
+from rematbench.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.operators.ops import Activation
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.shapes import Shapes, shapes

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rematbench.action import Action, Alloc, place
-from rematbench.ops import Activation
+from rematbench.operators.ops import Activation
 from rematbench.torch.kernels import wide
 from rematbench.torch.memory import (
     Block,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.chunk_ops import Unit
+from rematbench.lowering.chunk_ops import Unit
 from rematbench.torch.kernels import wide
 from rematbench.workload import Model
 

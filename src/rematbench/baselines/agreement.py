@@ -1,0 +1,167 @@
+"""Losses and gradient norms of three engines on the same weights and batches: records, a table.
+
+The executor runs one layout; the baselines run many, which differ in degrees only.  Batch and
+seed are the same for all, so every row is compared with the executor's of its precision.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from rematbench.baselines.process import job, policy, run_jobs
+from rematbench.discover import IDENTITY, discover
+from rematbench.layout import Layout
+from rematbench.load import load_cluster, load_model
+from rematbench.problem import Problem
+from rematbench.record import Observed, Record, provenance, read_record, run_spec
+from rematbench.suite import make_problem
+from rematbench.table import Column, Table
+from rematbench.workload import Precision
+
+STEPS = 2
+EXECUTOR = "executor"
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+
+
+class Row(NamedTuple):
+    """A run of an engine: its name in the table, degrees, the policy's settings."""
+
+    name: str
+    layout: dict[str, Any]
+    settings: dict[str, Any]
+
+
+ROWS: dict[str, tuple[Row, ...]] = {
+    EXECUTOR: (Row("one", {}, {}),),
+    "megatron_core": (
+        Row("one", {}, {}),
+        Row("one-full", {}, {"recompute": "full"}),
+        Row("one-offload", {}, {"offload_modules": ["core_attn", "mlp_norm"]}),
+        Row("tp2", {"tp": 2}, {}),
+        Row("cp2", {"cp": 2}, {}),
+        Row("pp2", {"pp": 2}, {}),
+        Row("dp2", {"dp": 2}, {}),
+    ),
+    "deepspeed": (
+        Row("zero1", {}, {}),
+        Row("one-tiled", {}, {"mlp_tiles": 2, "loss_tiles": 4}),
+        Row("dp2-zero0", {"dp": 2, "zero_stage": 0}, {}),
+        Row("dp2-zero2", {"dp": 2, "zero_stage": 2}, {}),
+        Row("dp2-zero3", {"dp": 2, "zero_stage": 3}, {"checkpointing": "plain"}),
+        Row("ulysses2", {"dp": 2, "ulysses": 2}, {}),
+        Row("ulysses2-zero3", {"dp": 2, "ulysses": 2, "zero_stage": 3}, {}),
+    ),
+}
+
+
+def problem(layout: dict[str, Any], precision: Precision) -> Problem:
+    """tiny-llama, 64 tokens, four sequences a step, on one-GPU nodes."""
+    return make_problem(
+        model=load_model("tiny-llama"),
+        cluster=replace(load_cluster("h800-80gb"), gpus_per_node=1),
+        system="deepspeed" if "ulysses" in layout else "rematbench",
+        layout=Layout(**{"global_batch": 4, **layout}),
+        seq_len=64,
+        precision=precision,
+    )
+
+
+def agreement_records() -> dict[str, Record]:
+    """Run every engine in every precision (torch and the packages needed); records by file name."""
+    found = {}
+    for precision in PRECISIONS:
+        for engine, rows in ROWS.items():
+            if engine == EXECUTOR:
+                records = [_executor(precision)]
+            else:
+                jobs = [
+                    job(problem(row.layout, precision), policy(engine, row.settings), steps=STEPS)
+                    for row in rows
+                ]
+                records = run_jobs(engine, jobs)
+            for row, record in zip(rows, records, strict=True):
+                found[_name(engine, row, precision)] = record
+    return found
+
+
+def _name(engine: str, row: Row, precision: Precision) -> str:
+    return f"{engine}-{row.name}-{precision}"
+
+
+def _executor(precision: Precision) -> Record:
+    """The project's own executor on one process, without weight decay as the others."""
+    from rematbench.torch import job as torch_job  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.case import Case  # noqa: PLC0415
+    from rematbench.torch.launch import execute_cases  # noqa: PLC0415
+    from rematbench.torch.parameters import AdamW  # noqa: PLC0415
+
+    made = problem({}, precision)
+    case = Case(
+        name=EXECUTOR,
+        problem=made,
+        plan=made.base_plan,
+        steps=STEPS,
+        measure=False,
+        optimizer=AdamW(weight_decay=0.0),
+    )
+    (result,) = execute_cases([case])
+    spec = run_spec(made, discover().resolve(IDENTITY, {}), "executed")
+    seen = Observed(
+        label="rematbench executor",
+        stack={"torch": torch_job.versions("cpu")["torch"]},
+        losses=tuple(result.losses),
+        gradient_norms=tuple(result.gradient_norms),
+    )
+    ok = result.status == "ok"
+    return Record(
+        run_id=spec.run_id,
+        spec=spec,
+        status="ok" if ok else "failed",
+        reason=result.reason,
+        observed=seen if ok else None,
+        provenance=provenance(),
+    )
+
+
+COLUMNS = (
+    Column("engine", "engine"),
+    Column("case", "case"),
+    Column("precision", "precision"),
+    Column("loss", "loss", lambda value: f"{value:.7f}"),
+    Column("gradient_norm", "gradient norm", lambda value: f"{value:.7f}"),
+    Column("loss_error", "loss, relative", lambda value: f"{value:.1e}"),
+    Column("norm_error", "norm, relative", lambda value: f"{value:.1e}"),
+)
+
+
+def agreement_table(folder: Path) -> Table:
+    """First step's loss and whole gradient norm of every record, against the executor's."""
+    lines = []
+    for precision in PRECISIONS:
+        wanted: tuple[float, float] | None = None
+        for engine, rows in ROWS.items():
+            for row in rows:
+                record = read_record(folder / f"{_name(engine, row, precision)}.json")
+                line: dict[str, Any] = {"case": row.name, "precision": precision}
+                if record.observed is None:
+                    line["engine"] = f"{engine}: {record.status}: {record.reason}"
+                    lines.append(line)
+                    continue
+                found = record.observed.losses[0], record.observed.gradient_norm[0]
+                line |= {"engine": record.observed.label, "loss": found[0]}
+                line["gradient_norm"] = found[1]
+                if wanted is None:
+                    wanted = found
+                else:
+                    line["loss_error"] = abs(found[0] / wanted[0] - 1)
+                    line["norm_error"] = abs(found[1] / wanted[1] - 1)
+                lines.append(line)
+    return Table(
+        name="agreement",
+        title="Three engines on the same weights and batch, executed on a CPU: the first step",
+        columns=COLUMNS,
+        rows=tuple(lines),
+        note="Relative to the executor. tiny-llama, 64 tokens, four sequences a step; without "
+        "weight decay. Layouts differ in degrees only.",
+    )

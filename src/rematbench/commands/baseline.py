@@ -1,0 +1,236 @@
+"""The commands about baselines: flags, and `baseline` list, run, trace, predict."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+from typer import Option
+
+from rematbench.baselines.flags import flags_of
+from rematbench.baselines.process import BaselineError, Job, baselines, job, policy, run_jobs
+from rematbench.commands.options import Request, RunOptions, request, settings_of, takes_run
+from rematbench.commands.points import (
+    compare_engines,
+    trace_again,
+    trace_shipped_points,
+    write_tables,
+)
+from rematbench.console import CommandError, console, gib, grid, left, plain
+from rematbench.discover import IDENTITY
+from rematbench.evaluate import fullest
+from rematbench.plan import Unsupported
+from rematbench.record import Record, encode_record, make_record, write_record
+from rematbench.suite import run_method
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command("list")
+def list_baselines() -> None:
+    """List the baselines: what each claims, its settings and its file.
+
+    \b
+    Example:
+      rematbench baseline list
+    """
+    table = left(grid("baseline", "claim", "settings"), 1, 2)
+    for entry in baselines().values():
+        settings = ", ".join(f"{key}={value}" for key, value in entry.parameters.items())
+        table.add_row(entry.name, plain(entry.claim.partition(": ")[2]), plain(settings))
+    console().print(table)
+
+
+def asked(options: RunOptions) -> Request:
+    """The problem of the options, with the baseline's policy as its method (a method of no settings
+    stands in for it until the problem is there)."""
+    method = policy(options.method, settings_of(options.settings))
+    plain_options = RunOptions(
+        **{**vars(options), "method": IDENTITY, "settings": None},
+    )
+    return msgspec.structs.replace(request(plain_options), method=method)
+
+
+@app.command("predict")
+@takes_run
+def predict_baseline(
+    run: RunOptions,
+    out: Annotated[
+        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
+    ] = None,
+) -> None:
+    """Predict a baseline's policy with the simulator: labelled simulated, never measured.
+
+    METHOD is a baseline (see `rematbench baseline list`).
+
+    \b
+    Example:
+      rematbench baseline predict megatron_core --model gpt-22b --cluster a100-80gb-selene
+        --gpus 8 --seq-len 2048 --global-batch 4 --micro-batch 4 --tp 8 --set recompute=selective
+    """
+    made = asked(run)
+    outcome = run_method(made.problem, made.method)
+    record = make_record(made.problem, made.method, outcome)
+    if out is not None:
+        write_record(record, out)
+    typer.echo(f"{run.method} policy (simulated): {record.status} {record.reason}".rstrip())
+    for rank, nbytes in enumerate(
+        outcome.evaluation.peak_device_bytes if outcome.evaluation else ()
+    ):
+        typer.echo(f"  stage {rank}: peak {gib(nbytes)} GiB")
+
+
+@app.command("run")
+@takes_run
+def run_baseline(
+    run: RunOptions,
+    steps: Annotated[int, Option(min=1, help="Measured steps.")] = 2,
+    warmup: Annotated[int, Option(min=0, help="Steps before them, kept apart.")] = 0,
+    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to run.")] = "cpu",
+    options: Annotated[
+        Path | None, Option(metavar="FILE", help="Configure it from what `flags` printed.")
+    ] = None,
+    out: Annotated[
+        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
+    ] = None,
+) -> None:
+    """Execute a baseline: the real package in processes of its own (gloo on a CPU, NCCL on GPUs).
+
+    \b
+    Example:
+      rematbench baseline run megatron_core --model tiny-llama --cluster this-machine --gpus 2
+        --seq-len 128 --global-batch 4 --tp 2 --precision fp32 --set recompute=full
+    """
+    if device not in ("cpu", "cuda"):
+        raise CommandError(f"--device {device}: expected cpu or cuda")
+    made = asked(run)
+    try:
+        printed = options.read_text() if options else ""
+    except OSError as error:
+        raise CommandError(f"--options {options}: cannot be read ({error.strerror})") from error
+    chosen: dict[str, int | str] = {"steps": steps, "warmup": warmup, "device": device}
+    _finish(run.method, [_job(made, "executed", options=printed, **chosen)], out)
+
+
+@app.command("trace")
+@takes_run
+def trace_baseline(
+    run: RunOptions,
+    rank: Annotated[int, Option(min=0, help="The global rank to follow.")] = 0,
+    out: Annotated[
+        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
+    ] = None,
+) -> None:
+    """Trace one rank of a baseline on fake tensors, at any scale, without hardware.
+
+    `rematbench trace` does the same for a pipeline rank.
+
+    \b
+    Example:
+      rematbench baseline trace megatron_core --model gpt-22b --cluster a100-80gb-selene --gpus 8
+        --seq-len 2048 --global-batch 4 --micro-batch 4 --tp 8 --attention unfused
+        --set recompute=selective
+    """
+    made = asked(run)
+    if rank >= made.problem.layout.gpus:
+        raise CommandError(
+            f"--rank {rank}: the layout has ranks 0 to {made.problem.layout.gpus - 1}"
+        )
+    _finish(run.method, [_job(made, "traced", rank=rank)], out)
+
+
+def trace_stage(run: RunOptions, stage: int | None, out: Path | None, *, json: bool) -> None:
+    """`rematbench trace` of a baseline: the first rank of a pipeline rank (default: the fullest of
+    the baseline's own plan)."""
+    made = asked(run)
+    lay = made.problem.layout
+    if stage is None:
+        plan = made.method.plan(made.problem, made.base)
+        stage = 0 if isinstance(plan, Unsupported) else fullest(made.problem, plan)
+    if stage >= lay.pp:
+        raise CommandError(f"--stage {stage}: the pipeline has ranks 0 to {lay.pp - 1}")
+    first = stage * lay.tp * lay.cp * lay.dp
+    _finish(run.method, [_job(made, "traced", rank=first)], out, json=json)
+
+
+app.command("points")(trace_shipped_points)
+app.command("again")(trace_again)
+app.command("agree")(compare_engines)
+app.command("tables")(write_tables)
+
+
+def _job(
+    made: Request, world: Literal["executed", "traced"], **options: int | float | bool | str
+) -> Job:
+    return job(made.problem, made.method, world, timeout_s=600.0, **options)
+
+
+def _finish(name: str, jobs: list[Job], out: Path | None, *, json: bool = False) -> None:
+    (record,) = run_jobs(name, jobs)
+    if out is not None:
+        write_record(record, out)
+    if json:
+        typer.echo(encode_record(record).decode())
+    else:
+        _show(record)
+    if record.status == "failed":
+        raise typer.Exit(1)
+
+
+def _show(record: Record) -> None:
+    seen = record.observed
+    if seen is None:
+        typer.echo(f"{record.status.upper()}: {record.reason}")
+        return
+    typer.echo(f"{seen.label} ({record.world}; {_versions(seen.stack)}; {seen.backend})")
+    for name, kernel in seen.kernels.items():
+        typer.echo(f"  {name}: {kernel}")
+    if seen.shim:
+        typer.echo(f"  shim: {', '.join(seen.shim)}")
+    for step, loss in enumerate(seen.losses):
+        typer.echo(f"  step {step}: loss {loss:.6f}, gradient norm {seen.gradient_norm[step]:.6f}")
+    ranks = seen.traced_ranks or tuple(range(len(seen.activation_peak_bytes)))
+    for index, rank in enumerate(ranks):
+        live, host = seen.activation_peak_bytes[index], seen.host_peak_bytes[index]
+        words = f"activations {gib(live)} GiB, host {gib(host)} GiB"
+        typer.echo(f"  rank {rank}: {words}, states {gib(seen.state_bytes[index])} GiB")
+
+
+def _versions(stack: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in stack.items())
+
+
+@takes_run
+def flags(
+    run: RunOptions,
+    baseline: Annotated[str, Option(metavar="B", help="Whose flags.")] = "megatron_core",
+    json: Annotated[bool, Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """Print a baseline's options equal to a method's plan, or name what is missing there.
+
+    megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON.  Exit
+    code 0 if equal, 1 if something is missing.
+
+    \b
+    Example:
+      rematbench flags full_recompute --set num_layers=2 --model llama-7b --cluster a800-80gb
+        --gpus 8 --seq-len 8192 --global-batch 16 --tp 2 --pp 4
+      rematbench flags full_recompute --baseline deepspeed --system deepspeed --model llama2-7b
+        --cluster a800-80gb --gpus 8 --seq-len 4096 --global-batch 8 --zero 3
+    """
+    if baseline not in baselines():
+        raise BaselineError(f"--baseline {baseline}: one of {', '.join(baselines())}")
+    made = request(run)
+    plan = made.method.plan(made.problem, made.base)
+    if isinstance(plan, Unsupported):
+        raise CommandError(f"unsupported: {plan.reason}")
+    answer = flags_of(made.problem, plan, baseline)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+    elif answer.missing:
+        typer.echo(f"{baseline} has no options equal to {run.method}; missing there:")
+        for line in answer.missing:
+            typer.echo(f"  {line}")
+    else:
+        typer.echo(answer.flags)
+    raise typer.Exit(1 if answer.missing else 0)

@@ -1,0 +1,155 @@
+"""The command `compare`: every method and baseline for one job in one table."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+from rematbench.binding import PARTS
+from rematbench.candidates import CompareConfig, load_compare
+from rematbench.commands.options import Request, RunOptions, request, takes_problem
+from rematbench.commands.ranking import Judged, show
+from rematbench.commands.sheet import read
+from rematbench.compare import Comparison, Entry
+from rematbench.compare import compare as compared
+from rematbench.console import CommandError, console
+from rematbench.discover import discover
+from rematbench.paths import data_dir
+from rematbench.published.accuracy import load_accuracy
+from rematbench.published.evidence import RULES, evidence, known_cells
+from rematbench.published.sheets import write_sheet
+from rematbench.suite import calibration
+
+
+@takes_problem
+def compare(
+    run: RunOptions,
+    output: Annotated[
+        Path | None, Option("-o", "--output", metavar="FILE.csv", help="Also write every number.")
+    ] = None,
+    predictions: Annotated[
+        Path | None,
+        Option(metavar="PRED.csv", help="Errors of the published cells themselves (`predict`)."),
+    ] = None,
+    limit: Annotated[int, Option(min=1, metavar="S", help="CPU seconds for one candidate.")] = 4,
+    processes: Annotated[int, Option(min=1, help="Worker processes.")] = 2,
+) -> None:
+    """Compare all methods, their compositions and the baseline policies on one job.
+
+    Those that fit come first, by tokens/s; a method that refuses says why below the table.
+
+    \b
+    Example:
+      rematbench compare --model llama-65b --cluster h800-80gb --system megatron-kwai
+        --gpus 64 --seq-len 4096 --global-batch 256 --tp 4 --pp 4 --vpp 5 -o compare.csv
+    """
+    asked = request(run)
+    if output is not None:
+        _check_writable(output)
+    config = load_compare()
+    source = predictions or data_dir("published") / "runs.csv"
+    cells = read(source, "--predictions", "pred_status" if predictions else "source")
+    found = compared(
+        asked.problem,
+        asked.base,
+        config,
+        methods=run.methods or (),
+        processes=processes,
+        limit_s=limit,
+    )
+    judged = judge(found, asked, cells, config, run.methods or ())
+    if output is not None:
+        write_sheet(output, [line(item) for item in judged])
+    show(console(), asked, found, judged, config.shown_share)
+
+
+def _check_writable(path: Path) -> None:
+    """Before the work, not after it."""
+    if path.is_dir():
+        raise CommandError(f"-o {path}: is a folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"-o {path}: cannot be written ({error.strerror})") from error
+    if not os.access(path.parent, os.W_OK):
+        raise CommandError(f"-o {path}: cannot be written (the folder is read-only)")
+
+
+def judge(
+    found: Comparison,
+    asked: Request,
+    cells: Sequence[Mapping[str, Any]],
+    config: CompareConfig,
+    methods: Sequence[Path],
+) -> list[Judged]:
+    """Entries with their evidence; an equal plan has the evidence of the plan it equals."""
+    published = [cell for cell in cells if cell.get("cell", "published") == "published"]
+    known = known_cells(published, load_accuracy(), calibration(), discover(methods))
+    family = {entry.name: entry.candidate.family for entry in found.entries}
+    judged = [
+        Judged(
+            entry,
+            evidence(
+                asked.problem,
+                family.get(entry.same_as, entry.candidate.family),
+                known,
+                config.context_factor,
+            ),
+        )
+        for entry in found.entries
+    ]
+    return tied(judged)
+
+
+def tied(judged: Sequence[Judged]) -> list[Judged]:
+    """Mark fitting entries whose speed is within the error of predictions of the fastest's: the
+    larger error of the two counts; without any error nothing is marked."""
+    best = next((item for item in judged if item.entry.status == "ok"), None)
+    if best is None:
+        return list(judged)
+    fastest = _speed(best.entry)
+    found = []
+    for item in judged:
+        errors = [e for e in (best.evidence.error, item.evidence.error) if e is not None]
+        near = item.entry.status == "ok" and item is not best and bool(errors)
+        equal = near and _speed(item.entry) >= fastest * (1 - max(errors))
+        found.append(Judged(item.entry, item.evidence, equal))
+    return found
+
+
+def _speed(entry: Entry) -> float:
+    assert entry.evaluation is not None
+    return entry.evaluation.tokens_per_s_per_gpu
+
+
+def line(item: Judged) -> dict[str, Any]:
+    """Every number of an entry, for the CSV: base SI units, fractions; empty where there is none.
+    Speeds of a plan that does not fit are those it would have if it did."""
+    entry, found = item.entry, item.evidence
+    evaluation, verdict = entry.evaluation, entry.verdict
+    speeds = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
+    amounts = ("recompute_flop", "offload_bytes", "reserved_bytes", "host_node_bytes")
+    rooms = ("headroom_bytes", "host_headroom_bytes", "binds")
+    hours = entry.gpu_hours_per_1e9_tokens
+    return {
+        "name": entry.name,
+        "origin": entry.candidate.origin,
+        "same_as": entry.same_as,
+        "status": entry.status,
+        "reason": entry.reason,
+        **{key: getattr(evaluation, key, "") for key in speeds},
+        "gpu_hours_per_1e9_tokens": "" if hours is None else hours,
+        "peak_device_bytes": max(evaluation.peak_device_bytes) if evaluation else "",
+        **{key: getattr(evaluation, key, "") for key in amounts},
+        **{key: getattr(verdict, key, "") for key in rooms},
+        **{f"{part}_s": entry.parts_s.get(part, "") for part in PARTS},
+        "plan": "; ".join(f"{k}={v}" for k, v in (entry.plan.fit if entry.plan else {}).items()),
+        "evidence": found.grade or "none",
+        "evidence_rule": RULES[found.rule - 1] if found.rule else "",
+        "evidence_cells": found.cells,
+        "evidence_error": "" if found.error is None else found.error,
+        "evidence_groups": "; ".join(found.groups),
+        "tied_with_best": "yes" if item.tied else "no",
+    }

@@ -1,0 +1,199 @@
+"""`execute`: a plan on torch, in processes on this machine or a launcher's."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import typer
+from typer import Option
+
+from rematbench import rank_error
+from rematbench.commands.options import Request, RunOptions, request, takes_run
+from rematbench.commands.real import finish, need_gpu, need_torch
+from rematbench.console import CommandError
+from rematbench.discover import discover
+from rematbench.lower import lower
+from rematbench.measured import Measured
+from rematbench.plan import Plan, Unsupported
+from rematbench.rank_error import RankError
+from rematbench.record import Record
+from rematbench.suite import Status
+from rematbench.worlds.measure import compared, measured, measured_record
+
+if TYPE_CHECKING:
+    from rematbench.torch.case import Case, Result
+    from rematbench.torch.job import Given
+
+SEQ_LEN = 128
+Device = Literal["cpu", "cuda"]
+RANK = Option(envvar=["RANK", "SLURM_PROCID"], hidden=True)
+SIZE = Option(envvar=["WORLD_SIZE", "SLURM_NTASKS"], hidden=True)
+LOCAL = Option(envvar=["LOCAL_RANK", "SLURM_LOCALID"], hidden=True)
+
+
+@takes_run
+def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
+    run: RunOptions,
+    steps: Annotated[int, Option(min=1, help="Optimizer steps.")] = 3,
+    against: Annotated[
+        str, Option(metavar="METHOD", help="Also run this method and compare the gradients.")
+    ] = "",
+    device: Annotated[Device | None, Option(help="Default: cuda where there is one.")] = None,
+    timeout: Annotated[float, Option(min=1, help="Seconds without a result until given up.")] = 600,
+    out: Annotated[Path | None, Option(metavar="RECORD.json", help="Write the record.")] = None,
+    json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
+    rank: Annotated[int | None, RANK] = None,
+    world_size: Annotated[int | None, SIZE] = None,
+    local_rank: Annotated[int, LOCAL] = 0,
+    address: Annotated[str, Option(envvar="MASTER_ADDR", hidden=True)] = "",
+    port: Annotated[int, Option(envvar="MASTER_PORT", hidden=True)] = 0,
+) -> None:
+    """Execute a method's plan on torch: losses, gradients, and bytes against the ledger.
+
+    Starts a process for each of --gpus (gloo on CPU, NCCL on CUDA); under torchrun or srun it is
+    one of theirs.  --seq-len defaults to 128, --global-batch to two micro-batches a stage.
+    CPU seconds are not performance and are not reported.  Exit code 1 unless the run is ok (and,
+    with --against, lossless).
+
+    \b
+    Example:
+      rematbench execute full_recompute --model tiny-llama --cluster this-machine
+        --gpus 2 --tp 2 --precision fp32 --against keep_all
+    """
+    need_torch()
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+
+    asked = request(_with_defaults(run))
+    given = _given(rank, world_size, local_rank, (address, port), asked)
+    kind = job.device_kind(device or "")
+    need_gpu(kind)
+    cases = _cases(asked, run, against, steps, kind)
+    reason = cases if isinstance(cases, str) else next(filter(None, map(job.refused, cases)), "")
+    record: Record | None
+    if reason or isinstance(cases, str):
+        record = _record(asked, None, ("unsupported", reason, None), (), job.versions(kind))
+    else:
+        record = _executed(asked, cases, given, timeout, against, out)
+    if record is None:  # a launcher's other process
+        return
+    finish(record, asked, out, json)
+    found = record.measured.comparison if record.measured else None
+    if record.status != "ok" or (found is not None and not found.lossless):
+        raise typer.Exit(1)
+
+
+def _with_defaults(run: RunOptions) -> RunOptions:
+    """A length and a batch for a first try."""
+    ranks = run.tp * run.cp * run.pp
+    replicas = max(1, (run.gpus or ranks) // ranks)
+    return dataclasses.replace(
+        run,
+        seq_len=run.seq_len or SEQ_LEN,
+        global_batch=run.global_batch or 2 * run.pp * replicas * run.micro_batch,
+    )
+
+
+def _given(
+    rank: int | None,
+    world_size: int | None,
+    local_rank: int,
+    meeting: tuple[str, int],
+    asked: Request,
+) -> "Given | None":
+    """This process's place among a launcher's, if one started it."""
+    from rematbench.torch.job import Given  # noqa: PLC0415  # torch is optional
+
+    if rank is None or world_size is None or world_size == 1:
+        return None
+    gpus = asked.problem.layout.gpus
+    if world_size != gpus:
+        raise CommandError(f"--gpus {gpus}: the launcher started {world_size} processes")
+    address, port = meeting
+    if not address or not port:
+        raise CommandError("set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)")
+    return Given(
+        rank=rank, world_size=world_size, local_rank=local_rank, address=address, port=port
+    )
+
+
+def _cases(
+    asked: Request, run: RunOptions, against: str, steps: int, device: str
+) -> "list[Case] | str":
+    """The method's case and the other's to compare with, or why there is no plan."""
+    from rematbench.torch.case import Case  # noqa: PLC0415  # torch is optional
+
+    registry = discover(run.methods or ())
+    methods = [asked.method, *([registry.resolve(against)] if against else [])]
+    cases = []
+    for method in methods:
+        plan = method.plan(asked.problem, asked.base)
+        if isinstance(plan, Unsupported):
+            return plan.reason
+        lower(plan, asked.problem)  # a PlanError is said before any process starts
+        cases.append(
+            Case(
+                name=method.name,
+                problem=asked.problem,
+                plan=plan,
+                steps=steps,
+                device=device,
+                gradients=bool(against),
+                deterministic=bool(against),
+            )
+        )
+    return cases
+
+
+def _executed(
+    asked: Request,
+    cases: "list[Case]",
+    given: "Given | None",
+    timeout: float,
+    against: str,
+    out: Path | None,
+) -> Record | None:
+    """The record; None in a launcher's other processes.  One that fails leaves its error beside
+    `out` before it ends, as rank 0 will only see a connection break."""
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.worker import failure  # noqa: PLC0415
+
+    if given is None:
+        hosts: tuple[int, ...] = (asked.problem.layout.gpus,)
+        results = job.run_own(cases, timeout)
+    else:
+        try:
+            results, hosts = job.run_given(cases, given, timeout)
+        except Exception as error:
+            if out is not None:
+                rank_error.note(out, given.rank, RankError(*failure(error)))
+            raise
+    if not results:
+        return None
+    plan, versions = cases[0].plan, job.versions(cases[0].device)
+    broken = next((result for result in results if result.status != "ok"), None)
+    if broken is not None:
+        return _record(asked, plan, (*status_of(broken), None), hosts, versions)
+    found = measured(asked.problem, plan, results[0])
+    if against:
+        other = compared(asked.problem, results[0], results[1], against)
+        found = msgspec.structs.replace(found, comparison=other)
+    return _record(asked, plan, ("ok", "", found), hosts, versions)
+
+
+def status_of(result: "Result") -> tuple[Status, str]:
+    """A record's status: NaN and timeouts are failures that say so."""
+    if result.status in ("nan", "timeout"):
+        return "failed", f"{result.status}: {result.reason}"
+    return result.status, result.reason  # type: ignore[return-value]  # the other words are shared
+
+
+def _record(
+    asked: Request,
+    plan: Plan | None,
+    outcome: tuple[Status, str, Measured | None],
+    hosts: tuple[int, ...],
+    versions: dict[str, str],
+) -> Record:
+    where: dict[str, Any] = {**versions, "ranks_per_host": hosts}
+    return measured_record("executed", asked.problem, asked.method, plan, outcome, where)

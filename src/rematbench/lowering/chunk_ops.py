@@ -1,0 +1,190 @@
+"""One rank's model chunk as a run of operator instances with tensor names and fates."""
+
+from functools import cached_property
+from typing import NamedTuple
+
+from rematbench.lowering.fates import ChunkSites, Resolved, Site
+from rematbench.lowering.mini import MiniRun, mini_runs
+from rematbench.operators.ops import Activation, OpTable, holding
+from rematbench.plan import MiniSequence, PlanError
+from rematbench.problem import Problem, head_parameters
+
+
+class Unit(NamedTuple):
+    """The embedding, one layer or the head inside a chunk.  `prefix` is E, L<i> or H."""
+
+    prefix: str
+    table: OpTable
+    place: int  # inside the chunk
+    layer: int  # global layer, -1 for embedding and head
+    parameters: int  # on one rank, before any ZeRO sharding
+    variant: int = 0  # index into the problem's distinct layers
+
+
+class ChunkOps:
+    """The units of (stage, chunk), the storage name of every activation, the chunk's ports."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        stage: int,
+        chunk: int,
+        layers: tuple[int, ...],
+        mini_sequences: tuple[MiniSequence, ...] = (),
+        held: tuple[str, ...] = (),
+    ) -> None:
+        self.mini_sequences = mini_sequences
+        pp, vpp = problem.layout.pp, problem.layout.vpp
+        self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
+        self.at_once = False  # whether each of its backwards follows its forward at once
+        self.first = stage == 0 and chunk == 0
+        self.last = stage == pp - 1 and chunk == vpp - 1
+        self._names: dict[str, dict[str, str]] = {}  # by unit and activation
+        self.units: list[Unit] = []
+        if self.first:
+            self.units.append(Unit("E", problem.embedding, 0, -1, problem.embedding.parameters))
+        for i, layer in enumerate(layers):
+            table = problem.layer(layer)
+            table = holding(table, held) if held else table
+            variant = problem.variant(layer)
+            self.units.append(Unit(f"L{i}", table, i, layer, table.parameters, variant))
+        if self.last:
+            self.units.append(Unit("H", problem.head, 0, -1, head_parameters(problem)))
+
+    @cached_property
+    def shape(self) -> tuple[object, ...]:
+        """What its blocks depend on: chunks of equal shape have equal blocks."""
+        units = tuple((u.prefix, u.variant) for u in self.units)
+        return (self.first, self.last, self.at_once, units)
+
+    @property
+    def input_name(self) -> str:
+        """The boundary activation entering the chunk's first layer."""
+        return "L0.layer_input"
+
+    @property
+    def output_name(self) -> str:
+        """The boundary activation leaving the chunk's last layer."""
+        return f"L{len(self.layers)}.layer_input"
+
+    @property
+    def boundary(self) -> Activation:
+        """The tensor sent between stages."""
+        return self.problem.layer_kinds[0].activations["layer_input"]
+
+    def storage(self, unit: Unit, activation: str) -> str:
+        """Local storage name; a layer's output is the next layer's input."""
+        names = self._names.setdefault(unit.prefix, {})
+        if activation not in names:
+            names[activation] = self._storage(unit, activation)
+        return names[activation]
+
+    def _storage(self, unit: Unit, activation: str) -> str:
+        match unit.table.part, activation:
+            case "embedding", "layer_input":
+                return "L0.layer_input"
+            case "layer", "layer_output":
+                return f"L{unit.place + 1}.layer_input"
+            case "head", "layer_output":
+                return self.output_name
+        return f"{unit.prefix}.{activation}"
+
+    def site(self, unit: Unit, activation: str) -> Site:
+        """The plan's site of a unit's saved tensor."""
+        return (unit.table.part, unit.place, activation)
+
+    @cached_property
+    def sites(self) -> ChunkSites:
+        """Every saved tensor of the chunk."""
+        return ChunkSites(
+            stage=self.stage,
+            chunk=self.chunk,
+            sites={
+                self.site(unit, name): unit.table.activations[name]
+                for unit in self.units
+                for name in unit.table.saved
+            },
+            layers=dict(enumerate(self.layers)),
+        )
+
+    def saved(self, unit: Unit) -> list[tuple[str, str, Site]]:
+        """(activation, storage, site) of a unit's saved tensors."""
+        return self._saved[unit.prefix]
+
+    @cached_property
+    def _saved(self) -> dict[str, list[tuple[str, str, Site]]]:
+        return {
+            unit.prefix: [(n, self.storage(unit, n), self.site(unit, n)) for n in unit.table.saved]
+            for unit in self.units
+        }
+
+    def runs(self, unit: Unit) -> dict[str, MiniRun]:
+        """The unit's mini-sequence runs, by first operator."""
+        return self._runs[id(unit.table)] if self.mini_sequences else {}
+
+    @cached_property
+    def _runs(self) -> dict[int, dict[str, MiniRun]]:
+        """Runs by table: layers share few tables, and are asked for at every operator."""
+        tables = {id(unit.table): unit.table for unit in self.units}
+        return {key: mini_runs(table, self.mini_sequences) for key, table in tables.items()}
+
+    def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
+        """The run inside which an activation exists only in pieces."""
+        runs = self.runs(unit).values()
+        return next((run for run in runs if activation in run.interior), None)
+
+    def parts(self, unit: Unit, activation: str, fate: Resolved) -> list["StoredPart"]:
+        """Storages a saved tensor leaves behind: whole, split by fate, or in pieces."""
+        storage = self.storage(unit, activation)
+        run = self.run_of(unit, activation)
+        if run is None:
+            return stored_parts(storage, fate)
+        if fate.mixed or fate.offload_bytes:
+            raise PlanError(
+                f"{storage} is inside a mini-sequence: keep it or recompute it whole (in a "
+                "composition, what offloads goes before what splits)"
+            )
+        if fate.recompute_bytes:
+            return []
+        tensor = unit.table.activations[activation]
+        return [
+            StoredPart(run.piece_name(storage, piece), piece_bytes(tensor, piece.fraction), False)
+            for piece in run.pieces
+        ]
+
+    @cached_property
+    def layer_unit(self) -> dict[int, Unit]:
+        """Layer unit by index inside the chunk."""
+        return {unit.place: unit for unit in self.units if unit.table.part == "layer"}
+
+
+class StoredPart(NamedTuple):
+    """A storage that stays for the backward: its name, bytes and whether it goes to the host."""
+
+    name: str
+    nbytes: int
+    offload: bool
+
+
+def stored_parts(storage: str, fate: Resolved) -> list[StoredPart]:
+    """The storages a saved tensor leaves behind after the forward."""
+    if not fate.mixed:
+        if fate.recompute_bytes:
+            return []
+        return [StoredPart(storage, fate.nbytes, fate.offload_bytes > 0)]
+    parts = []
+    if fate.keep_bytes:
+        parts.append(StoredPart(f"{storage}#k", fate.keep_bytes, False))
+    if fate.offload_bytes:
+        parts.append(StoredPart(f"{storage}#o", fate.offload_bytes, True))
+    return parts
+
+
+def piece_bytes(tensor: Activation, fraction: float) -> int:
+    """Bytes of a share of a tensor's rows (floor; exact for shares made of whole rows)."""
+    return int(tensor.rows * fraction + 1e-6) * tensor.row_bytes
+
+
+def rows_of(fates: list[Resolved]) -> float:
+    """Share of rows to rebuild: the largest among the outputs wanted."""
+    return max((f.recompute_bytes / f.nbytes for f in fates if f.nbytes), default=0.0)

@@ -1,0 +1,271 @@
+"""Write a chunk's backward block: gradients, collectives, reductions."""
+
+from rematbench.action import Action, Alloc, Kind
+from rematbench.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
+from rematbench.lowering.emit_forward import Fates
+from rematbench.lowering.emit_op import emit_alloc
+from rematbench.lowering.emit_rebuild import Rebuilder
+from rematbench.lowering.emit_reload import Reloader
+from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
+from rematbench.lowering.mini import MiniRun
+from rematbench.lowering.writer import COMPUTE, WHOLE, BlockWriter, Share
+from rematbench.operators.ops import Op
+from rematbench.plan import Transfers
+from rematbench.program import Block
+
+
+class BackwardEmitter:
+    """The backward block of one chunk under resolved fates."""
+
+    def __init__(
+        self,
+        chunk: ChunkOps,
+        fates: Fates,
+        transfers: Transfers,
+        gatherer: ParameterGatherer | None,
+        reducer: GradReducer | None,
+    ) -> None:
+        self.chunk = chunk
+        self.gatherer, self.reducer = gatherer, reducer
+        self.w = BlockWriter()
+        self.rebuild = Rebuilder(chunk, fates, self.w)
+        self.grads: dict[str, str] = {}  # activation storage -> gradient storage
+        self.arrivals: set[str] = set()
+        self.reload = Reloader(chunk, fates, transfers, self.w)
+        self.rebuild.arrive = self._ahead_of_turn
+        self.overlap = chunk.problem.system.tp_overlap in ("backward", "gemm")
+
+    def block(self) -> Block:
+        """B: from the output's gradient to the input's; frees everything the forward left."""
+        chunk, w = self.chunk, self.w
+        self._arrive()
+        order = list(reversed(chunk.units))
+        for position, unit in enumerate(order):
+            self.reload.before(order, position)
+            if self.gatherer:
+                self.gatherer.before(w, order, position)
+            if self.reducer:
+                self.reducer.before(w, unit)
+            self.rebuild.scopes(unit)
+            self._operators(unit)
+            self.reload.after(unit)
+            if self.gatherer:
+                self.gatherer.after(w, unit)
+            if self.reducer:
+                self.reducer.after(w, unit, last=position == len(order) - 1)
+        survivors = set() if chunk.first else {self.grads[chunk.input_name]}
+        w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="b_end"))
+        return Block("B", w.finish(survivors, self.arrivals))
+
+    # -- arrivals -------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        """What is alive when the block starts."""
+        chunk, w = self.chunk, self.w
+        self.arrivals |= self.reload.start()
+        if self.gatherer and self.gatherer.layerwise:
+            self._resident_parameters(self.gatherer)
+        self.rebuild.before_receive()
+        if not chunk.last:
+            w.wait(COMPUTE, "recv_b")
+            gradient = f"d:{chunk.output_name}"
+            self.grads[chunk.output_name] = gradient
+            self.arrivals.add(gradient)
+
+    def _resident_parameters(self, gatherer: ParameterGatherer) -> None:
+        """Parameters gathered in the forward and kept (ZeRO-2 as FSDP's shard-grad-op does; the
+        ends, where they are kept)."""
+        fate = gatherer.fate
+        kept = [
+            unit
+            for unit in self.chunk.units
+            if fate.release == "backward" or (fate.keeps_ends and unit.table.part != "layer")
+        ]
+        event = self.w.mark(COMPUTE) if kept else ""
+        for unit in kept:
+            if unit.parameters:
+                gatherer.pending[unit.prefix] = event
+                self.w.parameters[unit.prefix] = gatherer.buffer(unit)
+                self.arrivals.add(gatherer.buffer(unit))
+
+    def _ahead_of_turn(self, unit: Unit) -> None:
+        """What rebuilding a unit needs before its backward: its reloads and its parameters."""
+        self.reload.land(unit)
+        if self.gatherer and unit.parameters:
+            self.gatherer.ready(self.w, unit)
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    def _operators(self, unit: Unit) -> None:
+        runs = {run.ops[-1].name: run for run in self.chunk.runs(unit).values()}
+        inside = {op.name for run in runs.values() for op in run.ops}
+        for op in reversed(unit.table.ops):
+            if op.name in runs:
+                self._run(unit, runs[op.name])
+            elif op.name not in inside:
+                self._backward_op(unit, op)
+
+    def _run(self, unit: Unit, run: MiniRun) -> None:
+        """A mini-sequence run: each piece is rebuilt (if dropped), then differentiated."""
+        for name in run.ops[0].inputs:
+            storage = self.chunk.storage(unit, name)
+            if storage not in self.grads:
+                self.grads[storage] = f"d:{storage}"
+                emit_alloc(self.w, f"d:{storage}", unit.table.activations[name].nbytes)
+        for piece in run.pieces:
+            self.rebuild.run, self.rebuild.piece = run, piece
+            for op in reversed(run.ops):
+                self._backward_op(unit, op)
+        self.rebuild.run = self.rebuild.piece = None
+
+    @property
+    def _fraction(self) -> float:
+        return self._share.fraction
+
+    @property
+    def _share(self) -> Share:
+        piece = self.rebuild.piece
+        return Share(piece.fraction, piece.offset) if piece else WHOLE
+
+    @property
+    def _tag(self) -> str:
+        return f"%{self.rebuild.piece.number}" if self.rebuild.piece else ""
+
+    def _backward_op(self, unit: Unit, op: Op) -> None:
+        w = self.w
+        saved = [self.rebuild.ensure(unit, name) for name in op.saves]
+        outputs = dict.fromkeys(self.rebuild.name(unit, n) for n in op.outputs)
+        incoming = [self.grads[o] for o in outputs if o in self.grads]
+        for name in op.alias_inputs:
+            self.grads[self.rebuild.name(unit, name)] = incoming[0]
+        if op.exchanges:
+            self._exchange(unit, op, incoming)
+        if not op.backward_input and not op.backward_weight:
+            return
+        beside = ""
+        if op.grad_gather is not None:
+            full = f"d:{unit.prefix}.{op.name}.full{self._tag}"
+            size = int(op.grad_gather.nbytes * self._fraction)
+            tensor_parallel = op.grad_gather.group == "tp"
+            allocs = [Alloc(full, size)] if tensor_parallel else []
+            event = w.collective(
+                op.grad_gather, unit.prefix, op.name, incoming, allocs, self._share
+            )
+            self.rebuild.window(unit, op.name, "backward")
+            if self._gathers_beside(op):
+                w.wait(COMPUTE, w.mark_begin(len(w.actions) - 1))
+                beside = event
+            else:
+                w.wait(COMPUTE, event)
+            incoming = [full] if tensor_parallel else incoming
+        pending, regathered = self._regather(unit, op, saved)
+        pending = pending or beside
+        self._kernels(unit, op, [*incoming, *saved], regathered, pending)
+
+    def _exchange(self, unit: Unit, op: Op, incoming: list[str]) -> None:
+        """The gradients go back the way the tensors came."""
+        assert op.grad_gather is not None
+        reads = [*incoming, *self._accumulated(unit, op)]
+        allocs, _ = self._gradients(unit, op)
+        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, allocs, self._share)
+        self.rebuild.window(unit, op.name, "backward")
+        self.w.wait(COMPUTE, event)
+
+    def _gathers_beside(self, op: Op) -> bool:
+        """Whether the gather of the output's gradient runs beside the input gradient's GEMM."""
+        gemm = self.chunk.problem.system.tp_overlap == "gemm"
+        return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
+
+    def _regather(self, unit: Unit, op: Op, saved: list[str]) -> tuple[str, list[str]]:
+        """Gather the saved input again; pending event if it may run beside the input gradient."""
+        if op.regather is None:
+            return "", []
+        full = f"{unit.prefix}.{op.name}.full{self._tag}"
+        size = int(op.gathered_bytes * self._fraction)
+        allocs = [Alloc(full, size)] if size else []
+        event = self.w.collective(op.regather, unit.prefix, op.name, saved, allocs, self._share)
+        ring = op.regather.kind == "ring"
+        if ring:  # the kernel reads what the ring brings, as it comes
+            self.w.wait(COMPUTE, self.w.mark_begin(len(self.w.actions) - 1))
+        self.rebuild.window(unit, op.name, "backward")
+        beside = (self.overlap and op.has_weight) or ring
+        if not beside:
+            self.w.wait(COMPUTE, event)
+            event = ""
+        return event, [full] if allocs else []
+
+    def _kernels(
+        self, unit: Unit, op: Op, reads: list[str], regathered: list[str], pending: str
+    ) -> None:
+        """Input-gradient kernels, gradient reduction, weight-gradient kernels."""
+        w = self.w
+        if op.backward_input:
+            pending = self._input_gradient(unit, op, reads, regathered, pending)
+        if op.backward_weight:
+            w.compute(
+                Kind.BACKWARD_WEIGHT,
+                unit.prefix,
+                op,
+                [*reads, *regathered],
+                [],
+                variant=unit.variant,
+                share=self._share,
+                beside="tp" if pending else "",
+            )
+        if pending:
+            w.wait(COMPUTE, pending)
+
+    def _input_gradient(
+        self, unit: Unit, op: Op, reads: list[str], regathered: list[str], pending: str
+    ) -> str:
+        """Returns the event of a gradient reduction that may run beside the weight gradient."""
+        w, reduced = self.w, op.grad_reduce
+        added_into = self._accumulated(unit, op)
+        allocs, final = self._gradients(unit, op)
+        needs_full = [] if op.has_weight else regathered
+        w.compute(
+            Kind.BACKWARD_INPUT,
+            unit.prefix,
+            op,
+            [*reads, *needs_full, *added_into],
+            allocs,
+            variant=unit.variant,
+            share=self._share,
+            beside=(op.regather.group if op.regather else "tp") if pending else "",
+        )
+        if pending:
+            w.wait(COMPUTE, pending)
+        if reduced is None:
+            return ""
+        parts = [a.name for a in allocs if ".part" in a.name]
+        sources = [*parts, *added_into] if parts else [a.name for a in allocs] + added_into
+        event = w.collective(reduced, unit.prefix, op.name, sources, final, self._share)
+        self.rebuild.window(unit, op.name, "backward")
+        if self.overlap and op.has_weight:
+            return event
+        w.wait(COMPUTE, event)
+        return ""
+
+    def _accumulated(self, unit: Unit, op: Op) -> list[str]:
+        """Gradients this operator adds into (residual branches, slices): written in place."""
+        names = [self.rebuild.name(unit, name) for name in op.inputs]
+        return [self.grads[n] for n in names if n in self.grads]
+
+    def _gradients(self, unit: Unit, op: Op) -> tuple[list[Alloc], list[Alloc]]:
+        """Storages of the input gradients: (what the kernel writes, what the collective leaves)."""
+        tensors = unit.table.activations
+        fresh: list[Alloc] = []
+        for name in op.inputs:
+            storage = self.rebuild.name(unit, name)
+            known = storage in self.grads or name in op.alias_inputs
+            if known or not tensors[name].differentiable:
+                continue
+            self.grads[storage] = f"d:{storage}"
+            fresh.append(Alloc(f"d:{storage}", piece_bytes(tensors[name], self._fraction)))
+        reduced = op.grad_reduce
+        if reduced is None or reduced.kind != "reduce_scatter":
+            return fresh, []
+        size = int(reduced.nbytes * self._fraction)
+        part = Alloc(f"d:{unit.prefix}.{op.name}.part{self._tag}", size)
+        direct = [a for a in fresh if a.name.endswith(".q")]  # the query is never gathered
+        return [part, *direct], [a for a in fresh if a not in direct]

@@ -1,0 +1,156 @@
+"""Write a chunk's forward block: operators, collectives, gathers, splits, layer copies."""
+
+from rematbench.action import HOST, Action, Alloc, Kind, layer_slot, place
+from rematbench.lowering.chunk_ops import ChunkOps, Unit, stored_parts
+from rematbench.lowering.emit_op import Names, emit_alloc, emit_copies_out, emit_op
+from rematbench.lowering.emit_states import ParameterGatherer
+from rematbench.lowering.fates import Resolved, Site
+from rematbench.lowering.mini import MiniRun, Piece
+from rematbench.lowering.writer import COMPUTE, BlockWriter, Share
+from rematbench.plan import Transfers
+from rematbench.program import Block
+
+Fates = dict[Site, Resolved]
+
+
+class ForwardEmitter:
+    """The forward block of one chunk under resolved fates."""
+
+    def __init__(
+        self,
+        chunk: ChunkOps,
+        fates: Fates,
+        transfers: Transfers,
+        gatherer: ParameterGatherer | None,
+    ) -> None:
+        self.chunk, self.fates, self.transfers, self.gatherer = chunk, fates, transfers, gatherer
+        self.w = BlockWriter()
+        self.survivors: set[str] = set()
+        self.in_flight: list[tuple[str, tuple[str, ...], int]] = []
+        self.position = 0
+
+    def block(self) -> Block:
+        """F: from the chunk's input to its output, leaving what the backward needs."""
+        chunk, w = self.chunk, self.w
+        if not chunk.first:
+            w.wait(COMPUTE, "recv_f")
+        for position, unit in enumerate(chunk.units):
+            if self.gatherer:
+                self.gatherer.before(w, chunk.units, position)
+            self._enter_slot(unit, position)
+            self._operators(unit)
+            self._store(unit)
+            if self.gatherer:
+                self.gatherer.after(w, unit)
+        self._drain(0)
+        if not chunk.last:
+            self.survivors.add(chunk.output_name)
+        w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="f_end"))
+        arrivals = set() if chunk.first else {chunk.input_name}
+        if self.gatherer:
+            self.survivors |= self.gatherer.survivors
+        return Block("F", w.finish(self.survivors, arrivals))
+
+    def _enter_slot(self, unit: Unit, position: int) -> None:
+        """Rounding buffers: what the unit makes and the host takes is written into its slot, once
+        the copies of the slot's last tenant are done (its input comes from outside the slot).  The
+        last layers keep what they save in the buffers, where nothing else needs them till then."""
+        slots = self.transfers.reload_slots
+        if self.transfers.granularity != "layer" or slots == 0:
+            return
+        self.position = position
+        self._drain(sum(1 for _, _, at in self.in_flight if at > position - slots))
+        stays = unit in stays_in_slots(self.chunk, self.fates, slots)
+        self.w.slots = {
+            part.name: layer_slot(position, slots)
+            for name, _, site in self.chunk.saved(unit)
+            for part in self.chunk.parts(unit, name, self.fates[site])
+            if (part.offload or stays) and place(part.name)[0] == unit.prefix
+        }
+
+    def _operators(self, unit: Unit) -> None:
+        runs = self.chunk.runs(unit)
+        inside = {op.name for run in runs.values() for op in run.ops}
+        for op in unit.table.ops:
+            if op.name in runs:
+                emit_run(self.w, self.chunk, unit, runs[op.name], Kind.FORWARD)
+            elif op.name not in inside:
+                names = {n: self.chunk.storage(unit, n) for n in (*op.inputs, *op.outputs)}
+                emit_op(self.w, self.chunk, unit, op, Kind.FORWARD, Names(names, names, {}))
+
+    def _store(self, unit: Unit) -> None:
+        """Split mixed tensors; with layer granularity, start their copies."""
+        leaving: list[tuple[str, int]] = []
+        for name, storage, site in self.chunk.saved(unit):
+            fate = self.fates[site]
+            parts = self.chunk.parts(unit, name, fate)
+            self.survivors.update(part.name for part in parts)
+            if fate.mixed:
+                self._split(storage, fate)
+            leaving += [(part.name, part.nbytes) for part in parts if part.offload]
+        if leaving and self.transfers.granularity == "layer":
+            self._copy_out(leaving)
+
+    def _split(self, storage: str, fate: Resolved) -> None:
+        allocs = tuple(Alloc(p.name, p.nbytes) for p in stored_parts(storage, fate))
+        part, tensor = place(storage)
+        self.w.add(
+            Action(
+                kind=Kind.SPLIT,
+                stream=COMPUTE,
+                part=part,
+                op=tensor,
+                reads=(storage,),
+                allocs=allocs,
+                nbytes=sum(alloc.nbytes for alloc in allocs),
+            )
+        )
+
+    def _copy_out(self, leaving: list[tuple[str, int]]) -> None:
+        self._drain(self.transfers.release_lag)
+        self.w.wait("d2h", self.w.mark(COMPUTE))
+        event = emit_copies_out(self.w, leaving, self.w.new_event())
+        names = tuple(name for name, _ in leaving)
+        self.survivors.difference_update(names)
+        self.survivors.update(name + HOST for name in names)
+        self.in_flight.append((event, names, self.position))
+
+    def _drain(self, leave: int) -> None:
+        """Free the device copies of all but the last `leave` layers in flight."""
+        while len(self.in_flight) > leave:
+            event, names, _ = self.in_flight.pop(0)
+            self.w.wait(COMPUTE, event)
+            self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
+
+
+def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
+    """Layers of a chunk that is differentiated at once whose kept tensors wait in the rounding
+    buffers: the last ones, if they leave nothing to the host and no copy comes after them."""
+    last = [unit for unit in chunk.units if unit.table.part == "layer"][-slots:]
+    after = [*last, *(unit for unit in chunk.units if unit.table.part == "head")]
+    swapped = any(fates[site].offload_bytes for u in after for _, _, site in chunk.saved(u))
+    return last if chunk.at_once and not swapped else []
+
+
+def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Kind) -> None:
+    """All pieces of a mini-sequence run, forward; its outputs are written in slices."""
+    for name in run.outputs:
+        emit_alloc(w, chunk.storage(unit, name), unit.table.activations[name].nbytes)
+    for piece in run.pieces:
+        for op in run.ops:
+            names = piece_names(chunk, unit, run, piece, (*op.inputs, *op.outputs))
+            writes = {n: s for n, s in names.items() if n in run.interior}
+            slices = {n: s for n, s in names.items() if n in run.outputs}
+            tag, share = f"%{piece.number}", Share(piece.fraction, piece.offset)
+            emit_op(w, chunk, unit, op, kind, Names(names, writes, slices, tag), share)
+
+
+def piece_names(
+    chunk: ChunkOps, unit: Unit, run: MiniRun, piece: Piece, wanted: tuple[str, ...]
+) -> dict[str, str]:
+    """Storage names inside a run: interior tensors by piece, the others whole."""
+    names = {}
+    for name in wanted:
+        storage = chunk.storage(unit, name)
+        names[name] = run.piece_name(storage, piece) if name in run.interior else storage
+    return names

@@ -1,0 +1,96 @@
+"""Bring back in a backward block what the forward sent to the host."""
+
+from rematbench.action import HOST, Action, Kind, layer_slot, place
+from rematbench.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.lowering.emit_forward import Fates, stays_in_slots
+from rematbench.lowering.emit_op import emit_copies_in
+from rematbench.lowering.writer import COMPUTE, BlockWriter
+from rematbench.plan import Transfers
+
+
+class Reloader:
+    """The reloads of one chunk: all of them before the block starts (copies of whole chunks), or
+    layer by layer ahead of their turn, into rounding buffers where the plan has them."""
+
+    def __init__(self, chunk: ChunkOps, fates: Fates, transfers: Transfers, w: BlockWriter) -> None:
+        self.chunk, self.fates, self.transfers, self.w = chunk, fates, transfers, w
+        self.layerwise = transfers.granularity == "layer"
+        self.fetched: dict[str, str] = {}  # unit -> event of its reloads
+        self.landed: set[str] = set()
+        self.tenants: dict[str, str] = {}  # rounding buffer -> unit whose backward is not done
+        self.positions = {unit.prefix: i for i, unit in enumerate(chunk.units)}
+        if self.layerwise and transfers.reload_slots:
+            for unit in stays_in_slots(chunk, fates, transfers.reload_slots):
+                self._slot(unit)
+        self.offloaded = self._offloaded()
+
+    def _offloaded(self) -> dict[str, list[tuple[str, int]]]:
+        """Offloaded storages by unit prefix."""
+        table: dict[str, list[tuple[str, int]]] = {}
+        for unit in self.chunk.units:
+            for name, _, site in self.chunk.saved(unit):
+                parts = self.chunk.parts(unit, name, self.fates[site])
+                leaving = [(p.name, p.nbytes) for p in parts if p.offload]
+                if leaving:
+                    table.setdefault(unit.prefix, []).extend(leaving)
+        return table
+
+    def start(self) -> set[str]:
+        """What the forward left alive, on the device and on the host; a whole chunk's reloads are
+        waited for."""
+        arrivals: set[str] = set()
+        for unit in self.chunk.units:
+            for name, _, site in self.chunk.saved(unit):
+                for part in self.chunk.parts(unit, name, self.fates[site]):
+                    if not part.offload or not self.layerwise:
+                        arrivals.add(part.name)
+                    if part.offload:
+                        arrivals.add(part.name + HOST)
+        if self.offloaded and not self.layerwise:
+            self.w.wait(COMPUTE, "h2d")
+            self._free_on_host([name for parts in self.offloaded.values() for name, _ in parts])
+        return arrivals
+
+    def before(self, order: list[Unit], position: int) -> None:
+        """Layer granularity: start H2D copies ahead, wait for this unit's."""
+        if not self.layerwise:
+            return
+        for unit in order[: position + self.transfers.prefetch_layers + 1]:
+            self._fetch(unit)
+        self.land(order[position])
+
+    def after(self, unit: Unit) -> None:
+        """The unit's backward is done: its rounding buffer has room again."""
+        self.tenants = {slot: who for slot, who in self.tenants.items() if who != unit.prefix}
+
+    def land(self, unit: Unit) -> None:
+        """Wait for a unit's reloads, if it has any of its own, and free their host copies."""
+        if not self.layerwise or unit.prefix not in self.offloaded or unit.prefix in self.landed:
+            return
+        self.landed.add(unit.prefix)
+        self._fetch(unit)
+        self.w.wait(COMPUTE, self.fetched[unit.prefix])
+        self._free_on_host([name for name, _ in self.offloaded[unit.prefix]])
+
+    def _free_on_host(self, names: list[str]) -> None:
+        frees = tuple([name + HOST for name in names])
+        self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=frees))
+
+    def _fetch(self, unit: Unit) -> None:
+        if unit.prefix in self.offloaded and unit.prefix not in self.fetched:
+            self.w.wait("h2d", self.w.mark(COMPUTE))
+            coming, slot = self.offloaded[unit.prefix], self._slot(unit)
+            own = [name for name, _ in coming if place(name)[0] == unit.prefix]
+            self.w.slots = dict.fromkeys(own, slot) if slot else {}
+            self.fetched[unit.prefix] = emit_copies_in(self.w, coming, self.w.new_event())
+            self.w.slots = {}
+
+    def _slot(self, unit: Unit) -> str:
+        """The unit's rounding buffer, or fresh memory where a group's rebuild still needs it."""
+        slots = self.transfers.reload_slots
+        slot = layer_slot(self.positions[unit.prefix], slots) if slots else ""
+        if slot in self.tenants:
+            return ""
+        if slot:
+            self.tenants[slot] = unit.prefix
+        return slot

@@ -1,0 +1,193 @@
+"""Resolve a plan's rules: one exact fate, in bytes, for every saved tensor of a (chunk, phase)."""
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from rematbench.operators.ops import Activation, Part
+from rematbench.plan import (
+    ByteBudget,
+    Fate,
+    Group,
+    Keep,
+    Offload,
+    Phase,
+    Plan,
+    PlanError,
+    Recompute,
+    Rule,
+    Scope,
+    Select,
+    Split,
+    Window,
+)
+
+PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
+Site = tuple[Part, int, str]
+"""(part, layer index inside the chunk, activation); embedding and head use layer 0."""
+
+
+class Resolved(Struct, frozen=True, array_like=True, gc=False):
+    """What becomes of one saved tensor: bytes that stay, go to the host, are rebuilt."""
+
+    keep_bytes: int
+    offload_bytes: int
+    recompute_bytes: int
+    scope: Scope | Group = "consumer"
+    whole: bool = False
+    window: Window | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The whole tensor."""
+        return self.keep_bytes + self.offload_bytes + self.recompute_bytes
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything but keeping the whole tensor was decided."""
+        return self.keep_bytes < self.nbytes
+
+    @property
+    def mixed(self) -> bool:
+        """Whether more than one fate shares the tensor (then it is stored in parts)."""
+        some = (self.keep_bytes > 0, self.offload_bytes > 0, self.recompute_bytes > 0)
+        return some.count(True) > 1
+
+
+class ChunkSites(Struct, frozen=True, kw_only=True):
+    """The saved tensors of one chunk: their sites, and the global layer of each."""
+
+    stage: int
+    chunk: int
+    sites: dict[Site, Activation]
+    layers: dict[int, int]
+
+    @property
+    def layer_set(self) -> set[int]:
+        """The global layers of the chunk."""
+        return set(self.layers.values())
+
+
+def matches(select: Select, where: ChunkSites, site: Site, phase: Phase, micro_batch: int) -> bool:
+    """Whether a rule's selector covers a site in a phase and micro-batch."""
+    part, layer, name = site
+    wanted_layer = select.layers is None or (
+        part == "layer" and where.layers.get(layer) in select.layers
+    )
+    window = select.micro_batches
+    return (
+        wanted_layer
+        and (select.stages is None or where.stage in select.stages)
+        and (select.chunks is None or where.chunk in select.chunks)
+        and (select.parts is None or part in select.parts)
+        and (select.activations is None or name in select.activations)
+        and (select.phases is None or phase in select.phases)
+        and (window is None or window[0] <= micro_batch < window[1])
+    )
+
+
+def resolve(
+    plan: Plan, where: ChunkSites, phase: Phase, micro_batch: int
+) -> tuple[dict[Site, Resolved], frozenset[int]]:
+    """Fates of a chunk's sites, and the indices of the rules that matched something."""
+    winner, matched = _winners(plan.rules, where, phase, micro_batch)
+    table: dict[Site, Resolved] = {}
+    budgets: dict[int, list[Site]] = {}
+    shard_rows = min((tensor.rows for tensor in where.sites.values()), default=1)
+    for site, tensor in where.sites.items():
+        fate: Fate = plan.rules[winner[site]].fate if site in winner else Keep()
+        if isinstance(fate, ByteBudget):
+            budgets.setdefault(winner[site], []).append(site)
+        else:
+            table[site] = _exact(fate, tensor, shard_rows)
+    for index, sites in budgets.items():
+        budget = plan.rules[index].fate
+        assert isinstance(budget, ByteBudget)
+        table |= _spend(budget, {site: where.sites[site] for site in sites})
+    return {site: table[site] for site in where.sites}, frozenset(matched)
+
+
+def _winners(
+    rules: Sequence[Rule], where: ChunkSites, phase: Phase, micro_batch: int
+) -> tuple[dict[Site, int], set[int]]:
+    """The last rule that matches each site, and every rule that matched any."""
+    winner: dict[Site, int] = {}
+    matched: set[int] = set()
+    for index, rule in enumerate(rules):
+        if not _reaches(rule.select, where):
+            continue
+        hit = [s for s in where.sites if matches(rule.select, where, s, phase, micro_batch)]
+        if rule.select.kept:
+            hit = [s for s in hit if s not in winner or isinstance(rules[winner[s]].fate, Keep)]
+        winner.update(dict.fromkeys(hit, index))
+        if hit:
+            matched.add(index)
+    return winner, matched
+
+
+def _reaches(select: Select, where: ChunkSites) -> bool:
+    """Whether a selector can cover anything in a chunk (a quick test before the sites)."""
+    return (
+        (select.stages is None or where.stage in select.stages)
+        and (select.chunks is None or where.chunk in select.chunks)
+        and (select.layers is None or not where.layer_set.isdisjoint(select.layers))
+    )
+
+
+def covered(rules: Sequence[Rule], where: ChunkSites) -> tuple[tuple[int, ...] | None, ...]:
+    """For each rule, the layers inside the chunk (and -1: the ends, which have no layer) to which
+    its stages, chunks and layers allow it to apply; None where it does not reach the chunk.
+
+    Chunks of equal shape for which this is equal have equal fates in a phase."""
+    found: list[tuple[int, ...] | None] = []
+    for rule in rules:
+        select = rule.select
+        if not _reaches(select, where):
+            found.append(None)
+        elif select.layers is None:
+            found.append((-1,))
+        else:
+            inside = [i for i, layer in where.layers.items() if layer in select.layers]
+            found.append(tuple(inside))
+    return tuple(found)
+
+
+def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
+    whole = tensor.nbytes
+    match fate:
+        case Keep():
+            return Resolved(whole, 0, 0)
+        case Offload():
+            return Resolved(0, whole, 0)
+        case Recompute():
+            return Resolved(0, 0, whole, fate.scope, fate.whole, fate.window)
+        case Split():
+            if fate.offload + fate.recompute > 1.0:
+                raise PlanError(
+                    f"{tensor.name}: offload {fate.offload} + recompute {fate.recompute} exceed 1"
+                )
+            row_bytes = tensor.nbytes // shard_rows  # the same rows before and after a gather
+            off = int(shard_rows * fate.offload + 1e-9) * row_bytes
+            again = int(shard_rows * fate.recompute + 1e-9) * row_bytes
+            return Resolved(whole - off - again, off, again, fate.scope)
+        case ByteBudget():
+            raise PlanError("a byte budget is resolved over a chunk, not over one tensor")
+
+
+def _spend(budget: ByteBudget, sites: Mapping[Site, Activation]) -> dict[Site, Resolved]:
+    """Largest tensors first; equal sizes keep their order, so the answer is deterministic."""
+    eligible = [site for site, tensor in sites.items() if tensor.nbytes >= budget.min_bytes]
+    total = sum(sites[site].nbytes for site in eligible)
+    wanted = -(-int(total * budget.alpha) // budget.granularity) * budget.granularity
+    left = min(wanted, total)
+    table = {site: Resolved(tensor.nbytes, 0, 0) for site, tensor in sites.items()}
+    for site in sorted(eligible, key=lambda s: -sites[s].nbytes):
+        taken = min(left, sites[site].nbytes)
+        table[site] = Resolved(sites[site].nbytes - taken, taken, 0)
+        left -= taken
+    return table
+
+
+def unmatched(plan: Plan, matched: set[int]) -> list[Rule]:
+    """Rules that matched no site anywhere (an error: they were meant to do something)."""
+    return [rule for index, rule in enumerate(plan.rules) if index not in matched]

@@ -1,0 +1,68 @@
+"""Mini-sequences: a run of row-local operators computed piece by piece along the rows.
+
+Inside a run, tensors between its operators exist one piece at a time (`X%j`); the run's input is
+read and its output written as slices of whole storages.  A ragged tail is a smaller last piece.
+"""
+
+from typing import NamedTuple
+
+from rematbench.operators.ops import Op, OpTable
+from rematbench.plan import MiniSequence, PlanError
+
+
+class Piece(NamedTuple):
+    """One mini-sequence: its number, its share of the rows and the share before it."""
+
+    number: int
+    fraction: float
+    offset: float
+
+
+class MiniRun(NamedTuple):
+    """Contiguous operators of one table, the tensors that live piecewise, and the pieces."""
+
+    ops: tuple[Op, ...]
+    interior: frozenset[str]
+    outputs: tuple[str, ...]
+    pieces: tuple[Piece, ...]
+
+    def piece_name(self, storage: str, piece: Piece) -> str:
+        """Storage of an interior tensor's piece."""
+        return f"{storage}%{piece.number}"
+
+
+def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, MiniRun]:
+    """The runs that start in this table, by their first operator."""
+    runs: dict[str, MiniRun] = {}
+    names = [op.name for op in table.ops]
+    for sequence in sequences:
+        present = [name for name in names if name in sequence.ops]
+        if not present or sequence.count == 1:
+            continue
+        first = names.index(present[0])
+        if names[first : first + len(present)] != present:
+            raise PlanError(f"mini-sequence {sequence.ops}: operators must be contiguous")
+        ops = table.ops[first : first + len(present)]
+        wrong = next((op.name for op in ops if not op.row_local), None)
+        if wrong:
+            raise PlanError(f"mini-sequence: {wrong} is not row-local")
+        runs[present[0]] = _run(table, ops, sequence.count)
+    return runs
+
+
+def _run(table: OpTable, ops: tuple[Op, ...], count: int) -> MiniRun:
+    made = [name for op in ops for name in op.outputs]
+    read_after = {name for op in table.ops if op not in ops for name in (*op.inputs, *op.saves)}
+    outputs = tuple(name for name in made if name in read_after)
+    rows = min(tensor.rows for tensor in table.activations.values())  # of the rank's own shard
+    if count > rows:
+        raise PlanError(f"mini-sequence of {ops[0].name}: {count} pieces of {rows} rows")
+    sizes = [rows // count + (1 if j < rows % count else 0) for j in range(count)]
+    pieces = tuple(Piece(j, size / rows, sum(sizes[:j]) / rows) for j, size in enumerate(sizes))
+    return MiniRun(ops, frozenset(made) - frozenset(outputs), outputs, pieces)
+
+
+def unused(sequences: tuple[MiniSequence, ...], tables: list[OpTable]) -> MiniSequence | None:
+    """A mini-sequence whose operators no table has (it was meant to do something)."""
+    names = {op.name for table in tables for op in table.ops}
+    return next((s for s in sequences if names.isdisjoint(s.ops)), None)

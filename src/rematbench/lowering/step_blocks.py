@@ -1,0 +1,115 @@
+"""The small blocks between passes: receives, sends, copies, releases, end-of-step exchanges."""
+
+from rematbench.action import Action, Alloc, Kind
+from rematbench.lowering.emit_op import emit_copies_in, emit_copies_out
+from rematbench.lowering.writer import COMPUTE, BlockWriter
+from rematbench.operators.ops import Activation, Comm
+from rematbench.program import Block
+
+Storages = list[tuple[str, int]]
+"""(storage name, bytes)."""
+
+
+def tied_send_block(nbytes: int) -> Block:
+    """Send the shared embedding's gradient to the pipeline's other end."""
+    w = BlockWriter()
+    w.wait("pp_send", w.mark(COMPUTE))
+    w.add(Action(kind=Kind.SEND, stream="pp_send", op="tied", nbytes=nbytes, event="sent_e"))
+    return Block("tied_send", tuple(w.actions))
+
+
+def tied_recv_block(nbytes: int) -> Block:
+    """Wait for the other end's gradient of the shared embedding."""
+    w = BlockWriter()
+    w.wait(COMPUTE, "recv_e")
+    w.wait(COMPUTE, "sent_e")
+    recv = Action(kind=Kind.RECV, stream="pp_recv", op="tied", nbytes=nbytes, event="recv_e")
+    return Block("tied_recv", (recv, *w.actions))
+
+
+def recv_block(tensor: Activation, name: str, *, forward: bool) -> Block:
+    """Room for a boundary activation (or its gradient); the event is its arrival."""
+    action = Action(
+        kind=Kind.RECV,
+        stream="pp_recv",
+        op="f" if forward else "b",
+        allocs=(Alloc(name if forward else f"d:{name}", tensor.nbytes),),
+        nbytes=tensor.nbytes,
+        event="recv_f" if forward else "recv_b",
+    )
+    return Block(action.event, (action,))
+
+
+def send_block(tensor: Activation, name: str, *, forward: bool) -> Block:
+    """A boundary tensor (or its gradient) to the neighbour, after the block's compute."""
+    w = BlockWriter()
+    w.wait("pp_send", "f_end" if forward else "b_end")
+    w.add(
+        Action(
+            kind=Kind.SEND,
+            stream="pp_send",
+            op="f" if forward else "b",
+            reads=(name if forward else f"d:{name}",),
+            nbytes=tensor.nbytes,
+            event="sent_f" if forward else "sent_b",
+        )
+    )
+    return Block("send_f" if forward else "send_b", tuple(w.actions))
+
+
+def d2h_block(leaving: Storages) -> Block:
+    """To the host, after the chunk's forward."""
+    w = BlockWriter()
+    w.wait("d2h", "f_end")
+    emit_copies_out(w, leaving, "d2h")
+    return Block("D2H", tuple(w.actions))
+
+
+def h2d_block(coming: Storages, slot: str) -> Block:
+    """Back to the device, into a staging slot if the plan has any."""
+    w = BlockWriter()
+    w.wait("h2d", w.mark(COMPUTE))  # compute has waited for the D2H, and frees the room it needs
+    emit_copies_in(w, coming, "h2d", slot)
+    return Block("H2D", tuple(w.actions))
+
+
+def release_block(event: str, names: tuple[str, ...]) -> Block:
+    """Wait for a copy or a send, then free its device storages."""
+    wait = Action(kind=Kind.WAIT, stream=COMPUTE, wait=event)
+    frees = (Action(kind=Kind.FREE, stream=COMPUTE, frees=names),) if names else ()
+    return Block(f"free_{event}", (wait, *frees))
+
+
+def wait_block(label: str, event: str, stream: str = COMPUTE) -> Block:
+    """A stream waits for an event of the step's own (micro-batch, chunk)."""
+    return Block(label, (Action(kind=Kind.WAIT, stream=stream, wait=event),))
+
+
+def reduce_block(comm: Comm) -> Block:
+    """A chunk's gradient reduction after its last backward, not overlapped."""
+    w = BlockWriter()
+    w.collective(comm, "", "gradients", [], [])
+    w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
+    return Block("reduce", tuple(w.actions))
+
+
+def gather_block(comm: Comm) -> Block:
+    """A chunk's parameter gather after the optimizer step, not overlapped."""
+    w = BlockWriter()
+    w.wait(COMPUTE, w.collective(comm, "", "parameters", [], []))
+    return Block("gather", tuple(w.actions))
+
+
+def norm_block(comm: Comm) -> Block:
+    """The norms' gradients, summed over the tensor-parallel group."""
+    w = BlockWriter()
+    w.wait(COMPUTE, w.collective(comm, "", "norm_gradients", [], []))
+    return Block("norms", tuple(w.actions))
+
+
+def optimizer_block(nbytes: int, scratch: int) -> Block:
+    """The optimizer step of the rank's share of the parameters (`nbytes` of compute copies)."""
+    action = Action(
+        kind=Kind.OPTIMIZER, stream=COMPUTE, op="optimizer", nbytes=nbytes, scratch=scratch
+    )
+    return Block("OPT", (action,))

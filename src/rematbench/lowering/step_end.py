@@ -1,0 +1,93 @@
+"""What follows the last pass: gradient reduction, tied embeddings, optimizer, parameter gather."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.step_blocks import (
+    gather_block,
+    norm_block,
+    optimizer_block,
+    reduce_block,
+    tied_recv_block,
+    tied_send_block,
+    wait_block,
+)
+from rematbench.operators.ops import Comm, CommKind
+from rematbench.plan import Pass, Plan
+from rematbench.problem import Problem, rank_parameters
+from rematbench.program import Block
+
+
+class Steps(Protocol):
+    """What the end of a step needs of a rank's lowering."""
+
+    rank: int
+    chunks: list[ChunkOps]
+    overlap_reduce: bool
+
+    def add(self, key: tuple[object, ...], build: Callable[[], Block], site: Pass) -> None:
+        """Append a step, building its block at first use."""
+
+
+def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
+    """Append the end-of-step work of a rank."""
+    system, lay = problem.system, problem.layout
+    last = lay.num_micro_batches - 1
+    sites = {c.chunk: Pass(False, last, c.chunk) for c in steps.chunks}
+    updated = plan.state("optimizer").update == "backward"
+    sharded_gradients = plan.state("gradient").shards > 1
+    if lay.state_shards > 1 and not updated:
+        for chunk in reversed(steps.chunks):
+            if not (sharded_gradients or steps.overlap_reduce):
+                comm = _reduction(plan, problem, chunk)
+                steps.add(("reduce", comm), partial(reduce_block, comm), sites[chunk.chunk])
+            steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
+    if lay.sp and lay.tp > 1 and not updated:
+        comm = _norm_reduction(plan, problem, steps.chunks)
+        steps.add(("norms", comm), partial(norm_block, comm), Pass(False, last, 0))
+    if problem.workload.model.tied_embeddings and lay.pp > 1 and steps.rank in (0, lay.pp - 1):
+        _tied_embeddings(steps, problem)
+    if not updated:
+        count = -(-rank_parameters(problem, plan, steps.rank) // plan.state("optimizer").shards)
+        scratch = system.step_scratch_bytes * count
+        update = partial(optimizer_block, system.param_bytes * count, scratch)
+        steps.add(("OPT", count), update, Pass(False, 0, 0))
+    gathered = plan.state("parameter").gather == "step" and lay.state_shards > 1
+    if gathered and not system.gather_overlap:
+        for chunk in steps.chunks:
+            comm = Comm("all_gather", "dp", system.gather_bytes * _parameters(chunk))
+            steps.add(("gather", comm), partial(gather_block, comm), sites[chunk.chunk])
+
+
+def _parameters(chunk: ChunkOps) -> int:
+    return sum(unit.parameters for unit in chunk.units)
+
+
+def _reduction(plan: Plan, problem: Problem, chunk: ChunkOps) -> Comm:
+    """Reduce-scatter where the optimizer is sharded, all-reduce where it is not."""
+    kind: CommKind = "reduce_scatter" if plan.state("optimizer").shards > 1 else "all_reduce"
+    return Comm(kind, "dp", problem.system.reduce_bytes * _parameters(chunk))
+
+
+def _norm_reduction(plan: Plan, problem: Problem, chunks: list[ChunkOps]) -> Comm:
+    """Sequence parallelism: each rank has the norms' gradients of its own tokens only (Megatron's
+    allreduce of layer-norm gradients)."""
+    norms = sum(
+        op.parameters
+        for chunk in chunks
+        for unit in chunk.units
+        for op in unit.table.ops
+        if not op.has_weight
+    )
+    shards = plan.state("gradient").shards
+    return Comm("all_reduce", "tp", problem.system.grad_bytes * -(-norms // shards))
+
+
+def _tied_embeddings(steps: Steps, problem: Problem) -> None:
+    """First and last rank exchange the gradient of the shared embedding (as Megatron does)."""
+    projection = next(op for op in problem.head.ops if op.name == "lm_head")
+    nbytes = problem.system.grad_bytes * projection.parameters
+    steps.add(("tied_send", nbytes), partial(tied_send_block, nbytes), Pass(False, 0, 0))
+    steps.add(("tied_recv", nbytes), partial(tied_recv_block, nbytes), Pass(False, 0, 0))

@@ -1,0 +1,199 @@
+"""Write the actions of one block: events, waits, collectives, and frees from liveness."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from rematbench.action import COMM_KIND, Action, Alloc, Kind
+from rematbench.operators.ops import Comm, Op
+
+COMPUTE = "compute"
+
+
+class Share(NamedTuple):
+    """The rows an action works on, as shares of its operator's rows."""
+
+    fraction: float
+    offset: float = 0.0
+
+
+WHOLE = Share(1.0)
+
+
+class BlockWriter:
+    """Collects actions in issue order; events are local labels e0, e1, ..."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.parameters: dict[str, str] = {}  # gathered copies, by part: kernels read them
+        self.slots: dict[str, str] = {}  # storages that live in a staging slot
+        self._events = 0
+        self._waited_at: dict[str, int] = {}
+        self._beside: dict[str, int] = {}  # start of a kernel -> the collective that runs with it
+
+    def add(self, action: Action) -> int:
+        """Append; returns the action's index."""
+        if self.slots and any(alloc.name in self.slots for alloc in action.allocs):
+            slots = self.slots
+            allocs = tuple(Alloc(a.name, a.nbytes, slots.get(a.name, "")) for a in action.allocs)
+            action = msgspec.structs.replace(action, allocs=allocs)
+        self.actions.append(action)
+        return len(self.actions) - 1
+
+    def new_event(self) -> str:
+        self._events += 1
+        return f"e{self._events - 1}"
+
+    def mark(self, stream: str) -> str:
+        """An event that holds when all work issued so far on `stream` is done."""
+        for index in range(len(self.actions) - 1, -1, -1):
+            action = self.actions[index]
+            if action.stream == stream and action.kind not in (Kind.FREE, Kind.ALLOC):
+                if not action.event:
+                    action = msgspec.structs.replace(action, event=self.new_event())
+                    self.actions[index] = action
+                return action.event
+        event = self.new_event()
+        self.add(Action(kind=Kind.EVENT, stream=stream, event=event))
+        return event
+
+    def mark_begin(self, index: int) -> str:
+        """An event that holds when the action at `index` starts."""
+        action = self.actions[index]
+        if not action.begin:
+            action = msgspec.structs.replace(action, begin=self.new_event())
+            self.actions[index] = action
+        return action.begin
+
+    def wait(self, stream: str, event: str) -> None:
+        self.add(Action(kind=Kind.WAIT, stream=stream, wait=event))
+        if stream == COMPUTE:
+            self._waited_at[event] = len(self.actions) - 1
+
+    def compute(
+        self,
+        kind: Kind,
+        part: str,
+        op: Op,
+        reads: list[str],
+        allocs: list[Alloc],
+        *,
+        variant: int = 0,
+        share: Share = WHOLE,
+        beside: str = "",
+    ) -> int:
+        """A forward, backward or recompute kernel group on the compute stream."""
+        forward = kind in (Kind.FORWARD, Kind.RECOMPUTE)
+        scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
+        if op.parameters and part in self.parameters:
+            reads = [*reads, self.parameters[part]]
+        return self.add(
+            Action(
+                kind=kind,
+                stream=COMPUTE,
+                part=part,
+                op=op.name,
+                reads=tuple(dict.fromkeys(reads)),
+                allocs=tuple(allocs),
+                fraction=share.fraction,
+                offset=share.offset,
+                beside=beside,
+                scratch=int(scratch * share.fraction),
+                variant=variant,
+            )
+        )
+
+    def stall(self, comm: Comm) -> None:
+        """What a collective that runs beside later compute takes from it (shared SMs)."""
+        self.add(Action(kind=Kind.STALL, stream=COMPUTE, op="stall", comm=comm))
+
+    def collective(
+        self,
+        comm: Comm,
+        part: str,
+        op: str,
+        reads: list[str],
+        allocs: list[Alloc],
+        share: Share = WHOLE,
+        *,
+        after: str = "",
+    ) -> str:
+        """A collective on its group's stream, after the compute issued so far (or event `after`);
+        returns its end event.  A share of the rows moves that share of the payload."""
+        if share.fraction != 1.0:
+            comm = Comm(comm.kind, comm.group, int(comm.nbytes * share.fraction))
+        self.wait(comm.group, after or self.mark(COMPUTE))
+        event = self.new_event()
+        if after:
+            self._beside[after] = len(self.actions)
+        self.add(
+            Action(
+                kind=COMM_KIND[comm.kind],
+                stream=comm.group,
+                part=part,
+                op=op,
+                reads=tuple(reads),
+                allocs=tuple(allocs),
+                event=event,
+                fraction=share.fraction,
+                offset=share.offset,
+                comm=comm,
+            )
+        )
+        return event
+
+    def finish(self, survivors: set[str], arrivals: set[str]) -> tuple[Action, ...]:
+        """Insert a FREE after each tensor's last reader.
+
+        `survivors` outlive the block; `arrivals` are alive when it starts.  A tensor read by
+        another stream is freed where the compute stream has waited for that stream.
+        """
+        waited = self._first_waits()
+        last: dict[str, int] = {}
+        born = set(arrivals)
+        for index, action in enumerate(self.actions):
+            allocs, reads = action.allocs, action.reads
+            if allocs or reads:
+                safe = self._safe_index(index, action, waited)
+                for alloc in allocs:
+                    born.add(alloc.name)
+                    last[alloc.name] = safe
+                for name in reads:
+                    if last.get(name, -1) < safe:
+                        last[name] = safe
+            if action.frees:
+                born.difference_update(action.frees)
+        end = len(self.actions) - 1
+        frees: dict[int, list[str]] = {}
+        for at, name in sorted([(last.get(name, end), name) for name in born - survivors]):
+            frees.setdefault(at, []).append(name)
+        out: list[Action] = []
+        for index, action in enumerate(self.actions):
+            out.append(action)
+            if index in frees:
+                out.append(Action(kind=Kind.FREE, stream=COMPUTE, frees=tuple(frees[index])))
+        return tuple(out)
+
+    def _first_waits(self) -> list[int]:
+        """For each action of another stream, where compute has waited for it: for its own event or
+        that of a later action there (a stream runs in order); the end if nowhere."""
+        end = len(self.actions) - 1
+        soonest: dict[str, int] = {}
+        table = [end] * len(self.actions)
+        for index in range(end, -1, -1):
+            action = self.actions[index]
+            stream = action.stream
+            if stream == COMPUTE:
+                continue
+            waited = self._waited_at.get(action.event, end) if action.event else end
+            if waited < soonest.get(stream, end):
+                soonest[stream] = waited
+            table[index] = soonest.get(stream, end)
+        return table
+
+    def _safe_index(self, index: int, action: Action, waited: list[int]) -> int:
+        """Where a tensor touched at `index` may be freed: after the compute stream's wait, and not
+        before a collective that runs beside the kernel has made room for its output."""
+        if action.stream == COMPUTE:
+            return self._beside.get(action.begin, index)
+        return waited[index]

@@ -1,0 +1,283 @@
+"""One cell of the matrix: which of its candidate layouts an arm is tried at, and how it does.
+
+A program does not depend on the cluster, so the cells of one model and length share what was
+lowered, and what does not fit is weighed without being timed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.allocator import AllocatorPeaks
+from rematbench.binding import parts_of
+from rematbench.candidates import same_plan
+from rematbench.discover import IDENTITY, Composition, Registry
+from rematbench.evaluate import (
+    PlanEvaluation,
+    RankBytes,
+    evaluate_program,
+    host_node_bytes,
+    program_bytes,
+)
+from rematbench.layout import LayoutError
+from rematbench.lower import lower
+from rematbench.matrix.layouts import KEPT, Candidate, state_bytes
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.problem import Problem
+from rematbench.program import Program
+from rematbench.suite import Status, reserved_bytes, unpressed
+from rematbench.table import GIB
+
+SLACK = 1.1
+"""How far over the device an estimate of bytes may lie before a candidate is not tried."""
+
+MARGIN = 1.1
+"""How much nearer to the limit a method may come at one candidate than at those tried before."""
+
+
+class Weight(Struct, frozen=True, kw_only=True):
+    """What a lowered plan needs: reserved bytes of the fullest device, the largest ledger peak,
+    pinned bytes of the fullest node.
+
+    Where the ledger peak alone is more than the device has, it stands for the reserved bytes too:
+    no allocator can do with less, and what cannot run need not be replayed.
+    """
+
+    reserved_bytes: int
+    peak_bytes: int
+    host_node_bytes: int
+
+    def missing(self, problem: Problem) -> dict[str, int]:
+        """Bytes short, by what is short."""
+        cluster = problem.cluster
+        short = {
+            "device": self.reserved_bytes - cluster.usable_bytes,
+            "host": self.host_node_bytes - cluster.host_bytes,
+        }
+        return {where: nbytes for where, nbytes in short.items() if nbytes > 0}
+
+
+class Tried(Struct, frozen=True, kw_only=True):
+    """One arm at one candidate: the verdict from bytes, and the evaluation where it fits."""
+
+    candidate: Candidate
+    status: Status
+    reason: str = ""
+    plan: Plan | None = None
+    weight: Weight | None = None
+    evaluation: PlanEvaluation | None = None
+
+    @property
+    def speed(self) -> float:
+        """Tokens/s/GPU where it fits."""
+        return self.evaluation.tokens_per_s_per_gpu if self.evaluation else 0.0
+
+    @property
+    def tuned(self) -> bool:
+        """Whether the method takes what the device has, so that its bytes say nothing of others."""
+        return self.plan is not None and bool({"alpha", "bound"} & self.plan.fit.keys())
+
+
+class Programs:
+    """Lowered plans of one model and length, by layout and by what the plan does."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[str, bytes], Program] = {}
+        self._ranks: dict[tuple[str, bytes], tuple[RankBytes, ...]] = {}
+        self._unpressed: dict[tuple[str, bytes], AllocatorPeaks] = {}
+        self._reserved: dict[tuple[int, str, bytes], int] = {}
+        self._weights: dict[tuple[str, str, bytes], Weight] = {}
+        self._evaluations: dict[tuple[str, str, bytes], PlanEvaluation] = {}
+        self._parts: dict[tuple[str, str, bytes], dict[str, float]] = {}
+
+    def lowered(self, problem: Problem, plan: Plan) -> Program:
+        """The program of a plan; the same object for every cluster."""
+        key = (str(problem.layout), same_plan(plan))
+        if key not in self._programs:
+            self._programs[key] = lower(plan, problem)
+        return self._programs[key]
+
+    def weight(self, problem: Problem, plan: Plan) -> Weight:
+        """Bytes of a plan, without timing it."""
+        key = _key(problem, plan)
+        _, lay, content = key
+        if key not in self._weights:
+            program = self.lowered(problem, plan)
+            if (lay, content) not in self._ranks:
+                self._ranks[lay, content] = program_bytes(problem, plan, program)
+            ranks = self._ranks[lay, content]
+            at = (problem.cluster.usable_bytes, lay, content)
+            peak = max(rank.device_peak for rank in ranks)
+            if at not in self._reserved:
+                over = peak > problem.cluster.usable_bytes
+                self._reserved[at] = peak if over else self._replay(problem, program, key[1:])
+            self._weights[key] = Weight(
+                reserved_bytes=self._reserved[at],
+                peak_bytes=peak,
+                host_node_bytes=host_node_bytes(problem, ranks),
+            )
+        return self._weights[key]
+
+    def _replay(self, problem: Problem, program: Program, key: tuple[str, bytes]) -> int:
+        ranks = self._ranks[key]
+        if key not in self._unpressed:
+            self._unpressed[key] = unpressed(program, ranks)
+        return reserved_bytes(problem, program, ranks, self._unpressed[key])
+
+    def evaluate(self, problem: Problem, plan: Plan) -> PlanEvaluation:
+        """As suite.evaluate, from a shared program."""
+        key = _key(problem, plan)
+        if key not in self._evaluations:
+            reserved = self.reserved(problem, plan)
+            program, ranks = self.lowered(problem, plan), self._ranks[key[1:]]
+            found = evaluate_program(problem, plan, program, ranks=ranks)
+            self._evaluations[key] = msgspec.structs.replace(found, reserved_bytes=reserved)
+        return self._evaluations[key]
+
+    def parts(self, problem: Problem, plan: Plan) -> dict[str, float]:
+        """Where the step of a plan goes, in seconds; the two tables often have one fastest plan."""
+        key = _key(problem, plan)
+        if key not in self._parts:
+            step_s = self.evaluate(problem, plan).step_s
+            self._parts[key] = parts_of(problem, self.lowered(problem, plan), step_s)
+        return self._parts[key]
+
+    def reserved(self, problem: Problem, plan: Plan) -> int:
+        """A problem's weigher."""
+        return self.weight(problem, plan).reserved_bytes
+
+
+def _key(problem: Problem, plan: Plan) -> tuple[str, str, bytes]:
+    """What the numbers of a plan depend on: cluster, layout, and what the plan does."""
+    return (problem.cluster.name, str(problem.layout), same_plan(plan))
+
+
+class Limit(NamedTuple):
+    """What keeping everything reaches at a candidate if memory is no limit, and would need."""
+
+    speed: float
+    peak_bytes: int
+    candidate: Candidate
+
+
+class Cell:
+    """One (model, cluster, length): its candidates, and the arms tried on them."""
+
+    def __init__(self, found: Sequence[Candidate], programs: Programs, registry: Registry) -> None:
+        self.programs = programs
+        self._tried: dict[tuple[str, str], Tried] = {}
+        keep = registry.resolve(IDENTITY)  # without a limit, no other is faster
+        limits = [self._limit(c, keep) for c in found if c.fate == KEPT]
+        self.limits = sorted(limits, key=lambda limit: -limit.speed)
+        self._speeds = {str(limit.candidate.layout): limit.speed for limit in limits}
+
+    def _limit(self, candidate: Candidate, keep: Composition) -> Limit:
+        assert candidate.problem is not None
+        programs = self.programs
+        problem = replace(candidate.problem, evaluator=programs.evaluate, weigher=programs.reserved)
+        plan = keep.plan(problem)
+        assert not isinstance(plan, Unsupported)
+        return Limit(
+            programs.evaluate(problem, plan).tokens_per_s_per_gpu,
+            programs.weight(problem, plan).peak_bytes,
+            msgspec.structs.replace(candidate, problem=problem),
+        )
+
+    def weighed(self, candidate: Candidate, name: str, method: Composition) -> Tried:
+        """An arm's plan and verdict at a candidate."""
+        key = (name, str(candidate.layout))
+        if key not in self._tried:
+            self._tried[key] = self._weigh(candidate, method)
+        return self._tried[key]
+
+    def _weigh(self, candidate: Candidate, method: Composition) -> Tried:
+        problem = candidate.problem
+        assert problem is not None
+        try:
+            plan = method.plan(problem)
+            if isinstance(plan, Unsupported):
+                return Tried(candidate=candidate, status="unsupported", reason=plan.reason)
+            weight = self.programs.weight(problem, plan)
+        except (PlanError, LayoutError) as error:
+            reason = f"{method.name}: {error}"
+            return Tried(candidate=candidate, status="failed", reason=reason)
+        missing = weight.missing(problem)
+        reason = "; ".join(f"{k}: {nbytes / GIB:.2f} GiB short" for k, nbytes in missing.items())
+        status: Status = "oom" if missing else "ok"
+        return Tried(candidate=candidate, status=status, reason=reason, plan=plan, weight=weight)
+
+    def timed(self, tried: Tried) -> Tried:
+        """The same with its evaluation, if it fits."""
+        if tried.status != "ok" or tried.evaluation is not None:
+            return tried
+        assert tried.candidate.problem is not None
+        assert tried.plan is not None
+        found = self.programs.evaluate(tried.candidate.problem, tried.plan)
+        return msgspec.structs.replace(tried, evaluation=found)
+
+    def best(
+        self, name: str, method: Composition, *, least_pp: int = 1
+    ) -> tuple[Tried | None, int]:
+        """The fastest fitting candidate, else the one that is short of least or refuses; and how
+        many were tried.
+
+        Candidates are tried in order of their limits.  The leanest is weighed before: a method that
+        does not take what the device has shows there how much it needs, and is given up if that is
+        too much.
+        """
+        limits = [limit for limit in self.limits if limit.candidate.layout.pp >= least_pp]
+        lean = sorted(limits, key=lambda limit: limit.peak_bytes)
+        answers = ((limit, self.weighed(limit.candidate, name, method)) for limit in lean)
+        found = next(((at, was) for at, was in answers if was.status != "unsupported"), None)
+        if found is None:
+            return (self.weighed(lean[0].candidate, name, method), 0) if lean else (None, 0)
+        leanest, first = found
+        if first.status != "ok" and not first.tuned:
+            return first, 1
+        share = _share(first, leanest)
+        tried = [first]
+        for limit in limits:
+            wins = _may_win(limit, tried, self._speeds)
+            if wins and (limit is leanest or _may_fit(limit, share)):
+                tried.append(self.timed(self.weighed(limit.candidate, name, method)))
+        count = len({str(one.candidate.layout) for one in tried if one.status != "unsupported"})
+        return min(tried, key=_preference), count
+
+
+def _preference(tried: Tried) -> tuple[int, float]:
+    """Fitting by speed, then by live bytes short."""
+    order = {"ok": 0, "oom": 1, "failed": 2, "unsupported": 3}
+    problem, amount = tried.candidate.problem, -tried.speed
+    if tried.status == "oom" and tried.weight is not None and problem is not None:
+        cluster, weight = problem.cluster, tried.weight
+        device = weight.peak_bytes - cluster.usable_bytes
+        amount = max(device, weight.host_node_bytes - cluster.host_bytes)
+    return order[tried.status], amount
+
+
+def _may_win(limit: Limit, tried: Sequence[Tried], speeds: dict[str, float]) -> bool:
+    """Whether the largest share of a limit that the method has reached, and a margin, would beat
+    its best."""
+    timed = [one for one in tried if one.evaluation is not None]
+    if not timed:
+        return True
+    reached = max(one.speed / speeds[str(one.candidate.layout)] for one in timed)
+    return min(1.0, MARGIN * reached) * limit.speed > max(one.speed for one in timed)
+
+
+def _share(first: Tried, limit: Limit) -> float:
+    """Bytes beyond states that a method needs, of those that keeping everything needs."""
+    if first.tuned or first.weight is None or first.candidate.problem is None:
+        return 0.0
+    states = state_bytes(first.candidate.problem)
+    return (first.weight.peak_bytes - states) / max(1, limit.peak_bytes - states)
+
+
+def _may_fit(limit: Limit, share: float) -> bool:
+    assert limit.candidate.problem is not None
+    states = state_bytes(limit.candidate.problem)
+    need = states + share * (limit.peak_bytes - states)
+    return need <= SLACK * limit.candidate.problem.cluster.usable_bytes

@@ -1,0 +1,175 @@
+"""Candidate layouts of a cell: one declared list, the same for every arm, cut by stated rules.
+
+The estimate that ranks candidates is closed form and only ranks: speeds in tables are simulated.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.cluster import Cluster
+from rematbench.cost.states import shard
+from rematbench.layout import Layout, LayoutError
+from rematbench.matrix.spec import MatrixSpec, Work
+from rematbench.problem import Problem, rank_parameters
+from rematbench.solve.layers import backward_s, forward_s
+from rematbench.suite import make_problem
+from rematbench.system import System
+from rematbench.workload import Model
+
+KEPT = "tried"
+RULES = (
+    "a rule of layouts (batch, heads, chunks, nodes)",
+    "tokens of a micro-batch on one rank out of range",
+    "states alone do not fit",
+    "estimated slower than the ones tried",
+)
+"""Why a candidate is not tried, in the order in which the rules apply."""
+
+
+class Candidate(Struct, frozen=True, kw_only=True):
+    """One candidate of a cell: its layout, what became of it, and its estimates where made."""
+
+    layout: Layout
+    fate: str
+    estimated_s: float | None = None
+    problem: Problem | None = None
+
+
+class Estimate(Struct, frozen=True, kw_only=True, order=True):
+    """Closed-form seconds of a step, bytes of states, of one layer's saved tensors, of the head's,
+    of all saved tensors in flight on the first and the last rank, and what a device has for them.
+    """
+
+    step_s: float
+    states: int
+    layer: float
+    head: float
+    first: float
+    last: float
+    usable: int
+
+    def need(self, kept: float) -> float:
+        """Bytes of the fuller end where a method keeps such a share of the saved tensors."""
+        ends = max(kept * self.first, kept * self.last + self.head)
+        return self.states + self.layer + ends
+
+
+def candidates(
+    spec: MatrixSpec, work: Work, model: Model, cluster: Cluster, system: System, seq_len: int
+) -> list[Candidate]:
+    """The whole list with the fate of each, in a fixed order."""
+    made = [
+        _made(spec, layout, model, cluster, system, seq_len)
+        for layout in listed(spec, work, model.num_layers, spec.tokens_per_step // seq_len)
+    ]
+    alive = [(guess, i) for i, (_, guess) in enumerate(made) if guess is not None]
+    chosen = _chosen(spec, alive, [candidate.layout.pp for candidate, _ in made])
+    found = []
+    for index, (candidate, estimate) in enumerate(made):
+        if estimate is None:
+            found.append(candidate)
+        elif index in chosen:
+            found.append(replace(candidate, estimated_s=estimate.step_s))
+        else:
+            told = replace(candidate, fate=RULES[3], problem=None, estimated_s=estimate.step_s)
+            found.append(told)
+    return found
+
+
+def listed(spec: MatrixSpec, work: Work, num_layers: int, global_batch: int) -> Iterator[Layout]:
+    """The product of the declared degrees that uses all GPUs, before any rule."""
+    grid = spec.layouts
+    for tp, cp, pp in product(grid.tp, grid.cp, grid.pp):
+        if work.gpus % (tp * cp * pp):
+            continue
+        for layers in grid.layers_per_chunk:
+            vpp = 1 if layers == 0 else num_layers // (pp * layers)
+            if layers and (pp == 1 or vpp < 2 or num_layers % (pp * layers)):
+                continue
+            yield Layout(
+                tp=tp,
+                sp=tp > 1,
+                cp=cp,
+                pp=pp,
+                vpp=vpp,
+                dp=work.gpus // (tp * cp * pp),
+                zero_stage=spec.zero_stage,  # type: ignore[arg-type]  # checked by the layout
+                micro_batch=spec.micro_batch,
+                global_batch=global_batch,
+            )
+
+
+def _made(
+    spec: MatrixSpec, layout: Layout, model: Model, cluster: Cluster, system: System, seq_len: int
+) -> tuple[Candidate, Estimate | None]:
+    """A candidate after the rules that need no other candidate, and its estimate."""
+    local = seq_len * layout.micro_batch // (layout.tp * layout.cp)
+    if not spec.layouts.least_tokens <= local <= spec.layouts.most_tokens:
+        return Candidate(layout=layout, fate=RULES[1]), None
+    try:
+        problem = make_problem(
+            model=model,
+            cluster=cluster,
+            system=system,
+            layout=layout,
+            seq_len=seq_len,
+            precision=spec.precision,
+            attention=spec.attention,
+        )
+    except LayoutError:
+        return Candidate(layout=layout, fate=RULES[0]), None
+    guess = estimate(problem)
+    if guess.states >= guess.usable:
+        return Candidate(layout=layout, fate=RULES[2]), None
+    return Candidate(layout=layout, fate=KEPT, problem=problem), guess
+
+
+def _chosen(spec: MatrixSpec, alive: list[tuple[Estimate, int]], depth: Sequence[int]) -> set[int]:
+    """For each declared share of saved tensors that a method may keep, the fastest by the estimate
+    among those that it should fit, and among those with a pipeline that offloaders can hide in; and
+    the leanest of all.  `depth`: pipeline ranks of each candidate."""
+    ranked = sorted(alive, key=lambda pair: (pair[0].step_s, pair[1]))
+    chosen: set[int] = set()
+    for kept in spec.layouts.kept_shares:
+        fitting = [index for guess, index in ranked if guess.need(kept) < guess.usable]
+        deep = [index for index in fitting if depth[index] >= spec.same_layout_pp]
+        chosen |= {*fitting[: spec.layouts.fastest], *deep[:1]}
+    if ranked:
+        chosen.add(min(ranked, key=lambda pair: pair[0].need(1.0))[1])
+    return chosen
+
+
+def estimate(problem: Problem) -> Estimate:
+    """(m v + p - 1) chunks of average layers with nothing overlapped, the ends once per
+    micro-batch; saved bytes of the layers that the first rank has in flight."""
+    lay, table = problem.layout, problem.layer_kinds[0]
+    slots = lay.num_micro_batches * lay.vpp + lay.pp - 1
+    layers = problem.workload.model.num_layers / lay.num_chunks
+    layer_s = forward_s(problem, table) + backward_s(problem, table)
+    ends = problem.head if lay.pp > 1 else problem.embedding
+    ends_s = forward_s(problem, ends) + backward_s(problem, ends)
+    warm = (lay.vpp - 1) * lay.pp + 2 * (lay.pp - 1) + 1 if lay.vpp > 1 else lay.pp
+    chunks = min(warm, lay.num_micro_batches * lay.vpp)
+    return Estimate(
+        step_s=slots * layers * layer_s + lay.num_micro_batches * ends_s,
+        states=state_bytes(problem),
+        layer=float(table.saved_bytes),
+        head=float(problem.head.saved_bytes),
+        first=chunks * layers * table.saved_bytes,
+        last=(chunks - lay.pp + 1 if lay.vpp > 1 else 1) * layers * table.saved_bytes,
+        usable=problem.cluster.usable_bytes,
+    )
+
+
+def state_bytes(problem: Problem) -> int:
+    """Parameters, gradients and optimizer of the fullest end rank, as the base plan keeps them."""
+    plan, system = problem.base_plan, problem.system
+    count = max(rank_parameters(problem, plan, rank) for rank in (0, problem.layout.pp - 1))
+    return (
+        shard(count, plan.state("parameter").shards) * system.param_bytes
+        + shard(count, plan.state("gradient").shards) * system.grad_bytes
+        + shard(count, plan.state("optimizer").shards) * system.optimizer_bytes
+    )

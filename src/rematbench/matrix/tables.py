@@ -1,0 +1,222 @@
+"""The matrix as tables: same layout, best layout, the fastest of each cell, candidates by rule."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rematbench.binding import PARTS
+from rematbench.load import load_system
+from rematbench.matrix.layouts import KEPT, RULES
+from rematbench.matrix.spec import MatrixSpec
+from rematbench.matrix.sweep import BEST, DEGREES, NOT_RUN, SAME
+from rematbench.matrix.verdicts import CELL, Line, by_cell, outcome, speed
+from rematbench.published.accuracy import number
+from rematbench.published.evidence import RULES as EVIDENCE_RULES
+from rematbench.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
+
+NAMES = {SAME: "matrix_same_layout", BEST: "matrix_best_layout"}
+SHOWN = 40
+
+
+def matrix_tables(
+    lines: Sequence[Line], told: Sequence[Mapping[str, Any]], spec: MatrixSpec
+) -> list[Table]:
+    """All tables of the matrix."""
+    return [
+        arm_table(lines, SAME, spec),
+        arm_table(lines, BEST, spec),
+        fastest_table(lines, spec),
+        longest_table(lines),
+        candidate_table(told),
+    ]
+
+
+def equal_terms(spec: MatrixSpec) -> str:
+    """What is equal for all arms."""
+    system = load_system(spec.system)
+    gpus = ", ".join(f"{work.model} {work.gpus}" for work in spec.works)
+    where = "host" if system.optimizer_on_host else "device"
+    return (
+        f"Equal for all arms: stack {spec.system} (simulated), {spec.tokens_per_step:,} tokens "
+        f"per step, {spec.precision}, bytes per parameter {system.param_bytes} + "
+        f"{system.grad_bytes} gradient + {system.optimizer_bytes} optimizer on the {where}, "
+        f"ZeRO {spec.zero_stage}, micro-batch {spec.micro_batch}, {spec.attention} attention; "
+        f"GPUs: {gpus}."
+    )
+
+
+HOW = (
+    "grade: held-out, in-sample (its source shaped a formula) or fitted cells like it were found "
+    "by a rule (1 strictest): "
+    + "; ".join(f"{i} {rule}" for i, rule in enumerate(EVIDENCE_RULES, start=1))
+    + ". tie: slower than the best by less than the expected error. outside: of the range of "
+    "contexts, GPU counts and mechanisms that predicted published cells of the generation cover."
+)
+
+
+def layout_text(line: Mapping[str, Any]) -> str:
+    """tp 2 cp 1 pp 4 vpp 10 dp 16, without what is 1."""
+    if not line.get("tp"):
+        return ""
+    degrees = [f"{key} {line[key]}" for key in DEGREES if int(line[key]) > 1]
+    return " ".join(degrees) or "one rank"
+
+
+def binds(line: Mapping[str, Any]) -> str:
+    """What is short, where it does not fit; else the largest losses of the fastest arm's step."""
+    if line["status"] == "oom":
+        return shortage(line)
+    shares = {part: number(line, f"part_{part}") or 0.0 for part in PARTS if part != "compute"}
+    largest = sorted(((share, part) for part, share in shares.items() if share >= 0.01))[::-1]
+    return ", ".join(f"{part} {100 * share:.0f} %" for share, part in largest[:3])
+
+
+def shortage(line: Mapping[str, Any]) -> str:
+    """By how much it does not fit, and where."""
+    short = {where: number(line, f"{where}_short_bytes") for where in ("device", "host")}
+    texts = [f"{nbytes / GIB:,.1f} GiB ({where})" for where, nbytes in short.items() if nbytes]
+    return f"does not fit by {' and '.join(texts)}" if texts else str(line.get("reason", ""))
+
+
+def arm_table(lines: Sequence[Line], table: str, spec: MatrixSpec) -> Table:
+    """One line per arm and cell."""
+    rows = [_shown(line) for line in lines if line["table"] == table and line["status"] != NOT_RUN]
+    one = "one layout per cell, the baseline's best" if table == SAME else "each arm's best layout"
+    return Table(
+        name=NAMES[table],
+        title=f"The matrix, {table}: {one} (simulated)",
+        columns=(
+            *(Column(key, key) for key in ("model", "cluster")),
+            Column("seq_len", "tokens", whole),
+            Column("arm", "arm"),
+            Column("status", "verdict"),
+            Column("tokens_per_s_per_gpu", "tokens/s/GPU", fixed(1)),
+            Column("rank", "rank"),
+            Column("mfu_causal", "MFU causal %", percent),
+            Column("mfu_dense", "MFU dense %", percent),
+            Column("headroom_bytes", "headroom GiB", gib),
+            Column("reserved_bytes", "reserved GiB", gib),
+            Column("host_node_bytes", "pinned GiB/node", gib),
+            Column("binds", "what binds"),
+            Column("layout", "layout"),
+            Column("alpha", "alpha", fixed(2)),
+            Column("grade", "grade"),
+            Column("rule", "rule", whole),
+            Column("expected_error", "expected error %", percent),
+            Column("outside", "outside"),
+            Column("tried", "tried", whole),
+        ),
+        rows=tuple(rows),
+        note=f"{equal_terms(spec)} {HOW} Arms not declared for a length have no row there.",
+        shown=SHOWN,
+    )
+
+
+def _shown(line: Line) -> Line:
+    return {**line, "layout": layout_text(line), "binds": binds(line)}
+
+
+def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
+    """The fastest arm of every cell at best layouts, its ties, and its gain over the baseline."""
+    rows = []
+    for where, cell in by_cell(line for line in lines if line["table"] == BEST).items():
+        best = max(cell, key=speed)
+        row: Line = dict(zip(CELL, where, strict=True))
+        if speed(best):
+            base = next(line for line in cell if line["arm"] == spec.baseline)
+            ties = [line["arm"] for line in cell if line.get("rank") == "tie"]
+            gain = speed(best) / speed(base) - 1.0 if speed(base) else None
+            row |= _shown(best) | {"ties": ", ".join(ties), "gain": gain}
+        else:
+            least = [line for line in cell if line["status"] == "oom"]
+            nearest = min(least, key=_short) if least else best
+            row |= {"arm": "", "status": "oom", "binds": f"{nearest['arm']} {shortage(nearest)}"}
+        rows.append(row)
+    return Table(
+        name="matrix_fastest",
+        title="The matrix: the fastest of each cell, each at its best layout (simulated)",
+        columns=(
+            *(Column(key, key) for key in ("model", "cluster")),
+            Column("seq_len", "tokens", whole),
+            Column("arm", "fastest"),
+            Column("tokens_per_s_per_gpu", "tokens/s/GPU", fixed(1)),
+            Column("mfu_causal", "MFU causal %", percent),
+            Column("gain", f"over {spec.baseline} %", signed_percent),
+            Column("ties", "tied with"),
+            Column("headroom_bytes", "headroom GiB", gib),
+            Column("binds", "what binds"),
+            Column("layout", "layout"),
+            Column("grade", "grade"),
+            Column("expected_error", "expected error %", percent),
+            Column("outside", "outside"),
+            *(Column(f"part_{part}", "") for part in PARTS),
+        ),
+        rows=tuple(rows),
+        note=outcome(lines, spec.baseline).sentence + f" {equal_terms(spec)} {HOW}",
+    )
+
+
+def _short(line: Line) -> float:
+    found = [number(line, f"{where}_short_bytes") or 0.0 for where in ("device", "host")]
+    return max(found) or float("inf")
+
+
+def longest_table(lines: Sequence[Line]) -> Table:
+    """The longest of the matrix's lengths that fits, by arm."""
+    found: dict[tuple[str, str, str], Line] = {}
+    own = [line for line in lines if line["table"] == BEST]
+    top = max((int(line["seq_len"]) for line in own), default=0)
+    last = {
+        line["arm"] for line in own if int(line["seq_len"]) == top and line["status"] != NOT_RUN
+    }
+    for line in own:
+        if line["arm"] not in last or line["status"] == NOT_RUN:
+            continue
+        key = (line["model"], line["cluster"], line["arm"])
+        row = found.setdefault(key, {**dict(zip(("model", "cluster", "arm"), key, strict=True))})
+        length = int(line["seq_len"])
+        if speed(line) and length > row.get("longest", 0):
+            row |= {"longest": length, "mfu_causal": line["mfu_causal"]}
+        elif not speed(line) and "fails_at" not in row:
+            row |= {"fails_at": length, "reason": shortage(line)}
+    return Table(
+        name="matrix_longest",
+        title="The longest of the matrix's lengths that fits, at any candidate layout (simulated)",
+        columns=(
+            *(Column(key, key) for key in ("model", "cluster", "arm")),
+            Column("longest", "longest tokens", whole),
+            Column("mfu_causal", "MFU causal %", percent),
+            Column("fails_at", "fails at", whole),
+            Column("reason", "by"),
+        ),
+        rows=tuple(found.values()),
+        note="The true limit lies between the two columns. Methods not run at the last length are "
+        "left out.",
+        shown=SHOWN,
+    )
+
+
+def candidate_table(told: Sequence[Mapping[str, Any]]) -> Table:
+    """What became of the candidates of each cell, counted by rule."""
+    rows = []
+    cells: dict[tuple[str, ...], Counter[str]] = {}
+    for line in told:
+        key = tuple(str(line[name]) for name in CELL)
+        cells.setdefault(key, Counter())[str(line["fate"])] += 1
+    for key, fates in cells.items():
+        rows.append({**dict(zip(CELL, key, strict=True)), "all": fates.total(), **fates})
+    return Table(
+        name="matrix_candidates",
+        title="Candidate layouts of each cell: tried, and dropped by which rule",
+        columns=(
+            *(Column(key, key) for key in CELL),
+            Column("all", "candidates", whole),
+            *(Column(rule, rule, whole) for rule in RULES),
+            Column(KEPT, KEPT, whole),
+        ),
+        rows=tuple(rows),
+        note="One list for every arm, not exhaustive: with other cuts speeds at best layouts moved "
+        "by 5 to 10 %, so differences below that are no finding. Of those tried, an arm leaves out "
+        "candidates where keeping everything, memory ignored, would be slower than its best, and "
+        "those that its bytes at the leanest candidate put more than a tenth over the device.",
+    )

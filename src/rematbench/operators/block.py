@@ -1,0 +1,131 @@
+"""The operator tables of a model on one rank: embedding, decoder layer, head with loss."""
+
+from rematbench.cost.kernels import Elementwise, Kernel
+from rematbench.layout import Layout
+from rematbench.operators.builder import Builder
+from rematbench.operators.ops import Comm, Op, OpTable, moved
+from rematbench.system import System
+from rematbench.workload import Workload
+
+
+def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
+    """Token (and learned position) lookup; the output is the first layer's input."""
+    b = Builder(work, layout, system, True)
+    out = b.shard("layer_input")
+    nbytes = b.nbytes(out)
+    mask: tuple[str, ...] = ()
+    if work.model.dropout > 0:
+        mask = (b.add("embedding_mask", b.s.shard_tokens, work.model.hidden, False),)
+    positions = work.model.max_positions if work.model.position == "learned" else 0
+    reduced = Comm("reduce_scatter" if b.s.sp else "all_reduce", "tp", b.full_bytes)
+    b.ops.append(
+        Op(
+            name="embedding",
+            inputs=(),
+            outputs=(out, *mask),
+            saves=mask,
+            forward=(Elementwise(2 * b.full_bytes, 2),),
+            backward_weight=(Elementwise(3 * b.full_bytes, 2),),
+            reduce=reduced if b.s.tp > 1 else None,
+            grad_gather=Comm("all_gather", "tp", b.full_bytes) if b.s.sp else None,
+            unreduced_bytes=b.full_bytes if b.s.sp else 0,
+            parameters=(b.s.vocab + positions) * work.model.hidden,
+        )
+    )
+    assert nbytes > 0
+    return b.table("embedding")
+
+
+def layer_table(
+    work: Workload, layout: Layout, system: System, *, fused_attention: bool, window: int
+) -> OpTable:
+    """One pre-norm decoder layer (Llama or GPT), from `layer_input` to `layer_output`."""
+    b = Builder(work, layout, system, fused_attention)
+    model, s = work.model, b.s
+    b.shard("layer_input")
+    b.norm("attn_norm", "layer_input", "attn_norm_out")
+    rope: tuple[Kernel, ...] = ()
+    if model.position == "rope":
+        fused = system.fused_rope or system.compiled  # eager: cast, rotate, two products, add
+        turned = s.tokens * (s.q_width + s.kv_width) * b.e
+        rope = moved(2 * turned, launches=2) if fused else moved(10 * turned, launches=8)
+    widths = {"q": s.q_width, "k": s.kv_width, "v": s.kv_width}
+    projected = {b.projected(name): width for name, width in widths.items()}
+    b.column("qkv", "attn_norm_out", projected, rope, bias=model.qkv_bias)
+    b.attention(window)
+    b.row("proj", "attn_out", "proj_out", s.q_width, bias=model.proj_bias)
+    mixed = _post_norm(b, "post_attn_norm", "proj_out")
+    b.residual("attn_add", mixed, "layer_input", "attn_residual")
+    b.norm("mlp_norm", "attn_residual", "mlp_norm_out")
+    _mlp(b)
+    mixed = _post_norm(b, "post_mlp_norm", "fc2_out")
+    b.residual("mlp_add", mixed, "attn_residual", "layer_output")
+    return b.table("layer")
+
+
+def _post_norm(b: Builder, name: str, x: str) -> str:
+    if not b.model.post_norm:
+        return x
+    b.norm(name, x, f"{name}_out")
+    return f"{name}_out"
+
+
+def _mlp(b: Builder) -> None:
+    ffn = b.s.ffn
+    if not b.model.gated:
+        b.column("fc1", "mlp_norm_out", {"up_out": ffn}, bias=b.model.mlp_bias)
+        b.pointwise("act", ("up_out",), "fc2_in", ("up_out",))
+    else:
+        b.column("fc1", "mlp_norm_out", {"gate_out": ffn, "up_out": ffn}, bias=b.model.mlp_bias)
+        if b.system.fused_swiglu:
+            b.pointwise("act", ("gate_out", "up_out"), "fc2_in", ("gate_out", "up_out"))
+        else:
+            b.pointwise("act", ("gate_out",), "act_out", ("gate_out",))
+            b.pointwise("mul", ("act_out", "up_out"), "fc2_in", ("act_out", "up_out"))
+    b.row("fc2", "fc2_in", "fc2_out", ffn, bias=b.model.mlp_bias)
+
+
+def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
+    """Final norm, output projection over a vocabulary shard, cross-entropy."""
+    b = Builder(work, layout, system, True)
+    s, e = b.s, b.e
+    b.shard("layer_output")
+    b.norm("final_norm", "layer_output", "final_norm_out")
+    b.column("lm_head", "final_norm_out", {"logits": s.vocab})
+    logits_bytes = b.nbytes("logits")
+    wide = max(4, e) if system.logits_fp32 else e
+    saved = b.add("loss_saved", s.tokens, s.vocab * wide, False)
+    statistics = Comm("all_reduce", "tp", 3 * s.tokens * max(4, e)) if s.tp > 1 else None
+    passes = 1 if system.fused_loss else 4
+    scratch = _loss_scratch(system, logits_bytes, s.tokens * s.vocab * wide)
+    b.ops.append(
+        Op(
+            name="loss",
+            inputs=("logits",),
+            outputs=(saved,),
+            saves=(saved,),
+            forward=(
+                Elementwise(logits_bytes + (passes + 1) * s.tokens * s.vocab * wide, passes + 2),
+            ),
+            backward_input=(Elementwise(2 * s.tokens * s.vocab * wide + logits_bytes, 2),),
+            reduce=statistics,
+            scratch_forward_bytes=scratch[0],
+            scratch_backward_bytes=scratch[1],
+        )
+    )
+    return b.table("head")
+
+
+def _loss_scratch(system: System, logits_bytes: int, wide_bytes: int) -> tuple[int, int]:
+    """Bytes inside an unfused loss beside its logits, its saved softmax and the logits' gradient.
+
+    Forward: the fp32 copy of the logits (Megatron keeps the logits themselves meanwhile;
+    F.cross_entropy of `model(x).float()` does not).  Backward, unless in place: the gradients of
+    the log-probabilities and of the fp32 logits, before those of the logits exist.
+    """
+    if system.fused_loss:
+        return 0, 0
+    copy = wide_bytes if system.logits_fp32 else 0
+    if system.loss_in_place:
+        return copy, 0
+    return max(0, copy - logits_bytes), 2 * wide_bytes - logits_bytes

@@ -1,0 +1,273 @@
+"""Operators of one part of a model, one call each: norms, linears, attention, pointwise."""
+
+from msgspec import Struct
+
+from rematbench.cost.kernels import Attention, Gemm, Kernel
+from rematbench.layout import Layout
+from rematbench.operators.ops import Activation, Comm, CommKind, Op, OpTable, Part, moved
+from rematbench.shapes import causal_pairs, shapes
+from rematbench.system import System
+from rematbench.workload import Model, Workload
+
+
+class _AttentionComms(Struct, frozen=True, kw_only=True):
+    """Collectives around the attention kernels, and the bytes of the gathered input."""
+
+    nbytes: int = 0
+    gather: Comm | None = None
+    regather: Comm | None = None
+    grad_reduce: Comm | None = None
+
+
+class Builder:
+    """Collects activations and ops of one part; knows the sharding of rows and columns."""
+
+    def __init__(
+        self, work: Workload, layout: Layout, system: System, fused_attention: bool
+    ) -> None:
+        self.model: Model = work.model
+        self.system = system
+        self.fused_attention = fused_attention
+        self.ulysses = layout.ulysses
+        self.s = shapes(work, layout, system)
+        self.e = self.s.element_bytes
+        self.ops: list[Op] = []
+        self.activations: dict[str, Activation] = {}
+
+    def shard(self, name: str) -> str:
+        """A hidden-wide tensor of the sequence-parallel region."""
+        return self.add(name, self.s.shard_tokens, self.model.hidden * self.e)
+
+    def wide(self, name: str, width: int) -> str:
+        """A tensor of the tensor-parallel region: all tokens, this rank's columns."""
+        return self.add(name, self.s.tokens, width * self.e)
+
+    def add(self, name: str, rows: int, row_bytes: int, differentiable: bool = True) -> str:
+        self.activations[name] = Activation(name, rows, row_bytes, differentiable)
+        return name
+
+    def nbytes(self, *names: str) -> int:
+        return sum(self.activations[name].nbytes for name in names)
+
+    @property
+    def full_bytes(self) -> int:
+        """The hidden-wide tensor of all the rank's tokens (after a gather)."""
+        return self.s.tokens * self.model.hidden * self.e
+
+    def table(self, part: Part) -> OpTable:
+        return OpTable(part=part, ops=tuple(self.ops), activations=self.activations)
+
+    def norm(self, name: str, x: str, out: str) -> None:
+        """Fused: x read, out written; backward x, dout, dx.  Eager RMSNorm in fp32 (float, pow,
+        mean, rsqrt, two products, cast): 36 bytes an element, backward 56."""
+        self.shard(out)
+        fused = self.system.fused_norm or self.system.compiled or self.model.norm == "layernorm"
+        nbytes = self.nbytes(x)
+        self.ops.append(
+            Op(
+                name=name,
+                inputs=(x,),
+                outputs=(out,),
+                saves=(x,),
+                forward=moved(2 * nbytes) if fused else moved(18 * nbytes, launches=7),
+                backward_input=moved(3 * nbytes, launches=2)
+                if fused
+                else moved(28 * nbytes, launches=12),
+                parameters=self.model.norm_parameters,
+            )
+        )
+
+    def column(
+        self,
+        name: str,
+        x: str,
+        outs: dict[str, int],
+        extra: tuple[Kernel, ...] = (),
+        *,
+        bias: bool = False,
+    ) -> None:
+        """A column-parallel linear: gathers its sequence shard (or all-reduces its gradient)."""
+        for out, width in outs.items():
+            self.wide(out, width)
+        columns = sum(outs.values())
+        n, h = self.s.tokens, self.model.hidden
+        split = self.s.tp > 1
+        gather = Comm("all_gather", "tp", self.full_bytes) if self.s.sp else None
+        back: CommKind = "reduce_scatter" if self.s.sp else "all_reduce"
+        self.ops.append(
+            Op(
+                name=name,
+                inputs=(x,),
+                outputs=tuple(outs),
+                saves=(x,),
+                forward=(Gemm(n, columns, h), *extra),
+                backward_input=(*extra, Gemm(n, h, columns)),
+                backward_weight=(Gemm(h, columns, n),),
+                gather=gather,
+                regather=gather,
+                grad_reduce=Comm(back, "tp", self.full_bytes) if split else None,
+                gathered_bytes=self.full_bytes if gather else 0,
+                parameters=h * columns + (columns if bias else 0),
+            )
+        )
+
+    def row(self, name: str, x: str, out: str, width: int, *, bias: bool) -> None:
+        """A row-parallel linear: reduces its output, gathers its output's gradient."""
+        self.shard(out)
+        n, h = self.s.tokens, self.model.hidden
+        forward: CommKind = "reduce_scatter" if self.s.sp else "all_reduce"
+        split = self.s.tp > 1
+        self.ops.append(
+            Op(
+                name=name,
+                inputs=(x,),
+                outputs=(out,),
+                saves=(x,),
+                forward=(Gemm(n, h, width),),
+                backward_input=(Gemm(n, width, h),),
+                backward_weight=(Gemm(width, h, n),),
+                reduce=Comm(forward, "tp", self.full_bytes) if split else None,
+                grad_gather=Comm("all_gather", "tp", self.full_bytes) if self.s.sp else None,
+                unreduced_bytes=self.full_bytes if self.s.sp else 0,
+                parameters=width * h + (h if bias else 0),
+            )
+        )
+
+    def residual(self, name: str, x: str, skip: str, out: str) -> None:
+        """x (after dropout, if any) + skip."""
+        self.shard(out)
+        nbytes = self.nbytes(out)
+        mask: tuple[str, ...] = ()
+        if self.model.dropout > 0:
+            mask = (self.add(f"{out}_mask", self.s.shard_tokens, self.model.hidden, False),)
+        self.ops.append(
+            Op(
+                name=name,
+                inputs=(x, skip),
+                outputs=(out, *mask),
+                saves=mask,
+                forward=moved(3 * nbytes, self.nbytes(*mask)),
+                backward_input=moved(2 * nbytes, self.nbytes(*mask)) if mask else (),
+                alias_inputs=(skip,) if mask else (x, skip),
+            )
+        )
+
+    def pointwise(
+        self, name: str, inputs: tuple[str, ...], out: str, saves: tuple[str, ...]
+    ) -> None:
+        """An activation function or a product over the tensor-parallel region."""
+        ffn_bytes = self.s.ffn * self.e
+        self.add(out, self.s.tokens, ffn_bytes)
+        one = self.nbytes(out)
+        self.ops.append(
+            Op(
+                name=name,
+                inputs=inputs,
+                outputs=(out,),
+                saves=saves,
+                forward=moved((len(inputs) + 1) * one),
+                backward_input=moved((len(saves) + 1 + len(inputs)) * one),
+            )
+        )
+
+    def projected(self, name: str) -> str:
+        """What the qkv projection calls its output: q, k and v are what attention reads, and under
+        Ulysses that is another order of them."""
+        return f"{name}_rows" if self.ulysses > 1 else name
+
+    def attention(self, window: int) -> None:
+        """The attention kernel, between two all-to-alls under Ulysses (arXiv 2309.14509).
+
+        There the qkv projection and the output projection work on the rank's part of the sequence
+        with all its heads, the kernel on whole sequences with a part of the heads.  The kernel's
+        backward reads q, k, v and its output in the order of heads; the output projection's weight
+        gradient reads the output in the order of rows.  So both orders of the output are saved,
+        and nothing needs q, k and v in the order of rows (RoPE's backward reads angles only).
+        """
+        out = "attn_heads" if self.ulysses > 1 else "attn_out"
+        if self.ulysses > 1:
+            kv_heads = max(self.s.kv_heads, self.ulysses)  # fewer are sent to several ranks
+            kv_width = kv_heads * self.model.head_dim
+            widths = {"q": self.s.q_width, "k": kv_width, "v": kv_width}
+            self._exchange("to_heads", {self.projected(name): name for name in widths}, widths)
+        self._attention(window, self.wide(out, self.s.q_width))
+        if self.ulysses > 1:
+            self._exchange("to_rows", {out: "attn_out"}, {"attn_out": self.s.q_width})
+
+    def _exchange(self, name: str, pairs: dict[str, str], widths: dict[str, int]) -> None:
+        """An all-to-all between two orders of some tensors; as many bytes come back."""
+        for out, width in widths.items():
+            self.wide(out, width)
+        comm = Comm("all_to_all", "cp", self.nbytes(*widths))
+        self.ops.append(
+            Op(
+                name=name,
+                inputs=tuple(pairs),
+                outputs=tuple(pairs.values()),
+                reduce=comm,
+                grad_gather=comm,
+            )
+        )
+
+    def _attention(self, window: int, out: str) -> None:
+        fused = self.fused_attention
+        s = self.s
+        pairs = causal_pairs(s.seq_len, window) // s.cp
+        if not fused:
+            pairs = s.seq_len * s.seq_len // s.cp
+        kernel = Attention(
+            batch=s.micro_batch,
+            heads=s.heads // self.ulysses,
+            kv_heads=max(1, s.kv_heads // self.ulysses),
+            head_dim=self.model.head_dim,
+            q_rows=s.seq_len // s.cp,
+            kv_rows=s.seq_len,
+            pairs=pairs,
+            fused=fused,
+        )
+        internals = (self._lse(),) if fused else self._scores()
+        comms = self._attention_comms()
+        self.ops.append(
+            Op(
+                name="attention",
+                inputs=("q", "k", "v"),
+                outputs=(out, *internals),
+                saves=("q", "k", "v", *internals, *((out,) if fused else ())),
+                forward=(kernel,),
+                backward_input=(kernel,),
+                row_local=False,
+                gathered_bytes=comms.nbytes,
+                gather=comms.gather,
+                regather=comms.regather,
+                grad_reduce=comms.grad_reduce,
+            )
+        )
+
+    def _attention_comms(self) -> "_AttentionComms":
+        """Collectives of attention under context parallelism.
+
+        allgather: KV of all cp ranks, dKV reduce-scattered (ATC'24); ring: KV passed on beside the
+        kernels, KV and dKV in the backward (Ring Attention, arXiv 2310.01889).
+        """
+        kv = self.nbytes("k", "v")
+        cp = self.s.cp
+        if cp > 1 and self.system.cp_kind == "ring":
+            ring, back = Comm("ring", "cp", kv * cp), Comm("ring", "cp", 2 * kv * cp)
+            return _AttentionComms(nbytes=2 * kv, gather=ring, regather=back)
+        if cp > 1:
+            spread = Comm("all_gather", "cp", kv * cp)
+            back = Comm("reduce_scatter", "cp", kv * cp)
+            return _AttentionComms(nbytes=kv * cp, gather=spread, regather=spread, grad_reduce=back)
+        return _AttentionComms()
+
+    def _lse(self) -> str:
+        return self.add("lse", self.s.tokens, self.s.heads * max(4, self.e), False)
+
+    def _scores(self) -> tuple[str, ...]:
+        """Materialised probabilities; with dropout a byte mask and the dropped probabilities."""
+        row = self.s.heads * self.s.seq_len
+        names = [self.add("attn_probs", self.s.tokens, row * self.e, False)]
+        if self.model.dropout > 0:
+            names.append(self.add("attn_probs_mask", self.s.tokens, row, False))
+            names.append(self.add("attn_probs_dropped", self.s.tokens, row * self.e, False))
+        return tuple(names)

@@ -1,0 +1,1 @@
+"""Published cells: read, predicted, compared; what accuracy is promised, and how it is scored."""

@@ -1,0 +1,192 @@
+"""Calibration on published rows: the engine as the step model of `cost.fit`, and refits that leave
+one source out.
+
+Plans are made once, with the constants the fit starts from, and lowered once per worker; only the
+costs of their actions change from trial to trial.
+"""
+
+import datetime
+import multiprocessing
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+from msgspec.structs import replace
+
+from rematbench.chunk import simulate_chunks
+from rematbench.collector import collect_rarely
+from rematbench.cost.constants import Calibration
+from rematbench.cost.fit import PRIORS, FitReport, Row, fit, fit_rows, with_values
+from rematbench.discover import discover
+from rematbench.load import load_cluster
+from rematbench.lower import lower
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.program import Program
+from rematbench.published.accuracy import Accuracy, Group, LeftOut, errors_of, members, split_of
+from rematbench.published.predict import predict_rows, run_case
+from rematbench.published.rows import Case, read_case
+from rematbench.published.validate import SPEED
+from rematbench.seconds import action_seconds
+
+WARM, LONG = 2, 3
+"""Rounds of pp micro-batches after which a 1F1B step only repeats itself: a step of many is that
+of LONG rounds and, for each further micro-batch, the mean gain between WARM and LONG rounds."""
+
+
+class StepModel:
+    """Predicted step seconds of FIT rows under trial constants, over `processes` workers."""
+
+    def __init__(self, calibration: Calibration, processes: int = 2) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(processes, context, _start, (calibration,))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def __call__(self, jobs: Sequence[tuple[Row, Calibration]]) -> list[float]:
+        """Seconds of each (row, constants); a row's trials go to one worker, which has its
+        programs."""
+        of_row: dict[int, list[int]] = {}
+        for index, (row, _) in enumerate(jobs):
+            of_row.setdefault(id(row), []).append(index)
+        work = [(dict(jobs[group[0]][0]), [jobs[i][1] for i in group]) for group in of_row.values()]
+        found = [0.0] * len(jobs)
+        results = self._pool.map(_trials, work)
+        for group, values in zip(of_row.values(), results, strict=True):
+            for index, value in zip(group, values, strict=True):
+                found[index] = value
+        return found
+
+
+# -- a worker ---------------------------------------------------------------------------------
+
+
+class _Lowered(msgspec.Struct, frozen=True):
+    """A row ready for trials: (case, lowered plan) of one or two lengths, and the micro-batches
+    to extrapolate over."""
+
+    parts: tuple[tuple[Case, Program], ...]
+    beyond: float
+
+
+_START: list[Calibration] = []
+_LOWERED: dict[bytes, _Lowered] = {}
+
+
+def _start(calibration: Calibration) -> None:
+    collect_rarely()
+    _START[:] = [calibration]
+
+
+def _trials(work: tuple[Row, list[Calibration]]) -> list[float]:
+    row, trials = work
+    case = read_case(row, discover())
+    if case.key not in _LOWERED:
+        _LOWERED[case.key] = _lowered(case, _START[0])
+    return [_seconds(_LOWERED[case.key], trial) for trial in trials]
+
+
+def _lowered(case: Case, calibration: Calibration) -> _Lowered:
+    """Plan with the starting constants, then lower for one length or for two short ones."""
+    problem = case.problem(calibration)
+    outcome = run_case(case, problem, discover())
+    if outcome.plan is None:
+        raise ValueError(f"a FIT row cannot be planned: {outcome.status}: {outcome.reason}")
+    lay, plan = problem.layout, outcome.plan
+    if lay.vpp > 1 or lay.num_micro_batches <= LONG * lay.pp:
+        return _Lowered(((case, lower(plan, problem)),), 0.0)
+    short = [_shortened(case, plan, calibration, rounds) for rounds in (WARM, LONG)]
+    rest = lay.num_micro_batches - LONG * lay.pp
+    return _Lowered(tuple(short), rest / ((LONG - WARM) * lay.pp))
+
+
+def _shortened(
+    case: Case, plan: Plan, calibration: Calibration, rounds: int
+) -> tuple[Case, Program]:
+    lay = case.layout
+    batch = rounds * lay.pp * lay.micro_batch * lay.dp
+    shorter = replace(case, layout=replace(lay, global_batch=batch))
+    return shorter, lower(plan, shorter.problem(calibration))
+
+
+def _seconds(lowered: _Lowered, calibration: Calibration) -> float:
+    times = [_step_s(c.problem(calibration), program) for c, program in lowered.parts]
+    return times[-1] + lowered.beyond * (times[-1] - times[0])
+
+
+def _step_s(problem: Problem, program: Program) -> float:
+    return simulate_chunks(program, action_seconds(problem)).step_s
+
+
+# -- fits -------------------------------------------------------------------------------------
+
+
+def calibrate(rows: Sequence[Row], start: Calibration, processes: int = 2) -> FitReport:
+    """The constants fitted to the FIT rows, from `start`; plans are those of `start`."""
+    with StepModel(start, processes) as model:
+        return fit(rows, start, model)
+
+
+def without_source(calibration: Calibration, rows: Sequence[Row], source: str) -> Calibration:
+    """The calibration before a fit that never sees `source`: its FIT sweeps are gone, and what
+    only its rows informed (their clusters' and stacks' own constants) is back at the prior."""
+    kept = tuple(rule for rule in calibration.fit if source not in rule.source)
+    left = fit_rows(rows, kept)
+    seen = {("networks", row["cluster"]) for row in left}
+    seen |= {("systems", row["system"]) for row in left}
+    seen |= {("gpus", load_cluster(row["cluster"]).generation) for row in left}
+    lost = [name for name in calibration.fitted if tuple(name.split(".")[:2]) not in seen]
+    centres = [PRIORS[name.rsplit(".", 1)[1]].centre for name in lost]
+    return replace(with_values(calibration, lost, centres), fit=kept)
+
+
+def leave_one_out(
+    rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy, processes: int = 2
+) -> LeftOut:
+    """Mean absolute errors of every group of speeds, predicted with constants that were fitted to
+    the other sources only."""
+    groups = [group for group in accuracy.groups if group.metric == SPEED]
+    errors: dict[str, float] = {}
+    for source in dict.fromkeys(group.rule.source for group in groups):
+        start = without_source(calibration, rows, source)
+        constants = calibrate(rows, start, processes).calibration
+        own = [group for group in groups if group.rule.source == source]
+        scored = predict_rows(
+            [row for row in rows if source in row["source"]],
+            processes=processes,
+            constants=constants,
+        )
+        for group in own:
+            errors[group.name] = _mean_error(group, scored, calibration)
+    return LeftOut(date=datetime.datetime.now(datetime.UTC).date(), how=HOW, errors=errors)
+
+
+HOW = "rematbench calibrate --leave-one-out"
+
+
+def _mean_error(group: Group, scored: Sequence[Mapping[str, Any]], declared: Calibration) -> float:
+    """Over the same cells as the accuracy table: those the shipped constants were not fitted to."""
+    cells = [row for row in members(group, scored) if split_of(row, group, declared) != "fitted"]
+    return statistics.fmean(abs(error) for error in errors_of(group.metric, cells))
+
+
+def moved(before: Calibration, after: Calibration) -> list[tuple[str, float, float]]:
+    """(name, before, after) of every fitted constant."""
+    return [(name, _value(before, name), _value(after, name)) for name in before.fitted]
+
+
+def _value(calibration: Calibration, name: str) -> float:
+    section, entry, key = name.split(".")
+    return float(getattr(getattr(calibration, section)[entry], key))

@@ -1,0 +1,173 @@
+"""How well cells like a prediction are validated: published cells looked up by declared rules.
+
+The strictest rule with a cell that no constant was fitted to decides; its error is what the
+accuracy targets accept for the groups of those cells, or, given predictions of the published
+cells, their own mean error.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from msgspec import Struct
+
+from rematbench.configfile import ConfigError
+from rematbench.cost.constants import Calibration
+from rematbench.discover import IDENTITY, Registry
+from rematbench.load import load_cluster, load_system
+from rematbench.problem import Problem
+from rematbench.published.accuracy import (
+    Accuracy,
+    Group,
+    Row,
+    Split,
+    members,
+    number,
+    ratio_error,
+    split_of,
+)
+from rematbench.published.sheets import bundle_of
+
+SPEED = "tokens_per_s_per_gpu"
+
+RULES = (
+    "method, stack, cluster and context",
+    "method, stack and cluster",
+    "method and GPU generation",
+    "stack and GPU generation, any method",
+    "GPU generation only",
+)
+"""What a published cell shares with a prediction, strictest first; rule numbers count from 1."""
+
+PREDICTED: tuple[Split, ...] = ("held-out", "in-sample")
+"""Cells whose errors are errors of predictions, the better kind first."""
+
+
+class Known(Struct, frozen=True, kw_only=True):
+    """A published cell with a speed: what it ran on, how much of it the model has seen, and the
+    error of its prediction (None without one)."""
+
+    family: str
+    system: str
+    cluster: str
+    generation: str
+    seq_len: int
+    gpus: int
+    split: Split
+    group: str
+    accepted: float | None
+    error: float | None
+
+
+class Evidence(Struct, frozen=True, kw_only=True):
+    """What is known of predictions like one.  `rule` counts from 1 (0: no cell at all); `error` is
+    a fraction; `groups` are the accuracy groups of the cells."""
+
+    grade: Split | None
+    rule: int = 0
+    cells: int = 0
+    error: float | None = None
+    groups: tuple[str, ...] = ()
+
+
+def known_cells(
+    rows: Sequence[Row], accuracy: Accuracy, calibration: Calibration, registry: Registry
+) -> list[Known]:
+    """Published cells with a speed, by the groups of the accuracy targets (each cell once)."""
+    found: dict[int, Known] = {}
+    for group in accuracy.groups:
+        if group.metric != SPEED:
+            continue
+        for row in members(group, rows):
+            if number(row, SPEED) is None:
+                continue
+            cell = _known(row, group, calibration, registry)
+            if cell is not None:
+                found.setdefault(id(row), cell)
+    return list(found.values())
+
+
+def family_of(method: str) -> str:
+    """A method or bundle without the part that changes nothing."""
+    return method.removeprefix(f"{IDENTITY}+")
+
+
+def _known(row: Row, group: Group, calibration: Calibration, registry: Registry) -> Known | None:
+    try:
+        cluster = load_cluster(str(row["cluster"]))
+        system = _system_name(str(row["system"]))
+    except ConfigError:
+        return None  # a cell that cannot be predicted says nothing about predictions
+    family = bundle_of(row, registry)
+    promise = group.promises.get("mean") or group.promises.get("max")
+    return Known(
+        family=family_of(family),
+        system=system,
+        cluster=cluster.name,
+        generation=cluster.generation,
+        seq_len=int(number(row, "seq_len") or 0),
+        gpus=int(number(row, "gpus") or 0),
+        split=split_of(row, group, calibration),
+        group=group.name,
+        accepted=promise.accepted if promise else None,
+        error=ratio_error(row, SPEED),
+    )
+
+
+@cache
+def _system_name(name: str) -> str:
+    return load_system(name).name
+
+
+def evidence(
+    problem: Problem, family: str, cells: Sequence[Known], context_factor: float
+) -> Evidence:
+    """The evidence for a method (composed name, parameters apart) on a problem."""
+    fallback = Evidence(grade=None)
+    for rule, alike in enumerate(_tests(problem, family, context_factor), start=1):
+        matching = [cell for cell in cells if alike(cell)]
+        for grade in PREDICTED:
+            chosen = [cell for cell in matching if cell.split == grade]
+            if chosen:
+                return _graded(grade, rule, chosen)
+        if matching and fallback.grade is None:
+            fallback = _graded("fitted", rule, matching)
+    return fallback
+
+
+def _tests(problem: Problem, family: str, factor: float) -> tuple[Callable[[Known], bool], ...]:
+    """One test per rule, in the order of RULES."""
+    cluster, system = problem.cluster, problem.system.name
+    length = problem.workload.seq_len
+
+    def near(cell: Known) -> bool:
+        return length / factor <= cell.seq_len <= length * factor
+
+    def place(cell: Known) -> bool:
+        return cell.system == system and cell.cluster == cluster.name
+
+    def generation(cell: Known) -> bool:
+        return cell.generation == cluster.generation
+
+    return (
+        lambda cell: cell.family == family and place(cell) and near(cell),
+        lambda cell: cell.family == family and place(cell),
+        lambda cell: cell.family == family and generation(cell),
+        lambda cell: cell.system == system and generation(cell),
+        generation,
+    )
+
+
+def _graded(grade: Split, rule: int, cells: Sequence[Known]) -> Evidence:
+    """Mean error of predicted cells; else the largest error accepted of their groups.  A fitted
+    cell's error is no evidence."""
+    errors = [abs(cell.error) for cell in cells if cell.error is not None]
+    accepted = [cell.accepted for cell in cells if cell.accepted is not None]
+    error = statistics.fmean(errors) if errors else max(accepted, default=None)
+    return Evidence(
+        grade=grade,
+        rule=rule,
+        cells=len(cells),
+        error=None if grade == "fitted" else error,
+        groups=tuple(dict.fromkeys(cell.group for cell in cells)),
+    )

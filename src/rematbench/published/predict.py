@@ -1,0 +1,165 @@
+"""Predict a sheet of configurations: every row gets a status; no row brings the sheet down."""
+
+import multiprocessing
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rematbench.collector import collect_rarely
+from rematbench.cost.constants import Calibration
+from rematbench.discover import Composition, Registry, discover
+from rematbench.problem import Problem
+from rematbench.published.reported import reported_peak_bytes
+from rematbench.published.rows import Case, Row, RowError, read_case
+from rematbench.suite import Outcome, run_method
+
+COLUMNS = (
+    "pred_tokens_per_s_per_gpu",
+    "pred_step_s",
+    "pred_mfu_causal",
+    "pred_peak_device_bytes",
+    "pred_peak_host_bytes",
+    "pred_offload_fraction",
+    "pred_status",
+    "pred_reason",
+)
+Prediction = dict[str, Any]
+Progress = Callable[[int, int], None]
+Setting = tuple[tuple[Path, ...], Calibration | None]
+"""More folders of methods, and constants other than the shipped ones."""
+
+
+def predict_rows(
+    rows: Sequence[Row],
+    *,
+    processes: int = 2,
+    methods: Iterable[Path] = (),
+    progress: Progress | None = None,
+    constants: Calibration | None = None,
+) -> list[dict[str, Any]]:
+    """Every row with its pred_* columns, in order; equal configurations are computed once."""
+    registry = discover(methods)
+    keys: list[bytes | None] = []
+    cases: dict[bytes, Case] = {}
+    early: dict[int, Prediction] = {}
+    for index, row in enumerate(rows):
+        try:
+            case = read_case(row, registry)
+            cases[case.key] = case
+            keys.append(case.key)
+        except RowError as error:
+            early[index] = _nothing(error.status, str(error))
+            keys.append(None)
+        except Exception as error:  # a bad row never brings the sheet down
+            early[index] = _nothing("failed", f"{type(error).__name__}: {error}")
+            keys.append(None)
+    order = sorted(cases, key=lambda key: -_effort(cases[key]))
+    todo = [cases[key] for key in order]
+    found = _predict_all(todo, processes, (tuple(methods), constants), progress)
+    table = dict(zip(order, found, strict=True))
+    return [
+        {**row, **(early[i] if (key := keys[i]) is None else table[key])}
+        for i, row in enumerate(rows)
+    ]
+
+
+def _predict_all(
+    cases: Sequence[Case], processes: int, setting: Setting, progress: Progress | None
+) -> list[Prediction]:
+    """Predictions in order of cases."""
+    if processes <= 1 or len(cases) < 2:
+        registry, constants = discover(setting[0]), setting[1]
+        one_by_one = (predict_case(case, registry, constants) for case in cases)
+        return list(_counted(one_by_one, len(cases), progress))
+    context = multiprocessing.get_context("spawn")
+    pool: Executor
+    with ProcessPoolExecutor(processes, context, _start_worker, setting) as pool:
+        return list(_counted(pool.map(_work, cases, chunksize=4), len(cases), progress))
+
+
+def _counted(
+    items: Iterable[Prediction], total: int, progress: Progress | None
+) -> Iterable[Prediction]:
+    for done, item in enumerate(items, start=1):
+        if progress is not None:
+            progress(done, total)
+        yield item
+
+
+_WORKER: list[tuple[Registry, Calibration | None]] = []
+
+
+def _start_worker(methods: tuple[Path, ...], constants: Calibration | None) -> None:
+    """A worker process: methods once."""
+    collect_rarely()
+    _WORKER[:] = [(discover(methods), constants)]
+
+
+def _work(case: Case) -> Prediction:
+    return predict_case(case, *_WORKER[0])
+
+
+def _effort(case: Case) -> int:
+    """Roughly proportional to the time a case takes: passes over all ranks."""
+    lay = case.layout
+    searched = 5 if case.offload is None and lay.pp > 2 else 1
+    return lay.pp * lay.vpp * max(1, lay.num_micro_batches) * searched
+
+
+def predict_case(
+    case: Case, registry: Registry, constants: Calibration | None = None
+) -> Prediction:
+    """The prediction of a case, whatever happens."""
+    try:
+        problem = case.problem(constants)
+        outcome = run_case(case, problem, registry)
+    except RowError as error:
+        return _nothing(error.status, str(error))
+    except Exception as error:  # a bad row never brings the sheet down
+        return _nothing("failed", f"{type(error).__name__}: {error}")
+    return _prediction(problem, outcome)
+
+
+def run_case(case: Case, problem: Problem, registry: Registry) -> Outcome:
+    """Plan and judge a case: the recompute policy, then offloading at the given share; no share
+    given means the smallest that fits, by the paper's estimate for the paper's own stack."""
+    plain = registry.resolve(case.method, case.settings)
+    if case.offload == 0.0:
+        return run_method(problem, plain)
+    return run_method(problem, _with_offload(case, problem, plain, registry))
+
+
+def _with_offload(
+    case: Case, problem: Problem, plain: Composition, registry: Registry
+) -> Composition:
+    settings: dict[str, Any] = {"alpha": case.offload}
+    if case.offload is None:
+        settings = {"fit": "paper" if case.system.name == "megatron-kwai" else "ledger"}
+        if problem.layout.pp < 3 or "activation_offload" not in problem.system.features:
+            return plain
+    offload = registry.resolve("pp_offload", settings)
+    return Composition((*plain.methods, *offload.methods))
+
+
+def _prediction(problem: Problem, outcome: Outcome) -> Prediction:
+    """The pred_* columns; the peak is counted as the stack's publications count theirs."""
+    evaluation, plan = outcome.evaluation, outcome.plan
+    if evaluation is None or plan is None:
+        return _nothing(outcome.status, outcome.reason)
+    values = (
+        evaluation.tokens_per_s_per_gpu,
+        evaluation.step_s,
+        evaluation.mfu_causal,
+        reported_peak_bytes(problem, plan, evaluation),
+        max(evaluation.peak_host_bytes),
+        plan.fit.get("alpha", 0.0),
+        outcome.status,
+        outcome.reason,
+    )
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def _nothing(status: str, reason: str) -> Prediction:
+    empty = dict.fromkeys(COLUMNS, "")
+    return {**empty, "pred_status": status, "pred_reason": " ".join(reason.split())}

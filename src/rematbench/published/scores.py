@@ -1,0 +1,183 @@
+"""Validation as tables: accuracy by source, every promise, OOM verdicts, the error of each cell."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rematbench.cost.constants import Calibration
+from rematbench.published.accuracy import Accuracy, Row, members, number, ratio_error, split_of
+from rematbench.published.validate import Report, Verdicts
+from rematbench.table import Column, Table, gib, percent, signed_percent, whole
+
+READ = (
+    "Errors are of predictions only (fitted cells left out); n counts in-sample and held-out "
+    "cells. floor: one constant MFU fitted to the same cells as the model. left out: mean error "
+    "when the constants are refitted without this source (- where not refitted)."
+)
+
+
+def score_tables(
+    report: Report, rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy
+) -> list[Table]:
+    """Everything `rematbench validate` knows, as tables."""
+    return [
+        accuracy_table(report),
+        promise_table(report),
+        verdict_table(report.verdicts),
+        cell_table(rows, calibration, accuracy),
+    ]
+
+
+def accuracy_table(report: Report) -> Table:
+    """One line per group of cells with an error to average."""
+    rows = [
+        {
+            "name": group.name,
+            "n": group.cells,
+            **group.splits,
+            "constants": group.constants,
+            "mean": group.mean,
+            "median": group.median,
+            "max": group.max,
+            "floor": group.floor,
+            "left_out": group.left_out,
+            "status": group.status,
+        }
+        for group in report.groups
+        if group.metric != "verdict"
+    ]
+    return Table(
+        name="accuracy_by_source",
+        title="Accuracy by source (simulated against published)",
+        columns=(
+            Column("name", "source"),
+            Column("n", "n"),
+            Column("held-out", "held-out"),
+            Column("in-sample", "in-sample"),
+            Column("fitted", "fitted"),
+            Column("constants", "constants"),
+            Column("mean", "mean %", percent),
+            Column("median", "median %", percent),
+            Column("max", "max %", percent),
+            Column("floor", "floor %", percent),
+            Column("left_out", "left out %", percent),
+            Column("status", "status"),
+        ),
+        rows=tuple(rows),
+        note=READ,
+    )
+
+
+def promise_table(report: Report) -> Table:
+    """Every promised number: reached, target, accepted, and why where it is missed."""
+    rows: list[Mapping[str, Any]] = []
+    for group in report.groups:
+        for check in group.checks:
+            row = {key: getattr(check, key) for key in check.__struct_fields__}
+            rows.append({**row, "status": check.status})
+    return Table(
+        name="promises",
+        title="Promises: reached against target and accepted",
+        columns=(
+            Column("group", "cells"),
+            Column("statistic", "statistic"),
+            Column("value", "reached", amount),
+            Column("target", "target", amount),
+            Column("accepted", "accepted", amount),
+            Column("status", "status"),
+            Column("reason", "reason"),
+        ),
+        rows=tuple(rows),
+        note="Fractions in percent, counts as whole numbers. accepted: last reached; a check fails "
+        "beyond it.",
+    )
+
+
+def amount(value: float) -> str:
+    """A count, or a fraction in percent."""
+    return whole(value) if float(value).is_integer() else f"{100 * value:.2f} %"
+
+
+def verdict_table(verdicts: Verdicts) -> Table:
+    """The confusion matrix with signed headroom."""
+    rows = []
+    for (told, said), count in sorted(verdicts.counts.items()):
+        left = sorted(verdicts.headroom_bytes.get((told, said), ()))
+        row: dict[str, Any] = {"published": told, "predicted": said, "cells": count}
+        if left:
+            row |= {"least": left[0], "median": left[len(left) // 2], "most": left[-1]}
+        rows.append(row)
+    return Table(
+        name="oom_verdicts",
+        title="Fits or not: published against predicted",
+        columns=(
+            Column("published", "published"),
+            Column("predicted", "predicted"),
+            Column("cells", "cells"),
+            Column("least", "least headroom GiB", gib),
+            Column("median", "median GiB", gib),
+            Column("most", "most GiB", gib),
+        ),
+        rows=tuple(rows),
+        note=f"Right: {percent(verdicts.right)} % of {verdicts.cells} cells; always fits: "
+        f"{percent(verdicts.always_fits)} %. Headroom is usable less predicted peak bytes "
+        "(negative: does not fit). Dashes of the sources are not scored.",
+    )
+
+
+def cell_table(rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy) -> Table:
+    """One line per group and scored cell: the data behind the accuracy figure."""
+    lines = []
+    for group in accuracy.groups:
+        if group.metric not in ("tokens_per_s_per_gpu", "peak_device_bytes"):
+            continue
+        for row in members(group, rows):
+            published = number(row, group.metric)
+            predicted = number(row, f"pred_{group.metric}")
+            lines.append(
+                {
+                    **{key: row[key] for key in KEYS},
+                    "source_name": group.name.partition(",")[0],
+                    "metric": group.metric,
+                    "published": published,
+                    "predicted": predicted,
+                    "error": ratio_error(row, group.metric),
+                    "split": split_of(row, group, calibration),
+                }
+            )
+    shown = (
+        Column("source_name", "source"),
+        *(Column(key, key) for key in KEYS),
+        Column("metric", "metric"),
+        Column("published", "published", lambda v: f"{float(v):,.4g}"),
+        Column("predicted", "predicted", lambda v: f"{float(v):,.4g}"),
+        Column("error", "error %", signed_percent),
+        Column("split", "split"),
+    )
+    return Table(
+        name="cells",
+        title="Error of every scored cell",
+        columns=shown,
+        rows=tuple(lines),
+    )
+
+
+KEYS = (
+    "source",
+    "table",
+    "system",
+    "cluster",
+    "model",
+    "gpus",
+    "seq_len",
+    "global_batch",
+    "micro_batch",
+    "tp",
+    "cp",
+    "pp",
+    "vpp",
+    "dp",
+    "recompute",
+    "offload_fraction",
+    "status",
+    "pred_status",
+)

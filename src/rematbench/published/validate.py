@@ -1,0 +1,303 @@
+"""Predictions beside published cells: errors by source, the floor they must beat, OOM verdicts."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from rematbench.configfile import ConfigError
+from rematbench.cost.constants import Calibration, FitRule
+from rematbench.load import load_cluster, load_system
+from rematbench.published.accuracy import (
+    OVER_ERRORS,
+    OVER_ROWS,
+    Accuracy,
+    Group,
+    Row,
+    Split,
+    errors_of,
+    is_scored,
+    members,
+    number,
+    split_of,
+    statistic,
+)
+
+Status = Literal["met", "accepted", "FAIL", "-"]
+SPEED = "tokens_per_s_per_gpu"
+
+
+class Check(Struct, frozen=True, kw_only=True):
+    """A promised statistic beside what was reached."""
+
+    group: str
+    statistic: str
+    value: float | None
+    target: float
+    accepted: float
+    reason: str = ""
+
+    @property
+    def status(self) -> Status:
+        """met: within the target; accepted: missed, as explained; FAIL: worse than accepted."""
+        if self.value is None:
+            return "FAIL"
+        if self.value <= self.target:
+            return "met"
+        return "accepted" if self.value <= self.accepted else "FAIL"
+
+
+class GroupReport(Struct, frozen=True, kw_only=True):
+    """Errors of one group's predictions (fitted cells left out), and what to read them against.
+
+    `floor` is the mean error of one constant MFU, fitted to the cells that the model was fitted to;
+    `left_out` the mean error when the constants are refitted without this group's source.
+    """
+
+    name: str
+    metric: str
+    splits: dict[Split, int]
+    missing: int
+    constants: int
+    mean: float | None
+    median: float | None
+    max: float | None
+    floor: float | None
+    left_out: float | None
+    checks: tuple[Check, ...] = ()
+    note: str = ""
+
+    @property
+    def cells(self) -> int:
+        """Cells compared as predictions."""
+        return self.splits["in-sample"] + self.splits["held-out"]
+
+    @property
+    def status(self) -> Status:
+        """The worst of the group's checks."""
+        found = {check.status for check in self.checks}
+        order: tuple[Status, ...] = ("FAIL", "accepted", "met")
+        return next((status for status in order if status in found), "-")
+
+
+class Verdicts(Struct, frozen=True, kw_only=True):
+    """Fits or not, published against predicted: counts and signed headroom (bytes; negative:
+    predicted not to fit) of every kind of cell, and the share right beside `always fits`."""
+
+    counts: dict[tuple[str, str], int]
+    headroom_bytes: dict[tuple[str, str], tuple[float, ...]]
+
+    @property
+    def cells(self) -> int:
+        """Cells with a published verdict."""
+        return sum(self.counts.values())
+
+    @property
+    def right(self) -> float:
+        """Share of cells whose verdict is predicted."""
+        hits = sum(count for (told, said), count in self.counts.items() if told == said)
+        return hits / self.cells if self.cells else 0.0
+
+    @property
+    def always_fits(self) -> float:
+        """Share right of a predictor that never sees an OOM."""
+        hits = sum(count for (told, _), count in self.counts.items() if told == "ok")
+        return hits / self.cells if self.cells else 0.0
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """What `rematbench validate` prints."""
+
+    groups: tuple[GroupReport, ...]
+    verdicts: Verdicts
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """Checks past `accepted`."""
+        return tuple(c for g in self.groups for c in g.checks if c.status == "FAIL")
+
+
+def validate(
+    rows: Sequence[Row],
+    calibration: Calibration,
+    accuracy: Accuracy,
+    left_out: Mapping[str, float] | None = None,
+) -> Report:
+    """Score predicted rows (the columns of runs.csv and pred_*) against declared groups."""
+    groups = [_group_report(g, rows, calibration, left_out or {}) for g in accuracy.groups]
+    return Report(groups=tuple(groups), verdicts=verdicts(rows))
+
+
+def by_source(rows: Sequence[Row]) -> Accuracy:
+    """Groups for rows that nobody promised anything about: one per source and metric."""
+    found: dict[str, Group] = {}
+    for row in rows:
+        source = str(row["source"])
+        for metric in (SPEED, "peak_device_bytes"):
+            if number(row, metric) is not None:
+                name = source if metric == SPEED else f"{source} (peak bytes)"
+                rule = FitRule(source=source)
+                found[name] = Group(name=name, rule=rule, metric=metric)  # type: ignore[arg-type]
+    return Accuracy(groups=tuple(found.values()))
+
+
+def _group_report(
+    group: Group, rows: Sequence[Row], calibration: Calibration, left_out: Mapping[str, float]
+) -> GroupReport:
+    cells = members(group, rows)
+    judged = [(row, split_of(row, group, calibration)) for row in cells]
+    tested = [row for row, split in judged if split != "fitted"]
+    if group.metric == "gain":
+        tested = cells
+    errors = [abs(error) for error in errors_of(group.metric, tested)]
+    reached = {name: over(errors) if errors else None for name, over in OVER_ERRORS.items()}
+    floor = _floor(group, rows, tested, calibration)
+    return GroupReport(
+        name=group.name,
+        metric=group.metric,
+        splits=_splits(group, judged),
+        missing=_missing(group, tested),
+        constants=_constants(cells, calibration),
+        floor=floor,
+        left_out=left_out.get(group.name),
+        checks=_checks(group, tested, reached["mean"], floor),
+        note=group.note or group.in_sample,
+        **reached,
+    )
+
+
+def _splits(group: Group, judged: Sequence[tuple[Row, Split]]) -> dict[Split, int]:
+    """Comparable cells of each kind (a verdict compares every cell)."""
+    counts: dict[Split, int] = {"fitted": 0, "in-sample": 0, "held-out": 0}
+    key = SPEED if group.metric == "gain" else group.metric
+    for row, split in judged:
+        counts[split] += group.metric == "verdict" or number(row, key) is not None
+    return counts
+
+
+def _missing(group: Group, tested: Sequence[Row]) -> int:
+    """Published cells with no prediction to compare."""
+    if group.metric == "verdict":
+        return sum(row["pred_status"] not in ("ok", "oom") for row in tested)
+    key = SPEED if group.metric == "gain" else group.metric
+    published = [row for row in tested if number(row, key) is not None]
+    return sum(number(row, f"pred_{key}") is None for row in published)
+
+
+def _checks(
+    group: Group, tested: Sequence[Row], mean: float | None, floor: float | None
+) -> tuple[Check, ...]:
+    checks = [
+        Check(
+            group=group.name,
+            statistic=name,
+            value=statistic(name, group.metric, tested),
+            target=promise.target,
+            accepted=promise.accepted,
+            reason=promise.reason,
+        )
+        for name, promise in group.promises.items()
+    ]
+    missing = _missing(group, tested)
+    if missing and not set(group.promises) <= OVER_ROWS.keys():
+        checks.append(_zero(group.name, "cells without a prediction", missing))
+    if floor is not None and mean is not None and group.promises:
+        checks.append(
+            Check(
+                group=group.name,
+                statistic="mean below floor",
+                value=mean,
+                target=math.nextafter(floor, 0.0),
+                accepted=math.nextafter(floor, 0.0),
+            )
+        )
+    return tuple(checks)
+
+
+def _zero(group: str, what: str, value: float) -> Check:
+    return Check(group=group, statistic=what, value=value, target=0.0, accepted=0.0)
+
+
+def _constants(cells: Sequence[Row], calibration: Calibration) -> int:
+    """Fitted scalars that can move a group's predictions."""
+    owners: set[str] = set()
+    for row in cells:
+        try:
+            cluster, system = load_cluster(row["cluster"]), load_system(row["system"])
+        except ConfigError:  # a user's row; its own status says what is wrong with it
+            continue
+        owners |= {
+            f"gpus.{cluster.generation}",
+            f"networks.{cluster.name}",
+            f"systems.{system.name}",
+        }
+    return sum(name.rpartition(".")[0] in owners for name in calibration.fitted)
+
+
+def mfu_per_speed(row: Row) -> float | None:
+    """MFU of one token per second and GPU: the FLOP function and the peak in one factor."""
+    mfu, speed = number(row, "pred_mfu_causal"), number(row, f"pred_{SPEED}")
+    return mfu / speed if mfu and speed else None
+
+
+def _floor(
+    group: Group, rows: Sequence[Row], tested: Sequence[Row], calibration: Calibration
+) -> float | None:
+    """Mean error of a constant MFU: the geometric mean over the fitted cells of the same sources
+    (where there are none, of the same GPU generation)."""
+    if group.metric != SPEED:
+        return None
+    fitted = [row for row in rows if is_scored(row) and _is_fitted(row, group, calibration)]
+    own = [row for row in fitted if row["source"] in {test["source"] for test in tested}]
+    same = [row for row in own if row["cluster"] in {test["cluster"] for test in tested}]
+    alike = [row for row in fitted if _generation(row) in {_generation(test) for test in tested}]
+    base = _mfus(same or own or alike)
+    published = _mfus(tested)
+    if not base or not published:
+        return None
+    constant = statistics.geometric_mean(base)
+    return statistics.fmean(abs(constant / value - 1.0) for value in published)
+
+
+def _is_fitted(row: Row, group: Group, calibration: Calibration) -> bool:
+    return split_of(row, group, calibration) == "fitted"
+
+
+def _mfus(rows: Sequence[Row]) -> list[float]:
+    pairs = [(number(row, SPEED), mfu_per_speed(row)) for row in rows]
+    return [speed * factor for speed, factor in pairs if speed and factor]
+
+
+def _generation(row: Row) -> str:
+    try:
+        return load_cluster(row["cluster"]).generation
+    except ConfigError:
+        return ""
+
+
+def verdicts(rows: Sequence[Row]) -> Verdicts:
+    """The confusion matrix of fits and OOM over every scored row."""
+    counts: dict[tuple[str, str], int] = {}
+    headroom: dict[tuple[str, str], tuple[float, ...]] = {}
+    for row in rows:
+        if not is_scored(row):
+            continue
+        cell = (str(row["status"]), str(row["pred_status"]))
+        counts[cell] = counts.get(cell, 0) + 1
+        left = headroom_bytes(row)
+        if left is not None:
+            headroom[cell] = (*headroom.get(cell, ()), left)
+    return Verdicts(counts=counts, headroom_bytes=headroom)
+
+
+def headroom_bytes(row: Row) -> float | None:
+    """Usable device bytes less the predicted peak; None where nothing was predicted."""
+    peak = number(row, "pred_peak_device_bytes")
+    if peak is None:
+        return None
+    try:
+        return load_cluster(row["cluster"]).usable_bytes - peak
+    except ConfigError:
+        return None

@@ -1,0 +1,1 @@
+"""What papers claim beside a step time: their questions asked of our methods, and the verdicts."""

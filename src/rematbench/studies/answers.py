@@ -1,0 +1,243 @@
+"""Ask a study's questions: one answer per workload, layout and method, whatever happens."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.discover import Composition, Registry, Value
+from rematbench.layout import LayoutError
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.problem import Problem
+from rematbench.studies.longest import longest_sequence
+from rematbench.studies.measures import (
+    attention_share,
+    estimated_bytes,
+    hidden_from,
+    part_peak_bytes,
+    plan_waste,
+    saved_layer_bytes,
+)
+from rematbench.studies.study import (
+    Ask,
+    Contender,
+    Degrees,
+    Question,
+    Study,
+    StudyWorkload,
+    simulate_command,
+)
+from rematbench.suite import Outcome, Status, run_method
+
+Number = int | float | str
+Values = dict[str, Number]
+
+
+class Answer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One cell: numbers by name (SI units; `mfu_*` and `*_share` are fractions), or why none.
+
+    `command` prints the same figures.
+    """
+
+    study: str
+    ask: Ask
+    workload: str
+    method: str
+    layout: str = ""
+    model: str = ""
+    cluster: str = ""
+    status: Status = "ok"
+    reason: str = ""
+    values: Values = {}
+    command: str = ""
+
+    @property
+    def merit(self) -> float:
+        """What the best layout has most of: sequence length, speed, or nothing to choose by."""
+        for key in ("seq_len", "tokens_per_s_per_gpu"):
+            if key in self.values and self.ask in ("run", "longest"):
+                return float(self.values[key])
+        return 0.0
+
+
+def ask_study(study: Study, registry: Registry, path: str) -> list[Answer]:
+    """All answers of a study, in its order; `path` names the file in commands."""
+    return [
+        answer
+        for question in study.questions
+        for workload in study.of(question)
+        for answer in _ask(study.name, question, workload, registry, path)
+    ]
+
+
+def _ask(
+    study: str, question: Question, workload: StudyWorkload, registry: Registry, path: str
+) -> Iterator[Answer]:
+    for degrees in workload.layouts:
+        for contender in question.methods:
+            blank = Answer(
+                study=study,
+                ask=question.ask,
+                workload=workload.name,
+                method=contender.label,
+                layout=degrees.label,
+                model=workload.model,
+                cluster=workload.cluster,
+                command=_command(path, question.ask, workload, degrees, contender),
+            )
+            yield _answer(blank, question, workload, degrees, contender, registry)
+
+
+def _command(
+    path: str, ask: Ask, workload: StudyWorkload, degrees: Degrees, contender: Contender
+) -> str:
+    if ask == "run" and not contender.fewest:
+        return simulate_command(workload, degrees, contender)
+    return f"rematbench study {path} --workload {workload.name} --method '{contender.label}'"
+
+
+def _answer(
+    blank: Answer,
+    question: Question,
+    workload: StudyWorkload,
+    degrees: Degrees,
+    contender: Contender,
+    registry: Registry,
+) -> Answer:
+    """Fill one cell."""
+    settings: dict[str, Value] = dict(contender.settings)
+    try:
+        if question.ask in SEARCHES:
+            method = registry.resolve(contender.method, settings)
+            return SEARCHES[question.ask](blank, question, workload, degrees, method)
+        return _at_length(blank, workload.problem(degrees), question.ask, contender, registry)
+    except (PlanError, LayoutError) as error:
+        return replace(blank, status="failed", reason=str(error))
+
+
+def _at_length(
+    blank: Answer, problem: Problem, ask: Ask, contender: Contender, registry: Registry
+) -> Answer:
+    """A question at the workload's own sequence length."""
+    if contender.fewest:
+        return _fewest(blank, problem, contender, registry)
+    settings: dict[str, Value] = dict(contender.settings)
+    method = registry.resolve(contender.method, settings)
+    if ask == "run":
+        return of_outcome(blank, run_method(problem, method))
+    plan = method.plan(problem)
+    if isinstance(plan, Unsupported):
+        return replace(blank, status="unsupported", reason=plan.reason)
+    return replace(blank, values=MEASURES[ask](problem, plan))
+
+
+MEASURES: dict[Ask, Callable[[Problem, Plan], Values]] = {
+    "attention_share": attention_share,
+    "saved": saved_layer_bytes,
+    "parts": part_peak_bytes,
+    "fragmentation": plan_waste,
+    "estimate": estimated_bytes,
+}
+
+
+def of_outcome(blank: Answer, outcome: Outcome) -> Answer:
+    """A simulated run as an answer; a plan that does not fit keeps the numbers it would have."""
+    found, plan, verdict = outcome.evaluation, outcome.plan, outcome.verdict
+    if found is None or plan is None or verdict is None:
+        return replace(blank, status=outcome.status, reason=outcome.reason)
+    values: Values = {
+        "step_s": found.step_s,
+        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
+        "mfu_causal": found.mfu_causal,
+        "mfu_dense": found.mfu_dense,
+        "peak_device_bytes": max(found.peak_device_bytes),
+        "reserved_bytes": found.reserved_bytes,
+        "headroom_bytes": verdict.headroom_bytes,
+        "host_node_bytes": found.host_node_bytes,
+        "recompute_flop": found.recompute_flop,
+        **{f"plan.{key}": value for key, value in plan.fit.items()},
+    }
+    return replace(blank, status=outcome.status, reason=outcome.reason, values=values)
+
+
+def _fewest(blank: Answer, problem: Problem, contender: Contender, registry: Registry) -> Answer:
+    """The run at the smallest value of a whole-number setting that fits (by bisection: more of it
+    frees more); at the largest value if none fits."""
+    lay, layers = problem.layout, problem.workload.model.num_layers
+    tried: dict[int, Outcome] = {}
+
+    def fits(count: int) -> bool:
+        settings = {**contender.settings, contender.fewest: count}
+        tried[count] = run_method(problem, registry.resolve(contender.method, settings))
+        return tried[count].status == "ok"
+
+    low, high = 0, -(-layers // lay.num_chunks)
+    if fits(high):
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle, high)
+    answer = of_outcome(blank, tried[high])
+    return replace(answer, values={**answer.values, contender.fewest: high})
+
+
+def _longest(
+    blank: Answer,
+    question: Question,
+    workload: StudyWorkload,
+    degrees: Degrees,
+    method: Composition,
+) -> Answer:
+    found = longest_sequence(
+        lambda seq_len: workload.problem(degrees, seq_len),
+        method,
+        granularity=question.granularity,
+        limit=question.limit,
+    )
+    values: Values = {"seq_len": found.seq_len, "peak_device_bytes": found.peak_device_bytes}
+    return replace(blank, values=values, reason=found.binds)
+
+
+def _hidden_from(
+    blank: Answer,
+    question: Question,
+    workload: StudyWorkload,
+    degrees: Degrees,
+    method: Composition,
+) -> Answer:
+    found = hidden_from(
+        lambda seq_len: workload.problem(degrees, seq_len),
+        method,
+        granularity=question.granularity,
+        limit=question.limit,
+    )
+    if not found:
+        return replace(blank, status="failed", reason="never hidden up to the limit of the search")
+    return replace(blank, values={"seq_len": found})
+
+
+SEARCHES: dict[Ask, Callable[[Answer, Question, StudyWorkload, Degrees, Composition], Answer]] = {
+    "longest": _longest,
+    "hidden_from": _hidden_from,
+}
+
+
+def dump(answers: list[Answer]) -> bytes:
+    """One JSON document, a line per answer (so that it diffs)."""
+    lines = [msgspec.json.encode(answer, order="sorted") for answer in answers]
+    return b"[\n" + b",\n".join(lines) + b"\n]\n"
+
+
+def read_answers(text: bytes, label: str) -> list[Answer]:
+    """Answers written by `dump`; msgspec's error names what does not belong, ours the file."""
+    try:
+        return msgspec.json.decode(text, type=list[Answer])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{label}: {error}") from error
+
+
+def line(answer: Answer) -> dict[str, Any]:
+    """An answer as a flat row for a sheet."""
+    own = msgspec.structs.asdict(answer)
+    return {**{k: v for k, v in own.items() if k != "values"}, **answer.values}

@@ -1,0 +1,204 @@
+"""The ledger of claims: every row of claims.csv with our number, its error, basis and verdict."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rematbench.discover import discover
+from rematbench.published.accuracy import number
+from rematbench.published.rule80 import scored_cells
+from rematbench.published.sheets import LAYOUTS, PUBLISHED
+from rematbench.studies.answers import Answer, Number
+from rematbench.studies.claims import (
+    Claim,
+    Claims,
+    Ours,
+    Part,
+    Published,
+    evaluate_query,
+    published,
+)
+from rematbench.suite import Status
+from rematbench.table import Column, Table, signed_percent
+
+Row = Mapping[str, str]
+WITHIN, OUTSIDE = "within tolerance", "outside"
+PREDICT = "rematbench predict results/published/runs.csv -o predictions.csv"
+SHEETS = (
+    "rematbench sheets results/published/runs.csv -o sheets && "
+    "rematbench predict sheets/{}.csv -o predictions.csv"
+)
+
+
+def claims_table(rows: Sequence[Row], claims: Claims, answers: list[Answer]) -> Table:
+    """Every claim in the order of claims.csv: its parts compared, or why it is not."""
+    known = {claim.id: claim for claim in claims.claims}
+    lines = [
+        line for row in rows for line in claim_lines(row, known.get(row["id"]), claims, answers)
+    ]
+    counts = {word: sum(line["verdict"].startswith(word) for line in lines) for word in VERDICTS}
+    summary = ", ".join(f"{count} {word}" for word, count in counts.items())
+    return Table(
+        name="claims",
+        title="Claims of the papers beside our predictions (simulated)",
+        columns=(
+            Column("id", "claim"),
+            Column("system", "system"),
+            Column("what", "what is claimed"),
+            Column("published", "published"),
+            Column("ours", "ours", _short),
+            Column("unit", "unit"),
+            Column("error", "error %", signed_percent),
+            Column("world", "world"),
+            Column("basis", "basis"),
+            Column("tolerance", "tolerance %", lambda value: f"{100 * float(value):g}"),
+            Column("verdict", "verdict"),
+            Column("remark", "remark"),
+            Column("source", "source and version"),
+            Column("evidence", "evidence"),
+            Column("command", "command"),
+        ),
+        rows=tuple(lines),
+        note=f"{summary}. Tolerances with their reasons and the way each number is computed are in "
+        "config/claims.yaml. Basis: fitted (shaped a constant), in-sample (its source shaped a "
+        "formula or a stack), held-out, untested. Nothing here was executed.",
+    )
+
+
+VERDICTS = (WITHIN, OUTSIDE, "not comparable")
+
+
+def _short(value: Any) -> str:
+    """Four significant digits, with separators for large numbers."""
+    amount = float(value)
+    return f"{amount:,.0f}" if abs(amount) >= 1000 else f"{amount:.4g}"
+
+
+def claim_lines(
+    row: Row, claim: Claim | None, claims: Claims, answers: list[Answer]
+) -> list[dict[str, Any]]:
+    """The lines of one claim: one per part, or one that says why it is not compared."""
+    head: dict[str, Any] = {
+        "id": row["id"],
+        "system": row["system"],
+        "what": "; ".join(
+            text for text in (row["metric"], row["model"], row["conditions"]) if text
+        ),
+        "published": row["value"],
+        "unit": row["unit"],
+        "source": row["source"],
+        "evidence": row["evidence"],
+        "world": "",
+        "basis": "untested",
+        "remark": "",
+        "command": "",
+    }
+    if claim is None or claim.not_comparable:
+        why = claim.not_comparable if claim else "config/claims.yaml says nothing about it"
+        return [{**head, "verdict": f"not comparable: {why}"}]
+    value = published(row["value"])
+    return [{**head, **_part_line(part, claim, value, claims, answers)} for part in claim.parts]
+
+
+def _part_line(
+    part: Part, claim: Claim, value: Published, claims: Claims, answers: list[Answer]
+) -> dict[str, Any]:
+    tolerance = claims.tolerances[claim.tolerance]
+    ours = evaluate_query(part.query, answers)
+    line: dict[str, Any] = {"world": "simulated", "basis": claim.basis}
+    told = value.told(part)
+    if told is None:
+        return {**line, "verdict": f"not comparable: {value.text!r} has no number {part.number}"}
+    return line | {
+        "published": f"{value.prefix} {told:.7g}".strip(),
+        "ours": ours.value,
+        "error": None if ours.value is None or not told else ours.value / told - 1,
+        "tolerance": tolerance.value,
+        "verdict": verdict(ours, told, value.bound, tolerance.value),
+        "command": _command(part, ours),
+        "remark": _remark(part, claim, ours),
+    }
+
+
+def verdict(ours: Ours, told: float, bound: str, tolerance: float) -> str:
+    """Agreement of a number with the published one (or with a bound, missed by less than the
+    tolerance).  A plan that does not fit never agrees."""
+    if ours.value is None:
+        return f"not comparable: {ours.problem}"
+    if ours.problem:
+        return f"{OUTSIDE}: {ours.problem}"
+    if bound:
+        sign = 1 if bound == "<" else -1
+        return WITHIN if sign * (ours.value / told - 1) < tolerance else OUTSIDE
+    if told == 0:
+        return WITHIN if ours.value == 0 else OUTSIDE
+    return WITHIN if abs(ours.value / told - 1) <= tolerance else OUTSIDE
+
+
+def _remark(part: Part, claim: Claim, ours: Ours) -> str:
+    counted = f"{ours.counted} of {ours.asked} cells count" if ours.asked > 1 else ""
+    layouts = {a.layout for a in ours.answers if a.ask in ("run", "longest") and "," in a.layout}
+    layout = f"at {layouts.pop()}" if len(layouts) == 1 else ""
+    words = (part.name, claim.remark, part.remark, counted, layout, claim.because)
+    return "; ".join(" ".join(text.split()) for text in words if text)
+
+
+def _command(part: Part, ours: Ours) -> str:
+    commands = list(dict.fromkeys(answer.command for answer in ours.answers))
+    if 0 < len(commands) <= 2:
+        return "; ".join(commands)
+    if part.query.study == "predictions":
+        return commands[0] if commands else PREDICT
+    names = dict.fromkeys(a.workload for a in ours.answers)
+    only = f" --workload {next(iter(names))}" if len(names) == 1 else ""
+    return f"rematbench study config/study/{part.query.study}.yaml{only}"
+
+
+def prediction_answers(cells: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    """Predicted sheets as answers: our layouts behind ATC'24's abstract, and Fujii's 80 % rule over
+    the runs it was stated for."""
+    found = [_layout_answer(cell) for cell in cells if cell.get("cell") == LAYOUTS]
+    own = [cell for cell in cells if cell.get("cell", PUBLISHED) == PUBLISHED]
+    return [*found, *_rule_answer([cell for cell in own if "Fujii" in cell["source"]])]
+
+
+def _layout_answer(cell: Mapping[str, Any]) -> Answer:
+    values: dict[str, Number] = {}
+    for key in ("tokens_per_s_per_gpu", "mfu_causal", "peak_device_bytes"):
+        value = number(cell, f"pred_{key}")
+        if value is not None:
+            values[key] = value
+    statuses: dict[str, Status] = {"ok": "ok", "oom": "oom", "unsupported": "unsupported"}
+    degrees = ", ".join(f"{key} {cell[key]}" for key in ("tp", "cp", "pp", "vpp", "dp"))
+    name = "full_recompute" if cell["recompute"] == "full" else "balanced_checkpointing+pp_offload"
+    return Answer(
+        study="predictions",
+        ask="run",
+        workload="atc24-abstract",
+        method=cell["recompute"],
+        layout=degrees,
+        model=cell["model"],
+        cluster=cell["cluster"],
+        status=statuses.get(cell["pred_status"], "failed"),
+        reason=cell["pred_reason"],
+        values=values,
+        command=SHEETS.format(name),
+    )
+
+
+def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    """How many published out-of-memory errors an estimate below 80 % of the device met."""
+    if not cells:
+        return []
+    told = [cell for cell in scored_cells(cells, discover()) if cell["status"] in ("ok", "oom")]
+    safe = [cell for cell in told if cell["safe"]]  # a dash does not say what happened
+    broken = sum(cell["status"] == "oom" for cell in safe)
+    values: dict[str, Number] = {"oom_below": broken, "below": len(safe)}
+    made = Answer(
+        study="predictions",
+        ask="estimate",
+        workload="fujii-runs",
+        method="Fujii's formula",
+        values=values,
+        command=PREDICT,
+    )
+    return [made]

@@ -1,0 +1,126 @@
+"""The ladder of Lynx: best layout against best layout, and every policy at the same layout."""
+
+from rematbench.studies.answers import Answer, line
+from rematbench.studies.rows import (
+    METHOD,
+    SIMULATED,
+    STEP,
+    VERDICT,
+    WORKLOAD,
+    Line,
+    Told,
+    best,
+    of,
+    ratio,
+    speed,
+)
+from rematbench.table import Column, Table, fixed, gib, percent, signed_percent, whole
+
+RIVALS = ("selective", "full (uniform)", "full (block)")
+LYNX = ("lynx_heu", "lynx_opt")
+
+
+def lynx_ladder(answers: list[Answer], told: Told) -> Table:
+    """Best layout against best layout, per model and cluster."""
+    del told
+    runs = of(answers, "run")
+    rows = []
+    for workload in dict.fromkeys(answer.workload for answer in runs):
+        rival, heu, opt = (best(runs, workload, names) for names in (RIVALS, LYNX[:1], LYNX[1:]))
+        full = best(runs, workload, RIVALS[1:2])
+        keep = best(runs, workload, ("keep_all",))
+        balanced = best(runs, workload, ("balanced",))
+        rows.append(
+            {
+                **_place(runs, workload),
+                "keep_all": speed(keep),
+                "full": speed(full),
+                "rival": speed(rival),
+                "rival_name": f"{rival.method}, {rival.layout}" if rival else "none fits",
+                "balanced": speed(balanced),
+                "heu": speed(heu),
+                "opt": speed(opt),
+                "lynx_layout": heu.layout if heu else "none fits",
+                "gain": ratio(speed(heu), speed(rival)),
+                "gain_full": ratio(speed(heu), speed(full)),
+                "gap": _gap(heu, opt),
+            }
+        )
+    return Table(
+        name="lynx_ladder",
+        title="Lynx on the GPT ladder, each policy at its best of the same layouts",
+        columns=(
+            WORKLOAD,
+            Column("cluster", "cluster"),
+            Column("keep_all", "keep all, tokens/s/GPU", whole),
+            Column("full", "full (uniform), tokens/s/GPU", whole),
+            Column("rival", "best rival, tokens/s/GPU", whole),
+            Column("rival_name", "best rival"),
+            Column("balanced", "balanced, tokens/s/GPU", whole),
+            Column("heu", "HEU, tokens/s/GPU", whole),
+            Column("opt", "OPT, tokens/s/GPU", whole),
+            Column("lynx_layout", "HEU's layout"),
+            Column("gain", "HEU over best rival", fixed(3)),
+            Column("gain_full", "HEU over full", fixed(3)),
+            Column("gap", "HEU's step over OPT's %", signed_percent),
+        ),
+        rows=tuple(rows),
+        note=SIMULATED + "Rivals: selective (without materialised scores it drops nothing), "
+        "full (uniform, one layer) and full (block, as few layers as fit). Balanced rebuilds "
+        "norms and activation functions without windows and is no rival of the paper's: what HEU "
+        "gains over it comes from windows and from moving layers. The abstract says up to "
+        "1.37x (v4), 1.02 to 1.53x (v1), of configurations that could not be read. Where keeping "
+        "everything fits at the best layout there is nothing to gain. Search times are no part of "
+        "this table: benchmarks/solvers.py.",
+    )
+
+
+def _place(runs: list[Answer], workload: str) -> Line:
+    one = next(answer for answer in runs if answer.workload == workload)
+    return {"workload": workload, "cluster": one.cluster}
+
+
+def _gap(heu: Answer | None, opt: Answer | None) -> float | None:
+    found = ratio(speed(opt), speed(heu))
+    return None if found is None else found - 1
+
+
+def lynx_layouts(answers: list[Answer], told: Told) -> Table:
+    """Every policy at every layout: isolates the method."""
+    del told
+    runs = of(answers, "run")
+    rows = []
+    for answer in runs:
+        same = [a for a in runs if (a.workload, a.layout) == (answer.workload, answer.layout)]
+        rival = best(same, answer.workload, RIVALS)
+        over = ratio(speed(answer), speed(rival)) if answer.method in LYNX else None
+        fits = answer.status == "ok"
+        remark = str(answer.values.get("plan.bound", "")) if answer.method in LYNX else ""
+        blocks = answer.values.get("num_layers")
+        rows.append(
+            {
+                **line(answer),
+                "gain": over if fits else None,
+                "remark": f"{blocks} layers a chunk" if blocks else remark,
+                "partition": answer.values.get("plan.layers", ""),
+            }
+        )
+    return Table(
+        name="lynx_layouts",
+        title="Lynx on the GPT ladder, every policy at the same layout",
+        columns=(
+            WORKLOAD,
+            Column("layout", "layout"),
+            METHOD,
+            VERDICT,
+            STEP,
+            Column("mfu_causal", "MFU causal %", percent),
+            Column("peak_device_bytes", "peak GiB", gib),
+            Column("headroom_bytes", "headroom GiB", gib),
+            Column("gain", "over the layout's best rival", fixed(3)),
+            Column("partition", "layers of the stages"),
+            Column("remark", "remark"),
+        ),
+        rows=tuple(rows),
+        note=SIMULATED + "A plan that does not fit shows the step it would have if it did.",
+    )

@@ -1,0 +1,129 @@
+"""What claims are about beside a step: bytes of one operator, a layer, an allocator's waste."""
+
+from collections.abc import Callable
+from math import fsum
+from typing import TypeAlias
+
+from rematbench.cost.estimators import fujii_estimate
+from rematbench.cost.kernels import Attention
+from rematbench.discover import Composition
+from rematbench.lower import lower
+from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.fates import resolve
+from rematbench.plan import Plan, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.layers import forward_s
+from rematbench.studies.fragmentation import fragmentation
+
+Values: TypeAlias = dict[str, int | float | str]
+MLP_OPS = frozenset({"fc1", "act", "mul", "fc2", "fc2_out", "fc2_out.r"})
+"""The last two are the whole outputs that mini-sequences are written into."""
+HEAD_OPS = frozenset({"lm_head", "loss"})
+
+
+def saved_layer_bytes(problem: Problem, plan: Plan) -> Values:
+    """Bytes that the first chunk's layers save for one micro-batch on one rank, by fate; `tensor`
+    counts only tensors with a gradient (no row statistics, no masks), as published formulas do."""
+    ops = ChunkOps(problem, 0, 0, plan.partition[0][0])
+    fates, _ = resolve(plan, ops.sites, "warmup", 0)
+    tensors = ops.sites.sites
+    own = {site: fate for site, fate in fates.items() if site[0] == "layer"}
+    return {
+        "layers": len(plan.partition[0][0]),
+        "kept_bytes": sum(fate.keep_bytes for fate in own.values()),
+        "kept_tensor_bytes": sum(
+            fate.keep_bytes for site, fate in own.items() if tensors[site].differentiable
+        ),
+    }
+
+
+def attention_share(problem: Problem, plan: Plan) -> Values:
+    """Share of one layer's forward (kernels and collectives) that its attention kernel takes."""
+    del plan  # a fact of the workload
+    table = problem.layer_kinds[0]
+    kernels = [op for op in table.ops if any(isinstance(k, Attention) for k in op.forward)]
+    busy = fsum(problem.cost.op_s(op, "forward") for op in kernels)
+    return {"attention_share": busy / forward_s(problem, table)}
+
+
+def part_peak_bytes(problem: Problem, plan: Plan) -> Values:
+    """Most bytes that tensors of one part's operators take at once over a step: the LM head with
+    its loss, and the MLP of one layer.
+
+    Counted: everything that these operators allocate (outputs, gradients, scratch) until it is
+    freed, the operator's input, its weights and their gradients.  Not counted: other operators.
+    """
+    head = [op for op in problem.head.ops if op.name in HEAD_OPS]
+    mlp = [op for op in problem.layer_kinds[0].ops if op.name in MLP_OPS]
+    per_parameter = problem.system.param_bytes + problem.system.grad_bytes
+    head_input = problem.head.activations["final_norm_out"].nbytes
+    mlp_input = problem.layer_kinds[0].activations["mlp_norm_out"].nbytes
+    return {
+        "head_bytes": head_input
+        + per_parameter * sum(op.parameters for op in head)
+        + _peak(problem, plan, HEAD_OPS),
+        "mlp_bytes": mlp_input
+        + per_parameter * sum(op.parameters for op in mlp)
+        + _peak(problem, plan, MLP_OPS),
+    }
+
+
+def _peak(problem: Problem, plan: Plan, ops: frozenset[str]) -> int:
+    """Highest sum of live bytes that actions of some operators have allocated on rank 0, in one
+    layer (or the head): what several layers keep at once is no operator's."""
+    rank = lower(plan, problem).ranks[0]
+    parts = {"H"} if ops == HEAD_OPS else {"L0"}
+    alive: dict[str, int] = {}
+    live = peak = 0
+    for action, _, _ in rank.actions():
+        if action.part in parts and action.op in ops:
+            for alloc in action.allocs:
+                alive[alloc.name] = alloc.nbytes
+                live += alloc.nbytes
+            peak = max(peak, live + action.scratch)
+        for name in action.frees:
+            live -= alive.pop(name, 0)
+    return peak
+
+
+def plan_waste(problem: Problem, plan: Plan) -> Values:
+    """Bytes of the fullest rank: alive, planned ahead (MEMO's two levels), and reserved by the
+    caching allocator with default and with expandable segments."""
+    found = fragmentation(problem, plan)
+    return {
+        "live_bytes": found.live_bytes,
+        "planned_bytes": found.planned_bytes,
+        "reserved_bytes": found.reserved_bytes,
+        "expandable_bytes": found.expandable_bytes,
+        "reserved_over_live": found.reserved_bytes / found.live_bytes,
+        "usable_bytes": problem.cluster.usable_bytes,
+    }
+
+
+def estimated_bytes(problem: Problem, plan: Plan) -> Values:
+    """Fujii's closed form for the problem (no plan enters it)."""
+    del plan
+    found = fujii_estimate(problem.workload.model, problem.layout, problem.workload.seq_len)
+    return {"state_bytes": found.state_bytes, "activation_bytes": found.activation_bytes}
+
+
+def hidden_from(
+    factory: Callable[[int], Problem], method: Composition, *, granularity: int, limit: int
+) -> int:
+    """The shortest sequence (tokens) from which a method's copies of a whole layer hide behind its
+    forward: `alpha_bandwidth`, which grows with the sequence, reaches 1; 0 if it never does."""
+
+    def hides(units: int) -> bool:
+        problem = factory(units * granularity)
+        plan = method.plan(problem)
+        if isinstance(plan, Unsupported) or "alpha_bandwidth" not in plan.fit:
+            return False
+        return float(str(plan.fit["alpha_bandwidth"])) >= 1.0
+
+    low, high = 0, max(1, limit // granularity)
+    if not hides(high):
+        return 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if hides(middle) else (middle, high)
+    return high * granularity

@@ -1,0 +1,105 @@
+"""MsT: longest sequences, the memory ladder, bytes of operators, throughput."""
+
+from rematbench.studies.answers import Answer, line
+from rematbench.studies.rows import (
+    METHOD,
+    SIMULATED,
+    VERDICT,
+    WORKLOAD,
+    Told,
+    number_of,
+    of,
+    ratio,
+    told_of,
+)
+from rematbench.table import Column, Show, Table, fixed, gib, signed_percent, whole
+
+EARLY = ", early update"
+
+
+def mst_longest(answers: list[Answer], told: Told) -> Table:
+    """Longest sequences, and how many times vanilla's and recomputation's they are."""
+    found = of(answers, "longest")
+    rows = []
+    for answer in found:
+        early = EARLY if answer.method.endswith(EARLY) else ""
+        same = {a.method: a for a in found if a.workload == answer.workload}
+        length = number_of(answer, "seq_len")
+        claimed = told_of(told, answer, "seq_len")
+        rows.append(
+            {
+                **line(answer),
+                "published": claimed,
+                "error": length / claimed - 1 if length and claimed else None,
+                "over_vanilla": ratio(length, number_of(same.get(f"vanilla{early}"), "seq_len")),
+                "over_recompute": ratio(
+                    length, number_of(same.get(f"recompute{early}"), "seq_len")
+                ),
+            }
+        )
+    order = list(dict.fromkeys(row["workload"] for row in rows))
+    rows.sort(key=lambda row: (order.index(row["workload"]), row["method"].endswith(EARLY)))
+    return Table(
+        name="mst_longest",
+        title="MsT: longest sequence on one A100 80 GB",
+        columns=(
+            WORKLOAD,
+            METHOD,
+            Column("seq_len", "ours, tokens", whole),
+            Column("published", "published, tokens", whole),
+            Column("error", "error %", signed_percent),
+            Column("over_vanilla", "times vanilla", fixed(1)),
+            Column("over_recompute", "times recompute", fixed(1)),
+            Column("peak_device_bytes", "peak GiB", gib),
+            Column("reason", "next length"),
+        ),
+        rows=tuple(rows),
+        note=SIMULATED
+        + "Early update is optimizer-in-backward; ratios compare rows that both have "
+        "it or both lack it. Published lengths are in thousands of tokens. Not modelled, and bytes "
+        "that the real stack has: the fp32 copies that eager RMSNorm and RoPE save.",
+    )
+
+
+def mst_memory(answers: list[Answer], told: Told) -> Table:
+    """The 4K memory ladder, the bytes of head and MLP at 80K, and throughput at 8K."""
+    metrics: tuple[tuple[str, str, Show], ...] = (
+        ("peak_device_bytes", "peak, GiB", gib),
+        ("tokens_per_s_per_gpu", "tokens/s", whole),
+        ("head_bytes", "LM head and loss, GiB", gib),
+        ("mlp_bytes", "one MLP, GiB", gib),
+    )
+    rows = []
+    for answer in answers:
+        for metric, name, show in metrics if answer.ask in ("run", "parts") else ():
+            ours, claimed = number_of(answer, metric), told_of(told, answer, metric)
+            if ours is None or (answer.workload == "llama3-8b" and metric != metrics[0][0]):
+                continue
+            rows.append(
+                {
+                    "workload": answer.workload,
+                    "method": answer.method,
+                    "status": answer.status,
+                    "quantity": name,
+                    "ours": show(ours),
+                    "published": show(claimed) if claimed else None,
+                    "error": ours / claimed - 1 if claimed else None,
+                }
+            )
+    return Table(
+        name="mst_memory",
+        title="MsT: memory at 4,096 tokens, operators at 80,000, throughput at 8,192",
+        columns=(
+            WORKLOAD,
+            METHOD,
+            VERDICT,
+            Column("quantity", "quantity"),
+            Column("ours", "ours"),
+            Column("published", "published"),
+            Column("error", "error %", signed_percent),
+        ),
+        rows=tuple(rows),
+        note=SIMULATED + "The paper's GB are 2^30 bytes. Its ladder reads 75, 74, 52 and 47. An "
+        "operator's bytes are all that its tensors, weights and gradients take at once; which of "
+        "them the paper counts is not said.",
+    )

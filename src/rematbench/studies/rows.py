@@ -1,0 +1,67 @@
+"""What the tables of studies share: published numbers beside answers, the best of a group."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from rematbench.studies.answers import Answer
+from rematbench.studies.claims import Claims, published
+from rematbench.table import Column, fixed
+
+Line = dict[str, Any]
+Told: TypeAlias = Mapping[tuple[str, str, str, str, str], float]
+"""Published numbers in our units by (study, ask, workload, method, metric)."""
+
+SIMULATED = "World: simulated. "
+VERDICT = Column("status", "verdict")
+STEP = Column("step_s", "step s", fixed(3))
+WORKLOAD, METHOD = Column("workload", "workload"), Column("method", "method")
+
+
+def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> Told:
+    """What claims.csv says about single cells, from the queries of config/claims.yaml."""
+    texts = {row["id"]: published(row["value"]) for row in rows}
+    found: dict[tuple[str, str, str, str, str], float] = {}
+    for claim in claims.claims:
+        for part in claim.parts:
+            query = part.query
+            told = texts[claim.id].told(part) if claim.id in texts else None
+            if told is None or query.form != "value" or len(query.of) != 1:
+                continue
+            for method in query.methods:
+                key = (query.study, query.ask, query.of[0], method, query.metric)
+                found.setdefault(key, told / query.scale)
+    return found
+
+
+def told_of(told: Told, answer: Answer, metric: str) -> float | None:
+    """The published number of one answer's metric."""
+    return told.get((answer.study, answer.ask, answer.workload, answer.method, metric))
+
+
+def of(answers: Iterable[Answer], ask: str) -> list[Answer]:
+    """Answers to one kind of question."""
+    return [answer for answer in answers if answer.ask == ask]
+
+
+def best(answers: Iterable[Answer], workload: str, methods: Sequence[str]) -> Answer | None:
+    """The best fitting answer of some methods over all layouts of a workload."""
+    fits = [
+        a for a in answers if a.workload == workload and a.method in methods and a.status == "ok"
+    ]
+    return max(fits, key=lambda answer: answer.merit, default=None)
+
+
+def ratio(one: float | None, other: float | None) -> float | None:
+    """one / other where both are known and not zero."""
+    return one / other if one and other else None
+
+
+def speed(answer: Answer | None) -> float | None:
+    """Tokens/s per GPU of a simulated answer."""
+    value = answer.values.get("tokens_per_s_per_gpu") if answer else None
+    return float(value) if value is not None else None
+
+
+def number_of(answer: Answer | None, metric: str) -> float | None:
+    value = answer.values.get(metric) if answer else None
+    return float(value) if isinstance(value, int | float) else None
