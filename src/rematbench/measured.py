@@ -43,7 +43,8 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Against another method on the same problem and batches: lossless means bitwise equal, or
     every parameter's gradient (norm-wise) and the losses within `bound` over the steps.  In bf16
     only the first step's gradient is held to it: AdamW turns the rounding of a small gradient into
-    a change of its weight, so later gradients are those of other weights (reported all the same)."""
+    a change of its weight, so later gradients are those of other weights (reported all the same).
+    """
 
     against: str
     bitwise: bool

@@ -127,6 +127,14 @@ def test_a_claim_without_an_entry_says_so() -> None:
     assert line["verdict"] == "not comparable: config/claims.yaml says nothing about it"
 
 
+def test_lines_of_one_claim_say_what_tells_them_apart() -> None:
+    ways = [Part(name=name, query=query()) for name in ("one way", "another")]
+    assert [line["how"] for line in ledger("8", *ways)] == ["one way", "another"]
+    for claim in CLAIMS.claims:
+        names = [part.name for part in claim.parts]
+        assert len(set(names)) == len(names), claim.id
+
+
 def test_no_answer_is_no_agreement() -> None:
     table = claims_table(ROWS, CLAIMS, [])
     assert {line["id"] for line in table.rows} == {row["id"] for row in ROWS}

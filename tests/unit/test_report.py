@@ -85,6 +85,15 @@ def test_folded_columns_open_at_a_click() -> None:
     assert table_html(["who"], [["a"]], ["command"]).count("<td") == 1
 
 
+def test_a_long_text_is_said_once_where_all_before_it_repeats() -> None:
+    long = "the same claim of the same paper, asked in two ways"
+    rows = [["a", long, "first"], ["a", long, "second"], ["b", long, "third"], ["b", "short", ""]]
+    text = table_html(["claim", "what", "how"], rows)
+    assert text.count(f">{long}<") == 2  # of claim a and of claim b
+    assert text.count('class="ditto"') == 1
+    assert text.count(">a<") == 2
+
+
 def test_gpus_are_named_only_when_records_name_them(results: Path) -> None:
     assert no_gpu_sentence(results).startswith("No H800/A100 was used")
     folder = results / "measured" / "executed"

@@ -30,7 +30,7 @@ table{border-collapse:collapse;font-size:12.5px;margin:.3rem 0}
 th,td{padding:.18rem .5rem;border-bottom:1px solid var(--line);text-align:left;vertical-align:top}
 th{border-bottom:2px solid var(--soft);font-weight:600}
 td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-td.t{min-width:10rem}
+td.t{min-width:9rem}td.ditto{color:var(--soft);text-align:center}
 .note,.from{font-size:12.5px;color:var(--soft);max-width:75rem;margin:.25rem 0}
 .from code{background:#f3f3f3;padding:0 .25rem}
 img{max-width:100%;height:auto;display:block;margin:.3rem 0}

@@ -135,9 +135,12 @@ def table_html(
     hidden = [i for i, head in enumerate(heads) if head in folded]
     head = "".join(f"<th>{html.escape(heads[i])}</th>" for i in shown)
     lines = []
+    before: Sequence[str] = ()
     for row in rows:
         more = _more([(heads[i], row[i]) for i in hidden if row[i]])
-        lines.append(f"<tr>{''.join(_cell(row[i]) for i in shown)}{more if hidden else ''}</tr>")
+        cells = "".join(_cell(row[i], repeated=_repeats(row, before, i)) for i in shown)
+        lines.append(f"<tr>{cells}{more if hidden else ''}</tr>")
+        before = row
     names = html.escape(", ".join(heads[i] for i in hidden))
     last = f'<th title="{names}">more</th>' if hidden else ""
     return (
@@ -154,11 +157,19 @@ def _more(pairs: Sequence[tuple[str, str]]) -> str:
     return f'<td class="more"><details><summary>show</summary>{inner}</details></td>'
 
 
-def _cell(text: str) -> str:
+def _repeats(row: Sequence[str], before: Sequence[str], column: int) -> bool:
+    """Whether a long text is that of the line above, as all to the left of it is."""
+    return len(row[column]) > LONG and list(row[: column + 1]) == list(before[: column + 1])
+
+
+def _cell(text: str, *, repeated: bool = False) -> str:
+    """One cell; what only repeats the line above is a ditto, and names may part after `_`."""
+    if repeated:
+        return f'<td class="ditto" title="{html.escape(text, quote=True)}">&Prime;</td>'
     plain = text.replace(",", "").replace("%", "").strip()
     number = plain.lstrip("+-").replace(".", "", 1).isdigit()
     kind = ' class="n"' if number else ' class="t"' if len(text) > LONG else ""
-    return f"<td{kind}>{html.escape(text)}</td>"
+    return f"<td{kind}>{html.escape(text).replace('_', '_<wbr>')}</td>"
 
 
 def picture(path: Path) -> str:

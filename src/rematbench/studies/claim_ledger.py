@@ -44,6 +44,7 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[Answer]) -> 
             Column("id", "claim"),
             Column("system", "system"),
             Column("what", "what is claimed"),
+            Column("how", "how we ask it"),
             Column("published", "published"),
             Column("ours", "ours", _short),
             Column("unit", "unit"),
@@ -68,9 +69,10 @@ VERDICTS = (WITHIN, OUTSIDE, "not comparable")
 
 
 def _short(value: Any) -> str:
-    """Four significant digits, with separators for large numbers."""
+    """Four significant digits, with separators for large numbers; bytes of whole models are longer
+    than a column."""
     amount = float(value)
-    return f"{amount:,.0f}" if abs(amount) >= 1000 else f"{amount:.4g}"
+    return f"{amount:,.0f}" if 1e3 <= abs(amount) < 1e9 else f"{amount:.4g}"
 
 
 def claim_lines(
@@ -80,6 +82,7 @@ def claim_lines(
     head: dict[str, Any] = {
         "id": row["id"],
         "system": row["system"],
+        "how": "",
         "what": "; ".join(
             text for text in (row["metric"], row["model"], row["conditions"]) if text
         ),
@@ -104,7 +107,7 @@ def _part_line(
 ) -> dict[str, Any]:
     tolerance = claims.tolerances[claim.tolerance]
     ours = evaluate_query(part.query, answers)
-    line: dict[str, Any] = {"world": "simulated", "basis": claim.basis}
+    line: dict[str, Any] = {"world": "simulated", "basis": claim.basis, "how": part.name}
     told = value.told(part)
     if told is None:
         return {**line, "verdict": f"not comparable: {value.text!r} has no number {part.number}"}
@@ -138,7 +141,7 @@ def _remark(part: Part, claim: Claim, ours: Ours) -> str:
     counted = f"{ours.counted} of {ours.asked} cells count" if ours.asked > 1 else ""
     layouts = {a.layout for a in ours.answers if a.ask in ("run", "longest") and "," in a.layout}
     layout = f"at {layouts.pop()}" if len(layouts) == 1 else ""
-    words = (part.name, claim.remark, part.remark, counted, layout, claim.because)
+    words = (claim.remark, part.remark, counted, layout, claim.because)
     return "; ".join(" ".join(text.split()) for text in words if text)
 
 
