@@ -17,6 +17,7 @@ class RankAnswer:
     activation_peak_bytes: int = 0
     host_peak_bytes: int = 0
     state_bytes: int = 0
+    host_state_bytes: int = 0
     step_s: list[float] = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)
     shim: tuple[str, ...] = ()

@@ -270,6 +270,7 @@ def _write(
 def _observed(runner: Runner, job: Job, answers: list[RankAnswer]) -> Observed:
     first = answers[0]
     traced = job.run.world == "traced"
+    hosts = tuple(a.host_state_bytes for a in answers)
     return Observed(
         label=first.label,
         stack=runner.stack(),
@@ -283,6 +284,7 @@ def _observed(runner: Runner, job: Job, answers: list[RankAnswer]) -> Observed:
         activation_peak_bytes=tuple(a.activation_peak_bytes for a in answers),
         host_peak_bytes=tuple(a.host_peak_bytes for a in answers),
         state_bytes=tuple(a.state_bytes for a in answers),
+        host_state_bytes=hosts if any(hosts) else (),
         # a CPU's time is never performance
         step_s=tuple(tuple(a.step_s) for a in answers) if job.device == "cuda" else (),
         warmup_steps=job.warmup,

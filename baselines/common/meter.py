@@ -10,18 +10,28 @@ from rematbench.torch.tracker import Tracker
 
 
 class Meter(Tracker):
-    """A tracker that also follows the host's peak, and tells offloaded storages apart."""
+    """A tracker that also follows the host's peak, and tells offloaded storages apart: those that a
+    maker of host tensors returns, and those of which `on_host` says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_host: Callable[[Tensor], bool] | None = None) -> None:
         super().__init__()
         self.host_peak_bytes = 0
+        self._on_host = on_host
         self._looking_away = False
 
     def states(self, tensors: Iterable[Tensor]) -> int:
-        """Leave these storages out from now on; their bytes."""
+        """Leave these storages out from now on; the bytes of those that are not the host's."""
+        return self.homes(tensors)[0]
+
+    def homes(self, tensors: Iterable[Tensor]) -> tuple[int, int]:
+        """Leave these storages out from now on; their bytes on (the device, the host)."""
         kept = {t.untyped_storage()._cdata: t for t in tensors}
         self.exclude(kept.values())
-        return sum(t.untyped_storage().nbytes() for t in kept.values())
+        sizes = [0, 0]
+        for tensor in kept.values():
+            host = self._on_host is not None and self._on_host(tensor)
+            sizes[host] += tensor.untyped_storage().nbytes()
+        return sizes[0], sizes[1]
 
     def __enter__(self) -> Self:
         """Start counting; storages that are resized in place are followed too."""
@@ -68,6 +78,15 @@ class Meter(Tracker):
     def _see(self, storage: torch.UntypedStorage) -> None:
         if not self._looking_away:
             super()._see(storage)
+
+    def _see_tensor(self, tensor: Tensor) -> None:
+        if self._on_host is None or self._looking_away or not self._on_host(tensor):
+            super()._see_tensor(tensor)
+            return
+        peak = self.device_peak_bytes
+        self.as_host(tensor)
+        self.device_peak_bytes = peak
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def host(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`make` as a maker of host tensors: what it returns never counts as device memory."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baselines.common.meter import Meter
 from baselines.deepspeed.model import Attention, Decoder
+from baselines.deepspeed.places import SHIM, apart, moves
 from baselines.deepspeed.plan import DeepSpeed
 from baselines.deepspeed.stack import ZERO_3
 from rematbench.baselines.process import Job
@@ -27,6 +28,18 @@ from rematbench.workload import Workload
 
 UPDATE = AdamW(weight_decay=0.0)
 """As the other engines of the comparison: without weight decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memories:
+    """How a tensor's place is told (None: all are on the device), and the parts of the shim."""
+
+    on_host: Callable[[Tensor], bool] | None = None
+    shim: tuple[str, ...] = ()
+
+    def meter(self) -> Meter:
+        """A meter that knows the two apart."""
+        return Meter(self.on_host)
 
 
 @dataclass(kw_only=True)
@@ -45,6 +58,28 @@ class Rig:
         return torch.device(self.engine.device)
 
 
+def configuration(job: Job, policy: DeepSpeed) -> dict[str, Any]:
+    """What deepspeed.initialize takes: the policy's own, or what `flags` printed."""
+    run = job.run
+    if job.options:
+        given: dict[str, Any] = msgspec.json.decode(job.options)
+        return given
+    return policy.configuration(run.model, run.layout, run.precision)
+
+
+@contextmanager
+def memories(job: Job, policy: DeepSpeed, *, real: bool) -> Iterator[Memories]:
+    """The host's memory apart from the device's while this lasts: on a GPU as it is, on a CPU by
+    the shim where anything is moved."""
+    if job.device != "cpu":
+        yield Memories(on_host=lambda tensor: tensor.device.type == "cpu")
+    elif not moves(configuration(job, policy)):
+        yield Memories()
+    else:
+        with apart(real=real) as on_host:
+            yield Memories(on_host=on_host, shim=SHIM)
+
+
 def build(job: Job, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:
     """Model with its weights, optimizer, engine."""
     run = job.run
@@ -56,9 +91,7 @@ def build(job: Job, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:
         # Not the configuration's sequence_parallel_size: with it 0.19.8 reduces gradients over
         # data-parallel ranks only, and every sequence rank trains on its own part's gradient.
         sp.initialize_sequence_parallel(run.layout.ulysses)
-    made = policy.configuration(run.model, run.layout, run.precision)
-    if job.options:
-        made = msgspec.json.decode(job.options)
+    made = configuration(job, policy)
     checkpointed = "activation_checkpointing" in made
     decoder = kind(run.model, policy, checkpointed=checkpointed)
     decoder.fill(job.seed)
@@ -170,8 +203,9 @@ def parameter_shape(parameter: Any) -> torch.Size:
 
 
 def states(rig: Rig) -> list[Tensor]:
-    """Parameters as they are held now, flat buffers and optimizer state; of ZeRO 3 also its part of
-    the gradients and its reduce bucket, which it makes at the start and never frees."""
+    """Parameters as they are held now, flat buffers and optimizer state; and what is made at the
+    start and never freed: of ZeRO 3 its part of the gradients and its reduce bucket, of an
+    offloaded optimizer its part of the gradients and the buffers on their way."""
     found = [*rig.decoder.parameters(), *rig.decoder.buffers()]
     found += [p.ds_tensor for p in rig.decoder.parameters() if hasattr(p, "ds_tensor")]
     optimizer = rig.engine.optimizer
@@ -180,8 +214,23 @@ def states(rig: Rig) -> list[Tensor]:
     if hasattr(optimizer, "grad_partitions_flat_buffer"):
         buckets = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
         found += [optimizer.grad_partitions_flat_buffer, *(b for b in buckets if b is not None)]
+    found += offloading(optimizer, found)
     for state in inner.state.values():
         found += [t for t in state.values() if isinstance(t, Tensor)]
+    return found
+
+
+def offloading(optimizer: Any, parts: list[Tensor]) -> list[Tensor]:
+    """What ZeRO makes at the start to keep its optimizer, or ZeRO 3's parameters, on the host."""
+    found = list(getattr(optimizer, "param_groups_fp16_flat_cpu_memory", []))
+    if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+        found += [part.grad for part in parts if part.grad is not None]
+    if getattr(optimizer, "cpu_offload", False):
+        found += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+        found += [
+            optimizer.temp_grad_buffer_for_cpu_offload,
+            optimizer.temp_grad_buffer_for_gpu_offload,
+        ]
     return found
 
 

@@ -3,40 +3,60 @@
 Torch's fake process group answers every collective at once; fake tensors have sizes and no values.
 Forward and backward of every micro-batch run as they are; the update, which asks whether a gradient
 is finite, does not.  Bytes are those of storages: no allocator rounding, no workspaces.
+
+Where a value is asked for before that, a part of the shim answers; a record names its parts:
+
+| part | what it answers |
+|---|---|
+| order | ZeRO 3: that all ranks have recorded the same modules |
+| unscaled | TiledFusedLogitsLoss: that the loss's own gradient is 1 |
+| finite | ZeRO 1 and 2, optimizer offloaded: that no gradient is inf (the same operators run) |
+| sizes | partitioned checkpointing: a tensor of a shape gives that shape |
 """
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import deepspeed.comm
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
-from deepspeed.runtime.zero import partitioned_param_coordinator
+from deepspeed.runtime.zero import partitioned_param_coordinator, stage_1_and_2
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from baselines.common.contract import RankAnswer
-from baselines.common.meter import Meter
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed.model import Decoder
 from baselines.deepspeed.plan import DeepSpeed
+from baselines.deepspeed.stack import ZERO_3
 from rematbench.baselines.process import Job
 
 _tiled_backward = TiledFusedLogitsLoss.backward
+_has_inf_or_nan = stage_1_and_2.has_inf_or_nan
+_for_backward = checkpointing.get_partitioned_activations_for_backward
 COUNTER = 4
 """Bytes of AdamW's step counter beside its two moments."""
 
 
 class Made(Decoder):
-    """A decoder whose parameters are made as they are wanted: torch converts no fake ones."""
+    """A decoder whose parameters are made where and as they are wanted: torch converts no fake
+    ones."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        with torch.device(get_accelerator().current_device_name()):
+            super().__init__(*arguments, **options)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         return self
 
 
-def trace(job: Job, policy: DeepSpeed) -> RankAnswer:
+def trace(job: Job, policy: DeepSpeed, memories: ds.Memories) -> RankAnswer:
     """The bytes of one rank: the peak of one step, and its states."""
     size = job.run.layout.gpus
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(size), LOCAL_RANK="0")
@@ -45,7 +65,9 @@ def trace(job: Job, policy: DeepSpeed) -> RankAnswer:
     # ZeRO 3 asks whether every rank has recorded the same modules, by value.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
     TiledFusedLogitsLoss.backward = _unscaled
-    meter = Meter()
+    stage_1_and_2.has_inf_or_nan = _finite
+    checkpointing.get_partitioned_activations_for_backward = _partitioned
+    meter = memories.meter()
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.set_default_dtype(wanted)
         rig = ds.build(job, policy, Made)
@@ -56,21 +78,58 @@ def trace(job: Job, policy: DeepSpeed) -> RankAnswer:
             _updated(rig.engine.optimizer)
         with ds.counted(rig, meter):
             ds.micro_steps(rig, batch, 1.0, lambda _: 0.0)
-    moments = sum(8 * p.numel() + COUNTER for p in ds.updated(rig, without_state=True))
+    here, host = memories.meter().homes(ds.states(rig))
+    for part in ds.updated(rig, without_state=True):
+        offloaded = memories.on_host is not None and memories.on_host(part)
+        counted_there = COUNTER if memories.on_host is not None else 0  # AdamW's is the host's
+        here += (0 if offloaded else 8 * part.numel()) + COUNTER - counted_there
+        host += (8 * part.numel() if offloaded else 0) + counted_there
     answer = RankAnswer(
+        shim=_parts(job, policy),
         kernels={"optimizer": "moments that it has not made yet are computed, not allocated"},
         activation_peak_bytes=meter.device_peak_bytes,
-        state_bytes=Meter().states(ds.states(rig)) + moments,
+        host_peak_bytes=meter.host_peak_bytes,
+        state_bytes=here,
+        host_state_bytes=host,
     )
     rig.engine.destroy()
     deepspeed.comm.destroy_process_group()
     return answer
 
 
+def _parts(job: Job, policy: DeepSpeed) -> tuple[str, ...]:
+    """The parts of the shim that this job needs."""
+    made = ds.configuration(job, policy)
+    zero, checkpointed = made["zero_optimization"], made.get("activation_checkpointing", {})
+    parts = {
+        "order": zero["stage"] == ZERO_3,
+        "unscaled": policy.loss_tiles > 1,
+        "finite": zero["stage"] < ZERO_3 and "offload_optimizer" in zero,
+        "sizes": checkpointed.get("partition_activations", False),
+    }
+    return tuple(part for part, needed in parts.items() if needed)
+
+
 def _unscaled(ctx: Any, *gradients: Any) -> Any:
     """TiledFusedLogitsLoss.backward, whose gradient is 1 (it is given the whole loss) as a number
     that it can compare with 1."""
     return _tiled_backward(ctx, 1.0, *gradients[1:])
+
+
+def _finite(gradient: Tensor) -> bool:
+    """has_inf_or_nan of a gradient that has no values: the same operators, and no."""
+    _has_inf_or_nan(gradient)
+    return False
+
+
+def _partitioned(args: tuple[Any, ...], *rest: Any) -> list[Any]:
+    """get_partitioned_activations_for_backward, whose tensors of sizes can be read again."""
+    shapes = [list(arg.size()) if isinstance(arg, Tensor) else None for arg in args]
+    made: list[Any] = _for_backward(args, *rest)
+    for size, shape in zip(made[1::2], shapes, strict=True):
+        if size is not None:
+            size.numpy = partial(list, shape)
+    return made
 
 
 def _updated(optimizer: Any) -> None:

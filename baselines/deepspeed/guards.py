@@ -7,7 +7,7 @@ from rematbench.baselines.process import Job
 
 def check(job: Job, policy: DeepSpeed) -> None:
     """Raise NotRunnable with the first reason."""
-    for broken, reason in (*_job(job), *_policy(job, policy), *_traced(job, policy)):
+    for broken, reason in (*_job(job), *_policy(job, policy)):
         if broken:
             raise NotRunnable(f"deepspeed: {reason}")
 
@@ -40,30 +40,9 @@ def _policy(job: Job, policy: DeepSpeed) -> list[tuple[bool, str]]:
     stage = job.run.layout.zero_stage
     return [
         (policy.offload_param and stage != 3, f"offload_param needs zero_stage 3, not {stage}"),
-        (
-            policy.checkpointing == "cpu" and job.device == "cpu",
-            "cpu checkpointing without partitioning (fails on the CPU accelerator of 0.19.8)",
-        ),
         (policy.offload_optimizer and stage == 0, "offload_optimizer needs zero_stage 1 to 3"),
         (
             policy.mlp_tiles > 1 and job.run.model.post_norm,
             "tiled MLP with post-norms (not in this baseline's model)",
-        ),
-    ]
-
-
-def _traced(job: Job, policy: DeepSpeed) -> list[tuple[bool, str]]:
-    """What asks a tensor for its values between the first forward and the last backward."""
-    traced = job.run.world == "traced"
-    return [
-        (
-            traced and policy.checkpointing.startswith("partitioned"),
-            "partitioned checkpointing on fake tensors (gather_partitioned_activations reads its "
-            "shapes from a tensor)",
-        ),
-        (
-            traced and (policy.offload_optimizer or policy.offload_param),
-            "offloaded states on fake tensors (on a CPU host and device memory are one, so they "
-            "cannot be told apart)",
         ),
     ]

@@ -51,8 +51,10 @@ def _policy(job: Job) -> DeepSpeed:
     return msgspec.convert(job.run.parameters["deepspeed"], DeepSpeed)
 
 
-def _label(job: Job) -> str:
-    return "deepspeed on its CPU accelerator" if job.device == "cpu" else "deepspeed"
+def _label(job: Job, shim: tuple[str, ...]) -> str:
+    if job.device != "cpu":
+        return "deepspeed"
+    return "deepspeed + CPU shim" if shim else "deepspeed on its CPU accelerator"
 
 
 def _kernels(job: Job) -> dict[str, str]:
@@ -61,16 +63,19 @@ def _kernels(job: Job) -> dict[str, str]:
 
 def execute(job: Job, rank: Rank) -> RankAnswer:
     """Train on this rank."""
-    rig = ds.build(job, _policy(job))
-    answer = RankAnswer(label=_label(job), kernels=_kernels(job))
-    meter = Meter()
-    steps = job.warmup + job.steps
-    measured = min(1, steps - 1) if ds.fetches_ahead(job.run) else 0
-    for step in range(steps):
-        _step(rig, answer, step, meter if step == measured else None)
-    answer.activation_peak_bytes = meter.device_peak_bytes
-    answer.state_bytes = Meter().states(ds.states(rig))
-    rig.engine.destroy()
+    with ds.memories(job, _policy(job), real=True) as memories:
+        rig = ds.build(job, _policy(job))
+        shim = memories.shim
+        answer = RankAnswer(label=_label(job, shim), kernels=_kernels(job), shim=shim)
+        meter = memories.meter()
+        steps = job.warmup + job.steps
+        measured = min(1, steps - 1) if ds.fetches_ahead(job.run) else 0
+        for step in range(steps):
+            _step(rig, answer, step, meter if step == measured else None)
+        answer.activation_peak_bytes = meter.device_peak_bytes
+        answer.host_peak_bytes = meter.host_peak_bytes
+        answer.state_bytes, answer.host_state_bytes = memories.meter().homes(ds.states(rig))
+        rig.engine.destroy()
     return answer
 
 
@@ -97,7 +102,9 @@ def _step(rig: ds.Rig, answer: RankAnswer, step: int, meter: Meter | None) -> No
 
 def trace(job: Job) -> RankAnswer:
     """One rank's bytes on fake tensors, through the same engine."""
-    answer = fake.trace(job, _policy(job))
-    answer.label = f"{_label(job)} (fake tensors)"
+    with ds.memories(job, _policy(job), real=False) as memories:
+        answer = fake.trace(job, _policy(job), memories)
+    answer.shim = (*memories.shim, *answer.shim)
+    answer.label = f"{_label(job, answer.shim)} (fake tensors)"
     answer.kernels = {**_kernels(job), **answer.kernels}
     return answer

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rematbench.baselines.process import run_jobs
-from tests.baselines.cases import GPT, Asked, Ran, asked_job, assert_equal, run_all
+from tests.baselines.cases import GPT, SEQ, TINY, Asked, Ran, asked_job, assert_equal, run_all
 
 pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
 
@@ -18,6 +18,7 @@ FAST = [
     Asked("one", {"checkpointing": "plain"}),
     Asked("one", {"checkpointing": "partitioned"}),
     Asked("one", {"checkpointing": "partitioned_cpu"}),
+    Asked("one", {"checkpointing": "cpu"}),
     Asked("one", {"mlp_tiles": 3, "loss_tiles": 4}),
     Asked("one", model=GPT),
     Asked("one", ignored=0.3),
@@ -76,13 +77,29 @@ def test_the_record_says_what_ran(fast: list[Ran]) -> None:
     assert seen.label == "deepspeed on its CPU accelerator"
     assert seen.shim == ()
     assert seen.stack["deepspeed"]
+    assert not any(seen.host_peak_bytes + seen.host_state_bytes)
+
+
+def test_what_is_kept_on_the_host_is_counted_apart(fast: list[Ran]) -> None:
+    """And the record names the shim that tells the two apart on a CPU."""
+    ran = {str(asked): ran.record.observed for asked, ran in zip(FAST, fast, strict=True)}
+    plain, cpu = ran["one checkpointing=plain"], ran["one checkpointing=cpu"]
+    assert plain is not None
+    assert cpu is not None
+    assert (cpu.label, cpu.shim) == ("deepspeed + CPU shim", ("places", "streams"))
+    inputs = 2 * SEQ * TINY.hidden * 4  # of one layer's micro-batch: two sequences in fp32
+    assert cpu.host_peak_bytes[0] >= (TINY.num_layers - 1) * inputs  # the last one stays
+    assert cpu.activation_peak_bytes[0] < plain.activation_peak_bytes[0]
+    offloaded = ran["dp2-zero3 offload_optimizer=True offload_param=True"]
+    assert offloaded is not None
+    # over two ranks: the part itself, its master copy, two moments, and gradients twice
+    assert offloaded.host_state_bytes[0] >= 6 * 4 * TINY.parameters // 2
 
 
 REFUSED = [
     (Asked("tp2"), "tensor parallelism"),
     (Asked("pp2"), "pipeline parallelism"),
     (Asked("cp2"), "set ulysses"),
-    (Asked("one", {"checkpointing": "cpu"}), "without partitioning"),
     (Asked("dp2", {"offload_param": True}), "needs zero_stage 3"),
 ]
 

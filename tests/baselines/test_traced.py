@@ -11,7 +11,7 @@ from rematbench.baselines.process import job as make_job
 from rematbench.record import Record
 from tests.baselines.cases import GPT, Asked, asked_problem
 
-Bytes = tuple[int, int, int]
+Bytes = tuple[int, int, int, int]
 
 MEGATRON = [
     Asked("one"),
@@ -33,6 +33,9 @@ DEEPSPEED = [
     Asked("one", {"mlp_tiles": 2, "loss_tiles": 4}),
     Asked("one", model=GPT),
     Asked("one", precision="bf16"),
+    Asked("one", {"checkpointing": "partitioned"}),
+    Asked("one", {"checkpointing": "partitioned_cpu"}),
+    Asked("one", {"checkpointing": "cpu", "offload_optimizer": True}, precision="bf16"),
     Asked("dp2-zero0"),
     Asked("dp2"),
     Asked("dp2-zero2", precision="bf16"),
@@ -40,6 +43,15 @@ DEEPSPEED = [
     Asked("ulysses2"),
     Asked("dp2-zero3", {"checkpointing": "plain"}, precision="bf16"),
     Asked("ulysses2-zero3", {"mlp_tiles": 2, "loss_tiles": 2}),
+    Asked("dp2-zero3", {"offload_optimizer": True, "offload_param": True, "checkpointing": "cpu"}),
+]
+OFFLOADED = [
+    Asked("dp2", {"offload_optimizer": True}),
+    Asked("dp2-zero2", {"offload_optimizer": True, "overlap_comm": True}, precision="bf16"),
+    Asked("dp2-zero2", {"checkpointing": "partitioned_cpu"}),
+    Asked("dp2-zero3", {"offload_optimizer": True, "offload_param": True}, precision="bf16"),
+    Asked("ulysses2", {"offload_optimizer": True, "checkpointing": "cpu"}),
+    Asked("ulysses2-zero3", {"offload_optimizer": True, "offload_param": True}),
 ]
 SMALL_PARTS = {
     "stage3_param_persistence_threshold": 3000,
@@ -52,16 +64,29 @@ SMALL_PARTS = {
 def test_megatron_core_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
     real, fake = both("megatron_core", MEGATRON, tmp_path)
-    assert {name: peaks for name, (*peaks, _) in fake.items()} == {
-        name: peaks for name, (*peaks, _) in real.items()
+    assert {name: peaks[:2] for name, peaks in fake.items()} == {
+        name: peaks[:2] for name, peaks in real.items()
     }
 
 
 def test_deepspeed_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
-    """States too: those of its optimizer are computed where it has not made them yet."""
+    """States too: those of its optimizer are computed where it has not made them yet.  Host and
+    device apart: real tensors are followed from place to place, fake ones know theirs."""
     pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
     real, fake = both("deepspeed", DEEPSPEED, tmp_path)
     assert fake == real
+    moved = {
+        name.rpartition(" rank")[0] for name, (_, peak, _, held) in fake.items() if peak or held
+    }
+    assert moved == {str(asked) for asked in DEEPSPEED if _moves(asked)}
+
+
+@pytest.mark.soak
+def test_more_offloaded_states_weigh_the_same_on_fake_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    real, fake = both("deepspeed", OFFLOADED, tmp_path)
+    assert fake == real
+    assert all(host for _, host, *_ in fake.values())
 
 
 @pytest.mark.soak
@@ -92,7 +117,7 @@ def test_zero_3_fetches_ahead_on_fake_tensors_as_on_real_ones(tmp_path: Path) ->
 def both(
     baseline: str, asked: list[Asked], folder: Path
 ) -> tuple[dict[str, Bytes], dict[str, Bytes]]:
-    """(executed, traced): by case and rank the peaks of device and host, and the states."""
+    """(executed, traced): by case and rank the peaks of device and host, and the states of both."""
     repeated = [item for item in asked for _ in range(_repeats(item))]
     ranks = [(item, rank) for item in asked for rank in range(asked_problem(item).layout.gpus)]
     jobs = [_job(baseline, item, "executed", 0) for item in repeated]
@@ -120,7 +145,14 @@ def _bytes(record: Record, index: int) -> Bytes:
     seen = record.observed
     assert seen is not None
     peaks = seen.activation_peak_bytes[index], seen.host_peak_bytes[index]
-    return (*peaks, seen.state_bytes[index])
+    host = seen.host_state_bytes[index] if seen.host_state_bytes else 0
+    return (*peaks, seen.state_bytes[index], host)
+
+
+def _moves(asked: Asked) -> bool:
+    """Whether anything of the case is kept on the host."""
+    offloaded = any(asked.settings.get(f"offload_{kind}") for kind in ("optimizer", "param"))
+    return offloaded or str(asked.settings.get("checkpointing", "")).endswith("cpu")
 
 
 def _repeats(asked: Asked) -> int:

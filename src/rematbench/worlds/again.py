@@ -19,7 +19,7 @@ CURVE_BOUND = 1e-4
 """Of a training run's losses, relative: rounding grows over hundreds of steps (mst's to 8e-6)."""
 OF_AN_ALLOCATOR = ("allocated_bytes", "reserved_bytes")
 """Depend on what else ran on the GPU."""
-STATES = ("traced_ranks", "state_bytes", "warmup_steps")
+STATES = ("traced_ranks", "state_bytes", "host_state_bytes", "warmup_steps")
 
 
 def differences(again: Record, committed: Record) -> list[str]:
