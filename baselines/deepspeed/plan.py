@@ -135,7 +135,9 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return replace(plan, mini_sequences=tuple(runs))
 
     def _state(self, state: StateFate) -> StateFate:
-        moved = {"optimizer": self.offload_optimizer, "parameter": self.offload_param}
+        # An optimizer on the host keeps its part of the gradients there (Ren et al. 2021).
+        away = self.offload_optimizer
+        moved = {"optimizer": away, "gradient": away, "parameter": self.offload_param}
         return replace(state, home="host") if moved.get(state.kind, False) else state
 
 

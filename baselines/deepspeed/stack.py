@@ -4,22 +4,24 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 """
 
 from functools import partial
-from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rematbench.baselines.stack import Extra, Stack
+from rematbench.discover import load_module
 from rematbench.operators.ops import Part
 from rematbench.problem import Problem
+from rematbench.program import RankProgram
 from rematbench.shapes import shapes
-from rematbench.workload import Model
 
 if TYPE_CHECKING:
+    from baselines.deepspeed import zero_3
     from baselines.deepspeed.plan import DeepSpeed
+else:  # this file is loaded by its path
+    zero_3 = load_module(Path(__file__).with_name("zero_3.py"))
 
 WIDE = 4
 ZERO_3 = 3
-MAX_LIVE, KEPT_WHOLE = 1_000_000_000, 100_000
-"""stage3_max_live_parameters and stage3_param_persistence_threshold, as DeepSpeed has them."""
 NORMS: tuple[tuple[str, Part], ...] = (
     ("attn_norm", "layer"),
     ("mlp_norm", "layer"),
@@ -39,7 +41,8 @@ def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
         once["positions"] = 8 * problem.workload.seq_len // problem.layout.ulysses
     if problem.layout.zero_stage == ZERO_3:
         once |= _zero_3(policy, problem)
-    norms = tuple(extra for op, part in NORMS for extra in _norm(problem, op, part))
+    again = policy.checkpointing != "none"
+    norms = tuple(extra for op, part in NORMS for extra in _norm(problem, op, part, again=again))
     repeated = Extra(
         name="kv_repeated",
         dtype=problem.workload.precision,
@@ -49,37 +52,53 @@ def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
         saved_by="attention",
         why="k and v are saved once per query head",
     )
-    return Stack(extras=(*norms, *((repeated,) if repeated.row_bytes else ())), once=once)
+    output = Extra(
+        name="rebuilt_output",
+        dtype=problem.workload.precision,
+        rows=s.shard_tokens,
+        row_bytes=model.hidden * s.element_bytes,
+        made_by=problem.layer(0).ops[-1].name,
+        saved_by=problem.layer(0).ops[0].name,
+        why="of a layer that is computed again: DeepSpeed keeps it until its backward ends",
+    )
+    more = (*((repeated,) if repeated.row_bytes else ()), *((output,) if again else ()))
+    return Stack(extras=(*norms, *more), once=once)
+
+
+def activation_peak(policy: "DeepSpeed", problem: Problem, rank: RankProgram) -> int | None:
+    """The peak of what ZeRO 3 holds beside the activations, and them, under a plan (None: another
+    stage, where the ledger's peak is meant)."""
+    if problem.layout.zero_stage != ZERO_3:
+        return None
+    return int(zero_3.activation_peak(problem.workload.model, _sizes(policy, problem), rank))
+
+
+def _sizes(policy: "DeepSpeed", problem: Problem) -> "zero_3.Sizes":
+    work, lay = problem.workload, problem.layout
+    element = shapes(work, lay, problem.system).element_bytes
+    made = policy.configuration(work.model, lay, work.precision)["zero_optimization"]
+    return zero_3.Sizes(
+        element=element,
+        reduced=WIDE if lay.ulysses > 1 else element,  # seq_parallel_communication_data_type: fp32
+        ranks=lay.dp,
+        bucket=made["reduce_bucket_size"],
+        checkpointed=policy.checkpointing != "none",
+        offloaded=policy.offload_optimizer,
+    )
 
 
 def _zero_3(policy: "DeepSpeed", problem: Problem) -> dict[str, int]:
-    """Bytes of ZeRO 3 at the loss, where the plan has gathered the head and the last layer."""
-    work, lay, model = problem.workload, problem.layout, problem.workload.model
-    element = shapes(work, lay, problem.system).element_bytes
-    made = policy.configuration(model, lay, work.precision)["zero_optimization"]
-    reduced = WIDE if lay.ulysses > 1 else element  # seq_parallel_communication_data_type is fp32
-    layer = _layer_weights(model)
-    ends = [model.vocab * model.hidden] * (1 if model.tied_embeddings else 2)
-    tables = [model.max_positions * model.hidden] if model.position == "learned" else []
-    order = [ends[0], *(layer * model.num_layers), *tables, *ends[1:]]  # as the backward goes
-    live = next((n for n in accumulate(order) if n >= MAX_LIVE), sum(order))
-    gathered = model.layer_matrix_parameters + model.layer_vector_parameters + sum(ends[1:])
-    small = model.parameters - sum(order)
+    """Bytes that ZeRO 3 never frees."""
+    sizes = _sizes(policy, problem)
+    small = zero_3.small_elements(problem.workload.model)
     return {
-        "reduce bucket of ZeRO 3": reduced * made["reduce_bucket_size"],
-        "parameters kept or fetched ahead until 1e9 are whole": element * (live - gathered),
-        f"parameters of {KEPT_WHOLE} elements at most": element * (small - small // lay.dp),
+        "reduce bucket of ZeRO 3": sizes.reduced * sizes.bucket,
+        f"parameters of {zero_3.KEPT_WHOLE} elements at most": sizes.element
+        * (small - small // problem.layout.dp),
     }
 
 
-def _layer_weights(model: Model) -> list[int]:
-    """Elements of a layer's weights in the order of its backward."""
-    q, kv = model.q_width, model.kv_width
-    widths = [model.ffn] * (3 if model.gated else 2) + [q, kv, kv, q]
-    return [model.hidden * width for width in widths]
-
-
-def _norm(problem: Problem, op: str, part: Part) -> tuple[Extra, ...]:
+def _norm(problem: Problem, op: str, part: Part, *, again: bool) -> tuple[Extra, ...]:
     s = shapes(problem.workload, problem.layout, problem.system)
     made = partial(Extra, rows=s.shard_tokens, made_by=op, saved_by=op, part=part)
     hidden = problem.workload.model.hidden
@@ -97,10 +116,12 @@ def _norm(problem: Problem, op: str, part: Part) -> tuple[Extra, ...]:
         row_bytes=WIDE * hidden,
         why="on a CPU torch takes RMSNorm apart: input x 1/rms, before the weight",
     )
+    # The input of a layer that is computed again is kept as it is.
+    beside = 0 if again and op == "attn_norm" and s.element_bytes < WIDE else s.element_bytes
     wide = made(
-        name=f"{op}_input_beyond_{s.element_bytes}_bytes",
+        name=f"{op}_input_beyond_{beside}_bytes",
         dtype="fp32",
-        row_bytes=(WIDE - s.element_bytes) * hidden,
-        why="an fp32 copy of the input is kept in its place",
+        row_bytes=(WIDE - beside) * hidden,
+        why="an fp32 copy of the input is kept in its place" if beside else "an fp32 copy beside",
     )
     return (statistics, normalized, *((wide,) if wide.row_bytes else ()))

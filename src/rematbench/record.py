@@ -104,8 +104,8 @@ class Observed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `label` is what a table may call the run; `stack` its packages by version; `shim` the parts of
     our shim that were active; `kernels` which kernels stood where the package offers a choice.
     `activation_peak_bytes`: live storages that are not states, at their largest in the first step;
-    `host_peak_bytes` those of the host; `state_bytes`: parameters, gradients, optimizer on the device,
-    `host_state_bytes` those on the host (empty: none).
+    `host_peak_bytes` those of the host; `state_bytes`: parameters, gradients, optimizer on the
+    device; `host_state_bytes` those on the host (empty: none).
     `losses` and `gradient_norms` (by parameter, before the update) are of every step.
     """
 

@@ -18,6 +18,7 @@ from rematbench.discover import Method, load_module
 from rematbench.operators.ops import Activation, Op, OpTable, Part
 from rematbench.paths import data_dir
 from rematbench.problem import Problem
+from rematbench.program import RankProgram
 
 
 class Extra(Struct, frozen=True, kw_only=True):
@@ -130,6 +131,16 @@ def stack_of(baseline: str, policy: Method, problem: Problem) -> Stack | None:
     """What the directory's `stack.py` says of its stack; None without one."""
     module = _module(baseline)
     return cast(Stack, module.stack(policy, problem)) if module else None
+
+
+def activation_peak(
+    baseline: str, policy: Method, problem: StackProblem, rank: RankProgram, ledger: int
+) -> int:
+    """The peak of a rank's activations with the stack's own: `ledger`, that of the plan lowered for
+    `problem`, unless the directory's `stack.py` walks the rank itself; and what is made once."""
+    walk = getattr(_module(baseline), "activation_peak", None)
+    found: int | None = walk(policy, problem, rank) if walk else None
+    return (ledger if found is None else found) + sum(problem.stack.once.values())
 
 
 class Held(NamedTuple):
