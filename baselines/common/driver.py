@@ -68,6 +68,7 @@ def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Pat
     """Run jobs [first, last) in one set of processes; how many got a record (one fails at most)."""
     job = jobs[first]
     try:
+        check_memory(job)
         runner.refuse(job)
     except NotRunnable as error:
         _write(runner, job, folder / f"{first}.json", "unsupported", str(error), [])
@@ -94,8 +95,26 @@ def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Pat
     return _collect(runner, jobs, numbers, scratch, size, folder, failure)
 
 
+def check_memory(job: Job) -> None:
+    """NotRunnable if the weights and gradients of all ranks, in fp32, are more than the memory of
+    this machine: a CPU that starts to swap answers to nobody."""
+    if job.run.world == "traced" or job.device != "cpu":
+        return
+    lay = job.run.layout
+    copies = lay.gpus // (lay.tp * lay.pp)
+    needed = copies * job.run.model.parameters * 2 * 4
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise NotRunnable(
+            f"{lay.gpus} ranks of {job.run.model.name} on this machine's CPU hold at least "
+            f"{needed / 2**30:.0f} GiB of weights and gradients, it has {there / 2**30:.0f} GiB "
+            "(a trace needs none)"
+        )
+
+
 def _refused(runner: Runner, job: Job) -> bool:
     try:
+        check_memory(job)
         runner.refuse(job)
     except NotRunnable:
         return True
@@ -199,7 +218,8 @@ def _write_error(path: Path, error: BaseException) -> None:
         status = "oom"
     if isinstance(error, NotRunnable):
         status = "unsupported"
-    said = " ".join(f"{type(error).__name__}: {error}".split())
+    kind = "" if status == "unsupported" else f"{type(error).__name__}: "
+    said = " ".join(f"{kind}{error}".split())
     path.write_text("\n".join([status, said, traceback.format_exc()]))
 
 

@@ -15,6 +15,7 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor
 
+from baselines.common.contract import NotRunnable
 from baselines.common.meter import Meter
 from baselines.deepspeed.model import Attention, Decoder
 from baselines.deepspeed.places import SHIM, apart, moves
@@ -59,12 +60,19 @@ class Rig:
 
 
 def configuration(job: Job, policy: DeepSpeed) -> dict[str, Any]:
-    """What deepspeed.initialize takes: the policy's own, or what `flags` printed."""
+    """What deepspeed.initialize takes: the policy's own, or what `flags` printed; NotRunnable if
+    that is no configuration."""
     run = job.run
-    if job.options:
-        given: dict[str, Any] = msgspec.json.decode(job.options)
-        return given
-    return policy.configuration(run.model, run.layout, run.precision)
+    if not job.options:
+        return policy.configuration(run.model, run.layout, run.precision)
+    try:
+        given: dict[str, Any] = msgspec.json.decode(job.options, type=dict[str, Any])
+        msgspec.convert(given.get("zero_optimization"), dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise NotRunnable(
+            f"deepspeed: the options are no JSON object with zero_optimization ({error})"
+        ) from error
+    return given
 
 
 @contextmanager

@@ -43,6 +43,7 @@ def stack() -> dict[str, str]:
 def refuse(job: Job) -> None:
     """The guards, before any process starts."""
     check(job, _policy(job))
+    ds.configuration(job, _policy(job))
     if job.device == "cuda" and not torch.cuda.is_available():
         raise NotRunnable("deepspeed: no CUDA device here")
 

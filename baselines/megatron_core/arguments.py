@@ -40,7 +40,7 @@ def policy_of(text: str, policy: MegatronCore) -> MegatronCore:
         policy,
         recompute=first.get("recompute_granularity", "none"),
         method=first.get("recompute_method", "uniform"),
-        num_layers=int(first.get("recompute_num_layers", "1")),
+        num_layers=_whole("recompute_num_layers", first.get("recompute_num_layers", "1")),
         modules=tuple(given.get("recompute_modules", ("core_attn",))),
         offload_modules=tuple(given.get("offload_modules", ())),
     )
@@ -63,7 +63,7 @@ def fields(text: str, run: RunSpec) -> dict[str, Any]:
         elif name in NOT_FUSED:
             found["bias_activation_fusion"] = False
         elif name in known:
-            found[name] = _value(words, hints[name])
+            found[name] = _value(name, words, hints[name])
         else:
             raise NotRunnable(f"megatron_core: --{_dashed(name)} is not known here")
     return found
@@ -85,13 +85,19 @@ def _fixed(run: RunSpec) -> dict[str, list[str]]:
     }
 
 
-def _value(words: list[str], hint: Any) -> Any:
+def _whole(name: str, word: str) -> int:
+    if not word.isdecimal():
+        raise NotRunnable(f"megatron_core: --{_dashed(name)} {word}: expected a whole number")
+    return int(word)
+
+
+def _value(name: str, words: list[str], hint: Any) -> Any:
     kinds = typing.get_args(hint) or (hint,)
     if not words:
         return True
     if any(typing.get_origin(kind) is list or kind is list for kind in (hint, *kinds)):
         return words
-    return int(words[0]) if int in kinds else words[0]
+    return _whole(name, words[0]) if int in kinds else words[0]
 
 
 def _dashed(name: str) -> str:

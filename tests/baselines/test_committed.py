@@ -18,9 +18,11 @@ POINTS = {point.name: point for point in load_points()}
 FAR = {"k530b-selective": 1.08, "k1t-selective": 1.09}
 """Traced bytes over published ones, where docs/baselines.md says that they are apart."""
 UNEXPLAINED = {"megatron_core": 0.007, "deepspeed": 1e-4}
+AHEAD = {"llama2-7b-4k-offload": 0.013}
+"""The plan reloads a layer's input while the layer before it runs; DeepSpeed when it wants it."""
 LABELS = {
     "megatron_core": "megatron-core + CPU shim (fake tensors)",
-    "deepspeed": "deepspeed on its CPU accelerator (fake tensors)",
+    "deepspeed": "deepspeed + CPU shim (fake tensors)",
 }
 VERSIONS = {"megatron-core": "0.16.1", "deepspeed": "0.19.8"}
 
@@ -45,8 +47,12 @@ def test_what_the_stack_keeps_explains_traced_against_predicted() -> None:
     found = rows(load_points(), TRACED)
     assert [row["point"] for row in found] == list(POINTS)
     for row in found:
-        bound = UNEXPLAINED[POINTS[row["point"]].baseline]
+        bound = AHEAD.get(row["point"], UNEXPLAINED[POINTS[row["point"]].baseline])
         assert abs(row["unexplained"]) < bound, row["point"]
+    host = {row["point"]: row["traced_host_bytes"] for row in found}
+    # parameters in bf16; their master copy, two moments and gradients in fp32; gradients in bf16
+    states = 20 * POINTS["llama2-7b-4k-offload"].problem.workload.model.parameters // 8
+    assert states < host["llama2-7b-4k-offload"] < 1.07 * states
     freed = {row["point"]: row.get("freed_against_none") for row in found}
     assert freed["atc24-65b-full"] > freed["atc24-65b-offload"] > 0.2
     assert freed["k22b-none"] is None

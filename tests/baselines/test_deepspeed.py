@@ -102,10 +102,19 @@ REFUSED = [
     (Asked("cp2"), "set ulysses"),
     (Asked("dp2", {"offload_param": True}), "needs zero_stage 3"),
 ]
+OPTIONS = [("{", "truncated"), ("[1]", "got `array`"), ("{}", "got `null`")]
 
 
 def test_what_it_does_not_run_is_refused_by_name(tmp_path: Path) -> None:
     jobs = [asked_job("deepspeed", asked) for asked, _ in REFUSED]
     for record, (asked, words) in zip(run_jobs("deepspeed", jobs, tmp_path), REFUSED, strict=True):
         assert record.status == "unsupported", str(asked)
+        assert words in record.reason
+
+
+def test_options_that_are_no_configuration_are_refused(tmp_path: Path) -> None:
+    jobs = [asked_job("deepspeed", Asked("one"), options=text) for text, _ in OPTIONS]
+    for record, (_, words) in zip(run_jobs("deepspeed", jobs, tmp_path), OPTIONS, strict=True):
+        assert record.status == "unsupported"
+        assert record.reason.startswith("deepspeed: the options are no JSON object with zero_opt")
         assert words in record.reason

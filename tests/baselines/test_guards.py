@@ -8,9 +8,11 @@ import pytest
 from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
+from baselines.common.driver import check_memory
 from baselines.deepspeed import guards as deepspeed
 from baselines.deepspeed.plan import DeepSpeed
 from baselines.megatron_core import guards as megatron
+from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.baselines.process import Job
 from tests.baselines.cases import GPT, TINY, Asked, asked_job
@@ -120,6 +122,28 @@ def test_deepspeed_refuses(case: Broken) -> None:
     with pytest.raises(NotRunnable, match=case.words) as refusal:
         deepspeed.check(changed("deepspeed", case), DeepSpeed(**case.policy))
     assert str(refusal.value).startswith("deepspeed: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--recompute-granularity full --recompute-num-layers four", "four: expected a whole"),
+        ("tiny --recompute-granularity full", "'tiny' stands before any argument"),
+    ],
+)
+def test_arguments_that_cannot_be_read_are_named(text: str, words: str) -> None:
+    with pytest.raises(NotRunnable, match=words):
+        policy_of(text, MegatronCore())
+
+
+def test_a_machine_does_not_start_what_it_cannot_hold() -> None:
+    """Weights and gradients of every rank; a traced job has none."""
+    large = changed("megatron_core", Broken("", model={"num_layers": 80, "hidden": 262144}))
+    with pytest.raises(NotRunnable, match=r"1 ranks of .* hold at least \d+ GiB .* it has \d+ GiB"):
+        check_memory(large)
+    check_memory(replace(large, run=replace(large.run, world="traced")))
+    check_memory(replace(large, device="cuda"))
+    check_memory(asked_job("megatron_core", Asked("tp2-dp2")))
 
 
 def test_what_breaks_no_guard_passes() -> None:

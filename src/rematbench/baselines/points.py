@@ -118,7 +118,8 @@ def _row(point: Point, record: Record) -> dict[str, Any]:
     if seen is not None:
         traced = seen.activation_peak_bytes[0] + seen.state_bytes[0]
         row["traced_activation_bytes"] = seen.activation_peak_bytes[0]
-        row["traced_host_bytes"] = seen.host_peak_bytes[0]
+        away = seen.host_state_bytes[0] if seen.host_state_bytes else 0
+        row["traced_host_bytes"] = seen.host_peak_bytes[0] + away
         row["traced_peak_bytes"] = traced
         row["kernel_stack"] = "; ".join(
             (seen.label, *(f"{name}: {kernel}" for name, kernel in seen.kernels.items()))

@@ -77,7 +77,8 @@ def predict_baseline(
     for rank, nbytes in enumerate(
         outcome.evaluation.peak_device_bytes if outcome.evaluation else ()
     ):
-        typer.echo(f"  stage {rank}: peak {gib(nbytes)} GiB")
+        host = outcome.evaluation.peak_host_bytes[rank] if outcome.evaluation else 0
+        typer.echo(f"  stage {rank}: peak {gib(nbytes)} GiB, host {gib(host)} GiB")
 
 
 @app.command("run")
@@ -193,7 +194,9 @@ def _show(record: Record) -> None:
     for index, rank in enumerate(ranks):
         live, host = seen.activation_peak_bytes[index], seen.host_peak_bytes[index]
         words = f"activations {gib(live)} GiB, host {gib(host)} GiB"
-        typer.echo(f"  rank {rank}: {words}, states {gib(seen.state_bytes[index])} GiB")
+        away = seen.host_state_bytes[index] if seen.host_state_bytes else 0
+        beside = f" and {gib(away)} GiB on the host" if away else ""
+        typer.echo(f"  rank {rank}: {words}, states {gib(seen.state_bytes[index])} GiB{beside}")
 
 
 def _versions(stack: dict[str, str]) -> str:
