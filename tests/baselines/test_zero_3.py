@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from baselines.deepspeed import zero_3
 from baselines.deepspeed.zero_3 import Sizes, Whole, head_weight, layer_weights, reductions
-from rematbench.baseline_stack import stack_of
-from rematbench.baselines import job, policy, run_jobs
+from rematbench.baselines.process import job, policy, run_jobs
+from rematbench.baselines.stack import stack_of
 from rematbench.load import load_model
 from rematbench.lower import lower
 from rematbench.plan import Plan
