@@ -21,7 +21,7 @@ else:  # this file is loaded by its path
     zero_3 = load_module(Path(__file__).with_name("zero_3.py"))
 
 WIDE = 4
-ZERO_3 = 3
+ZERO_2, ZERO_3 = 2, 3
 NORMS: tuple[tuple[str, Part], ...] = (
     ("attn_norm", "layer"),
     ("mlp_norm", "layer"),
@@ -41,6 +41,9 @@ def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
         once["positions"] = 8 * problem.workload.seq_len // problem.layout.ulysses
     if problem.layout.zero_stage == ZERO_3:
         once |= _zero_3(policy, problem)
+    elif policy.offload_optimizer:
+        largest = max(model.vocab, model.ffn) * model.hidden
+        once["a gradient on its way to the host"] = s.element_bytes * largest
     again = policy.checkpointing != "none"
     norms = tuple(extra for op, part in NORMS for extra in _norm(problem, op, part, again=again))
     repeated = Extra(
@@ -66,17 +69,21 @@ def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
 
 
 def activation_peak(policy: "DeepSpeed", problem: Problem, rank: RankProgram) -> int | None:
-    """The peak of what ZeRO 3 holds beside the activations, and them, under a plan (None: another
-    stage, where the ledger's peak is meant)."""
-    if problem.layout.zero_stage != ZERO_3:
+    """The peak of what ZeRO 2 or 3 holds beside the activations, and them, under a plan (None:
+    another stage, where the ledger's peak is meant)."""
+    if problem.layout.zero_stage not in (ZERO_2, ZERO_3):
         return None
-    return int(zero_3.activation_peak(problem.workload.model, _sizes(policy, problem), rank))
+    sizes = _sizes(policy, problem)
+    found: int = zero_3.activation_peak(problem.workload.model, sizes, rank)
+    return found - sizes.part  # a state of the plan's, here made on the way
 
 
 def _sizes(policy: "DeepSpeed", problem: Problem) -> "zero_3.Sizes":
     work, lay = problem.workload, problem.layout
     element = shapes(work, lay, problem.system).element_bytes
     made = policy.configuration(work.model, lay, work.precision)["zero_optimization"]
+    share = -(-work.model.parameters // lay.dp)
+    part = 0 if policy.offload_optimizer else problem.system.grad_bytes * share
     return zero_3.Sizes(
         element=element,
         reduced=WIDE if lay.ulysses > 1 else element,  # seq_parallel_communication_data_type: fp32
@@ -84,6 +91,7 @@ def _sizes(policy: "DeepSpeed", problem: Problem) -> "zero_3.Sizes":
         bucket=made["reduce_bucket_size"],
         checkpointed=policy.checkpointing != "none",
         offloaded=policy.offload_optimizer,
+        **({} if lay.zero_stage == ZERO_3 else {"part": part, "max_live": 0}),
     )
 
 

@@ -10,7 +10,9 @@ Three rules of deepspeed 0.19.8, read in its code and seen in traces at their pe
   rank's part anew where the sum is in another type (__avg_scatter_grads).
 
 So a peak is at the loss, or at a weight's gradient when the bucket is reduced.  A plan's own
-gathers and gradient buffers are left out of the walk: these take their place.
+gathers and gradient buffers are left out of the walk: these take their place.  ZeRO 2 has the same
+bucket, but makes it with the first gradient and frees it with the last; its parameters are whole,
+and the first rank's part of the gradients is made when the last weights' are reduced.
 """
 
 from collections.abc import Iterator
@@ -48,8 +50,9 @@ class Reduction(NamedTuple):
 
 class Sizes(NamedTuple):
     """Bytes of an element: of weights, of what is reduced; ranks that share; the bucket's elements;
-    whether layers are computed again, and whether the optimizer is on the host; elements that may
-    be whole, and that are fetched ahead at once."""
+    whether layers are computed again, and whether the optimizer is on the host; of ZeRO 2 bytes of
+    this rank's part of the gradients; elements that may be whole, and that are fetched ahead at
+    once (0: ZeRO 2, whose parameters are whole anyway)."""
 
     element: int
     reduced: int
@@ -57,6 +60,7 @@ class Sizes(NamedTuple):
     bucket: int
     checkpointed: bool
     offloaded: bool = False
+    part: int = 0
     max_live: int = MAX_LIVE
     prefetched: int = PREFETCHED
 
@@ -178,6 +182,13 @@ class _Walk:
         self._whole = Whole(model, sizes)
         self._layer, self._waiting = model.num_layers, 0
         self._ended: tuple[Weight, ...] = ()
+        self._buckets, self._left = 0, model.parameters
+
+    def _start(self) -> None:
+        """Another micro-batch: what the last one's backward held is gone."""
+        self.live -= self._waiting
+        self._whole = Whole(self.model, self.sizes)
+        self._layer, self._waiting, self._buckets = self.model.num_layers, 0, 0
 
     def born(self, key: tuple[int, int, str], nbytes: int) -> None:
         """A tensor of the device that is not the plan's own gather."""
@@ -187,6 +198,8 @@ class _Walk:
 
     def at(self, kind: Kind, part: str, op: str, scratch: int) -> None:
         """One action runs."""
+        if kind == Kind.FORWARD and part == "E" and self._layer < self.model.num_layers:
+            self._start()
         layer = int(part[1:]) if part[:1] == "L" else self.model.num_layers
         backward = kind == Kind.BACKWARD_INPUT and part != "E"
         if part[:1] == "L" and layer < self._layer and (backward or kind == Kind.RECOMPUTE):
@@ -208,7 +221,8 @@ class _Walk:
         return tuple(weight for weight in known if weight.op == op)
 
     def _seen(self, beside: int) -> None:
-        whole = self.sizes.element * self._whole.elements
+        ahead = self.sizes.max_live > 0
+        whole = self.sizes.element * self._whole.elements if ahead else self._buckets
         self.peak = max(self.peak, self.live + whole + beside)
 
     def dead(self, keys: list[tuple[int, int, str]]) -> None:
@@ -238,12 +252,22 @@ class _Walk:
 
     def _gradient(self, weight: Weight, beside: int) -> None:
         own = self.sizes.element * weight.elements
+        if not self.sizes.max_live:  # ZeRO 2 makes its bucket now, and frees it with the last one
+            self._buckets = self.sizes.reduced * self.sizes.bucket
         due = self._due.get((self._layer, weight.output))
         self._seen(beside + own + (self._reduced(due) if due else 0))
         if due:
             self._wait(0)
+            self._part(due.bucket)
         if self._waits(weight):
             self._wait(own)
+
+    def _part(self, reduced: int) -> None:
+        """ZeRO 2: the first rank's part comes with the last weights, and stays."""
+        before, self._left = self._left, self._left - reduced
+        share = self.model.parameters // self.sizes.ranks
+        if before > share >= self._left:
+            self.live += self.sizes.part
 
     def _waits(self, weight: Weight) -> bool:
         """A gradient that stays as it is: too large for the bucket, or of a tied projection until
@@ -260,6 +284,8 @@ class _Walk:
         """Bytes of a reduction: gradients that are not in the bucket in the type of the sum, copies
         of all by partition, this rank's part anew; of an offloaded optimizer a part on its way."""
         other = self.sizes.reduced != self.sizes.element
+        if not self.sizes.max_live:
+            return self.sizes.reduced * due.bucket
         converted = self.sizes.reduced * due.beside if other else 0
         copied = 0 if due.alone else self.sizes.reduced * due.bucket
         anew = self.sizes.element * (due.bucket // self.sizes.ranks) if other else 0

@@ -80,10 +80,8 @@ def rank_of(case: Case) -> tuple[Problem, RankProgram, int]:
 def sizes_of(case: Case) -> Sizes:
     element = 2 if case.precision == "bf16" else 4
     reduced = 4 if "ulysses" in case.layout else element
-    again = case.settings == PLAIN
-    return Sizes(
-        element, reduced, 2, case.bucket, checkpointed=again, max_live=LIVE, prefetched=AHEAD
-    )
+    made = Sizes(element, reduced, 2, case.bucket, checkpointed=case.settings == PLAIN)
+    return made._replace(max_live=LIVE, prefetched=AHEAD)
 
 
 TOLERANCE = 0.01
