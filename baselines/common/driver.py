@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
+from baselines.common.memory import check_memory
 from rematbench.baselines.process import Job
 from rematbench.record import Observed, Record, provenance, write_record
 from rematbench.suite import Status
@@ -93,23 +94,6 @@ def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Pat
         for process in processes:
             process.join()
     return _collect(runner, jobs, numbers, scratch, size, folder, failure)
-
-
-def check_memory(job: Job) -> None:
-    """NotRunnable if the weights and gradients of all ranks, in fp32, are more than the memory of
-    this machine: a CPU that starts to swap answers to nobody."""
-    if job.run.world == "traced" or job.device != "cpu":
-        return
-    lay = job.run.layout
-    copies = lay.gpus // (lay.tp * lay.pp)
-    needed = copies * job.run.model.parameters * 2 * 4
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
-        raise NotRunnable(
-            f"{lay.gpus} ranks of {job.run.model.name} on this machine's CPU hold at least "
-            f"{needed / 2**30:.0f} GiB of weights and gradients, it has {there / 2**30:.0f} GiB "
-            "(a trace needs none)"
-        )
 
 
 def _refused(runner: Runner, job: Job) -> bool:

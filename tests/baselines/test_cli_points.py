@@ -13,6 +13,7 @@ from rematbench.baselines.process import Job, NotInstalled
 from rematbench.cli import app
 from rematbench.commands import baseline as baseline_command
 from rematbench.commands import points as points_command
+from rematbench.console import CommandError
 from rematbench.record import Record, read_record, write_record
 from rematbench.worlds.again import differences
 
@@ -132,3 +133,34 @@ def test_an_equal_record_keeps_its_date(tmp_path: Path, monkeypatch: pytest.Monk
     (point,) = (point for point in load_points() if point.name == POINT)
     baseline_points.trace_points((point,), tmp_path)
     assert read_record(tmp_path / f"{POINT}.json") == old
+
+
+@pytest.mark.parametrize(("given", "code"), [(False, 0), (True, 1)])
+def test_options_that_cannot_be_run_are_an_error(
+    given: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy that does not run is a result; options are of a person who means to run them."""
+    refused = msgspec.structs.replace(
+        committed(), status="unsupported", reason="megatron_core: --x is not known", observed=None
+    )
+    monkeypatch.setattr(baseline_command, "run_jobs", lambda *_: [refused])
+    printed = tmp_path / "flags"
+    printed.write_text("--x 3")
+    asked = ["baseline", "run", *TRACE[1:], *(["--options", str(printed)] if given else [])]
+    done = RUN.invoke(app, asked)
+    assert done.exit_code == code
+    assert done.output == "UNSUPPORTED: megatron_core: --x is not known\n"
+    printed.write_bytes(b"\xff\xfe")
+    unread = RUN.invoke(app, ["baseline", "run", *TRACE[1:], "--options", str(printed)])
+    assert isinstance(unread.exception, CommandError)
+    assert "is no text, as `flags` prints it" in str(unread.exception)
+
+
+def test_states_on_the_host_are_said_beside_those_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = read_record(TRACED / "llama2-7b-4k-offload.json")
+    monkeypatch.setattr(baseline_command, "run_jobs", lambda *_: [record])
+    done = RUN.invoke(app, ["baseline", "trace", *TRACE[1:]])
+    assert "shim: places, streams, order" in done.output
+    assert "host 0.97 GiB, states 0.93 GiB and 15.69 GiB on the host" in done.output

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
-from baselines.common.driver import check_memory
+from baselines.common.memory import check_memory
 from baselines.deepspeed import guards as deepspeed
 from baselines.deepspeed.plan import DeepSpeed
 from baselines.megatron_core import guards as megatron

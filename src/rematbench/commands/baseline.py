@@ -109,6 +109,8 @@ def run_baseline(
         printed = options.read_text() if options else ""
     except OSError as error:
         raise CommandError(f"--options {options}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise CommandError(f"--options {options}: is no text, as `flags` prints it") from error
     chosen: dict[str, int | str] = {"steps": steps, "warmup": warmup, "device": device}
     _finish(run.method, [_job(made, "executed", options=printed, **chosen)], out)
 
@@ -174,7 +176,8 @@ def _finish(name: str, jobs: list[Job], out: Path | None, *, json: bool = False)
         typer.echo(encode_record(record).decode())
     else:
         _show(record)
-    if record.status == "failed":
+    # What was printed for a job and given back with another is a mistake of a person's.
+    if record.status == "failed" or (record.status == "unsupported" and jobs[0].options):
         raise typer.Exit(1)
 
 
