@@ -56,15 +56,21 @@ class Event:
 
     def __init__(self, **_: object) -> None:
         self.clock: Clock = {}
+        self.recorded = self.reached = False
 
     def record(self, stream: Stream) -> None:
         self.clock = dict(stream.clock)
+        self.recorded = True
 
     def synchronize(self) -> None:
         """The host waits."""
+        self.reached = self.recorded
 
     def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds, as far as a stand-in knows: pieces of work in between."""
+        """Milliseconds, as far as a stand-in knows: pieces of work in between.  Torch asks that
+        both were recorded and that the device is past the end."""
+        assert self.recorded
+        assert end.reached
         return float(sum(end.clock.values()) - sum(self.clock.values()))
 
 
@@ -90,11 +96,16 @@ class Work:
         current.clock = joined(current.clock, self.clock)
 
 
-class Recorder(TorchDispatchMode):
-    """Watches operators on fake tensors; `faults` says what it found."""
+class Found(Exception):
+    """A fault, where nobody asks for a second one."""
 
-    def __init__(self) -> None:
+
+class Recorder(TorchDispatchMode):
+    """Watches operators on fake tensors; `faults` says what it found (`first`: it ends there)."""
+
+    def __init__(self, *, first: bool = False) -> None:
         super().__init__()
+        self.first = first
         self.current = Stream("default")
         self.streams: list[Stream] = [self.current]
         self.internal: dict[int, Stream] = {}
@@ -104,6 +115,12 @@ class Recorder(TorchDispatchMode):
         self.faults: list[str] = []
         self.operators = 0
         self.watching = False  # whether a call that holds up the host is a fault
+
+    def fault(self, words: str) -> None:
+        """Note what is wrong."""
+        self.faults.append(words)
+        if self.first:
+            raise Found(words)
 
     # -- operators ----------------------------------------------------------------------------
 
@@ -152,7 +169,7 @@ class Recorder(TorchDispatchMode):
         moves = len(kinds) > 1 and name in ("aten::copy_", "aten::_to_copy")
         asked = kwargs.get("non_blocking") or (name == "aten::copy_" and args[2:3] == (True,))
         if name in ("aten::_local_scalar_dense", "aten::nonzero") or (moves and not asked):
-            self.faults.append(f"{name} holds up the host")
+            self.fault(f"{name} holds up the host")
 
     # -- storages -----------------------------------------------------------------------------
 
@@ -170,9 +187,9 @@ class Recorder(TorchDispatchMode):
         self._made(tensor)
         stream, found = on or self.current, self.used[tensor.untyped_storage()._cdata]
         for name in behind(stream.clock, found.touched if write else found.wrote):
-            self.faults.append(f"{what} on {stream.name} does not wait for {name}")
+            self.fault(f"{what} on {stream.name} does not wait for {name}")
         for name in behind(stream.clock, found.before):
-            self.faults.append(f"{what} on {stream.name} is in memory that {name} may still use")
+            self.fault(f"{what} on {stream.name} is in memory that {name} may still use")
         stream.clock[stream.name] += 1
         found.touched[stream.name] = stream.clock[stream.name]
         if write:
@@ -301,9 +318,9 @@ def indexed(x: Tensor, index: Any) -> Tensor:
 
 
 @contextmanager
-def recording(patch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+def recording(patch: pytest.MonkeyPatch, *, first: bool = False) -> Iterator[Recorder]:
     """Fake tensors under a recorder."""
-    recorder = Recorder()
+    recorder = Recorder(first=first)
     recorder.install(patch)
     with FakeTensorMode(), recorder, Plainly():
         yield recorder

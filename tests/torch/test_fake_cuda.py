@@ -13,49 +13,21 @@ from torch import Tensor
 from rematbench.action import Action, Kind
 from rematbench.ledger import live_bytes
 from rematbench.lower import lower
-from rematbench.torch import memory, operators_attention, trace
-from rematbench.torch.batch import MicroBatch
+from rematbench.torch import memory, operators_attention
 from rematbench.torch.case import Case
-from rematbench.torch.executor import Executor
-from rematbench.torch.groups import Groups
-from rematbench.torch.model import RankModel
 from rematbench.torch.streams import CudaStreams
-from rematbench.torch.tracker import Tracker
 from tests.torch import cases, grid
 from tests.torch.cases import TINY_GPT
-from tests.torch.recorder import Event, Recorder, recording
+from tests.torch.fake_cuda import DEVICE, OVERLAP, run
+from tests.torch.recorder import Event, recording
 from tests.torch.test_faults import edited
 
-DEVICE = torch.device("cuda", 0)
 FAST = (
     *(("one", plan) for plan in ("offload", "offload-layers", "offload-slots", "rows")),
     *(("tp2", plan) for plan in ("keep", "windows", "mini-dropped")),
     *(("tp2-no-sp", "mini"), ("pp2", "offload"), ("cp2", "rows"), ("dp2", "full")),
     *(("tp2-cp2", "skeletal"), ("tp2-ulysses2", "offload"), ("pp2-vpp2", "offload-slots")),
 )
-OVERLAP = {
-    "tp_overlap": "gemm",
-    "p2p_overlap": "always",
-    "reduce_overlap": True,
-    "gather_overlap": True,
-}
-
-
-def run(case: Case, stage: int, patch: pytest.MonkeyPatch) -> tuple[Recorder, Executor]:
-    """Two steps of a stage's first rank."""
-    problem, lay = case.problem, case.problem.layout
-    rank = trace.rank_at(lay, problem.system.rank_order, stage)
-    program = (case.program or lower(case.plan, problem)).ranks[stage]
-    with trace.fake_job(rank, lay.gpus), recording(patch) as recorder:
-        groups = Groups(lay, problem.system.rank_order, rank)
-        model = RankModel(problem, case.plan, groups.place, DEVICE, seed=0)
-        executor = Executor(program, model, groups, tracker=Tracker(DEVICE))
-        ids = torch.zeros(model.shapes.tokens, dtype=torch.int64, device=DEVICE)
-        model.batches = [MicroBatch(ids, ids, 1.0)] * lay.num_micro_batches
-        recorder.watching = True
-        for _ in range(2):
-            executor.issue_step()
-    return recorder, executor
 
 
 def check(case: Case, patch: pytest.MonkeyPatch) -> None:

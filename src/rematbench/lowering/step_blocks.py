@@ -75,14 +75,18 @@ def h2d_block(coming: Storages, slot: str) -> Block:
 
 def release_block(event: str, names: tuple[str, ...]) -> Block:
     """Wait for a copy or a send, then free its device storages."""
-    wait = Action(kind=Kind.WAIT, stream=COMPUTE, wait=event)
-    frees = (Action(kind=Kind.FREE, stream=COMPUTE, frees=names),) if names else ()
-    return Block(f"free_{event}", (wait, *frees))
+    w = BlockWriter()
+    w.wait(COMPUTE, event)
+    if names:
+        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
+    return Block(f"free_{event}", tuple(w.actions))
 
 
 def wait_block(label: str, event: str, stream: str = COMPUTE) -> Block:
     """A stream waits for an event of the step's own (micro-batch, chunk)."""
-    return Block(label, (Action(kind=Kind.WAIT, stream=stream, wait=event),))
+    w = BlockWriter()
+    w.wait(stream, event)
+    return Block(label, tuple(w.actions))
 
 
 def reduce_block(comm: Comm) -> Block:
