@@ -75,9 +75,9 @@ class Meter(Tracker):
 
         return called
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _see(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
         if not self._looking_away:
-            super()._see(storage)
+            super()._see(storage, host=host)
 
     def _see_tensor(self, tensor: Tensor) -> None:
         if self._on_host is None or self._looking_away or not self._on_host(tensor):

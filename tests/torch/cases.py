@@ -43,6 +43,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ulysses2": {"dp": 2, "ulysses": 2, "global_batch": 4, "micro_batch": 2},
     "ulysses2-zero0": {"dp": 2, "ulysses": 2, "zero_stage": 0, "global_batch": 2},
     "pp2-ulysses2": {"pp": 2, "dp": 2, "ulysses": 2, "global_batch": 4},
+    "pp3-ulysses2": {"pp": 3, "dp": 2, "ulysses": 2, "global_batch": 6},
+    "pp4-vpp2-ulysses2": {"pp": 4, "vpp": 2, "dp": 2, "ulysses": 2, "global_batch": 8},
     "ulysses4": {"dp": 4, "ulysses": 4, "global_batch": 2},
     "tp2-ulysses2": {"tp": 2, "dp": 2, "ulysses": 2, "global_batch": 4, "micro_batch": 2},
     "dp2-ulysses2": {"dp": 4, "ulysses": 2, "global_batch": 4},

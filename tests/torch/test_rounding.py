@@ -1,11 +1,14 @@
 """Why mst leaves keep_all by more than 1e-5 in fp32 after some AdamW steps: rounding, amplified.
 
-AdamW divides a gradient by the root of its second moment: where a gradient is rounding of zero, so
-is the sign of its update, whose size is the learning rate's.  The next step's gradients are those
-of other weights.  If that is all, then (1) the first step agrees to rounding, (2) in float64 the
-same runs agree to float64's rounding, (3) the deviation shrinks as AdamW's eps grows, and is gone
-where eps rules (momentum SGD), and (4) at every step both runs have the exact gradients of the
-weights that they are at.  An error of the kernels would show in all four.
+AdamW divides a gradient by its own size and eps: the first update of a gradient g is g / (|g| +
+eps) learning rates, so the rounding d of a gradient that is about as small as eps moves its weight
+by d eps / (|g| + eps)^2 of one, a rounding that is d / |g| of any larger gradient by nothing to
+speak of.  The next step's gradients are those of other weights.  If that is all, then (1) the first
+step agrees to rounding, (2) in float64 the same runs agree to float64's rounding, (3) the deviation
+shrinks as AdamW's eps grows, and is gone where eps rules (momentum SGD), (4) at every step both
+runs have the exact gradients of the weights that they are at, and (5) noise of the rounding's size
+in keep_all's own first gradients leads as far, but not where small gradients get little of it.  An
+error of the kernels would show in all five.
 """
 
 from functools import cache
@@ -21,7 +24,7 @@ from rematbench.suite import make_problem
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.gather import combine
-from rematbench.torch.parameters import AdamW
+from rematbench.torch.parameters import AdamW, Parameter
 from rematbench.workload import Precision
 from rematbench.worlds.measure import norm_error
 from tests.torch import cases, grid, laws
@@ -81,6 +84,49 @@ def test_the_deviation_shrinks_as_adams_eps_grows_and_is_gone_with_sgd() -> None
     by_eps = [max(deviation("fp32", rule)) for rule in (ADAMW, LARGER_EPS, SGD)]
     assert by_eps[0] > 5 * by_eps[1] > 5 * by_eps[2]
     assert by_eps[2] <= 1e-6
+
+
+def after_noise(*, in_proportion: bool, patch: pytest.MonkeyPatch) -> list[float]:
+    """How far keep_all leaves itself, step by step, when the first update sees noise in every
+    gradient that mst rounds otherwise: as much of it, as large for every element or in proportion
+    to each."""
+    own, base = run("mst", "fp32", ADAMW)[1], run("keep_all", "fp32", ADAMW)[1]
+    sizes = {
+        name: float((own.gradients[0][name] - g).norm()) for name, g in base.gradients[0].items()
+    }
+    update, source = Parameter.update, torch.Generator().manual_seed(1)
+
+    def noisy(parameter: Parameter, rule: AdamW, step: int) -> None:
+        size, g = sizes[parameter.spec.name], parameter.grad_flat
+        if step == 1 and size > 0.0:
+            noise = torch.randn(g.shape, generator=source)
+            noise *= g.abs() if in_proportion else 1.0
+            g.add_(noise * (size / float(noise.norm())))
+        update(parameter, rule, step)
+
+    patch.setattr(Parameter, "update", noisy)
+    result = run_here(case_of("keep_all", "fp32", ADAMW))
+    pairs = zip(result.gradients, base.gradients, strict=True)
+    return [norm_error(a, b) for a, b in pairs]
+
+
+def test_as_much_noise_leads_as_far_unless_small_gradients_get_little_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = max(deviation("fp32", ADAMW))
+    alike = after_noise(in_proportion=False, patch=monkeypatch)
+    assert alike[0] == 0.0  # gradients are noted before the update
+    assert seen / 10 < max(alike) < 30 * seen
+    monkeypatch.undo()
+    assert max(after_noise(in_proportion=True, patch=monkeypatch)) < seen / 5
+
+
+def test_no_update_changes_its_sign() -> None:
+    own, base = (
+        run("mst", "fp32", ADAMW)[1].gradients[0],
+        run("keep_all", "fp32", ADAMW)[1].gradients[0],
+    )
+    assert sum(int((own[name] * g < 0.0).sum()) for name, g in base.items()) == 0
 
 
 @pytest.mark.parametrize("method", ["keep_all", "mst"])

@@ -1,5 +1,6 @@
 """Storages that appear, part, meet and travel: ALLOC, SPLIT, JOIN, D2H, H2D, FREE."""
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -154,8 +155,9 @@ class Movers:
         """A copy in the host pool."""
         source, alloc = self.memory[site.key(action.reads[0])], action.allocs[0]
         nbytes = source.data.numel() * source.data.element_size()
-        block = self.host.take(site.key(alloc.name), nbytes)
-        self._count(block)
+        with self.tracker.on_host() if self.tracker else nullcontext():
+            block = self.host.take(site.key(alloc.name), nbytes)
+        self._count_pinned(block)
         if block.free_at is not None:
             self.streams.wait(action.stream, block.free_at)
         data = source.data
@@ -164,11 +166,9 @@ class Movers:
         self.offload_bytes += nbytes
         self.memory.put(site.key(alloc.name), Value(copy, source.first, source.count))
 
-    def _count(self, block: Block) -> None:
-        if self.tracker is None:
-            return
-        if not self.host.pinned:
-            self.tracker.as_host(block.data)
+    def _count_pinned(self, block: Block) -> None:
+        """A pinned block stays in its pool: what of it is lent counts."""
+        if self.tracker is None or not self.host.pinned:
             return
         if block.fresh:
             self.tracker.exclude([block.data])

@@ -5,7 +5,8 @@ holds each new untyped storage by a weak reference whose callback takes its byte
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,14 +19,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages made while it is active.
 
     `exclude`: storages that are states (parameters, gradients, optimizer, inputs), made before or
-    inside; `as_host`: storages of the host pool, counted apart.  Beside a device of its own (a GPU)
-    what lives on the CPU is the host's; of a pool that keeps its blocks only what is lent counts
-    (`lend`).
+    inside; `on_host`: storages of the host pool, counted apart from their first byte.  Beside a
+    device of its own (a GPU) what lives on the CPU is the host's; of a pool that keeps its blocks
+    only what is lent counts (`lend`).
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._apart = device is not None and device.type == "cuda"
+        self._on_host = False
         self.device_bytes = 0
         self.host_bytes = 0
         self.device_peak_bytes = 0
@@ -43,6 +45,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in self._excluded:
                 self._excluded.add(key)
                 self._states.append(storage)
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """What appears inside is host memory, though it is on the CPU as what is the device's."""
+        self._on_host = True
+        try:
+            yield
+        finally:
+            self._on_host = False
 
     def as_host(self, tensor: Tensor) -> None:
         """Count this storage as host memory from now on."""
@@ -69,19 +80,19 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _see_tensor(self, tensor: Tensor) -> None:
-        peak = self.device_peak_bytes
-        self._see(tensor.untyped_storage())
-        if self._apart and tensor.device.type == "cpu":
-            self.as_host(tensor)
-            self.device_peak_bytes = peak
+        host = self._on_host or (self._apart and tensor.device.type == "cpu")
+        self._see(tensor.untyped_storage(), host=host)
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _see(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
         key = storage._cdata
         if key in self._excluded or key in self._known:
             return
         nbytes = storage.nbytes()
         self._known[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
-        self._sizes[key] = (nbytes, False)
+        self._sizes[key] = (nbytes, host)
+        if host:
+            self.host_bytes += nbytes
+            return
         self.device_bytes += nbytes
         self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
 
