@@ -11,6 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from rematbench.cpulist import cpu_set
+from rematbench.hostmemory import cgroup_limit, meminfo
 
 MEMORY_SLACK = 0.05
 """Share of a node's memory that is the system's own: pinned bytes must fit into the rest."""
@@ -43,7 +44,7 @@ def node_facts(canary_s: float = 0.0, *, count_gpus: bool = False) -> NodeFacts:
     cpus = os.sched_getaffinity(0)
     nodes = _numa_nodes()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    info = _meminfo()
+    info = meminfo()
     return NodeFacts(
         host=socket.gethostname(),
         kernel=platform.release(),
@@ -77,47 +78,6 @@ def _canary(seconds: float) -> list[dict[str, float | str]]:
     except ImportError:
         return []
     return canary(seconds)
-
-
-def _meminfo() -> dict[str, int]:
-    found = {}
-    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-        key, _, rest = line.partition(":")
-        words = rest.split()
-        if words and words[-1] == "kB":
-            found[key] = int(words[0]) * 1024
-    return found
-
-
-def cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """The tightest memory limit over this process's control groups (v2 or v1); -1 without one."""
-    limits = []
-    try:
-        lines = own.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return -1
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        base = root / controllers if controllers else root
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
-        folder = base / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            if place == base.parent:
-                break
-            limits.append(_limit(place / name))
-    found = [limit for limit in limits if limit >= 0]
-    return min(found, default=-1)
-
-
-def _limit(path: Path) -> int:
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return -1
-    no_limit = 1 << 60  # v1 writes a huge number, v2 `max`
-    return int(text) if text.isdigit() and int(text) < no_limit else -1
 
 
 def _numa_nodes() -> dict[str, set[int]]:

@@ -12,6 +12,7 @@ from rematbench.torch.case import Case, RankResult, Result, Status
 from rematbench.torch.devices import choose_device, prepare
 from rematbench.torch.gather import combine
 from rematbench.torch.groups import Groups, default_backend
+from rematbench.torch.hostroom import too_large
 from rematbench.torch.launch import execute_cases
 from rematbench.torch.model import NotExecutable, require_executable
 from rematbench.torch.worker import failure, run_case
@@ -61,8 +62,15 @@ def refused(case: Case) -> str:
 
 
 def run_own(cases: list[Case], timeout_s: float) -> list[Result]:
-    """Start a process per GPU of the layout on this machine and run the cases."""
-    return execute_cases(cases, timeout_s=timeout_s)
+    """Start a process per GPU of the layout on this machine and run the cases, but for those whose
+    states alone are more than it has memory for."""
+    full = {number: why for number, case in enumerate(cases) if (why := too_large(case))}
+    fitting = [case for number, case in enumerate(cases) if number not in full]
+    done = iter(execute_cases(fitting, timeout_s=timeout_s) if fitting else [])
+    return [
+        Result(name=case.name, status="oom", reason=full[number]) if number in full else next(done)
+        for number, case in enumerate(cases)
+    ]
 
 
 def run_given(

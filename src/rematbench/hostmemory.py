@@ -1,0 +1,55 @@
+"""How much memory this host has, and how much of it this process may take."""
+
+from pathlib import Path
+
+
+def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
+    """What the kernel says of this host's memory, in bytes, by its own words."""
+    found = {}
+    for line in path.read_text(encoding="ascii").splitlines():
+        key, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[-1] == "kB":
+            found[key] = int(words[0]) * 1024
+    return found
+
+
+def cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """The tightest memory limit over this process's control groups (v2 or v1); -1 without one."""
+    limits = []
+    try:
+        lines = own.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return -1
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base = root / controllers if controllers else root
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        folder = base / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            if place == base.parent:
+                break
+            limits.append(_limit(place / name))
+    found = [limit for limit in limits if limit >= 0]
+    return min(found, default=-1)
+
+
+def _limit(path: Path) -> int:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return -1
+    no_limit = 1 << 60  # v1 writes a huge number, v2 `max`
+    return int(text) if text.isdigit() and int(text) < no_limit else -1
+
+
+def free_bytes() -> int:
+    """What is free for this process and those that it starts; -1 where the kernel does not say."""
+    try:
+        found = meminfo().get("MemAvailable", -1)
+    except OSError:
+        return -1
+    limit = cgroup_limit()
+    return found if limit < 0 else min(found, limit)

@@ -1,0 +1,72 @@
+"""A job that this host has no memory for is not started: the kernel would kill somebody."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+from rematbench import hostmemory
+from rematbench.record import read_record
+from rematbench.torch import hostroom, job
+from rematbench.torch.case import Case
+from rematbench.torch.trace import trace_rank
+from tests.torch import cases, test_in_backward
+from tests.torch.test_execute_cli import rematbench
+
+CASES = {
+    "fp64": lambda: cases.case("pp2", "keep"),
+    "bf16 ZeRO-1": lambda: cases.case("dp2", "keep", precision="bf16"),
+    "ZeRO-0": lambda: cases.case("dp2-zero0", "keep", precision="fp32"),
+    "tp": lambda: cases.case("tp2-pp2", "keep", precision="bf16"),
+    "in backward": lambda: test_in_backward.case("dp2", "keep")[1],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_states_of_all_ranks_are_counted_and_nothing_else(name: str) -> None:
+    """Measured ones have rope tables, batches and padding too: at most a tenth more here."""
+    case = CASES[name]()
+    lay = case.problem.layout
+    every = [trace_rank(case.problem, case.plan, stage).state_bytes for stage in range(lay.pp)]
+    measured = sum(every) * lay.gpus // lay.pp
+    assert 0.9 * measured < hostroom.state_bytes(case) <= measured
+
+
+def test_a_job_too_large_for_the_host_is_not_started_and_the_others_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, large = cases.case("one", "keep"), cases.case("one", "full", precision="bf16")
+    need = {small.name: 10, large.name: 1000}
+    started: list[str] = []
+
+    def execute(given: list[Case], **_: object) -> list[job.Result]:
+        started.extend(case.name for case in given)
+        return [job.Result(name=case.name, status="ok") for case in given]
+
+    monkeypatch.setattr(job, "execute_cases", execute)
+    monkeypatch.setattr(hostroom, "state_bytes", lambda case: need[case.name])
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: 100)
+    found = job.run_own([large, small], 1.0)
+    assert [(r.name, r.status) for r in found] == [(large.name, "oom"), (small.name, "ok")]
+    assert started == [small.name]
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: -1)  # unknown: it is tried
+    assert [r.status for r in job.run_own([large], 1.0)] == ["ok"]
+
+
+@pytest.mark.skipif(hostmemory.free_bytes() > 3 << 40, reason="needs a host with less memory")
+def test_a_paper_scale_model_on_this_machine_ends_in_a_record(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    words = ("--model", "llama-175b", "--cluster", "h800-80gb", "--gpus", "8", "--tp", "8")
+    done = rematbench("execute", "keep_all", *words, "--device", "cpu", "--out", str(out))
+    assert done.returncode == 1
+    assert "8 ranks hold" in done.stdout
+    record = read_record(out)
+    assert (record.status, "GiB free" in record.reason) == ("oom", True)
+
+
+def test_a_control_groups_limit_counts_as_free_memory_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hostmemory, "meminfo", lambda: {"MemAvailable": 1000})
+    for limit, free in ((-1, 1000), (10, 10), (5000, 1000)):
+        monkeypatch.setattr(hostmemory, "cgroup_limit", lambda limit=limit: limit)
+        assert hostmemory.free_bytes() == free
