@@ -45,6 +45,8 @@ def converge(
     """
     need_torch()
     found = [c for c in cells(load_suite(suite), [], only or []) if isinstance(c.plan, Plan)]
+    if not found:
+        raise CommandError(f"--only {', '.join(only or [])}: no such cell in {suite} has a plan")
     for cell in found:
         record = _trained(cell, steps)
         keep(record, output, cell.name)

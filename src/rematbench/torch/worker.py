@@ -2,6 +2,9 @@
 
 import gc
 import math
+import multiprocessing as mp
+import os
+import threading
 import traceback
 from datetime import timedelta
 from functools import cache
@@ -43,6 +46,7 @@ class NotFinite(ArithmeticError):
 
 def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:
     """Entry point of a process: results go to `folder` as <case>.<rank>.pt, a failure as .error."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     prepare(cases[0].device)
     try:
@@ -68,6 +72,15 @@ def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: 
         partial.rename(folder / f"{number}.{rank}.pt")
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
     dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """End this process when who started it has ended, however that was: nobody would read its
+    results, or stop it where it waits for a peer."""
+    parent = mp.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def failure(error: BaseException) -> tuple[Status, str]:
