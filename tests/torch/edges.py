@@ -21,9 +21,9 @@ from msgspec.structs import replace
 
 import rematbench
 from rematbench.action import Action, Kind
+from rematbench.lowering.writer import BlockWriter
 from rematbench.torch.case import Case
 from rematbench.torch.streams import Mark
-from rematbench.writer import BlockWriter
 from tests.torch.test_faults import edited
 
 SOURCE = Path(rematbench.__file__).parent
@@ -137,14 +137,14 @@ def leave_out(edge: Edge, patch: pytest.MonkeyPatch) -> None:
 
 # -- the program's --------------------------------------------------------------------------------
 
-LOWERING = ("emit_*.py", "step_*.py", "writer.py")
+LOWERING = SOURCE / "lowering"
 
 
 @cache
 def _places() -> dict[tuple[str, str, int], Edge]:
     """(file, method, line) -> the wait or collective that the lowering writes there."""
     found = {}
-    for path in sorted(p for pattern in LOWERING for p in SOURCE.glob(pattern)):
+    for path in sorted(LOWERING.glob("*.py")):
         for edge, node in _calls(path, frozenset({"wait", "collective"})).items():
             method = edge.words.rpartition(".")[2]
             for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):

@@ -9,6 +9,9 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
+from rematbench.commands.converge import converge
+from rematbench.console import CommandError
+from rematbench.paths import data_dir
 from rematbench.record import Record, read_record
 
 TINY = ("--model", "tiny-llama-deep", "--cluster", "this-machine", "--system", "rematbench")
@@ -149,3 +152,9 @@ def test_torchrun_gives_the_processes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("lossless against keep_all: yes") == 1
     assert read_record(out).provenance.ranks_per_host == (2,)
+
+
+def test_a_curve_that_no_cell_asks_for_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="no such cell in .* has a plan"):
+        converge(data_dir("config") / "convergence.yaml", tmp_path / "out", only=["nosuch"])
+    assert not (tmp_path / "out").exists()
