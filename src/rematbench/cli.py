@@ -110,7 +110,7 @@ app.add_typer(baseline.app, name="baseline", help="Real packages: list, run, tra
 def main() -> None:
     """Run a command; turn what a person got wrong into one line on stderr and exit code 2."""
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="rematbench", standalone_mode=False)
     except TyperException as error:
         context = getattr(error, "ctx", None)
         _fail(context.command_path if context else "rematbench", error.format_message())

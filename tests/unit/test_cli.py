@@ -43,7 +43,7 @@ class Ran:
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     def run(*words: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["rematbench", *words])
+        monkeypatch.setattr(sys, "argv", ["started/as.py", *words])
         with pytest.raises(SystemExit) as exit_:
             main()
         return Ran(exit_.value.code, *capsys.readouterr())
