@@ -27,7 +27,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._apart = device is not None and device.type == "cuda"
-        self._on_host = False
+        self._all_host = False
         self.device_bytes = 0
         self.host_bytes = 0
         self.device_peak_bytes = 0
@@ -49,11 +49,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def on_host(self) -> Iterator[None]:
         """What appears inside is host memory, though it is on the CPU as what is the device's."""
-        self._on_host = True
+        self._all_host = True
         try:
             yield
         finally:
-            self._on_host = False
+            self._all_host = False
 
     def as_host(self, tensor: Tensor) -> None:
         """Count this storage as host memory from now on."""
@@ -80,7 +80,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _see_tensor(self, tensor: Tensor) -> None:
-        host = self._on_host or (self._apart and tensor.device.type == "cpu")
+        host = self._all_host or (self._apart and tensor.device.type == "cpu")
         self._see(tensor.untyped_storage(), host=host)
 
     def _see(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
