@@ -30,9 +30,10 @@ def note(record: Path, rank: int, error: RankError) -> None:
     write_atomically(_path(record, str(rank)), text.encode())
 
 
-def noted(record: Path) -> list[RankError]:
-    """Every rank's error by rank."""
+def noted(record: Path, since: float = 0.0) -> list[RankError]:
+    """Every rank's error by rank, of those left after `since` (seconds of the epoch)."""
     paths = sorted(record.parent.glob(_path(record, "*").name))
+    paths = [path for path in paths if path.stat().st_mtime >= since]
     return [RankError(*path.read_text(encoding="utf-8").splitlines()[:2]) for path in paths]
 
 

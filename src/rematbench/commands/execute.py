@@ -1,6 +1,7 @@
 """`execute`: a plan on torch, in processes on this machine or a launcher's."""
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,8 +18,8 @@ from rematbench.lower import lower
 from rematbench.measured import Measured
 from rematbench.plan import Plan, Unsupported
 from rematbench.rank_error import RankError
-from rematbench.record import Record
-from rematbench.suite import Status
+from rematbench.record import Record, write_record
+from rematbench.suite import Status as RecordStatus
 from rematbench.worlds.measure import compared, measured, measured_record
 
 if TYPE_CHECKING:
@@ -154,10 +155,12 @@ def _executed(
     out: Path | None,
 ) -> Record | None:
     """The record; None in a launcher's other processes.  One that fails leaves its error beside
-    `out` before it ends, as rank 0 will only see a connection break."""
+    `out` before it ends, as rank 0 will only see a connection break, and the record itself where
+    rank 0 has left none."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.worker import failure  # noqa: PLC0415
 
+    started = time.time()
     if given is None:
         hosts: tuple[int, ...] = (asked.problem.layout.gpus,)
         results = job.run_own(cases, timeout)
@@ -167,12 +170,14 @@ def _executed(
         except Exception as error:
             if out is not None:
                 rank_error.note(out, given.rank, RankError(*failure(error)))
+                _stand_in(asked, cases[0], out, started)
             raise
     if not results:
         return None
     plan, versions = cases[0].plan, job.versions(cases[0].device)
     broken = next((result for result in results if result.status != "ok"), None)
     if broken is not None:
+        broken = _first(broken, out, started) if given is not None else broken
         return _record(asked, plan, (*status_of(broken), None), hosts, versions)
     found = measured(asked.problem, plan, results[0])
     if against:
@@ -181,7 +186,33 @@ def _executed(
     return _record(asked, plan, ("ok", "", found), hosts, versions)
 
 
-def status_of(result: "Result") -> tuple[Status, str]:
+def _stand_in(asked: Request, case: "Case", out: Path, started: float) -> None:
+    """The record of a job whose rank 0 has left none since it started: it was killed, or it is the
+    one that fails.  A rank 0 that still lives writes its own over it."""
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.case import Result, Status  # noqa: PLC0415
+
+    cause = rank_error.first_cause(rank_error.noted(out, started))
+    if cause is None or (out.exists() and out.stat().st_mtime >= started):
+        return
+    reason = f"a rank has gone: {cause.reason}" if cause.is_secondhand else cause.reason
+    lost = Result(name=case.name, status=msgspec.convert(cause.status, Status), reason=reason)
+    versions = job.versions(case.device)
+    write_record(_record(asked, case.plan, (*status_of(lost), None), (), versions), out)
+
+
+def _first(broken: "Result", out: Path | None, started: float) -> "Result":
+    """What broke a job, by the word of the rank that failed by itself, if one left any."""
+    from rematbench.torch.case import Status  # noqa: PLC0415  # torch is optional
+
+    own = RankError(broken.status, broken.reason)
+    errors = rank_error.noted(out, started) if out is not None else []
+    cause = rank_error.first_cause([own, *errors]) or own
+    status = msgspec.convert(cause.status, Status)
+    return dataclasses.replace(broken, status=status, reason=cause.reason)
+
+
+def status_of(result: "Result") -> tuple[RecordStatus, str]:
     """A record's status: NaN and timeouts are failures that say so."""
     if result.status in ("nan", "timeout"):
         return "failed", f"{result.status}: {result.reason}"
@@ -191,7 +222,7 @@ def status_of(result: "Result") -> tuple[Status, str]:
 def _record(
     asked: Request,
     plan: Plan | None,
-    outcome: tuple[Status, str, Measured | None],
+    outcome: tuple[RecordStatus, str, Measured | None],
     hosts: tuple[int, ...],
     versions: dict[str, str],
 ) -> Record:

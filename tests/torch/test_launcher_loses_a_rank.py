@@ -1,0 +1,92 @@
+"""Under a launcher nothing of ours outlives the ranks: the one that is left writes the record."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+from rematbench import rank_error
+from rematbench.rank_error import RankError
+from rematbench.record import read_record
+
+MEETS_AND_DIES = """
+import os, torch.distributed as dist
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
+dist.new_group(backend="gloo")
+os._exit(9)
+"""
+EXECUTE = "from rematbench.cli import main; main()"
+WORDS = (
+    "execute", "keep_all", "--model", "tiny-llama", "--cluster", "this-machine", "--device", "cpu",
+    "--gpus", "2", "--tp", "2", "--seq-len", "32", "--steps", "1", "--timeout", "60",
+)  # fmt: skip
+
+
+def started(rank: int, port: int, code: str, *words: str) -> subprocess.Popen[str]:
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        env={**os.environ, **place, **meeting},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+def ended(out: Path, dies: int) -> None:
+    """Run two ranks, of which one goes as soon as they have met."""
+    port, words = free_port(), (*WORDS, "--out", str(out))
+    ranks = [
+        started(rank, port, MEETS_AND_DIES)
+        if rank == dies
+        else started(rank, port, EXECUTE, *words)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.communicate(timeout=120)
+    assert ranks[1 - dies].returncode != 0
+
+
+def test_a_killed_rank_0_leaves_a_record_by_the_other(tmp_path: Path) -> None:
+    out = tmp_path / "record.json"
+    out.write_text("of an earlier run")
+    os.utime(out, (1, 1))
+    ended(out, dies=0)
+    record = read_record(out)
+    assert record.status == "failed"
+    assert record.reason.startswith("a rank has gone: ")
+
+
+def test_rank_0_tells_the_other_ranks_cause(tmp_path: Path) -> None:
+    """Rank 1 says why it ends; rank 0, which only sees it gone, repeats that and not a note of an
+    earlier run."""
+    out = tmp_path / "record.json"
+    rank_error.note(out, 3, RankError("oom", "of an earlier run"))
+    os.utime(f"{out}.error.3", (1, 1))
+    dying = MEETS_AND_DIES.replace(
+        "os._exit",
+        "from pathlib import Path\n"
+        "from rematbench import rank_error\n"
+        f"rank_error.note(Path({str(out)!r}), 1, rank_error.RankError('oom', 'HBM is full'))\n"
+        "os._exit",
+    )
+    port = free_port()
+    own = started(0, port, EXECUTE, *WORDS, "--out", str(out))
+    other = started(1, port, dying)
+    other.communicate(timeout=120)
+    own.communicate(timeout=120)
+    record = read_record(out)
+    assert (record.status, record.reason) == ("oom", "HBM is full")
