@@ -4,6 +4,9 @@ Every stream carries a vector clock: how far it is known to be behind each other
 may be read on a stream only if that stream has waited for its producer (its start, where a
 collective and a kernel run beside each other, piece by piece); it may be freed (its memory reused
 by the compute stream) only when compute has waited for every reader.
+
+Parameters, gradients and optimizer states stay where they are and have no names in actions: the
+order of those who use them is not proven here, but held to the runtime's own storages by tests.
 """
 
 from rematbench.action import HOST, STREAM_INDEX, STREAMS, Action, Kind, tenant
