@@ -7,7 +7,7 @@ A value is written plainly, or as `{value: V, source: "..."}`, or `{value: V, fi
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -58,6 +58,22 @@ def closest(word: str, known: Iterable[str]) -> str:
     """A did-you-mean clause for `word`, or nothing when no known word is near."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def require_unique(names: Sequence[str], label: str, key: str) -> None:
+    """ConfigError if one of `names`, those of the entries of `key`, is given twice."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(label, key, f"name {twice!r} is given twice")
+
+
+def require_known(names: Iterable[str], known: Sequence[str], where: tuple[str, str, str]) -> None:
+    """ConfigError for the first of `names` that is none of `known`; `where`: file, key, and what is
+    named (`problem`)."""
+    label, key, kind = where
+    for name in names:
+        if name not in known:
+            raise ConfigError(label, key, f"no {kind} {name!r}{closest(name, known)}")
 
 
 def read_mapping(path: Path, label: str) -> dict[str, Any]:

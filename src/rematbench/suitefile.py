@@ -6,7 +6,14 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rematbench.configfile import ConfigError, closest, convert, read_mapping
+from rematbench.configfile import (
+    ConfigError,
+    closest,
+    convert,
+    read_mapping,
+    require_known,
+    require_unique,
+)
 from rematbench.digests import code_digest, method_digest
 from rematbench.discover import Composition, Registry, Value
 from rematbench.layout import Layout, LayoutError, ZeroStage
@@ -115,13 +122,9 @@ def load_suite(path: Path) -> Suite:
     label = str(path)
     suite = convert(read_mapping(path, label), Suite, label)
     names = [problem.name for problem in suite.problems]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(label, "problems", f"name {twice[0]!r} is given twice")
+    require_unique(names, label, "problems")
     for variant in suite.variants:
-        for name in variant.problems:
-            if name not in names:
-                raise ConfigError(label, f"variants: {variant.method}", f"no problem {name!r}")
+        require_known(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
     for problem in suite.matrix.problems() if suite.matrix else ():
         raise ConfigError(label, "matrix", problem)
     return suite

@@ -9,7 +9,14 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.configfile import ConfigError, closest, convert, read_mapping
+from rematbench.configfile import (
+    ConfigError,
+    closest,
+    convert,
+    read_mapping,
+    require_known,
+    require_unique,
+)
 from rematbench.digests import code_digest, method_digest
 from rematbench.discover import Registry, Value
 from rematbench.problem import Problem
@@ -166,15 +173,12 @@ def load_measurement(path: Path) -> Measurement:
     names = [problem.name for problem in suite.problems]
     if not names:
         raise ConfigError(label, "problems", "none given")
+    require_unique(names, label, "problems")
     for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(label, "problems", f"name {name!r} is given twice")
         if "." in name or "/" in name:
             raise ConfigError(label, "problems", f"name {name!r} must hold no dot and no slash")
     for variant in suite.variants:
-        for name in variant.problems:
-            if name not in names:
-                raise ConfigError(label, f"variants: {variant.method}", f"no problem {name!r}")
+        require_known(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
     return suite
 
 

@@ -12,7 +12,14 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from rematbench.configfile import ConfigError, closest, convert, read_mapping
+from rematbench.configfile import (
+    ConfigError,
+    closest,
+    convert,
+    read_mapping,
+    require_known,
+    require_unique,
+)
 from rematbench.layout import Layout, LayoutError, ZeroStage
 from rematbench.problem import AttentionKind, Problem
 from rematbench.suite import make_problem
@@ -126,16 +133,10 @@ def load_study(path: Path) -> Study:
     label = str(path)
     study = convert(read_mapping(path, label), Study, label)
     names = [workload.name for workload in study.workloads]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(label, "workloads", f"name {twice[0]!r} is given twice")
+    require_unique(names, label, "workloads")
     for question in study.questions:
-        for name in question.workloads:
-            if name not in names:
-                hint = closest(name, names)
-                raise ConfigError(
-                    label, f"questions: {question.ask}", f"no workload {name!r}{hint}"
-                )
+        where = (label, f"questions: {question.ask}", "workload")
+        require_known(question.workloads, names, where)
     return study
 
 
