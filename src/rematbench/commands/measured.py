@@ -225,6 +225,11 @@ def _record(cell: Cell, results: "dict[str, Result]", how: How) -> Record:
     return measured_record("executed", cell.problem, cell.method, plan, outcome, where)
 
 
+def _has_its_own_table(record: Record) -> bool:
+    """A baseline's run, or a loss curve, which kept no bytes."""
+    return record.observed is not None or bool(record.measured and not record.measured.ranks)
+
+
 def worlds(
     records: Annotated[list[Path], Argument(metavar="DIR...", help="Folders of records.")],
     output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")],
@@ -239,7 +244,7 @@ def worlds(
       rematbench worlds results/measured -o results/paper/tables
     """
     read = read_records(records)
-    found = [entry for entry in read if entry[1].observed is None]  # baselines' have own tables
+    found = [entry for entry in read if not _has_its_own_table(entry[1])]
     if not any(record.measured for _, record in found):
         raise CommandError(f"no measured record below {', '.join(map(str, records))}")
     table = worlds_table(found, again.read_text(encoding="utf-8").strip() if again else "")
