@@ -1,0 +1,104 @@
+"""The examples that `--help` shows, run as they stand there."""
+
+import ast
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "src" / "rematbench"
+FILES = (SOURCES / "cli.py", *sorted((SOURCES / "commands").glob("*.py")))
+ELSEWHERE = {
+    "calibrate": "refits for minutes to an hour",
+    "converge": "trains for minutes",
+    "measure-gpu": "needs a GPU",
+    "settle": "needs Slurm (tests/slurm)",
+    "resume": "needs Slurm (tests/slurm)",
+    "submit-plan": "needs Slurm (tests/slurm)",
+    "baseline agree": "minutes; `./bench reproduce --full`",
+    "report": "of what `./bench reproduce` made",
+    "matrix": "a minute and more; `./bench reproduce`",
+}
+"""Examples that other places run, or that nothing here can."""
+MADE = ("results/paper", "results/smoke/records", "my-")
+"""What examples read that a checkout does not have: made by another command or by its user."""
+TORCH = {"execute", "trace", "retrace", "measure", "run-cells"}
+TORCH |= {f"baseline {name}" for name in ("run", "trace", "points", "again")}
+
+
+def examples(path: Path) -> list[str]:
+    """Command lines after `Example:` in the docstrings of a file."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+        if text is None or "Example:" not in text:
+            continue
+        block = text.partition("Example:")[2].lstrip("\n").partition("\n\n")[0]
+        for line in block.splitlines():
+            if line.strip().startswith("rematbench "):
+                found.append(line.strip())
+            elif found:
+                found[-1] += f" {line.strip()}"
+    return found
+
+
+SHOWN = [line for path in FILES for line in examples(path)]
+
+
+def name_of(line: str) -> str:
+    """`rematbench baseline run ...` -> baseline run."""
+    words = line.split()
+    return " ".join(words[1:3] if words[1] == "baseline" else words[1:2])
+
+
+def reads(line: str) -> list[str]:
+    """Paths among the words of a command, but for what it writes."""
+    words = shlex.split(line)
+    written = {words[i + 1] for i, word in enumerate(words[:-1]) if word in ("-o", "--out")}
+    return [word for word in words if word not in written and word.startswith(MADE)]
+
+
+def test_every_command_shows_an_example() -> None:
+    helped = subprocess.run(
+        [sys.executable, "-m", "rematbench.cli", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    block = helped.partition("Commands:")[2].partition("\n\n")[0]
+    listed = {
+        line.split()[0]
+        for line in block.splitlines()
+        if line.startswith("  ") and line[2:3].strip()
+    }
+    assert listed - {"baseline"} == {line.split()[1] for line in SHOWN} - {"baseline"}
+    assert ELSEWHERE.keys() <= {name_of(line) for line in SHOWN}
+
+
+@pytest.mark.soak
+def test_examples_run_one_after_the_other(tmp_path: Path) -> None:
+    """In a copy of what they read, in the order of the help: some read what one before has made."""
+    for folder in ("config", "methods", "results/published", "results/measured"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    torch = find_spec("torch") is not None
+    ran = 0
+    for line in SHOWN:
+        if name_of(line) in ELSEWHERE or reads(line) or (name_of(line) in TORCH and not torch):
+            continue
+        done = subprocess.run(
+            [sys.executable, "-m", "rematbench.cli", *shlex.split(line)[1:]],
+            cwd=tmp_path,
+            env={**os.environ, "COLUMNS": "200"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout[-500:]}\n{done.stderr[-2000:]}"
+        ran += 1
+    assert ran > (30 if torch else 20)
