@@ -68,13 +68,12 @@ def _launched() -> tuple[int, int, int] | None:
 def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Path) -> int:
     """Run jobs [first, last) in one set of processes; how many got a record (one fails at most)."""
     job = jobs[first]
-    try:
-        check_memory(job)
-        runner.refuse(job)
-    except NotRunnable as error:
-        _write(runner, job, folder / f"{first}.json", "unsupported", str(error), [])
+    why = _refusal(runner, job)
+    if why is not None:
+        _write(runner, job, folder / f"{first}.json", "unsupported", why, [])
         return 1
-    stop = next((i for i in range(first, last) if _refused(runner, jobs[i])), last)
+    rest = range(first + 1, last)
+    stop = next((i for i in rest if _refusal(runner, jobs[i]) is not None), last)
     numbers = list(range(first, stop))
     size = 1 if job.run.world == "traced" else job.run.layout.gpus
     scratch = folder / f"ranks-{first}"
@@ -96,13 +95,14 @@ def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Pat
     return _collect(runner, jobs, numbers, scratch, size, folder, failure)
 
 
-def _refused(runner: Runner, job: Job) -> bool:
+def _refusal(runner: Runner, job: Job) -> str | None:
+    """Why a job is not started, before any process is."""
     try:
         check_memory(job)
         runner.refuse(job)
-    except NotRunnable:
-        return True
-    return False
+    except NotRunnable as error:
+        return str(error)
+    return None
 
 
 def _watch(processes: list[Any], scratch: Path, timeout_s: float) -> str:

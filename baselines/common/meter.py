@@ -29,8 +29,7 @@ class Meter(Tracker):
         self.exclude(kept.values())
         sizes = [0, 0]
         for tensor in kept.values():
-            host = self._on_host is not None and self._on_host(tensor)
-            sizes[host] += tensor.untyped_storage().nbytes()
+            sizes[self._is_host(tensor)] += tensor.untyped_storage().nbytes()
         return sizes[0], sizes[1]
 
     def __enter__(self) -> Self:
@@ -78,25 +77,17 @@ class Meter(Tracker):
     def _see(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
         if not self._looking_away:
             super()._see(storage, host=host)
+            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
-    def _see_tensor(self, tensor: Tensor) -> None:
-        if self._on_host is None or self._looking_away or not self._on_host(tensor):
-            super()._see_tensor(tensor)
-            return
-        peak = self.device_peak_bytes
-        self.as_host(tensor)
-        self.device_peak_bytes = peak
-        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+    def _is_host(self, tensor: Tensor) -> bool:
+        told = self._on_host is not None and self._on_host(tensor)
+        return told or super()._is_host(tensor)
 
     def host(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`make` as a maker of host tensors: what it returns never counts as device memory."""
 
         def made(*args: Any, **kwargs: Any) -> Tensor:
-            peak = self.device_peak_bytes
-            tensor = make(*args, **kwargs)
-            self.as_host(tensor)
-            self.device_peak_bytes = max(peak, self.device_bytes)
-            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
-            return tensor
+            with self.on_host():
+                return make(*args, **kwargs)
 
         return made

@@ -1,5 +1,6 @@
 """A suite file: problems, and the methods to run on each of them; one bundle per method."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,14 +118,18 @@ class Suite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     matrix: MatrixSpec | None = None
 
 
+def check_names(names: Sequence[str], variants: Sequence[Variant], label: str) -> None:
+    """ConfigError if two problems have one name, or a variant asks for a problem that is none."""
+    require_unique(names, label, "problems")
+    for variant in variants:
+        require_known(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
+
+
 def load_suite(path: Path) -> Suite:
     """A suite from YAML; an unknown key or a wrong type is an error with its path."""
     label = str(path)
     suite = convert(read_mapping(path, label), Suite, label)
-    names = [problem.name for problem in suite.problems]
-    require_unique(names, label, "problems")
-    for variant in suite.variants:
-        require_known(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
+    check_names([problem.name for problem in suite.problems], suite.variants, label)
     for problem in suite.matrix.problems() if suite.matrix else ():
         raise ConfigError(label, "matrix", problem)
     return suite

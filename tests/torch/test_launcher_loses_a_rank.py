@@ -46,13 +46,11 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def ended(out: Path, dies: int) -> None:
-    """Run two ranks, of which one goes as soon as they have met."""
+def ended(out: Path, dies: int, code: str = MEETS_AND_DIES) -> None:
+    """Run two ranks, of which one (with this code) goes as soon as they have met."""
     port, words = free_port(), (*WORDS, "--out", str(out))
     ranks = [
-        started(rank, port, MEETS_AND_DIES)
-        if rank == dies
-        else started(rank, port, EXECUTE, *words)
+        started(rank, port, code) if rank == dies else started(rank, port, EXECUTE, *words)
         for rank in range(2)
     ]
     for rank in ranks:
@@ -83,10 +81,6 @@ def test_rank_0_tells_the_other_ranks_cause(tmp_path: Path) -> None:
         f"rank_error.note(Path({str(out)!r}), 1, rank_error.RankError('oom', 'HBM is full'))\n"
         "os._exit",
     )
-    port = free_port()
-    own = started(0, port, EXECUTE, *WORDS, "--out", str(out))
-    other = started(1, port, dying)
-    other.communicate(timeout=120)
-    own.communicate(timeout=120)
+    ended(out, dies=1, code=dying)
     record = read_record(out)
     assert (record.status, record.reason) == ("oom", "HBM is full")

@@ -7,7 +7,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.baselines.process import Job, job, policy, run_jobs
-from rematbench.baselines.stack import Stack, activation_peak, stack_of
+from rematbench.baselines.stack import Stack, StackProblem, activation_peak, stack_of
 from rematbench.configfile import ConfigError, convert, read_mapping
 from rematbench.discover import Composition
 from rematbench.evaluate import program_bytes
@@ -158,20 +158,16 @@ def peak_bytes(point: Point, stack: Stack | None = None) -> int | str:
     """The ledger's peak of the traced rank's stage under the baseline's plan.py: on the point's own
     system, or with a stack's tensors in the operator tables."""
     method = _method(point)
-    stage = point.rank // (point.layout.tp * point.layout.cp * point.layout.dp)
-    if stack is None:
-        problem = point.problem
-        plan = method.plan(problem)
-        if isinstance(plan, Unsupported):
-            return "unsupported"
-        return program_bytes(problem, plan, lower(plan, problem))[stage].device_peak
-    here = stack.problem(point.problem)
-    plan = method.plan(here)
+    problem = point.problem if stack is None else stack.problem(point.problem)
+    plan = method.plan(problem)
     if isinstance(plan, Unsupported):
         return "unsupported"
-    program = lower(plan, here)
-    found = program_bytes(here, plan, program)[stage]
-    known = point.baseline, method.methods[0], here, program.ranks[stage]
+    program = lower(plan, problem)
+    stage = point.rank // (point.layout.tp * point.layout.cp * point.layout.dp)
+    found = program_bytes(problem, plan, program)[stage]
+    if not isinstance(problem, StackProblem):
+        return found.device_peak
+    known = point.baseline, method.methods[0], problem, program.ranks[stage]
     return (
         found.device_peak - found.activation_peak + activation_peak(*known, found.activation_peak)
     )

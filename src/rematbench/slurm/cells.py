@@ -9,20 +9,13 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.configfile import (
-    ConfigError,
-    closest,
-    convert,
-    read_mapping,
-    require_known,
-    require_unique,
-)
+from rematbench.configfile import ConfigError, closest, convert, read_mapping
 from rematbench.digests import code_digest, method_digest
 from rematbench.discover import Registry, Value
 from rematbench.problem import Problem
 from rematbench.record import content_hash, run_spec
 from rematbench.slurm.settings import Site, load_site
-from rematbench.suitefile import ProblemSpec, Suite, Variant
+from rematbench.suitefile import ProblemSpec, Suite, Variant, check_names
 from rematbench.workload import PositiveInt
 
 CellStatus = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported", "preempted"]
@@ -173,12 +166,10 @@ def load_measurement(path: Path) -> Measurement:
     names = [problem.name for problem in suite.problems]
     if not names:
         raise ConfigError(label, "problems", "none given")
-    require_unique(names, label, "problems")
+    check_names(names, suite.variants, label)
     for name in names:
         if "." in name or "/" in name:
             raise ConfigError(label, "problems", f"name {name!r} must hold no dot and no slash")
-    for variant in suite.variants:
-        require_known(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
     return suite
 
 

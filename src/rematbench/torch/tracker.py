@@ -55,18 +55,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._all_host = False
 
-    def as_host(self, tensor: Tensor) -> None:
-        """Count this storage as host memory from now on."""
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._excluded:
-            return
-        self._see(storage)
-        nbytes, host = self._sizes[storage._cdata]
-        if not host:
-            self._sizes[storage._cdata] = (nbytes, True)
-            self.device_bytes -= nbytes
-            self.host_bytes += nbytes
-
     def lend(self, nbytes: int) -> None:
         """Host bytes of an excluded pool are in use from now on (or, negative, no more)."""
         self.host_bytes += nbytes
@@ -80,8 +68,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _see_tensor(self, tensor: Tensor) -> None:
-        host = self._all_host or (self._apart and tensor.device.type == "cpu")
-        self._see(tensor.untyped_storage(), host=host)
+        self._see(tensor.untyped_storage(), host=self._is_host(tensor))
+
+    def _is_host(self, tensor: Tensor) -> bool:
+        """Whether what a tensor holds is the host's."""
+        return self._all_host or (self._apart and tensor.device.type == "cpu")
 
     def _see(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
         key = storage._cdata
