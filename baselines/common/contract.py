@@ -9,7 +9,8 @@ from rematbench.baselines.process import Job
 
 @dataclass(kw_only=True)
 class RankAnswer:
-    """One rank's numbers; rank 0 of an executed job has the whole job's losses and gradients."""
+    """One rank's numbers; rank 0 of an executed job has the whole job's losses and gradients.  The
+    allocator's peaks are those of CUDA, as seconds are."""
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[dict[str, float]] = field(default_factory=list)
@@ -18,6 +19,8 @@ class RankAnswer:
     host_peak_bytes: int = 0
     state_bytes: int = 0
     host_state_bytes: int = 0
+    allocated_bytes: int = 0
+    reserved_bytes: int = 0
     step_s: list[float] = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)
     shim: tuple[str, ...] = ()
@@ -47,6 +50,10 @@ class Runner(Protocol):
 
     def refuse(self, job: Job) -> None:
         """Raise NotRunnable for what must not even be tried."""
+        ...
+
+    def environment(self, job: Job) -> dict[str, str]:
+        """Variables that the package's users set before CUDA starts."""
         ...
 
     def execute(self, job: Job, rank: Rank) -> RankAnswer:

@@ -9,20 +9,25 @@ import traceback
 from datetime import timedelta
 from itertools import takewhile
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from baselines.common import gpu
 from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
 from baselines.common.memory import check_memory
+from baselines.common.records import write
 from rematbench.baselines.process import Job
-from rematbench.record import Observed, Record, provenance, write_record
 from rematbench.suite import Status
+from rematbench.torch.failures import failure
 
 POLL_S = 0.02
-FORK = mp.get_context("fork")
+START = {"cpu": "fork", "cuda": "spawn"}
+"""How ranks start.  A fork has the package imported already; but torch refuses CUDA in the fork of
+a process that has so much as counted GPUs."""
 
 
 def drive(name: str, jobs_path: Path, folder: Path) -> int:
@@ -31,7 +36,7 @@ def drive(name: str, jobs_path: Path, folder: Path) -> int:
     torch.set_num_threads(1)
     if jobs and jobs[0].device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    runner = cast(Runner, importlib.import_module(f"baselines.{name}.run"))
+    runner = _runner(name)
     if launched := _launched():
         return _as_rank(runner, jobs, folder, *launched)
     number = 0
@@ -40,6 +45,15 @@ def drive(name: str, jobs_path: Path, folder: Path) -> int:
         while number < last:
             number += _attempt(runner, jobs, number, last, folder)
     return 0
+
+
+def _runner(name: str) -> Runner:
+    return cast(Runner, importlib.import_module(f"baselines.{name}.run"))
+
+
+def _name(runner: Runner) -> str:
+    """The module's; a process that starts anew imports it for itself."""
+    return cast(ModuleType, runner).__name__
 
 
 def _alike(jobs: list[Job]) -> int:
@@ -70,7 +84,7 @@ def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Pat
     job = jobs[first]
     why = _refusal(runner, job)
     if why is not None:
-        _write(runner, job, folder / f"{first}.json", "unsupported", why, [])
+        write(runner, job, folder / f"{first}.json", "unsupported", why, [])
         return 1
     rest = range(first + 1, last)
     stop = next((i for i in rest if _refusal(runner, jobs[i]) is not None), last)
@@ -78,8 +92,9 @@ def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Pat
     size = 1 if job.run.world == "traced" else job.run.layout.gpus
     scratch = folder / f"ranks-{first}"
     scratch.mkdir(parents=True, exist_ok=True)
+    context: Any = mp.get_context("fork" if job.run.world == "traced" else START[job.device])
     processes = [
-        FORK.Process(target=_rank_main, args=(runner, jobs, numbers, scratch, rank, size))
+        context.Process(target=_rank_main, args=(_name(runner), jobs, numbers, scratch, rank, size))
         for rank in range(size)
     ]
     for process in processes:
@@ -98,6 +113,7 @@ def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Pat
 def _refusal(runner: Runner, job: Job) -> str | None:
     """Why a job is not started, before any process is."""
     try:
+        gpu.require(job, job.run.layout.gpus)
         check_memory(job)
         runner.refuse(job)
     except NotRunnable as error:
@@ -138,12 +154,12 @@ def _collect(
         target = folder / f"{number}.json"
         if not all(path.exists() for path in paths):
             status, reason = _reason(scratch, number, failure)
-            _write(runner, jobs[number], target, status, reason, [])
+            write(runner, jobs[number], target, status, reason, [])
             return done + 1
         answers: list[RankAnswer] = [pickle.loads(path.read_bytes()) for path in paths]
         if jobs[number].gradients:
             torch.save(answers[0].gradients, folder / f"{number}.gradients.pt")
-        _write(runner, jobs[number], target, "ok", "", answers)
+        write(runner, jobs[number], target, "ok", "", answers)
     return len(numbers)
 
 
@@ -157,14 +173,15 @@ def _reason(scratch: Path, number: int, failure: str) -> tuple[Status, str]:
 
 
 def _rank_main(
-    runner: Runner, jobs: list[Job], numbers: list[int], scratch: Path, rank: int, size: int
+    module: str, jobs: list[Job], numbers: list[int], scratch: Path, rank: int, size: int
 ) -> None:
-    """A forked process: all its jobs, one after the other."""
+    """A rank's process: all its jobs, one after the other."""
     first = jobs[numbers[0]]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    runner = cast(Runner, importlib.import_module(module))
     if first.run.world == "executed":
         try:
-            _join(first, rank, size, f"file://{scratch}/rendezvous", rank)
+            _join(runner, first, rank, size, f"file://{scratch}/rendezvous", rank)
         except BaseException as error:
             _write_error(scratch / f"{numbers[0]}.{rank}.error", error)
             os._exit(1)
@@ -175,10 +192,11 @@ def _rank_main(
     os._exit(0)  # no destructor of a package may hang a finished rank
 
 
-def _join(job: Job, rank: int, size: int, method: str, local: int) -> None:
+def _join(runner: Runner, job: Job, rank: int, size: int, method: str, local: int) -> None:
     backend = "gloo" if job.device == "cpu" else "nccl"
     if job.device == "cuda":
-        torch.cuda.set_device(local % torch.cuda.device_count())
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        gpu.take(local, here, runner.environment(job))
     limit = timedelta(seconds=job.timeout_s)
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=limit)
 
@@ -189,6 +207,8 @@ def _one(runner: Runner, job: Job, number: int, rank: Rank) -> None:
     except BaseException as error:
         _write_error(rank.folder / f"{number}.{rank.rank}.error", error)
         os._exit(1)
+    if job.device == "cuda":
+        gpu.clear()
     partial = rank.folder / f"{number}.{rank.rank}.part"
     partial.write_bytes(pickle.dumps(answer))
     partial.rename(rank.folder / f"{number}.{rank.rank}.answer")
@@ -197,14 +217,16 @@ def _one(runner: Runner, job: Job, number: int, rank: Rank) -> None:
 
 
 def _write_error(path: Path, error: BaseException) -> None:
-    status = "failed"
-    if isinstance(error, torch.OutOfMemoryError):
-        status = "oom"
+    path.write_text("\n".join([*_outcome(error), traceback.format_exc()]))
+
+
+def _outcome(error: BaseException) -> tuple[Status, str]:
+    """A record's status and reason in one line, whatever a package raises."""
     if isinstance(error, NotRunnable):
-        status = "unsupported"
-    kind = "" if status == "unsupported" else f"{type(error).__name__}: "
-    said = " ".join(f"{kind}{error}".split())
-    path.write_text("\n".join([status, said, traceback.format_exc()]))
+        return "unsupported", " ".join(str(error).split())
+    status, reason = failure(error)
+    said = " ".join(reason.split())
+    return ("failed", f"nan: {said}") if status == "nan" else (status, said)
 
 
 def _as_rank(
@@ -215,7 +237,7 @@ def _as_rank(
     After a failure ranks may stand in different collectives, so the jobs after it are not run: they
     get records that say so.
     """
-    _join(jobs[0], rank, size, "env://", local)
+    _join(runner, jobs[0], rank, size, "env://", local)
     failed = ""
     for number, job in enumerate(jobs):
         place = Rank(rank=rank, size=size, local=local, folder=folder)
@@ -227,7 +249,7 @@ def _as_rank(
         path = folder / f"{number}.json"
         first = not path.exists()  # the first to fail says why
         if (rank == 0 and not failed) or (failed and first):
-            _write(runner, job, path, *outcome, found)
+            write(runner, job, path, *outcome, found)
     if failed:
         os._exit(1)  # another rank may never come to a barrier
     dist.destroy_process_group()
@@ -247,49 +269,6 @@ def _together(runner: Runner, job: Job, place: Rank) -> tuple[tuple[Status, str]
             torch.save(answer.gradients, place.folder / f"{job.run.run_id}.gradients.pt")
         answer.gradients = {}
         dist.all_gather_object(answers, answer)
-    except NotRunnable as error:
-        return ("unsupported", str(error)), []
-    except torch.OutOfMemoryError as error:
-        return ("oom", " ".join(str(error).split())), []
-    except Exception as error:  # whatever a package raises, the job has a record
-        return ("failed", " ".join(f"{type(error).__name__}: {error}".split())), []
+    except Exception as error:
+        return _outcome(error), []
     return ("ok", ""), [answer for answer in answers if answer is not None]
-
-
-def _write(
-    runner: Runner, job: Job, path: Path, status: Status, reason: str, answers: list[RankAnswer]
-) -> None:
-    observed = _observed(runner, job, answers) if answers else None
-    record = Record(
-        run_id=job.run.run_id,
-        spec=job.run,
-        status=status,
-        reason=reason,
-        observed=observed,
-        provenance=provenance(),
-    )
-    write_record(record, path)
-
-
-def _observed(runner: Runner, job: Job, answers: list[RankAnswer]) -> Observed:
-    first = answers[0]
-    traced = job.run.world == "traced"
-    hosts = tuple(a.host_state_bytes for a in answers)
-    return Observed(
-        label=first.label,
-        stack=runner.stack(),
-        shim=first.shim,
-        kernels=first.kernels,
-        device=torch.cuda.get_device_name() if job.device == "cuda" else "cpu",
-        backend="fake" if traced else ("gloo" if job.device == "cpu" else "nccl"),
-        losses=tuple(first.losses),
-        gradient_norms=tuple(first.gradient_norms),
-        traced_ranks=(job.rank,) if traced else (),
-        activation_peak_bytes=tuple(a.activation_peak_bytes for a in answers),
-        host_peak_bytes=tuple(a.host_peak_bytes for a in answers),
-        state_bytes=tuple(a.state_bytes for a in answers),
-        host_state_bytes=hosts if any(hosts) else (),
-        # a CPU's time is never performance
-        step_s=tuple(tuple(a.step_s) for a in answers) if job.device == "cuda" else (),
-        warmup_steps=job.warmup,
-    )

@@ -11,12 +11,15 @@ from rematbench.torch.tracker import Tracker
 
 class Meter(Tracker):
     """A tracker that also follows the host's peak, and tells offloaded storages apart: those that a
-    maker of host tensors returns, and those of which `on_host` says so."""
+    maker of host tensors returns, those of which `told` says so, and beside a GPU what lives on the
+    CPU."""
 
-    def __init__(self, on_host: Callable[[Tensor], bool] | None = None) -> None:
-        super().__init__()
+    def __init__(
+        self, told: Callable[[Tensor], bool] | None = None, device: torch.device | None = None
+    ) -> None:
+        super().__init__(device)
         self.host_peak_bytes = 0
-        self._on_host = on_host
+        self._told = told
         self._looking_away = False
 
     def states(self, tensors: Iterable[Tensor]) -> int:
@@ -80,7 +83,7 @@ class Meter(Tracker):
             self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def _is_host(self, tensor: Tensor) -> bool:
-        told = self._on_host is not None and self._on_host(tensor)
+        told = self._told is not None and self._told(tensor)
         return told or super()._is_host(tensor)
 
     def host(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:

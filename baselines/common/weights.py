@@ -1,5 +1,7 @@
 """The project's weights and gradients by name, so that another engine computes the same model."""
 
+import math
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -7,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rematbench.torch.parameters import ParameterSpec, full_weight, padded, shard, unit_specs
+from rematbench.torch.worker import square_sum
 from rematbench.workload import Model
 
 Part = Literal["embedding", "layer", "head"]
@@ -45,19 +48,38 @@ class Piece(NamedTuple):
     values: Tensor
 
 
-def assemble(
-    pieces: list[Piece], specs: dict[str, ParameterSpec]
-) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """(norm of every parameter's gradient, whole gradients on rank 0) from all ranks' pieces.
-
-    Every part of a parameter comes from one rank only, so squares may be added.
+def norms(pieces: Iterable[Piece], specs: dict[str, ParameterSpec]) -> dict[str, float]:
+    """The norm of every parameter's gradient, from all ranks' pieces: computed where they are, and
+    only sums travel.  Every part of a parameter comes from one rank only, so squares may be added.
     """
-    everyone: list[list[Piece]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(
-        everyone, [piece._replace(values=piece.values.cpu()) for piece in pieces]
-    )
+    own: dict[str, float] = {}
+    for piece in pieces:
+        counted = _without_padding(piece, specs[piece.name])
+        own[piece.name] = own.get(piece.name, 0.0) + square_sum(counted)
+    everyone: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, own)
+    names = sorted({name for theirs in everyone for name in theirs})
+    return {
+        name: math.sqrt(math.fsum(theirs.get(name, 0.0) for theirs in everyone)) for name in names
+    }
+
+
+def _without_padding(piece: Piece, spec: ParameterSpec) -> Tensor:
+    """Rows that the model has: a vocabulary is padded at its end."""
+    if not spec.rows:
+        return piece.values
+    first = piece.order * piece.values.shape[0]
+    return piece.values[: max(0, spec.shape[0] - first)]
+
+
+def assemble(pieces: Iterable[Piece], specs: dict[str, ParameterSpec]) -> dict[str, Tensor]:
+    """Whole gradients on rank 0, float64 on the CPU, from all ranks' pieces; empty elsewhere."""
+    own = [piece._replace(values=piece.values.to("cpu", copy=True)) for piece in pieces]
+    first = dist.get_rank() == 0
+    everyone: list[list[Piece]] | None = [[]] * dist.get_world_size() if first else None
+    dist.gather_object(own, everyone, dst=0)
     by_name: dict[str, dict[int, Tensor]] = {}
-    for piece in (piece for theirs in everyone for piece in theirs):
+    for piece in (piece for theirs in everyone or [] for piece in theirs):
         by_name.setdefault(piece.name, {})[piece.order] = piece.values
     whole: dict[str, Tensor] = {}
     for name in sorted(by_name):
@@ -65,4 +87,4 @@ def assemble(
         ordered = [parts[order] for order in sorted(parts)]
         full = torch.cat(ordered, spec.split) if spec.split is not None else ordered[0]
         whole[name] = full[: spec.shape[0]].double()
-    return {name: float(value.norm()) for name, value in whole.items()}, whole
+    return whole

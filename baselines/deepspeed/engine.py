@@ -1,6 +1,6 @@
 """One rank's DeepSpeed engine: its configuration, its steps, its gradients by name."""
 
-import time
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from rematbench.baselines.process import Job
 from rematbench.record import RunSpec
 from rematbench.torch.batch import Batch, make_batch
 from rematbench.torch.parameters import AdamW
+from rematbench.torch.worker import square_sum
 from rematbench.workload import Workload
 
 UPDATE = AdamW(weight_decay=0.0)
@@ -146,7 +147,7 @@ def _rows(rig: Rig, batch: Batch, number: int) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(t.to(rig.device) for t in found)  # type: ignore[return-value]
 
 
-def run_step(rig: Rig, batch: Batch) -> float:
+def run_step(rig: Rig, batch: Batch) -> Tensor | float:
     """Forwards and backwards of one step; this rank's sum of losses.
 
     DeepSpeed averages gradients over replicas, and at ZeRO 3 over sequence ranks too, whose parts
@@ -155,14 +156,17 @@ def run_step(rig: Rig, batch: Batch) -> float:
     lay = rig.job.run.layout
     ranks = lay.replicas * (lay.ulysses if lay.zero_stage == ZERO_3 else 1)
     scale = ranks / batch.counted
-    return micro_steps(rig, batch, scale, lambda loss: float(loss) / scale)
+    losses: list[Tensor | float] = []
+    # To read a value of a GPU is to wait for it; of a CPU's a copy would count as live bytes.
+    micro_steps(
+        rig, batch, scale, lambda loss: losses.append(loss if loss.is_cuda else float(loss))
+    )
+    return sum(losses) / scale
 
 
-def micro_steps(rig: Rig, batch: Batch, scale: float, read: Callable[[Tensor], float]) -> float:
-    """Forward and backward of one micro-batch after the other; the sum of what `read` says of each
-    scaled loss."""
+def micro_steps(rig: Rig, batch: Batch, scale: float, see: Callable[[Tensor], None]) -> None:
+    """Forward and backward of one micro-batch after the other; `see` gets each scaled loss."""
     lay = rig.job.run.layout
-    total = 0.0
     for number in range(lay.num_micro_batches):
         last = number == lay.num_micro_batches - 1
         rig.engine.set_gradient_accumulation_boundary(last)
@@ -172,8 +176,7 @@ def micro_steps(rig: Rig, batch: Batch, scale: float, read: Callable[[Tensor], f
         rig.engine.backward(loss * 1.0, scale_wrt_gas=False)
         if not last:
             rig.engine.step()  # counts the micro-batch; no update before the boundary
-        total += read(loss.detach())
-    return total
+        see(loss.detach())
 
 
 @contextmanager
@@ -195,13 +198,16 @@ def fetches_ahead(run: RunSpec) -> bool:
     return run.layout.zero_stage == ZERO_3
 
 
-def gradients(rig: Rig) -> dict[str, Tensor]:
-    """Whole gradients on every rank (a collective under ZeRO)."""
-    found = {}
+def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Norms and, if asked, on rank 0 the whole gradients (a collective under ZeRO)."""
+    norms, found = {}, {}
     for name, parameter in rig.decoder.named_parameters():
-        grad = safe_get_full_grad(parameter)
-        found[name] = grad.detach().double().cpu().reshape(parameter_shape(parameter)).clone()
-    return found
+        grad = safe_get_full_grad(parameter).detach()
+        norms[name] = math.sqrt(square_sum(grad.reshape(-1)))
+        if whole and dist.get_rank() == 0:
+            full = grad.reshape(parameter_shape(parameter))
+            found[name] = full.to("cpu", torch.float64, copy=True)
+    return norms, found
 
 
 def parameter_shape(parameter: Any) -> torch.Size:
@@ -250,10 +256,3 @@ def updated(rig: Rig, *, without_state: bool = False) -> list[Tensor]:
     found = list(getattr(optimizer, "fp32_partitioned_groups_flat", []))
     found += [p for group in inner.param_groups for p in group["params"] if not found]
     return [p for p in found if not (without_state and inner.state.get(p))]
-
-
-def now() -> float:
-    """Seconds, with the device idle."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

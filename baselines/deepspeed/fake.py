@@ -74,10 +74,10 @@ def trace(job: Job, policy: DeepSpeed, memories: ds.Memories) -> RankAnswer:
         torch.set_default_dtype(torch.float32)
         batch = ds.batch_of(job, 0)
         if ds.fetches_ahead(job.run):
-            ds.micro_steps(rig, batch, 1.0, lambda _: 0.0)
+            ds.micro_steps(rig, batch, 1.0, lambda _: None)
             _updated(rig.engine.optimizer)
         with ds.counted(rig, meter):
-            ds.micro_steps(rig, batch, 1.0, lambda _: 0.0)
+            ds.micro_steps(rig, batch, 1.0, lambda _: None)
     here, host = memories.meter().homes(ds.states(rig))
     for part in ds.updated(rig, without_state=True):
         offloaded = memories.on_host is not None and memories.on_host(part)

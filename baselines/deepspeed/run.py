@@ -6,12 +6,15 @@ from importlib.metadata import version
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from baselines.common.contract import NotRunnable, Rank, RankAnswer
+from baselines.common.contract import Rank, RankAnswer
 from baselines.common.meter import Meter
+from baselines.common.training import train
 from baselines.deepspeed.guards import check
 from baselines.deepspeed.plan import DeepSpeed
 from rematbench.baselines.process import Job
+from rematbench.torch.batch import Batch
 
 if not torch.cuda.is_available() or not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -44,8 +47,11 @@ def refuse(job: Job) -> None:
     """The guards, before any process starts."""
     check(job, _policy(job))
     ds.configuration(job, _policy(job))
-    if job.device == "cuda" and not torch.cuda.is_available():
-        raise NotRunnable("deepspeed: no CUDA device here")
+
+
+def environment(job: Job) -> dict[str, str]:
+    """DeepSpeed's launcher sets none."""
+    return {}
 
 
 def _policy(job: Job) -> DeepSpeed:
@@ -68,37 +74,49 @@ def execute(job: Job, rank: Rank) -> RankAnswer:
         rig = ds.build(job, _policy(job))
         shim = memories.shim
         answer = RankAnswer(label=_label(job, shim), kernels=_kernels(job), shim=shim)
-        meter = memories.meter()
-        steps = job.warmup + job.steps
-        measured = min(1, steps - 1) if ds.fetches_ahead(job.run) else 0
-        for step in range(steps):
-            _step(rig, answer, step, meter if step == measured else None)
-        answer.activation_peak_bytes = meter.device_peak_bytes
-        answer.host_peak_bytes = meter.host_peak_bytes
+        metered = min(1, job.steps - 1) if ds.fetches_ahead(job.run) else 0
+        train(Trainer(rig), job, answer, memories.meter(), metered)
         answer.state_bytes, answer.host_state_bytes = memories.meter().homes(ds.states(rig))
         rig.engine.destroy()
     return answer
 
 
-def _step(rig: ds.Rig, answer: RankAnswer, step: int, meter: Meter | None) -> None:
-    batch = ds.batch_of(rig.job, step)
-    start = ds.now()
-    if meter is None:
-        own = ds.run_step(rig, batch)
-    else:
-        with ds.counted(rig, meter):
-            own = ds.run_step(rig, batch)
-    total = torch.tensor([own], dtype=torch.float64, device=rig.device)
-    dist.all_reduce(total)
-    answer.losses.append(float(total) / batch.counted)
-    spent = ds.now() - start
-    whole = ds.gradients(rig)
-    answer.gradient_norms.append({name: float(grad.norm()) for name, grad in whole.items()})
-    if step == 0 and rig.job.gradients and dist.get_rank() == 0:
-        answer.gradients = whole
-    start = ds.now()
-    rig.engine.step()
-    answer.step_s.append(spent + ds.now() - start)
+class Trainer:
+    """A rank's engine; see `baselines.common.training.Trainer`."""
+
+    def __init__(self, rig: ds.Rig) -> None:
+        """`rig` has its weights."""
+        self.rig = rig
+        self.batch: Batch | None = None
+        self.own: Tensor | float = 0.0
+
+    def load(self, step: int) -> None:
+        """The whole step's sequences; micro-batches take theirs of them."""
+        self.batch = ds.batch_of(self.rig.job, step)
+
+    def forward_backward(self, meter: Meter | None) -> None:
+        """Micro-batch by micro-batch."""
+        assert self.batch is not None
+        if meter is None:
+            self.own = ds.run_step(self.rig, self.batch)
+            return
+        with ds.counted(self.rig, meter):
+            self.own = ds.run_step(self.rig, self.batch)
+
+    def loss(self) -> float:
+        """All ranks' sums over the labels that count."""
+        assert self.batch is not None
+        total = torch.tensor([float(self.own)], dtype=torch.float64, device=self.rig.device)
+        dist.all_reduce(total)
+        return float(total) / self.batch.counted
+
+    def gradients(self, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """By DeepSpeed's own function, parameter by parameter."""
+        return ds.gradients(self.rig, whole=whole)
+
+    def update(self) -> None:
+        """The engine's step at the boundary."""
+        self.rig.engine.step()
 
 
 def trace(job: Job) -> RankAnswer:

@@ -79,11 +79,12 @@ def fill(
 def gradient_pieces(
     chunk: Any, model: Model, specs: dict[str, ParameterSpec], place: tuple[int, int]
 ) -> Iterator[Piece]:
-    """This rank's parts of the gradients; of replicated ones, those of the first rank only."""
+    """This rank's parts of the gradients, as they lie in their buffers where they can; of
+    replicated ones, those of the first rank only."""
     tp_rank, tp = place
     for parameter, names in names_of(chunk, model):
         grad = parameter.main_grad  # type: ignore[attr-defined]
         parts = _parts(grad, len(names), model, model.num_kv_heads // tp)
         for name, part in zip(names, parts, strict=True):
             if specs[name].split is not None or tp_rank == 0:
-                yield Piece(name, tp_rank, part.clone())
+                yield Piece(name, tp_rank, part)

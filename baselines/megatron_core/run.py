@@ -1,5 +1,6 @@
 """Jobs of Megatron-core: under its schedules on gloo or NCCL, or on fake tensors."""
 
+import os
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -7,15 +8,18 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from baselines.common.contract import NotRunnable, Rank, RankAnswer
+from baselines.common.contract import Rank, RankAnswer
 from baselines.common.meter import Meter
-from baselines.common.weights import assemble, model_specs
+from baselines.common.training import train
+from baselines.common.weights import assemble, model_specs, norms
 from baselines.megatron_core import shim
 from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.guards import check
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.baselines.process import Job
+from rematbench.torch.batch import MicroBatch
 
 
 def stack() -> dict[str, str]:
@@ -28,8 +32,6 @@ def refuse(job: Job) -> None:
     check(job, _policy(job))
     if job.device == "cpu":
         shim.preload()  # once, before ranks are forked
-    if job.device == "cuda" and not torch.cuda.is_available():
-        raise NotRunnable("megatron_core: no CUDA device here")
 
 
 def _policy(job: Job) -> MegatronCore:
@@ -42,53 +44,75 @@ def _shimmed(real: bool) -> tuple[str, ...]:
     return shim.install(real=real)
 
 
-def _label(parts: tuple[str, ...]) -> str:
-    return "megatron-core + CPU shim" if parts else "megatron-core"
+def environment(job: Job) -> dict[str, str]:
+    """One hardware queue, as Megatron-LM's launch scripts set it: so that kernels start in the
+    order of their issue, and a collective before the product that it overlaps with."""
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if job.device == "cuda" else {}
+
+
+def _label(parts: tuple[str, ...], device: str) -> str:
+    if device == "cuda":
+        return "megatron-core without TransformerEngine" if parts else "megatron-core"
+    return "megatron-core + CPU shim"
 
 
 def execute(job: Job, rank: Rank) -> RankAnswer:
     """Train on this rank."""
-    parts = _shimmed(True) if job.device == "cpu" else ()
+    device = torch.device("cpu" if job.device == "cpu" else f"cuda:{torch.cuda.current_device()}")
+    parts = _shimmed(True) if device.type == "cpu" else shim.install_missing_names()
     from baselines.megatron_core import step as engine  # noqa: PLC0415  # after the shim
 
-    device = torch.device("cpu" if job.device == "cpu" else f"cuda:{torch.cuda.current_device()}")
     rig = engine.build(job, _policy(job), engine.join_groups(job), device)
     rig.fill()
-    answer = RankAnswer(label=_label(parts), shim=parts, kernels=rig.kernels)
-    meter = Meter()
+    kernels = rig.kernels | {name: os.environ[name] for name in environment(job)}
+    answer = RankAnswer(label=_label(parts, device.type), shim=parts, kernels=kernels)
+    meter = Meter(device=device)
     engine.measured(meter, rig.config)
-    for step in range(job.warmup + job.steps):
-        _step(engine, rig, answer, step, meter if step == 0 else None)
-    answer.activation_peak_bytes = meter.device_peak_bytes
-    answer.host_peak_bytes = meter.host_peak_bytes
-    answer.state_bytes = Meter().states(rig.states())
+    train(Trainer(engine, rig), job, answer, meter, 0)
+    answer.state_bytes = Meter(device=device).states(rig.states())
     return answer
 
 
-def _step(engine: Any, rig: Any, answer: RankAnswer, step: int, meter: Meter | None) -> None:
-    batches, counted = engine.step_batches(rig, step)
-    start = engine.seconds()
-    if meter is None:
-        losses = engine.run_step(rig, batches)
-    else:
-        inputs = [tensor for batch in batches for tensor in (batch.ids, batch.labels)]
-        meter.states([*rig.states(), *inputs])
+class Trainer:
+    """A rank's chunks under Megatron-core's schedule; see `baselines.common.training.Trainer`."""
+
+    def __init__(self, engine: Any, rig: Any) -> None:
+        """`engine` is the module `step`, which can be imported after the shim only."""
+        self.engine, self.rig = engine, rig
+        self.batches: list[MicroBatch] = []
+        self.counted = 0
+        self.losses: list[Any] = []
+
+    def load(self, step: int) -> None:
+        """This rank's micro-batches."""
+        self.batches, self.counted = self.engine.step_batches(self.rig, step)
+
+    def forward_backward(self, meter: Meter | None) -> None:
+        """One call of the schedule."""
+        if meter is None:
+            self.losses = self.engine.run_step(self.rig, self.batches)
+            return
+        inputs = [tensor for batch in self.batches for tensor in (batch.ids, batch.labels)]
+        meter.states([*self.rig.states(), *inputs])
         with meter:
-            losses = engine.run_step(rig, batches)
-    total = torch.tensor(
-        [sum(float(one["loss"]) for one in losses) if rig.place.tp == 0 else 0.0],
-        dtype=torch.float64, device=rig.device,
-    )  # fmt: skip
-    dist.all_reduce(total)
-    answer.losses.append(float(total) / counted)
-    specs = model_specs(rig.job.run.model, rig.padded_vocab)
-    norms, whole = assemble(rig.gradient_pieces(), specs)
-    answer.gradient_norms.append(norms)
-    if step == 0 and rig.job.gradients and dist.get_rank() == 0:
-        answer.gradients = whole
-    before = engine.seconds()
-    rig.optimizer.step()
-    answer.step_s.append(engine.seconds() - start if meter is None else before - start)
+            self.losses = self.engine.run_step(self.rig, self.batches)
+
+    def loss(self) -> float:
+        """The last stage's sum, of one tensor-parallel rank."""
+        own = sum(float(one["loss"]) for one in self.losses) if self.rig.place.tp == 0 else 0.0
+        total = torch.tensor([own], dtype=torch.float64, device=self.rig.device)
+        dist.all_reduce(total)
+        return float(total) / self.counted
+
+    def gradients(self, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """From the buffers of all ranks."""
+        specs = model_specs(self.rig.job.run.model, self.rig.padded_vocab)
+        pieces = self.rig.gradient_pieces()
+        return norms(pieces, specs), assemble(pieces, specs) if whole else {}
+
+    def update(self) -> None:
+        """Megatron-core's optimizer."""
+        self.rig.optimizer.step()
 
 
 def trace(job: Job) -> RankAnswer:
@@ -97,5 +121,5 @@ def trace(job: Job) -> RankAnswer:
     from baselines.megatron_core import fake  # noqa: PLC0415  # after the shim
 
     answer: RankAnswer = fake.trace(job, _policy(job))
-    answer.label, answer.shim = f"{_label(parts)} (fake tensors)", parts
+    answer.label, answer.shim = f"{_label(parts, 'cpu')} (fake tensors)", parts
     return answer

@@ -1,8 +1,9 @@
 """What a machine without CUDA lacks for Megatron-core, part by part; a record names the parts.
 
-A run with any of these is "megatron-core + CPU shim", never stock Megatron-core.  No part changes
-arithmetic: they redirect devices, generators, streams and type names, and undo lookups of names
-that only TransformerEngine defines.
+A run with any of these is "megatron-core + CPU shim", never stock Megatron-core; on a GPU without
+TransformerEngine only *te* is in place ("megatron-core without TransformerEngine").  No part
+changes arithmetic: they redirect devices, generators, streams and type names, and undo lookups of
+names that only TransformerEngine defines.
 
 | part | what it redirects |
 |---|---|
@@ -18,7 +19,7 @@ that only TransformerEngine defines.
 """
 
 import contextlib
-import importlib
+import importlib.util
 from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
@@ -237,6 +238,16 @@ def _at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
         return _Done() if async_op else None
 
     return call
+
+
+@cache
+def install_missing_names() -> tuple[str, ...]:
+    """On a GPU without TransformerEngine: only what Megatron-core lacks there too."""
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return ()
+    importlib.import_module("megatron.core.models.gpt")
+    _te()
+    return ("te",)
 
 
 @cache

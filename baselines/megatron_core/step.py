@@ -1,6 +1,5 @@
 """Build one rank's model and run steps of it through Megatron-core's own schedules."""
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ from baselines.megatron_core.layers import layer_spec
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.baselines.process import Job
 from rematbench.torch.batch import MicroBatch, make_batch, micro_batches, positions
-from rematbench.torch.groups import Coordinates
+from rematbench.torch.groups import Coordinates, is_gloo
 from rematbench.torch.kernels import IGNORED
 from rematbench.workload import Workload
 
@@ -246,8 +245,11 @@ def step_batches(rig: Rig, step: int) -> tuple[list[MicroBatch], int]:
 
 def measured(meter: Meter, config: Any) -> None:
     """Count what fine-grained offloading puts into its pool as host memory, and leave the reduction
-    of gradients after the last backward out of the peak (gloo's copies of whole buffers)."""
+    of gradients after the last backward out of the peak where it is gloo's, which copies whole
+    buffers."""
     GPUTensorPool.allocate = meter.host(ALLOCATE)
+    if not is_gloo(None):
+        return
     plain = config.finalize_model_grads_func
 
     def finalize(*arguments: Any, **options: Any) -> None:
@@ -257,10 +259,3 @@ def measured(meter: Meter, config: Any) -> None:
 
     if plain is not None:
         config.finalize_model_grads_func = finalize
-
-
-def seconds() -> float:
-    """Now, with the device idle."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()

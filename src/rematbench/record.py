@@ -106,7 +106,9 @@ class Observed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `activation_peak_bytes`: live storages that are not states, at their largest in the first step;
     `host_peak_bytes` those of the host; `state_bytes`: parameters, gradients, optimizer on the
     device; `host_state_bytes` those on the host (empty: none).
-    `losses` and `gradient_norms` (by parameter, before the update) are of every step.
+    `losses` and `gradient_norms` (by parameter, before the update) are of every observed step.
+    On GPUs only: `step_s`, every timed step's seconds by rank, after `warmup_steps` others (the
+    observed ones among them), and the CUDA allocator's peaks over the timed steps.
     """
 
     label: str
@@ -122,6 +124,8 @@ class Observed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_peak_bytes: tuple[int, ...] = ()
     state_bytes: tuple[int, ...] = ()
     host_state_bytes: tuple[int, ...] = ()
+    allocated_bytes: tuple[int, ...] = ()
+    reserved_bytes: tuple[int, ...] = ()
     step_s: tuple[tuple[float, ...], ...] = ()
     warmup_steps: int = 0
 

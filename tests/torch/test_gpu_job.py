@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.torch import job, launch, trace, worker
+from rematbench.torch import failures, job, launch, trace, worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.executor import Executor
 from rematbench.torch.job import Given
@@ -47,8 +47,8 @@ subprocess.run(["sh", "-c", "echo $CUDA_DEVICE_MAX_CONNECTIONS $CUBLAS_WORKSPACE
 def test_memory_that_is_out_has_a_status_of_its_own(error: Exception) -> None:
     wrapped = ExecutionError("F0.0 L0.qkv")
     wrapped.__cause__ = error
-    assert worker.failure(error)[0] == worker.failure(wrapped)[0] == "oom"
-    assert worker.failure(RuntimeError("CUDA error: an illegal memory access"))[0] == "failed"
+    assert failures.failure(error)[0] == failures.failure(wrapped)[0] == "oom"
+    assert failures.failure(RuntimeError("CUDA error: an illegal memory access"))[0] == "failed"
 
 
 def test_a_rank_that_failed_but_hangs_is_ended(

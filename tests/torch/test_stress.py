@@ -13,6 +13,7 @@ import torch
 from rematbench.action import Action, Kind
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
+from rematbench.torch.failures import NotFinite
 from rematbench.torch.gather import combine
 from rematbench.torch.launch import execute_cases
 from tests.torch import cases, grid, laws
@@ -63,7 +64,7 @@ def test_a_removed_wait_for_a_copy_is_found() -> None:
     case = delayed(edited(cases.case("one", "offload"), no_wait), 0, LONG_S)
     try:
         error = laws.gradient_error(case, run_here(case))
-    except worker.NotFinite:  # the poison reached the loss
+    except NotFinite:  # the poison reached the loss
         return
     assert not error <= grid.TOLERANCE
 

@@ -5,6 +5,7 @@ method's, named after the directory) and `run.py` (what its process does).  Jobs
 records come out as JSON.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -39,15 +40,18 @@ class NotInstalled(BaselineError):
 class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run asked of a baseline's process.
 
-    `rank` is the rank whose bytes a traced run follows; `gradients` also writes the first step's
-    whole gradients beside the record; `ignored` is the share of labels that do not count;
-    `timeout_s` is for one job, of all its ranks.  `options`: what `flags` printed; the package is
-    configured from them instead of from the policy.
+    Of `steps` losses, gradients and bytes are observed.  On GPUs `warmup` more follow, and then
+    `timed_steps` for their seconds, at which nobody looks.  `rank` is the rank whose bytes a traced
+    run follows; `gradients` also writes the first step's whole gradients beside the record;
+    `ignored` is the share of labels that do not count; `timeout_s` is for one job, of all its
+    ranks.  `options`: what `flags` printed; the package is configured from them instead of from the
+    policy.
     """
 
     run: RunSpec
     steps: PositiveInt = 2
     warmup: NonNegativeInt = 0
+    timed_steps: NonNegativeInt = 3
     seed: NonNegativeInt = 7
     ignored: float = 0.0
     device: Literal["cpu", "cuda"] = "cpu"
@@ -110,7 +114,12 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
         limit = STARTUP_S + fsum(item.timeout_s for item in jobs)
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=limit, check=False
+                command,
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                check=False,
+                env=dict(os.environ),  # without what the executor has put there for itself
             )
         except subprocess.TimeoutExpired as error:
             raise BaselineError(f"{name}: no answer within {limit:g} s") from error

@@ -85,8 +85,9 @@ def predict_baseline(
 @takes_run
 def run_baseline(
     run: RunOptions,
-    steps: Annotated[int, Option(min=1, help="Measured steps.")] = 2,
-    warmup: Annotated[int, Option(min=0, help="Steps before them, kept apart.")] = 0,
+    steps: Annotated[int, Option(min=1, help="Steps with losses, gradients and bytes.")] = 2,
+    warmup: Annotated[int, Option(min=0, help="GPUs: more steps before the timed ones.")] = 0,
+    timed_steps: Annotated[int, Option(min=0, help="GPUs: steps for their seconds.")] = 3,
     device: Annotated[str, Option(metavar="cpu|cuda", help="Where to run.")] = "cpu",
     options: Annotated[
         Path | None, Option(metavar="FILE", help="Configure it from what `flags` printed.")
@@ -112,6 +113,7 @@ def run_baseline(
     except UnicodeDecodeError as error:
         raise CommandError(f"--options {options}: is no text, as `flags` prints it") from error
     chosen: dict[str, int | str] = {"steps": steps, "warmup": warmup, "device": device}
+    chosen["timed_steps"] = timed_steps
     _finish(run.method, [_job(made, "executed", options=printed, **chosen)], out)
 
 

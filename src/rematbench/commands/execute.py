@@ -158,7 +158,7 @@ def _executed(
     `out` before it ends, as rank 0 will only see a connection break, and the record itself where
     rank 0 has left none."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
-    from rematbench.torch.worker import failure  # noqa: PLC0415
+    from rematbench.torch.failures import failure  # noqa: PLC0415
 
     started = time.time()
     if given is None:

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from rematbench.torch.case import Case, RankResult, Result, Status
 from rematbench.torch.devices import choose_device, prepare
+from rematbench.torch.failures import failure
 from rematbench.torch.gather import combine
 from rematbench.torch.groups import Groups, default_backend
 from rematbench.torch.hostroom import too_large
 from rematbench.torch.launch import execute_cases
 from rematbench.torch.model import NotExecutable, require_executable
-from rematbench.torch.worker import failure, run_case
+from rematbench.torch.worker import run_case
 
 
 @dataclass(frozen=True, kw_only=True)

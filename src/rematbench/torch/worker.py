@@ -17,9 +17,10 @@ import torch.distributed as dist
 from rematbench.lower import lower
 from rematbench.program import Program
 from rematbench.torch.batch import Batch, make_batch, micro_batches
-from rematbench.torch.case import Case, GradientShard, RankResult, Status
+from rematbench.torch.case import Case, GradientShard, RankResult
 from rematbench.torch.devices import choose_device, prepare, require_gpus
 from rematbench.torch.executor import Executor
+from rematbench.torch.failures import NotFinite, failure
 from rematbench.torch.gather import is_sharded
 from rematbench.torch.groups import Groups, default_backend
 from rematbench.torch.messages import overtaken, used_channels
@@ -29,19 +30,8 @@ from rematbench.torch.text import standard_library, text_batch
 from rematbench.torch.threads import ThreadStreams
 from rematbench.torch.tracker import Tracker
 
-FULL = (
-    "can't allocate memory",  # torch's CPU allocator
-    "CUDA error: out of memory",  # the driver: pinned memory, a context
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "Cuda failure 2 'out of memory'",  # NCCL's buffers
-)
-"""RuntimeErrors that mean: out of memory."""
 PIECE = 1 << 22
 """Elements of a gradient that are widened at once."""
-
-
-class NotFinite(ArithmeticError):
-    """A loss is NaN or infinite."""
 
 
 def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:
@@ -81,16 +71,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def failure(error: BaseException) -> tuple[Status, str]:
-    """A status and a reason; the executor's own error hides what it was caused by."""
-    cause = error.__cause__ or error
-    status: Status = "nan" if isinstance(error, NotFinite) else "failed"
-    full = any(words in str(cause) for words in FULL)
-    if full or isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
-        status = "oom"
-    return status, f"{type(error).__name__}: {error}"
 
 
 def _end_with(path: Path, error: BaseException) -> NoReturn:

@@ -1,0 +1,27 @@
+"""What an exception of a rank means for its job: out of memory, not a number, or a failure."""
+
+from typing import Literal
+
+import torch
+
+FULL = (
+    "can't allocate memory",  # torch's CPU allocator
+    "CUDA error: out of memory",  # the driver: pinned memory, a context
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",  # NCCL's buffers
+)
+"""RuntimeErrors that mean: out of memory."""
+
+
+class NotFinite(ArithmeticError):
+    """A loss is NaN or infinite."""
+
+
+def failure(error: BaseException) -> tuple[Literal["oom", "nan", "failed"], str]:
+    """A status and a reason; the executor's own error hides what it was caused by."""
+    cause = error.__cause__ or error
+    full = any(words in str(cause) for words in FULL)
+    reason = f"{type(error).__name__}: {error}"
+    if full or isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+        return "oom", reason
+    return "nan" if isinstance(error, NotFinite) else "failed", reason
