@@ -5,7 +5,6 @@ method's, named after the directory) and `run.py` (what its process does).  Jobs
 records come out as JSON.
 """
 
-import os
 import shutil
 import subprocess
 import sys
@@ -114,12 +113,7 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
         limit = STARTUP_S + fsum(item.timeout_s for item in jobs)
         try:
             done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=limit,
-                check=False,
-                env=dict(os.environ),  # without what the executor has put there for itself
+                command, capture_output=True, text=True, timeout=limit, check=False
             )
         except subprocess.TimeoutExpired as error:
             raise BaselineError(f"{name}: no answer within {limit:g} s") from error
