@@ -21,6 +21,7 @@ class RankAnswer:
     host_state_bytes: int = 0
     allocated_bytes: int = 0
     reserved_bytes: int = 0
+    pinned_bytes: int = 0
     step_s: list[float] = field(default_factory=list)
     kernels: dict[str, str] = field(default_factory=dict)
     shim: tuple[str, ...] = ()

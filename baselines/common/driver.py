@@ -57,7 +57,10 @@ def _name(runner: Runner) -> str:
 
 
 def _alike(jobs: list[Job]) -> int:
-    """How many of the first jobs one set of processes can run."""
+    """How many of the first jobs one set of processes can run: on GPUs one, as packages keep
+    communicators and tensors for as long as a process lives."""
+    if jobs[0].device == "cuda" and jobs[0].run.world == "executed":
+        return 1
     key = _key(jobs[0])
     return len(list(takewhile(lambda job: _key(job) == key, jobs)))
 
@@ -177,7 +180,6 @@ def _rank_main(
 ) -> None:
     """A rank's process: all its jobs, one after the other."""
     first = jobs[numbers[0]]
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     runner = cast(Runner, importlib.import_module(module))
     if first.run.world == "executed":
         try:
@@ -193,10 +195,11 @@ def _rank_main(
 
 
 def _join(runner: Runner, job: Job, rank: int, size: int, method: str, local: int) -> None:
+    """Meet the other ranks; packages read their place from the environment, by torchrun's names."""
     backend = "gloo" if job.device == "cpu" else "nccl"
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local))
     if job.device == "cuda":
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-        gpu.take(local, here, runner.environment(job))
+        gpu.take(local, size, runner.environment(job))
     limit = timedelta(seconds=job.timeout_s)
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=limit)
 
@@ -207,8 +210,6 @@ def _one(runner: Runner, job: Job, number: int, rank: Rank) -> None:
     except BaseException as error:
         _write_error(rank.folder / f"{number}.{rank.rank}.error", error)
         os._exit(1)
-    if job.device == "cuda":
-        gpu.clear()
     partial = rank.folder / f"{number}.{rank.rank}.part"
     partial.write_bytes(pickle.dumps(answer))
     partial.rename(rank.folder / f"{number}.{rank.rank}.answer")
@@ -263,7 +264,9 @@ def _together(runner: Runner, job: Job, place: Rank) -> tuple[tuple[Status, str]
     try:
         if layout.gpus != place.size:
             raise NotRunnable(f"the launcher started {place.size} processes for {layout.gpus} GPUs")
+        gpu.require(job, 1)
         runner.refuse(job)
+        gpu.clear()
         answer = runner.execute(job, place)
         if job.gradients and place.rank == 0:
             torch.save(answer.gradients, place.folder / f"{job.run.run_id}.gradients.pt")

@@ -8,7 +8,7 @@ import torch
 
 from baselines.common.contract import NotRunnable
 from rematbench.baselines.process import Job
-from rematbench.torch.devices import choose_device
+from rematbench.torch.devices import choose_device, empty_pinned
 
 
 def require(job: Job, local_ranks: int) -> None:
@@ -23,22 +23,32 @@ def require(job: Job, local_ranks: int) -> None:
         raise NotRunnable(f"{local_ranks} ranks need a GPU each, and torch sees {found} here")
 
 
-def take(local: int, ranks_here: int, settings: Mapping[str, str]) -> torch.device:
+def take(local: int, world_size: int, settings: Mapping[str, str]) -> torch.device:
     """The rank's GPU, with the package's `settings` in the environment (what a person has set
-    stays) and its share of the CPUs near it, which an optimizer on the host works with."""
+    stays) and its share of the CPUs near it, which an optimizer on the host works with.
+
+    LOCAL_RANK becomes the GPU's number among those the process sees: packages take it for that.
+    Of torch's attention kernels those remain that the project's executor takes too: flash, and for
+    fp32 the memory-efficient one; what only the quadratic one could compute is an error.
+    """
     for name, value in settings.items():
         os.environ.setdefault(name, value)
     device = choose_device("cuda", local)
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+    os.environ["LOCAL_RANK"] = str(device.index)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", min(world_size, torch.cuda.device_count())))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
+    torch.backends.cuda.enable_math_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
 def clear() -> None:
-    """Memory of the last job given back: a job's objects are cycles, which only a collection
-    frees."""
+    """Memory of the last job given back, of the device and pinned: a job's objects are cycles,
+    which only a collection frees."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
         torch.cuda.empty_cache()
+        empty_pinned()
 
 
 def stack() -> dict[str, str]:

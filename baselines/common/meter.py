@@ -35,6 +35,11 @@ class Meter(Tracker):
             sizes[self._is_host(tensor)] += tensor.untyped_storage().nbytes()
         return sizes[0], sizes[1]
 
+    def forget(self) -> None:
+        """Let go of the states, which it keeps alive to know them."""
+        self._states.clear()
+        self._excluded.clear()
+
     def __enter__(self) -> Self:
         """Start counting; storages that are resized in place are followed too."""
         plain = torch.UntypedStorage.resize_

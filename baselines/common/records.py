@@ -50,5 +50,6 @@ def _observed(runner: Runner, job: Job, answers: list[RankAnswer]) -> Observed:
         step_s=tuple(tuple(a.step_s) for a in answers) if on_gpus else (),
         allocated_bytes=tuple(a.allocated_bytes for a in answers) if on_gpus else (),
         reserved_bytes=tuple(a.reserved_bytes for a in answers) if on_gpus else (),
+        pinned_bytes=tuple(a.pinned_bytes for a in answers) if on_gpus else (),
         warmup_steps=job.steps + job.warmup if on_gpus else 0,
     )

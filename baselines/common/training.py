@@ -10,6 +10,7 @@ from torch import Tensor
 from baselines.common.contract import RankAnswer
 from baselines.common.meter import Meter
 from rematbench.baselines.process import Job
+from rematbench.torch.devices import forget_peaks, pinned_peak
 from rematbench.torch.failures import NotFinite
 
 
@@ -35,12 +36,14 @@ class Trainer(Protocol):
 
 def train(trainer: Trainer, job: Job, answer: RankAnswer, meter: Meter, metered: int) -> None:
     """Run a job's steps.  Of observed ones losses and norms are read, and of step `metered` the
-    bytes; the timed ones follow, after as many more as the job wants for a warm-up, and nobody
-    looks at them before they are over.
+    bytes; the timed ones follow, after as many more as the job wants for a warm-up (at least one:
+    what compiles itself does so when it is first not observed), and nobody looks at them before
+    they are over.
 
     Raises NotFinite for a loss that is none.
     """
-    _forget_peaks(job)
+    if job.device == "cuda":
+        forget_peaks()
     for step in range(job.steps):
         trainer.load(step)
         trainer.forward_backward(meter if step == metered else None)
@@ -54,6 +57,7 @@ def train(trainer: Trainer, job: Job, answer: RankAnswer, meter: Meter, metered:
         trainer.update()
     answer.activation_peak_bytes = meter.device_peak_bytes
     answer.host_peak_bytes = meter.host_peak_bytes
+    meter.forget()
     if job.device == "cuda":
         _time(trainer, job, answer)
 
@@ -63,7 +67,7 @@ def _time(trainer: Trainer, job: Job, answer: RankAnswer) -> None:
     for number in range(job.warmup + job.timed_steps):
         trainer.load(job.steps + number)
         if number == job.warmup:
-            _forget_peaks(job)
+            forget_peaks()
         start = now()
         trainer.forward_backward(None)
         trainer.update()
@@ -72,11 +76,7 @@ def _time(trainer: Trainer, job: Job, answer: RankAnswer) -> None:
             answer.step_s.append(seconds)
     answer.allocated_bytes = torch.cuda.max_memory_allocated()
     answer.reserved_bytes = torch.cuda.max_memory_reserved()
-
-
-def _forget_peaks(job: Job) -> None:
-    if job.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    answer.pinned_bytes = pinned_peak()
 
 
 def now() -> float:

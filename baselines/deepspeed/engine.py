@@ -106,8 +106,11 @@ def build(job: Job, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:
     decoder.fill(job.seed)
     if run.precision == "bf16":
         decoder.bfloat16()
+    # DeepSpeed's timer would wait for the device before and after every micro-batch.
+    made.setdefault("timers", {"throughput": {"enabled": False}})
     optimizer = torch.optim.AdamW(
         decoder.parameters(),
+        fused=job.device == "cuda",  # as DeepSpeed's own, which would be compiled here
         lr=UPDATE.lr,
         betas=(UPDATE.beta1, UPDATE.beta2),
         eps=UPDATE.eps,
@@ -141,13 +144,13 @@ def _rows(rig: Rig, batch: Batch, number: int) -> tuple[Tensor, Tensor, Tensor]:
     lay, seq_len = rig.job.run.layout, rig.job.run.seq_len
     first = rig.replica * batch.ids.shape[0] // lay.replicas + number * lay.micro_batch
     size = seq_len // lay.ulysses
-    where = torch.arange(rig.part * size, (rig.part + 1) * size)
+    where = torch.arange(rig.part * size, (rig.part + 1) * size, device=batch.ids.device)
     pick = (slice(first, first + lay.micro_batch), where)
     found = (batch.ids[pick], batch.labels[pick], where)
     return tuple(t.to(rig.device) for t in found)  # type: ignore[return-value]
 
 
-def run_step(rig: Rig, batch: Batch) -> Tensor | float:
+def run_step(rig: Rig, batch: Batch, counted: int) -> Tensor | float:
     """Forwards and backwards of one step; this rank's sum of losses.
 
     DeepSpeed averages gradients over replicas, and at ZeRO 3 over sequence ranks too, whose parts
@@ -155,7 +158,7 @@ def run_step(rig: Rig, batch: Batch) -> Tensor | float:
     """
     lay = rig.job.run.layout
     ranks = lay.replicas * (lay.ulysses if lay.zero_stage == ZERO_3 else 1)
-    scale = ranks / batch.counted
+    scale = ranks / counted
     losses: list[Tensor | float] = []
     # To read a value of a GPU is to wait for it; of a CPU's a copy would count as live bytes.
     micro_steps(
@@ -201,6 +204,8 @@ def fetches_ahead(run: RunSpec) -> bool:
 def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Norms and, if asked, on rank 0 the whole gradients (a collective under ZeRO)."""
     norms, found = {}, {}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # offloaded, ZeRO 1 and 2 read their pinned memory at once
     for name, parameter in rig.decoder.named_parameters():
         grad = safe_get_full_grad(parameter).detach()
         norms[name] = math.sqrt(square_sum(grad.reshape(-1)))

@@ -17,14 +17,18 @@ from rematbench.baselines.process import Job
 from rematbench.torch.batch import Batch
 
 if not torch.cuda.is_available() or not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
-    os.environ["DS_ACCELERATOR"] = "cpu"
-from deepspeed.ops import __compatible_ops__  # reads the variable above
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read by the imports below
+else:
+    os.environ["DS_ACCELERATOR"] = "cuda"
 
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed import fake
 
-# Its shared-memory operator serves inference only, and would be compiled here.
-__compatible_ops__["deepspeed_shm_comm"] = False
+if os.environ["DS_ACCELERATOR"] == "cpu":  # elsewhere to ask is to try every operator's compiler
+    from deepspeed.ops import __compatible_ops__
+
+    # Its shared-memory operator serves inference only, and would be compiled here.
+    __compatible_ops__["deepspeed_shm_comm"] = False
 
 KERNELS = {
     "core_attention": "torch scaled_dot_product_attention",
@@ -65,7 +69,10 @@ def _label(job: Job, shim: tuple[str, ...]) -> str:
 
 
 def _kernels(job: Job) -> dict[str, str]:
-    return {**KERNELS, **KERNELS_OF_ZERO_3} if ds.fetches_ahead(job.run) else KERNELS
+    found = KERNELS | KERNELS_OF_ZERO_3 if ds.fetches_ahead(job.run) else dict(KERNELS)
+    if job.device == "cuda":
+        found["optimizer"] = "torch AdamW, fused"
+    return found
 
 
 def execute(job: Job, rank: Rank) -> RankAnswer:
@@ -88,27 +95,30 @@ class Trainer:
         """`rig` has its weights."""
         self.rig = rig
         self.batch: Batch | None = None
+        self.counted = 0
         self.own: Tensor | float = 0.0
 
     def load(self, step: int) -> None:
         """The whole step's sequences; micro-batches take theirs of them."""
         self.batch = ds.batch_of(self.rig.job, step)
+        self.counted = self.batch.counted
+        if self.rig.device.type == "cuda":  # a step waits for no copy
+            self.batch = Batch(*(tensor.to(self.rig.device) for tensor in self.batch))
 
     def forward_backward(self, meter: Meter | None) -> None:
         """Micro-batch by micro-batch."""
         assert self.batch is not None
         if meter is None:
-            self.own = ds.run_step(self.rig, self.batch)
+            self.own = ds.run_step(self.rig, self.batch, self.counted)
             return
         with ds.counted(self.rig, meter):
-            self.own = ds.run_step(self.rig, self.batch)
+            self.own = ds.run_step(self.rig, self.batch, self.counted)
 
     def loss(self) -> float:
         """All ranks' sums over the labels that count."""
-        assert self.batch is not None
         total = torch.tensor([float(self.own)], dtype=torch.float64, device=self.rig.device)
         dist.all_reduce(total)
-        return float(total) / self.batch.counted
+        return float(total) / self.counted
 
     def gradients(self, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
         """By DeepSpeed's own function, parameter by parameter."""

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from baselines.megatron_core.arguments import fields
-from baselines.megatron_core.guards import has_biases
+from baselines.megatron_core.guards import has_biases, has_transformer_engine
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.baselines.process import Job
 from rematbench.record import RunSpec
@@ -30,6 +31,7 @@ def transformer_config(job: Job, policy: MegatronCore) -> TransformerConfig:
         "sequence_parallel": lay.sp and lay.tp > 1,
         "bf16": run.precision == "bf16",
         "bias_activation_fusion": policy.bias_activation_fusion,
+        **(_attention(run) if has_transformer_engine(job) else {}),
         **(fields(job.options, run) if job.options else _recomputation(policy)),
     }
     return TransformerConfig(
@@ -69,6 +71,11 @@ def transformer_config(job: Job, policy: MegatronCore) -> TransformerConfig:
     )
 
 
+def _attention(run: RunSpec) -> dict[str, Any]:
+    """TransformerEngine chooses by itself, unless probabilities are wanted."""
+    return {"attention_backend": AttnBackend.unfused} if run.attention == "unfused" else {}
+
+
 def _recomputation(policy: MegatronCore) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if policy.recompute == "full":
@@ -86,7 +93,8 @@ def _recomputation(policy: MegatronCore) -> dict[str, Any]:
         found |= {
             "fine_grained_activation_offloading": True,
             "offload_modules": list(policy.offload_modules),
-            "min_offloaded_tensor_size": 1,
+            # More than a number: on CUDA fp32 attention saves its seeds, which lie on the host.
+            "min_offloaded_tensor_size": 2,
         }
     return found
 

@@ -1,5 +1,7 @@
 """What Megatron-core would refuse late, run wrongly or never finish: refused first, by name."""
 
+import importlib.util
+
 from baselines.common.contract import NotRunnable
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.baselines.process import Job
@@ -17,6 +19,7 @@ def check(job: Job, policy: MegatronCore) -> None:
         *_layout(run),
         *_pipeline(job, policy),
         *_policy(run, policy),
+        *(_with_transformer_engine(run, policy) if has_transformer_engine(job) else []),
     ):
         if broken:
             raise NotRunnable(f"megatron_core: {reason}")
@@ -24,6 +27,29 @@ def check(job: Job, policy: MegatronCore) -> None:
         raise NotRunnable(
             "megatron_core: dropout has no common stream of random numbers to compare"
         )
+
+
+def has_transformer_engine(job: Job) -> bool:
+    """Whether a job runs on TransformerEngine's layers: on GPUs, where it is installed."""
+    there = importlib.util.find_spec("transformer_engine") is not None
+    return there and job.device == "cuda" and job.run.world == "executed"
+
+
+def _with_transformer_engine(run: RunSpec, policy: MegatronCore) -> list[tuple[bool, str]]:
+    inside = {"attn_norm", "mlp_norm"} & set(policy.offload_modules)
+    norms = policy.recompute == "selective" and "layernorm" in policy.modules
+    return [
+        (
+            run.precision == "fp32",
+            "fp32 on TransformerEngine, whose fp32 products are TF32 and whose attention has no "
+            "fp32 but the quadratic one",
+        ),
+        (
+            norms or bool(inside),
+            "norms recomputed or offloaded on TransformerEngine, whose norms are part of the "
+            "linear after them: 0.16.1 does nothing and says nothing",
+        ),
+    ]
 
 
 def has_biases(model: Model) -> bool:
@@ -74,10 +100,9 @@ def _pipeline(job: Job, policy: MegatronCore) -> list[tuple[bool, str]]:
     lay, run_on_cpu = job.run.layout, job.device == "cpu" and job.run.world == "executed"
     return [
         (
-            lay.vpp > 1 and lay.pp == 2 and policy.batch_p2p and run_on_cpu,
-            "interleaving on pp 2 with batched p2p over gloo gives wrong gradients: both "
-            "neighbours are one rank and messages are told apart by order only; set "
-            "batch_p2p=false",
+            lay.vpp > 1 and lay.pp == 2 and policy.batch_p2p and job.run.world == "executed",
+            "interleaving on pp 2 with batched p2p gives wrong gradients: both neighbours are one "
+            "rank and messages are told apart by order only; set batch_p2p=false",
         ),
         (
             policy.overlap_grad_reduce and job.run.world == "traced",

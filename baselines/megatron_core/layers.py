@@ -4,7 +4,6 @@ TransformerEngine.
 Where TransformerEngine is installed (GPUs), Megatron's TE spec is used unchanged.
 """
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -17,11 +16,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
+from baselines.megatron_core.guards import has_transformer_engine
+from rematbench.baselines.process import Job
 from rematbench.record import RunSpec
 from rematbench.torch.attention import attend, attend_backward
 from rematbench.torch.groups import Group
-
-HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
 class Norm:
@@ -118,9 +117,10 @@ class _Gathered(torch.autograd.Function):
         return dq.permute(2, 0, 1, 3).contiguous(), dk, dv, None
 
 
-def layer_spec(run: RunSpec) -> tuple[Any, str]:
+def layer_spec(job: Job) -> tuple[Any, str]:
     """(the spec of a chunk's layers, what its core attention is)."""
-    if HAVE_TE:
+    run = job.run
+    if has_transformer_engine(job):
         return get_gpt_layer_with_transformer_engine_spec(), "TransformerEngine"
     spec, attention = _local_spec(run)
     count = run.model.num_layers // (run.layout.pp * run.layout.vpp)

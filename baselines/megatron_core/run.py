@@ -1,8 +1,9 @@
 """Jobs of Megatron-core: under its schedules on gloo or NCCL, or on fake tensors."""
 
+import contextlib
 import os
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -24,7 +25,12 @@ from rematbench.torch.batch import MicroBatch
 
 def stack() -> dict[str, str]:
     """Packages and their versions."""
-    return {name: version(name) for name in ("megatron-core", "torch")}
+    beside = [f"transformer-engine{part}" for part in ("", "-torch", "-cu12", "-cu13")]
+    found = {name: version(name) for name in ("megatron-core", "torch")}
+    for name in beside:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def refuse(job: Job) -> None:
@@ -46,8 +52,12 @@ def _shimmed(real: bool) -> tuple[str, ...]:
 
 def environment(job: Job) -> dict[str, str]:
     """One hardware queue, as Megatron-LM's launch scripts set it: so that kernels start in the
-    order of their issue, and a collective before the product that it overlaps with."""
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if job.device == "cuda" else {}
+    order of their issue, and a collective before the product that it overlaps with.  And
+    TransformerEngine's older offloading, which Megatron-LM asks for beside its own."""
+    if job.device != "cuda":
+        return {}
+    moves = {"NVTE_CPU_OFFLOAD_V1": "1"} if _policy(job).offload_modules else {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **moves}
 
 
 def _label(parts: tuple[str, ...], device: str) -> str:
@@ -96,6 +106,8 @@ class Trainer:
         meter.states([*self.rig.states(), *inputs])
         with meter:
             self.losses = self.engine.run_step(self.rig, self.batches)
+        if self.rig.device.type == "cuda":
+            torch._dynamo.reset()  # what it has met under the meter it would never compile
 
     def loss(self) -> float:
         """The last stage's sum, of one tensor-parallel rank."""

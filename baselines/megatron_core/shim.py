@@ -20,6 +20,7 @@ names that only TransformerEngine defines.
 
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from types import SimpleNamespace
@@ -252,7 +253,10 @@ def install_missing_names() -> tuple[str, ...]:
 
 @cache
 def preload() -> None:
-    """The parts that have to come before Megatron-core, and Megatron-core."""
+    """The parts that have to come before Megatron-core, and Megatron-core: without packages of
+    CUDA's kernels, if they are installed."""
+    for name in ("transformer_engine", "apex"):
+        sys.modules[name] = None  # type: ignore[assignment]  # not to be found
     _compile()
     _settle()
     importlib.import_module("megatron.core.models.gpt")

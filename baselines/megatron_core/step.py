@@ -1,5 +1,6 @@
 """Build one rank's model and run steps of it through Megatron-core's own schedules."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ def join_groups(job: Job) -> Coordinates:
         virtual_pipeline_model_parallel_size=lay.vpp if lay.vpp > 1 else None,
         context_parallel_size=lay.cp,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=math.ceil(job.timeout_s / 60),
     )
     model_parallel_cuda_manual_seed(job.seed + 1, force_reset_rng=True)
     return Coordinates(
@@ -143,7 +145,7 @@ def build(job: Job, policy: MegatronCore, place: Coordinates, device: torch.devi
     """The rank's chunks; weights are not written yet."""
     run = job.run
     config = transformer_config(job, policy)
-    spec, attention = layer_spec(run)
+    spec, attention = layer_spec(job)
     unit = VOCAB_MULTIPLE * run.layout.tp
     chunks = []
     for index in range(run.layout.vpp):

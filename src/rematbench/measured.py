@@ -10,8 +10,8 @@ class RankMeasured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """One process.  Bytes of activations at action boundaries stand beside the issue-order
     ledger's (`differing_actions` of `actions` disagree; the twin law wants none).  `peak_bytes`
     also counts states and what lives inside an operator, beside the simulated total.
-    `allocated_bytes`, `reserved_bytes` (the allocator's) and `pinned_bytes` (the host pool's) are
-    those of CUDA, 0 elsewhere."""
+    `allocated_bytes`, `reserved_bytes` (the allocator's) and `pinned_bytes` (what torch holds
+    pinned for the pool, which may be more than is asked for) are those of CUDA, 0 elsewhere."""
 
     tp: int
     cp: int

@@ -108,7 +108,8 @@ class Observed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device; `host_state_bytes` those on the host (empty: none).
     `losses` and `gradient_norms` (by parameter, before the update) are of every observed step.
     On GPUs only: `step_s`, every timed step's seconds by rank, after `warmup_steps` others (the
-    observed ones among them), and the CUDA allocator's peaks over the timed steps.
+    observed ones among them), and the peaks of torch's allocators, on the device and pinned on the
+    host, over the timed steps.
     """
 
     label: str
@@ -126,6 +127,7 @@ class Observed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_state_bytes: tuple[int, ...] = ()
     allocated_bytes: tuple[int, ...] = ()
     reserved_bytes: tuple[int, ...] = ()
+    pinned_bytes: tuple[int, ...] = ()
     step_s: tuple[tuple[float, ...], ...] = ()
     warmup_steps: int = 0
 

@@ -55,10 +55,12 @@ def on_cuda(patch: pytest.MonkeyPatch, trainer: Told) -> None:
     for name, answer in (
         ("reset_peak_memory_stats", None), ("synchronize", None), ("is_available", True),
         ("max_memory_allocated", 1 << 30), ("max_memory_reserved", 3 << 29),
+        ("reset_peak_host_memory_stats", None),
+        ("host_memory_stats", {"allocated_bytes.peak": 1 << 20}),
     ):  # fmt: skip
 
-        def called(name: str = name, answer: Any = answer) -> Any:
-            if name not in ("is_available", "synchronize"):
+        def called(*_: Any, name: str = name, answer: Any = answer) -> Any:
+            if name not in ("is_available", "synchronize", "host_memory_stats"):
                 trainer.said.append(name)
             return answer
 
@@ -70,18 +72,20 @@ def test_nobody_looks_at_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     on_cuda(monkeypatch, trainer)
     job = asked_job("megatron_core", Asked("one"), device="cuda", warmup=1, timed_steps=2)
     training.train(trainer, job, answer, Meter(), 1)
+    forgotten = ("reset_peak_memory_stats", "reset_peak_host_memory_stats")
     assert trainer.said == [
-        "reset_peak_memory_stats",
+        *forgotten,
         *("load 0", "run", "loss", "whole", "update"),
         *("load 1", "metered", "loss", "norms", "update"),
         *("load 2", "run", "update"),
-        *("load 3", "reset_peak_memory_stats", "run", "update"),
+        *("load 3", *forgotten, "run", "update"),
         *("load 4", "run", "update"),
         *("max_memory_allocated", "max_memory_reserved"),
     ]  # fmt: skip
     assert len(answer.step_s) == 2
     assert (answer.losses, answer.gradient_norms) == ([1.5, 1.5], [{"w": 2.0}] * 2)
     assert (answer.allocated_bytes, answer.reserved_bytes) == (1 << 30, 3 << 29)
+    assert answer.pinned_bytes == 1 << 20
     assert set(answer.gradients) == {"w"}
 
 
@@ -117,16 +121,23 @@ def test_a_rank_takes_its_gpu_and_what_the_package_wants_around_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: list[int] = []
+    off: list[bool] = []
+    monkeypatch.setenv("LOCAL_RANK", "7")  # of a launcher that shows each process one GPU
     monkeypatch.setattr(gpu, "choose_device", torch.device)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    for kind in ("math", "cudnn"):
+        monkeypatch.setattr(torch.backends.cuda, f"enable_{kind}_sdp", off.append)
     monkeypatch.setenv("MINE", "kept")
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     from baselines.megatron_core import run  # noqa: PLC0415  # imports torch only
 
-    settings = run.environment(asked_job("megatron_core", Asked("one"), device="cuda"))
-    device = gpu.take(3, 4, {**settings, "MINE": "other"})
-    assert (device.index, threads) == (3, [3])
+    moving = Asked("one", {"offload_modules": ["core_attn"]})
+    settings = run.environment(asked_job("megatron_core", moving, device="cuda"))
+    assert settings["NVTE_CPU_OFFLOAD_V1"] == "1"
+    device = gpu.take(3, 8, {**settings, "MINE": "other"})
+    assert (device.index, os.environ["LOCAL_RANK"], threads, off) == (3, "3", [3], [False, False])
     assert (os.environ["CUDA_DEVICE_MAX_CONNECTIONS"], os.environ["MINE"]) == ("1", "kept")
 
 

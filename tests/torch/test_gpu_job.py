@@ -22,6 +22,8 @@ from tests.torch import cases
 from tests.torch.recorder import recording
 
 DEVICE = torch.device("cuda", 0)
+PINNED = 1 << 40
+"""What torch says that it holds pinned, which may be more than is asked of it."""
 
 
 def test_settings_are_made_before_cuda_and_processes_inherit_them() -> None:
@@ -125,6 +127,12 @@ def on_fake_gpu(case: Case, patch: pytest.MonkeyPatch) -> tuple[Any, list[str], 
 
     for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
         patch.setattr(torch.cuda, name, lambda *_, name=name: asked.append(name))
+    patch.setattr(torch.accelerator, "empty_host_cache", lambda: asked.append("empty_host_cache"))
+    patch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    patch.setattr(torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.peak": PINNED})
+    patch.setattr(
+        torch.cuda, "reset_peak_host_memory_stats", lambda: asked.append("reset host peak")
+    )
     patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3)
     patch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4)
     patch.setattr(torch, "use_deterministic_algorithms", lambda on: asked.append(f"same bits {on}"))
@@ -145,14 +153,15 @@ def test_bytes_of_the_first_step_and_seconds_of_steps_without_an_observer(
     result, faults, asked = on_fake_gpu(case, monkeypatch)
     assert faults == []
     assert asked == [
-        *("same bits True", "empty_cache", "reset_peak_memory_stats", "synchronize"),
+        *("same bits True", "empty_cache", "empty_host_cache", "pinned_max_cached_size_mb:1"),
+        *("reset_peak_memory_stats", "reset host peak", "synchronize"),
         *("batch 0", "tracked", "batch 1", "not tracked", "batch 2", "batch 3"),
     ]
     assert result.bytes_after
     assert len(result.step_s) == 2
     assert min(result.step_s) > 0.0
     assert (result.allocated_bytes, result.reserved_bytes) == (3, 4)
-    assert result.pinned_bytes == result.host_peak_bytes > 0
+    assert result.pinned_bytes == PINNED > result.host_peak_bytes > 0
 
 
 def test_squares_are_summed_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     run: RunSpec
     steps: PositiveInt = 2
-    warmup: NonNegativeInt = 0
+    warmup: PositiveInt = 1
     timed_steps: NonNegativeInt = 3
     seed: NonNegativeInt = 7
     ignored: float = 0.0

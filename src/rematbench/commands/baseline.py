@@ -86,7 +86,7 @@ def predict_baseline(
 def run_baseline(
     run: RunOptions,
     steps: Annotated[int, Option(min=1, help="Steps with losses, gradients and bytes.")] = 2,
-    warmup: Annotated[int, Option(min=0, help="GPUs: more steps before the timed ones.")] = 0,
+    warmup: Annotated[int, Option(min=1, help="GPUs: more steps before the timed ones.")] = 1,
     timed_steps: Annotated[int, Option(min=0, help="GPUs: steps for their seconds.")] = 3,
     device: Annotated[str, Option(metavar="cpu|cuda", help="Where to run.")] = "cpu",
     options: Annotated[

@@ -1,5 +1,6 @@
-"""The device of a rank on its host, and the CPUs beside it."""
+"""The device of a rank on its host, the CPUs beside it, its pinned memory."""
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,37 @@ def prepare(kind: str) -> None:
     if kind != "cpu":
         os.putenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         os.putenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pin_exactly() -> None:
+    """Large pinned blocks in the size that is asked for, where torch can: otherwise it takes the
+    next power of two, and the host lends up to twice what is offloaded.  Such a block is given back
+    when it is freed, so this is for a pool that keeps its own."""
+    setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if setting is not None:
+        with contextlib.suppress(RuntimeError):  # a torch that does not know it
+            setting("pinned_max_cached_size_mb:1")
+
+
+def empty_pinned() -> None:
+    """Give pinned memory that nobody holds back to the host, where torch can."""
+    give_back = getattr(torch.accelerator, "empty_host_cache", None)
+    if give_back is not None:
+        give_back()
+
+
+def pinned_peak() -> int:
+    """Bytes of pinned memory that torch has held at most since its peaks were forgotten, as large
+    as it takes them from CUDA; 0 where it does not say."""
+    stats = getattr(torch.cuda, "host_memory_stats", None)
+    return int(stats().get("allocated_bytes.peak", 0)) if stats is not None else 0
+
+
+def forget_peaks(device: torch.device | None = None) -> None:
+    """Let the allocators' peaks begin anew."""
+    torch.cuda.reset_peak_memory_stats(device)
+    if pinned_peak():
+        torch.cuda.reset_peak_host_memory_stats()
 
 
 def prepared_device(kind: str, rank: int) -> torch.device:

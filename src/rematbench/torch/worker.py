@@ -18,7 +18,15 @@ from rematbench.lower import lower
 from rematbench.program import Program
 from rematbench.torch.batch import Batch, make_batch, micro_batches
 from rematbench.torch.case import Case, GradientShard, RankResult
-from rematbench.torch.devices import choose_device, prepare, require_gpus
+from rematbench.torch.devices import (
+    choose_device,
+    empty_pinned,
+    forget_peaks,
+    pin_exactly,
+    pinned_peak,
+    prepare,
+    require_gpus,
+)
 from rematbench.torch.executor import Executor
 from rematbench.torch.failures import NotFinite, failure
 from rematbench.torch.gather import is_sharded
@@ -136,7 +144,9 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
+    empty_pinned()
+    pin_exactly()
+    forget_peaks(device)
 
 
 def empty_result(groups: Groups, executor: Executor) -> RankResult:
@@ -212,6 +222,7 @@ def note_bytes(executor: Executor, result: RankResult) -> None:
         result.peak_bytes = executor.tracker.device_peak_bytes
     result.pinned_bytes = executor.movers.host.pinned_bytes
     if executor.model.device.type == "cuda":
+        result.pinned_bytes = max(result.pinned_bytes, pinned_peak())
         result.allocated_bytes = torch.cuda.max_memory_allocated(executor.model.device)
         result.reserved_bytes = torch.cuda.max_memory_reserved(executor.model.device)
 
