@@ -80,13 +80,14 @@ def configuration(job: Job, policy: DeepSpeed) -> dict[str, Any]:
 def memories(job: Job, policy: DeepSpeed, *, real: bool) -> Iterator[Memories]:
     """The host's memory apart from the device's while this lasts: on a GPU as it is, on a CPU by
     the shim where anything is moved."""
+    norm = ("norm",) if job.run.model.norm == "rmsnorm" else ()
     if job.device != "cpu":
         yield Memories(on_host=lambda tensor: tensor.device.type == "cpu")
     elif not moves(configuration(job, policy)):
-        yield Memories()
+        yield Memories(shim=norm)
     else:
         with apart(real=real) as on_host:
-            yield Memories(on_host=on_host, shim=SHIM)
+            yield Memories(on_host=on_host, shim=(*SHIM, *norm))
 
 
 def build(job: Job, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:

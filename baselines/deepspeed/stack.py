@@ -1,4 +1,4 @@
-"""What this baseline's plain torch model keeps beside the operator table, on a CPU.
+"""What this baseline's plain torch model keeps beside the operator table.
 
 Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
 """
@@ -30,7 +30,7 @@ NORMS: tuple[tuple[str, Part], ...] = (
 
 
 def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
-    """What stays alive: norms taken apart, keys and values per query head, shared tables."""
+    """What stays alive: statistics of norms, keys and values per query head, shared tables."""
     model = problem.workload.model
     s = shapes(problem.workload, problem.layout, problem.system)
     rows = problem.layout.micro_batch * problem.workload.seq_len // problem.layout.ulysses
@@ -45,7 +45,7 @@ def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
         largest = max(model.vocab, model.ffn) * model.hidden
         once["a gradient on its way to the host"] = s.element_bytes * largest
     again = policy.checkpointing != "none"
-    norms = tuple(extra for op, part in NORMS for extra in _norm(problem, op, part, again=again))
+    norms = tuple(extra for op, part in NORMS for extra in _norm(problem, op, part))
     repeated = Extra(
         name="kv_repeated",
         dtype=problem.workload.precision,
@@ -106,30 +106,13 @@ def _zero_3(policy: "DeepSpeed", problem: Problem) -> dict[str, int]:
     }
 
 
-def _norm(problem: Problem, op: str, part: Part, *, again: bool) -> tuple[Extra, ...]:
+def _norm(problem: Problem, op: str, part: Part) -> tuple[Extra, ...]:
     s = shapes(problem.workload, problem.layout, problem.system)
     made = partial(Extra, rows=s.shard_tokens, made_by=op, saved_by=op, part=part)
-    hidden = problem.workload.model.hidden
     if problem.workload.model.norm == "layernorm":
         why = "mean and 1/deviation of each row"
         row = 2 * s.element_bytes
         kept = made(name=f"{op}_statistics", dtype="fp32", row_bytes=row, why=why)
         return (kept,)
-    statistics = made(
-        name=f"{op}_statistics", dtype="fp32", row_bytes=WIDE, why="1/rms of each row"
-    )
-    normalized = made(
-        name=f"{op}_normalized",
-        dtype="fp32",
-        row_bytes=WIDE * hidden,
-        why="on a CPU torch takes RMSNorm apart: input x 1/rms, before the weight",
-    )
-    # The input of a layer that is computed again is kept as it is.
-    beside = 0 if again and op == "attn_norm" and s.element_bytes < WIDE else s.element_bytes
-    wide = made(
-        name=f"{op}_input_beyond_{beside}_bytes",
-        dtype="fp32",
-        row_bytes=(WIDE - beside) * hidden,
-        why="an fp32 copy of the input is kept in its place" if beside else "an fp32 copy beside",
-    )
-    return (statistics, normalized, *((wide,) if wide.row_bytes else ()))
+    kept = made(name=f"{op}_statistics", dtype="fp32", row_bytes=WIDE, why="1/rms of each row")
+    return (kept,)

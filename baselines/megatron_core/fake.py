@@ -2,6 +2,8 @@
 
 Torch's fake process group answers every collective at once; fake tensors have sizes and no values.
 Bytes are those of storages: no allocator rounding, no workspaces, no scratch inside kernels.
+Of fine-grained offloading the second step is measured: in the first one Megatron-core learns which
+groups of tensors there are and offloads all, in later ones it keeps those that are wanted first.
 """
 
 import torch
@@ -50,12 +52,14 @@ def trace(job: Job, policy: MegatronCore) -> RankAnswer:
         inputs = [tensor for batch in batches for tensor in (batch.ids, batch.labels)]
         states = meter.states([*rig.states(), *inputs])
         engine.measured(meter, rig.config)
+        if policy.offload_modules:
+            engine.run_step(rig, batches)
         with meter:
             engine.run_step(rig, batches)
     answer = RankAnswer(
         kernels={**rig.kernels, "optimizer": "its bytes are computed, not allocated"},
         activation_peak_bytes=meter.device_peak_bytes,
-        host_peak_bytes=meter.host_peak_bytes,
+        host_peak_bytes=engine.pool_bytes() if policy.offload_modules else 0,
         state_bytes=states + _optimizer_bytes(rig, run),
     )
     engine.leave_groups()

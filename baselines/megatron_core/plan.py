@@ -24,11 +24,17 @@ RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 
 DROPPED: dict[str, tuple[str, ...]] = {
-    "core_attn": ("attn_probs", "attn_probs_mask", "attn_probs_dropped", "lse"),
+    "core_attn": (
+        "attn_probs",
+        "attn_probs_mask",
+        "attn_probs_dropped",
+        "lse",
+        "causal_mask",  # of the traced stack (stack.py)
+    ),
     "layernorm": (
         "attn_norm_out",
         "mlp_norm_out",
-        "attn_norm_statistics",  # of the traced stack (stack.py), rebuilt with their norms
+        "attn_norm_statistics",  # of the traced stack, too
         "mlp_norm_statistics",
     ),
     "mlp": ("gate_out", "up_out", "act_out", "fc2_in"),
@@ -36,7 +42,16 @@ DROPPED: dict[str, tuple[str, ...]] = {
 MOVED: dict[str, tuple[str, ...]] = {
     "attn_norm": ("layer_input",),
     "qkv_linear": ("attn_norm_out",),
-    "core_attn": ("q", "k", "v", "lse", "attn_probs", "attn_probs_mask", "attn_probs_dropped"),
+    "core_attn": (
+        "q",
+        "k",
+        "v",
+        "lse",
+        "attn_probs",
+        "attn_probs_mask",
+        "attn_probs_dropped",
+        "causal_mask",
+    ),
     "attn_proj": ("attn_out",),
     "mlp_norm": ("attn_residual",),
 }

@@ -78,7 +78,11 @@ def execute(job: Job, rank: Rank) -> RankAnswer:
     answer = RankAnswer(label=_label(parts, device.type), shim=parts, kernels=kernels)
     meter = Meter(device=device)
     engine.measured(meter, rig.config)
-    train(Trainer(engine, rig), job, answer, meter, 0)
+    # Where activations are offloaded a first step is unlike all others: see `fake`.
+    metered = min(1, job.steps - 1) if _policy(job).offload_modules else 0
+    train(Trainer(engine, rig), job, answer, meter, metered)
+    if _policy(job).offload_modules:
+        answer.host_peak_bytes = engine.pool_bytes()
     answer.state_bytes = Meter(device=device).states(rig.states())
     return answer
 

@@ -31,14 +31,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from baselines.common.norm import rms_norm
 from rematbench.torch.groups import settled
 
 CPU = torch.device("cpu")
 
 
-@cache
 def causal_mask(size: int) -> torch.Tensor:
-    """Megatron-core's default causal mask, on a CPU; like it kept, so cleared for every job."""
+    """Megatron-core's default causal mask, on a CPU; as there a new one for every call."""
     return torch.triu(torch.ones(size, size), diagonal=1).bool()
 
 
@@ -144,60 +144,11 @@ def _dropout() -> None:
     F.dropout = torch.nn.functional.dropout = dropout  # type: ignore[assignment]
 
 
-@torch.library.custom_op("rematbench::rms_norm", mutates_args=())
-def _rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm, 1/rms of each row) as one operator, whose working copies nobody sees."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(x.dtype), scale
-
-
-@_rms_norm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-
-
-@torch.library.custom_op("rematbench::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of input and weight."""
-    y, wide = x.float() * scale, grad.float()
-    inner = wide * weight
-    dx = scale * (inner - y * (inner * y).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (wide * y).flatten(0, -2).sum(0).to(weight.dtype)
-
-
-@_rms_norm_backward.register_fake
-def _(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-class _RmsNorm(torch.autograd.Function):
-    """On a CPU torch takes RMSNorm apart, and fp32 tensors of the input's size stay alive; CUDA's
-    kernels, one forward and one backward, save the input and 1/rms."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        y: torch.Tensor
-        y, scale = _rms_norm(x, weight, eps)
-        ctx.save_for_backward(x, weight, scale)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return *_rms_norm_backward(grads[0], *ctx.saved_tensors), None
-
-
 def _norm() -> None:
-    def rms_norm(x: torch.Tensor, _: Any, weight: torch.Tensor, eps: float) -> Any:
-        return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    def normed(x: torch.Tensor, _: Any, weight: torch.Tensor, eps: float) -> Any:
+        return rms_norm(x, weight, eps)
 
-    F.rms_norm = torch.nn.functional.rms_norm = rms_norm  # type: ignore[assignment]
+    F.rms_norm = torch.nn.functional.rms_norm = normed  # type: ignore[assignment]
 
 
 class _NoFp8:

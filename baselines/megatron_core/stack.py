@@ -89,9 +89,9 @@ def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
 
 
 def _once(policy: "MegatronCore", problem: Problem) -> dict[str, int]:
-    """One buffer serves gathered inputs and the first operand of the scores; a mask is kept; ids
-    and angles of positions are shared by all layers; a rebuilt group's output, which its own
-    backward does not need, lives as long as that."""
+    """One buffer serves gathered inputs and the first operand of the scores; ids and angles of
+    positions are shared by all layers; a rebuilt group's output, which its own backward does not
+    need, lives as long as that."""
     s = shapes(problem.workload, problem.layout, problem.system)
     model = problem.workload.model
     scores = s.tokens * s.heads * s.seq_len * s.element_bytes
@@ -101,8 +101,6 @@ def _once(policy: "MegatronCore", problem: Problem) -> dict[str, int]:
         "memory buffer": max(gathered, scores) if unfused else gathered,
         "position ids": 8 * s.seq_len // s.cp,
     }
-    if unfused:
-        found["causal mask"] = s.seq_len * s.seq_len
     if model.position == "rope":
         found["angles of RoPE (fp32)"] = 4 * model.head_dim * s.seq_len // s.cp
     if policy.recompute == "full":
@@ -165,7 +163,16 @@ def _scores(problem: Problem) -> tuple[Extra, ...]:
         made_by="attention",
         why="softmax, mask, scale and a copy: four of the scores' size, when the saved are gone",
     )
-    return (beyond,)
+    mask = Extra(
+        name="causal_mask",
+        dtype="bool",
+        rows=s.seq_len,
+        row_bytes=s.seq_len,
+        made_by="attention",
+        saved_by="attention",
+        why="made anew by every call, and kept by the scores that it is filled into",
+    )
+    return beyond, mask
 
 
 def _labels(problem: Problem) -> Extra:

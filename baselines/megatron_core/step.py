@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from baselines.common.meter import Meter
 from baselines.common.weights import Piece, model_specs
-from baselines.megatron_core import names, shim
+from baselines.megatron_core import names
 from baselines.megatron_core.config import (
     ddp_config,
     optimizer_config,
@@ -44,7 +44,6 @@ def join_groups(job: Job) -> Coordinates:
     """Megatron-core's process groups for a layout; this rank's place in them."""
     lay = job.run.layout
     PipelineOffloadManager.reset_instance()
-    shim.causal_mask.cache_clear()
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=lay.tp,
@@ -245,10 +244,18 @@ def step_batches(rig: Rig, step: int) -> tuple[list[MicroBatch], int]:
     return micro_batches(batch, run.layout, rig.place, rig.device), batch.counted
 
 
+def pool_bytes() -> int:
+    """Host memory that fine-grained offloading has taken: its pool gives none back."""
+    pool = PipelineOffloadManager.get_instance().cpu_tensor_pool
+    pools = pool.get_pool_status()["pools"]
+    sizes = {key: math.prod(key[0]) * key[1].itemsize for key in pools}
+    return sum(found["total_count"] * sizes[key] for key, found in pools.items())
+
+
 def measured(meter: Meter, config: Any) -> None:
-    """Count what fine-grained offloading puts into its pool as host memory, and leave the reduction
-    of gradients after the last backward out of the peak where it is gloo's, which copies whole
-    buffers."""
+    """Count what fine-grained offloading puts into its pool as no device memory, and leave the
+    reduction of gradients after the last backward out of the peak where it is gloo's, which copies
+    whole buffers."""
     GPUTensorPool.allocate = meter.host(ALLOCATE)
     if not is_gloo(None):
         return

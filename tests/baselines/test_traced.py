@@ -135,7 +135,8 @@ def both(
 
 
 def _job(baseline: str, asked: Asked, world: Literal["executed", "traced"], rank: int) -> Job:
-    steps = 2 if "zero3" in asked.layout else 1  # the second is like all that follow
+    later = "zero3" in asked.layout or "offload_modules" in asked.settings
+    steps = 2 if later else 1  # the second is like all that follow
     options: dict[str, Any] = {"steps": steps, "timeout_s": 60.0, "rank": rank}
     return make_job(asked_problem(asked), policy(baseline, asked.settings), world, **options)
 
