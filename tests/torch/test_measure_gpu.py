@@ -1,15 +1,18 @@
 """`rematbench measure-gpu` as a person runs it, as far as a CPU goes: parts, files, a crash."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.commands.real import timing, verdict
 from rematbench.measured import Comparison
-from rematbench.record import read_record
+from rematbench.paths import data_dir
+from rematbench.record import Record, read_record, write_record
 from rematbench.worlds.gpu_checks import Ran, Summary, findings
 from tests.torch.test_execute_cli import rematbench
 
@@ -116,6 +119,42 @@ def test_verdicts_say_which_step_a_bound_is_of_and_how_steps_were_timed() -> Non
         found
     )
     assert timing([0.3, 0.1, 0.2]).startswith("step 0.2 s (median of 3 steps")
+
+
+def record_of(name: str, **observed: Any) -> Record:
+    made = Path("results/measured/executed/agreement") / f"{name}.json"
+    record = read_record(data_dir("config").parent / made)
+    assert record.observed is not None
+    return replace(record, observed=replace(record.observed, **observed))
+
+
+def test_packages_stand_beside_the_executor_where_they_were_asked_for(tmp_path: Path) -> None:
+    names = [f"executor-one-{kind}" for kind in ("fp32", "bf16")]
+    names += ["megatron_core-one-fp32", "deepspeed-zero1-bf16"]
+    for name in names:
+        write_record(record_of(name), tmp_path / "agreement" / f"{name}.json")
+    seconds = {"step_s": ((0.5, 0.7, 0.6),), "allocated_bytes": (3 << 30,)}
+    there = tmp_path / "baselines"
+    write_record(record_of("megatron_core-one-bf16", **seconds), there / "megatron_core-none.json")
+    held = {finding.claim: finding for finding in findings(tmp_path)}
+    agree = held["losses and gradient norms of the packages are the executor's"]
+    assert (agree.holds, agree.text) == (True, "4 runs")
+    ran = held["the packages run"]
+    assert (ran.holds, ran.text) == (True, "megatron_core-none 0.6 s, allocated 3.000 GiB")
+
+    seen = record_of("megatron_core-one-fp32").observed
+    assert seen is not None
+    off = record_of("megatron_core-one-fp32", losses=(seen.losses[0] * 1.0001, 0.0))
+    write_record(off, tmp_path / "agreement" / "megatron_core-one-fp32.json")
+    lost = replace(record_of("megatron_core-one-bf16"), observed=None, status="oom", reason="full")
+    write_record(lost, there / "megatron_core-full.json")
+    held = {finding.claim: finding for finding in findings(tmp_path)}
+    agree = held["losses and gradient norms of the packages are the executor's"]
+    assert (agree.holds, agree.text) == (
+        False, "megatron_core-one-fp32 1.0e-04 apart, 1e-05 allowed",
+    )  # fmt: skip
+    ran = held["the packages run"]
+    assert (ran.holds, "megatron_core-full oom full" in ran.text) == (False, True)
 
 
 def test_nothing_measured_is_nothing_known(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ seed are the same for all, so every row is compared with the executor's of its p
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec.structs import replace
 
@@ -22,6 +22,10 @@ from rematbench.workload import Precision
 STEPS = 2
 EXECUTOR = "executor"
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+BOUNDS: dict[Precision, float] = {"fp32": 1e-5, "bf16": 2e-2}
+"""How far losses and gradient norms of engines may be apart, relatively, at the first step (AdamW
+turns the rounding of a small gradient into a change of its weight)."""
+Device = Literal["cpu", "cuda"]
 
 
 class Row(NamedTuple):
@@ -67,16 +71,24 @@ def problem(layout: dict[str, Any], precision: Precision) -> Problem:
     )
 
 
-def agreement_records() -> dict[str, Record]:
-    """Run every engine in every precision (torch and the packages needed); records by file name."""
+def agreement_records(device: Device = "cpu", gpus: int = 0) -> dict[str, Record]:
+    """Run every engine in every precision (torch and the packages needed); records by file name.
+    On CUDA without the layouts that `gpus` are too few for."""
     found = {}
     for precision in PRECISIONS:
-        for engine, rows in ROWS.items():
+        for engine, every in ROWS.items():
+            rows = [row for row in every if device == "cpu" or Layout(**row.layout).gpus <= gpus]
             if engine == EXECUTOR:
-                records = [_executor(precision)]
+                records = [_executor(precision, device)]
             else:
                 jobs = [
-                    job(problem(row.layout, precision), policy(engine, row.settings), steps=STEPS)
+                    job(
+                        problem(row.layout, precision),
+                        policy(engine, row.settings),
+                        steps=STEPS,
+                        timed_steps=0,
+                        device=device,
+                    )
                     for row in rows
                 ]
                 records = run_jobs(engine, jobs)
@@ -89,7 +101,29 @@ def _name(engine: str, row: Row, precision: Precision) -> str:
     return f"{engine}-{row.name}-{precision}"
 
 
-def _executor(precision: Precision) -> Record:
+def disagreements(records: dict[str, Record]) -> dict[str, str]:
+    """By record: why it does not agree with the executor's of its precision, as far as it does
+    not: another status than ok, or the first loss or whole gradient's norm beyond the bound."""
+    wrong = {}
+    for precision in PRECISIONS:
+        base = records[f"{EXECUTOR}-{ROWS[EXECUTOR][0].name}-{precision}"].observed
+        for name, record in records.items():
+            if record.spec.precision != precision:
+                continue
+            seen = record.observed
+            if base is None or seen is None:
+                wrong[name] = f"{record.status}: {record.reason}"
+                continue
+            apart = max(
+                abs(seen.losses[0] / base.losses[0] - 1),
+                abs(seen.gradient_norm[0] / base.gradient_norm[0] - 1),
+            )
+            if apart > BOUNDS[precision]:
+                wrong[name] = f"{apart:.1e} apart, {BOUNDS[precision]:g} allowed"
+    return wrong
+
+
+def _executor(precision: Precision, device: Device) -> Record:
     """The project's own executor on one process, without weight decay as the others."""
     from rematbench.torch import job as torch_job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.case import Case  # noqa: PLC0415
@@ -103,13 +137,16 @@ def _executor(precision: Precision) -> Record:
         plan=made.base_plan,
         steps=STEPS,
         measure=False,
+        device=device,
+        timed_steps=0,
         optimizer=AdamW(weight_decay=0.0),
     )
     (result,) = execute_cases([case])
     spec = run_spec(made, discover().resolve(IDENTITY, {}), "executed")
     seen = Observed(
         label="rematbench executor",
-        stack={"torch": torch_job.versions("cpu")["torch"]},
+        stack={"torch": torch_job.versions(device)["torch"]},
+        device=torch_job.versions(device)["device"] if device == "cuda" else "cpu",
         losses=tuple(result.losses),
         gradient_norms=tuple(result.gradient_norms),
     )

@@ -11,8 +11,10 @@ import msgspec
 import typer
 from typer import Option
 
-from rematbench.commands.measured import Cell, How, cells, execute_cells
-from rematbench.commands.real import need_gpu, need_torch
+from rematbench.baselines.agreement import Device, agreement_records
+from rematbench.baselines.process import job, policy, run_jobs
+from rematbench.commands.measured import Cell, How, cells, execute_cells, keep
+from rematbench.commands.real import gpus_here, need_gpu, need_torch
 from rematbench.console import CommandError, console, grid, left, plain
 from rematbench.paths import data_dir
 from rematbench.slurm.launch import last_words, run_limited
@@ -22,6 +24,16 @@ from rematbench.worlds.gpu_checks import Ran, Summary, findings
 
 LIMITS = {"steps": 90.0, "copies": 40.0, "lossless": 200.0, "large": 260.0}
 """Seconds of each part, in order: under ten minutes in all, the shortest and surest first."""
+ON_DEMAND = {"agreement": 400.0, "baselines": 180.0}
+"""Of parts that are run only where they are asked for: the real packages, which take as long again
+to start."""
+BASELINES: tuple[tuple[str, dict[str, str]], ...] = (
+    ("megatron_core", {}),
+    ("megatron_core", {"recompute": "full"}),
+    ("deepspeed", {}),
+    ("deepspeed", {"checkpointing": "plain"}),
+)
+"""What stands beside keep_all and full_recompute on the large problem."""
 ROUNDS = 7
 COPIES = {"cuda": (1 << 30, 8192), "cpu": (1 << 20, 256)}
 """Bytes of a copy and width of a product; a CPU only tries it out."""
@@ -32,7 +44,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     suite: Path
     output: Path
-    device: str
+    device: Device
     only: tuple[str, ...]
 
     @property
@@ -56,7 +68,11 @@ def measure_gpu(
         Path | None, Option(metavar="SUITE.yaml", help="Problems (default: config/gpu.yaml).")
     ] = None,
     part: Annotated[
-        list[str] | None, Option(metavar="PART", help=f"Only some of {', '.join(LIMITS)}.")
+        list[str] | None,
+        Option(
+            metavar="PART",
+            help=f"Only some of {', '.join(LIMITS)}; or {', '.join(ON_DEMAND)}: real packages.",
+        ),
     ] = None,
     only: Annotated[
         list[str] | None, Option(metavar="PROBLEM[.METHOD]", help="Some cells (repeatable).")
@@ -72,7 +88,8 @@ def measure_gpu(
 
     Each part is a process with a time limit of its own, and writes what it has at once: a crash of
     one loses nothing of the others.  DIR gets `records/` (one for each cell, as `execute` writes
-    them), `steps.json`, `copies.json`, a log of each part and `summary.json`, written again after
+    them), `steps.json`, `copies.json`, on demand `agreement/` and `baselines/`, a log of each part
+    and `summary.json`, written again after
     each part.  Exit code 1 unless every part ended well and every claim holds.
 
     \b
@@ -81,12 +98,12 @@ def measure_gpu(
     """
     need_torch()
     names = part or list(LIMITS)
-    unknown = [name for name in names if name not in LIMITS]
+    unknown = [name for name in names if name not in PARTS]
     if unknown:
-        raise CommandError(f"--part {unknown[0]}: one of {', '.join(LIMITS)}")
+        raise CommandError(f"--part {unknown[0]}: one of {', '.join(PARTS)}")
     source = suite or data_dir("config") / "gpu.yaml"
     load_suite(source)
-    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.job import versions  # noqa: PLC0415  # torch is optional
 
     asked = Asked(suite=source, output=output, device=device, only=tuple(only or ()))
     if inside:
@@ -98,7 +115,7 @@ def measure_gpu(
     ended: list[Ran] = []
     for name in names:
         ended.append(_run(name, asked))
-        summary = _summary(tuple(ended), output, job.versions(device)["device"])
+        summary = _summary(tuple(ended), output, versions(device)["device"])
     _show(summary, output)
     if not summary.sound:
         raise typer.Exit(1)
@@ -106,13 +123,14 @@ def measure_gpu(
 
 def _run(part: str, asked: Asked) -> Ran:
     """One part in a process group of its own, ended at its limit."""
-    typer.echo(f"{part}: up to {LIMITS[part]:.0f} s", err=True)
+    limit = (LIMITS | ON_DEMAND)[part]
+    typer.echo(f"{part}: up to {limit:.0f} s", err=True)
     words = ["measure-gpu", "--inside", "--part", part, *asked.words]
     command = [sys.executable, "-c", "from rematbench.cli import main; main()", *words]
-    ended = run_limited(command, asked.output / f"{part}.log", LIMITS[part], lambda: False)
+    ended = run_limited(command, asked.output / f"{part}.log", limit, lambda: False)
     status, reason = "ok", ""
     if ended.code is None:
-        status, reason = "timeout", f"not done within {LIMITS[part]:.0f} s"
+        status, reason = "timeout", f"not done within {limit:.0f} s"
     elif ended.code:
         status, reason = "failed", f"exit code {ended.code}: {last_words(ended.stderr)}"
     return Ran(part=part, status=status, reason=reason, seconds=round(ended.seconds, 1))
@@ -184,9 +202,29 @@ def _large(asked: Asked) -> None:
         typer.echo(cell.name)
 
 
+def _agreement(asked: Asked) -> None:
+    """Losses and gradient norms of three engines."""
+    gpus = gpus_here() if asked.device == "cuda" else 0
+    for name, record in agreement_records(asked.device, gpus).items():
+        keep(record, asked.output / "agreement", name)
+
+
+def _baselines(asked: Asked) -> None:
+    """The packages' own steps on the large problem, each in a process of its own."""
+    problem = asked.cells("large")[0].problem
+    for name, settings in BASELINES:
+        made = job(problem, policy(name, settings), steps=2, device=asked.device, timeout_s=60.0)
+        (record,) = run_jobs(name, [made])
+        word = "-".join(settings.values()) or "none"
+        keep(record, asked.output / "baselines", f"{name}-{word}")
+        typer.echo(f"{name}-{word}")
+
+
 PARTS: dict[str, Callable[[Asked], None]] = {
     "steps": _steps,
     "copies": _copies,
     "lossless": _lossless,
     "large": _large,
+    "agreement": _agreement,
+    "baselines": _baselines,
 }

@@ -7,7 +7,12 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from rematbench.baselines.agreement import agreement_records, agreement_table
+from rematbench.baselines.agreement import (
+    Device,
+    agreement_records,
+    agreement_table,
+    disagreements,
+)
 from rematbench.baselines.points import Point, load_points, trace_points
 from rematbench.baselines.process import NotInstalled
 from rematbench.baselines.tables import points_table, tensors_table
@@ -76,11 +81,13 @@ def compare_engines(
     committed: Annotated[
         Path | None, Option("--compare", metavar="DIR", help="The records to equal.")
     ] = None,
+    device: Annotated[Device, Option(help="cuda: the layouts that fit on the GPUs here.")] = "cpu",
 ) -> None:
     """Run our executor, Megatron-core and DeepSpeed on the same weights and batches; a record each.
 
-    With --compare, exit code 1 if a record is not as its namesake.  A record that says the same as
-    before keeps its date.
+    Exit code 1 if losses or gradient norms are further apart than 1e-5 (bf16: 2e-2) or, with
+    --compare, if a record is not as its namesake.  A record that says the same as before keeps its
+    date.
 
     \b
     Example:
@@ -88,13 +95,19 @@ def compare_engines(
     """
     # Not above: `trace` imports the commands of baselines.
     from rematbench.commands.measured import as_committed, keep  # noqa: PLC0415
-    from rematbench.commands.real import need_torch  # noqa: PLC0415
+    from rematbench.commands.real import gpus_here, need_gpu, need_torch  # noqa: PLC0415
 
     need_torch()
-    records = agreement_records()
+    need_gpu(device)
+    records = agreement_records(device, gpus_here() if device == "cuda" else 0)
     for name, record in records.items():
         keep(record, output, name)
     typer.echo(f"{output}: {len(records)} records")
+    wrong = disagreements(records)
+    for name, why in wrong.items():
+        typer.echo(f"{name}: {why}", err=True)
+    if wrong:
+        raise typer.Exit(1)
     if committed and not as_committed(list(records), output, committed):
         raise typer.Exit(1)
 

@@ -36,6 +36,13 @@ def need_gpu(device: str) -> None:
         raise CommandError("--device cuda: torch sees no GPU here")
 
 
+def gpus_here() -> int:
+    """How many GPUs torch can use on this machine."""
+    from rematbench.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
+
+    return gpus_seen()[1]
+
+
 def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:
     """Write and print a record."""
     if out is not None:

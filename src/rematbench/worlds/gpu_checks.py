@@ -4,6 +4,7 @@ A part that crashed or ran out of time has left what it had finished; the rest i
 missing, never taken for right.
 """
 
+import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from rematbench.baselines.agreement import disagreements
 from rematbench.record import Record, read_record
 
 STEP_LIMIT = 1.02
@@ -58,7 +60,39 @@ def findings(folder: Path) -> tuple[Finding, ...]:
     """Every claim, from what is in a run's folder."""
     records = [(path.stem, read_record(path)) for path in sorted((folder / "records").glob("*"))]
     found = [*_lossless(records), *_bytes(records), *_peaks(records)]
-    return (*found, _steps(folder / "steps.json"), _copies(folder / "copies.json"))
+    found += [_steps(folder / "steps.json"), _copies(folder / "copies.json")]
+    return (*found, *_engines(folder / "agreement"), *_packages(folder / "baselines"))
+
+
+def _engines(folder: Path) -> Iterator[Finding]:
+    """Three engines on the same weights and batches, where that was asked for."""
+    records = {path.stem: read_record(path) for path in sorted(folder.glob("*.json"))}
+    if records:
+        wrong = [f"{name} {why}" for name, why in disagreements(records).items()]
+        yield Finding(
+            claim="losses and gradient norms of the packages are the executor's",
+            holds=not wrong,
+            text="; ".join(wrong) or f"{len(records)} runs",
+        )
+
+
+def _packages(folder: Path) -> Iterator[Finding]:
+    """Seconds and bytes of the packages, where that was asked for: nothing to hold but that they
+    ran.  Kernels differ, so nothing is ranked."""
+    words, held = [], []
+    for path in sorted(folder.glob("*.json")):
+        record = read_record(path)
+        held.append(record.status == "ok")
+        seen = record.observed
+        if seen is None or not seen.step_s:
+            words.append(f"{path.stem} {record.status} {record.reason}".rstrip())
+            continue
+        step_s = statistics.median(seen.step_s[0])
+        words.append(
+            f"{path.stem} {step_s:.4g} s, allocated {max(seen.allocated_bytes) / 2**30:.3f} GiB"
+        )
+    if words:
+        yield Finding(claim="the packages run", holds=all(held), text="; ".join(words))
 
 
 def _ran(records: Sequence[tuple[str, Record]]) -> list[tuple[str, Record]]:
