@@ -54,12 +54,13 @@ def trace(job: Job, policy: MegatronCore) -> RankAnswer:
         engine.measured(meter, rig.config)
         if policy.offload_modules:
             engine.run_step(rig, batches)
+            meter.exclude(engine.pooled())
         with meter:
             engine.run_step(rig, batches)
     answer = RankAnswer(
         kernels={**rig.kernels, "optimizer": "its bytes are computed, not allocated"},
         activation_peak_bytes=meter.device_peak_bytes,
-        host_peak_bytes=engine.pool_bytes() if policy.offload_modules else 0,
+        host_peak_bytes=engine.pool_bytes(),
         state_bytes=states + _optimizer_bytes(rig, run),
     )
     engine.leave_groups()

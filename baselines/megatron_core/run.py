@@ -81,8 +81,7 @@ def execute(job: Job, rank: Rank) -> RankAnswer:
     # Where activations are offloaded a first step is unlike all others: see `fake`.
     metered = min(1, job.steps - 1) if _policy(job).offload_modules else 0
     train(Trainer(engine, rig), job, answer, meter, metered)
-    if _policy(job).offload_modules:
-        answer.host_peak_bytes = engine.pool_bytes()
+    answer.host_peak_bytes = engine.pool_bytes()
     answer.state_bytes = Meter(device=device).states(rig.states())
     return answer
 
@@ -107,7 +106,7 @@ class Trainer:
             self.losses = self.engine.run_step(self.rig, self.batches)
             return
         inputs = [tensor for batch in self.batches for tensor in (batch.ids, batch.labels)]
-        meter.states([*self.rig.states(), *inputs])
+        meter.states([*self.rig.states(), *inputs, *self.engine.pooled()])
         with meter:
             self.losses = self.engine.run_step(self.rig, self.batches)
         if self.rig.device.type == "cuda":

@@ -244,12 +244,17 @@ def step_batches(rig: Rig, step: int) -> tuple[list[MicroBatch], int]:
     return micro_batches(batch, run.layout, rig.place, rig.device), batch.counted
 
 
-def pool_bytes() -> int:
+def pooled() -> list[torch.Tensor]:
     """Host memory that fine-grained offloading has taken: its pool gives none back."""
-    pool = PipelineOffloadManager.get_instance().cpu_tensor_pool
-    pools = pool.get_pool_status()["pools"]
-    sizes = {key: math.prod(key[0]) * key[1].itemsize for key in pools}
-    return sum(found["total_count"] * sizes[key] for key, found in pools.items())
+    if PipelineOffloadManager.OFFLOAD_MGR is None:
+        return []
+    pools = PipelineOffloadManager.OFFLOAD_MGR.cpu_tensor_pool._pools
+    return [tensor for pool in pools.values() for tensor in pool["all"]]
+
+
+def pool_bytes() -> int:
+    """The same in bytes."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in pooled())
 
 
 def measured(meter: Meter, config: Any) -> None:
