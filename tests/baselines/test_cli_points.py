@@ -162,5 +162,5 @@ def test_states_on_the_host_are_said_beside_those_on_the_device(
     record = read_record(TRACED / "llama2-7b-4k-offload.json")
     monkeypatch.setattr(baseline_command, "run_jobs", lambda *_: [record])
     done = RUN.invoke(app, ["baseline", "trace", *TRACE[1:]])
-    assert "shim: places, streams, order" in done.output
+    assert "shim: places, streams, norm, order" in done.output
     assert "host 0.97 GiB, states 0.93 GiB and 15.69 GiB on the host" in done.output

@@ -15,19 +15,15 @@ MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"
 TRACED = MEASURED / "traced" / "baselines"
 AGREEMENT = MEASURED / "executed" / "agreement"
 POINTS = {point.name: point for point in load_points()}
-FAR = {"k530b-selective": 1.08, "k1t-selective": 1.09}
+FAR = {"k530b-selective": 1.08, "k1t-selective": 1.09, "k1t-none": 1.051}
 """Traced bytes over published ones, where docs/baselines.md says that they are apart."""
 UNEXPLAINED = {"megatron_core": 0.007, "deepspeed": 1e-4}
 AHEAD = {"llama2-7b-4k-offload": 0.013}
 """The plan reloads a layer's input while the layer before it runs; DeepSpeed when it wants it."""
 LABELS = {
-    "megatron_core": ("megatron-core (fake tensors)", "megatron-core + CPU shim (fake tensors)"),
-    "deepspeed": (
-        "deepspeed on its CPU accelerator (fake tensors)",
-        "deepspeed + CPU shim (fake tensors)",
-    ),
+    "megatron_core": "megatron-core + CPU shim (fake tensors)",
+    "deepspeed": "deepspeed + CPU shim (fake tensors)",
 }
-"""Without and with parts of a shim."""
 VERSIONS = {"megatron-core": "0.16.1", "deepspeed": "0.19.8"}
 
 
@@ -38,8 +34,8 @@ def test_a_traced_record_is_labelled_and_near_its_published_cell(path: Path) -> 
     assert record.spec.layout == point.layout
     seen = record.observed
     assert seen is not None
-    assert seen.label == LABELS[point.baseline][bool(seen.shim)]
-    assert bool(seen.shim) == (point.name != "llama2-7b-4k-zero2")  # which asks for no value
+    assert seen.label == LABELS[point.baseline]
+    assert seen.shim
     assert VERSIONS.items() & seen.stack.items()
     cell = published(point)
     if isinstance(cell, int):
