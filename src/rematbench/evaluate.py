@@ -72,6 +72,25 @@ class PlanEvaluation(Struct, frozen=True, kw_only=True):
         return tuple(rank.host_peak for rank in self.ranks)
 
 
+class Speed(Struct, frozen=True, kw_only=True):
+    """What a step's seconds mean; MFU are fractions of the cluster's peak."""
+
+    tokens_per_s_per_gpu: float
+    mfu_causal: float
+    mfu_dense: float
+
+
+def speed(problem: Problem, step_s: float) -> Speed:
+    """Of a step of `step_s` seconds, simulated or measured."""
+    lay, work, peak = problem.layout, problem.workload, problem.cluster.peak_flop_per_s
+    rate = lay.global_batch * work.seq_len / step_s / lay.gpus
+    return Speed(
+        tokens_per_s_per_gpu=rate,
+        mfu_causal=mfu(rate, work.model, work.seq_len, peak, causal=True),
+        mfu_dense=mfu(rate, work.model, work.seq_len, peak, causal=False),
+    )
+
+
 def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
     """Chunk-level evaluation (a problem's evaluator)."""
     return evaluate_program(problem, plan, lower(plan, problem))
@@ -95,18 +114,18 @@ def evaluate_program(
         simulation = simulate_chunks(program, seconds)
     lay, work = problem.layout, problem.workload
     tokens = lay.global_batch * work.seq_len
-    rate = tokens / simulation.step_s / lay.gpus
+    found = speed(problem, simulation.step_s)
+    rate = found.tokens_per_s_per_gpu
     ranks = ranks or program_bytes(problem, plan, program)
     again, moved = _work(problem, program)
     replicas = lay.tp * lay.cp * lay.dp  # ranks per stage, all alike
     peak = problem.cluster.peak_flop_per_s
-    model = work.model
     return PlanEvaluation(
         step_s=simulation.step_s,
         tokens_per_s_per_gpu=rate,
-        mfu_causal=mfu(rate, model, work.seq_len, peak, causal=True),
-        mfu_dense=mfu(rate, model, work.seq_len, peak, causal=False),
-        hfu=hfu(rate, model, work.seq_len, peak, again * replicas / tokens),
+        mfu_causal=found.mfu_causal,
+        mfu_dense=found.mfu_dense,
+        hfu=hfu(rate, work.model, work.seq_len, peak, again * replicas / tokens),
         ranks=ranks,
         host_node_bytes=host_node_bytes(problem, ranks),
         reserved_bytes=max(rank.device_peak for rank in ranks),

@@ -20,7 +20,7 @@ from rematbench.slurm.cellrecord import is_final
 from rematbench.slurm.cells import Campaign, load_measurement
 from rematbench.slurm.launch import Allocation
 from rematbench.slurm.queue import PATIENCE_MINUTES, Silent, job_alive, settle_jobs
-from rematbench.slurm.rows import cell_rows
+from rematbench.slurm.rows import cell_rows, number_rows
 from rematbench.slurm.runner import Runner, finish
 from rematbench.slurm.submissions import refuse, refuse_simulated, submissions, summary, write_plan
 from rematbench.store import Store
@@ -138,7 +138,8 @@ def collect_cells(
     cluster: CLUSTER = "",
     methods: METHODS = None,
 ) -> None:
-    """Every cell as a row, with its status; cells that are not finished have a row too.
+    """Every cell as a row, with its status and numbers, measured beside simulated; cells that are
+    not finished have a row too, and times are of GPUs only.
 
     \b
     Example:
@@ -146,7 +147,7 @@ def collect_cells(
         -o results/measure/executed.csv
     """
     campaign = _campaign(suite, cluster, methods)
-    rows = cell_rows(campaign, Store(store, job_alive=job_alive, is_final=is_final))
+    rows = number_rows(campaign, Store(store, job_alive=job_alive, is_final=is_final))
     write_sheet(output, rows)
     done = sum(row["status"] == "ok" for row in rows)
     typer.echo(f"{output}: {len(rows)} cells, {done} ok")

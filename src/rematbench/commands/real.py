@@ -14,6 +14,7 @@ from rematbench.commands.show import heading
 from rematbench.console import CommandError, console, gib, grid, left, plain
 from rematbench.measured import Comparison, Measured
 from rematbench.record import Record, write_record
+from rematbench.worlds.speed import MeasuredSpeed, measured_speed
 
 TORCH = "2.10"
 NO_TORCH = (
@@ -61,7 +62,9 @@ def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None
         console().print(_steps(record.measured))
     console().print(_bytes(record.measured, record.spec.precision))
     if record.measured.step_s:
-        console().print(plain(timing(record.measured.step_s)))
+        seconds, device = record.measured.step_s, record.provenance.device
+        console().print(plain(timing(seconds)))
+        console().print(plain(speed_text(measured_speed(asked.problem, seconds, device))))
     if record.measured.comparison:
         console().print(plain(verdict(record.measured.comparison)))
 
@@ -77,6 +80,15 @@ def timing(step_s: Sequence[float]) -> str:
     """Seconds of a GPU's steps."""
     many = f"{len(step_s)} steps after those, which nothing observed"
     return f"step {statistics.median(step_s):.4g} s (median of {many}: {max(step_s):.4g} s at most)"
+
+
+def speed_text(found: MeasuredSpeed) -> str:
+    """Tokens/s per GPU, and MFU where the cluster's peak is that of the GPU."""
+    rate = f"{found.tokens_per_s_per_gpu:,.1f} tokens/s/GPU"
+    if found.mfu_causal is None or found.mfu_dense is None:
+        return f"{rate} ({found.no_mfu})"
+    ways = f"{100 * found.mfu_causal:.1f} % causal, {100 * found.mfu_dense:.1f} % dense"
+    return f"{rate}, MFU {ways} ({found.peak})"
 
 
 def verdict(found: Comparison) -> str:

@@ -11,7 +11,9 @@ from msgspec.structs import replace
 
 from rematbench.configfile import ConfigError, closest, convert, read_mapping
 from rematbench.digests import code_digest, method_digest
-from rematbench.discover import Registry, Value
+from rematbench.discover import Composition, Registry, Value
+from rematbench.evaluate import PlanEvaluation
+from rematbench.plan import Unsupported
 from rematbench.problem import Problem
 from rematbench.record import content_hash, run_spec
 from rematbench.slurm.settings import Site, load_site
@@ -145,11 +147,27 @@ class Campaign:
             self._problems[spec.name] = spec.problem()
         return self._problems[spec.name]
 
+    def method(self, cell: Cell) -> Composition:
+        """A cell's method with its settings."""
+        settings: dict[str, Value] = dict(cell.variant.settings)
+        return self.registry.resolve(cell.variant.method, settings)
+
+    def simulated(self, cell: Cell) -> PlanEvaluation | None:
+        """A cell's step as simulated, made once; None where the method gives no plan.
+
+        PlanError where its plan is none.
+        """
+        problem = self.problem(cell.spec)
+        plan = self.method(cell).plan(problem)
+        if isinstance(plan, Unsupported):
+            return None
+        found = problem.cost.evaluate(plan)
+        assert isinstance(found, PlanEvaluation)  # the evaluator of make_problem
+        return found
+
     def key(self, cell: Cell) -> str:
         """What a finished record of the cell stands for: the same request, method and code."""
-        settings: dict[str, Value] = dict(cell.variant.settings)
-        method = self.registry.resolve(cell.variant.method, settings)
-        asked = run_spec(self.problem(cell.spec), method, "executed")
+        asked = run_spec(self.problem(cell.spec), self.method(cell), "executed")
         code = [code_digest("executed"), method_digest(self.origins(cell.variant.method))]
         word = content_hash([asked, self.suite.steps, code])
         return f"{cell.name}.{word}"

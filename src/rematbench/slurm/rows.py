@@ -4,14 +4,36 @@ from typing import Any
 
 import msgspec
 
+from rematbench.evaluate import PlanEvaluation
+from rematbench.plan import PlanError
 from rematbench.slurm.cellrecord import CellRecord, decode
 from rematbench.slurm.cells import Campaign, Cell
+from rematbench.slurm.shown import columns, shown
 from rematbench.store import Store
 
 
 def cell_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
-    """A row per cell.  Beside the statuses of records there are `running` and `waiting`."""
+    """A row per cell: what was asked, what came of it.  Beside the statuses of records there are
+    `running` and `waiting`."""
     return [_row(campaign, store, cell) for cell in campaign.cells]
+
+
+def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
+    """The same with every number (`shown.COLUMNS`), measured and simulated: cells are planned."""
+    found = []
+    for cell, row in zip(campaign.cells, cell_rows(campaign, store), strict=True):
+        data = store.read(campaign.key(cell)) if row["status"] != "running" else None
+        record = (decode(data).record if data is not None else None) or {}
+        numbers = columns(shown(record), campaign.problem(cell.spec), _simulated(campaign, cell))
+        found.append(row | numbers)
+    return found
+
+
+def _simulated(campaign: Campaign, cell: Cell) -> PlanEvaluation | None:
+    try:
+        return campaign.simulated(cell)
+    except PlanError:  # the cell's own row says it
+        return None
 
 
 def _row(campaign: Campaign, store: Store, cell: Cell) -> dict[str, Any]:
@@ -42,9 +64,6 @@ def _row(campaign: Campaign, store: Store, cell: Cell) -> dict[str, Any]:
 
 
 def _outcome(found: CellRecord | None) -> dict[str, Any]:
-    record = (found.record if found else None) or {}
-    numbers = measured_numbers(record)
-    origin = record.get("provenance") or {}
     return {
         "status": found.status if found else "waiting",
         "reason": found.reason if found else "",
@@ -53,30 +72,5 @@ def _outcome(found: CellRecord | None) -> dict[str, Any]:
         "hosts": " ".join(node.host for node in found.hosts) if found else "",
         "remarks": "; ".join(found.remarks) if found else "",
         "written": found.written if found else "",
-        "device": origin.get("device", ""),
-        "torch": origin.get("torch", ""),
-        **numbers,
         "record_key": found.key if found else "",
-    }
-
-
-def measured_numbers(record: dict[str, Any]) -> dict[str, Any]:
-    """Losses, and bytes and FLOPs of the fullest rank or of all ranks, of an executed record."""
-    inside = record.get("measured") or {}
-    if inside:
-        ranks = inside["ranks"]
-        peaks = [rank["peak_bytes"] for rank in ranks]
-        hosts = [rank["host_peak_bytes"] for rank in ranks]
-        offloaded = sum(rank["offload_bytes"] for rank in ranks)
-        again = sum(rank["recompute_flop"] for rank in ranks)
-    else:
-        peaks, hosts = record.get("peak_device_bytes") or [], record.get("peak_host_bytes") or []
-        offloaded, again = record.get("offload_bytes", ""), record.get("recompute_flop", "")
-    losses = (inside or record).get("losses", [])
-    return {
-        "losses": msgspec.json.encode(losses).decode() if losses else "",
-        "peak_device_bytes": max(peaks, default=""),
-        "peak_host_bytes": max(hosts, default=""),
-        "offload_bytes": offloaded,
-        "recompute_flop": again,
     }

@@ -18,7 +18,8 @@ from typing import Any
 
 import msgspec
 
-from rematbench.plan import PlanError, Unsupported
+from rematbench.evaluate import PlanEvaluation
+from rematbench.plan import PlanError
 from rematbench.rank_error import RankError, first_cause, noted
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode
 from rematbench.slurm.cells import Bundle, Campaign, Cell, CellStatus, execute_words
@@ -188,10 +189,8 @@ class Runner:
 
     def _predicted_pinned(self, cell: Cell) -> int:
         """Pinned bytes per node that the simulator predicts; 0 for what it cannot plan."""
-        problem = self.campaign.problem(cell.spec)
-        settings = dict(cell.variant.settings)
-        plan = self.campaign.registry.resolve(cell.variant.method, settings).plan(problem)
-        return 0 if isinstance(plan, Unsupported) else host_bytes(problem, plan)
+        found = self.campaign.simulated(cell)
+        return 0 if found is None else host_bytes(found)
 
     def _node_facts(self) -> list[NodeFacts]:
         """Facts of every node, looked up once for each allocation; RuntimeError if that failed."""
@@ -219,9 +218,9 @@ class Runner:
         )
 
 
-def host_bytes(problem: Any, plan: Any) -> int:
+def host_bytes(simulated: PlanEvaluation) -> int:
     """Predicted pinned bytes of the fullest node."""
-    return int(problem.cost.evaluate(plan).host_node_bytes)
+    return simulated.host_node_bytes
 
 
 def manifest(records: list[CellRecord]) -> bytes:

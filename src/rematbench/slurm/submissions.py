@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from rematbench.console import CommandError
-from rematbench.plan import PlanError, Unsupported
+from rematbench.plan import PlanError
 from rematbench.published.sheets import write_sheet
 from rematbench.slurm.cells import Bundle, Campaign, Cell
 from rematbench.slurm.queue import Node, Unreachable, partitions
@@ -61,15 +61,11 @@ def _submission(campaign: Campaign, bundle: Bundle, cells: Sequence[Cell]) -> Su
 
 def _seconds(campaign: Campaign, cell: Cell) -> float:
     """Predicted seconds of a cell's steps; none for what is refused before its first."""
-    problem = campaign.problem(cell.spec)
-    method = campaign.registry.resolve(cell.variant.method, dict(cell.variant.settings))
     try:
-        plan = method.plan(problem)
-        if isinstance(plan, Unsupported):
-            return 0.0
-        return campaign.suite.steps * problem.cost.evaluate(plan).step_s
+        found = campaign.simulated(cell)
     except PlanError:
         return 0.0
+    return campaign.suite.steps * found.step_s if found is not None else 0.0
 
 
 def write_plan(rows: Sequence[Submission], path: Path) -> None:
