@@ -4,6 +4,8 @@ import importlib
 import multiprocessing as mp
 import os
 import pickle
+import sys
+import threading
 import time
 import traceback
 from datetime import timedelta
@@ -37,7 +39,8 @@ def drive(name: str, jobs_path: Path, folder: Path) -> int:
     if jobs and jobs[0].device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     runner = _runner(name)
-    if launched := _launched():
+    traced = bool(jobs) and jobs[0].run.world == "traced"  # by a process alone, wherever it is
+    if not traced and (launched := _launched()):
         return _as_rank(runner, jobs, folder, *launched)
     number = 0
     while number < len(jobs):
@@ -70,7 +73,9 @@ def _key(job: Job) -> tuple[Any, ...]:
 
 
 def _launched() -> tuple[int, int, int] | None:
-    """(rank, size, local rank) given by torchrun or srun."""
+    """(rank, size, local rank) given by torchrun or srun; None where they started this process
+    alone, which then starts the ranks.  Ends with one line where ranks are not told where to meet.
+    """
     names = (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
         ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -78,8 +83,19 @@ def _launched() -> tuple[int, int, int] | None:
     for group in names:
         if all(name in os.environ for name in group):
             rank, size, local = (int(os.environ[name]) for name in group)
+            if size == 1:
+                return None
+            if not all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
+                sys.exit("set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)")
             return rank, size, local
     return None
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent has gone: a rank that waits for a peer would stay."""
+    while os.getppid() == parent:
+        time.sleep(10 * POLL_S)
+    os._exit(1)
 
 
 def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Path) -> int:
@@ -238,6 +254,9 @@ def _as_rank(
     After a failure ranks may stand in different collectives, so the jobs after it are not run: they
     get records that say so.
     """
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    # srun has other names for them, and packages read these.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local))
     _join(runner, jobs[0], rank, size, "env://", local)
     failed = ""
     for number, job in enumerate(jobs):

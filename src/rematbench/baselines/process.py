@@ -6,6 +6,7 @@ records come out as JSON.
 """
 
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,10 +23,12 @@ from rematbench.configfile import closest
 from rematbench.discover import Composition, MethodEntry, MethodError, Value, build, load_file
 from rematbench.paths import data_dir
 from rematbench.problem import Problem
-from rematbench.record import Record, RunSpec, run_spec
+from rematbench.record import Record, RunSpec, provenance, run_spec
+from rematbench.suite import Status
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 STARTUP_S = 120.0
+KILLED = "a process got signal 9: host memory, as far as can be known"
 
 
 class BaselineError(ValueError):
@@ -105,18 +108,7 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
     """
     with tempfile.TemporaryDirectory(prefix="rematbench-") as temporary:
         place = folder or Path(temporary)
-        place.mkdir(parents=True, exist_ok=True)
-        _empty(place)
-        (place / "jobs.json").write_bytes(msgspec.json.encode(list(jobs)))
-        entry = data_dir("baselines") / "run.py"
-        command = [sys.executable, str(entry), name, str(place / "jobs.json"), str(place)]
-        limit = STARTUP_S + fsum(item.timeout_s for item in jobs)
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=limit, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise BaselineError(f"{name}: no answer within {limit:g} s") from error
+        done = _run(name, jobs, place)
         records = []
         for number in range(len(jobs)):
             path = place / f"{number}.json"
@@ -124,6 +116,46 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
                 raise _no_record(name, done.stderr, done.returncode)
             records.append(msgspec.json.decode(path.read_bytes(), type=Record))
     return records
+
+
+def run_rank(name: str, asked: Job) -> Record | None:
+    """Run a job as the rank that a launcher made of this process: rank 0's record, or that of the
+    rank's own failure; None of another rank if the job ended well (or was refused)."""
+    with tempfile.TemporaryDirectory(prefix="rematbench-") as temporary:
+        place = Path(temporary)
+        done = _run(name, [asked], place)
+        path = place / "0.json"
+        if path.exists():
+            return msgspec.json.decode(path.read_bytes(), type=Record)
+        if done.returncode == 0:
+            return None
+        error = _no_record(name, done.stderr, done.returncode)
+        if isinstance(error, NotInstalled):
+            raise error
+        status: Status = "failed"
+        if done.returncode == -signal.SIGKILL:
+            status, error = "oom", BaselineError(f"{name}: {KILLED}")
+        return Record(
+            run_id=asked.run.run_id,
+            spec=asked.run,
+            status=status,
+            reason=str(error),
+            provenance=provenance(),
+        )
+
+
+def _run(name: str, jobs: Sequence[Job], place: Path) -> "subprocess.CompletedProcess[str]":
+    """The baseline's process on jobs, its records in `place`."""
+    place.mkdir(parents=True, exist_ok=True)
+    _empty(place)
+    (place / "jobs.json").write_bytes(msgspec.json.encode(list(jobs)))
+    entry = data_dir("baselines") / "run.py"
+    command = [sys.executable, str(entry), name, str(place / "jobs.json"), str(place)]
+    limit = STARTUP_S + fsum(item.timeout_s for item in jobs)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise BaselineError(f"{name}: no answer within {limit:g} s") from error
 
 
 def _empty(place: Path) -> None:

@@ -1,5 +1,7 @@
 """The commands about baselines: flags, and `baseline` list, run, trace, predict."""
 
+import importlib.util
+import time
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -8,7 +10,16 @@ import typer
 from typer import Option
 
 from rematbench.baselines.flags import flags_of
-from rematbench.baselines.process import BaselineError, Job, baselines, job, policy, run_jobs
+from rematbench.baselines.process import (
+    BaselineError,
+    Job,
+    baselines,
+    job,
+    policy,
+    run_jobs,
+    run_rank,
+)
+from rematbench.commands.launched import Address, Port, Rank, Size, is_launched, leave_failure
 from rematbench.commands.options import Request, RunOptions, request, settings_of, takes_run
 from rematbench.commands.points import (
     compare_engines,
@@ -16,12 +27,15 @@ from rematbench.commands.points import (
     trace_shipped_points,
     write_tables,
 )
+from rematbench.commands.real import speed_text, timing
 from rematbench.console import CommandError, console, gib, grid, left, plain
 from rematbench.discover import IDENTITY
 from rematbench.evaluate import fullest
 from rematbench.plan import Unsupported
+from rematbench.problem import Problem
 from rematbench.record import Record, encode_record, make_record, write_record
 from rematbench.suite import run_method
+from rematbench.worlds.speed import measured_speed
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -83,38 +97,63 @@ def predict_baseline(
 
 @app.command("run")
 @takes_run
-def run_baseline(
+def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line each
     run: RunOptions,
     steps: Annotated[int, Option(min=1, help="Steps with losses, gradients and bytes.")] = 2,
     warmup: Annotated[int, Option(min=1, help="GPUs: more steps before the timed ones.")] = 1,
     timed_steps: Annotated[int, Option(min=0, help="GPUs: steps for their seconds.")] = 3,
-    device: Annotated[str, Option(metavar="cpu|cuda", help="Where to run.")] = "cpu",
+    device: Annotated[
+        str, Option(metavar="cpu|cuda", help="Where to run (default: cuda where there is one).")
+    ] = "",
+    timeout: Annotated[float, Option(min=1, help="Seconds without a result until given up.")] = 600,
     options: Annotated[
         Path | None, Option(metavar="FILE", help="Configure it from what `flags` printed.")
     ] = None,
     out: Annotated[
         Path | None, Option(metavar="RECORD.json", help="Also write the record.")
     ] = None,
+    rank: Rank = None,
+    world_size: Size = None,
+    address: Address = "",
+    port: Port = 0,
 ) -> None:
     """Execute a baseline: the real package in processes of its own (gloo on a CPU, NCCL on GPUs).
+
+    Starts a process for each of --gpus; under torchrun or srun it is one of theirs, and rank 0
+    writes and prints the record.
 
     \b
     Example:
       rematbench baseline run megatron_core --model tiny-llama --cluster this-machine --gpus 2
         --seq-len 128 --global-batch 4 --tp 2 --precision fp32 --set recompute=full
     """
-    if device not in ("cpu", "cuda"):
+    if device not in ("", "cpu", "cuda"):
         raise CommandError(f"--device {device}: expected cpu or cuda")
     made = asked(run)
+    launched = is_launched(rank, world_size, (address, port), made.problem.layout.gpus)
     try:
         printed = options.read_text() if options else ""
     except OSError as error:
         raise CommandError(f"--options {options}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise CommandError(f"--options {options}: is no text, as `flags` prints it") from error
-    chosen: dict[str, int | str] = {"steps": steps, "warmup": warmup, "device": device}
+    chosen: dict[str, int | str] = {"steps": steps, "warmup": warmup, "options": printed}
     chosen["timed_steps"] = timed_steps
-    _finish(run.method, [_job(made, "executed", options=printed, **chosen)], out)
+    chosen["device"] = device or ("cuda" if _has_gpu() else "cpu")
+    found = _job(made, "executed", timeout_s=timeout, **chosen)
+    if launched and rank is not None:
+        _finish_rank(run.method, found, rank, out, made.problem)
+    else:
+        _finish(run.method, [found], out, problem=made.problem)
+
+
+def _has_gpu() -> bool:
+    """Whether torch can use a GPU; a missing torch is said by the baseline's own process."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    from rematbench.torch import job as torch_job  # noqa: PLC0415  # torch is optional
+
+    return torch_job.has_gpu()
 
 
 @app.command("trace")
@@ -167,23 +206,51 @@ app.command("tables")(write_tables)
 def _job(
     made: Request, world: Literal["executed", "traced"], **options: int | float | bool | str
 ) -> Job:
-    return job(made.problem, made.method, world, timeout_s=600.0, **options)
+    return job(made.problem, made.method, world, **{"timeout_s": 600.0, **options})
 
 
-def _finish(name: str, jobs: list[Job], out: Path | None, *, json: bool = False) -> None:
+def _finish_rank(name: str, asked_job: Job, rank: int, out: Path | None, problem: Problem) -> None:
+    """One of a launcher's ranks: rank 0 writes and prints the record, the others say nothing while
+    all is well.  One that fails leaves its error beside `out`, and ends with 1."""
+    started = time.time()
+    record = run_rank(name, asked_job)
+    if record is None:
+        return
+    failed = record.status in ("failed", "oom")
+    if out is not None:
+        if failed:
+            record = leave_failure(record, out, rank, started)
+        else:
+            write_record(record, out)
+    if rank == 0:
+        _show(record, problem)
+    elif failed:
+        typer.echo(f"rank {rank}: {record.status}: {record.reason}", err=True)
+    if failed or (record.status == "unsupported" and asked_job.options):
+        raise typer.Exit(1)
+
+
+def _finish(
+    name: str,
+    jobs: list[Job],
+    out: Path | None,
+    *,
+    json: bool = False,
+    problem: Problem | None = None,
+) -> None:
     (record,) = run_jobs(name, jobs)
     if out is not None:
         write_record(record, out)
     if json:
         typer.echo(encode_record(record).decode())
     else:
-        _show(record)
+        _show(record, problem)
     # What was printed for a job and given back with another is a mistake of a person's.
     if record.status == "failed" or (record.status == "unsupported" and jobs[0].options):
         raise typer.Exit(1)
 
 
-def _show(record: Record) -> None:
+def _show(record: Record, problem: Problem | None = None) -> None:
     seen = record.observed
     if seen is None:
         typer.echo(f"{record.status.upper()}: {record.reason}")
@@ -202,6 +269,10 @@ def _show(record: Record) -> None:
         away = seen.host_state_bytes[index] if seen.host_state_bytes else 0
         beside = f" and {gib(away)} GiB on the host" if away else ""
         typer.echo(f"  rank {rank}: {words}, states {gib(seen.state_bytes[index])} GiB{beside}")
+    if problem is not None and seen.step_s:
+        slowest = [max(times) for times in zip(*seen.step_s, strict=True)]
+        typer.echo(f"  {timing(slowest)}")
+        typer.echo(f"  {speed_text(measured_speed(problem, slowest, seen.device))}")
 
 
 def _versions(stack: dict[str, str]) -> str:

@@ -10,9 +10,9 @@ import typer
 from typer import Option
 
 from rematbench import rank_error
+from rematbench.commands.launched import Address, Local, Port, Rank, Size, is_launched
 from rematbench.commands.options import Request, RunOptions, request, takes_run
 from rematbench.commands.real import finish, need_gpu, need_torch
-from rematbench.console import CommandError
 from rematbench.discover import discover
 from rematbench.lower import lower
 from rematbench.measured import Measured
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 SEQ_LEN = 128
 Device = Literal["cpu", "cuda"]
-RANK = Option(envvar=["RANK", "SLURM_PROCID"], hidden=True)
-SIZE = Option(envvar=["WORLD_SIZE", "SLURM_NTASKS"], hidden=True)
-LOCAL = Option(envvar=["LOCAL_RANK", "SLURM_LOCALID"], hidden=True)
 
 
 @takes_run
@@ -44,11 +41,11 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     timeout: Annotated[float, Option(min=1, help="Seconds without a result until given up.")] = 600,
     out: Annotated[Path | None, Option(metavar="RECORD.json", help="Write the record.")] = None,
     json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
-    rank: Annotated[int | None, RANK] = None,
-    world_size: Annotated[int | None, SIZE] = None,
-    local_rank: Annotated[int, LOCAL] = 0,
-    address: Annotated[str, Option(envvar="MASTER_ADDR", hidden=True)] = "",
-    port: Annotated[int, Option(envvar="MASTER_PORT", hidden=True)] = 0,
+    rank: Rank = None,
+    world_size: Size = None,
+    local_rank: Local = 0,
+    address: Address = "",
+    port: Port = 0,
 ) -> None:
     """Execute a method's plan on torch: losses, gradients, and bytes against the ledger.
 
@@ -105,14 +102,11 @@ def _given(
     """This process's place among a launcher's, if one started it."""
     from rematbench.torch.job import Given  # noqa: PLC0415  # torch is optional
 
-    if rank is None or world_size is None or world_size == 1:
+    if not is_launched(rank, world_size, meeting, asked.problem.layout.gpus):
         return None
-    gpus = asked.problem.layout.gpus
-    if world_size != gpus:
-        raise CommandError(f"--gpus {gpus}: the launcher started {world_size} processes")
+    assert rank is not None
+    assert world_size is not None
     address, port = meeting
-    if not address or not port:
-        raise CommandError("set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)")
     return Given(
         rank=rank, world_size=world_size, local_rank=local_rank, address=address, port=port
     )

@@ -1,0 +1,86 @@
+"""A process that torchrun or srun may have started: its place among theirs, and what a rank that
+fails leaves behind for the record."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from rematbench import rank_error
+from rematbench.console import CommandError
+from rematbench.rank_error import RankError
+from rematbench.record import Record, write_record
+from rematbench.suite import Status
+
+Rank = Annotated[int | None, Option(envvar=["RANK", "SLURM_PROCID"], hidden=True)]
+Size = Annotated[int | None, Option(envvar=["WORLD_SIZE", "SLURM_NTASKS"], hidden=True)]
+Local = Annotated[int, Option(envvar=["LOCAL_RANK", "SLURM_LOCALID"], hidden=True)]
+Address = Annotated[str, Option(envvar="MASTER_ADDR", hidden=True)]
+Port = Annotated[int, Option(envvar="MASTER_PORT", hidden=True)]
+
+NO_MEETING = "set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)"
+PATIENCE_S = 2.0
+"""How long rank 0, which only saw a peer go, waits for that peer's word."""
+
+
+def is_launched(
+    rank: int | None, world_size: int | None, meeting: tuple[str, int], gpus: int
+) -> bool:
+    """Whether a launcher started this process as one of several (a single one starts its ranks
+    itself); CommandError if they cannot be the layout's ranks."""
+    if rank is None or world_size is None or world_size == 1:
+        return False
+    if world_size != gpus:
+        raise CommandError(f"--gpus {gpus}: the launcher started {world_size} processes")
+    if not all(meeting):
+        raise CommandError(NO_MEETING)
+    return True
+
+
+def leave_failure(record: Record, out: Path, rank: int, started: float) -> Record:
+    """Of a failing rank: its error beside `out`, and the record with the error of the rank that
+    failed first, so far as it is known by now.  Rank 0 writes that to `out`; another rank where
+    rank 0 has left none since `started` (it was killed), or can only know that a peer has gone."""
+    own = _error(record)
+    rank_error.note(out, rank, own)
+    cause = _cause(own, out, started, PATIENCE_S if rank == 0 else 0.0)
+    status, reason = _words(cause)
+    found = _with(record, status, reason)
+    silent = not out.exists() or out.stat().st_mtime < started
+    if rank == 0 or silent or cause == own:
+        write_record(found, out)
+    return found
+
+
+def _error(record: Record) -> RankError:
+    kind, _, rest = record.reason.partition("nan: ")
+    return RankError("nan", rest) if not kind and rest else RankError(record.status, record.reason)
+
+
+def _words(error: RankError) -> tuple[Status, str]:
+    """As a record says it."""
+    if error.status == "nan":
+        return "failed", f"nan: {error.reason}"
+    return ("oom" if error.status == "oom" else "failed"), error.reason
+
+
+def _with(record: Record, status: Status, reason: str) -> Record:
+    return Record(
+        run_id=record.run_id,
+        spec=record.spec,
+        status=status,
+        reason=reason,
+        provenance=record.provenance,
+    )
+
+
+def _cause(own: RankError, out: Path, started: float, patience_s: float) -> RankError:
+    """The first cause among the ranks' errors, waited for where all that is known is that a peer
+    has gone."""
+    until = time.monotonic() + patience_s
+    while True:
+        cause = rank_error.first_cause([own, *rank_error.noted(out, started)]) or own
+        if not cause.is_secondhand or time.monotonic() >= until:
+            return cause
+        time.sleep(0.05)
