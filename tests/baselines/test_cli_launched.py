@@ -23,12 +23,20 @@ WORDS = (
     "--gpus", "2", "--tp", "2", "--seq-len", "64", "--global-batch", "2", "--precision", "fp32",
     "--device", "cpu", "--timeout", "60",
 )  # fmt: skip
-MEETS_AND_DIES = """
-import os, torch.distributed as dist
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
-os._exit(9)
+ENDS = {
+    "alone": "os.kill(os.getpid(), 9)",
+    "with its caller": "os.kill(os.getppid(), 9); os.kill(os.getpid(), 9)",
+    "out of memory": "raise torch.OutOfMemoryError('HBM is full')",
+}
+BROKEN = """
+import sys
+if any(word.endswith("baselines/run.py") for word in sys.orig_argv):
+    import os, torch, torch.distributed
+    def broken(*_):
+        {end}
+    torch.distributed.all_gather_object = broken
 """
+"""Loaded as a process starts: it ends after its steps, where ranks bring their answers together."""
 
 
 def started(given: dict[str, str], *words: str, code: str = RUN) -> "subprocess.Popen[str]":
@@ -61,15 +69,18 @@ def places() -> list[dict[str, str]]:
     return [meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
 
 
-def after_a_death(out: Path, dies: int, code: str = MEETS_AND_DIES) -> tuple[Record, str]:
-    """The record of two ranks of which one goes once they have met, and what the other said."""
+def after_a_death(tmp_path: Path, dies: int, end: str) -> tuple[Record, list[str]]:
+    """The record of two ranks of which one ends so, and what each said."""
+    out = tmp_path / "record.json"
+    (tmp_path / "sitecustomize.py").write_text(BROKEN.format(end=ENDS[end]))
+    path = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     ranks = [
-        started(place, code=code) if rank == dies else started(place, *WORDS, "--out", str(out))
+        started(place | (path if rank == dies else {}), *WORDS, "--out", str(out))
         for rank, place in enumerate(places())
     ]
-    codes, _, errors = zip(*map(ended, ranks), strict=True)
-    assert codes[1 - dies] == 1, errors
-    return read_record(out), errors[1 - dies]
+    codes, said, errors = zip(*map(ended, ranks), strict=True)
+    assert 0 not in codes
+    return read_record(out), [*said, *errors]
 
 
 def test_torchrun_gives_one_record_and_one_answer(tmp_path: Path) -> None:
@@ -106,29 +117,31 @@ def test_what_is_refused_is_refused_once(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_0_leaves_a_record_by_the_other(tmp_path: Path) -> None:
-    out = tmp_path / "record.json"
-    out.write_text("of an earlier run")
-    os.utime(out, (1, 1))
-    record, said = after_a_death(out, dies=0)
+    (tmp_path / "record.json").write_text("of an earlier run")
+    os.utime(tmp_path / "record.json", (1, 1))
+    record, (_, silent, _, error) = after_a_death(tmp_path, 0, "with its caller")
     assert record.status == "failed"
     assert RankError(record.status, record.reason).is_secondhand
-    assert said.startswith("rank 1: failed: ")
-    assert Path(f"{out}.error.1").exists()
+    assert (silent, error.strip()) == ("", f"rank 1: failed: {record.reason}")
+    assert (tmp_path / "record.json.error.1").exists()
 
 
 def test_rank_0_tells_the_other_ranks_cause_and_no_older_one(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
-    rank_error.note(out, 3, RankError("oom", "of an earlier run"))
+    rank_error.note(out, 3, RankError("failed", "of an earlier run"))
     os.utime(f"{out}.error.3", (1, 1))
-    dying = MEETS_AND_DIES.replace(
-        "os._exit",
-        "from pathlib import Path\n"
-        "from rematbench import rank_error\n"
-        f"rank_error.note(Path({str(out)!r}), 1, rank_error.RankError('oom', 'HBM is full'))\n"
-        "os._exit",
-    )
-    record, _ = after_a_death(out, dies=1, code=dying)
-    assert (record.status, record.reason) == ("oom", "HBM is full")
+    record, (said, _, _, error) = after_a_death(tmp_path, 1, "out of memory")
+    assert record.status == "oom"
+    assert record.reason.endswith("HBM is full")
+    assert said.strip() == f"OOM: {record.reason}"
+    assert error.strip() == f"rank 1: oom: {record.reason}"
+
+
+def test_a_process_that_the_kernel_killed_is_out_of_memory(tmp_path: Path) -> None:
+    record, (said, *_) = after_a_death(tmp_path, 0, "alone")
+    assert record.status == "oom"
+    assert "signal 9" in record.reason
+    assert said.startswith("OOM: ")
 
 
 def test_a_single_process_of_an_allocation_starts_the_ranks_itself(tmp_path: Path) -> None:

@@ -39,6 +39,10 @@ class NotInstalled(BaselineError):
     """The baseline's package, or torch, is not in this environment."""
 
 
+class NoAnswer(BaselineError):
+    """The baseline's process was ended at its limit."""
+
+
 class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run asked of a baseline's process.
 
@@ -123,25 +127,31 @@ def run_rank(name: str, asked: Job) -> Record | None:
     rank's own failure; None of another rank if the job ended well (or was refused)."""
     with tempfile.TemporaryDirectory(prefix="rematbench-") as temporary:
         place = Path(temporary)
-        done = _run(name, [asked], place)
+        try:
+            done = _run(name, [asked], place)
+        except NoAnswer as error:
+            return _failed(asked, "failed", f"timeout: {error}")
         path = place / "0.json"
         if path.exists():
             return msgspec.json.decode(path.read_bytes(), type=Record)
-        if done.returncode == 0:
-            return None
-        error = _no_record(name, done.stderr, done.returncode)
-        if isinstance(error, NotInstalled):
-            raise error
-        status: Status = "failed"
-        if done.returncode == -signal.SIGKILL:
-            status, error = "oom", BaselineError(f"{name}: {KILLED}")
-        return Record(
-            run_id=asked.run.run_id,
-            spec=asked.run,
-            status=status,
-            reason=str(error),
-            provenance=provenance(),
-        )
+    if done.returncode == 0:
+        return None
+    if done.returncode == -signal.SIGKILL:
+        return _failed(asked, "oom", KILLED)
+    problem = _no_record(name, done.stderr, done.returncode)
+    if isinstance(problem, NotInstalled):
+        raise problem
+    return _failed(asked, "failed", str(problem))
+
+
+def _failed(asked: Job, status: Status, reason: str) -> Record:
+    return Record(
+        run_id=asked.run.run_id,
+        spec=asked.run,
+        status=status,
+        reason=reason,
+        provenance=provenance(),
+    )
 
 
 def _run(name: str, jobs: Sequence[Job], place: Path) -> "subprocess.CompletedProcess[str]":
@@ -155,7 +165,7 @@ def _run(name: str, jobs: Sequence[Job], place: Path) -> "subprocess.CompletedPr
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired as error:
-        raise BaselineError(f"{name}: no answer within {limit:g} s") from error
+        raise NoAnswer(f"{name}: no answer within {limit:g} s") from error
 
 
 def _empty(place: Path) -> None:

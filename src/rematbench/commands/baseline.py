@@ -1,6 +1,5 @@
 """The commands about baselines: flags, and `baseline` list, run, trace, predict."""
 
-import importlib.util
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,7 +26,7 @@ from rematbench.commands.points import (
     trace_shipped_points,
     write_tables,
 )
-from rematbench.commands.real import speed_text, timing
+from rematbench.commands.real import has_gpu, speed_text, timing
 from rematbench.console import CommandError, console, gib, grid, left, plain
 from rematbench.discover import IDENTITY
 from rematbench.evaluate import fullest
@@ -139,21 +138,12 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
         raise CommandError(f"--options {options}: is no text, as `flags` prints it") from error
     chosen: dict[str, int | str] = {"steps": steps, "warmup": warmup, "options": printed}
     chosen["timed_steps"] = timed_steps
-    chosen["device"] = device or ("cuda" if _has_gpu() else "cpu")
+    chosen["device"] = device or ("cuda" if has_gpu() else "cpu")
     found = _job(made, "executed", timeout_s=timeout, **chosen)
     if launched and rank is not None:
         _finish_rank(run.method, found, rank, out, made.problem)
     else:
         _finish(run.method, [found], out, problem=made.problem)
-
-
-def _has_gpu() -> bool:
-    """Whether torch can use a GPU; a missing torch is said by the baseline's own process."""
-    if importlib.util.find_spec("torch") is None:
-        return False
-    from rematbench.torch import job as torch_job  # noqa: PLC0415  # torch is optional
-
-    return torch_job.has_gpu()
 
 
 @app.command("trace")

@@ -44,6 +44,15 @@ def gpus_here() -> int:
     return gpus_seen()[1]
 
 
+def has_gpu() -> bool:
+    """Whether torch is here and can use a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+
+    return job.has_gpu()
+
+
 def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:
     """Write and print a record."""
     if out is not None:
