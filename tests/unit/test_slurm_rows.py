@@ -137,7 +137,7 @@ def test_every_row_has_every_column_and_a_failure_its_prediction(tmp_path: Path)
     assert set(COLUMNS) <= row.keys()
     assert row["status"] == "oom"
     assert row["simulated_peak_bytes"] > 0
-    assert row["engine"] == row["step_s"] == ""
+    assert (row["engine"], row["step_s"]) == ("rematbench", "")
 
 
 def test_a_package_has_the_same_columns(tmp_path: Path) -> None:

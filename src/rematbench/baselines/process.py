@@ -138,10 +138,7 @@ def run_rank(name: str, asked: Job) -> Record | None:
         return None
     if done.returncode == -signal.SIGKILL:
         return _failed(asked, "oom", KILLED)
-    problem = _no_record(name, done.stderr, done.returncode)
-    if isinstance(problem, NotInstalled):
-        raise problem
-    return _failed(asked, "failed", str(problem))
+    return _failed(asked, "failed", str(_no_record(name, done.stderr, done.returncode)))
 
 
 def _failed(asked: Job, status: Status, reason: str) -> Record:

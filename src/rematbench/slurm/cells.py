@@ -1,6 +1,5 @@
 """A measurement suite: its cells, what identifies each, and bundles that share an allocation."""
 
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -10,31 +9,37 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.configfile import ConfigError, closest, convert, read_mapping
-from rematbench.digests import code_digest, method_digest
+from rematbench.digests import code_digest
 from rematbench.discover import Composition, Registry, Value
 from rematbench.evaluate import PlanEvaluation
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
 from rematbench.record import content_hash, run_spec
+from rematbench.slurm.engines import code_of, engine_name, is_baseline, on_own_stack, resolve
 from rematbench.slurm.settings import Site, load_site
 from rematbench.suitefile import ProblemSpec, Suite, Variant, check_names
-from rematbench.workload import PositiveInt
+from rematbench.workload import NonNegativeInt, PositiveInt
 
 CellStatus = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported", "preempted"]
 
 OVERHEAD_MINUTES = 5
 """Of an allocation's time limit: node checks, canary, first imports from a cold file system."""
+TIMED_STEPS = 3
+"""What `execute` and `baseline run` time on GPUs unless told otherwise."""
 
 
 class Measurement(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Problems and methods to execute, `steps` optimizer steps each.
+    """Problems and methods to execute, `steps` observed optimizer steps each.
 
-    `methods`: names to run on every problem (all discovered ones when empty).  `cell_minutes` is
-    the limit of one cell; `cells_per_job` caps how many share an allocation (docs/slurm.md).
+    `methods`: names to run on every problem (all discovered ones when empty); they and the variants
+    may name baselines, which on GPUs take `warmup` more steps before the timed ones.
+    `cell_minutes` is the limit of one cell; `cells_per_job` caps how many share an allocation
+    (docs/slurm.md).
     """
 
     methods: tuple[str, ...] = ()
     steps: PositiveInt = 3
+    warmup: NonNegativeInt = 2
     cell_minutes: PositiveInt = 10
     cells_per_job: PositiveInt = 16
 
@@ -77,7 +82,7 @@ class Campaign:
         self.suite = suite
         self.registry = registry
         self.site: Site = load_site(names[0])
-        self._problems: dict[str, Problem] = {}
+        self._problems: dict[tuple[str, str], Problem] = {}
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
@@ -89,10 +94,11 @@ class Campaign:
             found.setdefault(variant.method, []).append(variant)
         cells = []
         for method, variants in found.items():
-            registry.resolve(method)  # MethodError with a hint for a name that is none
+            resolve(registry, method, {})  # MethodError with a hint for a name that is none
             for spec in suite.problems:
+                own = on_own_stack(registry, method, spec)
                 cells += [
-                    Cell(spec=spec, variant=variant, number=number)
+                    Cell(spec=own, variant=variant, number=number)
                     for number, variant in enumerate(variants)
                     if not variant.problems or spec.name in variant.problems
                 ]
@@ -142,15 +148,37 @@ class Campaign:
         return self.bundles[name]
 
     def problem(self, spec: ProblemSpec) -> Problem:
-        """A problem, made once."""
-        if spec.name not in self._problems:
-            self._problems[spec.name] = spec.problem()
-        return self._problems[spec.name]
+        """A problem on its stack, made once."""
+        key = (spec.name, spec.system)
+        if key not in self._problems:
+            self._problems[key] = spec.problem()
+        return self._problems[key]
 
     def method(self, cell: Cell) -> Composition:
-        """A cell's method with its settings."""
+        """A cell's method, or its baseline's policy, with its settings."""
         settings: dict[str, Value] = dict(cell.variant.settings)
-        return self.registry.resolve(cell.variant.method, settings)
+        return resolve(self.registry, cell.variant.method, settings)
+
+    def is_baseline(self, cell: Cell) -> bool:
+        """Whether a real package runs the cell."""
+        return is_baseline(self.registry, cell.variant.method)
+
+    def engine(self, cell: Cell) -> str:
+        """What runs the cell, without versions."""
+        return engine_name(self.registry, cell.variant.method)
+
+    def steps(self, cell: Cell) -> int:
+        """Optimizer steps of a cell on GPUs: observed, warm-up and timed."""
+        warmup = self.suite.warmup if self.is_baseline(cell) else 0
+        return self.suite.steps + warmup + TIMED_STEPS
+
+    def words(self, cell: Cell) -> list[str]:
+        """The command of rematbench that runs a cell in each of its processes, without `--out`."""
+        steps = ["--steps", str(self.suite.steps)]
+        if self.is_baseline(cell):
+            warmup = ["--warmup", str(self.suite.warmup)]
+            return ["baseline", "run", *run_words(cell), *steps, *warmup]
+        return ["execute", *run_words(cell), *steps]
 
     def simulated(self, cell: Cell) -> PlanEvaluation | None:
         """A cell's step as simulated, made once; None where the method gives no plan.
@@ -168,13 +196,12 @@ class Campaign:
     def key(self, cell: Cell) -> str:
         """What a finished record of the cell stands for: the same request, method and code."""
         asked = run_spec(self.problem(cell.spec), self.method(cell), "executed")
-        code = [code_digest("executed"), method_digest(self.origins(cell.variant.method))]
-        word = content_hash([asked, self.suite.steps, code])
+        own, steps = code_of(self.registry, cell.variant.method), self.suite.steps
+        if self.is_baseline(cell):
+            word = content_hash([asked, steps, self.suite.warmup, own])
+        else:
+            word = content_hash([asked, steps, [code_digest("executed"), own]])
         return f"{cell.name}.{word}"
-
-    def origins(self, method: str) -> Sequence[str]:
-        """The files of a composed method."""
-        return [self.registry.methods[name].origin for name in method.split("+")]
 
 
 def load_measurement(path: Path) -> Measurement:
@@ -200,13 +227,13 @@ def settings_words(settings: dict[str, Any]) -> list[str]:
     return found
 
 
-def execute_words(cell: Cell) -> list[str]:
-    """The arguments of `rematbench execute` for a cell: what a person would type."""
+def run_words(cell: Cell) -> list[str]:
+    """A cell as the arguments of `execute` and `baseline run`: what a person would type."""
     spec = cell.spec
     words = [cell.variant.method]
     for key in ("model", "cluster", "system", "gpus", "seq_len", "global_batch", "micro_batch"):
         words += [f"--{key.replace('_', '-')}", str(getattr(spec, key))]
-    for key in ("tp", "cp", "pp", "vpp"):
+    for key in ("tp", "cp", "pp", "vpp", "ulysses"):
         words += [f"--{key}", str(getattr(spec, key))]
     words += ["--zero", str(spec.zero_stage), "--attention", spec.attention]
     words += ["--precision", spec.precision]

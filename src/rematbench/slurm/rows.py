@@ -25,6 +25,7 @@ def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
         data = store.read(campaign.key(cell)) if row["status"] != "running" else None
         record = (decode(data).record if data is not None else None) or {}
         numbers = columns(shown(record), campaign.problem(cell.spec), _simulated(campaign, cell))
+        numbers["engine"] = numbers["engine"] or campaign.engine(cell)
         found.append(row | numbers)
     return found
 

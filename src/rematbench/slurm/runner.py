@@ -22,7 +22,7 @@ from rematbench.evaluate import PlanEvaluation
 from rematbench.plan import PlanError
 from rematbench.rank_error import RankError, first_cause, noted
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode
-from rematbench.slurm.cells import Bundle, Campaign, Cell, CellStatus, execute_words
+from rematbench.slurm.cells import Bundle, Campaign, Cell, CellStatus
 from rematbench.slurm.launch import (
     Allocation,
     Ended,
@@ -141,10 +141,8 @@ class Runner:
         left = self.ends - time.monotonic() - MARGIN_S
         limit = min(60.0 * self.campaign.suite.cell_minutes, left)
         out = folder / "record.json"
-        steps = ["--steps", str(self.campaign.suite.steps), "--out", str(out)]
-        options = [*execute_words(cell), *steps, "--timeout", f"{limit:g}"]
-        words = ["rematbench.cli", "execute", *options]
-        command = torchrun(self.allocation, words)
+        words = [*self.campaign.words(cell), "--out", str(out), "--timeout", f"{limit:g}"]
+        command = torchrun(self.allocation, ["rematbench.cli", *words])
         ended = run_limited(command, folder / "log", limit, lambda: bool(self.stop))
         record = None
         if out.exists():

@@ -65,7 +65,7 @@ def _seconds(campaign: Campaign, cell: Cell) -> float:
         found = campaign.simulated(cell)
     except PlanError:
         return 0.0
-    return campaign.suite.steps * found.step_s if found is not None else 0.0
+    return campaign.steps(cell) * found.step_s if found is not None else 0.0
 
 
 def write_plan(rows: Sequence[Submission], path: Path) -> None:

@@ -1,0 +1,62 @@
+"""A measurement with baselines among its cells, executed here by torchrun."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="cells are executed with torch")
+pytest.importorskip("megatron.core", reason="the baseline is the real package")
+
+from rematbench.published.sheets import read_sheet
+from tests.campaigns import campaign
+
+TIMELESS = (
+    "timed_steps", "step_s", "step_min_s", "step_max_s", "tokens_per_s_per_gpu", "mfu_causal",
+    "mfu_dense", "simulated_step_s", "step_error_percent", "allocated_bytes", "reserved_bytes",
+)  # fmt: skip
+
+
+def rematbench(*words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "rematbench.cli", *words],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_packages_cells_stand_beside_ours_with_the_same_loss(tmp_path: Path) -> None:
+    """Same weights, same batches; what it refuses is a row too, and it starts no cell again."""
+    refused = {"offload_modules": ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]}
+    variants = [{"method": "megatron_core", "settings": refused}]
+    methods = ["keep_all", "megatron_core"]
+    bundles = campaign(tmp_path, methods=methods, variants=variants, steps=2).bundles
+    suite, store = str(tmp_path / "measure.yaml"), str(tmp_path / "cells")
+    for name in bundles:
+        done = str(tmp_path / f"{name}.json")
+        said = rematbench("run-cells", suite, "--store", store, "--bundle", name, "-o", done)
+    assert said.splitlines()[-1] == "megatron_core.1x2.0: 1 ok, 1 unsupported"
+    table = tmp_path / "executed.csv"
+    rematbench("collect-cells", suite, "--store", store, "-o", str(table))
+    ours, theirs, other = read_sheet(table)
+    assert [row["status"] for row in (ours, theirs, other)] == ["ok", "ok", "unsupported"]
+    assert "offload_modules" in other["reason"]
+    assert theirs["engine"].startswith("megatron-core 0.")
+    assert theirs["engine"].endswith(" + CPU shim")
+    assert "core_attention: torch" in theirs["kernels"]
+    assert ours["engine"].startswith("rematbench ")
+    for key in ("losses", "gradient_norms"):
+        (first, *_), (same, *rest) = (json.loads(row[key]) for row in (ours, theirs))
+        assert same == pytest.approx(first, rel=1e-5), "later ones: baselines decay no weights"
+        assert len(rest) == 1
+    for row in (ours, theirs):
+        assert not any(row[key] for key in TIMELESS), "a CPU's time is no performance"
+        assert int(row["peak_device_bytes"]) > 0
+        assert int(row["simulated_peak_bytes"]) > 0
+    assert ours["device"].startswith("cpu")
+    assert theirs["device"] == "cpu"
+    again = rematbench("run-cells", suite, "--store", store, "--bundle", name, "-o", done)
+    assert again.splitlines() == [said.splitlines()[-1]], "nothing is left to run"
