@@ -37,4 +37,4 @@ rule all:
 
 rule measure:
     input:
-        "results/measure/executed.csv",
+        measure_targets("measure"),

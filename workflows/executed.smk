@@ -1,6 +1,15 @@
 """Executed cells: a Slurm job per bundle (snakemake --profile slurm), or one by one here."""
 
 
+def measure_targets(measured):
+    """Every cell as a row, the table of speed, and its figure or the line that says why not."""
+    return [
+        f"results/{measured}/executed.csv",
+        f"results/{measured}/tables/measured_speed.md",
+        f"results/{measured}/figures/measured_speed.txt",
+    ]
+
+
 rule executed:
     input:
         suite=ancient("config/{measured}.yaml"),
@@ -47,3 +56,39 @@ rule executed_table:
     shell:
         "rematbench collect-cells {input.suite} --store results/{wildcards.measured}/cells"
         " {params.cluster} -o {output} > {log} 2>&1"
+
+
+rule measured_speed:
+    input:
+        rules.executed_table.output[0],
+    output:
+        multiext("results/{measured}/tables/measured_speed", ".csv", ".md", ".tex"),
+    log:
+        "results/{measured}/logs/measured_speed.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    params:
+        engine=ENGINE,
+        folder=lambda wildcards, output: Path(output[0]).parent,
+    shell:
+        "rematbench speeds {input} -o {params.folder} > {log} 2>&1"
+
+
+rule measured_speed_figure:
+    input:
+        script="figures/measured_speed.py",
+        style="figures/style.py",
+        table="results/{measured}/tables/measured_speed.csv",
+    output:
+        "results/{measured}/figures/measured_speed.txt",
+    log:
+        "results/{measured}/logs/measured_speed_figure.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    params:
+        # No output: without seconds of a GPU there is none.
+        figure=lambda wildcards, output: Path(output[0]).with_suffix(".pdf"),
+    shell:
+        "python {input.script} {input.table} {params.figure} > {output} 2> {log}"

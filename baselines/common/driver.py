@@ -255,8 +255,6 @@ def _as_rank(
     get records that say so.
     """
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    # srun has other names for them, and packages read these.
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local))
     _join(runner, jobs[0], rank, size, "env://", local)
     failed = ""
     for number, job in enumerate(jobs):

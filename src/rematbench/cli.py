@@ -33,6 +33,7 @@ from rematbench.commands.plan import plan, simulate, timeline
 from rematbench.commands.report import expect, report
 from rematbench.commands.retrace import retrace
 from rematbench.commands.sheet import predict, validate
+from rematbench.commands.speeds import speeds
 from rematbench.commands.study import claims, study
 from rematbench.commands.trace import trace
 from rematbench.configfile import ConfigError
@@ -99,7 +100,7 @@ def methods(
 COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor, flags)
 WORKFLOW = (run, collect, sheets, tables, study, claims)
 ARTIFACT = (matrix, matrix_tables, report, expect)
-CELLS = (submit_plan, run_cells, cells, collect_cells, retry, settle, resume)
+CELLS = (submit_plan, run_cells, cells, collect_cells, speeds, retry, settle, resume)
 TORCH = (execute, trace, measure, measure_gpu, retrace, worlds, converge, curves)
 
 for command in (*COMMANDS, *TORCH, *WORKFLOW, *ARTIFACT, *CELLS):

@@ -154,6 +154,7 @@ def test_a_package_has_the_same_columns(tmp_path: Path) -> None:
         state_bytes=(100, 300),
         allocated_bytes=(1, 2),
         reserved_bytes=(3, 4),
+        pinned_bytes=(5, 6),
         step_s=((0.01, 0.05, 0.02), (0.02, 0.04, 0.03)),
         warmup_steps=4,
     )
@@ -165,7 +166,7 @@ def test_a_package_has_the_same_columns(tmp_path: Path) -> None:
     assert row["mfu_causal"] > 0
     assert json.loads(row["gradient_norms"]) == [5.0, 1.0]
     assert (row["peak_device_bytes"], row["allocated_bytes"], row["reserved_bytes"]) == (700, 2, 4)
-    assert (row["peak_host_bytes"], row["pinned_bytes"], row["offload_bytes"]) == (30, "", "")
+    assert (row["peak_host_bytes"], row["pinned_bytes"], row["offload_bytes"]) == (30, 6, "")
     assert row["torch"] == "2.13.0"
 
 

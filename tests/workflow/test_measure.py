@@ -70,6 +70,15 @@ def due(checkout: Checkout) -> set[str]:
     return set(re.findall(r"wildcards: measured=measure, bundle=(\S+)", done.stdout))
 
 
+def test_cells_without_seconds_have_a_table_and_a_line_in_place_of_a_figure(
+    measured: Checkout,
+) -> None:
+    folder = measured.path / "results/measure"
+    assert "| oom" in (folder / "tables/measured_speed.md").read_text()
+    assert (folder / "figures/measured_speed.txt").read_text().startswith("no figure: no cell has")
+    assert [path.name for path in (folder / "figures").iterdir()] == ["measured_speed.txt"]
+
+
 def edited(path: Path, old: str, new: str) -> str:
     """Replace a text in a file; the file's text before."""
     before = path.read_text()

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from rematbench.configfile import ConfigError, closest, convert, read_mapping
 from rematbench.digests import code_digest
-from rematbench.discover import Composition, Registry, Value
+from rematbench.discover import IDENTITY, Composition, Registry, Value
 from rematbench.evaluate import PlanEvaluation
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
@@ -18,7 +18,7 @@ from rematbench.record import content_hash, run_spec
 from rematbench.slurm.engines import code_of, engine_name, is_baseline, on_own_stack, resolve
 from rematbench.slurm.settings import Site, load_site
 from rematbench.suitefile import ProblemSpec, Suite, Variant, check_names
-from rematbench.workload import NonNegativeInt, PositiveInt
+from rematbench.workload import PositiveInt
 
 CellStatus = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported", "preempted"]
 
@@ -39,7 +39,7 @@ class Measurement(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     methods: tuple[str, ...] = ()
     steps: PositiveInt = 3
-    warmup: NonNegativeInt = 2
+    warmup: PositiveInt = 2
     cell_minutes: PositiveInt = 10
     cells_per_job: PositiveInt = 16
 
@@ -162,6 +162,14 @@ class Campaign:
     def is_baseline(self, cell: Cell) -> bool:
         """Whether a real package runs the cell."""
         return is_baseline(self.registry, cell.variant.method)
+
+    def keeps_all(self, cell: Cell) -> bool:
+        """Whether the cell is what others of its engine are compared with: it rebuilds and moves
+        nothing.  PlanError where its plan is none."""
+        if not self.is_baseline(cell):
+            return cell.variant.method == IDENTITY
+        found = self.simulated(cell)
+        return found is not None and not found.recompute_flop and not found.offload_bytes
 
     def engine(self, cell: Cell) -> str:
         """What runs the cell, without versions."""

@@ -24,17 +24,19 @@ def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
     for cell, row in zip(campaign.cells, cell_rows(campaign, store), strict=True):
         data = store.read(campaign.key(cell)) if row["status"] != "running" else None
         record = (decode(data).record if data is not None else None) or {}
-        numbers = columns(shown(record), campaign.problem(cell.spec), _simulated(campaign, cell))
+        simulated, keeps_all = _planned(campaign, cell)
+        numbers = columns(shown(record), campaign.problem(cell.spec), simulated)
         numbers["engine"] = numbers["engine"] or campaign.engine(cell)
-        found.append(row | numbers)
+        found.append(row | numbers | {"keeps_all": "yes" if keeps_all else ""})
     return found
 
 
-def _simulated(campaign: Campaign, cell: Cell) -> PlanEvaluation | None:
+def _planned(campaign: Campaign, cell: Cell) -> tuple[PlanEvaluation | None, bool]:
+    """A cell's simulated step, and whether it rebuilds and moves nothing."""
     try:
-        return campaign.simulated(cell)
+        return campaign.simulated(cell), campaign.keeps_all(cell)
     except PlanError:  # the cell's own row says it
-        return None
+        return None, False
 
 
 def _row(campaign: Campaign, store: Store, cell: Cell) -> dict[str, Any]:
@@ -48,6 +50,7 @@ def _row(campaign: Campaign, store: Store, cell: Cell) -> dict[str, Any]:
         "world": "executed",
         "model": spec.model,
         "cluster": spec.cluster,
+        "system": spec.system,
         "gpus": spec.gpus,
         "nodes": campaign.site.nodes(spec.gpus),
         "seq_len": spec.seq_len,

@@ -102,6 +102,7 @@ def _of_package(found: Observed) -> Shown:
         peak_host_bytes=max(hosts),
         allocated_bytes=_of_rank(found.allocated_bytes, rank),
         reserved_bytes=_of_rank(found.reserved_bytes, rank),
+        pinned_bytes=_of_rank(found.pinned_bytes, rank),
     )
 
 

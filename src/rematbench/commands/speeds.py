@@ -1,0 +1,30 @@
+"""`speeds`: the table of measured speed, from executed cells."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from rematbench.commands.sheet import read
+from rematbench.console import CommandError
+from rematbench.worlds.speed_table import NAME, speed_table, timed
+
+
+def speeds(
+    executed: Annotated[Path, Argument(metavar="EXECUTED.csv", help="From collect-cells.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where it is written.")],
+) -> None:
+    """Write the table of measured speed (CSV, Markdown, LaTeX): seconds, MFU and bytes of executed
+    cells beside the simulated ones, and gains within each engine.
+
+    \b
+    Example:
+      rematbench speeds results/measure/executed.csv -o results/measure/tables
+    """
+    rows = read(executed, "EXECUTED.csv", "record_key")
+    try:
+        speed_table(rows).write(output)
+    except OSError as error:
+        raise CommandError(f"-o {output}: cannot be written ({error.strerror})") from error
+    typer.echo(f"{output / NAME}.md: {len(rows)} cells, {timed(rows)} with seconds of a GPU")
