@@ -132,6 +132,11 @@ class Observed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     warmup_steps: int = 0
 
     @property
+    def slowest_s(self) -> tuple[float, ...]:
+        """Seconds of the slowest rank in each timed step."""
+        return tuple(max(times) for times in zip(*self.step_s, strict=True))
+
+    @property
     def gradient_norm(self) -> tuple[float, ...]:
         """The norm of each step's whole gradient."""
         return tuple(sum(v * v for v in norms.values()) ** 0.5 for norms in self.gradient_norms)

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from rematbench.commands.baseline import show
 from rematbench.commands.real import speed_text, timing
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.discover import discover
@@ -140,25 +141,27 @@ def test_every_row_has_every_column_and_a_failure_its_prediction(tmp_path: Path)
     assert (row["engine"], row["step_s"]) == ("rematbench", "")
 
 
+SEEN = Observed(
+    label="megatron-core",
+    stack={"megatron-core": "0.16.1", "torch": "2.13.0"},
+    kernels={"norm": "torch", "core_attention": "flash"},
+    device="NVIDIA H800",
+    losses=(5.5, 5.25),
+    gradient_norms=({"a": 3.0, "b": 4.0}, {"a": 1.0, "b": 0.0}),
+    activation_peak_bytes=(500, 400),
+    host_peak_bytes=(20, 30),
+    host_state_bytes=(7, 0),
+    state_bytes=(100, 300),
+    allocated_bytes=(1, 2),
+    reserved_bytes=(3, 4),
+    pinned_bytes=(5, 6),
+    step_s=((0.01, 0.05, 0.02), (0.02, 0.04, 0.03)),
+    warmup_steps=4,
+)
+
+
 def test_a_package_has_the_same_columns(tmp_path: Path) -> None:
-    seen = Observed(
-        label="megatron-core",
-        stack={"megatron-core": "0.16.1", "torch": "2.13.0"},
-        kernels={"norm": "torch", "core_attention": "flash"},
-        device="NVIDIA H800",
-        losses=(5.5, 5.25),
-        gradient_norms=({"a": 3.0, "b": 4.0}, {"a": 1.0, "b": 0.0}),
-        activation_peak_bytes=(500, 400),
-        host_peak_bytes=(20, 30),
-        host_state_bytes=(7, 0),
-        state_bytes=(100, 300),
-        allocated_bytes=(1, 2),
-        reserved_bytes=(3, 4),
-        pinned_bytes=(5, 6),
-        step_s=((0.01, 0.05, 0.02), (0.02, 0.04, 0.03)),
-        warmup_steps=4,
-    )
-    row, _ = rows(on_h800(tmp_path), tmp_path, observed=seen)
+    row, _ = rows(on_h800(tmp_path), tmp_path, observed=SEEN)
     assert row["engine"] == "megatron-core 0.16.1"
     assert row["kernels"] == "norm: torch; core_attention: flash"
     steps = [row[key] for key in ("timed_steps", "step_s", "step_min_s", "step_max_s")]
@@ -202,3 +205,21 @@ def test_what_is_printed_leaves_out_an_mfu_of_another_gpu(tmp_path: Path) -> Non
         "NVIDIA B200)"
     )
     assert timing(SECONDS).startswith("step 0.03 s (median of 3 steps")
+
+
+def test_baseline_run_prints_speed_after_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = on_h800(tmp_path)
+    problem, method = made.problem(made.cells[0].spec), made.method(made.cells[0])
+    plain = make_record(problem, method, run_method(problem, method))
+    show(replace(plain, observed=SEEN), problem)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].startswith("  step 0.03 s (median of 3 steps")
+    assert lines[-1].startswith("  2,133.3 tokens/s/GPU, MFU 0.")
+    untimed = replace(SEEN, step_s=((), ()))
+    show(replace(plain, observed=untimed), problem)
+    assert "tokens/s" not in capsys.readouterr().out
+    row, _ = rows(made, tmp_path, observed=untimed)
+    assert (row["step_s"], row["mfu_causal"]) == ("", "")
+    assert row["simulated_step_s"] > 0, "of a GPU, which was not timed"

@@ -12,6 +12,7 @@ PARTS = (
     "Snakefile",
     "README.md",
     "environment.yml",
+    "baselines",
     "config",
     "figures",
     "methods",

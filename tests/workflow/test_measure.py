@@ -31,6 +31,8 @@ problems:
 variants:
   - method: pp_offload
     settings: {alpha: 0.5}
+  - method: megatron_core
+    settings: {recompute: full}
 """
 FINISH = """
 from pathlib import Path
@@ -100,6 +102,18 @@ def test_code_of_one_method_makes_its_bundles_due(measured: Checkout) -> None:
     path.write_text(before)
 
 
+def test_code_and_pins_of_a_baseline_make_its_bundles_due(measured: Checkout) -> None:
+    folder = measured.path / "baselines"
+    for name in ("megatron_core/step.py", "common/driver.py", "megatron_core/requirements.txt"):
+        path = folder / name
+        before = path.read_text()
+        path.write_text(f"{before}# edited\n")
+        assert due(measured) == {"megatron_core.1x2.0"}
+        path.write_text(before)
+    (folder / "deepspeed/engine.py").touch()
+    assert due(measured) == set()
+
+
 def test_parameters_of_one_method_make_its_bundles_due(measured: Checkout) -> None:
     path = measured.path / "config/measure.yaml"
     before = edited(path, "alpha: 0.5", "alpha: 0.75")
@@ -136,7 +150,7 @@ def test_a_dry_run_tells_submissions_and_refuses_too_dear_ones(measured: Checkou
     cells = edited(suite, "steps: 2", "steps: 4")
     told = measured.snakemake("measure", "--dry-run").stdout
     assert re.search(r"to submit: keep_all\.1x2\.0: 1 nodes, 2 GPUs, 1 cells, 0\.\d+ GPU-h", told)
-    assert "3 submissions on this-machine: 0.1" in told
+    assert "4 submissions on this-machine: 0.1" in told
     for words in (["--dry-run"], []):
         dear = measured.snakemake("measure", *words, "--config", "max_gpu_hours=0.01")
         assert dear.returncode == 1
@@ -151,7 +165,8 @@ def test_a_new_problem_of_another_shape_leaves_the_others_alone(measured: Checko
     one = SUITE[SUITE.index("  - name: one") : SUITE.index("variants:")]
     four = one.replace("name: one", "name: four").replace("gpus: 2", "gpus: 4")
     before = edited(path, "variants:", f"{four}variants:")
-    assert due(measured) == {f"{m}.2x2.0" for m in ("keep_all", "full_recompute", "pp_offload")}
+    names = ("keep_all", "full_recompute", "pp_offload", "megatron_core")
+    assert due(measured) == {f"{name}.2x2.0" for name in names}
     path.write_text(before)
 
 

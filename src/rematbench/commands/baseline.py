@@ -213,7 +213,7 @@ def _finish_rank(name: str, asked_job: Job, rank: int, out: Path | None, problem
         else:
             write_record(record, out)
     if rank == 0:
-        _show(record, problem)
+        show(record, problem)
     elif failed:
         typer.echo(f"rank {rank}: {record.status}: {record.reason}", err=True)
     if failed or (record.status == "unsupported" and asked_job.options):
@@ -234,13 +234,14 @@ def _finish(
     if json:
         typer.echo(encode_record(record).decode())
     else:
-        _show(record, problem)
+        show(record, problem)
     # What was printed for a job and given back with another is a mistake of a person's.
     if record.status == "failed" or (record.status == "unsupported" and jobs[0].options):
         raise typer.Exit(1)
 
 
-def _show(record: Record, problem: Problem | None = None) -> None:
+def show(record: Record, problem: Problem | None = None) -> None:
+    """Print a record; with the problem also what the seconds of a GPU's steps mean."""
     seen = record.observed
     if seen is None:
         typer.echo(f"{record.status.upper()}: {record.reason}")
@@ -259,8 +260,8 @@ def _show(record: Record, problem: Problem | None = None) -> None:
         away = seen.host_state_bytes[index] if seen.host_state_bytes else 0
         beside = f" and {gib(away)} GiB on the host" if away else ""
         typer.echo(f"  rank {rank}: {words}, states {gib(seen.state_bytes[index])} GiB{beside}")
-    if problem is not None and seen.step_s:
-        slowest = [max(times) for times in zip(*seen.step_s, strict=True)]
+    slowest = seen.slowest_s
+    if problem is not None and slowest:
         typer.echo(f"  {timing(slowest)}")
         typer.echo(f"  {speed_text(measured_speed(problem, slowest, seen.device))}")
 

@@ -96,7 +96,7 @@ def _of_package(found: Observed) -> Shown:
         torch=found.stack.get("torch", ""),
         losses=found.losses,
         gradient_norms=found.gradient_norm,
-        step_s=tuple(max(times) for times in zip(*found.step_s, strict=True)),
+        step_s=found.slowest_s,
         rank=rank,
         peak_device_bytes=peaks[rank],
         peak_host_bytes=max(hosts),
@@ -119,10 +119,11 @@ def engine_of(label: str, stack: Mapping[str, str]) -> str:
 def columns(
     found: Shown | None, problem: Problem, simulated: PlanEvaluation | None
 ) -> dict[str, Any]:
-    """All of COLUMNS.  A CPU's time is no performance, so without step seconds nothing is said of
-    time; the simulated step stands alone where a GPU is to run the cell and has not yet."""
+    """All of COLUMNS.  A CPU's time is no performance, so nothing is said of one; the simulated
+    step stands alone where a GPU is to run the cell and has not yet."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS, "")
-    on_cpu = problem.cluster.generation == "cpu" or (found is not None and not found.step_s)
+    ran_on_cpu = found is not None and found.device.startswith("cpu")
+    on_cpu = problem.cluster.generation == "cpu" or ran_on_cpu
     if simulated is not None:
         row["simulated_peak_bytes"] = max(simulated.peak_device_bytes)
         row["simulated_step_s"] = "" if on_cpu else simulated.step_s
