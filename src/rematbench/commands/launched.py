@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+from msgspec.structs import replace
 from typer import Option
 
 from rematbench import rank_error
@@ -39,14 +40,15 @@ def is_launched(
 
 
 def leave_failure(record: Record, out: Path, rank: int, started: float) -> Record:
-    """Of a failing rank: its error beside `out`, and the record with the error of the rank that
-    failed first, so far as it is known by now.  Rank 0 writes that to `out`; another rank where
-    rank 0 has left none since `started` (it was killed), or can only know that a peer has gone."""
+    """A failing rank's error goes beside `out`; the record with the error of the rank that failed
+    first, as far as it is known by now, is returned.  Rank 0 writes it to `out`, and so does the
+    rank that failed first (rank 0 may only see a peer go) and any where rank 0, killed, has left
+    none since `started`."""
     own = _error(record)
     rank_error.note(out, rank, own)
     cause = _cause(own, out, started, PATIENCE_S if rank == 0 else 0.0)
     status, reason = _words(cause)
-    found = _with(record, status, reason)
+    found = replace(record, status=status, reason=reason)
     silent = not out.exists() or out.stat().st_mtime < started
     if rank == 0 or silent or cause == own:
         write_record(found, out)
@@ -63,16 +65,6 @@ def _words(error: RankError) -> tuple[Status, str]:
     if error.status == "nan":
         return "failed", f"nan: {error.reason}"
     return ("oom" if error.status == "oom" else "failed"), error.reason
-
-
-def _with(record: Record, status: Status, reason: str) -> Record:
-    return Record(
-        run_id=record.run_id,
-        spec=record.spec,
-        status=status,
-        reason=reason,
-        provenance=record.provenance,
-    )
 
 
 def _cause(own: RankError, out: Path, started: float, patience_s: float) -> RankError:
