@@ -46,11 +46,7 @@ def gpus_here() -> int:
 
 def has_gpu() -> bool:
     """Whether torch is here and can use a GPU."""
-    if importlib.util.find_spec("torch") is None:
-        return False
-    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
-
-    return job.has_gpu()
+    return importlib.util.find_spec("torch") is not None and gpus_here() > 0
 
 
 def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:
