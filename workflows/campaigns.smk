@@ -71,3 +71,12 @@ def shell_setup(wildcards):
 
 def cluster_option(wildcards):
     return f"--cluster {config['cluster']}" if config["cluster"] else ""
+
+
+def measure_targets(measured):
+    """Every cell as a row, the table of speed, and its figure or the line that says why not."""
+    return [
+        f"results/{measured}/executed.csv",
+        f"results/{measured}/tables/measured_speed.md",
+        f"results/{measured}/figures/measured_speed.txt",
+    ]

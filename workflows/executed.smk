@@ -1,15 +1,6 @@
 """Executed cells: a Slurm job per bundle (snakemake --profile slurm), or one by one here."""
 
 
-def measure_targets(measured):
-    """Every cell as a row, the table of speed, and its figure or the line that says why not."""
-    return [
-        f"results/{measured}/executed.csv",
-        f"results/{measured}/tables/measured_speed.md",
-        f"results/{measured}/figures/measured_speed.txt",
-    ]
-
-
 rule executed:
     input:
         suite=ancient("config/{measured}.yaml"),

@@ -48,7 +48,7 @@ def test_the_record_is_that_of_a_run_of_its_own(baseline: str, tmp_path: Path) -
     pytest.importorskip(PACKAGES[baseline])
     asked = Asked(LAYOUTS[baseline])
     wide = asked_job(baseline, Asked("one"))
-    good, refused = asked_job(baseline, asked, warmup=0), wide
+    good, refused = asked_job(baseline, asked), wide
     first, second = launched(baseline, [good, refused], tmp_path)
     gradients = torch.load(tmp_path / f"{good.run.run_id}.gradients.pt")
     assert_equal(asked, Ran(first, gradients), 1e-5)
