@@ -15,10 +15,10 @@ from rematbench.program import RankProgram
 from rematbench.shapes import shapes
 
 if TYPE_CHECKING:
-    from baselines.deepspeed import zero_3
+    from baselines.deepspeed import zero_peaks
     from baselines.deepspeed.plan import DeepSpeed
 else:  # this file is loaded by its path
-    zero_3 = load_module(Path(__file__).with_name("zero_3.py"))
+    zero_peaks = load_module(Path(__file__).with_name("zero_peaks.py"))
 
 WIDE = 4
 ZERO_2, ZERO_3 = 2, 3
@@ -74,17 +74,17 @@ def activation_peak(policy: "DeepSpeed", problem: Problem, rank: RankProgram) ->
     if problem.layout.zero_stage not in (ZERO_2, ZERO_3):
         return None
     sizes = _sizes(policy, problem)
-    found: int = zero_3.activation_peak(problem.workload.model, sizes, rank)
+    found: int = zero_peaks.activation_peak(problem.workload.model, sizes, rank)
     return found - sizes.part  # a state of the plan's, here made on the way
 
 
-def _sizes(policy: "DeepSpeed", problem: Problem) -> "zero_3.Sizes":
+def _sizes(policy: "DeepSpeed", problem: Problem) -> "zero_peaks.Sizes":
     work, lay = problem.workload, problem.layout
     element = shapes(work, lay, problem.system).element_bytes
     made = policy.configuration(work.model, lay, work.precision)["zero_optimization"]
     share = -(-work.model.parameters // lay.dp)
     part = 0 if policy.offload_optimizer else problem.system.grad_bytes * share
-    return zero_3.Sizes(
+    return zero_peaks.Sizes(
         element=element,
         reduced=WIDE if lay.ulysses > 1 else element,  # seq_parallel_communication_data_type: fp32
         ranks=lay.dp,
@@ -98,10 +98,10 @@ def _sizes(policy: "DeepSpeed", problem: Problem) -> "zero_3.Sizes":
 def _zero_3(policy: "DeepSpeed", problem: Problem) -> dict[str, int]:
     """Bytes that ZeRO 3 never frees."""
     sizes = _sizes(policy, problem)
-    small = zero_3.small_elements(problem.workload.model)
+    small = zero_peaks.small_elements(problem.workload.model)
     return {
         "reduce bucket of ZeRO 3": sizes.reduced * sizes.bucket,
-        f"parameters of {zero_3.KEPT_WHOLE} elements at most": sizes.element
+        f"parameters of {zero_peaks.KEPT_WHOLE} elements at most": sizes.element
         * (small - small // problem.layout.dp),
     }
 

@@ -1,4 +1,4 @@
-"""ZeRO 3's own memory during a step, weight by weight: what the operator table and a plan lack.
+"""Memory of ZeRO 2 and 3 during a step, weight by weight: what the operator table and a plan lack.
 
 Three rules of deepspeed 0.19.8, read in its code and seen in traces at their peaks:
 

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from baselines.deepspeed import zero_3
-from baselines.deepspeed.zero_3 import Sizes, Whole, head_weight, layer_weights, reductions
+from baselines.deepspeed import zero_peaks
+from baselines.deepspeed.zero_peaks import Sizes, Whole, head_weight, layer_weights, reductions
 from rematbench.baselines.process import job, policy, run_jobs
 from rematbench.baselines.stack import stack_of
 from rematbench.load import load_model
@@ -118,7 +118,7 @@ def check_peaks(cases: dict[str, Case], folder: Path) -> None:
     for (name, case), record in zip(cases.items(), records, strict=True):
         assert record.observed is not None, record.reason
         here, rank, once = rank_of(case)
-        said[name] = zero_3.activation_peak(here.workload.model, sizes_of(case), rank) + once
+        said[name] = zero_peaks.activation_peak(here.workload.model, sizes_of(case), rank) + once
         traced[name] = record.observed.activation_peak_bytes[0]
     assert said == pytest.approx(traced, rel=TOLERANCE)
 
