@@ -165,7 +165,9 @@ def test_a_record_of_gpus_has_seconds_and_the_allocators_peaks(
 PACKAGES = {"megatron_core": ("megatron.core", "tp2"), "deepspeed": ("deepspeed", "dp2")}
 
 
-@pytest.mark.parametrize("baseline", PACKAGES)
+@pytest.mark.parametrize(
+    "baseline", ["megatron_core", pytest.param("deepspeed", marks=pytest.mark.soak)]
+)
 def test_ranks_that_start_anew_train_as_forked_ones(baseline: str, tmp_path: Path) -> None:
     """As on GPUs, where a fork is refused; here on CPUs."""
     package, layout = PACKAGES[baseline]

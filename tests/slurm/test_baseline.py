@@ -9,7 +9,7 @@ pytest.importorskip("megatron.core", reason="the baseline is the real package")
 
 from tests.slurm.conftest import Cluster
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.soak]
 
 SUITE = """
 steps: 2
