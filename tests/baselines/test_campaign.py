@@ -28,6 +28,7 @@ def rematbench(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.soak
 def test_a_packages_cells_stand_beside_ours_with_the_same_loss(tmp_path: Path) -> None:
     """Same weights, same batches; what it refuses is a row too, and it starts no cell again."""
     refused = {"offload_modules": ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]}

@@ -102,6 +102,7 @@ def test_code_of_one_method_makes_its_bundles_due(measured: Checkout) -> None:
     path.write_text(before)
 
 
+@pytest.mark.soak  # tests/unit/test_slurm_engines.py asks the keys themselves
 def test_code_and_pins_of_a_baseline_make_its_bundles_due(measured: Checkout) -> None:
     folder = measured.path / "baselines"
     for name in ("megatron_core/step.py", "common/driver.py", "megatron_core/requirements.txt"):
