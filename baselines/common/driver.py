@@ -23,6 +23,7 @@ from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
 from baselines.common.memory import check_memory
 from baselines.common.records import write
 from rematbench.baselines.process import Job
+from rematbench.rank_error import NO_MEETING, recorded
 from rematbench.suite import Status
 from rematbench.torch.failures import failure
 
@@ -86,7 +87,7 @@ def _launched() -> tuple[int, int, int] | None:
             if size == 1:
                 return None
             if not all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
-                sys.exit("set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)")
+                sys.exit(NO_MEETING)
             return rank, size, local
     return None
 
@@ -242,8 +243,7 @@ def _outcome(error: BaseException) -> tuple[Status, str]:
     if isinstance(error, NotRunnable):
         return "unsupported", " ".join(str(error).split())
     status, reason = failure(error)
-    said = " ".join(reason.split())
-    return ("failed", f"nan: {said}") if status == "nan" else (status, said)
+    return recorded(status, " ".join(reason.split()))
 
 
 def _as_rank(

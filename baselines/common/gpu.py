@@ -8,6 +8,7 @@ import torch
 
 from baselines.common.contract import NotRunnable
 from rematbench.baselines.process import Job
+from rematbench.torch.canary import gpus_seen
 from rematbench.torch.devices import choose_device, empty_pinned
 
 
@@ -16,7 +17,7 @@ def require(job: Job, local_ranks: int) -> None:
     lets no two ranks share one."""
     if job.device != "cuda" or job.run.world == "traced":
         return
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    _, found = gpus_seen()
     if not found:
         raise NotRunnable("--device cuda: torch sees no GPU here")
     if local_ranks > found:

@@ -34,14 +34,16 @@ UPDATE = AdamW(weight_decay=0.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Memories:
-    """How a tensor's place is told (None: all are on the device), and the parts of the shim."""
+    """How a tensor's place is told where a CPU is both (None: all are on the device), the device
+    that has memory of its own, and the parts of the shim."""
 
     on_host: Callable[[Tensor], bool] | None = None
+    device: torch.device | None = None
     shim: tuple[str, ...] = ()
 
     def meter(self) -> Meter:
         """A meter that knows the two apart."""
-        return Meter(self.on_host)
+        return Meter(self.on_host, self.device)
 
 
 @dataclass(kw_only=True)
@@ -82,7 +84,7 @@ def memories(job: Job, policy: DeepSpeed, *, real: bool) -> Iterator[Memories]:
     the shim where anything is moved."""
     norm = ("norm",) if job.run.model.norm == "rmsnorm" else ()
     if job.device != "cpu":
-        yield Memories(on_host=lambda tensor: tensor.device.type == "cpu")
+        yield Memories(device=torch.device(job.device))
     elif not moves(configuration(job, policy)):
         yield Memories(shim=norm)
     else:

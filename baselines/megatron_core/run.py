@@ -17,7 +17,7 @@ from baselines.common.training import train
 from baselines.common.weights import assemble, model_specs, norms
 from baselines.megatron_core import shim
 from baselines.megatron_core.arguments import policy_of
-from baselines.megatron_core.guards import check
+from baselines.megatron_core.guards import check, has_transformer_engine
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.baselines.process import Job
 from rematbench.torch.batch import MicroBatch
@@ -69,7 +69,11 @@ def _label(parts: tuple[str, ...], device: str) -> str:
 def execute(job: Job, rank: Rank) -> RankAnswer:
     """Train on this rank."""
     device = torch.device("cpu" if job.device == "cpu" else f"cuda:{torch.cuda.current_device()}")
-    parts = _shimmed(True) if device.type == "cpu" else shim.install_missing_names()
+    parts: tuple[str, ...] = ()
+    if device.type == "cpu":
+        parts = _shimmed(True)
+    elif not has_transformer_engine(job):
+        parts = shim.install_missing_names()
     from baselines.megatron_core import step as engine  # noqa: PLC0415  # after the shim
 
     rig = engine.build(job, _policy(job), engine.join_groups(job), device)

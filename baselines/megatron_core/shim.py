@@ -19,7 +19,7 @@ names that only TransformerEngine defines.
 """
 
 import contextlib
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -195,8 +195,6 @@ def _at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
 @cache
 def install_missing_names() -> tuple[str, ...]:
     """On a GPU without TransformerEngine: only what Megatron-core lacks there too."""
-    if importlib.util.find_spec("transformer_engine") is not None:
-        return ()
     importlib.import_module("megatron.core.models.gpt")
     _te()
     return ("te",)

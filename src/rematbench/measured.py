@@ -5,6 +5,9 @@ Part of a Record.  CPU seconds are no part of it: they are never performance.
 
 from msgspec import Struct
 
+TIMED_STEPS = 3
+"""Steps that a run on GPUs times unless told otherwise."""
+
 
 class RankMeasured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One process.  Bytes of activations at action boundaries stand beside the issue-order

@@ -4,10 +4,14 @@ left, and which of several ranks failed first is not in any exit code."""
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from rematbench.store import write_atomically
+from rematbench.suite import Status
 
+NO_MEETING = "set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)"
+KILLED = "a process got signal 9: host memory, as far as can be known"
 LOST_PEER = ("onnection", "imed out", "imeout")
 """Words of an error that has its cause in another process."""
 
@@ -22,6 +26,20 @@ class RankError(Struct, frozen=True):
     def is_secondhand(self) -> bool:
         """Whether it only tells that another rank has gone."""
         return any(word in self.reason for word in LOST_PEER)
+
+
+def recorded(status: str, reason: str) -> tuple[Status, str]:
+    """A status and a reason as a record has them, which knows fewer: NaN and timeouts are failures
+    that say so."""
+    if status in ("nan", "timeout"):
+        return "failed", f"{status}: {reason}"
+    return msgspec.convert(status, Status), reason
+
+
+def of_record(status: str, reason: str) -> RankError:
+    """What a record that is not ok tells of its rank; NaN by its own name again."""
+    kind, _, rest = reason.partition("nan: ")
+    return RankError("nan", rest) if not kind and rest else RankError(status, reason)
 
 
 def note(record: Path, rank: int, error: RankError) -> None:

@@ -5,11 +5,11 @@ seed are the same for all, so every row is compared with the executor's of its p
 """
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.baselines.process import job, policy, run_jobs
+from rematbench.baselines.process import Device, job, policy, run_jobs
 from rematbench.discover import IDENTITY, discover
 from rematbench.layout import Layout
 from rematbench.load import load_cluster, load_model
@@ -25,7 +25,6 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 BOUNDS: dict[Precision, float] = {"fp32": 1e-5, "bf16": 2e-2}
 """How far losses and gradient norms of engines may be apart, relatively, at the first step (AdamW
 turns the rounding of a small gradient into a change of its weight)."""
-Device = Literal["cpu", "cuda"]
 
 
 class Row(NamedTuple):
@@ -143,10 +142,11 @@ def _executor(precision: Precision, device: Device) -> Record:
     )
     (result,) = execute_cases([case])
     spec = run_spec(made, discover().resolve(IDENTITY, {}), "executed")
+    versions = torch_job.versions(device)
     seen = Observed(
         label="rematbench executor",
-        stack={"torch": torch_job.versions(device)["torch"]},
-        device=torch_job.versions(device)["device"] if device == "cuda" else "cpu",
+        stack={"torch": versions["torch"]},
+        device=versions["device"] if device == "cuda" else "cpu",
         losses=tuple(result.losses),
         gradient_norms=tuple(result.gradient_norms),
     )

@@ -21,14 +21,16 @@ from msgspec import Struct
 
 from rematbench.configfile import closest
 from rematbench.discover import Composition, MethodEntry, MethodError, Value, build, load_file
+from rematbench.measured import TIMED_STEPS
 from rematbench.paths import data_dir
 from rematbench.problem import Problem
+from rematbench.rank_error import KILLED
 from rematbench.record import Record, RunSpec, provenance, run_spec
 from rematbench.suite import Status
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 STARTUP_S = 120.0
-KILLED = "a process got signal 9: host memory, as far as can be known"
+Device = Literal["cpu", "cuda"]
 
 
 class BaselineError(ValueError):
@@ -57,10 +59,10 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     run: RunSpec
     steps: PositiveInt = 2
     warmup: PositiveInt = 1
-    timed_steps: NonNegativeInt = 3
+    timed_steps: NonNegativeInt = TIMED_STEPS
     seed: NonNegativeInt = 7
     ignored: float = 0.0
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Device = "cpu"
     rank: NonNegativeInt = 0
     gradients: bool = False
     timeout_s: float = 120.0

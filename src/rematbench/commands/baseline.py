@@ -30,6 +30,7 @@ from rematbench.commands.real import has_gpu, speed_text, timing
 from rematbench.console import CommandError, console, gib, grid, left, plain
 from rematbench.discover import IDENTITY
 from rematbench.evaluate import fullest
+from rematbench.measured import TIMED_STEPS
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
 from rematbench.record import Record, encode_record, make_record, write_record
@@ -100,7 +101,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     run: RunOptions,
     steps: Annotated[int, Option(min=1, help="Steps with losses, gradients and bytes.")] = 2,
     warmup: Annotated[int, Option(min=1, help="GPUs: more steps before the timed ones.")] = 1,
-    timed_steps: Annotated[int, Option(min=0, help="GPUs: steps for their seconds.")] = 3,
+    timed_steps: Annotated[int, Option(min=0, help="GPUs: steps for their seconds.")] = TIMED_STEPS,
     device: Annotated[
         str, Option(metavar="cpu|cuda", help="Where to run (default: cuda where there is one).")
     ] = "",
@@ -136,10 +137,16 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
         raise CommandError(f"--options {options}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise CommandError(f"--options {options}: is no text, as `flags` prints it") from error
-    chosen: dict[str, int | str] = {"steps": steps, "warmup": warmup, "options": printed}
-    chosen["timed_steps"] = timed_steps
-    chosen["device"] = device or ("cuda" if has_gpu() else "cpu")
-    found = _job(made, "executed", timeout_s=timeout, **chosen)
+    found = _job(
+        made,
+        "executed",
+        steps=steps,
+        warmup=warmup,
+        timed_steps=timed_steps,
+        device=device or ("cuda" if has_gpu() else "cpu"),
+        timeout_s=timeout,
+        options=printed,
+    )
     if launched and rank is not None:
         _finish_rank(run.method, found, rank, out, made.problem)
     else:

@@ -208,9 +208,7 @@ def _first(broken: "Result", out: Path | None, started: float) -> "Result":
 
 def status_of(result: "Result") -> tuple[RecordStatus, str]:
     """A record's status: NaN and timeouts are failures that say so."""
-    if result.status in ("nan", "timeout"):
-        return "failed", f"{result.status}: {result.reason}"
-    return result.status, result.reason  # type: ignore[return-value]  # the other words are shared
+    return rank_error.recorded(result.status, result.reason)
 
 
 def _record(

@@ -11,8 +11,8 @@ import msgspec
 import typer
 from typer import Option
 
-from rematbench.baselines.agreement import Device, agreement_records
-from rematbench.baselines.process import job, policy, run_jobs
+from rematbench.baselines.agreement import agreement_records
+from rematbench.baselines.process import Device, job, policy, run_jobs
 from rematbench.commands.measured import Cell, How, cells, execute_cells, keep
 from rematbench.commands.real import gpus_here, need_gpu, need_torch
 from rematbench.console import CommandError, console, grid, left, plain

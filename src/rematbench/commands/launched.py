@@ -12,7 +12,6 @@ from rematbench import rank_error
 from rematbench.console import CommandError
 from rematbench.rank_error import RankError
 from rematbench.record import Record, write_record
-from rematbench.suite import Status
 
 Rank = Annotated[int | None, Option(envvar=["RANK", "SLURM_PROCID"], hidden=True)]
 Size = Annotated[int | None, Option(envvar=["WORLD_SIZE", "SLURM_NTASKS"], hidden=True)]
@@ -20,7 +19,6 @@ Local = Annotated[int, Option(envvar=["LOCAL_RANK", "SLURM_LOCALID"], hidden=Tru
 Address = Annotated[str, Option(envvar="MASTER_ADDR", hidden=True)]
 Port = Annotated[int, Option(envvar="MASTER_PORT", hidden=True)]
 
-NO_MEETING = "set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)"
 PATIENCE_S = 2.0
 """How long rank 0, which only saw a peer go, waits for that peer's word."""
 
@@ -35,7 +33,7 @@ def is_launched(
     if world_size != gpus:
         raise CommandError(f"--gpus {gpus}: the launcher started {world_size} processes")
     if not all(meeting):
-        raise CommandError(NO_MEETING)
+        raise CommandError(rank_error.NO_MEETING)
     return True
 
 
@@ -44,27 +42,15 @@ def leave_failure(record: Record, out: Path, rank: int, started: float) -> Recor
     first, as far as it is known by now, is returned.  Rank 0 writes it to `out`, and so does the
     rank that failed first (rank 0 may only see a peer go) and any where rank 0, killed, has left
     none since `started`."""
-    own = _error(record)
+    own = rank_error.of_record(record.status, record.reason)
     rank_error.note(out, rank, own)
     cause = _cause(own, out, started, PATIENCE_S if rank == 0 else 0.0)
-    status, reason = _words(cause)
+    status, reason = rank_error.recorded(cause.status, cause.reason)
     found = replace(record, status=status, reason=reason)
     silent = not out.exists() or out.stat().st_mtime < started
     if rank == 0 or silent or cause == own:
         write_record(found, out)
     return found
-
-
-def _error(record: Record) -> RankError:
-    kind, _, rest = record.reason.partition("nan: ")
-    return RankError("nan", rest) if not kind and rest else RankError(record.status, record.reason)
-
-
-def _words(error: RankError) -> tuple[Status, str]:
-    """As a record says it."""
-    if error.status == "nan":
-        return "failed", f"nan: {error.reason}"
-    return ("oom" if error.status == "oom" else "failed"), error.reason
 
 
 def _cause(own: RankError, out: Path, started: float, patience_s: float) -> RankError:

@@ -8,13 +8,12 @@ import typer
 from typer import Argument, Option
 
 from rematbench.baselines.agreement import (
-    Device,
     agreement_records,
     agreement_table,
     disagreements,
 )
 from rematbench.baselines.points import Point, load_points, trace_points
-from rematbench.baselines.process import NotInstalled
+from rematbench.baselines.process import Device, NotInstalled
 from rematbench.baselines.tables import points_table, tensors_table
 from rematbench.console import CommandError
 from rematbench.record import read_record

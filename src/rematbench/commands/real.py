@@ -31,9 +31,7 @@ def need_torch() -> None:
 
 def need_gpu(device: str) -> None:
     """One clear line where CUDA is asked for and torch can use none."""
-    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
-
-    if device == "cuda" and not job.has_gpu():
+    if device == "cuda" and not has_gpu():
         raise CommandError("--device cuda: torch sees no GPU here")
 
 

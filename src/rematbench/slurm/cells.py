@@ -12,6 +12,7 @@ from rematbench.configfile import ConfigError, closest, convert, read_mapping
 from rematbench.digests import code_digest
 from rematbench.discover import IDENTITY, Composition, Registry, Value
 from rematbench.evaluate import PlanEvaluation
+from rematbench.measured import TIMED_STEPS
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
 from rematbench.record import content_hash, run_spec
@@ -24,8 +25,6 @@ CellStatus = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported", "pr
 
 OVERHEAD_MINUTES = 5
 """Of an allocation's time limit: node checks, canary, first imports from a cold file system."""
-TIMED_STEPS = 3
-"""What `execute` and `baseline run` time on GPUs unless told otherwise."""
 
 
 class Measurement(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -163,13 +162,12 @@ class Campaign:
         """Whether a real package runs the cell."""
         return is_baseline(self.registry, cell.variant.method)
 
-    def keeps_all(self, cell: Cell) -> bool:
+    def keeps_all(self, cell: Cell, simulated: PlanEvaluation) -> bool:
         """Whether the cell is what others of its engine are compared with: it rebuilds and moves
-        nothing.  PlanError where its plan is none."""
+        nothing, as simulated."""
         if not self.is_baseline(cell):
             return cell.variant.method == IDENTITY
-        found = self.simulated(cell)
-        return found is not None and not found.recompute_flop and not found.offload_bytes
+        return not simulated.recompute_flop and not simulated.offload_bytes
 
     def engine(self, cell: Cell) -> str:
         """What runs the cell, without versions."""
@@ -189,7 +187,7 @@ class Campaign:
         return ["execute", *run_words(cell), *steps]
 
     def simulated(self, cell: Cell) -> PlanEvaluation | None:
-        """A cell's step as simulated, made once; None where the method gives no plan.
+        """A cell's step as simulated; None where the method gives no plan.
 
         PlanError where its plan is none.
         """

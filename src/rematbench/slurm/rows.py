@@ -15,31 +15,32 @@ from rematbench.store import Store
 def cell_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
     """A row per cell: what was asked, what came of it.  Beside the statuses of records there are
     `running` and `waiting`."""
-    return [_row(campaign, store, cell) for cell in campaign.cells]
+    return [_row(campaign, store, cell)[0] for cell in campaign.cells]
 
 
 def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
     """The same with every number (`shown.COLUMNS`), measured and simulated: cells are planned."""
     found = []
-    for cell, row in zip(campaign.cells, cell_rows(campaign, store), strict=True):
-        data = store.read(campaign.key(cell)) if row["status"] != "running" else None
-        record = (decode(data).record if data is not None else None) or {}
-        simulated, keeps_all = _planned(campaign, cell)
+    for cell in campaign.cells:
+        row, outcome = _row(campaign, store, cell)
+        record = (outcome.record if outcome else None) or {}
+        simulated = _simulated(campaign, cell)
+        keeps_all = simulated is not None and campaign.keeps_all(cell, simulated)
         numbers = columns(shown(record), campaign.problem(cell.spec), simulated)
         numbers["engine"] = numbers["engine"] or campaign.engine(cell)
         found.append(row | numbers | {"keeps_all": "yes" if keeps_all else ""})
     return found
 
 
-def _planned(campaign: Campaign, cell: Cell) -> tuple[PlanEvaluation | None, bool]:
-    """A cell's simulated step, and whether it rebuilds and moves nothing."""
+def _simulated(campaign: Campaign, cell: Cell) -> PlanEvaluation | None:
     try:
-        return campaign.simulated(cell), campaign.keeps_all(cell)
+        return campaign.simulated(cell)
     except PlanError:  # the cell's own row says it
-        return None, False
+        return None
 
 
-def _row(campaign: Campaign, store: Store, cell: Cell) -> dict[str, Any]:
+def _row(campaign: Campaign, store: Store, cell: Cell) -> tuple[dict[str, Any], CellRecord | None]:
+    """A cell's row, and its record unless it is running or waiting."""
     key = campaign.key(cell)
     spec = cell.spec
     row: dict[str, Any] = {
@@ -60,11 +61,11 @@ def _row(campaign: Campaign, store: Store, cell: Cell) -> dict[str, Any]:
     number, lease = store.latest(key)
     if lease is not None and store.is_alive(lease):
         blank = _outcome(None)
-        return row | blank | {"status": "running", "reason": store.describe(lease)}
-    outcome = _outcome(decode(data) if data is not None else None)
+        return row | blank | {"status": "running", "reason": store.describe(lease)}, None
     if data is None:
-        outcome["attempts"] = number
-    return row | outcome
+        return row | _outcome(None) | {"attempts": number}, None
+    found = decode(data)
+    return row | _outcome(found), found
 
 
 def _outcome(found: CellRecord | None) -> dict[str, Any]:

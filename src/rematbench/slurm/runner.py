@@ -18,9 +18,8 @@ from typing import Any
 
 import msgspec
 
-from rematbench.evaluate import PlanEvaluation
 from rematbench.plan import PlanError
-from rematbench.rank_error import RankError, first_cause, noted
+from rematbench.rank_error import KILLED, first_cause, noted, of_record
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode
 from rematbench.slurm.cells import Bundle, Campaign, Cell, CellStatus
 from rematbench.slurm.launch import (
@@ -46,7 +45,7 @@ SIGNS: tuple[tuple[str, CellStatus, str], ...] = (
     ("oom_kill", "oom", HOST_MEMORY),
     ("oom-kill", "oom", HOST_MEMORY),
     ("Out Of Memory", "oom", HOST_MEMORY),
-    ("exitcode: -9", "oom", "a process got signal 9: host memory, as far as can be known"),
+    ("exitcode: -9", "oom", KILLED),
 )
 """What the output of a launch says of its end; a reason of its own, or the output's last error."""
 
@@ -172,9 +171,7 @@ class Runner:
             return "timeout", f"no result within {limit:.0f} s"
         errors = noted(out)
         if record is not None:
-            kind, _, rest = record["reason"].partition("nan: ")
-            found = RankError("nan", rest) if not kind else RankError("failed", record["reason"])
-            errors.append(found)
+            errors.append(of_record(record["status"], record["reason"]))
         cause = first_cause(errors)
         if cause is not None and not cause.is_secondhand:
             return msgspec.convert(cause.status, CellStatus), cause.reason
@@ -188,7 +185,7 @@ class Runner:
     def _predicted_pinned(self, cell: Cell) -> int:
         """Pinned bytes per node that the simulator predicts; 0 for what it cannot plan."""
         found = self.campaign.simulated(cell)
-        return 0 if found is None else host_bytes(found)
+        return 0 if found is None else found.host_node_bytes
 
     def _node_facts(self) -> list[NodeFacts]:
         """Facts of every node, looked up once for each allocation; RuntimeError if that failed."""
@@ -214,11 +211,6 @@ class Runner:
             hosts=tuple(self.facts or ()),
             **{**more, "remarks": tuple(more.get("remarks", ()))},
         )
-
-
-def host_bytes(simulated: PlanEvaluation) -> int:
-    """Predicted pinned bytes of the fullest node."""
-    return simulated.host_node_bytes
 
 
 def manifest(records: list[CellRecord]) -> bytes:

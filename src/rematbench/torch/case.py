@@ -5,6 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from rematbench.measured import TIMED_STEPS
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.program import Program
@@ -40,7 +41,7 @@ class Case:
     text_bytes: int = 0
     delay_s: float = 0.0
     delay_seed: int = 0
-    timed_steps: int = 3
+    timed_steps: int = TIMED_STEPS
     deterministic: bool = False
     optimizer: AdamW = field(default_factory=AdamW)
 

@@ -87,7 +87,7 @@ def _packages(folder: Path) -> Iterator[Finding]:
         if seen is None or not seen.step_s:
             words.append(f"{path.stem} {record.status} {record.reason}".rstrip())
             continue
-        step_s = statistics.median(seen.step_s[0])
+        step_s = statistics.median(seen.slowest_s)
         words.append(
             f"{path.stem} {step_s:.4g} s, allocated {max(seen.allocated_bytes) / 2**30:.3f} GiB"
         )
