@@ -187,7 +187,7 @@ def test_pinned_bytes_that_do_not_fit_start_nothing(
 ) -> None:
     made = campaign(tmp_path)
     fake(tmp_path, monkeypatch, {"keep_all": "ok"})
-    monkeypatch.setattr(runner_module, "host_bytes", lambda *_: 96)
+    monkeypatch.setattr(runner_module.Runner, "_predicted_pinned", lambda *_: 96)
     (record,), _ = run(made, "keep_all", tmp_path / "store")
     assert record.status == "failed"
     assert record.reason.startswith("not started: n1: memory")
