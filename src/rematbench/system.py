@@ -26,6 +26,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     partial recomputation runs only those it needs.
     `loss_in_place`: the loss turns its saved softmax into the gradient (Megatron's vocabulary-
     parallel cross-entropy) instead of writing gradients beside it (F.cross_entropy).
+    `loss_keeps_logits`: a wide copy of the logits lives beside the softmax while that is made; else
+    the one becomes the other.
     `step_scratch_bytes`: what the optimizer step holds per updated parameter, and frees again.
     `fused_norm`, `fused_rope`: RMSNorm, RoPE run as single kernels (else as eager torch operators,
     unless `compiled`).
@@ -51,6 +53,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fused_loss: bool
     logits_fp32: bool
     loss_in_place: bool = True
+    loss_keeps_logits: bool = True
     saves_norm_output: bool = True
     fused_norm: bool = True
     fused_rope: bool = True

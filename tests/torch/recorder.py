@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from rematbench.torch import kernels
 
 Clock = dict[str, int]
 
@@ -54,9 +57,15 @@ class Stream:
 class Event:
     """A stand-in for torch.cuda.Event."""
 
-    def __init__(self, **_: object) -> None:
+    def __init__(self, recorder: "Recorder | None" = None, **_: object) -> None:
         self.clock: Clock = {}
+        self.recorder = recorder
         self.recorded = self.reached = False
+
+    def wait(self) -> None:
+        """The current stream waits."""
+        assert self.recorder is not None
+        self.recorder.current.wait_event(self)
 
     def record(self, stream: Stream) -> None:
         self.clock = dict(stream.clock)
@@ -86,10 +95,11 @@ class Used:
 
 
 class Work:
-    """A message under way on its communicator's own stream."""
+    """A message under way on its communicator's own stream; its memory lives as long as this."""
 
-    def __init__(self, recorder: "Recorder", stream: Stream) -> None:
+    def __init__(self, recorder: "Recorder", stream: Stream, tensor: Tensor) -> None:
         self.recorder, self.clock = recorder, dict(stream.clock)
+        self.outputs = [tensor.detach()]
 
     def wait(self) -> None:
         current = self.recorder.current
@@ -240,7 +250,7 @@ class Recorder(TorchDispatchMode):
         stream = self.internal.setdefault(id(group), Stream(f"nccl{len(self.internal)}"))
         stream.wait_stream(self.current)
         self.touch(tensor, "message", write=write, on=stream)
-        return Work(self, stream)
+        return Work(self, stream, tensor)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Put the stand-ins in the place of torch's."""
@@ -257,7 +267,8 @@ class Recorder(TorchDispatchMode):
         )
         patch.setattr(torch.cuda, "Stream", self.stream)
         patch.setattr(torch.cuda, "stream", self.on)
-        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "Event", partial(Event, self))
+        patch.setattr(kernels, "fused", lambda x: False)  # a build without CUDA has none
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.streams[0])
 
         def record_stream(tensor: Tensor, stream: Stream) -> None:

@@ -97,6 +97,13 @@ def test_receives_whose_memory_compute_still_uses_are_found(
     assert any("message" in fault for fault in faults("pp2", "keep", monkeypatch))
 
 
+def test_a_message_whose_handle_outlives_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's handle holds what it sends."""
+    monkeypatch.setattr(CudaStreams, "under_way", lambda streams, channel, work: work)
+    with pytest.raises(AssertionError):
+        check(cases.case("pp2", "keep", precision="bf16"), monkeypatch)
+
+
 @pytest.mark.parametrize("stream", ["compute", "tp", "d2h", "h2d"])
 def test_a_stream_that_waits_for_nothing_is_found(
     stream: str, monkeypatch: pytest.MonkeyPatch

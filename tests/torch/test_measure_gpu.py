@@ -162,6 +162,6 @@ def test_nothing_measured_is_nothing_known(tmp_path: Path) -> None:
     assert {finding.holds for finding in found} == {None}
     ran = (Ran(part="steps", status="ok", seconds=1.0),)
     assert not Summary(written="", device="", parts=ran, findings=found).sound
-    (tmp_path / "steps.json").write_text('{"ratio": 1.03, "fused_ratio": 1.1}')
+    (tmp_path / "steps.json").write_text('{"ratio": 1.03}')
     slow = next(finding for finding in findings(tmp_path) if "by hand" in finding.claim)
     assert (slow.holds, "1.0300" in slow.text) == (False, True)

@@ -38,6 +38,8 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         "executor.Executor._act: self.streams.lend",
         "executor.Executor._record: self.messages.attach",
         "streams.CudaStreams.wait: work.wait",
+        "streams.CudaStreams.under_way: work.wait",
+        "streams.CudaStreams.under_way: event.record",
         "streams.CudaStreams.lend: tensor.record_stream",
     ),
     "pp2 late copies": (

@@ -174,7 +174,7 @@ def _steps(asked: Asked) -> None:
     device = prepared_device(asked.device, 0)
     problem = asked.cells("large")[0].problem
     found = step_times(problem, problem.base_plan, device, ROUNDS)
-    _write(asked.output / "steps.json", found, ratio=found.ratio, fused_ratio=found.fused_ratio)
+    _write(asked.output / "steps.json", found, ratio=found.ratio)
 
 
 def _copies(asked: Asked) -> None:

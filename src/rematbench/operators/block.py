@@ -125,7 +125,7 @@ def _loss_scratch(system: System, logits_bytes: int, wide_bytes: int) -> tuple[i
     """
     if system.fused_loss:
         return 0, 0
-    copy = wide_bytes if system.logits_fp32 else 0
+    copy = wide_bytes if system.logits_fp32 and system.loss_keeps_logits else 0
     if system.loss_in_place:
         return copy, 0
     return max(0, copy - logits_bytes), 2 * wide_bytes - logits_bytes

@@ -27,12 +27,11 @@ RULE = AdamW(lr=1e-4)
 
 
 class StepTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of steps by turns: the executor with all-keep fates, the loop written by hand, and
-    that loop with torch's fused RMSNorm; and what the executor's host takes to issue a step."""
+    """Seconds of steps by turns: the executor with all-keep fates and the loop written by hand; and
+    what the executor's host takes to issue a step."""
 
     executor_s: tuple[float, ...]
     by_hand_s: tuple[float, ...]
-    by_hand_fused_s: tuple[float, ...]
     issue_s: tuple[float, ...]
     actions: int
 
@@ -40,11 +39,6 @@ class StepTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def ratio(self) -> float:
         """The executor's median step over the hand-written one's."""
         return statistics.median(self.executor_s) / statistics.median(self.by_hand_s)
-
-    @property
-    def fused_ratio(self) -> float:
-        """The same over the loop with a fused norm."""
-        return statistics.median(self.executor_s) / statistics.median(self.by_hand_fused_s)
 
 
 def step_times(problem: Problem, plan: Plan, device: torch.device, rounds: int) -> StepTimes:
@@ -63,19 +57,17 @@ def step_times(problem: Problem, plan: Plan, device: torch.device, rounds: int) 
         executor.issue_step()
         issued.append(time.perf_counter() - start)
 
-    loops = [PlainLoop(model, RULE, fused=fused) for fused in (False, True)]
-    kinds: tuple[Callable[[], object], ...] = (issue, loops[0].step, loops[1].step)
-    times: list[list[float]] = [[], [], []]
+    kinds: tuple[Callable[[], object], ...] = (issue, PlainLoop(model, RULE).step)
+    times: list[list[float]] = [[], []]
     for _ in range(WARM + rounds):
         for run, seconds in zip(kinds, times, strict=True):
             stop = executor.streams.clock()
             run()
             seconds.append(stop())
-    own, plain, fused = (tuple(seconds[WARM:]) for seconds in times)
+    own, plain = (tuple(seconds[WARM:]) for seconds in times)
     return StepTimes(
         executor_s=own,
         by_hand_s=plain,
-        by_hand_fused_s=fused,
         issue_s=tuple(issued[WARM:]),
         actions=len(executor.actions),
     )

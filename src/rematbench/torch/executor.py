@@ -58,7 +58,7 @@ class Executor:
         self.exchanges = Exchanges(model, groups, self.memory, self.streams)
         self.slots = Slots(program, model.device)
         self.movers = Movers(model, self.memory, self.slots, tracker, self.streams)
-        self.messages = Messages(model, groups, self.memory)
+        self.messages = Messages(model, groups, self.memory, self.streams)
         self.events: dict[tuple[str, int, int], Mark] = {}
         self.local: dict[str, Mark] = {}
         self.counting: dict[str, bool] = {}  # loss_saved -> whether its loss is a first one

@@ -3,6 +3,10 @@
 Tensors are rows x columns.  Nothing is kept between a forward and its backward but what is passed
 in: norms recompute their statistics, activation functions their derivative.  Statistics of bf16
 tensors are computed in fp32.
+
+On a GPU norms and fp32 sums of weight gradients are torch's own fused kernels, which hold nothing
+beside their result; a CPU has no such kernels, there they are written out.  Traces (meta tensors)
+stand for GPUs.
 """
 
 import torch
@@ -11,6 +15,7 @@ from torch import Tensor
 
 NORM_EPS = 1e-5
 ROPE_BASE = 10_000.0
+_aten = torch.ops.aten
 IGNORED = -100
 """A label that counts neither in the loss nor in its mean."""
 
@@ -20,15 +25,26 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def fused(x: Tensor) -> bool:
+    """Whether torch has fused kernels for a tensor."""
+    return x.device.type != "cpu"
+
+
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """x / rms(x) * weight."""
+    if fused(x):
+        if x.is_meta:
+            return torch.empty_like(x)
+        return _aten._fused_rms_norm(x, x.shape[-1:], weight, NORM_EPS)[0]  # type: ignore[no-any-return]
     y = x.to(wide(x.dtype))
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + NORM_EPS)
     return (y * weight).to(x.dtype)
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(input gradient, weight gradient in the wide dtype)."""
+    """(input gradient, weight gradient: on a CPU in the wide dtype)."""
+    if fused(x):
+        return fused_rms_norm_backward(grad, x, weight)
     g, y = grad.to(wide(x.dtype)), x.to(wide(x.dtype))
     scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + NORM_EPS)
     y = y * scale
@@ -37,13 +53,27 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
     return dx.to(x.dtype), (g * y).sum(0)
 
 
+def fused_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same by torch's kernel, the weight gradient in the weight's dtype."""
+    if x.is_meta:
+        return torch.empty_like(x), torch.empty_like(weight)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x.dtype))
+    scale = norm.square_().div_(x.shape[-1]).add_(NORM_EPS).rsqrt_()
+    dx, dw = _aten._fused_rms_norm_backward(grad, x, x.shape[-1:], scale, weight, [True, True])
+    return dx, dw
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """(x - mean) / std * weight + bias."""
+    if x.is_meta and fused(x):
+        return torch.empty_like(x)
     return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), NORM_EPS)
 
 
 def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(input, weight and bias gradients); the last two in the wide dtype."""
+    """(input, weight and bias gradients); the last two on a CPU in the wide dtype."""
+    if fused(x):
+        return fused_layer_norm_backward(grad, x, weight)
     g, y = grad.to(wide(x.dtype)), x.to(wide(x.dtype))
     y = y - y.mean(-1, keepdim=True)
     scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + NORM_EPS)
@@ -53,15 +83,31 @@ def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor
     return dx.to(x.dtype), (g * y).sum(0), g.sum(0)
 
 
+def fused_layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same by torch's kernel; the forward once more is the cheapest that gives both
+    statistics."""
+    if x.is_meta:
+        return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
+    shape = x.shape[-1:]
+    _, mean, scale = _aten.native_layer_norm(x, shape, weight, weight, NORM_EPS)
+    bias, every = weight, [True, True, True]  # of a bias the kernel asks the dtype
+    dx, dw, db = _aten.native_layer_norm_backward(grad, x, shape, mean, scale, weight, bias, every)
+    return dx, dw, db
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T (+ bias)."""
     return F.linear(x, weight, bias)
 
 
 def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """total += grad.T @ x, in the gradient buffer's dtype."""
+    """total += grad.T @ x, in the gradient buffer's dtype; on a GPU inside the product."""
     if total.dtype == x.dtype:
         total.addmm_(grad.t(), x)
+    elif fused(x) and hasattr(_aten.addmm, "dtype_out"):
+        _aten.addmm.dtype_out(total, grad.t(), x, total.dtype, out=total)
     else:
         total.add_(grad.t() @ x)
 
@@ -76,10 +122,12 @@ def rope_tables(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[T
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
     """Rotate each head's (first half, second half) pairs; the inverse is the backward."""
     rows, half = x.shape[0], cos.shape[-1]
-    pairs = x.view(rows, -1, 2, half).to(cos.dtype)
-    a, b = pairs[:, :, 0], pairs[:, :, 1]
+    pairs, out = x.view(rows, -1, 2, half), torch.empty_like(x)
+    turned, a, b = out.view(pairs.shape), pairs[:, :, 0], pairs[:, :, 1]
     c, s = cos[:, None], -sin[:, None] if inverse else sin[:, None]
-    return torch.stack((a * c - b * s, b * c + a * s), 2).view(rows, -1).to(x.dtype)
+    turned[:, :, 0] = (a * c).sub_(b * s)  # two wide halves beside the result, no more
+    turned[:, :, 1] = (b * c).add_(a * s)
+    return out
 
 
 def activation(gate: Tensor, kind: str) -> Tensor:
@@ -94,17 +142,23 @@ def activation_backward(grad: Tensor, gate: Tensor, kind: str) -> Tensor:
     return torch.ops.aten.gelu_backward(grad, gate)  # type: ignore[no-any-return]
 
 
-def embed(ids: Tensor, table: Tensor, first: int) -> Tensor:
-    """Rows of a vocabulary shard that starts at `first`; zero for tokens of other shards."""
+def embed(ids: Tensor, table: Tensor, first: int, *, whole: bool) -> Tensor:
+    """Rows of a vocabulary shard that starts at `first` (`whole`: the only one); zero for tokens of
+    other shards."""
+    if whole:
+        return table[ids]
     local = ids - first
     mine = (local >= 0) & (local < table.shape[0])
     rows = table[local.clamp(0, table.shape[0] - 1)]
     return rows * mine[:, None]
 
 
-def embed_backward(total: Tensor, grad: Tensor, ids: Tensor, first: int) -> None:
+def embed_backward(total: Tensor, grad: Tensor, ids: Tensor, first: int, *, whole: bool) -> None:
     """Add each token's gradient to its row, if this shard holds it.  No shape depends on data (a
     boolean index would), so that fake tensors run it too."""
+    if whole:
+        total.index_add_(0, ids, grad.to(total.dtype))
+        return
     local = ids - first
     mine = (local >= 0) & (local < total.shape[0])
     rows = local.clamp(0, total.shape[0] - 1)
@@ -121,9 +175,9 @@ def shard_labels(labels: Tensor, first: int, width: int) -> tuple[Tensor, Tensor
 def cross_entropy_backward(
     probs: Tensor, labels: Tensor, first: int, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """(softmax - one-hot) x scale for the rows that count."""
+    """(softmax - one-hot) x scale for the rows that count, with no wide copy of the softmax."""
     column, mine = shard_labels(labels, first, probs.shape[-1])
-    grad = probs.clone()
-    grad.scatter_add_(1, column[:, None], -mine[:, None].to(grad.dtype))
-    grad.mul_(scale).masked_fill_((labels == IGNORED)[:, None], 0.0)
-    return grad.to(dtype)
+    grad = torch.mul(probs, scale, out=probs.new_empty(probs.shape, dtype=dtype))
+    at_label = probs.gather(1, column[:, None]).sub_(mine[:, None].to(probs.dtype)).mul_(scale)
+    grad.scatter_(1, column[:, None], at_label.to(dtype))
+    return grad.masked_fill_((labels == IGNORED)[:, None], 0.0)

@@ -15,7 +15,7 @@ from rematbench.program import Program
 from rematbench.torch.groups import STEP, Channel, Groups
 from rematbench.torch.memory import Memory, Site, Value
 from rematbench.torch.model import RankModel
-from rematbench.torch.streams import Mark
+from rematbench.torch.streams import Mark, Streams, Under
 
 TIED_TAG = 1
 
@@ -70,9 +70,10 @@ def overtaken(program: Program, layout: Layout) -> str:
 class Messages:
     """Sends and receives of one rank; what is under way goes into the action's event."""
 
-    def __init__(self, model: RankModel, groups: Groups, memory: Memory) -> None:
+    def __init__(self, model: RankModel, groups: Groups, memory: Memory, streams: Streams) -> None:
         self.model, self.groups, self.memory = model, groups, memory
-        self.under_way: list[dist.Work] = []
+        self.streams = streams
+        self.under_way: list[Under] = []
         self.then: list[Callable[[], None]] = []
         self.posted: list[tuple[dist.Work, Tensor]] = []
         self.tied = model.parameters.get("embedding.weight")
@@ -106,7 +107,10 @@ class Messages:
         if self.groups.buffered:
             self._post(data, found)
         else:
-            self.under_way.append(self._send(data, found))
+            self._begin(found, self._send(data, found))
+
+    def _begin(self, found: Message, work: dist.Work) -> None:
+        self.under_way.append(self.streams.under_way(found.channel, work))
 
     def _send(self, data: Tensor, found: Message) -> dist.Work:
         channel = found.channel
@@ -115,7 +119,7 @@ class Messages:
     def _receive(self, data: Tensor, found: Message) -> None:
         channel = found.channel
         work = self.groups.receive(data, channel.sender, channel.direction, found.tag)
-        self.under_way.append(work)
+        self._begin(found, work)
 
     def _post(self, data: Tensor, found: Message) -> None:
         """A buffered send.  Gloo's send ends when the receiver is ready and holds the host up to
@@ -147,7 +151,7 @@ class Messages:
         tied, arrival = self.tied, self.arrival
         assert tied is not None
         assert arrival is not None
-        self.under_way.append(self._send(tied.grad_flat, found))
+        self._begin(found, self._send(tied.grad_flat, found))
         self.then.append(partial(_add, tied.grad_flat, arrival))
 
 

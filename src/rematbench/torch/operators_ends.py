@@ -11,7 +11,8 @@ from rematbench.torch.groups import Group
 def embedding(call: Call) -> Tensors:
     model = call.model
     ids = model.batches[call.site.micro_batch].ids
-    out = kernels.embed(ids, call.parameter("embedding").value, model.vocab_start)
+    table = call.parameter("embedding").value
+    out = kernels.embed(ids, table, model.vocab_start, whole=model.problem.layout.tp == 1)
     if model.kind.position == "learned" and model.place.tp == 0:  # one rank of the group adds it
         out = out + call.parameter("position").value[model.where]
     return {"layer_input": out}
@@ -21,7 +22,8 @@ def embedding_weight(call: Call) -> None:
     model = call.model
     ids = model.batches[call.site.micro_batch].ids
     total = call.parameter("embedding").grad
-    kernels.embed_backward(total, call.grads[0], ids, model.vocab_start)
+    whole = model.problem.layout.tp == 1
+    kernels.embed_backward(total, call.grads[0], ids, model.vocab_start, whole=whole)
     if model.kind.position == "learned":
         total = call.parameter("position").grad
         total.index_add_(0, model.where, call.grads[0].to(total.dtype))

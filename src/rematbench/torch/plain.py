@@ -1,8 +1,7 @@
 """A training step as a person writes it in torch: the same model, weights, sums and update as the
 executor's, through autograd, on one stream.  What the executor's own step is timed against.
 
-For one rank and Llama blocks.  `fused` takes torch's own RMSNorm, where the executor (and most
-published code) has its arithmetic operator by operator.
+For one rank and Llama blocks.
 """
 
 import torch
@@ -25,11 +24,11 @@ SAME_KERNELS = [
 class PlainLoop:
     """Steps over a rank's model; gradients are summed into the parameters' own wide buffers."""
 
-    def __init__(self, model: RankModel, rule: AdamW, *, fused: bool = False) -> None:
+    def __init__(self, model: RankModel, rule: AdamW) -> None:
         kind, lay = model.kind, model.problem.layout
         if (kind.mlp, kind.norm, kind.position) != ("swiglu", "rmsnorm", "rope") or lay.gpus > 1:
             raise NotExecutable("the hand-written loop is one rank's, of Llama blocks")
-        self.model, self.rule, self.fused = model, rule, fused
+        self.model, self.rule = model, rule
         self.steps = 0
 
     def step(self) -> Tensor:
@@ -54,9 +53,7 @@ class PlainLoop:
         return total
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.fused:
-            return F.rms_norm(x, x.shape[-1:], weight, kernels.NORM_EPS)
-        return kernels.rms_norm(x, weight)
+        return F.rms_norm(x, x.shape[-1:], weight, kernels.NORM_EPS)
 
     def _loss(self, weights: dict[str, Tensor], ids: Tensor, labels: Tensor) -> Tensor:
         kind = self.model.kind
@@ -76,10 +73,15 @@ class PlainLoop:
         wide = logits.to(kernels.wide(logits.dtype))
         return F.cross_entropy(wide, labels, ignore_index=kernels.IGNORED, reduction="sum")
 
+    def _rotated(self, x: Tensor) -> Tensor:
+        cos, sin = self.model.cos[:, None], self.model.sin[:, None]
+        a, b = x.view(len(x), -1, 2, cos.shape[-1]).unbind(2)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).view(len(x), -1).to(x.dtype)
+
     def _attention(self, x: Tensor, own: dict[str, Tensor]) -> Tensor:
-        model, (batch, rows, heads, kv_heads, head_dim) = self.model, self.model.attention
+        batch, rows, heads, kv_heads, head_dim = self.model.attention
         q, k, v = (F.linear(x, own[name]) for name in ("q", "k", "v"))
-        q, k = (kernels.rope(y, model.cos, model.sin) for y in (q, k))
+        q, k = (self._rotated(y) for y in (q, k))
         q = q.view(batch, rows, heads, head_dim).transpose(1, 2)
         k, v = (y.view(batch, rows, kv_heads, head_dim).transpose(1, 2) for y in (k, v))
         with sdpa_kernel(SAME_KERNELS):

@@ -1,7 +1,7 @@
 """Streams and events: real ones on CUDA, issue order on a CPU; the executor's code is the same."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -11,12 +11,19 @@ import torch.distributed as dist
 from rematbench.action import STREAMS
 
 
+class Under(Protocol):
+    """A message under way: torch's handle of it, or an event that comes when it is done."""
+
+    def wait(self) -> object:
+        """Hold the host (gloo) or the current stream (CUDA) until it is done."""
+
+
 class Mark:
     """A recorded event: a CUDA event, and messages that must have arrived."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self.event = event
-        self.works: list[dist.Work] = []
+        self.works: list[Under] = []
         self.then: list[Callable[[], None]] = []
 
     def finish(self) -> None:
@@ -50,6 +57,9 @@ class Streams(Protocol):
     ) -> None:
         """Issue tensor work; storages and names are the host's business and are done already.
         `fresh`: memory that nobody may read before the work is done."""
+
+    def under_way(self, channel: Hashable, work: dist.Work) -> Under:
+        """What to wait on for a message that a channel (its messages go one by one) has begun."""
 
     def begin(self) -> None:
         """Let no stream start a step before what was issued outside of them is done."""
@@ -95,6 +105,10 @@ class HostStreams:
         """Done at once."""
         work()
 
+    def under_way(self, channel: Hashable, work: dist.Work) -> Under:
+        """The handle: the host waits."""
+        return work
+
     def begin(self) -> None:
         """One stream only."""
 
@@ -125,6 +139,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.streams = {name: torch.cuda.Stream(device) for name in STREAMS}  # type: ignore[no-untyped-call]
+        self.arrivals: dict[Hashable, torch.cuda.Stream] = {}
 
     def on(self, stream: str) -> AbstractContextManager[object]:
         """Issue on the CUDA stream."""
@@ -161,6 +176,18 @@ class CudaStreams:
     ) -> None:
         """Issued on the current stream, which `on` has made the action's."""
         work()
+
+    def under_way(self, channel: Hashable, work: dist.Work) -> Under:
+        """An event in the handle's place.  NCCL's handle holds the message's memory for as long as
+        anybody holds the handle; what may be freed is for the waiting streams to say.  Each channel
+        has a stream for its events, so that none waits for another's peer."""
+        if channel not in self.arrivals:
+            self.arrivals[channel] = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        stream, event = self.arrivals[channel], torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            work.wait()
+        event.record(stream)
+        return event
 
     def begin(self) -> None:
         """Every stream waits for the current one; the host does not."""

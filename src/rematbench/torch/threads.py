@@ -9,13 +9,14 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 
 from rematbench.action import STREAMS
-from rematbench.torch.streams import Mark, host_clock
+from rematbench.torch.streams import Mark, Under, host_clock
 
 GIVE_UP_S = 60.0
 HOST_STREAMS = ("compute", "pp_send", "pp_recv")
@@ -98,6 +99,10 @@ class ThreadStreams:
 
     def lend(self, stream: str, tensor: torch.Tensor) -> None:
         """A closure keeps what it works on."""
+
+    def under_way(self, channel: Hashable, work: dist.Work) -> Under:
+        """The handle: the host waits."""
+        return work
 
     def begin(self) -> None:
         """The host issues in order, and every queue is empty."""

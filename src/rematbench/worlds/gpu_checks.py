@@ -161,7 +161,7 @@ def _steps(path: Path) -> Finding:
     if not path.is_file():
         return Finding(claim=claim, holds=None, text="not measured")
     found = msgspec.json.decode(path.read_bytes())
-    texts = f"{found['ratio']:.4f} of it ({found['fused_ratio']:.4f} with a fused norm)"
+    texts = f"{found['ratio']:.4f} of it"
     return Finding(claim=claim, holds=found["ratio"] <= STEP_LIMIT, text=texts)
 
 
