@@ -35,8 +35,7 @@ KERNELS = {
     "bytes": "ZeRO's gradients and buckets, made in the backward, count as activations",
 }
 KERNELS_OF_ZERO_3 = {
-    "bytes": "ZeRO 3's bucket and part of the gradients, made at the start, count as states; "
-    "of gloo's reduce-scatter its own copy of the input is left out",
+    "bytes": "ZeRO 3's bucket and part of the gradients, made at the start, count as states",
     "measured": "the second step if there is one: ZeRO 3 records the first pass, "
     "then fetches ahead",
 }
@@ -72,6 +71,8 @@ def _kernels(job: Job) -> dict[str, str]:
     found = KERNELS | KERNELS_OF_ZERO_3 if ds.fetches_ahead(job.run) else dict(KERNELS)
     if job.device == "cuda":
         found["optimizer"] = "torch AdamW, fused"
+    elif ds.fetches_ahead(job.run):
+        found["bytes"] += "; of gloo's reduce-scatter its own copy of the input is left out"
     return found
 
 

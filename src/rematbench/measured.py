@@ -3,6 +3,8 @@
 Part of a Record.  CPU seconds are no part of it: they are never performance.
 """
 
+import math
+
 from msgspec import Struct
 
 TIMED_STEPS = 3
@@ -40,6 +42,11 @@ class RankMeasured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def peak_error(self) -> float:
         """Measured total peak less the simulated one, as a fraction of the latter."""
         return self.peak_bytes / self.simulated_peak_bytes - 1.0
+
+
+def relative(error: float, size: float) -> float:
+    """An error as a fraction; infinite where the size is zero and the error is not."""
+    return error / size if size else math.inf if error else 0.0
 
 
 class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,5 +1,6 @@
 """Every law's mutation fails, and every failure ends in a result with a reason."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -124,6 +125,16 @@ def test_nan_ends_in_a_result() -> None:
     rule = case.optimizer._replace(lr=float("nan"))
     result = run(Case(**{**vars(case), "optimizer": rule}))
     assert (result.status, "nan" in result.reason) == ("nan", True)
+
+
+def test_a_gradient_that_is_no_number_ends_in_a_result() -> None:
+    """The loss of a single step is finite still."""
+    case = cases.case("one", "keep")
+    one = worker.run_case(case, 0, torch.device("cpu"), {})
+    one.gradients[1]["lm_head.weight"].square_sum = math.inf
+    result = combine(case, [one])
+    assert result.status == "nan"
+    assert result.reason == "NotFinite: gradient of lm_head.weight in step 1 has the norm inf"
 
 
 def test_a_dead_rank_ends_in_a_result_and_the_next_case_runs() -> None:

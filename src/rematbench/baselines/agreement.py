@@ -13,6 +13,7 @@ from rematbench.baselines.process import Device, job, policy, run_jobs
 from rematbench.discover import IDENTITY, discover
 from rematbench.layout import Layout
 from rematbench.load import load_cluster, load_model
+from rematbench.measured import relative
 from rematbench.problem import Problem
 from rematbench.record import Observed, Record, provenance, read_record, run_spec
 from rematbench.suite import make_problem
@@ -114,10 +115,13 @@ def disagreements(records: dict[str, Record]) -> dict[str, str]:
                 wrong[name] = f"{record.status}: {record.reason}"
                 continue
             apart = max(
-                abs(seen.losses[0] / base.losses[0] - 1),
-                abs(seen.gradient_norm[0] / base.gradient_norm[0] - 1),
+                relative(abs(own[0] - other[0]), abs(other[0]))
+                for own, other in (
+                    (seen.losses, base.losses),
+                    (seen.gradient_norm, base.gradient_norm),
+                )
             )
-            if apart > BOUNDS[precision]:
+            if not apart <= BOUNDS[precision]:
                 wrong[name] = f"{apart:.1e} apart, {BOUNDS[precision]:g} allowed"
     return wrong
 

@@ -1,5 +1,7 @@
 """Rank results -> one result: losses summed, gradients put together from their shards."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -8,13 +10,23 @@ from rematbench.torch.case import Case, GradientShard, RankResult, Result
 
 
 def combine(case: Case, ranks: list[RankResult]) -> Result:
-    """The job's numbers from every process's."""
+    """The job's numbers from every process's; a gradient that is no number ends it, as a loss
+    does."""
     steps = range(case.steps)
+    norms = [_norms(case, ranks, step) for step in steps] if case.shards else []
+    wrong = [
+        f"NotFinite: gradient of {name} in step {step} has the norm {norm}"
+        for step, of_step in enumerate(norms)
+        for name, norm in of_step.items()
+        if not math.isfinite(norm)
+    ]
+    if wrong:
+        return Result(name=case.name, status="nan", reason=wrong[0])
     return Result(
         name=case.name,
         status="ok",
         losses=[sum(r.losses[step] for r in ranks if r.place.tp == 0) for step in steps],
-        gradient_norms=[_norms(case, ranks, step) for step in steps] if case.shards else [],
+        gradient_norms=norms,
         gradients=[_gradients(case, ranks, step) for step in steps] if case.gradients else [],
         ranks=ranks,
     )

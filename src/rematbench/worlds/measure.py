@@ -8,7 +8,7 @@ from rematbench.discover import Composition
 from rematbench.evaluate import RankBytes, program_bytes
 from rematbench.ledger import live_bytes
 from rematbench.lower import lower
-from rematbench.measured import Comparison, Measured, RankMeasured
+from rematbench.measured import Comparison, Measured, RankMeasured, relative
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.program import Program
@@ -87,7 +87,7 @@ def compared(problem: Problem, result: "Result", other: "Result", against: str) 
         against=against,
         bitwise=result.losses == other.losses and max(errors) == 0.0,
         gradient_error=max(errors),
-        loss_error=max(abs(a - b) / abs(b) for a, b in losses),
+        loss_error=max(relative(abs(a - b), abs(b)) for a, b in losses),
         bound=BOUNDS[problem.workload.precision],
         first_gradient_error=errors[0],
         first_only=problem.workload.precision == "bf16",
@@ -97,10 +97,11 @@ def compared(problem: Problem, result: "Result", other: "Result", against: str) 
 def norm_error(got: dict[str, Any], want: dict[str, Any]) -> float:
     """Largest norm-wise error of a parameter's gradient; one far below the others is rounding of
     zero (a key's bias)."""
-    floor = 1e-6 * max(float(gradient.norm()) for gradient in want.values())
+    norms = {name: float(gradient.norm()) for name, gradient in want.items()}
+    floor = 1e-6 * max(norms.values())
     return max(
-        float((got[name] - gradient).norm()) / max(float(gradient.norm()), floor)
-        for name, gradient in want.items()
+        relative(float((got[name] - want[name]).norm()), max(norm, floor))
+        for name, norm in norms.items()
     )
 
 
