@@ -108,7 +108,7 @@ def test_readers_of_actions_know_no_plan() -> None:
     assert not {module for module in readers if reachable(module) & vocabulary}
 
 
-COMMANDS = {"cli", "commands"}
+COMMANDS = {"__main__", "cli", "commands"}
 PURPOSES = {"baselines", "matrix", "published", "report", "slurm", "studies", "worlds"}
 
 
