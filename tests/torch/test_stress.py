@@ -63,10 +63,10 @@ def test_delayed_copies_change_nothing(plan: str) -> None:
 def test_a_removed_wait_for_a_copy_is_found() -> None:
     case = delayed(edited(cases.case("one", "offload"), no_wait), 0, LONG_S)
     try:
-        error = laws.gradient_error(case, run_here(case))
+        found = run_here(case)
     except NotFinite:  # the poison reached the loss
         return
-    assert not error <= grid.TOLERANCE
+    assert found.status == "nan" or not laws.gradient_error(case, found) <= grid.TOLERANCE
 
 
 def test_delayed_collectives_change_nothing_and_a_removed_wait_is_found() -> None:

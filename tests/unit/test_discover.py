@@ -113,7 +113,7 @@ def test_texts_become_typed_parameters() -> None:
     settings = {"alpha": ".25", "pp_offload.granularity": "1024", "fit": "paper"}
     made = registry.resolve("pp_offload", settings).parameters["pp_offload"]
     assert (made["alpha"], made["granularity"], made["fit"]) == (0.25, 1024, "paper")
-    for names in ("q,k", '["q", "k"]', ("q", "k")):
+    for names in ("q,k", "[q, k]", '["q", "k"]', ("q", "k")):
         chosen = registry.resolve("selective_recompute", {"activations": names})
         assert chosen.parameters["selective_recompute"]["activations"] == ["q", "k"]
 
