@@ -147,7 +147,7 @@ def build(entry: MethodEntry, settings: Mapping[str, Value]) -> Method:
 
 
 def _parsed(value: Value, hint: object) -> Value:
-    """A text for a list parameter: JSON, or items between commas, in brackets or not; `.5` is 0.5."""
+    """A text for a list parameter: JSON, or items between commas (brackets or none); .5 is 0.5."""
     if not isinstance(value, str):
         return value
     if get_origin(hint) not in (tuple, list):
