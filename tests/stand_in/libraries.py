@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("cudart.cpp", "nccl.cpp")
+LIBRARIES = {"cudart": ("memory.cpp", "streams.cpp"), "nccl": ("nccl.cpp",)}
 HANDLE = "(void **made) { *made = (void *)16; return 0; }"
 ANSWERS = {
     "cublasCreate_v2": HANDLE,
@@ -74,9 +74,9 @@ def build(folder: Path) -> dict[str, str]:
     headers = [HERE / "include", nvidia / "cu13/include", nvidia / "nccl/include"]
     flags = ["-O1", "-fPIC", "-shared", *(f"-I{path}" for path in headers)]
     made = []
-    for source in SOURCES:
-        made.append(folder / f"libstand_in_{Path(source).stem}.so")
-        words = ["g++", "-std=c++17", "-Wall", "-Werror", *flags, str(HERE / source)]
+    for name, sources in LIBRARIES.items():
+        made.append(folder / f"libstand_in_{name}.so")
+        words = ["g++", "-std=c++17", "-Wall", "-Werror", *flags, *(str(HERE / s) for s in sources)]
         subprocess.run([*words, "-o", str(made[-1])], check=True)
     cublas, driver = folder / "cublas.c", folder / "driver.c"
     cublas.write_text(
