@@ -9,10 +9,6 @@ from rematbench.torch.trace import trace_rank
 from tests.torch import cases, grid, laws
 
 
-def on_gpus(case: Case) -> Case:
-    return Case(**{**vars(case), "device": "cuda", "deterministic": True, "timed_steps": 1})
-
-
 def every_case(layout: str) -> list[Case]:
     """Raw plans in float64 and bf16, methods, compositions, and fp32 plans."""
     half = [cases.case(layout, plan, precision="bf16") for plan in cases.PLANS]
@@ -23,7 +19,7 @@ def every_case(layout: str) -> list[Case]:
 def wrong_in(layout: str, *, only_first: bool) -> list[str]:
     """What breaks a law, a line each."""
     found = every_case(layout)
-    every = [on_gpus(case) for case in (found[:6] if only_first else found)]
+    every = [grid.on_gpus(case) for case in (found[:6] if only_first else found)]
     wrong = []
     for case, result in zip(every, execute_cases(every, timeout_s=300.0), strict=True):
         if result.status != "ok":

@@ -6,7 +6,6 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.torch.case import Case
 from rematbench.torch.launch import execute_cases
 from tests.torch import cases, grid, laws
 
@@ -14,13 +13,9 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 LAYOUTS = ("one", "tp2", "pp2", "pp2-vpp2", "cp2", "dp2", "ulysses2", "tp2-pp2", "pp4-vpp2")
 
 
-def on_gpus(case: Case) -> Case:
-    return Case(**{**vars(case), "device": "cuda", "deterministic": True, "timed_steps": 1})
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_plan_keeps_the_laws(layout: str) -> None:
-    every = [on_gpus(case) for case in grid.raw_cases(layout)]
+    every = [grid.on_gpus(case) for case in grid.raw_cases(layout)]
     if every[0].world_size > GPUS:
         pytest.skip(f"needs {every[0].world_size} GPUs, torch sees {GPUS}")
     for case, result in zip(every, execute_cases(every, timeout_s=120.0), strict=True):
@@ -33,7 +28,7 @@ def test_every_plan_keeps_the_laws(layout: str) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_splits_no_product_gives_keeps_bits(precision: cases.Precision) -> None:
     every = [
-        on_gpus(cases.case("one", plan, precision=precision))
+        grid.on_gpus(cases.case("one", plan, precision=precision))
         for plan in ("keep", *cases.SAME_NUMBERS, "keep")
     ]
     keep, *others = execute_cases(every, timeout_s=120.0)

@@ -86,7 +86,7 @@ def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Tabl
         "gradients are among them until its update. Totals add states and what lives inside "
         "operators (bf16 only: a system's state bytes are those of bf16). Lossless against "
         "keep_all on the same batches: bitwise, or norm-wise within 1e-10 over three AdamW steps "
-        "in float64, within 2e-2 at the first step in bf16 (errors over all three steps stand "
+        "in float64, within 1e-2 at the first step in bf16 (errors over all three steps stand "
         "beside; `docs/executed.md` says what holds there). Nothing here ran on a GPU; no time is "
         f"shown. {again}".rstrip(),
     )
