@@ -25,13 +25,17 @@ def main() -> None:
     source, target = style.arguments(2, "measured_speed.csv FIGURE.pdf")
     rows = pd.read_csv(source, dtype={"remark": str})
     rows = rows[rows.step_s.notna()]
+    wrong = rows[rows.alike == "NO"]
+    rows = rows.drop(wrong.index)
+    left = f"; {len(wrong)} left out: they do not train alike" if len(wrong) else ""
     if rows.empty:
         for old in (target.with_suffix(".pdf"), target.with_suffix(".png")):
             old.unlink(missing_ok=True)
-        print("no figure: no cell has seconds of a GPU (a CPU's time is never performance)")
+        why = "no other cell" if left else "no cell"
+        print(f"no figure: {why} has seconds of a GPU (a CPU's time is never performance){left}")
         return
     draw(rows, target)
-    print(f"{target.name}: {len(rows)} cells with seconds of a GPU")
+    print(f"{target.name}: {len(rows)} cells with seconds of a GPU{left}")
 
 
 def draw(rows: pd.DataFrame, target: Path) -> None:

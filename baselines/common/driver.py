@@ -23,8 +23,9 @@ from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
 from baselines.common.memory import check_memory
 from baselines.common.records import write
 from rematbench.baselines.process import Job
-from rematbench.rank_error import NO_MEETING, recorded
+from rematbench.rank_error import NO_MEETING, RankError, recorded
 from rematbench.suite import Status
+from rematbench.torch.devices import prepare
 from rematbench.torch.failures import failure
 
 POLL_S = 0.02
@@ -39,6 +40,7 @@ def drive(name: str, jobs_path: Path, folder: Path) -> int:
     torch.set_num_threads(1)
     if jobs and jobs[0].device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        prepare("cpu")  # on CUDA a package's own settings come first
     runner = _runner(name)
     traced = bool(jobs) and jobs[0].run.world == "traced"  # by a process alone, wherever it is
     if not traced and (launched := _launched()):
@@ -235,14 +237,17 @@ def _one(runner: Runner, job: Job, number: int, rank: Rank) -> None:
 
 
 def _write_error(path: Path, error: BaseException) -> None:
-    path.write_text("\n".join([*_outcome(error), traceback.format_exc()]))
+    path.write_text("\n".join(_outcome(error)))
 
 
 def _outcome(error: BaseException) -> tuple[Status, str]:
-    """A record's status and reason in one line, whatever a package raises."""
+    """A record's status and reason in one line, whatever a package raises; what nobody foresaw is
+    also shown as it was."""
     if isinstance(error, NotRunnable):
         return "unsupported", " ".join(str(error).split())
     status, reason = failure(error)
+    if status == "failed" and not RankError(status, reason).is_secondhand:
+        traceback.print_exception(error)
     return recorded(status, " ".join(reason.split()))
 
 

@@ -4,11 +4,14 @@ Part of a Record.  CPU seconds are no part of it: they are never performance.
 """
 
 import math
+from collections.abc import Sequence
 
 from msgspec import Struct
 
 TIMED_STEPS = 3
 """Steps that a run on GPUs times unless told otherwise."""
+BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}
+"""Norm-wise errors that rounding alone may cause (DESIGN.md, the gradient law)."""
 
 
 class RankMeasured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +52,19 @@ def relative(error: float, size: float) -> float:
     return error / size if size else math.inf if error else 0.0
 
 
+def first_errors(
+    own: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]
+) -> tuple[float, float]:
+    """How far the first losses and the first gradient norms of two runs are apart, as fractions of
+    the other's; each run is (losses, gradient norms).  The first step only: AdamW turns the
+    rounding of a small gradient into a change of its weight."""
+    loss, norm = (
+        relative(abs(values[0] - others[0]), abs(others[0]))
+        for values, others in zip(own, other, strict=True)
+    )
+    return loss, norm
+
+
 class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Against another method on the same problem and batches: lossless means bitwise equal, or
     every parameter's gradient (norm-wise) and the losses within `bound` over the steps.  In bf16
@@ -69,7 +85,7 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether nothing but rounding differs."""
         first = self.first_gradient_error
         error = first if self.first_only and first is not None else self.gradient_error
-        return self.bitwise or max(error, self.loss_error) <= self.bound
+        return self.bitwise or (error <= self.bound and self.loss_error <= self.bound)
 
 
 class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

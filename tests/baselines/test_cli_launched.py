@@ -27,6 +27,7 @@ ENDS = {
     "alone": "os.kill(os.getpid(), 9)",
     "with its caller": "os.kill(os.getppid(), 9); os.kill(os.getpid(), 9)",
     "out of memory": "raise torch.OutOfMemoryError('HBM is full')",
+    "by a mistake": "raise KeyError('no such stage')",
 }
 BROKEN = """
 import sys
@@ -135,6 +136,14 @@ def test_rank_0_tells_the_other_ranks_cause_and_no_older_one(tmp_path: Path) -> 
     assert record.reason.endswith("HBM is full")
     assert said.strip() == f"OOM: {record.reason}"
     assert error.strip() == f"rank 1: oom: {record.reason}"
+
+
+def test_the_rank_that_failed_shows_where_the_others_say_a_line(tmp_path: Path) -> None:
+    record, (_, _, other, error) = after_a_death(tmp_path, 1, "by a mistake")
+    assert (record.status, record.reason) == ("failed", "KeyError: 'no such stage'")
+    assert "Traceback" in error
+    assert "sitecustomize.py" in error
+    assert "Traceback" not in other
 
 
 def test_a_process_that_the_kernel_killed_is_out_of_memory(tmp_path: Path) -> None:

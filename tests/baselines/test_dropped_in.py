@@ -147,6 +147,19 @@ def test_it_is_run_refused_and_not_traced(folder: Path, tmp_path: Path) -> None:
     assert "toy: is not traced" in traced.reason
 
 
+def test_of_a_failure_the_record_has_a_line_and_the_terminal_the_rest(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = RUN.replace("    loss.backward()", "    raise KeyError('slope of rank')")
+    (folder / "toy" / "run.py").write_text(broken)
+    made = problem(dp=2, zero_stage=0, global_batch=4)
+    (ran,) = run_jobs("toy", [job(made, policy("toy"), steps=1)])
+    assert (ran.status, ran.reason) == ("failed", "KeyError: 'slope of rank'")
+    shown = capfd.readouterr().err
+    assert "toy/run.py" in shown, "where it happened"
+    assert "KeyError: 'slope of rank'" in shown
+
+
 def test_a_missing_package_is_one_line_that_says_what_to_do(folder: Path) -> None:
     run = folder / "toy" / "run.py"
     run.write_text("import no_such_package\n" + RUN)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.stand_in import orders
+from rematbench.layout import Layout
+from tests.stand_in import allocators, orders
 from tests.stand_in.conftest import Run
 from tests.torch import cases
 
@@ -23,6 +24,28 @@ def test_live_bytes_are_the_ledgers_and_a_traces(layout: str, run: Run) -> None:
 def test_other_layouts_too(layout: str, run: Run) -> None:
     *wrong, _ = run("-m", "tests.stand_in.grid", layout, "first")
     assert wrong == []
+
+
+METHODS = ("keep_all", "full_recompute", "mst", "balanced_checkpointing")
+
+
+@pytest.mark.parametrize(
+    ("layout", "methods", "reserved"),
+    [("one", (*METHODS, "memo"), 0.01), ("pp2", METHODS, 0.04), ("tp2", METHODS, 0.05)],
+)
+def test_torchs_allocator_holds_what_the_simulated_one_does(
+    layout: str, methods: tuple[str, ...], reserved: float, run: Run
+) -> None:
+    """Blocks and segments.  More than one GPU has pools of streams that the simulated one has not;
+    and the first method again, after all others, holds what it held at first."""
+    lines = run("-m", "tests.stand_in.allocators", layout, *methods, methods[0])
+    ranks = Layout(**allocators.LAYOUTS[layout]).gpus
+    assert len(lines) == ranks * (len(methods) + 1)
+    for line in lines:
+        blocks, own_blocks, segments, own_segments = map(int, line.split()[1:])
+        assert blocks == pytest.approx(own_blocks, rel=0.003), line
+        assert segments == pytest.approx(own_segments, rel=reserved), line
+    assert lines[:ranks] == lines[-ranks:]
 
 
 @pytest.mark.parametrize("layout", ["pp4-vpp2", "tp2-pp2", "tp2-cp2", "pp2-ulysses2"])

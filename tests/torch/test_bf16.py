@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from rematbench.commands.measured import Cell, cells
 from rematbench.evaluate import evaluate
+from rematbench.measured import BOUNDS
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.suitefile import load_suite
@@ -24,7 +25,7 @@ from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.gather import combine
 from rematbench.workload import Precision
-from rematbench.worlds.measure import BOUNDS, norm_error
+from rematbench.worlds.measure import norm_error
 
 SUITE = Path(__file__).resolve().parents[2] / "config" / "executed.yaml"
 SHARE = 1 / 3

@@ -33,7 +33,7 @@ def gpu_row(method: str, engine: str, step_s: float, **more: str) -> dict[str, s
 
 
 ROWS = [
-    gpu_row("full_recompute", "rematbench 1", 1.25),
+    gpu_row("full_recompute", "rematbench 1", 1.25, alike="yes"),
     gpu_row("keep_all", "rematbench 1", 1.0, keeps_all="yes"),
     gpu_row("megatron_core", "megatron-core 2", 0.8, keeps_all="yes"),
     gpu_row("megatron_core", "megatron-core 2", 1.0, settings='{"modules": ["mlp", "norm"]}'),
@@ -65,6 +65,25 @@ def test_gains_are_over_what_keeps_all_in_the_same_engine_only() -> None:
     assert "gain" not in speed_table(other).rows[0], "another GPU is no base"
 
 
+def test_a_cell_that_trains_otherwise_has_no_gain_is_no_base_and_is_not_drawn(
+    tmp_path: Path,
+) -> None:
+    wrong = {"alike": "NO", "against": "keep_all", "first_loss_error": "0.0",
+             "first_norm_error": "0.25"}  # fmt: skip
+    told = "not keep_all's numbers: first loss 0.0e+00 apart, norm 2.5e-01"
+    rows = [row | wrong if number in (0, 2) else row for number, row in enumerate(ROWS)]
+    recompute, _, package, modules, *_ = speed_table(rows).rows
+    assert recompute["remark"] == package["remark"] == told
+    assert "gain" not in recompute
+    assert "gain" not in modules, "its base is wrong"
+    table, figure = written(tmp_path, rows), tmp_path / "measured_speed.pdf"
+    left = "2 left out: they do not train alike\n"
+    assert drawn(table, figure) == f"measured_speed.pdf: 4 cells with seconds of a GPU; {left}"
+    said = drawn(written(tmp_path, [rows[0], rows[2], rows[-1]]), figure)
+    assert said.startswith("no figure: no other cell has seconds of a GPU")
+    assert said.endswith(left)
+
+
 def test_cells_without_time_say_why(tmp_path: Path) -> None:
     rows = {row["method"]: row for row in read_sheet(written(tmp_path, ROWS))}
     remarks = {name: rows[name]["remark"] for name in ("pp_offload", "mst", "lynx", "memo")}
@@ -82,8 +101,8 @@ def test_the_markdown_has_times_errors_and_gains(tmp_path: Path) -> None:
     (line,) = (line for line in text.splitlines() if "| full_recompute" in line)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells == [
-        "one", "rematbench 1", "full_recompute", "1.25", "3", "80.0", "32.0", "40.0", "-20.0",
-        "20.00", "24.00", "1.25", "-8.0", "21.00", "-4.8", "NVIDIA H800", "-",
+        "one", "rematbench 1", "full_recompute", "yes", "1.25", "3", "80.0", "32.0", "40.0",
+        "-20.0", "20.00", "24.00", "1.25", "-8.0", "21.00", "-4.8", "NVIDIA H800", "-",
     ]  # fmt: skip
     assert "Engines are not ranked" in text
 

@@ -13,7 +13,7 @@ from rematbench.baselines.process import Device, job, policy, run_jobs
 from rematbench.discover import IDENTITY, discover
 from rematbench.layout import Layout
 from rematbench.load import load_cluster, load_model
-from rematbench.measured import relative
+from rematbench.measured import BOUNDS, first_errors
 from rematbench.problem import Problem
 from rematbench.record import Observed, Record, provenance, read_record, run_spec
 from rematbench.suite import make_problem
@@ -23,9 +23,6 @@ from rematbench.workload import Precision
 STEPS = 2
 EXECUTOR = "executor"
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
-BOUNDS: dict[Precision, float] = {"fp32": 1e-5, "bf16": 2e-2}
-"""How far losses and gradient norms of engines may be apart, relatively, at the first step (AdamW
-turns the rounding of a small gradient into a change of its weight)."""
 
 
 class Row(NamedTuple):
@@ -114,15 +111,13 @@ def disagreements(records: dict[str, Record]) -> dict[str, str]:
             if base is None or seen is None:
                 wrong[name] = f"{record.status}: {record.reason}"
                 continue
-            apart = max(
-                relative(abs(own[0] - other[0]), abs(other[0]))
-                for own, other in (
-                    (seen.losses, base.losses),
-                    (seen.gradient_norm, base.gradient_norm),
-                )
+            loss, norm = first_errors(
+                (seen.losses, seen.gradient_norm), (base.losses, base.gradient_norm)
             )
-            if not apart <= BOUNDS[precision]:
-                wrong[name] = f"{apart:.1e} apart, {BOUNDS[precision]:g} allowed"
+            bound = BOUNDS[precision]
+            if not (loss <= bound and norm <= bound):
+                apart = f"loss {loss:.1e}, gradient norm {norm:.1e}"
+                wrong[name] = f"{apart} apart, {bound:g} allowed"
     return wrong
 
 

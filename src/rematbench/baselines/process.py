@@ -24,12 +24,14 @@ from rematbench.discover import Composition, MethodEntry, MethodError, Value, bu
 from rematbench.measured import TIMED_STEPS
 from rematbench.paths import data_dir
 from rematbench.problem import Problem
-from rematbench.rank_error import KILLED
+from rematbench.rank_error import KILLED, of_record
 from rematbench.record import Record, RunSpec, provenance, run_spec
 from rematbench.suite import Status
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 STARTUP_S = 120.0
+SHOWN_LINES = 100
+"""Of the standard error of a process that failed."""
 Device = Literal["cpu", "cuda"]
 
 
@@ -121,6 +123,7 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
             if not path.exists():
                 raise _no_record(name, done.stderr, done.returncode)
             records.append(msgspec.json.decode(path.read_bytes(), type=Record))
+    _show_failure(done.stderr, records)
     return records
 
 
@@ -133,9 +136,17 @@ def run_rank(name: str, asked: Job) -> Record | None:
             done = _run(name, [asked], place)
         except NoAnswer as error:
             return _failed(asked, "failed", f"timeout: {error}")
-        path = place / "0.json"
-        if path.exists():
-            return msgspec.json.decode(path.read_bytes(), type=Record)
+        record = _record_of_rank(name, asked, done, place / "0.json")
+    if record is not None:
+        _show_failure(done.stderr, [record])
+    return record
+
+
+def _record_of_rank(
+    name: str, asked: Job, done: "subprocess.CompletedProcess[str]", path: Path
+) -> Record | None:
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=Record)
     if done.returncode == 0:
         return None
     if done.returncode == -signal.SIGKILL:
@@ -165,6 +176,14 @@ def _run(name: str, jobs: Sequence[Job], place: Path) -> "subprocess.CompletedPr
         return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired as error:
         raise NoAnswer(f"{name}: no answer within {limit:g} s") from error
+
+
+def _show_failure(text: str, records: Sequence[Record]) -> None:
+    """The end of what a process has written to its standard error, where a record of it is a failure
+    of its own: the reason there is one line of it."""
+    failures = [of_record(record.status, record.reason) for record in records]
+    if any(one.status == "failed" and not one.is_secondhand for one in failures):
+        sys.stderr.writelines(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])
 
 
 def _empty(place: Path) -> None:

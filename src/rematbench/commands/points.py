@@ -84,7 +84,7 @@ def compare_engines(
 ) -> None:
     """Run our executor, Megatron-core and DeepSpeed on the same weights and batches; a record each.
 
-    Exit code 1 if losses or gradient norms are further apart than 1e-5 (bf16: 2e-2) or, with
+    Exit code 1 if losses or gradient norms are further apart than 1e-5 (bf16: 1e-2) or, with
     --compare, if a record is not as its namesake.  A record that says the same as before keeps its
     date.
 

@@ -6,6 +6,7 @@ import msgspec
 
 from rematbench.evaluate import PlanEvaluation
 from rematbench.plan import PlanError
+from rematbench.slurm.alike import Ran, alike
 from rematbench.slurm.cellrecord import CellRecord, decode
 from rematbench.slurm.cells import Campaign, Cell
 from rematbench.slurm.shown import columns, shown
@@ -19,17 +20,22 @@ def cell_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
 
 
 def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
-    """The same with every number (`shown.COLUMNS`), measured and simulated: cells are planned."""
-    found = []
+    """The same with every number (`shown.COLUMNS`, `alike.COLUMNS`), measured and simulated: cells
+    are planned."""
+    found: list[dict[str, Any]] = []
+    ran: list[Ran | None] = []
     for cell in campaign.cells:
         row, outcome = _row(campaign, store, cell)
         record = (outcome.record if outcome else None) or {}
         simulated = _simulated(campaign, cell)
         keeps_all = simulated is not None and campaign.keeps_all(cell, simulated)
-        numbers = columns(shown(record), campaign.problem(cell.spec), simulated)
+        spec, seen = cell.spec, shown(record)
+        numbers = columns(seen, campaign.problem(spec), simulated)
         numbers["engine"] = numbers["engine"] or campaign.engine(cell)
         found.append(row | numbers | {"keeps_all": "yes" if keeps_all else ""})
-    return found
+        own = (spec.name, cell.variant.method, spec.precision, keeps_all)
+        ran.append(Ran(*own, seen) if seen else None)
+    return [row | more for row, more in zip(found, alike(ran), strict=True)]
 
 
 def _simulated(campaign: Campaign, cell: Cell) -> PlanEvaluation | None:

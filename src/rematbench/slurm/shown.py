@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.evaluate import PlanEvaluation
-from rematbench.measured import Comparison, Measured
+from rematbench.measured import Measured
 from rematbench.problem import Problem
 from rematbench.record import Observed, Provenance
 from rematbench.worlds.speed import measured_speed
@@ -17,7 +17,7 @@ OURS = "rematbench"
 """Our executor, as an engine."""
 
 COLUMNS = (
-    *("engine", "kernels", "device", "torch", "losses", "gradient_norms", "lossless", "against"),
+    *("engine", "kernels", "device", "torch", "losses", "gradient_norms"),
     *("timed_steps", "step_s", "step_min_s", "step_max_s"),
     *("tokens_per_s_per_gpu", "mfu_causal", "mfu_dense"),
     *("peak_device_bytes", "allocated_bytes", "reserved_bytes", "pinned_bytes"),
@@ -46,7 +46,6 @@ class Shown(Struct, frozen=True, kw_only=True):
     pinned_bytes: int | None = None
     offload_bytes: int | None = None
     recompute_flop: float | None = None
-    comparison: Comparison | None = None
 
 
 def shown(record: Mapping[str, Any]) -> Shown | None:
@@ -79,7 +78,6 @@ def _of_ours(found: Measured, origin: Provenance, kernels: str) -> Shown:
         pinned_bytes=top.pinned_bytes if on_gpu else None,
         offload_bytes=sum(rank.offload_bytes for rank in found.ranks),
         recompute_flop=sum(rank.recompute_flop for rank in found.ranks),
-        comparison=found.comparison,
     )
 
 
@@ -158,10 +156,6 @@ def _numbers(found: Shown) -> dict[str, Any]:
     for key in ("losses", "gradient_norms"):
         row[key] = msgspec.json.encode(row[key]).decode() if row[key] else ""
     row["step_s"] = ""
-    other = found.comparison
-    if other is not None:
-        word = "bitwise" if other.bitwise else "yes" if other.lossless else "NO"
-        row |= {"lossless": word, "against": other.against}
     return row
 
 

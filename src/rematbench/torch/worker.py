@@ -117,6 +117,8 @@ def run_case(
     executor = Executor(
         program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=threads
     )
+    if device.type == "cuda":
+        _forget(device)  # how weights were made is no part of training
     result = empty_result(groups, executor)
     if case.shards:
         executor.before_update = lambda parameters: result.gradients[-1].update(
@@ -142,10 +144,19 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
     torch.use_deterministic_algorithms(case.deterministic)
     # Memory of an action's outputs is taken on another stream than the one that writes it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    pin_exactly()
+    _forget(device)
+
+
+def _forget(device: torch.device) -> None:
+    """Give back what nobody holds, and let the allocators' peaks begin anew.  cuBLAS has a
+    workspace for each stream that it ever ran on, those of earlier cases too."""
     gc.collect()
+    clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear_workspaces is not None:
+        clear_workspaces()
     torch.cuda.empty_cache()
     empty_pinned()
-    pin_exactly()
     forget_peaks(device)
 
 

@@ -8,7 +8,7 @@ from rematbench.discover import Composition
 from rematbench.evaluate import RankBytes, program_bytes
 from rematbench.ledger import live_bytes
 from rematbench.lower import lower
-from rematbench.measured import Comparison, Measured, RankMeasured, relative
+from rematbench.measured import BOUNDS, Comparison, Measured, RankMeasured, relative
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.program import Program
@@ -17,9 +17,6 @@ from rematbench.suite import Status
 
 if TYPE_CHECKING:
     from rematbench.torch.case import RankResult, Result
-
-BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}
-"""Norm-wise errors that rounding alone may cause (DESIGN.md, the gradient law)."""
 
 
 def measured_rank(

@@ -18,8 +18,9 @@ NOTE = (
     "bytes with states on the fullest rank; reserved: what CUDA's allocator holds there. Errors: "
     "measured less simulated, of the latter (peaks in bf16 only). Gain: in speed, over what keeps "
     f"all activations in the same engine on the same GPUs ({IDENTITY}, or the package's policy "
-    "that rebuilds and moves nothing). Engines are not ranked: their kernels differ. A CPU's time "
-    "is never shown."
+    "that rebuilds and moves nothing). Engines are not ranked: their kernels differ. Trains alike: "
+    f"first loss and gradient norm are those of the problem's {IDENTITY}, as far as rounding goes; "
+    "what does not has no gain. A CPU's time is never shown."
 )
 
 
@@ -40,6 +41,8 @@ def speed_table(rows: Sequence[Row]) -> Table:
         title="Measured speed and memory, problem x engine x method (executed)",
         columns=(
             *(Column(key, key) for key in ("problem", "engine", "method")),
+            Column("alike", "trains alike"),
+            *(Column(key, "") for key in ("against", "first_loss_error", "first_norm_error")),
             Column("step_s", "step s", seconds),
             Column("step_min_s", ""),
             Column("step_max_s", ""),
@@ -72,7 +75,8 @@ def timed(rows: Sequence[Row]) -> int:
 
 def _line(row: Row, base: Row | None) -> dict[str, Any]:
     line: dict[str, Any] = {**row, "method": label(row), "remark": remark(row)}
-    if base is not None and base is not row and row.get("step_s"):
+    counts = row.get("step_s") and is_alike(row)
+    if base is not None and base is not row and counts:
         line["gain"] = float(base["step_s"]) / float(row["step_s"]) - 1.0
     return line
 
@@ -88,10 +92,18 @@ def _plain(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+def is_alike(row: Row) -> bool:
+    """Not where first loss or gradient norm are known to be wrong."""
+    return row.get("alike") != "NO"
+
+
 def remark(row: Row) -> str:
-    """Why a cell has no time, or no MFU."""
+    """Why a cell has no time, no gain, or no MFU."""
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}".removesuffix(": ")
+    if not is_alike(row):
+        loss, norm = (float(row[f"first_{what}_error"]) for what in ("loss", "norm"))
+        return f"not {row['against']}'s numbers: first loss {loss:.1e} apart, norm {norm:.1e}"
     if not row.get("step_s"):
         return "cpu" if row.get("device", "").startswith("cpu") else "no timed steps"
     return "" if row.get("mfu_causal") else "no MFU: not the GPU of the cluster file"
@@ -102,6 +114,6 @@ def _base(row: Row, rows: Sequence[Row]) -> Row | None:
     keys = ("problem", "engine", "device")
     for other in rows:
         same = all(other.get(key) == row.get(key) for key in keys)
-        if same and other.get("keeps_all") and other.get("step_s"):
+        if same and other.get("keeps_all") and other.get("step_s") and is_alike(other):
             return other
     return None

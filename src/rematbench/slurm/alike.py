@@ -1,0 +1,66 @@
+"""Whether the cells of a problem train alike: each one's first loss and gradient norm beside those
+of the cell that keeps all activations.
+
+Weights and batches come from the problem's seed, so whoever runs a cell starts from the same place;
+later steps follow each engine's own optimizer and are not compared.  Cells of a campaign are timed
+as they are, so no whole gradients are kept: equal norms are no proof that a method is lossless, but
+a wrong gradient seldom hides from them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rematbench.measured import BOUNDS, first_errors
+from rematbench.slurm.shown import OURS, Shown
+from rematbench.workload import Precision
+
+COLUMNS = ("against", "first_loss_error", "first_norm_error", "alike")
+
+
+class Ran(NamedTuple):
+    """A cell that has numbers: of which problem, by which method, and whether it keeps all."""
+
+    problem: str
+    method: str
+    precision: Precision
+    keeps_all: bool
+    found: Shown
+
+
+def alike(cells: Sequence[Ran | None]) -> list[dict[str, Any]]:
+    """All of COLUMNS for each cell; empty for a reference and where there is none."""
+    return [
+        dict.fromkeys(COLUMNS, "") | (_beside(cell, _reference(cell, cells)) if cell else {})
+        for cell in cells
+    ]
+
+
+def _reference(cell: Ran, cells: Sequence[Ran | None]) -> Ran | None:
+    """The same problem's cell that keeps all in our executor, or else in any engine."""
+    every = [
+        other
+        for other in cells
+        if other is not None and other.problem == cell.problem and other.keeps_all and _has(other)
+    ]
+    every.sort(key=lambda other: not _is_ours(other))
+    return every[0] if every else None
+
+
+def _has(cell: Ran) -> bool:
+    return bool(cell.found.losses and cell.found.gradient_norms)
+
+
+def _is_ours(cell: Ran) -> bool:
+    return cell.found.engine.split(" ")[0] == OURS
+
+
+def _beside(cell: Ran, other: Ran | None) -> dict[str, Any]:
+    if other is None or other is cell or not _has(cell):
+        return {}
+    own, its = ((one.found.losses, one.found.gradient_norms) for one in (cell, other))
+    loss, norm = first_errors(own, its)
+    bound = BOUNDS[cell.precision]
+    close = loss <= bound and norm <= bound  # never of a NaN
+    name = other.method if _is_ours(other) else f"{other.method} ({other.found.engine})"
+    values = (name, loss, norm, "yes" if close else "NO")
+    return dict(zip(COLUMNS, values, strict=True))
