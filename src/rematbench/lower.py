@@ -75,6 +75,12 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
         raise PlanError(
             f"optimizer-in-backward needs one micro-batch per step, not {lay.num_micro_batches}"
         )
+    transfers = plan.transfers
+    if transfers.granularity == "chunk" and transfers.reload_slots == 1:
+        raise PlanError(
+            "reload_slots 1: a chunk's tensors come back while those of the one before are in use; "
+            "0 (fresh memory) or at least 2 slots"
+        )
     idle = unused(plan.mini_sequences, [*problem.layer_kinds, problem.head])
     if idle:
         raise PlanError(f"mini-sequence of {idle.ops} names no operator of this model")

@@ -10,6 +10,7 @@ from rematbench.evaluate import evaluate, program_bytes
 from rematbench.lower import lower
 from rematbench.plan import (
     MiniSequence,
+    Offload,
     Plan,
     Recompute,
     Rule,
@@ -42,6 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2-cp2": {"tp": 2, "cp": 2, "zero_stage": 1, "global_batch": 2},
     "ulysses2": {"dp": 2, "ulysses": 2, "global_batch": 4, "micro_batch": 2},
     "ulysses2-zero0": {"dp": 2, "ulysses": 2, "zero_stage": 0, "global_batch": 2},
+    "dp2-cp2": {"dp": 2, "cp": 2, "zero_stage": 1, "global_batch": 4, "micro_batch": 2},
     "pp2-ulysses2": {"pp": 2, "dp": 2, "ulysses": 2, "global_batch": 4},
     "pp3-ulysses2": {"pp": 3, "dp": 2, "ulysses": 2, "global_batch": 6},
     "pp4-vpp2-ulysses2": {"pp": 4, "vpp": 2, "dp": 2, "ulysses": 2, "global_batch": 8},
@@ -98,12 +100,20 @@ def windows(plan: Plan) -> Plan:
     )
 
 
+def mini_windows(plan: Plan) -> Plan:
+    """The MLP in pieces; beside its collectives a tensor is rebuilt that exists whole, and one that
+    exists by piece."""
+    beside = rule(Recompute(window=Window(op="fc1", direction="backward")), "lse", "act_out")
+    return mini(plan.with_rules(beside))
+
+
 PLANS: dict[str, Callable[[Plan], Plan]] = {
     "keep": lambda plan: plan,
     "offload": lambda plan: plan.with_rules(half()),
     "offload-layers": lambda plan: by_layer(plan.with_rules(half(0.7))),
     "offload-slots": lambda plan: transfers(plan.with_rules(half()), reload_slots=4, release_lag=2),
     "full": lambda plan: plan.with_rules(*FULL),
+    "full-kept": lambda plan: plan.with_rules(*FULL, rule(Offload(), "attn_out")),
     "rows": lambda plan: plan.with_rules(
         rule(Split(offload=0.25, recompute=0.375), "fc2_in", "attn_norm_out", "q", "up_out")
     ),
@@ -111,6 +121,7 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
     "windows": windows,
     "mini": mini,
     "mini-dropped": mini_dropped,
+    "mini-windows": mini_windows,
 }
 """Raw plans: every mechanism of the vocabulary on its own.  keep, offload* and full compute the
 same numbers as keep_all; the others split a GEMM."""

@@ -1,6 +1,9 @@
 """Test functions shared by the modules of one, two and four processes."""
 
+import dataclasses
 from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from rematbench.action import Kind
 from rematbench.discover import Composition, discover
@@ -46,6 +49,19 @@ def composed_cases(layout: str) -> list[Case]:
     return found
 
 
+def in_groups(layout: str) -> list[Case]:
+    """Layers run again in groups of two, their MLPs in pieces, composed both ways."""
+    settings = {"full_recompute.num_layers": 2, "mst.mlp_chunks": 3}
+    registry, found = discover(), []
+    for name in ("full_recompute+mst", "mst+full_recompute"):
+        if not registry.methods.keys() >= set(name.split("+")):
+            continue
+        made = cases.method_case(layout, name, registry.resolve(name, settings))
+        assert isinstance(made, Case), made
+        found.append(made)
+    return found
+
+
 def short(found: list[Case]) -> list[Case]:
     """The same with one optimizer step: bytes, losses and gradients of the first."""
     return [Case(**{**vars(case), "steps": 1}) for case in found]
@@ -54,6 +70,15 @@ def short(found: list[Case]) -> list[Case]:
 def on_gpus(case: Case) -> Case:
     """The same on CUDA, with kernels that give the same bits every time."""
     return Case(**{**vars(case), "device": "cuda", "deterministic": True, "timed_steps": 1})
+
+
+def in_order(case: Case, *order: str) -> Case:
+    """The same with ranks counted along these dimensions, the first fastest."""
+    given = case.problem
+    system = replace(given.system, rank_order=order)
+    problem = dataclasses.replace(given, system=system, _memo={}, _weights={})
+    name = f"{case.name} {','.join(order)}"
+    return Case(**{**vars(case), "name": name, "problem": problem})
 
 
 def raw_cases(layout: str, *plans: str) -> list[Case]:

@@ -229,14 +229,9 @@ class Recorder(TorchDispatchMode):
         self.streams.append(made)
         return made
 
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        """torch.cuda.stream."""
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
+    def switch(self, stream: Stream) -> None:
+        """torch.cuda.set_stream."""
+        self.current = stream
 
     # -- NCCL ---------------------------------------------------------------------------------
 
@@ -266,7 +261,7 @@ class Recorder(TorchDispatchMode):
             dist, "irecv", lambda x, src, group, tag: self.message(x, group=group, write=True)
         )
         patch.setattr(torch.cuda, "Stream", self.stream)
-        patch.setattr(torch.cuda, "stream", self.on)
+        patch.setattr(torch.cuda, "set_stream", self.switch)
         patch.setattr(torch.cuda, "Event", partial(Event, self))
         patch.setattr(kernels, "fused", lambda x: False)  # a build without CUDA has none
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.streams[0])

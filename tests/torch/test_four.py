@@ -11,12 +11,17 @@ from tests.torch import grid, laws
 
 LAYOUTS = ("pp4-vpp2", "tp2-pp2")
 METHODS = ("keep_all", "full_recompute", "pp_offload", "memo")
+STATE_PEERS = [
+    case for name in ("dp2-cp2", "dp2-ulysses2") for case in grid.raw_cases(name, "keep")
+]
+"""Whose ranks are not in the order of their coordinates where data parallelism varies faster."""
 CASES = grid.short(
     [
         *grid.raw_cases("tp2-pp2", "skeletal", "windows"),
         *grid.raw_cases("tp2-ulysses2", "windows", "rows"),
         *grid.raw_cases("ulysses4", "full"),
         *grid.raw_cases("dp2-ulysses2", "keep"),
+        *(grid.in_order(case, "pp", "dp", "cp", "tp") for case in STATE_PEERS),
         *(case for layout in LAYOUTS for case in grid.method_cases(layout, METHODS)),
     ]
 )

@@ -14,6 +14,7 @@ BITWISE = ("one",)
 CASES = [
     *(case for layout in LAYOUTS for case in grid.raw_cases(layout)),
     *(case for layout in LAYOUTS for case in grid.method_cases(layout)),
+    *grid.in_groups("one"),
     *(case for layout in BITWISE for case in grid.bitwise_cases(layout)),
 ]
 NAMES = [case.name for case in CASES]

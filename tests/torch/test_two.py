@@ -15,14 +15,15 @@ RAW = {
     "tp2": ("skeletal", "windows", "mini-dropped"),
     "pp2": ("offload",),
     "cp2": ("rows",),
-    "ulysses2": ("rows", "skeletal", "offload-slots", "mini-dropped"),
+    "ulysses2": ("full-kept", "rows", "skeletal", "offload-slots", "mini-dropped"),
     "dp2": ("mini",),
 }
 CASES = grid.short(
     [
         *(case for layout, plans in RAW.items() for case in grid.raw_cases(layout, *plans)),
         *(case for layout in LAYOUTS for case in grid.method_cases(layout)),
-        *grid.raw_cases("tp2-no-sp", "mini"),
+        *grid.raw_cases("tp2-no-sp", "mini", "mini-windows"),
+        *grid.in_groups("tp2"),
         *grid.raw_cases("dp2-zero0", "keep"),
         *grid.raw_cases("ulysses2-zero0", "keep"),
     ]

@@ -96,6 +96,8 @@ def test_a_ragged_tail_is_a_smaller_last_piece() -> None:
         (("fc1", "fc2"), 2, "operators must be contiguous"),
         (("lm_head",), 33, "33 pieces of 32 rows"),
         (("conv",), 2, "names no operator of this model"),
+        (("fc2", "mlp_add"), 2, "mlp_add passes on whole gradients"),
+        (("attn_add", "mlp_norm"), 2, "attn_add passes on whole gradients"),
     ],
 )
 def test_illegal_mini_sequences(ops: tuple[str, ...], count: int, message: str) -> None:
@@ -103,6 +105,13 @@ def test_illegal_mini_sequences(ops: tuple[str, ...], count: int, message: str) 
     plan = replace(given.base_plan, mini_sequences=(MiniSequence(ops, count),))
     with pytest.raises(PlanError, match=message):
         lower(plan, given)
+
+
+def test_an_operator_is_in_one_mini_sequence_only() -> None:
+    runs = (MiniSequence(("fc1", "act"), 2), MiniSequence(("act", "mul"), 2))
+    given = problem()
+    with pytest.raises(PlanError, match="act is in two of them"):
+        lower(replace(given.base_plan, mini_sequences=runs), given)
 
 
 def test_a_part_of_what_pieces_make_cannot_be_rebuilt() -> None:

@@ -179,8 +179,8 @@ def _run(name: str, jobs: Sequence[Job], place: Path) -> "subprocess.CompletedPr
 
 
 def _show_failure(text: str, records: Sequence[Record]) -> None:
-    """The end of what a process has written to its standard error, where a record of it is a failure
-    of its own: the reason there is one line of it."""
+    """The end of what a process wrote to its standard error, where a record of it is a failure of
+    its own: the reason there is one line of it."""
     failures = [of_record(record.status, record.reason) for record in records]
     if any(one.status == "failed" and not one.is_secondhand for one in failures):
         sys.stderr.writelines(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])

@@ -107,11 +107,11 @@ class BackwardEmitter:
 
     def _run(self, unit: Unit, run: MiniRun) -> None:
         """A mini-sequence run: each piece is rebuilt (if dropped), then differentiated."""
-        for name in run.ops[0].inputs:
-            storage = self.chunk.storage(unit, name)
-            if storage not in self.grads:
+        for name in run.inputs:
+            storage, tensor = self.chunk.storage(unit, name), unit.table.activations[name]
+            if storage not in self.grads and tensor.differentiable:
                 self.grads[storage] = f"d:{storage}"
-                emit_alloc(self.w, f"d:{storage}", unit.table.activations[name].nbytes)
+                emit_alloc(self.w, f"d:{storage}", tensor.nbytes)
         for piece in run.pieces:
             self.rebuild.run, self.rebuild.piece = run, piece
             for op in reversed(run.ops):
@@ -151,9 +151,10 @@ class BackwardEmitter:
             event = w.collective(
                 op.grad_gather, unit.prefix, op.name, incoming, allocs, self._share
             )
+            issued = len(w.actions) - 1
             self.rebuild.window(unit, op.name, "backward")
             if self._gathers_beside(op):
-                w.wait(COMPUTE, w.mark_begin(len(w.actions) - 1))
+                w.wait(COMPUTE, w.mark_begin(issued))
                 beside = event
             else:
                 w.wait(COMPUTE, event)

@@ -25,6 +25,7 @@ class Rebuilder:
         self.windows = any(fate.window is not None for fate in fates.values())
         self.have: set[str] = set()
         self.shares: dict[str, float] = {}  # rows of the operators being run again
+        self.visited: set[str] = set()  # units whose layer- or group-scoped work is done
         self.rebuilt: set[str] = set()  # `#r` parts that exist
         self.run: MiniRun | None = None
         self.piece: Piece | None = None
@@ -69,19 +70,34 @@ class Rebuilder:
         """Rebuild what plans put beside this collective (`layer_offset` layers ahead of use)."""
         if not self.windows:
             return
+        at_work = self.run, self.piece
         for unit in self.chunk.units:
+            self.run, self.piece = at_work if unit.prefix == consumer.prefix else (None, None)
             missing = {
                 name
-                for name, storage, site in self.chunk.saved(unit)
+                for name, _, site in self.chunk.saved(unit)
                 if (w := self.fates[site].window) is not None
                 and (w.op, w.direction) == (op, direction)
                 and unit.place == consumer.place - w.layer_offset
                 and unit.table.part == consumer.table.part
-                and storage not in self.have
+                and self.name(unit, name) not in self.have
             }
             if missing:
                 self.arrive(unit)
-                self._rebuild(unit, missing)
+                self._rebuild_inside(unit, missing)
+        self.run, self.piece = at_work
+
+    def _rebuild_inside(self, unit: Unit, missing: set[str]) -> None:
+        """Rebuild while a piece of the unit may be at work: of tensors that exist by piece only the
+        one at work, all others whole."""
+        at_work = self.run, self.piece
+        pieces = missing & self.run.interior if self.run else set()
+        if pieces:
+            self._rebuild(unit, pieces)
+        self.run = self.piece = None
+        if missing - pieces:
+            self._rebuild(unit, missing - pieces)
+        self.run, self.piece = at_work
 
     def before_receive(self) -> None:
         """Rebuild what plans put in front of the pipeline's receive."""
@@ -104,10 +120,13 @@ class Rebuilder:
             if self.fates[site].recompute_bytes
             and self.fates[site].scope != "consumer"
             and storage not in self.have
+            # By piece a tensor has come back once with its group, and does with its own piece.
+            and not (unit.prefix in self.visited and self.chunk.run_of(unit, name))
         ]
         missing = {name for name, _ in wanted if unit.table.producer(name) is not None}
         if not last and not self._kept(f"L{unit.place + 1}.layer_input"):
             missing.add("layer_output")
+        self.visited.add(unit.prefix)
         if any(fate.whole for _, fate in wanted) and missing:
             self._rerun(unit, unit.table.ops, missing)
         elif missing:

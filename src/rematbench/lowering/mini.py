@@ -26,6 +26,13 @@ class MiniRun(NamedTuple):
     outputs: tuple[str, ...]
     pieces: tuple[Piece, ...]
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What the run reads from before it, whole."""
+        made = {name for op in self.ops for name in op.outputs}
+        read = [name for op in self.ops for name in op.inputs if name not in made]
+        return tuple(dict.fromkeys(read))
+
     def piece_name(self, storage: str, piece: Piece) -> str:
         """Storage of an interior tensor's piece."""
         return f"{storage}%{piece.number}"
@@ -43,11 +50,20 @@ def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, 
         if names[first : first + len(present)] != present:
             raise PlanError(f"mini-sequence {sequence.ops}: operators must be contiguous")
         ops = table.ops[first : first + len(present)]
-        wrong = next((op.name for op in ops if not op.row_local), None)
-        if wrong:
-            raise PlanError(f"mini-sequence: {wrong} is not row-local")
+        for op in ops:
+            _require_piecewise(op, [other for run in runs.values() for other in run.ops])
         runs[present[0]] = _run(table, ops, sequence.count)
     return runs
+
+
+def _require_piecewise(op: Op, taken: list[Op]) -> None:
+    """PlanError for an operator that cannot run, or be differentiated, a piece at a time."""
+    if not op.row_local:
+        raise PlanError(f"mini-sequence: {op.name} is not row-local")
+    if op.alias_inputs:
+        raise PlanError(f"mini-sequence: {op.name} passes on whole gradients, not pieces of them")
+    if op in taken:
+        raise PlanError(f"mini-sequence: {op.name} is in two of them")
 
 
 def _run(table: OpTable, ops: tuple[Op, ...], count: int) -> MiniRun:

@@ -146,26 +146,11 @@ class BlockWriter:
         """Insert a FREE after each tensor's last reader.
 
         `survivors` outlive the block; `arrivals` are alive when it starts.  A tensor read by
-        another stream is freed where the compute stream has waited for that stream.
+        another stream is freed where the compute stream has waited for that stream.  A temporary of
+        an operator that is run again twice lives twice under one name.
         """
-        waited = self._first_waits()
-        last: dict[str, int] = {}
-        born = set(arrivals)
-        for index, action in enumerate(self.actions):
-            allocs, reads = action.allocs, action.reads
-            if allocs or reads:
-                safe = self._safe_index(index, action, waited)
-                for alloc in allocs:
-                    born.add(alloc.name)
-                    last[alloc.name] = safe
-                for name in reads:
-                    if last.get(name, -1) < safe:
-                        last[name] = safe
-            if action.frees:
-                born.difference_update(action.frees)
-        end = len(self.actions) - 1
         frees: dict[int, list[str]] = {}
-        for at, name in sorted([(last.get(name, end), name) for name in born - survivors]):
+        for at, name in sorted(self._ends(survivors, arrivals)):
             frees.setdefault(at, []).append(name)
         out: list[Action] = []
         for index, action in enumerate(self.actions):
@@ -173,6 +158,29 @@ class BlockWriter:
             if index in frees:
                 out.append(Action(kind=Kind.FREE, stream=COMPUTE, frees=tuple(frees[index])))
         return tuple(out)
+
+    def _ends(self, survivors: set[str], arrivals: set[str]) -> list[tuple[int, str]]:
+        """(index of the action after which a tensor is freed, its name) of every life that ends
+        here."""
+        waited, end = self._first_waits(), len(self.actions) - 1
+        last: dict[str, int] = {}
+        earlier: list[tuple[int, str]] = []
+        born = set(arrivals)
+        for index, action in enumerate(self.actions):
+            allocs, reads = action.allocs, action.reads
+            if allocs or reads:
+                safe = self._safe_index(index, action, waited)
+                for alloc in allocs:
+                    if alloc.name in born and alloc.name in last:
+                        earlier.append((last[alloc.name], alloc.name))
+                    born.add(alloc.name)
+                    last[alloc.name] = safe
+                for name in reads:
+                    if last.get(name, -1) < safe:
+                        last[name] = safe
+            if action.frees:
+                born.difference_update(action.frees)
+        return [*earlier, *((last.get(name, end), name) for name in born - survivors)]
 
     def _first_waits(self) -> list[int]:
         """For each action of another stream, where compute has waited for it: for its own event or

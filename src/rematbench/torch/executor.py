@@ -7,8 +7,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rematbench.action import Action, Kind
-from rematbench.lowering.chunk_ops import Unit
-from rematbench.operators.ops import Op
 from rematbench.program import RankProgram
 from rematbench.torch import operators
 from rematbench.torch.calls import Call
@@ -22,11 +20,11 @@ from rematbench.torch.memory import (
     Value,
     compact,
     describe,
-    identity,
 )
 from rematbench.torch.messages import Messages
 from rematbench.torch.model import RankModel
 from rematbench.torch.movers import Movers
+from rematbench.torch.operands import Names, Operands
 from rematbench.torch.operators_ends import finish_loss
 from rematbench.torch.parameters import AdamW, Parameter
 from rematbench.torch.streams import Mark, Streams, make_streams
@@ -53,6 +51,7 @@ class Executor:
             for index, step in enumerate(program.steps)
             for action in program.blocks[step.block].actions
         ]
+        self.names = Names(model)
         self.memory = Memory()
         self.streams = streams or make_streams(model.device)
         self.exchanges = Exchanges(model, groups, self.memory, self.streams)
@@ -185,60 +184,27 @@ class Executor:
 
     # -- operators --------------------------------------------------------------------------------
 
-    def _op(self, action: Action, site: Site) -> tuple[Unit, Op]:
-        unit = self.model.units[site.chunk][action.part]
-        return unit, next(op for op in unit.table.ops if op.name == action.op)
-
-    def _tensors(
-        self, action: Action, site: Site, unit: Unit, names: tuple[str, ...]
-    ) -> dict[str, Tensor]:
-        """Tensors an action reads, by activation; a gathered copy stands for a single input."""
-        chunk = self.model.chunks[site.chunk]
-        read = {identity(name): name for name in action.reads if not name.startswith("d:")}
-        gathered = read.get(f"{unit.prefix}.{action.op}.full")
-        found: dict[str, Tensor] = {}
-        for name in names:
-            storage = read.get(chunk.storage(unit, name))
-            if storage is not None:
-                found[name] = self.memory[site.key(storage)].rows(site.first, site.size)
-        if gathered is not None:
-            key = "full" if action.op == "attention" else names[0]
-            found[key] = self.memory[site.key(gathered)].data
-        return found
-
-    def _call(self, action: Action, site: Site, names: tuple[str, ...]) -> Call:
-        unit, op = self._op(action, site)
-        tensors = self._tensors(action, site, unit, names or op.inputs)
-        return Call(self.model, unit, op, site, tensors)
+    def _call(self, action: Action, site: Site, found: Operands) -> Call:
+        """The operator with the tensors it reads."""
+        tensors: dict[str, Tensor] = {}
+        for name, storage, whole in found.reads:
+            value = self.memory[site.key(storage)]
+            tensors[name] = value.data if whole else value.rows(site.first, site.size)
+        return Call(self.model, found.unit, found.op, site, tensors, wanted=found.wanted)
 
     def forward(self, action: Action, site: Site) -> None:
         """Run an operator; its outputs are new storages or rows of storages that exist."""
-        call = self._call(action, site, ())
-        places = self._places(action, site, call)
-        made = operators.FORWARD[action.op](call._replace(wanted=frozenset(places)))
-        for output, (name, fresh) in places.items():
+        found = self.names.of(action, site.chunk)
+        call = self._call(action, site, found)
+        made = operators.FORWARD[action.op](call)
+        for output, (name, fresh) in found.places.items():
             if fresh:
                 self._put(name, site, made[output])
             else:
                 target = self.memory[site.key(name)].view(site.first, site.size)
                 target.copy_(made[output].view(target.shape))
         if action.op == "loss":
-            self._loss_made(action, site, call, places["loss_saved"][0])
-
-    def _places(self, action: Action, site: Site, call: Call) -> dict[str, tuple[str, bool]]:
-        """Output -> (storage, whether it is new)."""
-        chunk = self.model.chunks[site.chunk]
-        fresh = {identity(a.name): a.name for a in action.allocs}
-        there = {identity(n): n for n in action.reads}
-        places: dict[str, tuple[str, bool]] = {}
-        for output in call.op.outputs:
-            storage = chunk.storage(call.unit, output)
-            part = f"{call.unit.prefix}.{call.op.name}.part"
-            if storage in fresh or part in fresh:
-                places[output] = (fresh.get(storage) or fresh[part], True)
-            elif storage in there:
-                places[output] = (there[storage], False)
-        return places
+            self._loss_made(action, site, call, found.places["loss_saved"][0])
 
     def recompute(self, action: Action, site: Site) -> None:
         """A forward again; its work is counted."""
@@ -265,49 +231,35 @@ class Executor:
     def all_reduce(self, action: Action, site: Site) -> None:
         """A collective, or the statistics of the loss over vocabulary shards."""
         if action.op == "loss":
-            call = self._call(action, site, ("loss_saved",))
+            call = self._call(action, site, self.names.of(action, site.chunk))
             self._finish_loss(call, action.reads[0], site, action.stream)
         else:
             self.exchanges.all_reduce(action, site)
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _gradients(self, action: Action, site: Site) -> tuple[list[str], list[str]]:
-        """(gradients of the outputs, gradients to add into): around the saved tensors."""
-        incoming: list[str] = []
-        for name in action.reads:
-            if not name.startswith("d:"):
-                break
-            incoming.append(name)
-        rest = action.reads[len(incoming) :]
-        return incoming, [name for name in rest if name.startswith("d:")]
-
-    def _backward_call(self, action: Action, site: Site) -> Call:
-        _, op = self._op(action, site)
-        call = self._call(action, site, op.saves)
-        incoming, _ = self._gradients(action, site)
-        grads = tuple(self.memory[site.key(n)].rows(site.first, site.size) for n in incoming)
-        return call._replace(grads=grads)
+    def _backward_call(self, action: Action, site: Site, found: Operands) -> Call:
+        rows = (site.first, site.size)
+        grads = tuple(self.memory[site.key(name)].rows(*rows) for name in found.incoming)
+        return self._call(action, site, found)._replace(grads=grads)
 
     def backward_input(self, action: Action, site: Site) -> None:
         """Input gradients: new storages, or added into gradients that exist."""
-        call = self._backward_call(action, site)
-        made = operators.BACKWARD_INPUT[action.op](call)
-        chunk = self.model.chunks[site.chunk]
-        fresh = {identity(a.name): a.name for a in action.allocs}
-        part = fresh.get(f"{call.unit.prefix}.{call.op.name}.part")
-        _, adding = self._gradients(action, site)
+        found = self.names.of(action, site.chunk)
+        made = operators.BACKWARD_INPUT[action.op](self._backward_call(action, site, found))
+        adding = iter(found.adding)
         for name, gradient in made.items():
-            storage = fresh.get(chunk.storage(call.unit, name), part)
+            storage = found.fresh.get(name, found.part)
             if storage is not None:
                 self._put(storage, site, gradient)
             else:
-                target = self.memory[site.key(adding.pop(0))].view(site.first, site.size)
+                target = self.memory[site.key(next(adding))].view(site.first, site.size)
                 target.add_(gradient.view(target.shape))
 
     def backward_weight(self, action: Action, site: Site) -> None:
         """Weight gradients, added into their buffers."""
-        operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, site))
+        found = self.names.of(action, site.chunk)
+        operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, site, found))
 
     def _put(self, name: str, site: Site, made: Tensor) -> None:
         rows = (site.first, site.size) if made.dim() > 1 else (0, 0)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rematbench.layout import Layout
 from rematbench.torch.case import Case, GradientShard, RankResult, Result
+from rematbench.torch.groups import state_rank
 
 
 def combine(case: Case, ranks: list[RankResult]) -> Result:
@@ -43,11 +44,11 @@ def _holders(case: Case, ranks: list[RankResult], name: str) -> list[list[RankRe
     stage = min(r.place.pp for r in having)
     having = [r for r in having if r.place.pp == stage]
     split = having[0].gradients[0][name].spec.split is not None
-    lay = case.problem.layout
+    lay, order = case.problem.layout, case.problem.system.rank_order
     holders = []
     for tp in range(lay.tp if split else 1):
         peers = [r for r in having if r.place.tp == tp]
-        peers.sort(key=lambda r: (r.place.dp, r.place.cp))
+        peers.sort(key=lambda r: state_rank(lay, order, r.place))
         holders.append(peers if is_sharded(lay) else peers[:1])
     return holders
 

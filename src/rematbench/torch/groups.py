@@ -44,17 +44,27 @@ def coordinates(rank: int, layout: Layout, order: tuple[str, ...]) -> Coordinate
 
 
 def members(layout: Layout, order: tuple[str, ...], along: tuple[str, ...]) -> list[list[int]]:
-    """The groups whose ranks differ only along the given dimensions, each ordered by (dp, cp)."""
-    groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+    """The groups whose ranks differ only along the given dimensions, each in the order of ranks, as
+    torch has the ranks of a communicator."""
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.gpus):
         place = coordinates(rank, layout, order)
         fixed = tuple(v for name, v in place._asdict().items() if name not in along)
-        within = tuple(getattr(place, name) for name in along)
-        groups.setdefault(fixed, []).append((within, rank))
-    return [[rank for _, rank in sorted(group)] for group in groups.values()]
+        groups.setdefault(fixed, []).append(rank)
+    return list(groups.values())
 
 
 DIMENSIONS: dict[str, tuple[str, ...]] = {"tp": ("tp",), "cp": ("cp",), "dp": ("dp", "cp")}
+
+
+def state_rank(layout: Layout, order: tuple[str, ...], place: Coordinates) -> int:
+    """A rank's number among its state peers (dp x cp), as their communicator counts."""
+    sizes, number, stride = degrees(layout), 0, 1
+    for name in order:
+        if name in DIMENSIONS["dp"]:
+            number += getattr(place, name) * stride
+            stride *= sizes[name]
+    return number
 
 
 class Group(NamedTuple):

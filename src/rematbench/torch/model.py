@@ -12,7 +12,7 @@ from rematbench.problem import Problem
 from rematbench.shapes import Shapes, shapes
 from rematbench.torch.attention import Shape
 from rematbench.torch.batch import MicroBatch, positions, slices
-from rematbench.torch.groups import Coordinates
+from rematbench.torch.groups import Coordinates, state_rank
 from rematbench.torch.kernels import rope_tables, wide
 from rematbench.torch.parameters import Owner, Parameter, build, unit_specs
 
@@ -96,12 +96,12 @@ class RankModel:
         """Multiply-adds x 2 of every kernel that ran so far, from the shapes it ran with."""
 
     def _build(self, unit: Unit, seed: int) -> dict[str, Parameter]:
-        lay, place = self.problem.layout, self.place
+        lay, place, order = self.problem.layout, self.place, self.problem.system.rank_order
         sharded = lay.zero_stage >= 1 and lay.state_shards > 1
         owner = Owner(
             tp_rank=place.tp,
             tp=lay.tp,
-            state_rank=place.dp * (lay.cp * lay.ulysses) + place.cp if sharded else 0,
+            state_rank=state_rank(lay, order, place) if sharded else 0,
             state_shards=lay.state_shards if sharded else 1,
         )
         vocab = self.problem.system.padded_vocab(self.kind.vocab, lay.tp)

@@ -7,6 +7,7 @@ shard is a contiguous range of every parameter.
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -130,7 +131,7 @@ class Parameter:
     moment1: Tensor
     moment2: Tensor
 
-    @property
+    @cached_property
     def value(self) -> Tensor:
         """The compute copy."""
         return self.flat[: self.shape.numel()].view(self.shape)

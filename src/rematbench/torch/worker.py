@@ -144,8 +144,8 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
     torch.use_deterministic_algorithms(case.deterministic)
     # Memory of an action's outputs is taken on another stream than the one that writes it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    pin_exactly()
     _forget(device)
+    pin_exactly()
 
 
 def _forget(device: torch.device) -> None:
