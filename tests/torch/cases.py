@@ -107,6 +107,13 @@ def mini_windows(plan: Plan) -> Plan:
     return mini(plan.with_rules(beside))
 
 
+def pieces(plan: Plan, ops: tuple[str, ...], dropped: str) -> Plan:
+    """A run that neither begins nor ends where a layer's norms and linears do, and what is dropped
+    inside it."""
+    made = replace(plan, mini_sequences=(MiniSequence(ops, 3),))
+    return made.with_rules(rule(Recompute(), dropped))
+
+
 PLANS: dict[str, Callable[[Plan], Plan]] = {
     "keep": lambda plan: plan,
     "offload": lambda plan: plan.with_rules(half()),
@@ -122,6 +129,8 @@ PLANS: dict[str, Callable[[Plan], Plan]] = {
     "mini": mini,
     "mini-dropped": mini_dropped,
     "mini-windows": mini_windows,
+    "mini-first": lambda plan: pieces(plan, ("fc1", "act"), "gate_out"),
+    "mini-last": lambda plan: pieces(plan, ("act", "mul", "fc2"), "act_out"),
 }
 """Raw plans: every mechanism of the vocabulary on its own.  keep, offload* and full compute the
 same numbers as keep_all; the others split a GEMM."""

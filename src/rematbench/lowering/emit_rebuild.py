@@ -232,7 +232,10 @@ class Rebuilder:
         if fraction < 1.0 and not op.row_local:
             raise PlanError(f"{op.name} is not row-local: recompute all of its rows or none")
         reads = {name: self._source(unit, name, made, fraction) for name in op.inputs}
-        slices = {n: made[n] for n in op.outputs if self.run and n in self.run.outputs}
+        # Where a piece at work is rebuilt, nobody asked for what its run leaves whole.
+        slices = {
+            n: made[n] for n in op.outputs if self.run and n in self.run.outputs and n in made
+        }
         writes = self._outputs(unit, op, missing) if not slices else {}
         tag = f".r%{self.piece.number}" if self.piece else ".r"
         share = Share(fraction, 1.0 - fraction)  # a partial rebuild is of the last rows
@@ -268,7 +271,8 @@ class Rebuilder:
         writes: dict[str, str] = {}
         for name in op.outputs:
             storage = self.name(unit, name)
-            if storage in self.have or self._available(unit, name):
+            of_run = self.run is not None and name in self.run.outputs
+            if of_run or storage in self.have or self._available(unit, name):
                 continue
             fate = self.fate(unit, name)
             wanted = name in missing or (fate is not None and fate.recompute_bytes > 0)
