@@ -107,7 +107,8 @@ def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
     if total.dtype == x.dtype:
         total.addmm_(grad.t(), x)
     elif fused(x) and hasattr(_aten.addmm, "dtype_out"):
-        _aten.addmm.dtype_out(total, grad.t(), x, total.dtype, out=total)
+        if not x.is_meta:  # nothing is made that a trace could see
+            _aten.addmm.dtype_out(total, grad.t(), x, total.dtype, out=total)
     else:
         total.add_(grad.t() @ x)
 
