@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from rematbench.plan import Group, Plan, Recompute, Rule, Select, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.kept import kept_activations
+from rematbench.solve.kept import kept_activations, with_live_rules
 from rematbench.workload import PositiveInt
 
 
@@ -29,23 +29,33 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Drop what the base keeps of each recomputed layer, but the inputs of the groups."""
+        layers = problem.workload.model.num_layers
+        if self.every > 1 and (self.method, self.num_layers) != ("uniform", 1):
+            return Unsupported("`every` goes with method uniform and num_layers 1")
+        if self.every > layers:
+            return Unsupported(f"every = {self.every} chooses none of {layers} layers")
         kept = kept_activations(problem, base)
         inner = tuple(sorted(kept - {"layer_input"}))
-        if not inner:
+        made = with_live_rules(problem, base, *self._rules(inner, base, layers)) if inner else base
+        if made == base:
             return base.noting(full_recompute="no-op: the base keeps nothing inside layers")
+        if self.num_layers > 1 and self.method == "uniform" and _rebuilds_early(base):
+            return Unsupported(
+                "the base rebuilds tensors of some layers ahead of their backward, where a group's "
+                f"inputs do not exist yet: num_layers 1, not {self.num_layers}"
+            )
+        return made
+
+    def _rules(self, inner: tuple[str, ...], base: Plan, layers: int) -> list[Rule]:
         if self.every > 1:
-            if (self.method, self.num_layers) != ("uniform", 1):
-                return Unsupported("`every` goes with method uniform and num_layers 1")
-            chosen = tuple(range(self.every - 1, problem.workload.model.num_layers, self.every))
-            return base.with_rules(_layers(inner, chosen))
+            return [_layers(inner, tuple(range(self.every - 1, layers, self.every)))]
         if self.method == "block":
-            first = tuple(i for chunk in _chunks(base) for i in chunk[: self.num_layers])
-            return base.with_rules(_layers(inner, first))
+            return [_layers(inner, tuple(i for c in _chunks(base) for i in c[: self.num_layers]))]
         if self.num_layers == 1:
-            return base.with_rules(_layers(inner, None))
+            return [_layers(inner, None)]
         groups = [chunk[i : i + self.num_layers] for chunk in _chunks(base)
                   for i in range(0, len(chunk), self.num_layers)]  # fmt: skip
-        return base.with_rules(*(rule for group in groups for rule in _group(inner, group)))
+        return [rule for group in groups for rule in _group(inner, group)]
 
 
 def _chunks(plan: Plan) -> list[tuple[int, ...]]:
@@ -55,6 +65,12 @@ def _chunks(plan: Plan) -> list[tuple[int, ...]]:
 def _layers(names: tuple[str, ...], layers: tuple[int, ...] | None) -> Rule:
     select = Select(parts=("layer",), layers=layers, activations=names, kept=True)
     return Rule(select, Recompute(scope="layer", whole=True))
+
+
+def _rebuilds_early(base: Plan) -> bool:
+    """Whether the base rebuilds some tensors before the backward of their own layer."""
+    windows = (rule.fate.window for rule in base.rules if isinstance(rule.fate, Recompute))
+    return any(w.direction != "backward" or w.layer_offset > 0 for w in windows if w)
 
 
 def _group(names: tuple[str, ...], group: tuple[int, ...]) -> list[Rule]:

@@ -31,7 +31,7 @@ from rematbench.plan import (
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import kept_activations
+from rematbench.solve.kept import kept_activations, refused_in_pieces, with_live_rules
 from rematbench.solve.swap import SwapShare, swap_share
 from rematbench.workload import NonNegativeInt, PositiveInt
 
@@ -63,7 +63,20 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
         if self.alpha is not None:
             share = replace(share, alpha=self.alpha, bound="given")
-        return _plan(base, share, whole=whole, other=other, layers=layers, buffers=self.buffers)
+        fates: dict[tuple[str, ...], Fate] = {
+            whole: Offload(),
+            other: Split(offload=share.alpha, recompute=1.0 - share.alpha, scope="layer"),
+        }
+        rules = [
+            Rule(Select(parts=("layer",), layers=layers, activations=names, kept=True), fate)
+            for names, fate in fates.items()
+            if names
+        ]
+        made = with_live_rules(problem, base, *rules)
+        if made == base:
+            return Unsupported(f"the base keeps no activation of layers {layers[0]}-{layers[-1]}")
+        reason = refused_in_pieces(problem, made)
+        return Unsupported(reason) if reason else _moved(made, share, self.buffers)
 
     def _refusal(self, problem: Problem, base: Plan) -> str:
         """Why there is no plan; empty if there may be one."""
@@ -82,29 +95,12 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return ""
 
 
-def _plan(
-    base: Plan,
-    share: SwapShare,
-    *,
-    whole: tuple[str, ...],
-    other: tuple[str, ...],
-    layers: tuple[int, ...],
-    buffers: int,
-) -> Plan:
-    """The fates at one share, copies by layer through rounding buffers."""
-    fates: dict[tuple[str, ...], Fate] = {
-        whole: Offload(),
-        other: Split(offload=share.alpha, recompute=1.0 - share.alpha, scope="layer"),
-    }
-    rules = [
-        Rule(Select(parts=("layer",), layers=layers, activations=names, kept=True), fate)
-        for names, fate in fates.items()
-        if names
-    ]
+def _moved(plan: Plan, share: SwapShare, buffers: int) -> Plan:
+    """The plan with copies by layer through rounding buffers, and what its share was."""
     moves = Transfers(
         granularity="layer", prefetch_layers=max(1, buffers - 1), reload_slots=buffers
     )
-    return replace(base.with_rules(*rules), transfers=moves).noting(
+    return replace(plan, transfers=moves).noting(
         alpha=share.alpha,
         alpha_bandwidth=share.alpha_bandwidth,
         alpha_host=share.alpha_host,

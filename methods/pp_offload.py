@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from rematbench.plan import MIB, ByteBudget, Fraction, Plan, Rule, Select, Transfers, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.kept import kept_layer_bytes
+from rematbench.solve.kept import kept_layer_bytes, refused_in_pieces, with_live_rules
 from rematbench.solve.search import smallest_feasible
 from rematbench.workload import NonNegativeInt, PositiveInt
 
@@ -50,21 +50,39 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return Unsupported(f"needs pp >= 3 so that copies have passes to hide behind, not {pp}")
         if "activation_offload" not in problem.system.features:
             return Unsupported(f"system {problem.system.name} has no activation offload")
+        alpha, bound = self._share(problem, base)
+        reason = self._refusal(problem, base, alpha)
+        if reason:
+            return Unsupported(reason)
+        return self.at(problem, base, alpha).noting(alpha=alpha, bound=bound)
+
+    def _share(self, problem: Problem, base: Plan) -> tuple[float, str]:
+        """Alpha, and what it comes from."""
         if self.alpha is not None:
-            return self.at(problem, base, self.alpha).noting(alpha=self.alpha, bound="given")
+            return self.alpha, "given"
         if self.fit == "paper":
             estimator = problem.cost.pipeline_offload_estimator(kept_layer_bytes(problem, base))
             alpha = estimator.smallest_alpha(self.cap_bytes)
             fits = alpha < 1.0 or estimator.peak_bytes(alpha) <= self.cap_bytes
-            bound = "paper estimate" if fits else "nothing fits the paper's estimate"
-        else:
-            steps = smallest_feasible(
-                lambda k: problem.cost.headroom_bytes(self.at(problem, base, k / self.steps)),
-                self.steps,
-            )
-            alpha = 1.0 if steps is None else steps / self.steps
-            bound = "nothing fits the device" if steps is None else "device ledger"
-        return self.at(problem, base, alpha).noting(alpha=alpha, bound=bound)
+            return alpha, "paper estimate" if fits else "nothing fits the paper's estimate"
+        if problem.cost.headroom_bytes(base) >= 0:
+            return 0.0, "device ledger"
+        if self._refusal(problem, base, 1.0):
+            return 1.0, "nothing fits the device"
+        steps = smallest_feasible(
+            lambda k: problem.cost.headroom_bytes(self.at(problem, base, k / self.steps)),
+            self.steps,
+        )
+        if steps is None:
+            return 1.0, "nothing fits the device"
+        return steps / self.steps, "device ledger"
+
+    def _refusal(self, problem: Problem, base: Plan, alpha: float) -> str:
+        """Why alpha of what the base keeps cannot leave; empty if it can."""
+        made = self.at(problem, base, alpha)
+        if alpha > 0.0 and made == base:
+            return "the base keeps no activation of the chunks that are offloaded"
+        return refused_in_pieces(problem, made)
 
     def at(self, problem: Problem, base: Plan, alpha: float) -> Plan:
         """The plan at one alpha."""
@@ -77,7 +95,8 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             reload_slots=self.reload_slots,
             release_lag=self.release_lag,
         )
-        return replace(base.with_rules(*rules), transfers=moves)
+        made = with_live_rules(problem, base, *rules)
+        return base if made == base else replace(made, transfers=moves)
 
 
 def offloaded(problem: Problem, base: Plan) -> list[Select]:

@@ -1,34 +1,139 @@
-"""Offloading and splitting compose in one order; the other is refused by name."""
+"""What composes with what: in one order only, or where the base has left something to decide."""
+
+import dataclasses
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from rematbench.check import check
 from rematbench.discover import discover
+from rematbench.evaluate import evaluate
 from rematbench.lower import lower
-from rematbench.plan import Plan, PlanError
+from rematbench.plan import Plan, Unsupported
+from rematbench.problem import Problem
 from tests.problems import layers, problem
 
-SETTINGS = {
+REGISTRY = discover()
+SMALL = {"granularity": 256, "min_bytes": 512}
+SETTINGS: dict[str, dict[str, Any]] = {
     "memo": {"alpha": 0.5, "exempt_layers": 1},
-    "pp_offload": {"alpha": 0.6, "granularity": 256, "min_bytes": 512},
+    "pp_offload": {"alpha": 0.6, **SMALL},
 }
 
 
-def lowered(spec: str, offloads: str) -> None:
-    given = problem(model=layers(8), pp=4, global_batch=8, seq_len=64)
-    method = discover().resolve(spec, {"mlp_chunks": 3, **SETTINGS[offloads]})
-    plan = method.plan(given)
+def pipeline(num_layers: int = 8, **degrees: Any) -> Problem:
+    layout = {"pp": 4, "global_batch": 8, **degrees}
+    return problem(model=layers(num_layers), seq_len=64, **layout)
+
+
+def with_room(given: Problem, share: float) -> Problem:
+    """On devices that hold so much of what keeping everything needs."""
+    given = dataclasses.replace(given, evaluator=evaluate)
+    usable = int(share * given.cost.peak_bytes(given.base_plan))
+    cluster = replace(given.cluster, hbm_bytes=usable + given.cluster.non_torch_bytes)
+    return dataclasses.replace(given, cluster=cluster, _memo={})
+
+
+def sound(given: Problem, spec: str, **settings: Any) -> Plan:
+    """The plan, which lowers and is safe."""
+    plan = REGISTRY.resolve(spec, settings).plan(given)
     assert isinstance(plan, Plan), plan
-    lower(plan, given)
+    check(lower(plan, given))
+    return plan
+
+
+def refusal(given: Problem, spec: str, **settings: Any) -> str:
+    answer = REGISTRY.resolve(spec, settings).plan(given)
+    assert isinstance(answer, Unsupported), answer
+    return answer.reason
 
 
 @pytest.mark.parametrize("offloads", SETTINGS)
 def test_what_offloads_goes_first(offloads: str) -> None:
-    lowered(f"{offloads}+mst", offloads)
+    sound(pipeline(), f"{offloads}+mst", mlp_chunks=3, **SETTINGS[offloads])
 
 
 @pytest.mark.parametrize("offloads", SETTINGS)
-def test_the_other_order_is_refused_by_name_and_says_which_to_take(offloads: str) -> None:
-    with pytest.raises(
-        PlanError, match=r"inside a mini-sequence.*offloads goes before what splits"
-    ):
-        lowered(f"mst+{offloads}", offloads)
+@pytest.mark.parametrize("between", ["", "full_recompute+"])
+def test_the_other_order_is_refused_by_name_and_says_which_to_take(
+    offloads: str, between: str
+) -> None:
+    """Also where the base has rebuilt what is computed in pieces in some layers only."""
+    more = {"mlp_chunks": 3, **SETTINGS[offloads]} | ({"method": "block"} if between else {})
+    reason = refusal(pipeline(16), f"mst+{between}{offloads}", **more)
+    assert "mini-sequences" in reason
+    assert "what offloads goes before what splits" in reason
+
+
+def test_a_search_for_a_share_of_pieces_is_refused_unless_nothing_has_to_go() -> None:
+    searched = {"mlp_chunks": 3, **SMALL}
+    roomy, tight = (with_room(pipeline(), share) for share in (1.5, 0.5))
+    assert sound(roomy, "mst+pp_offload", **searched).fit["alpha"] == 0.0
+    assert "in mini-sequences" in refusal(tight, "mst+pp_offload", **searched)
+
+
+@pytest.mark.parametrize("before", ["", "balanced_checkpointing+"])
+def test_an_offloader_refuses_a_base_that_has_nothing_left_where_it_offloads(before: str) -> None:
+    alphas = {"memo.alpha": 0.5, "pp_offload.alpha": 0.5}
+    more = {"point": "full"} if before else {}
+    reason = refusal(pipeline(16), f"{before}memo+pp_offload", **alphas, **more)
+    assert reason == "pp_offload: the base keeps no activation of the chunks that are offloaded"
+
+
+@pytest.mark.parametrize("rebuilds", ["lynx_heu", "lynx_opt"])
+@pytest.mark.parametrize(
+    ("base", "settings"),
+    [
+        ("pp_offload", {"alpha": 0.3, **SMALL}),
+        ("full_recompute", {"method": "block"}),
+    ],
+)
+def test_a_rule_that_finds_nothing_in_its_layers_is_left_out(
+    rebuilds: str, base: str, settings: dict[str, Any]
+) -> None:
+    """Kept somewhere is not kept in the layers that a rule is about."""
+    sound(with_room(pipeline(), 0.6), f"{base}+{rebuilds}", **settings)
+
+
+@pytest.mark.parametrize("rebuilds", ["lynx_heu", "lynx_opt"])
+def test_where_the_base_rebuilds_all_nothing_is_chosen(rebuilds: str) -> None:
+    given = with_room(pipeline(tp=2), 0.1)
+    alone = sound(given, "full_recompute")
+    both = sound(given, f"full_recompute+{rebuilds}")
+    assert both.rules == alone.rules
+    assert both.fit["bound"] == "nothing fits the device"
+
+
+@pytest.mark.parametrize("num_layers", [2, 3])
+@pytest.mark.parametrize("rebuilds", ["lynx_heu", "lynx_opt"])
+def test_groups_of_layers_are_refused_where_windows_read_inputs_before_their_turn(
+    rebuilds: str, num_layers: int
+) -> None:
+    given = with_room(pipeline(16, tp=2), 0.8)
+    reason = refusal(given, f"{rebuilds}+full_recompute", num_layers=num_layers)
+    assert f"num_layers 1, not {num_layers}" in reason
+    for settings in ({}, {"num_layers": num_layers, "method": "block"}):
+        each = REGISTRY.resolve(f"{rebuilds}+full_recompute", settings).plan(given)
+        assert isinstance(each, Plan), each
+
+
+def test_groups_of_which_nothing_is_left_are_left_out() -> None:
+    """memo has taken all but each rank's last layers."""
+    plan = sound(pipeline(16), "memo+full_recompute", num_layers=2, alpha=0.5)
+    again = plan.rules[2:]
+    assert {layer for rule in again for layer in rule.select.layers or ()} == {14, 15}
+
+
+def test_every_nth_layer_of_fewer_than_n_is_refused() -> None:
+    reason = refusal(problem(), "full_recompute", every=9)
+    assert reason == "full_recompute: every = 9 chooses none of 4 layers"
+    assert "method uniform" in refusal(problem(), "full_recompute", every=9, method="block")
+
+
+@pytest.mark.parametrize("degrees", [{"pp": 2, "vpp": 2}, {"pp": 2, "vpp": 4}])
+def test_bubbles_are_filled_in_chunks_that_have_some(degrees: dict[str, int]) -> None:
+    """With one group of micro-batches only a rank's last chunk has a cool-down."""
+    given = pipeline(tp=2, global_batch=degrees["pp"], **degrees)
+    for share in (0.5, 0.8):
+        sound(with_room(given, share), "lynx_opt")

@@ -108,8 +108,8 @@ def cells(suite: Suite, folders: list[Path], only: Sequence[str] = ()) -> list[C
 
 def _plan(problem: Problem, method: Composition) -> Plan | Unsupported:
     """A plan that lowers, or why there is none."""
-    plan = method.plan(problem)
     try:
+        plan = method.plan(problem)
         if isinstance(plan, Plan):
             lower(plan, problem)
     except PlanError as error:

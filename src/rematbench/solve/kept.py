@@ -1,9 +1,13 @@
 """What a plan leaves whole on the device: the only sites a composed method may still change."""
 
+from collections.abc import Iterator
+
+from rematbench.lower import rank_orders
 from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import PHASES, resolve
+from rematbench.lowering.fates import PHASES, Resolved, Site, covered, resolve
+from rematbench.lowering.rank_steps import site_kinds
 from rematbench.operators.ops import Part
-from rematbench.plan import Plan
+from rematbench.plan import Plan, Rule
 from rematbench.problem import Problem
 
 
@@ -35,6 +39,55 @@ def offloaded_activations(problem: Problem, plan: Plan, part: Part = "layer") ->
                 fates, _ = resolve(plan, ops.sites, phase, 0)
                 found |= {n for (p, _, n), f in fates.items() if p == part and f.offload_bytes}
     return frozenset(found)
+
+
+def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
+    """The base with those of the rules that still find a site: which names it keeps somewhere does
+    not say that it keeps them in every layer, and a rule that matches nothing is an error."""
+    plan = base.with_rules(*rules)
+    if not base.rules:
+        return plan
+    live: set[int] = set()
+    for _, _, matched in _resolved(problem, plan):
+        live |= matched
+    first = len(base.rules)
+    return base.with_rules(*(r for index, r in enumerate(rules, first) if index in live))
+
+
+def refused_in_pieces(problem: Problem, plan: Plan) -> str:
+    """Why a plan that offloads or splits what it computes in mini-sequences cannot be lowered
+    (their pieces are kept or rebuilt whole); empty if it does not."""
+    for ops, fates, _ in _resolved(problem, plan) if plan.mini_sequences else ():
+        for unit in ops.units:
+            for name, _, site in ops.saved(unit):
+                fate = fates[site]
+                if (fate.mixed or fate.offload_bytes) and ops.run_of(unit, name):
+                    return (
+                        f"the base computes {name} in mini-sequences, whose pieces are not "
+                        "offloaded (what offloads goes before what splits)"
+                    )
+    return ""
+
+
+def _resolved(
+    problem: Problem, plan: Plan
+) -> Iterator[tuple[ChunkOps, dict[Site, Resolved], frozenset[int]]]:
+    """Fates and matching rules of every chunk in every phase that it has, as lowering meets them;
+    chunks that are alike once."""
+    windows = tuple(w for rule in plan.rules if (w := rule.select.micro_batches) is not None)
+    seen: set[object] = set()
+    for rank, order in enumerate(rank_orders(plan, problem)):
+        chunks = [
+            ChunkOps(problem, rank, chunk, layers, plan.mini_sequences, plan.held)
+            for chunk, layers in enumerate(plan.partition[rank])
+        ]
+        reached = [covered(plan.rules, ops.sites) for ops in chunks]
+        for kind, site in site_kinds(order, windows).items():
+            ops = chunks[kind.chunk]
+            key = (ops.shape, reached[kind.chunk], kind.phase, kind.inside)
+            if key not in seen:
+                seen.add(key)
+                yield ops, *resolve(plan, ops.sites, kind.phase, site.micro_batch)
 
 
 def kept_layer_bytes(problem: Problem, plan: Plan) -> int:

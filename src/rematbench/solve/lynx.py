@@ -135,6 +135,8 @@ def optimum(
     max_nodes: int = MAX_NODES,
 ) -> tuple[Policy, ...] | None:
     """One policy per group from HiGHS; None if the node limit passes without a solution."""
+    if not layer.jobs:  # nothing to choose, and HiGHS refuses a problem without variables
+        return (settled(layer, (), layers_per_chunk),) * len(groups)
     model = _Model(layer, groups, layers_per_chunk)
     found = minimum(
         costs=model.costs(),

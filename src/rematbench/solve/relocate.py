@@ -15,7 +15,7 @@ from rematbench.lower import rank_orders
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.problem import Evaluation, Problem
 from rematbench.schedule import phases
-from rematbench.solve.kept import kept_activations
+from rematbench.solve.kept import kept_activations, with_live_rules
 from rematbench.solve.layers import layers_in_flight
 from rematbench.solve.lynx import Group, Placed, Policy, heuristic, optimum, policy_front
 from rematbench.solve.windows import LayerWindows, layer_windows
@@ -122,7 +122,8 @@ class Relocation:
                     for layer in layers:
                         key = (item.job.outputs, _fate(item, top=layer in tops))
                         where.setdefault(key, set()).add(layer)
-        return base.with_rules(*(_rule(n, fate, group) for (n, fate), group in where.items()))
+        rules = (_rule(names, fate, group) for (names, fate), group in where.items())
+        return with_live_rules(self.problem, base, *rules)
 
     def _tops(self, plan: Plan) -> set[int]:
         """The last layer of each chunk that receives a gradient."""
@@ -195,11 +196,16 @@ class Relocation:
         """The plan with what the top layers of each stage rebuild in the cool-down moved before
         the receive, where ranks wait for gradients (the last rank never does)."""
         orders = rank_orders(plan, self.problem)[:-1]
-        waiting = [r for r, order in enumerate(orders) if "cooldown" in phases(order).values()]
+        waiting = {
+            (rank, chunk)  # where one group of micro-batches is all, only the last chunk waits
+            for rank, order in enumerate(orders)
+            for (_, chunk), phase in phases(order).items()
+            if phase == "cooldown"
+        }
+        chunks = [plan.partition[rank][chunk] for rank, chunk in waiting]
         tops = {
             layer
-            for rank in waiting
-            for chunk in plan.partition[rank]
+            for chunk in chunks
             for layer in chunk[len(chunk) - max(1, round(len(chunk) * share)) :]
         }
         added = []
