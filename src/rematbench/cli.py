@@ -9,6 +9,7 @@ from typer import Option, TyperException
 
 from rematbench import __version__
 from rematbench.baselines.process import BaselineError
+from rematbench.check import CheckError
 from rematbench.commands import baseline
 from rematbench.commands.baseline import flags
 from rematbench.commands.calibrate import calibrate
@@ -40,13 +41,19 @@ from rematbench.configfile import ConfigError
 from rematbench.console import CommandError, console, grid, left, plain
 from rematbench.discover import MethodError, discover
 from rematbench.layout import LayoutError
+from rematbench.ledger import LedgerError
 from rematbench.plan import PlanError
 from rematbench.record import RecordError
+from rematbench.simulate import DeadlockError
 
 USER_ERRORS = (
     *(BaselineError, CommandError, ConfigError, LayoutError, MethodError, PlanError),
     RecordError,
 )
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended, as shells have it."""
+UNSOUND = (CheckError, DeadlockError, LedgerError)
+"""What no plan's actions may do: nothing that a person typed is wrong."""
 
 app = typer.Typer(
     name="rematbench",
@@ -117,11 +124,17 @@ def main() -> None:
         _fail(context.command_path if context else "rematbench", error.format_message())
     except USER_ERRORS as error:
         _fail(" ".join(["rematbench", *sys.argv[1:2]]), str(error))
+    except UNSOUND as error:
+        whose = "a bug of rematbench, or of a method's file of yours"
+        text = f"the plan's actions are unsound ({whose}): {type(error).__name__}: {error}"
+        _fail(" ".join(["rematbench", *sys.argv[1:2]]), text)
     except BrokenPipeError:  # the reader of a pipe has gone, as `head` does
         sys.stderr.close()
         code = 0
     except KeyboardInterrupt:
-        _fail("rematbench", "interrupted", 130)
+        code = INTERRUPTED
+    if code == INTERRUPTED:  # typer turns KeyboardInterrupt into it
+        _fail("rematbench", "interrupted", INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -1,5 +1,7 @@
 """A job that this host has no memory for is not started: the kernel would kill somebody."""
 
+import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,12 +9,16 @@ import pytest
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench import hostmemory
+from rematbench.cli import main
+from rematbench.ledger import issue_order
+from rematbench.lower import lower
 from rematbench.record import read_record
 from rematbench.torch import hostroom, job
 from rematbench.torch.case import Case
 from rematbench.torch.trace import trace_rank
+from rematbench.worlds.measure import activation_bytes
 from tests.torch import cases, test_in_backward
-from tests.torch.test_execute_cli import rematbench
+from tests.torch.test_execute_cli import TINY, rematbench
 
 CASES = {
     "fp64": lambda: cases.case("pp2", "keep"),
@@ -38,6 +44,7 @@ def test_a_job_too_large_for_the_host_is_not_started_and_the_others_are(
 ) -> None:
     small, large = cases.case("one", "keep"), cases.case("one", "full", precision="bf16")
     need = {small.name: 10, large.name: 1000}
+    monkeypatch.setattr(hostroom, "PROCESS_BYTES", 0)
     started: list[str] = []
 
     def execute(given: list[Case], **_: object) -> list[job.Result]:
@@ -52,6 +59,39 @@ def test_a_job_too_large_for_the_host_is_not_started_and_the_others_are(
     assert started == [small.name]
     monkeypatch.setattr(hostroom, "free_bytes", lambda: -1)  # unknown: it is tried
     assert [r.status for r in job.run_own([large], 1.0)] == ["ok"]
+
+
+def test_every_process_and_the_fullest_stages_activations_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = cases.case("tp2-pp2", "keep")
+    program = lower(case.plan, case.problem)
+    peak = max(ledger.device_peak_bytes for ledger in issue_order(program))
+    assert activation_bytes(case.problem, case.plan) == 2 * peak
+    case = dataclasses.replace(case, activation_bytes=2 * peak)
+    need = hostroom.state_bytes(case) + 2 * peak + 4 * hostroom.PROCESS_BYTES
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: need)
+    assert hostroom.too_large(case) == ""
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: need - 1)
+    assert hostroom.too_large(case).startswith("4 ranks hold 0.8 GiB at least (0.0 of parameters")
+
+
+@pytest.mark.parametrize("words", [("--gpus", "1000", "--tp", "2"), ("--seq-len", "100000000")])
+def test_what_no_host_holds_is_answered_and_not_tried(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(given: list[Case], **_: object) -> list[job.Result]:
+        raise AssertionError("started")
+
+    monkeypatch.setattr(job, "execute_cases", never)
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: 100 << 30)
+    out = tmp_path / "record.json"
+    asked = ["execute", "keep_all", *TINY, "--gpus", "1", *words, "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["rematbench", *asked, "--device", "cpu"])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 1
+    assert read_record(out).status == "oom"
 
 
 @pytest.mark.skipif(hostmemory.free_bytes() > 3 << 40, reason="needs a host with less memory")

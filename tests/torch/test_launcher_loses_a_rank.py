@@ -11,8 +11,10 @@ import pytest
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench import rank_error
+from rematbench.cli import main
 from rematbench.rank_error import RankError
 from rematbench.record import read_record
+from rematbench.torch import job
 
 MEETS_AND_DIES = """
 import os, torch.distributed as dist
@@ -84,3 +86,27 @@ def test_rank_0_tells_the_other_ranks_cause(tmp_path: Path) -> None:
     ended(out, dies=1, code=dying)
     record = read_record(out)
     assert (record.status, record.reason) == ("oom", "HBM is full")
+
+
+@pytest.mark.parametrize("address", ["localhost", "nowhere.invalid"])
+def test_who_meets_nobody_says_so_in_one_line_and_a_record(
+    address: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    for key, value in {**place, "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(job, "LOOK_UP_S", 0.0)
+    out = tmp_path / "record.json"
+    monkeypatch.setattr(sys, "argv", ["rematbench", *WORDS, "--timeout", "1", "--out", str(out)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert exit_.value.code == 2
+    assert address in line
+    assert "MASTER_ADDR" in line
+    record = read_record(out)
+    assert record.status == "failed"
+    assert line.removeprefix("rematbench execute: ") in record.reason

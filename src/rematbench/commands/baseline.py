@@ -19,7 +19,14 @@ from rematbench.baselines.process import (
     run_rank,
 )
 from rematbench.commands.launched import Address, Port, Rank, Size, is_launched, leave_failure
-from rematbench.commands.options import Request, RunOptions, request, settings_of, takes_run
+from rematbench.commands.options import (
+    Request,
+    RunOptions,
+    Timeout,
+    request,
+    settings_of,
+    takes_run,
+)
 from rematbench.commands.points import (
     compare_engines,
     trace_again,
@@ -105,7 +112,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     device: Annotated[
         str, Option(metavar="cpu|cuda", help="Where to run (default: cuda where there is one).")
     ] = "",
-    timeout: Annotated[float, Option(min=1, help="Seconds without a result until given up.")] = 600,
+    timeout: Timeout = 600,
     options: Annotated[
         Path | None, Option(metavar="FILE", help="Configure it from what `flags` printed.")
     ] = None,

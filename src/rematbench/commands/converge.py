@@ -10,6 +10,7 @@ from rematbench.collect import read_records
 from rematbench.commands.execute import status_of
 from rematbench.commands.measured import Cell, as_committed, cells, keep
 from rematbench.commands.real import need_torch
+from rematbench.commands.targets import need_folder
 from rematbench.console import CommandError
 from rematbench.discover import IDENTITY
 from rematbench.measured import Measured
@@ -19,7 +20,7 @@ from rematbench.record import Record, RecordError, read_record
 from rematbench.suitefile import load_suite
 from rematbench.table import Column, Table, fixed, whole
 from rematbench.worlds.again import curve_differences
-from rematbench.worlds.measure import measured_record
+from rematbench.worlds.measure import activation_bytes, measured_record
 from rematbench.worlds.table import label_of
 
 LEARNING_RATE = 1e-3
@@ -47,6 +48,7 @@ def converge(
     found = [c for c in cells(load_suite(suite), [], only or []) if isinstance(c.plan, Plan)]
     if not found:
         raise CommandError(f"--only {', '.join(only or [])}: no such cell in {suite} has a plan")
+    need_folder("-o", output)
     for cell in found:
         record = _trained(cell, steps)
         keep(record, output, cell.name)
@@ -74,6 +76,7 @@ def _trained(cell: Cell, steps: int) -> Record:
         shards=False,
         text_bytes=TEXT_BYTES,
         optimizer=AdamW(lr=LEARNING_RATE),
+        activation_bytes=activation_bytes(cell.problem, cell.plan),
     )
     (result,) = job.run_own([case], 3600.0)
     found = None
@@ -115,6 +118,7 @@ def curves(
     bases = {problem: r for problem, r in found if r.spec.method == IDENTITY}
     if not bases:
         raise CommandError(f"{records}: no record of {IDENTITY} to compare with")
+    need_folder("-o", output)
     lines, rows = [], []
     for problem, record in found:
         own, base = _losses(record), _losses(bases[problem])

@@ -11,16 +11,17 @@ from typer import Option
 
 from rematbench import rank_error
 from rematbench.commands.launched import Address, Local, Port, Rank, Size, is_launched
-from rematbench.commands.options import Request, RunOptions, request, takes_run
+from rematbench.commands.options import Request, RunOptions, Timeout, request, takes_run
 from rematbench.commands.real import finish, need_gpu, need_torch
+from rematbench.commands.targets import need_file
+from rematbench.console import CommandError
 from rematbench.discover import discover
-from rematbench.lower import lower
 from rematbench.measured import Measured
 from rematbench.plan import Plan, Unsupported
 from rematbench.rank_error import RankError
 from rematbench.record import Record, write_record
 from rematbench.suite import Status as RecordStatus
-from rematbench.worlds.measure import compared, measured, measured_record
+from rematbench.worlds.measure import activation_bytes, compared, measured, measured_record
 
 if TYPE_CHECKING:
     from rematbench.torch.case import Case, Result
@@ -38,7 +39,7 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
         str, Option(metavar="METHOD", help="Also run this method and compare the gradients.")
     ] = "",
     device: Annotated[Device | None, Option(help="Default: cuda where there is one.")] = None,
-    timeout: Annotated[float, Option(min=1, help="Seconds without a result until given up.")] = 600,
+    timeout: Timeout = 600,
     out: Annotated[Path | None, Option(metavar="RECORD.json", help="Write the record.")] = None,
     json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
     rank: Rank = None,
@@ -66,6 +67,7 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     given = _given(rank, world_size, local_rank, (address, port), asked)
     kind = job.device_kind(device or "")
     need_gpu(kind)
+    need_file("--out", out)
     cases = _cases(asked, run, against, steps, kind)
     reason = cases if isinstance(cases, str) else next(filter(None, map(job.refused, cases)), "")
     record: Record | None
@@ -125,7 +127,6 @@ def _cases(
         plan = method.plan(asked.problem, asked.base)
         if isinstance(plan, Unsupported):
             return plan.reason
-        lower(plan, asked.problem)  # a PlanError is said before any process starts
         cases.append(
             Case(
                 name=method.name,
@@ -135,6 +136,8 @@ def _cases(
                 device=device,
                 gradients=bool(against),
                 deterministic=bool(against),
+                # lowers the plan too: a PlanError is said before any process starts
+                activation_bytes=activation_bytes(asked.problem, plan),
             )
         )
     return cases
@@ -165,6 +168,8 @@ def _executed(
             if out is not None:
                 rank_error.note(out, given.rank, RankError(*failure(error)))
                 _stand_in(asked, cases[0], out, started)
+            if isinstance(error, job.NotMet):
+                raise CommandError(str(error)) from error
             raise
     if not results:
         return None

@@ -15,6 +15,7 @@ from rematbench.baselines.agreement import agreement_records
 from rematbench.baselines.process import Device, job, policy, run_jobs
 from rematbench.commands.measured import Cell, How, cells, execute_cells, keep
 from rematbench.commands.real import gpus_here, need_gpu, need_torch
+from rematbench.commands.targets import need_folder
 from rematbench.console import CommandError, console, grid, left, plain
 from rematbench.paths import data_dir
 from rematbench.slurm.launch import last_words, run_limited
@@ -111,7 +112,7 @@ def measure_gpu(
             PARTS[name](asked)
         return
     need_gpu(device)
-    output.mkdir(parents=True, exist_ok=True)
+    need_folder("-o", output)
     ended: list[Ran] = []
     for name in names:
         ended.append(_run(name, asked))

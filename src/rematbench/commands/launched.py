@@ -32,6 +32,11 @@ def is_launched(
         return False
     if world_size != gpus:
         raise CommandError(f"--gpus {gpus}: the launcher started {world_size} processes")
+    if not 0 <= rank < world_size:
+        raise CommandError(
+            f"RANK (or SLURM_PROCID) {rank}: the ranks of {world_size} processes are 0 to "
+            f"{world_size - 1}"
+        )
     if not all(meeting):
         raise CommandError(rank_error.NO_MEETING)
     return True

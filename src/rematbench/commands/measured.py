@@ -11,8 +11,9 @@ from typer import Argument, Option
 
 from rematbench.collect import read_records
 from rematbench.commands.execute import status_of
-from rematbench.commands.options import Request
+from rematbench.commands.options import Request, Timeout
 from rematbench.commands.real import need_torch
+from rematbench.commands.targets import need_folder
 from rematbench.commands.trace import traced
 from rematbench.console import CommandError
 from rematbench.discover import IDENTITY, Composition, discover
@@ -24,7 +25,7 @@ from rematbench.record import Record, read_record, write_record
 from rematbench.suite import Status
 from rematbench.suitefile import Suite, bundles, load_suite
 from rematbench.worlds.again import differences
-from rematbench.worlds.measure import compared, measured, measured_record
+from rematbench.worlds.measure import activation_bytes, compared, measured, measured_record
 from rematbench.worlds.table import differing, worlds_table
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def measure(
     compare: Annotated[
         Path | None, Option(metavar="DIR", help="Exit 1 if a record is not as its namesake here.")
     ] = None,
-    timeout: Annotated[float, Option(help="Seconds for a case without a result.")] = 300,
+    timeout: Timeout = 300,
 ) -> None:
     """Measure the cells of a suite in the executed or traced world; a record each.
 
@@ -78,6 +79,7 @@ def measure(
     found = cells(load_suite(suite), methods or [], only or [])
     if not found:
         raise CommandError(f"--only {', '.join(only or [])}: no such cell in {suite}")
+    need_folder("-o", output)
     if world == "traced":
         for cell in found:
             keep(traced(request_of(cell)), output, cell.name)
@@ -191,6 +193,7 @@ def _execute_size(found: list[Cell], folder: Path, timeout: float, how: How) -> 
                         shards=how.compare,
                         deterministic=how.compare,
                         timed_steps=how.timed_steps,
+                        activation_bytes=activation_bytes(cell.problem, plan),
                     )
                 )
     results = dict(zip(numbers, job.run_own(cases, timeout), strict=True))
@@ -247,6 +250,7 @@ def worlds(
     found = [entry for entry in read if not _has_its_own_table(entry[1])]
     if not any(record.measured for _, record in found):
         raise CommandError(f"no measured record below {', '.join(map(str, records))}")
+    need_folder("-o", output)
     table = worlds_table(found, again.read_text(encoding="utf-8").strip() if again else "")
     table.write(output)
     wrong = differing(found)

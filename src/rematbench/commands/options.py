@@ -21,6 +21,13 @@ from rematbench.problem import AttentionKind, Problem
 from rematbench.suite import make_problem
 from rematbench.workload import Precision
 
+MOST_S = 7 * 86_400.0
+"""A week; far longer times are more milliseconds than torch's timeouts can count."""
+
+
+Timeout = Annotated[
+    float, Option(min=1, max=MOST_S, help="Seconds without a result until given up.")
+]
 REQUIRED = ("model", "cluster", "gpus", "seq_len", "global_batch")
 
 

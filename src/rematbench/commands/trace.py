@@ -10,6 +10,7 @@ from rematbench.baselines.process import baselines
 from rematbench.commands.baseline import trace_stage
 from rematbench.commands.options import Request, RunOptions, request, takes_run
 from rematbench.commands.real import finish, need_torch
+from rematbench.commands.targets import need_file
 from rematbench.console import CommandError
 from rematbench.evaluate import fullest
 from rematbench.measured import Measured
@@ -46,6 +47,7 @@ def trace(
     lay = asked.problem.layout
     if stage is not None and stage >= lay.pp:
         raise CommandError(f"--stage {stage}: the pipeline has ranks 0 to {lay.pp - 1}")
+    need_file("--out", out)
     record = traced(asked, stage)
     finish(record, asked, out, json)
     if record.status != "ok":

@@ -2,6 +2,7 @@
 
 import platform
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -29,6 +30,14 @@ class Given:
     local_rank: int
     address: str
     port: int
+
+
+LOOK_UP_S = 10.0
+"""How long a name may be unknown: a job's first host may be entered while others already start."""
+
+
+class NotMet(RuntimeError):
+    """The processes of a launcher have not found each other; the message is one line."""
 
 
 def versions(device: str) -> dict[str, str]:
@@ -63,9 +72,13 @@ def refused(case: Case) -> str:
 
 
 def run_own(cases: list[Case], timeout_s: float) -> list[Result]:
-    """Start a process per GPU of the layout on this machine and run the cases, but for those whose
-    states alone are more than it has memory for."""
-    full = {number: why for number, case in enumerate(cases) if (why := too_large(case))}
+    """Start a process per GPU of the layout on this machine and run the cases, but for those that
+    need more memory than it has."""
+    full = {
+        number: why
+        for number, case in enumerate(cases)
+        if not refused(case) and (why := too_large(case))
+    }
     fitting = [case for number, case in enumerate(cases) if number not in full]
     done = iter(execute_cases(fitting, timeout_s=timeout_s) if fitting else [])
     return [
@@ -79,17 +92,11 @@ def run_given(
 ) -> tuple[list[Result], tuple[int, ...]]:
     """Run the cases as one process of a launcher's: results on rank 0 (empty elsewhere), and how
     many ranks each host has.  A case that fails here ends this process; the launcher ends the
-    others."""
+    others.  NotMet if they do not all come."""
     torch.set_num_threads(1)
     prepare(cases[0].device)
     device = choose_device(cases[0].device, given.local_rank)
-    dist.init_process_group(
-        default_backend(device),
-        init_method=f"tcp://{given.address}:{given.port}",
-        rank=given.rank,
-        world_size=given.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    _meet(given, default_backend(device), timeout_s)
     clean = False
     try:
         talk = dist.new_group(backend="gloo")
@@ -108,6 +115,38 @@ def run_given(
         return results, counts
     finally:
         _leave(device, clean=clean)
+
+
+def _meet(given: Given, backend: str, timeout_s: float) -> None:
+    where = f"{given.address}:{given.port}"
+    _look_up(given.address, min(timeout_s, LOOK_UP_S))
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{where}",
+            rank=given.rank,
+            world_size=given.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except Exception as error:  # torch's own errors, gloo's and NCCL's, of no common kind
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise NotMet(
+            f"rank {given.rank} has not met the others of {given.world_size} processes at {where} "
+            f"(MASTER_ADDR, MASTER_PORT) within {timeout_s:g} s: {why}"
+        ) from error
+
+
+def _look_up(address: str, patience_s: float) -> None:
+    """NotMet if no host has the name: torch would ask all its time, a stack trace each time."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except OSError as error:
+            if time.monotonic() >= until:
+                raise NotMet(f"MASTER_ADDR {address}: no such host ({error.strerror})") from error
+            time.sleep(0.2)
 
 
 def _leave(device: torch.device, *, clean: bool) -> None:

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from rematbench.torch.case import RankResult, Result
 
 
+def activation_bytes(problem: Problem, plan: Plan) -> int:
+    """Activations, on the device or on the host, at the ledger's peak of the pipeline rank that
+    holds most, in all its processes: they are alike and reach it together."""
+    stages = program_bytes(problem, plan, lower(plan, problem))
+    peak = max(max(stage.activation_peak, stage.host_activation_peak) for stage in stages)
+    return peak * (problem.layout.gpus // len(stages))
+
+
 def measured_rank(
     result: "RankResult", program: Program, simulated: tuple[RankBytes, ...], steps: int
 ) -> RankMeasured:

@@ -1,0 +1,148 @@
+"""What a command cannot write, and what it cannot be a rank of, is said in one line beforehand."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rematbench import suite
+from rematbench.check import CheckError
+from rematbench.cli import main
+from rematbench.commands import converge, measured
+from rematbench.commands.launched import is_launched
+from rematbench.commands.targets import need_file, need_folder
+from rematbench.console import CommandError
+from rematbench.ledger import LedgerError
+from rematbench.paths import data_dir
+from rematbench.simulate import DeadlockError
+
+CONFIG = data_dir("config")
+TINY = ("--model", "tiny-llama", "--cluster", "this-machine", "--gpus", "1")
+RUN = (*TINY, "--seq-len", "128", "--global-batch", "1")
+
+
+def said(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """Exit code and the one line on stderr of a command."""
+    patch.setattr(sys, "argv", ["rematbench", *words])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    (line,) = capsys.readouterr().err.splitlines()
+    return exit_.value.code, line
+
+
+def test_folders_and_files_are_made_ready(tmp_path: Path) -> None:
+    need_folder("-o", tmp_path / "a" / "b")
+    need_file("--out", tmp_path / "c" / "record.json")
+    need_file("--out", None)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("below", ["", "folder"])
+def test_a_file_is_no_folder(tmp_path: Path, below: str) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("kept")
+    with pytest.raises(CommandError, match=r"^-o \S*: cannot be written \("):
+        need_folder("-o", taken / below)
+    assert taken.read_text() == "kept"
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"^--out \S*: cannot be written \(Is a directory\)"):
+        need_file("--out", tmp_path)
+    with pytest.raises(CommandError, match="cannot be written"):
+        need_file("--out", Path("/proc/no/record.json"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("measure", str(CONFIG / "executed.yaml"), "--world", "executed"),
+        ("measure", str(CONFIG / "traced.yaml"), "--world", "traced"),
+        ("converge", str(CONFIG / "convergence.yaml")),
+    ],
+)
+def test_nothing_is_run_for_what_cannot_be_kept(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("run")
+
+    for module in (measured, converge):
+        monkeypatch.setattr(module, "need_torch", lambda: None)
+        monkeypatch.setattr(module, "cells", lambda *_: [_Planned()])
+    monkeypatch.setattr(measured, "execute_cells", never)
+    monkeypatch.setattr(measured, "traced", never)
+    monkeypatch.setattr(converge, "_trained", never)
+    taken = tmp_path / "file"
+    taken.touch()
+    code, line = said(monkeypatch, capsys, *words, "-o", str(taken))
+    assert code == 2
+    assert f"-o {taken}: cannot be written" in line
+
+
+class _Planned:
+    name, plan = "problem.method.0", suite.Plan(partition=(((0,),),))
+
+
+def test_curves_say_what_they_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "file"
+    taken.touch()
+    records = str(Path(__file__).parents[2] / "results" / "measured" / "convergence")
+    code, line = said(monkeypatch, capsys, "curves", records, "-o", str(taken))
+    assert code == 2
+    assert "cannot be written" in line
+
+
+@pytest.mark.parametrize("seconds", ["0", "-5", "inf", "1e30", "nan"])
+@pytest.mark.parametrize(
+    "words", [("execute", "keep_all"), ("measure", "x.yaml", "--world", "executed", "-o", "x")]
+)
+def test_seconds_without_a_result_have_bounds(
+    words: tuple[str, ...],
+    seconds: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, line = said(monkeypatch, capsys, *words, "--timeout", seconds)
+    assert code == 2
+    assert "'--timeout'" in line
+
+
+def test_a_rank_is_one_of_the_processes() -> None:
+    meeting = ("localhost", 29500)
+    assert is_launched(1, 2, meeting, 2)
+    assert not is_launched(0, 1, meeting, 2)
+    for rank in (-1, 2, 5):
+        with pytest.raises(CommandError, match="ranks of 2 processes are 0 to 1"):
+            is_launched(rank, 2, meeting, 2)
+
+
+@pytest.mark.parametrize("kind", [CheckError, DeadlockError, LedgerError])
+def test_an_unsound_program_is_one_line_that_says_whose_fault_it_is(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unsound(program: object) -> None:
+        raise kind("rank 0: q is never freed")
+
+    monkeypatch.setattr(suite, "check", unsound)
+    code, line = said(monkeypatch, capsys, "simulate", "keep_all", *RUN, "--check")
+    assert code == 2
+    assert "a bug of rematbench, or of a method's file of yours" in line
+    assert line.endswith(f"{kind.__name__}: rank 0: q is never freed")
+
+
+def test_an_interrupted_command_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(program: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "check", interrupted)
+    found = said(monkeypatch, capsys, "simulate", "keep_all", *RUN, "--check")
+    assert found == (130, "rematbench: interrupted")
