@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from rematbench.cluster import Cluster
 from rematbench.system import System
-from rematbench.workload import Model, PositiveInt, Workload
+from rematbench.workload import PositiveInt, Workload
 
 ZeroStage = Literal[0, 1, 2, 3]
 
@@ -65,10 +65,9 @@ def check_layout(layout: Layout, workload: Workload, cluster: Cluster, system: S
 
 
 def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> list[tuple[bool, str]]:
-    model = work.model
     return [
         *_batch_rules(lay),
-        *_model_rules(lay, model),
+        *_model_rules(lay, work),
         (
             work.seq_len % (lay.cp * (2 if lay.cp > 1 else 1)) != 0,
             f"seq_len {work.seq_len} must divide by 2 x cp = {2 * lay.cp} (head/tail slices)",
@@ -137,8 +136,14 @@ def _batch_rules(lay: Layout) -> list[tuple[bool, str]]:
     ]
 
 
-def _model_rules(lay: Layout, model: Model) -> list[tuple[bool, str]]:
+def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    model = work.model
     return [
+        (
+            model.position == "learned" and model.max_positions < work.seq_len,
+            f"seq_len {work.seq_len} is more than the {model.max_positions} positions that "
+            f"{model.name} has learned",
+        ),
         (
             model.num_layers < lay.num_chunks,
             f"{model.num_layers} layers cannot fill pp x vpp = {lay.num_chunks} chunks",

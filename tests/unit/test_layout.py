@@ -51,6 +51,10 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ),
     ("64 heads must divide by tp x ulysses = 3", {"layout": {"tp": 3}}),
     (
+        "seq_len 4096 is more than the 2048 positions that llama-65b has learned",
+        {"layout": {}, "model": {"position": "learned", "max_positions": 2048}},
+    ),
+    (
         "8 KV heads and tp = 3: one must divide the other",
         {"layout": {"tp": 3}, "model": {"num_heads": 24, "num_kv_heads": 8}},
     ),

@@ -181,7 +181,8 @@ def _choice(row: Row, column: str, default: str, kind: Any) -> Any:
 
 def _model(row: Row) -> Model:
     """The named model with the row's shape columns on top; an unknown name takes its family's
-    norms, positions and biases, and all shapes from the row."""
+    norms, kind of positions (learned ones: as many as the sequence needs) and biases, and all
+    shapes from the row."""
     name = text(row, "model")
     shape = {field: whole(row, c) for c, field in SHAPE_COLUMNS.items() if text(row, c)}
     mlp = text(row, "mlp").lower()
@@ -194,7 +195,7 @@ def _model(row: Row) -> Model:
         if missing:
             columns = ", ".join(missing)
             raise RowError("failed", f"unknown model {name!r}, and no column {columns} to build it")
-        model = load_model(_relative(name, mlp))
+        model = msgspec.structs.replace(load_model(_relative(name, mlp)), max_positions=0)
     return _reshaped(model, name, shape, mlp or model.mlp)
 
 

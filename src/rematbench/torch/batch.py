@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rematbench.layout import Layout
+from rematbench.torch.failures import NotFinite
 from rematbench.torch.groups import Coordinates
 from rematbench.torch.kernels import IGNORED
 from rematbench.workload import Workload
@@ -63,7 +64,10 @@ def positions(layout: Layout, place: Coordinates, seq_len: int) -> Tensor:
 
 
 def loss_scale(counted: int) -> float:
-    """The gradient of the mean loss by one label's loss."""
+    """The gradient of the mean loss by one label's loss.  A batch without any label that counts has
+    no mean (torch's cross_entropy says NaN): NotFinite, so that its case ends as `nan`."""
+    if counted == 0:
+        raise NotFinite("no label of the batch counts, so its mean loss is 0 / 0")
     return 1.0 / counted
 
 

@@ -20,13 +20,13 @@ class Case:
     """One plan to execute.
 
     `program` stands for the plan's own lowering if given; `ignored` is the share of labels that do
-    not count; `measure` tracks bytes after every action; `shards` notes gradient norms, `gradients`
-    keeps the gradients too. With `text_bytes` batches are so much of the standard library's
-    sources, not random tokens. With `delay_s` streams are threads and every copy and collective
-    waits up to so long (no bytes). `activation_bytes` is what all processes hold of activations at
-    once, by the ledger, so that a host without room for them is not tried. On CUDA `timed_steps`
-    more steps follow, for their seconds alone, and `deterministic` asks torch for kernels that give
-    the same bits every time.
+    not count; `measure` tracks bytes after every action; `shards` notes gradient norms,
+    `gradients` keeps the gradients too.  With `text_bytes` batches are so much of the standard
+    library's sources, not random tokens.  With `delay_s` streams are threads and every copy and
+    collective waits up to so long (no bytes).  On CUDA `timed_steps` more steps follow, for their
+    seconds alone, and `deterministic` asks torch for kernels that give the same bits every time.
+    `activation_bytes` is what all processes hold of activations at once, by the ledger: a host
+    without room for them is not tried.
     """
 
     name: str

@@ -33,6 +33,8 @@ def require_executable(problem: Problem, plan: Plan) -> None:
         "dropout": model.dropout > 0,
         "ALiBi positions": model.position == "alibi",
         "sliding-window attention": bool(windows),
+        "rotary positions with an odd head_dim": model.position == "rope"
+        and model.head_dim % 2 != 0,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
         f"precision {problem.workload.precision}": problem.workload.precision not in DTYPES,
         "ring attention (systems with `cp_kind: allgather` are)": lay.cp > 1
