@@ -96,9 +96,11 @@ def test_a_rule_that_finds_nothing_in_its_layers_is_left_out(
     sound(with_room(pipeline(), 0.6), f"{base}+{rebuilds}", **settings)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.5])
 @pytest.mark.parametrize("rebuilds", ["lynx_heu", "lynx_opt"])
-def test_where_the_base_rebuilds_all_nothing_is_chosen(rebuilds: str) -> None:
-    given = with_room(pipeline(tp=2), 0.1)
+def test_where_the_base_rebuilds_all_nothing_is_chosen(rebuilds: str, share: float) -> None:
+    """With half of the room some ranks fit, and their programme has no variable."""
+    given = with_room(pipeline(), share)
     alone = sound(given, "full_recompute")
     both = sound(given, f"full_recompute+{rebuilds}")
     assert both.rules == alone.rules

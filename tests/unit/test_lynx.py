@@ -190,6 +190,14 @@ def test_a_job_that_fits_its_window_is_free() -> None:
     assert greedy_policy(narrow, (job,), 4).exposed_s == 0.75
 
 
+def test_without_jobs_there_is_nothing_to_choose() -> None:
+    nothing = LayerWindows(jobs=(), slots=(), idle_s={})
+    groups = [Group(layers=2, in_flight=4), Group(layers=1, in_flight=2)]
+    (empty,) = policy_front(nothing, 3)
+    assert optimum(nothing, groups, 0.0, 3) == (empty, empty)
+    assert (empty.placed, empty.kept_bytes) == ((), 0)
+
+
 def test_search_of_the_heuristic_takes_under_a_fifth_of_a_second() -> None:
     """The paper's average is 0.16 s.  Layer and front are solved once, stages look up."""
     p = gpt()
