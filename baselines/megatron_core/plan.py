@@ -37,7 +37,7 @@ DROPPED: dict[str, tuple[str, ...]] = {
         "attn_norm_statistics",  # of the traced stack, too
         "mlp_norm_statistics",
     ),
-    "mlp": ("gate_out", "up_out", "act_out", "fc2_in"),
+    "mlp": ("gate_out", "up_out", "up_out_offset", "act_out", "fc2_in"),
 }
 MOVED: dict[str, tuple[str, ...]] = {
     "attn_norm": ("layer_input",),
@@ -46,6 +46,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         "q",
         "k",
         "v",
+        "kv_repeated",  # of the traced stack (stack.py)
         "lse",
         "attn_probs",
         "attn_probs_mask",

@@ -54,8 +54,6 @@ def _glu(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
 def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
     s = shapes(problem.workload, problem.layout, problem.system)
     model, e = problem.workload.model, s.element_bytes
-    if model.position != "rope":
-        return ()
     made = partial(Extra, dtype=problem.workload.precision)
     tables = made(
         name="rope_tables",
@@ -81,17 +79,39 @@ def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
         saved_by="attention",
         why="k and v are saved once per query head (and v's view is gone)",
     )
-    grouped = s.kv_width < s.q_width and s.cp == 1
-    if grouped:
-        return tables, repeated
+    kept = policy.recompute != "selective" or "core_attn" not in policy.modules
+    grouped = s.kv_width < s.q_width and s.cp == 1 and kept
     # copied to the host, v is no view any more
-    return (tables,) if "core_attn" in policy.offload_modules else (tables, whole)
+    moved = "core_attn" in policy.offload_modules
+    if model.position == "rope":
+        return (tables, *((repeated,) if grouped else () if moved else (whole,)))
+    views = _views(problem, repeated=grouped) if not moved else ()
+    return (*((repeated,) if grouped else ()), *views)
+
+
+def _views(problem: Problem, *, repeated: bool) -> tuple[Extra, ...]:
+    """Without RoPE q is a view of the projection's output where a rank has one group of heads, and
+    a copy where it has more; k and v are views unless they are repeated."""
+    s = shapes(problem.workload, problem.layout, problem.system)
+    one = s.kv_width == problem.workload.model.head_dim
+    if s.q_width == s.kv_width or one != repeated:
+        return ()
+    beside = Extra(
+        name="qkv_beside_views",
+        dtype=problem.workload.precision,
+        rows=s.tokens,
+        row_bytes=(2 * s.kv_width if one else s.q_width) * s.element_bytes,
+        made_by="qkv",
+        saved_by="attention",
+        why="views keep the projection's whole output: of it k and v, or q, are saved once more",
+    )
+    return (beside,)
 
 
 def _once(policy: "MegatronCore", problem: Problem) -> dict[str, int]:
     """One buffer serves gathered inputs and the first operand of the scores; ids and angles of
-    positions are shared by all layers; a rebuilt group's output, which its own backward does not
-    need, lives as long as that."""
+    positions are shared by all layers; a rebuilt group's (or MLP's) output, which its own backward
+    does not need, lives as long as that."""
     s = shapes(problem.workload, problem.layout, problem.system)
     model = problem.workload.model
     scores = s.tokens * s.heads * s.seq_len * s.element_bytes
@@ -103,7 +123,7 @@ def _once(policy: "MegatronCore", problem: Problem) -> dict[str, int]:
     }
     if model.position == "rope":
         found["angles of RoPE (fp32)"] = 4 * model.head_dim * s.seq_len // s.cp
-    if policy.recompute == "full":
+    if policy.recompute == "full" or (policy.recompute == "selective" and "mlp" in policy.modules):
         found["output of the rebuilt group"] = s.shard_tokens * model.hidden * s.element_bytes
     return found
 

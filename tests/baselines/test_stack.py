@@ -36,6 +36,7 @@ class Stacked(NamedTuple):
 
 
 FUSED = {"bias_activation_fusion": True}
+LEARNED = replace(TINY, position="learned", max_positions=SEQ)
 CASES = [
     Stacked("one", TINY, {}),
     Stacked("one", TINY, FUSED),
@@ -105,6 +106,11 @@ WHOLE = [
     Whole(Asked("one", precision="bf16"), 4 * LOSS),
     Whole(Asked("one", FULL, precision="bf16"), 6 * LOSS),
     Whole(Asked("one", model=GPT, precision="bf16"), 4 * LOSS),
+    Whole(Asked("one", {"recompute": "selective"}), 10 * LOSS),
+    Whole(Asked("one", {"recompute": "selective", "modules": ["mlp"]}), 6 * LOSS),
+    Whole(Asked("one", model=LEARNED), 6 * LOSS),
+    Whole(Asked("cp2", model=LEARNED), 8 * LOSS),
+    Whole(Asked("one", model=replace(LEARNED, num_kv_heads=1)), 6 * LOSS),
     Whole(Asked("pp2"), 4 * LOSS),
     Whole(Asked("pp2"), 9 * LOSS, stage=1),
     Whole(Asked("pp4"), 5 * LOSS, stage=1),
