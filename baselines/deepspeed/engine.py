@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
-import msgspec
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp as sp
@@ -15,9 +14,9 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups, safe_get_full_grad
 from torch import Tensor
 
-from baselines.common.contract import NotRunnable
 from baselines.common.meter import Meter
 from baselines.deepspeed.model import Attention, Decoder
+from baselines.deepspeed.options import read
 from baselines.deepspeed.places import SHIM, apart, moves
 from baselines.deepspeed.plan import DeepSpeed
 from baselines.deepspeed.stack import ZERO_3
@@ -63,19 +62,11 @@ class Rig:
 
 
 def configuration(job: Job, policy: DeepSpeed) -> dict[str, Any]:
-    """What deepspeed.initialize takes: the policy's own, or what `flags` printed; NotRunnable if
-    that is no configuration."""
+    """What deepspeed.initialize takes: the policy's own, or what `flags` printed."""
+    if job.options:
+        return read(job.options)
     run = job.run
-    if not job.options:
-        return policy.configuration(run.model, run.layout, run.precision)
-    try:
-        given: dict[str, Any] = msgspec.json.decode(job.options, type=dict[str, Any])
-        msgspec.convert(given.get("zero_optimization"), dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise NotRunnable(
-            f"deepspeed: the options are no JSON object with zero_optimization ({error})"
-        ) from error
-    return given
+    return policy.configuration(run.model, run.layout, run.precision)
 
 
 @contextmanager

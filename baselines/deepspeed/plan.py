@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.baselines.limits import Reason, Setup, holding, setup_of
 from rematbench.layout import Layout
 from rematbench.plan import (
     MiniSequence,
@@ -50,10 +51,9 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """The fates that the settings mean for what this stack saves."""
-        if problem.layout.tp * problem.layout.cp * problem.layout.pp > 1:
-            return Unsupported(
-                "this baseline's model has no tensor, context or pipeline parallelism"
-            )
+        refused = holding(self.limits(setup_of(problem)))
+        if refused:
+            return Unsupported(refused[0])
         kept = kept_activations(problem, base)
         plan = base
         if self.checkpointing != "none":
@@ -74,12 +74,27 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         optimizer = homes.get("optimizer") == "host"
         for checkpointing in ("none", "plain", "partitioned_cpu"):
             for offload in ((False, False), (True, False), (True, True)):
-                if not optimizer or offload[0]:
-                    yield cls(
-                        checkpointing=checkpointing,
-                        offload_optimizer=offload[0],
-                        offload_param=offload[1],
-                    )
+                made = cls(
+                    checkpointing=checkpointing,
+                    offload_optimizer=offload[0],
+                    offload_param=offload[1],
+                )
+                if offload[0] >= optimizer and not holding(_policy(made, setup_of(problem))):
+                    yield made
+
+    @classmethod
+    def unsaid(cls, problem: Problem) -> tuple[str, ...]:
+        """What of a problem no configuration says, whatever the policy."""
+        code = (
+            problem.layout.ulysses > 1,
+            "Ulysses is code (DistributedAttention, and its groups as mpu): of a configuration "
+            "sequence_parallel_size alone exchanges nothing",
+        )
+        return holding([*_job(setup_of(problem)), code])
+
+    def limits(self, setup: Setup) -> list[Reason]:
+        """What DeepSpeed, or this baseline of it, does not run or runs wrongly, in every world."""
+        return [*_job(setup), *_policy(self, setup)]
 
     def flags(self, problem: Problem) -> str:
         """DeepSpeed's configuration as JSON."""
@@ -144,3 +159,75 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def _rebuilt(names: tuple[str, ...], *, whole: bool) -> Rule:
     select = Select(parts=("layer",), activations=names, kept=True)
     return Rule(select, Recompute(scope="layer", whole=whole))
+
+
+def _job(setup: Setup) -> list[Reason]:
+    model, lay = setup.model, setup.layout
+    return [
+        (lay.tp > 1, "tensor parallelism (this baseline's model has none)"),
+        (lay.cp > 1, "context parallelism (DeepSpeed has Ulysses: set ulysses)"),
+        (lay.pp > 1, "pipeline parallelism (PipelineModule is not run here)"),
+        (model.dropout > 0, "dropout has no common stream of random numbers to compare"),
+        (model.position == "alibi", "ALiBi positions (this baseline's model has none)"),
+        (any(model.attention_window), "sliding-window attention (this baseline's model has none)"),
+        (
+            model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
+            "soft caps (this baseline's model has none)",
+        ),
+        (
+            setup.precision not in ("fp32", "bf16"),
+            f"precision {setup.precision} (fp32 and bf16 run)",
+        ),
+        (
+            setup.attention == "unfused",
+            "unfused attention (this baseline's model has flash only)",
+        ),
+        (
+            lay.ulysses > 1 and lay.replicas > 1 and lay.zero_stage == 0,
+            "ZeRO 0 with Ulysses and dp",
+        ),
+        (model.num_kv_heads % lay.ulysses != 0, "KV heads that Ulysses cannot share out evenly"),
+    ]
+
+
+def _policy(policy: DeepSpeed, setup: Setup) -> list[Reason]:
+    stage = setup.layout.zero_stage
+    return [
+        (policy.offload_param and stage != 3, f"offload_param needs zero_stage 3, not {stage}"),
+        (policy.offload_optimizer and stage == 0, "offload_optimizer needs zero_stage 1 to 3"),
+        (policy.overlap_comm and stage == 0, "overlap_comm has no effect at zero_stage 0"),
+        (
+            policy.mlp_tiles > 1 and setup.model.post_norm,
+            "tiled MLP with post-norms (not in this baseline's model)",
+        ),
+        _uneven("mlp_tiles", policy.mlp_tiles, setup),
+        _uneven("loss_tiles", policy.loss_tiles, setup),
+        (
+            policy.loss_tiles > 1
+            and setup.model.tied_embeddings
+            and (stage > 1 or (stage == 1 and policy.overlap_comm)),
+            "loss_tiles with tied embeddings where gradients are reduced during the backward "
+            "(zero_stage 2 or 3, or overlap_comm): theirs comes twice, from tiles and embedding",
+        ),
+    ]
+
+
+def _uneven(name: str, tiles: int, setup: Setup) -> Reason:
+    """TiledMLP and TiledFusedLogitsLoss cut the rows of a micro-batch as torch.chunk does, into
+    fewer pieces than asked for where they come out uneven; and hand a weight's gradient over at the
+    last one asked for: if it is not there, 0.19.8 trains on a part of the gradient, silently."""
+    lay = setup.layout
+    rows = lay.micro_batch * (setup.seq_len // lay.ulysses)
+    made = pieces(rows, tiles)
+    above = next((n for n in range(tiles, rows + 1) if pieces(rows, n) == n), made)
+    near = " or ".join(str(n) for n in sorted({made, above}))
+    return (
+        made != tiles,
+        f"{name} {tiles}: {rows} rows make {made} tiles, and DeepSpeed waits for the gradient of "
+        f"the last one asked for; set {near}",
+    )
+
+
+def pieces(rows: int, count: int) -> int:
+    """How many torch.chunk makes of so many rows if asked for `count`."""
+    return -(-rows // -(-rows // count))

@@ -12,6 +12,7 @@ from baselines.common.contract import Rank, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.training import train
 from baselines.deepspeed.guards import check
+from baselines.deepspeed.options import accepted, policy_of, read
 from baselines.deepspeed.plan import DeepSpeed
 from rematbench.baselines.process import Job
 from rematbench.torch.batch import Batch
@@ -49,7 +50,8 @@ def stack() -> dict[str, str]:
 def refuse(job: Job) -> None:
     """The guards, before any process starts."""
     check(job, _policy(job))
-    ds.configuration(job, _policy(job))
+    if job.options:
+        accepted(read(job.options))
 
 
 def environment(job: Job) -> dict[str, str]:
@@ -58,7 +60,8 @@ def environment(job: Job) -> dict[str, str]:
 
 
 def _policy(job: Job) -> DeepSpeed:
-    return msgspec.convert(job.run.parameters["deepspeed"], DeepSpeed)
+    policy = msgspec.convert(job.run.parameters["deepspeed"], DeepSpeed)
+    return policy_of(job, policy) if job.options else policy
 
 
 def _label(job: Job, shim: tuple[str, ...]) -> str:

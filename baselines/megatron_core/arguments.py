@@ -1,30 +1,55 @@
 """Arguments of Megatron-LM's pretraining script, as `flags` prints them, for megatron-core itself.
 
 Megatron-LM names an argument after the configuration field it sets; what is not a field of
-TransformerConfig has to say what the job says anyway.
+TransformerConfig has to say what the job says anyway, and so has what the job has fixed.
 """
 
 import dataclasses
+import types
 import typing
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
-from baselines.megatron_core.plan import MegatronCore
+from baselines.megatron_core.plan import (
+    MegatronCore,
+    OffloadModule,
+    RecomputeModule,
+    fusion_argument,
+)
 from rematbench.record import RunSpec
 
 NOT_FUSED = ("no_bias_swiglu_fusion", "no_bias_gelu_fusion")
+SAID = (
+    "recompute", "method", "num_layers", "modules", "offload_modules", "bias_activation_fusion",
+)  # fmt: skip
+"""Settings of a policy that arguments say: all else of it is not for them to say."""
+CHOICES = {
+    "recompute_granularity": ("full", "selective"),
+    "recompute_method": ("uniform", "block"),
+    "recompute_modules": get_args(RecomputeModule),
+    "offload_modules": get_args(OffloadModule),
+}
+NEEDED = {
+    "recompute_method": "recompute_granularity full",
+    "recompute_num_layers": "recompute_granularity full",
+    "recompute_modules": "recompute_granularity selective",
+    "offload_modules": "fine_grained_activation_offloading",
+}
+"""Arguments that do nothing without another one."""
 
 
 def parse(text: str) -> dict[str, list[str]]:
-    """Words after each `--name`, by name with underscores."""
+    """Words after each `--name` (or `--name=word`), by name with underscores; the last one of a
+    name is meant."""
     found: dict[str, list[str]] = {}
     name = ""
     for word in text.split():
         if word.startswith("--"):
-            name = word.removeprefix("--").replace("-", "_")
-            found[name] = []
+            dashed, equals, value = word.removeprefix("--").partition("=")
+            name = dashed.replace("-", "_")
+            found[name] = [value] if equals else []
         elif name:
             found[name].append(word)
         else:
@@ -32,10 +57,26 @@ def parse(text: str) -> dict[str, list[str]]:
     return found
 
 
-def policy_of(text: str, policy: MegatronCore) -> MegatronCore:
-    """The policy that the arguments say, for the guards."""
+def policy_of(text: str, policy: MegatronCore, run: RunSpec) -> MegatronCore:
+    """The policy that the arguments say, for the guards; NotRunnable for arguments that say nothing
+    or another job."""
     given = parse(text)
+    _agree(given, run)
+    for name, allowed in CHOICES.items():
+        wrong = [word for word in given.get(name, ()) if word not in allowed]
+        if wrong:
+            listing = ", ".join(allowed)
+            raise NotRunnable(
+                f"megatron_core: --{_dashed(name)} {wrong[0]} is not run here (allowed: {listing})"
+            )
+    for name, other in NEEDED.items():
+        switch, *value = other.split()
+        if name in given and (switch not in given or (value and given[switch] != value)):
+            raise NotRunnable(
+                f"megatron_core: --{_dashed(name)} does nothing without --{_dashed(other)}"
+            )
     first = {name: words[0] for name, words in given.items() if words}
+    fusion = fusion_argument(run.model)
     return replace(
         policy,
         recompute=first.get("recompute_granularity", "none"),
@@ -43,46 +84,81 @@ def policy_of(text: str, policy: MegatronCore) -> MegatronCore:
         num_layers=_whole("recompute_num_layers", first.get("recompute_num_layers", "1")),
         modules=tuple(given.get("recompute_modules", ("core_attn",))),
         offload_modules=tuple(given.get("offload_modules", ())),
+        bias_activation_fusion=bool(fusion) and _underscored(fusion) not in given,
     )
 
 
-def fields(text: str, run: RunSpec) -> dict[str, Any]:
-    """Fields of TransformerConfig; NotRunnable for an argument that says another job."""
+def fields(text: str, run: RunSpec, own: dict[str, Any]) -> dict[str, Any]:
+    """Fields of TransformerConfig beside `own`, those that the job has fixed; NotRunnable for an
+    argument that says another job."""
     from megatron.core.transformer import TransformerConfig  # noqa: PLC0415  # after the shim
 
-    given = parse(text)
     hints = typing.get_type_hints(TransformerConfig)
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    fixed = _fixed(run)
+    fixed = {*_fixed(run), *NOT_FUSED}
     found: dict[str, Any] = {}
-    for name, words in given.items():
+    for name, words in parse(text).items():
         if name in fixed:
-            if words != fixed[name]:
-                said, wanted = " ".join(words), " ".join(fixed[name])
-                raise NotRunnable(f"megatron_core: --{_dashed(name)} {said}, the job has {wanted}")
-        elif name in NOT_FUSED:
-            found["bias_activation_fusion"] = False
-        elif name in known:
-            found[name] = _value(name, words, hints[name])
-        else:
+            continue
+        if name not in known:
             raise NotRunnable(f"megatron_core: --{_dashed(name)} is not known here")
+        value = _value(name, words, hints[name])
+        if name in own and value != own[name]:
+            said = " ".join(("--" + _dashed(name), *words))
+            raise NotRunnable(f"megatron_core: {said}, the job has {own[name]}")
+        found[name] = value
     return found
 
 
-def _fixed(run: RunSpec) -> dict[str, list[str]]:
+class Fixed(NamedTuple):
+    """What the job says of an argument (None: not given; of a switch the empty word), what
+    Megatron-LM takes without it, why the job says so, and other words that say the same."""
+
+    wanted: str | None
+    default: str | None = None
+    why: str = ""
+    also: tuple[str, ...] = ()
+
+
+def _fixed(run: RunSpec) -> dict[str, Fixed]:
     """What the job has fixed already."""
     lay = run.layout
-    per_chunk = run.model.num_layers // (lay.pp * lay.vpp)
+    chunk = str(run.model.num_layers // lay.num_chunks) if lay.vpp > 1 else None
+    sharded = "" if lay.zero_stage == 1 else None
+    backend = Fixed("unfused", "auto", "unfused attention")
+    if run.attention == "flash":
+        backend = Fixed("auto", "auto", "flash attention", ("flash", "fused"))
     return {
-        "tensor_model_parallel_size": [str(lay.tp)],
-        "pipeline_model_parallel_size": [str(lay.pp)],
-        "context_parallel_size": [str(lay.cp)],
-        "micro_batch_size": [str(lay.micro_batch)],
-        "global_batch_size": [str(lay.global_batch)],
-        "seq_length": [str(run.seq_len)],
-        "num_layers_per_virtual_pipeline_stage": [str(per_chunk)],
-        "use_distributed_optimizer": [] if lay.zero_stage == 1 else ["not at this zero_stage"],
+        "tensor_model_parallel_size": Fixed(str(lay.tp), "1"),
+        "pipeline_model_parallel_size": Fixed(str(lay.pp), "1"),
+        "context_parallel_size": Fixed(str(lay.cp), "1"),
+        "micro_batch_size": Fixed(str(lay.micro_batch)),
+        "global_batch_size": Fixed(str(lay.global_batch), str(lay.micro_batch * lay.replicas)),
+        "seq_length": Fixed(str(run.seq_len)),
+        "num_layers_per_virtual_pipeline_stage": Fixed(chunk, None, f"vpp {lay.vpp}"),
+        "use_distributed_optimizer": Fixed(sharded, None, f"zero_stage {lay.zero_stage}"),
+        "sequence_parallel": Fixed("" if lay.sp and lay.tp > 1 else None, None, _shared(run)),
+        "bf16": Fixed("" if run.precision == "bf16" else None, None, f"precision {run.precision}"),
+        "fp16": Fixed("" if run.precision == "fp16" else None, None, f"precision {run.precision}"),
+        "attention_backend": backend,
     }
+
+
+def _shared(run: RunSpec) -> str:
+    shared = run.layout.sp and run.layout.tp > 1
+    return f"tp {run.layout.tp} with{'' if shared else 'out'} sequence parallelism"
+
+
+def _agree(given: dict[str, list[str]], run: RunSpec) -> None:
+    """Raise NotRunnable for an argument, given or else left out, by which it is another job."""
+    fixed = _fixed(run)
+    for name in sorted(fixed, key=lambda name: name not in given):
+        argument, one = f"--{_dashed(name)}", fixed[name]
+        said = " ".join(given[name]) if name in given else one.default
+        if said == one.wanted or said in one.also:
+            continue
+        words = f"{argument} {said}".rstrip() if name in given else f"{argument} is missing"
+        raise NotRunnable(f"megatron_core: {words}, the job has {one.why or one.wanted}")
 
 
 def _whole(name: str, word: str) -> int:
@@ -92,13 +168,29 @@ def _whole(name: str, word: str) -> int:
 
 
 def _value(name: str, words: list[str], hint: Any) -> Any:
-    kinds = typing.get_args(hint) or (hint,)
-    if not words:
-        return True
-    if any(typing.get_origin(kind) is list or kind is list for kind in (hint, *kinds)):
+    """Words as the type of a field."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = {typing.get_origin(kind) or kind for kind in (get_args(hint) if union else (hint,))}
+    if list in kinds:
         return words
+    if bool in kinds and not words:
+        return True
+    if len(words) != 1 or not kinds & {int, float, str, typing.Literal}:
+        said = " ".join(("--" + _dashed(name), *words))
+        raise NotRunnable(f"megatron_core: {said} is not known here")
+    if float in kinds:
+        try:
+            return float(words[0])
+        except ValueError as error:
+            raise NotRunnable(
+                f"megatron_core: --{_dashed(name)} {words[0]}: expected a number"
+            ) from error
     return _whole(name, words[0]) if int in kinds else words[0]
 
 
 def _dashed(name: str) -> str:
     return name.replace("_", "-")
+
+
+def _underscored(argument: str) -> str:
+    return argument.removeprefix("--").replace("-", "_")

@@ -9,13 +9,15 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
+from baselines.common.contract import NotRunnable
 from baselines.megatron_core.arguments import fields
-from baselines.megatron_core.guards import has_biases, has_transformer_engine
-from baselines.megatron_core.plan import MegatronCore
+from baselines.megatron_core.guards import has_transformer_engine
+from baselines.megatron_core.plan import MegatronCore, has_biases
 from rematbench.baselines.process import Job
 from rematbench.record import RunSpec
 from rematbench.torch.kernels import NORM_EPS
 from rematbench.torch.parameters import AdamW
+from rematbench.workload import Model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 UPDATE = AdamW(weight_decay=0.0)
@@ -23,52 +25,66 @@ UPDATE = AdamW(weight_decay=0.0)
 
 
 def transformer_config(job: Job, policy: MegatronCore) -> TransformerConfig:
-    """The model, its parallelism and its recomputation: the policy's, or the job's own options."""
+    """The model, its parallelism and its recomputation: the policy's, or the job's own options;
+    NotRunnable for what Megatron-core says no to."""
+    own = _fixed(job, policy)
+    given = fields(job.options, job.run, own) if job.options else _recomputation(policy)
+    try:
+        return TransformerConfig(**(own | given))
+    except (ValueError, AssertionError, TypeError) as error:
+        said = " ".join(str(error).split())
+        raise NotRunnable(f"megatron_core: it says {said or type(error).__name__}") from error
+
+
+def _fixed(job: Job, policy: MegatronCore) -> dict[str, Any]:
+    """What the job says of it, whatever the options."""
     run = job.run
-    model, lay, dtype = run.model, run.layout, DTYPES[run.precision]
+    lay, dtype = run.layout, DTYPES[run.precision]
     traced = run.world == "traced"
-    given = {
+    return {
+        **_model(run.model),
+        "tensor_model_parallel_size": lay.tp,
+        "pipeline_model_parallel_size": lay.pp,
+        "virtual_pipeline_model_parallel_size": lay.vpp if lay.vpp > 1 else None,
+        "context_parallel_size": lay.cp,
         "sequence_parallel": lay.sp and lay.tp > 1,
         "bf16": run.precision == "bf16",
+        "perform_initialization": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
         "bias_activation_fusion": policy.bias_activation_fusion,
-        **(_attention(run) if has_transformer_engine(job) else {}),
-        **(fields(job.options, run) if job.options else _recomputation(policy)),
-    }
-    return TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden,
-        ffn_hidden_size=model.ffn,
-        num_attention_heads=model.num_heads,
-        num_query_groups=model.num_kv_heads,
-        kv_channels=model.head_dim,
-        tensor_model_parallel_size=lay.tp,
-        pipeline_model_parallel_size=lay.pp,
-        virtual_pipeline_model_parallel_size=lay.vpp if lay.vpp > 1 else None,
-        context_parallel_size=lay.cp,
-        perform_initialization=False,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
-        layernorm_epsilon=NORM_EPS,
-        gated_linear_unit=model.gated,
-        activation_func=F.silu if model.mlp == "swiglu" else F.gelu,
-        add_bias_linear=has_biases(model),
-        add_qkv_bias=model.qkv_bias,
-        hidden_dropout=model.dropout,
-        attention_dropout=model.dropout,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        attention_softmax_in_fp32=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-        batch_p2p_comm=policy.batch_p2p,
-        overlap_p2p_comm=policy.overlap_p2p,
-        deallocate_pipeline_outputs=lay.pp > 1,
-        calculate_per_token_loss=True,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "attention_softmax_in_fp32": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "batch_p2p_comm": policy.batch_p2p,
+        "overlap_p2p_comm": policy.overlap_p2p,
+        "deallocate_pipeline_outputs": lay.pp > 1,
+        "calculate_per_token_loss": True,
         # Traced: nothing after the last backward, where coalesced collectives have no fake.
-        finalize_model_grads_func=None if traced else finalize_model_grads,
-        **given,
-    )
+        "finalize_model_grads_func": None if traced else finalize_model_grads,
+        **(_attention(run) if has_transformer_engine(job) else {}),
+    }
+
+
+def _model(model: Model) -> dict[str, Any]:
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden,
+        "ffn_hidden_size": model.ffn,
+        "num_attention_heads": model.num_heads,
+        "num_query_groups": model.num_kv_heads,
+        "kv_channels": model.head_dim,
+        "normalization": "RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
+        "layernorm_epsilon": NORM_EPS,
+        "gated_linear_unit": model.gated,
+        "activation_func": F.silu if model.mlp == "swiglu" else F.gelu,
+        "add_bias_linear": has_biases(model),
+        "add_qkv_bias": model.qkv_bias,
+        "hidden_dropout": model.dropout,
+        "attention_dropout": model.dropout,
+    }
 
 
 def _attention(run: RunSpec) -> dict[str, Any]:

@@ -8,16 +8,18 @@ module's whole saved input and reloads it one layer ahead.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import combinations
 from typing import ClassVar, Literal, TypeVar, get_args
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.baselines.limits import Reason, Setup, holding, setup_of
 from rematbench.plan import Group, Offload, Plan, Recompute, Rule, Select, Transfers, Unsupported
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_activations
-from rematbench.workload import PositiveInt
+from rematbench.workload import Model, PositiveInt
 
 T = TypeVar("T")
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
@@ -80,6 +82,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """The fates that the settings mean for what this stack saves."""
+        refused = holding(self.limits(setup_of(problem)))
+        if refused:
+            return Unsupported(refused[0])
         plan = base
         if self.recompute == "full":
             plan = self._full(problem, plan)
@@ -93,16 +98,27 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     @classmethod
     def candidates(cls, problem: Problem) -> Iterator["MegatronCore"]:
         """Every policy that Megatron-core's options can say for this problem, simplest first."""
-        yield cls()
-        lay = problem.layout
-        per_chunk = problem.workload.model.num_layers // (lay.pp * lay.vpp)
-        for count in range(1, per_chunk + 1):
-            yield cls(recompute="full", num_layers=count)
-            yield cls(recompute="full", method="block", num_layers=count)
+        fused = problem.workload.model.mlp == "swiglu" and problem.system.fused_swiglu
+        setup, made = setup_of(problem), partial(cls, bias_activation_fusion=fused)
+        full = partial(made, recompute="full")
+        found = [made()]
+        for count in range(1, _per_chunk(setup) + 1):
+            found += [full(num_layers=count), full(method="block", num_layers=count)]
         sets = _subsets(get_args(RecomputeModule))
         moves = _subsets(get_args(OffloadModule))
-        yield from (cls(recompute="selective", modules=modules) for modules in sets)
-        yield from (cls(offload_modules=modules) for modules in moves)
+        found += [made(recompute="selective", modules=modules) for modules in sets]
+        found += [made(offload_modules=modules) for modules in moves]
+        yield from (policy for policy in found if not holding(_policy(policy, setup)))
+
+    @classmethod
+    def unsaid(cls, problem: Problem) -> tuple[str, ...]:
+        """What of a problem no option says, whatever the policy."""
+        setup = setup_of(problem)
+        return holding([*_model(setup), *_layout(setup)])
+
+    def limits(self, setup: Setup) -> list[Reason]:
+        """What 0.16.1 refuses late, runs wrongly or never finishes, in every world."""
+        return [*_model(setup), *_layout(setup), *_policy(self, setup)]
 
     def flags(self, problem: Problem) -> str:
         """The arguments of Megatron-LM's pretraining script: layout and policy."""
@@ -121,8 +137,9 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words += ["--sequence-parallel"] * (lay.sp and lay.tp > 1)
         words += ["--use-distributed-optimizer"] * (lay.zero_stage == 1)
         words += ["--bf16"] * (work.precision == "bf16")
-        fused = self.bias_activation_fusion or problem.system.fused_swiglu
-        words += ["--no-bias-swiglu-fusion"] * (work.model.gated and not fused)
+        words += ["--attention-backend unfused"] * (problem.attention == "unfused")
+        fusion = fusion_argument(work.model)
+        words += [fusion] * (bool(fusion) and not self.bias_activation_fusion)
         if self.recompute == "full":
             words.append("--recompute-granularity full")
             words.append(f"--recompute-method {self.method}")
@@ -159,6 +176,109 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         select = Select(parts=("layer",), activations=names, kept=True)
         moves = Transfers(granularity="layer")
         return replace(base.with_rules(Rule(select, Offload())), transfers=moves)
+
+
+def has_biases(model: Model) -> bool:
+    """Whether every linear has a bias (`add_bias_linear`)."""
+    return model.qkv_bias and model.proj_bias and model.mlp_bias
+
+
+def fusion_argument(model: Model) -> str:
+    """What of Megatron-LM's arguments takes the fused activation away; empty where it has none:
+    its fused GELU is one with the bias."""
+    if model.gated:
+        return "--no-bias-swiglu-fusion"
+    return "--no-bias-gelu-fusion" if has_biases(model) else ""
+
+
+def _per_chunk(setup: Setup) -> int:
+    return setup.model.num_layers // setup.layout.num_chunks
+
+
+def _model(setup: Setup) -> list[Reason]:
+    model = setup.model
+    some = model.proj_bias or model.mlp_bias
+    return [
+        (
+            some and not has_biases(model),
+            "biases of some linears only (add_bias_linear is for all)",
+        ),
+        (model.position == "alibi", "ALiBi positions are not in megatron-core"),
+        (model.post_norm, "post-norms are not in the GPT layer spec"),
+        (any(model.attention_window), "sliding-window attention needs TransformerEngine"),
+        (
+            model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
+            "soft caps are not in megatron-core",
+        ),
+        (model.mlp == "geglu", "geglu: its fused function is the tanh approximation"),
+        (
+            setup.precision not in ("fp32", "bf16"),
+            f"precision {setup.precision} (fp32 and bf16 run)",
+        ),
+    ]
+
+
+def _layout(setup: Setup) -> list[Reason]:
+    lay, model = setup.layout, setup.model
+    return [
+        (lay.zero_stage > 1, f"zero_stage {lay.zero_stage} is Megatron-FSDP, not run here"),
+        (lay.ulysses > 1, "Ulysses needs TransformerEngine (cp_comm_type a2a)"),
+        (model.num_kv_heads % lay.tp != 0, "KV heads replicated over tp"),
+        (
+            model.num_layers % lay.num_chunks != 0,
+            f"{model.num_layers} layers in pp x vpp = {lay.num_chunks} chunks: only even ones",
+        ),
+        (
+            lay.cp > 1 and setup.attention == "unfused",
+            "unfused attention under context parallelism",
+        ),
+        (lay.pp > 1 and lay.vpp > 1 and lay.num_micro_batches % lay.pp != 0,
+         "the interleaved schedule needs micro-batches % pp == 0"),
+    ]  # fmt: skip
+
+
+def _policy(policy: MegatronCore, setup: Setup) -> list[Reason]:
+    selective, full = policy.recompute == "selective", policy.recompute == "full"
+    modules, moved, layers = set(policy.modules), set(policy.offload_modules), policy.num_layers
+    model, per_chunk = setup.model, _per_chunk(setup)
+    return [
+        (
+            selective and "mlp" in modules and has_biases(model),
+            "selective recomputation of mlp with biases never ends in 0.16.1 without "
+            "TransformerEngine; use a model without biases or recompute=full",
+        ),
+        (selective and not modules, "recompute=selective without modules"),
+        (not full and layers != 1, f"num_layers {layers} without recompute=full has no effect"),
+        (
+            not full and policy.method != "uniform",
+            f"method {policy.method} without recompute=full has no effect",
+        ),
+        (
+            not selective and policy.modules != MegatronCore().modules,
+            f"modules {','.join(policy.modules)} without recompute=selective has no effect",
+        ),
+        (
+            full and layers > per_chunk,
+            f"num_layers {layers} is more than a chunk's {per_chunk} layers",
+        ),
+        (
+            full and policy.method == "uniform" and per_chunk % min(layers, per_chunk) != 0,
+            f"uniform groups of num_layers {layers} do not divide a chunk's {per_chunk} layers",
+        ),
+        (
+            "attn_proj" in moved and "core_attn" not in moved,
+            "offload_modules attn_proj without core_attn, whose backward needs the same tensor",
+        ),
+        (
+            moved == set(get_args(OffloadModule)),
+            "all five offload_modules at once fail in 0.16.1; leave one out",
+        ),
+        (bool(moved) and full, "fine-grained offloading with full recomputation"),
+        (
+            policy.bias_activation_fusion and model.mlp == "gelu" and not has_biases(model),
+            "bias_activation_fusion of GELU without biases (its fused function adds one)",
+        ),
+    ]
 
 
 def _subsets(names: tuple[T, ...]) -> list[tuple[T, ...]]:

@@ -35,14 +35,19 @@ def stack() -> dict[str, str]:
 
 def refuse(job: Job) -> None:
     """The guards, before any process starts."""
-    check(job, _policy(job))
+    policy = _policy(job)
+    check(job, policy)
     if job.device == "cpu":
         shim.preload()  # once, before ranks are forked
+    if job.device == "cpu" and job.options:
+        from baselines.megatron_core.config import transformer_config  # noqa: PLC0415
+
+        transformer_config(job, policy)  # what of the options it says no to
 
 
 def _policy(job: Job) -> MegatronCore:
     policy = msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
-    return policy_of(job.options, policy) if job.options else policy
+    return policy_of(job.options, policy, job.run) if job.options else policy
 
 
 @cache

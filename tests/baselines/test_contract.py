@@ -83,6 +83,16 @@ def test_its_own_plans_are_equal_to_its_flags(name: str) -> None:
         assert not answer.missing, candidate
 
 
+@pytest.mark.parametrize("where", PROBLEMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_problem_that_no_option_says_has_its_reasons(name: str, where: str) -> None:
+    """One line each; without them there is a policy that is planned."""
+    p, own = made(where), baselines()[name].cls
+    plans = [candidate.plan(p, p.base_plan) for candidate in own.candidates(p)]
+    assert own.unsaid(p) or not any(isinstance(plan, Unsupported) for plan in plans)
+    assert all(reason and "\n" not in reason for reason in own.unsaid(p))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_survive_the_run_spec(name: str) -> None:
     method = policy(name)

@@ -55,6 +55,11 @@ class Toy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The only one."""
         yield cls()
 
+    @classmethod
+    def unsaid(cls, problem: Problem) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
+
     def flags(self, problem: Problem) -> str:
         """Its options."""
         return f"--slope {self.slope}"
@@ -109,6 +114,7 @@ def test_it_is_listed_and_held_to_the_contract(folder: Path) -> None:
     contract.test_run_has_the_four_functions("toy")
     contract.test_every_candidate_plans_lowers_and_is_safe("toy", "dp")
     contract.test_its_own_plans_are_equal_to_its_flags("toy")
+    contract.test_a_problem_that_no_option_says_has_its_reasons("toy", "one")
     contract.test_settings_survive_the_run_spec("toy")
 
 

@@ -1,5 +1,6 @@
 """Printed flags are run: the baseline under them has the gradients of the method's own plan."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -7,20 +8,21 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.baselines.flags import Answer, flags_of
-from rematbench.baselines.process import Job, policy, run_jobs
+from rematbench.baselines.process import Job, baselines, policy, run_jobs
 from rematbench.baselines.process import job as make_job
 from rematbench.baselines.stack import stack_of
 from rematbench.discover import discover
 from rematbench.evaluate import program_bytes
 from rematbench.lower import lower
-from rematbench.plan import Plan
+from rematbench.plan import Plan, Unsupported
 from rematbench.record import World
 from rematbench.torch.case import Case
 from rematbench.torch.launch import execute_cases
 from rematbench.torch.parameters import AdamW
-from tests.baselines.cases import STEPS, Asked, Ran, asked_problem
+from tests.baselines.cases import STEPS, TINY, Asked, Ran, asked_problem
 
 FP32 = 1e-5
+ONE = Asked("one")
 SCALARS = 6 * 4
 """The loss, its sum, their copies and gradients, and the count of labels: no tensor is missing."""
 MEGATRON: dict[str, dict[str, Any]] = {
@@ -29,8 +31,10 @@ MEGATRON: dict[str, dict[str, Any]] = {
 }
 
 
-def answered(method: str, settings: dict[str, Any], baseline: str) -> tuple[Plan, Answer]:
-    problem = asked_problem(Asked("one"))
+def answered(
+    method: str, settings: dict[str, Any], baseline: str, asked: Asked = ONE
+) -> tuple[Plan, Answer]:
+    problem = asked_problem(asked)
     plan = discover().resolve(method, settings).plan(problem)
     assert isinstance(plan, Plan)
     return plan, flags_of(problem, plan, baseline)
@@ -102,10 +106,14 @@ def test_arguments_of_another_job_are_refused(tmp_path: Path) -> None:
         flags.replace("--tensor-model-parallel-size 1", "--tensor-model-parallel-size 4"),
         f"{flags} --recompute-everything",
         flags.replace("--recompute-num-layers 2", "--recompute-num-layers 9"),
+        f"{flags} --hidden-size 32",
+        f"{flags} --hidden-size 64 --init-method-std 0.02 --tp-comm-overlap --layernorm-epsilon x",
+        f"{flags} --cpu-offloading",
     ]
     jobs = [printed_job("megatron_core", replace(answer, flags=text)) for text in wrong]
     records = run_jobs("megatron_core", jobs, tmp_path)
     words = ["the job has 1", "--recompute-everything is not known", "more than a chunk's 4"]
+    words += ["--hidden-size 32, the job has 64", "x: expected a number", "it says "]
     for record, said in zip(records, words, strict=True):
         assert record.status == "unsupported"
         assert said in record.reason
@@ -137,3 +145,44 @@ def test_what_a_baseline_cannot_say_is_named() -> None:
     assert any(line.startswith("fc2_in: recomputed") for line in answer.missing)
     _, answer = answered("full_recompute", {"num_layers": "2"}, "deepspeed")
     assert any("group" in line for line in answer.missing)
+    _, answer = answered("full_recompute", {"num_layers": "3"}, "megatron_core")
+    assert any("group" in line for line in answer.missing), "4 layers are no groups of 3"
+
+
+UNSAID: list[tuple[str, Asked, str]] = [
+    ("megatron_core", Asked("dp2-zero2"), "zero_stage 2 is Megatron-FSDP"),
+    ("megatron_core", Asked("ulysses2"), "Ulysses needs TransformerEngine"),
+    ("megatron_core", Asked(precision="fp16"), "precision fp16"),
+    ("megatron_core", Asked("tp2", model=replace(TINY, num_kv_heads=1)), "KV heads replicated"),
+    ("megatron_core", Asked(model=replace(TINY, mlp_bias=True)), "biases of some linears only"),
+    ("megatron_core", Asked("pp2", model=replace(TINY, num_layers=5)), "5 layers in pp x vpp"),
+    ("deepspeed", Asked("ulysses2"), "sequence_parallel_size alone exchanges nothing"),
+    ("deepspeed", Asked(precision="fp16"), "precision fp16"),
+    ("deepspeed", Asked(model=replace(TINY, dropout=0.1)), "dropout"),
+    ("deepspeed", Asked("tp2"), "tensor parallelism"),
+]
+
+
+@pytest.mark.parametrize(("baseline", "asked", "words"), UNSAID)
+def test_what_of_a_problem_no_option_says_is_named(baseline: str, asked: Asked, words: str) -> None:
+    """The guards' own reasons; a baseline's plan refuses with them what its guards refuse."""
+    _, answer = answered("keep_all", {}, baseline, asked)
+    assert any(words in line for line in answer.missing)
+    problem = asked_problem(asked)
+    plan = policy(baseline).plan(problem)
+    code = baseline == "deepspeed" and asked.layout == "ulysses2"  # runs, but is not printed
+    assert isinstance(plan, Unsupported) != code
+    assert "Ulysses" in words or any(words in r for r in baselines()[baseline].cls.unsaid(problem))
+
+
+def test_attention_and_fusion_are_printed() -> None:
+    """On a stack that fuses, the policy fuses; on one that does not, the argument says so."""
+    made = asked_problem(Asked("one"))
+    assert "--no-bias-swiglu-fusion" in flags_of(made, made.base_plan, "megatron_core").flags
+    system = replace(made.system, fused_swiglu=True)
+    fused = dataclasses.replace(made, system=system, attention="unfused")
+    answer = flags_of(fused, fused.base_plan, "megatron_core")
+    assert not answer.missing
+    assert answer.settings["bias_activation_fusion"]
+    assert "fusion" not in answer.flags
+    assert "--attention-backend unfused" in answer.flags

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 from msgspec.structs import replace
@@ -10,12 +10,13 @@ from msgspec.structs import replace
 from baselines.common.contract import NotRunnable
 from baselines.common.memory import check_memory
 from baselines.deepspeed import guards as deepspeed
-from baselines.deepspeed.plan import DeepSpeed
+from baselines.deepspeed.plan import DeepSpeed, pieces
 from baselines.megatron_core import guards as megatron
 from baselines.megatron_core.arguments import policy_of
-from baselines.megatron_core.plan import MegatronCore
+from baselines.megatron_core.plan import MegatronCore, OffloadModule
+from rematbench.baselines.limits import setup_of
 from rematbench.baselines.process import Job
-from tests.baselines.cases import GPT, TINY, Asked, asked_job
+from tests.baselines.cases import GPT, TINY, Asked, asked_job, asked_problem
 
 Changes = Mapping[str, Any]
 TRACED: Changes = {"world": "traced"}
@@ -42,7 +43,9 @@ def changed(baseline: str, case: Broken) -> Job:
         layout=replace(job.run.layout, **case.layout),
         **case.run,
     )
-    return replace(job, run=spec, **case.job)
+    given = dict(case.job)
+    named = {baseline: {**job.run.parameters[baseline], **given.pop("settings", {})}}
+    return replace(job, run=replace(spec, parameters=named), **given)
 
 
 MEGATRON = [
@@ -81,15 +84,29 @@ MEGATRON = [
     ),
     Broken("without modules", policy={"recompute": "selective", "modules": ()}),
     Broken("more than a chunk's 4", policy={"recompute": "full", "num_layers": 5}),
-    Broken("attn_proj alone", policy={"offload_modules": ("attn_proj",)}),
-    Broken("all five", policy={"offload_modules": tuple(sorted(megatron.NORM_OR_QKV))}),
+    Broken("num_layers 2 without", policy={"num_layers": 2}),
+    Broken("method block without", policy={"recompute": "selective", "method": "block"}),
+    Broken("modules mlp without", policy={"modules": ("mlp",)}),
+    Broken("do not divide a chunk's 4", policy={"recompute": "full", "num_layers": 3}),
+    Broken("attn_proj without", policy={"offload_modules": ("attn_proj", "mlp_norm")}),
+    Broken("all five", policy={"offload_modules": get_args(OffloadModule)}),
     Broken("offloading with full", policy={"offload_modules": ("core_attn",), "recompute": "full"}),
     Broken(
         "tanh approximation",
         policy={"bias_activation_fusion": True},
         model={"mlp": "gelu", **BIASED},
     ),
+    Broken(
+        "GELU without biases",
+        policy={"bias_activation_fusion": True},
+        model={"mlp": "gelu", "qkv_bias": False, "proj_bias": False, "mlp_bias": False},
+        run=TRACED,
+    ),
     Broken("dropout", model={"dropout": 0.1}),
+    Broken(
+        r"num_layers 2 is set, the options say 1; modules \('mlp',\) is set",
+        job={"options": "--bf16", "settings": {"num_layers": 2, "modules": ["mlp"]}},
+    ),
 ]
 DEEPSPEED = [
     Broken("tensor parallelism", layout={"tp": 2}),
@@ -105,7 +122,16 @@ DEEPSPEED = [
     Broken("share out evenly", model={"num_kv_heads": 1}, layout={"dp": 2, "ulysses": 2}),
     Broken("needs zero_stage 3", policy={"offload_param": True}, layout={"zero_stage": 2}),
     Broken("needs zero_stage 1 to 3", policy={"offload_optimizer": True}, layout={"zero_stage": 0}),
+    Broken("overlap_comm has no effect", policy={"overlap_comm": True}, layout={"zero_stage": 0}),
     Broken("tiled MLP with post-norms", policy={"mlp_tiles": 2}, model={"post_norm": True}),
+    Broken("mlp_tiles 7: 24 rows make 6 tiles.*set 6 or 8", {"mlp_tiles": 7}, run={"seq_len": 12}),
+    Broken("loss_tiles 90: 64 rows make 64 tiles.*set 64$", policy={"loss_tiles": 90}),
+    Broken(
+        "loss_tiles with tied embeddings",
+        policy={"loss_tiles": 2},
+        model={"tied_embeddings": True},
+        layout={"zero_stage": 2},
+    ),
 ]
 
 
@@ -132,8 +158,10 @@ def test_deepspeed_refuses(case: Broken) -> None:
     ],
 )
 def test_arguments_that_cannot_be_read_are_named(text: str, words: str) -> None:
+    job = asked_job("megatron_core", Asked("one"))
+    own = MegatronCore().flags(asked_problem(Asked("one")))
     with pytest.raises(NotRunnable, match=words):
-        policy_of(text, MegatronCore())
+        policy_of(f"{text} {own}", MegatronCore(), job.run)
 
 
 def test_a_machine_does_not_start_what_it_cannot_hold() -> None:
@@ -154,12 +182,17 @@ def test_what_breaks_no_guard_passes() -> None:
 def test_every_guard_has_its_case() -> None:
     """As many reasons as a check goes through, counted where they are written."""
     job = asked_job("megatron_core", Asked("one"))
-    policy, run = MegatronCore(), job.run
+    policy, setup = MegatronCore(), setup_of(job.run)
     reasons = [
-        *megatron._model(run), *megatron._layout(run), *megatron._pipeline(job, policy),
-        *megatron._policy(run, policy), (False, "dropout"),
+        *policy.limits(setup), *megatron._options(job, policy), *megatron._pipeline(job, policy),
+        *megatron._executed(job.run, policy),
     ]  # fmt: skip
     assert len(reasons) == len(MEGATRON)
-    job, own = asked_job("deepspeed", Asked("one")), DeepSpeed()
-    reasons = [*deepspeed._job(job), *deepspeed._policy(job, own)]
-    assert len(reasons) == len(DEEPSPEED)
+    assert len(DeepSpeed().limits(setup)) == len(DEEPSPEED)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 24, 64])
+def test_tiles_are_as_many_as_torch_makes(rows: int) -> None:
+    torch = pytest.importorskip("torch")
+    whole = torch.zeros(rows)
+    assert all(pieces(rows, n) == len(whole.chunk(n)) for n in range(1, rows + 9))

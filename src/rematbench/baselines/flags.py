@@ -28,30 +28,32 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 def flags_of(problem: Problem, plan: Plan, baseline: str) -> Answer:
-    """The baseline's policy equal to a plan; else the nearest one with the differences named."""
+    """The baseline's policy equal to a plan; else the nearest one with the differences named, and
+    what of the problem itself the baseline cannot say."""
     wanted = fates(problem, plan)
+    policies = baselines()[baseline].cls
+    unsaid: tuple[str, ...] = policies.unsaid(problem)
     nearest: Answer | None = None
     fewest = -1
-    for candidate in baselines()[baseline].cls.candidates(problem):
+    for candidate in policies.candidates(problem):
         made = candidate.plan(problem, problem.base_plan)
         if isinstance(made, Unsupported):
-            return Answer(baseline=baseline, settings={}, flags="", missing=(made.reason,))
+            continue
         found = fates(problem, made)
         count = sum(wanted[site] != found.get(site) for site in wanted)
-        missing = (*_sites(wanted, found), *_rest(plan, made, any_moved(wanted)))
+        missing = (*_sites(wanted, found), *_rest(plan, made, any_moved(wanted)), *unsaid)
         settings = {f: getattr(candidate, f) for f in candidate.__struct_fields__}
         answer = Answer(
             baseline=baseline,
             settings=settings,
             flags=candidate.flags(problem),
-            missing=tuple(missing),
+            missing=missing,
         )
-        if not missing:
+        if len(missing) == len(unsaid):
             return answer
         if nearest is None or count < fewest:
             nearest, fewest = answer, count
-    assert nearest is not None
-    return nearest
+    return nearest or Answer(baseline=baseline, settings={}, flags="", missing=unsaid)
 
 
 def fates(problem: Problem, plan: Plan) -> Table:
