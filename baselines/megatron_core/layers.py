@@ -139,3 +139,32 @@ def _local_spec(run: RunSpec) -> tuple[Any, str]:
         return spec, "megatron-core DotProductAttention (materialised scores)"
     attention.core_attention = SdpaAttention
     return spec, "torch scaled_dot_product_attention"
+
+
+def mask_padding(projection: Any, vocab: int, rank: int) -> None:
+    """Take the columns of a padded vocabulary out of the loss, which Megatron-core counts: an
+    output projection's on this tensor-parallel rank; nothing changes where it has none."""
+    width = projection.output_size_per_partition
+    own = max(0, min(width, vocab - rank * width))
+
+    def masked(_: Any, __: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        logits, bias = output
+        return _Masked.apply(logits, own), bias  # type: ignore[no-untyped-call]
+
+    if own < width:
+        projection.register_forward_hook(masked)
+
+
+class _Masked(torch.autograd.Function):
+    """Columns from `own` on are minus infinity, in place.  Their softmax is 0, and so is the
+    gradient that comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, own: int) -> Tensor:
+        ctx.mark_dirty(logits)
+        logits[..., own:] = -torch.inf
+        return logits
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

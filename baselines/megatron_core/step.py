@@ -27,7 +27,7 @@ from baselines.megatron_core.config import (
     transformer_config,
     uses_distributed_optimizer,
 )
-from baselines.megatron_core.layers import layer_spec
+from baselines.megatron_core.layers import layer_spec, mask_padding
 from baselines.megatron_core.plan import MegatronCore
 from rematbench.baselines.process import Job
 from rematbench.torch.batch import MicroBatch, make_batch, micro_batches, positions
@@ -37,7 +37,8 @@ from rematbench.workload import Workload
 
 ALLOCATE = GPUTensorPool.allocate
 VOCAB_MULTIPLE = 1
-"""Rows are not padded beyond a multiple of tp, as in the project's own executor."""
+"""Rows are not padded beyond a multiple of tp, as in the project's own executor; and no padding
+counts in the loss (Megatron-LM's does, with the multiple that it is told)."""
 
 
 def join_groups(job: Job) -> Coordinates:
@@ -167,6 +168,8 @@ def build(job: Job, policy: MegatronCore, place: Coordinates, device: torch.devi
         if first and not rope:  # torch's embedding, which Megatron-LM casts with the whole module
             embedding = module.embedding.position_embeddings
             embedding.weight = torch.nn.Parameter(embedding.weight.detach().to(config.params_dtype))
+        if last:
+            mask_padding(module.output_layer, run.model.vocab, mpu.get_tensor_model_parallel_rank())
         if device.type != "cpu":
             module.to(device)
         # Past the first chunk Megatron-LM too reduces in one bucket.
@@ -187,6 +190,8 @@ def build(job: Job, policy: MegatronCore, place: Coordinates, device: torch.devi
         "core_attention": attention,
         "spec": "te" if attention == "TransformerEngine" else "local",
     }
+    if run.model.vocab % unit:
+        kernels["vocabulary"] = "padded for tp, and the padding's logits masked: ours"
     return Rig(
         job=job, place=place, chunks=chunks, config=config, optimizer=optimizer, device=device,
         kernels=kernels,

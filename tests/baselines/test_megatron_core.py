@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rematbench.baselines.process import run_jobs
-from tests.baselines.cases import GPT, Asked, Ran, asked_job, assert_equal, run_all
+from tests.baselines.cases import GPT, ODD, Asked, Ran, asked_job, assert_equal, run_all
 
 pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
 
@@ -29,6 +29,7 @@ FAST = [
     Asked("one", model=GPT),
     Asked("one", ignored=0.3),
     Asked("tp2"),
+    Asked("tp2", model=ODD),
     Asked("cp2"),
     Asked("pp2"),
     Asked("pp2-vpp2"),
@@ -88,6 +89,18 @@ def test_the_record_says_what_ran(fast: list[Ran]) -> None:
     assert seen.kernels["core_attention"] == "torch scaled_dot_product_attention"
 
 
+def test_a_padded_vocabulary_weighs_as_much_as_one_that_needs_none(fast: list[Ran]) -> None:
+    """Its padding's logits are masked in place, and the record says so."""
+    even, odd = (
+        ran.record.observed for asked, ran in zip(FAST, fast, strict=True) if asked.layout == "tp2"
+    )
+    assert even is not None
+    assert odd is not None
+    assert odd.activation_peak_bytes == even.activation_peak_bytes
+    assert "masked" in odd.kernels["vocabulary"]
+    assert "vocabulary" not in even.kernels
+
+
 def test_recomputation_and_offloading_free_activations(fast: list[Ran]) -> None:
     peaks = {
         str(asked): ran.record.observed.activation_peak_bytes[0]
@@ -107,7 +120,7 @@ def test_recomputation_and_offloading_free_activations(fast: list[Ran]) -> None:
 REFUSED = [
     (Asked("pp2-vpp2", {"batch_p2p": True}), "wrong gradients"),
     (Asked("one", {"recompute": "selective", "modules": ["mlp"]}, GPT), "never ends"),
-    (Asked("one", {"offload_modules": ["attn_proj"]}), "attn_proj alone"),
+    (Asked("one", {"offload_modules": ["attn_proj"]}), "attn_proj without core_attn"),
     (Asked("dp2-zero3"), "zero_stage 3"),
     (Asked("pp2-vpp2", {"overlap_p2p": True}), "wrong losses"),
     (Asked("pp2-vpp2", {"overlap_p2p": True, "batch_p2p": True}), "wrong gradients"),
