@@ -164,3 +164,45 @@ def test_states_on_the_host_are_said_beside_those_on_the_device(
     done = RUN.invoke(app, ["baseline", "trace", *TRACE[1:]])
     assert "shim: places, streams, norm, order" in done.output
     assert "host 0.97 GiB, states 0.93 GiB and 15.69 GiB on the host" in done.output
+
+
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        (["baseline", "run"], ["--partition", "11,13,12,12"]),
+        (["baseline", "predict"], ["--gpipe"]),
+        (["trace"], ["--gpipe"]),
+    ],
+)
+def test_a_base_plan_that_no_package_runs_is_refused(
+    command: list[str], given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(baseline_command, "run_jobs", lambda *_: pytest.fail("run"))
+    done = RUN.invoke(app, [*command, *TRACE[1:], *given])
+    assert isinstance(done.exception, CommandError)
+    assert str(done.exception) == f"{given[0]}: megatron_core runs even chunks under 1F1B only"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["megatron_core", "--zero", "3"], "megatron_core: zero_stage 3 is Megatron-FSDP"),
+        (
+            ["deepspeed", "--zero", "0", "--set", "offload_param=true"],
+            "deepspeed: offload_param needs zero_stage 3, not 0",
+        ),
+        (["deepspeed", "--set", "loss_tiles=90"], "deepspeed: loss_tiles 90: 2044 rows make 89"),
+    ],
+)
+def test_what_does_not_run_is_not_predicted(words: list[str], said: str) -> None:
+    job = ["--model", "tiny-llama", "--cluster", "this-machine", "--gpus", "2"]
+    size = ["--seq-len", "2044", "--global-batch", "2", "--precision", "fp32"]
+    done = RUN.invoke(app, ["baseline", "predict", *words, *job, *size])
+    assert f"(simulated): unsupported {said}" in done.output
+
+
+def test_options_that_say_nothing_are_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "flags").write_text(" \n")
+    done = RUN.invoke(app, ["baseline", "run", *TRACE[1:], "--options", str(tmp_path / "flags")])
+    assert isinstance(done.exception, CommandError)
+    assert "is empty; give it what `flags` prints" in str(done.exception)

@@ -69,7 +69,11 @@ def asked(options: RunOptions) -> Request:
     plain_options = RunOptions(
         **{**vars(options), "method": IDENTITY, "settings": None},
     )
-    return msgspec.structs.replace(request(plain_options), method=method)
+    made = request(plain_options)
+    if made.base != made.problem.base_plan:
+        given = "--partition" if options.partition else "--gpipe"
+        raise CommandError(f"{given}: {options.method} runs even chunks under 1F1B only")
+    return msgspec.structs.replace(made, method=method)
 
 
 @app.command("predict")
@@ -144,6 +148,8 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
         raise CommandError(f"--options {options}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
         raise CommandError(f"--options {options}: is no text, as `flags` prints it") from error
+    if options and not printed.strip():
+        raise CommandError(f"--options {options}: is empty; give it what `flags` prints")
     found = _job(
         made,
         "executed",
