@@ -18,6 +18,7 @@ from baselines.megatron_core.plan import (
     RecomputeModule,
     fusion_argument,
 )
+from rematbench.layout import Layout
 from rematbench.record import RunSpec
 
 NOT_FUSED = ("no_bias_swiglu_fusion", "no_bias_gelu_fusion")
@@ -47,8 +48,8 @@ def parse(text: str) -> dict[str, list[str]]:
     name = ""
     for word in text.split():
         if word.startswith("--"):
-            dashed, equals, value = word.removeprefix("--").partition("=")
-            name = dashed.replace("-", "_")
+            argument, equals, value = word.partition("=")
+            name = _underscored(argument)
             found[name] = [value] if equals else []
         elif name:
             found[name].append(word)
@@ -124,7 +125,6 @@ def _fixed(run: RunSpec) -> dict[str, Fixed]:
     """What the job has fixed already."""
     lay = run.layout
     chunk = str(run.model.num_layers // lay.num_chunks) if lay.vpp > 1 else None
-    sharded = "" if lay.zero_stage == 1 else None
     backend = Fixed("unfused", "auto", "unfused attention")
     if run.attention == "flash":
         backend = Fixed("auto", "auto", "flash attention", ("flash", "fused"))
@@ -136,17 +136,20 @@ def _fixed(run: RunSpec) -> dict[str, Fixed]:
         "global_batch_size": Fixed(str(lay.global_batch), str(lay.micro_batch * lay.replicas)),
         "seq_length": Fixed(str(run.seq_len)),
         "num_layers_per_virtual_pipeline_stage": Fixed(chunk, None, f"vpp {lay.vpp}"),
-        "use_distributed_optimizer": Fixed(sharded, None, f"zero_stage {lay.zero_stage}"),
-        "sequence_parallel": Fixed("" if lay.sp and lay.tp > 1 else None, None, _shared(run)),
-        "bf16": Fixed("" if run.precision == "bf16" else None, None, f"precision {run.precision}"),
-        "fp16": Fixed("" if run.precision == "fp16" else None, None, f"precision {run.precision}"),
+        "use_distributed_optimizer": _switch(lay.zero_stage == 1, f"zero_stage {lay.zero_stage}"),
+        "sequence_parallel": _switch(lay.sequence_parallel, _shared(lay)),
+        "bf16": _switch(run.precision == "bf16", f"precision {run.precision}"),
+        "fp16": _switch(run.precision == "fp16", f"precision {run.precision}"),
         "attention_backend": backend,
     }
 
 
-def _shared(run: RunSpec) -> str:
-    shared = run.layout.sp and run.layout.tp > 1
-    return f"tp {run.layout.tp} with{'' if shared else 'out'} sequence parallelism"
+def _switch(on: bool, why: str) -> Fixed:
+    return Fixed("" if on else None, None, why)
+
+
+def _shared(lay: Layout) -> str:
+    return f"tp {lay.tp} with{'' if lay.sequence_parallel else 'out'} sequence parallelism"
 
 
 def _agree(given: dict[str, list[str]], run: RunSpec) -> None:

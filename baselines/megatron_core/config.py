@@ -47,7 +47,7 @@ def _fixed(job: Job, policy: MegatronCore) -> dict[str, Any]:
         "pipeline_model_parallel_size": lay.pp,
         "virtual_pipeline_model_parallel_size": lay.vpp if lay.vpp > 1 else None,
         "context_parallel_size": lay.cp,
-        "sequence_parallel": lay.sp and lay.tp > 1,
+        "sequence_parallel": lay.sequence_parallel,
         "bf16": run.precision == "bf16",
         "perform_initialization": False,
         "params_dtype": dtype,

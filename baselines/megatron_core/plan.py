@@ -134,7 +134,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if lay.vpp > 1:
             per_chunk = work.model.num_layers // (lay.pp * lay.vpp)
             words.append(f"--num-layers-per-virtual-pipeline-stage {per_chunk}")
-        words += ["--sequence-parallel"] * (lay.sp and lay.tp > 1)
+        words += ["--sequence-parallel"] * lay.sequence_parallel
         words += ["--use-distributed-optimizer"] * (lay.zero_stage == 1)
         words += ["--bf16"] * (work.precision == "bf16")
         words += ["--attention-backend unfused"] * (problem.attention == "unfused")

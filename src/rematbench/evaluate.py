@@ -222,7 +222,7 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
                     moved += action.nbytes * runs[index]
                 elif action.kind is Kind.RECOMPUTE:
                     table = ends.get(action.part) or problem.layer_kinds[action.variant]
-                    op = next(o for o in table.ops if o.name == action.op)
+                    op = table.op(action.op)
                     share = action.fraction * action.columns
                     work = sum(kernel_flop(k) for k in op.forward) * share
                     flop += work * runs[index]

@@ -37,6 +37,11 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.tp * self.cp * self.pp * self.dp
 
     @property
+    def sequence_parallel(self) -> bool:
+        """Whether norms and residuals are sharded by rows: `sp` means nothing without tp."""
+        return self.sp and self.tp > 1
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches that pass one pipeline per optimizer step."""
         return self.global_batch // (self.replicas * self.micro_batch)

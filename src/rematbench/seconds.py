@@ -80,7 +80,7 @@ class ActionCosts:
             problem = self.problem
             tables = {"E": problem.embedding, "H": problem.head}
             table = tables[part] if part in tables else problem.layer_kinds[action.variant]
-            self._ops[key] = next(op for op in table.ops if op.name == action.op)
+            self._ops[key] = table.op(action.op)
         return self._ops[key]
 
     def _send_s(self, action: Action, rank: int) -> float:

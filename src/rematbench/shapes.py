@@ -30,7 +30,7 @@ def shapes(work: Workload, layout: Layout, system: System) -> Shapes:
     """Per-rank sizes; KV heads are replicated when tp exceeds them."""
     model, tp = work.model, layout.tp
     tokens = layout.micro_batch * work.seq_len // (layout.cp * layout.ulysses)
-    sequence_parallel = layout.sp and tp > 1
+    sequence_parallel = layout.sequence_parallel
     kv_heads = max(1, model.num_kv_heads // tp)
     return Shapes(
         tokens=tokens,

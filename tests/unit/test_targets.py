@@ -54,6 +54,14 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
         need_file("--out", Path("/proc/no/record.json"))
 
 
+@pytest.fixture
+def taken(tmp_path: Path) -> Path:
+    """Where a file stands, which is no folder."""
+    path = tmp_path / "file"
+    path.touch()
+    return path
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -64,7 +72,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 )
 def test_nothing_is_run_for_what_cannot_be_kept(
     words: tuple[str, ...],
-    tmp_path: Path,
+    taken: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -77,8 +85,6 @@ def test_nothing_is_run_for_what_cannot_be_kept(
     monkeypatch.setattr(measured, "execute_cells", never)
     monkeypatch.setattr(measured, "traced", never)
     monkeypatch.setattr(converge, "_trained", never)
-    taken = tmp_path / "file"
-    taken.touch()
     code, line = said(monkeypatch, capsys, *words, "-o", str(taken))
     assert code == 2
     assert f"-o {taken}: cannot be written" in line
@@ -89,10 +95,8 @@ class _Planned:
 
 
 def test_curves_say_what_they_cannot_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    taken: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    taken = tmp_path / "file"
-    taken.touch()
     records = str(Path(__file__).parents[2] / "results" / "measured" / "convergence")
     code, line = said(monkeypatch, capsys, "curves", records, "-o", str(taken))
     assert code == 2

@@ -98,6 +98,10 @@ def _name(engine: str, row: Row, precision: Precision) -> str:
     return f"{engine}-{row.name}-{precision}"
 
 
+def _apart(own: Observed, other: Observed) -> tuple[float, float]:
+    return first_errors((own.losses, own.gradient_norm), (other.losses, other.gradient_norm))
+
+
 def disagreements(records: dict[str, Record]) -> dict[str, str]:
     """By record: why it does not agree with the executor's of its precision, as far as it does
     not: another status than ok, or the first loss or whole gradient's norm beyond the bound."""
@@ -111,9 +115,7 @@ def disagreements(records: dict[str, Record]) -> dict[str, str]:
             if base is None or seen is None:
                 wrong[name] = f"{record.status}: {record.reason}"
                 continue
-            loss, norm = first_errors(
-                (seen.losses, seen.gradient_norm), (base.losses, base.gradient_norm)
-            )
+            loss, norm = _apart(seen, base)
             bound = BOUNDS[precision]
             if not (loss <= bound and norm <= bound):
                 apart = f"loss {loss:.1e}, gradient norm {norm:.1e}"
@@ -175,7 +177,7 @@ def agreement_table(folder: Path) -> Table:
     """First step's loss and whole gradient norm of every record, against the executor's."""
     lines = []
     for precision in PRECISIONS:
-        wanted: tuple[float, float] | None = None
+        wanted: Observed | None = None
         for engine, rows in ROWS.items():
             for row in rows:
                 record = read_record(folder / f"{_name(engine, row, precision)}.json")
@@ -184,14 +186,13 @@ def agreement_table(folder: Path) -> Table:
                     line["engine"] = f"{engine}: {record.status}: {record.reason}"
                     lines.append(line)
                     continue
-                found = record.observed.losses[0], record.observed.gradient_norm[0]
-                line |= {"engine": record.observed.label, "loss": found[0]}
-                line["gradient_norm"] = found[1]
+                found = record.observed
+                line |= {"engine": found.label, "loss": found.losses[0]}
+                line["gradient_norm"] = found.gradient_norm[0]
                 if wanted is None:
                     wanted = found
                 else:
-                    line["loss_error"] = abs(found[0] / wanted[0] - 1)
-                    line["norm_error"] = abs(found[1] / wanted[1] - 1)
+                    line["loss_error"], line["norm_error"] = _apart(found, wanted)
                 lines.append(line)
     return Table(
         name="agreement",

@@ -79,7 +79,7 @@ def heading(request: Request) -> list[str]:
     """Two lines: what is trained on what, and how it is laid out."""
     problem = request.problem
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
-    sp = " (sp)" if lay.sp and lay.tp > 1 else ""
+    sp = " (sp)" if lay.sequence_parallel else ""
     return [
         f"{work.model.name}, {work.seq_len:,} tokens, {work.precision}, on {lay.gpus} x "
         f"{cluster.gpu} ({cluster.name}), stack {problem.system.name}",

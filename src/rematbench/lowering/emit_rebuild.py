@@ -297,11 +297,7 @@ class Rebuilder:
         if fate.recompute_bytes and f"{storage}#r" not in self.rebuilt:
             if unit.table.producer(name) is None:
                 raise PlanError(_orphan(storage))
-            run, piece = self.run, self.piece
-            if run and name not in run.interior:  # what a run reads comes back whole
-                self.run = self.piece = None
-            self._rebuild(unit, {name})
-            self.run, self.piece = run, piece
+            self._rebuild_inside(unit, {name})
         if fate.mixed:
             self._join(storage, fate)
         self.have.add(storage)

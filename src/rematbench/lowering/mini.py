@@ -50,8 +50,9 @@ def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, 
         if names[first : first + len(present)] != present:
             raise PlanError(f"mini-sequence {sequence.ops}: operators must be contiguous")
         ops = table.ops[first : first + len(present)]
+        taken = [op for run in runs.values() for op in run.ops]
         for op in ops:
-            _require_piecewise(op, [other for run in runs.values() for other in run.ops])
+            _require_piecewise(op, taken)
         runs[present[0]] = _run(table, ops, sequence.count)
     return runs
 

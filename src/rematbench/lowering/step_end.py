@@ -44,7 +44,7 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
                 comm = _reduction(plan, problem, chunk)
                 steps.add(("reduce", comm), partial(reduce_block, comm), sites[chunk.chunk])
             steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
-    if lay.sp and lay.tp > 1 and not updated:
+    if lay.sequence_parallel and not updated:
         comm = _norm_reduction(plan, problem, steps.chunks)
         steps.add(("norms", comm), partial(norm_block, comm), Pass(False, last, 0))
     if problem.workload.model.tied_embeddings and lay.pp > 1 and steps.rank in (0, lay.pp - 1):
@@ -87,7 +87,6 @@ def _norm_reduction(plan: Plan, problem: Problem, chunks: list[ChunkOps]) -> Com
 
 def _tied_embeddings(steps: Steps, problem: Problem) -> None:
     """First and last rank exchange the gradient of the shared embedding (as Megatron does)."""
-    projection = next(op for op in problem.head.ops if op.name == "lm_head")
-    nbytes = problem.system.grad_bytes * projection.parameters
+    nbytes = problem.system.grad_bytes * problem.head.op("lm_head").parameters
     steps.add(("tied_send", nbytes), partial(tied_send_block, nbytes), Pass(False, 0, 0))
     steps.add(("tied_recv", nbytes), partial(tied_recv_block, nbytes), Pass(False, 0, 0))

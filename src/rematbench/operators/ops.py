@@ -112,6 +112,10 @@ class OpTable(Struct, frozen=True, kw_only=True):
         """Weights of one rank (after tensor parallelism)."""
         return sum(op.parameters for op in self.ops)
 
+    def op(self, name: str) -> Op:
+        """An operator by its name, which the table has."""
+        return next(op for op in self.ops if op.name == name)
+
     def producer(self, name: str) -> Op | None:
         """The operator that writes an activation; None for the part's input."""
         return next((op for op in self.ops if name in op.outputs), None)

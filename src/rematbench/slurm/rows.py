@@ -33,8 +33,8 @@ def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
         numbers = columns(seen, campaign.problem(spec), simulated)
         numbers["engine"] = numbers["engine"] or campaign.engine(cell)
         found.append(row | numbers | {"keeps_all": "yes" if keeps_all else ""})
-        own = (spec.name, cell.variant.method, spec.precision, keeps_all)
-        ran.append(Ran(*own, seen) if seen else None)
+        method, precision = cell.variant.method, spec.precision
+        ran.append(Ran(spec.name, method, precision, keeps_all, seen) if seen else None)
     return [row | more for row, more in zip(found, alike(ran), strict=True)]
 
 

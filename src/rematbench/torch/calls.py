@@ -1,5 +1,6 @@
 """One operator at work on one rank: its tensors, its rows, its parameters."""
 
+from collections.abc import Container
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,7 +25,7 @@ class Call(NamedTuple):
     site: Site
     tensors: Tensors
     grads: tuple[Tensor, ...] = ()
-    wanted: frozenset[str] = frozenset()
+    wanted: Container[str] = ()
 
     def parameter(self, name: str) -> Parameter:
         """A parameter of the operator's unit."""

@@ -70,7 +70,7 @@ class Exchanges:
     def _pairs(self, action: Action, chunk: int, *, back: bool) -> list[tuple[str, str, int]]:
         """(what is sent, what it becomes, elements of a row of that in the order of rows)."""
         unit = self.model.units[chunk][action.part]
-        op = next(op for op in unit.table.ops if op.name == action.op)
+        op = unit.table.op(action.op)
         there = {identity(n): n for n in (*action.reads, *(a.name for a in action.allocs))}
         ends = (op.outputs, op.inputs) if back else (op.inputs, op.outputs)
         found = []

@@ -190,7 +190,7 @@ class Executor:
         for name, storage, whole in found.reads:
             value = self.memory[site.key(storage)]
             tensors[name] = value.data if whole else value.rows(site.first, site.size)
-        return Call(self.model, found.unit, found.op, site, tensors, wanted=found.wanted)
+        return Call(self.model, found.unit, found.op, site, tensors, wanted=found.places)
 
     def forward(self, action: Action, site: Site) -> None:
         """Run an operator; its outputs are new storages or rows of storages that exist."""

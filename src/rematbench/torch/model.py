@@ -60,7 +60,7 @@ def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:
     given = problem.system.grad_bytes
     words = f"optimizer in backward with {given}-byte gradients where it sums {8 * width} bits"
     return {
-        "optimizer in backward with sequence parallelism": asked and lay.sp and lay.tp > 1,
+        "optimizer in backward with sequence parallelism": asked and lay.sequence_parallel,
         "optimizer in backward with tied embeddings": asked and model.tied_embeddings,
         words: asked and given != width,
     }

@@ -4,6 +4,7 @@ The names are those of every micro-batch and step, so they are worked out once f
 chunk; what is left of an action on the host is to look storages up and to issue kernels.
 """
 
+from itertools import takewhile
 from typing import NamedTuple
 
 from rematbench.action import Action, Kind
@@ -23,16 +24,15 @@ class Read(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """One action's operator on a chunk.  `first`, `size`: its rows in units of the rank's shard.
-    `places`: output -> (storage, whether it is new).  Of a backward `incoming` are the gradients of
-    the outputs, `fresh` the new storages of input gradients by input, `part` the one of what is to
-    be summed over ranks first, `adding` the gradients to add the others into, in order."""
+    """One action's operator on a chunk.  `places`: output -> (storage, whether it is new).  Of a
+    backward `incoming` are the gradients of the outputs, `fresh` the new storages of gradients by
+    input, `part` the one of what is to be summed over ranks first, `adding` the gradients to add
+    the others into, in order."""
 
     unit: Unit
     op: Op
     reads: tuple[Read, ...]
     places: dict[str, tuple[str, bool]]
-    wanted: frozenset[str]
     incoming: tuple[str, ...]
     fresh: dict[str, str]
     part: str | None
@@ -55,22 +55,29 @@ class Names:
 
     def _found(self, action: Action, chunk: int) -> Operands:
         unit = self.model.units[chunk][action.part]
-        op = next(op for op in unit.table.ops if op.name == action.op)
+        op = unit.table.op(action.op)
         ops = self.model.chunks[chunk]
-        incoming = _leading_gradients(action)
+        incoming = tuple(takewhile(_is_gradient, action.reads))  # before the saved tensors
         new = {identity(alloc.name): alloc.name for alloc in action.allocs}
-        places = _places(action, ops, unit, op, new)
+        part = new.get(f"{unit.prefix}.{op.name}.part")
+        there = {identity(name): name for name in action.reads}
+        inputs, outputs = (
+            {name: ops.storage(unit, name) for name in names} for names in (op.inputs, op.outputs)
+        )
         return Operands(
             unit=unit,
             op=op,
             reads=_reads(action, ops, unit, op),
-            places=places,
-            wanted=frozenset(places),
+            places=_places(outputs, there, new, part),
             incoming=incoming,
-            fresh=_fresh(ops, unit, op, new),
-            part=new.get(f"{unit.prefix}.{op.name}.part"),
-            adding=tuple(n for n in action.reads[len(incoming) :] if n.startswith("d:")),
+            fresh={name: new[storage] for name, storage in inputs.items() if storage in new},
+            part=part,
+            adding=tuple(filter(_is_gradient, action.reads[len(incoming) :])),
         )
+
+
+def _is_gradient(name: str) -> bool:
+    return name.startswith("d:")
 
 
 def _wants(action: Action, op: Op) -> tuple[str, ...]:
@@ -83,7 +90,7 @@ def _wants(action: Action, op: Op) -> tuple[str, ...]:
 
 def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...]:
     """A gathered copy stands for a single input; attention has it beside its queries."""
-    there = {identity(name): name for name in action.reads if not name.startswith("d:")}
+    there = {identity(name): name for name in action.reads if not _is_gradient(name)}
     names = _wants(action, op) or op.inputs
     found = {
         name: Read(name, there[storage])
@@ -98,32 +105,13 @@ def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...
 
 
 def _places(
-    action: Action, ops: ChunkOps, unit: Unit, op: Op, new: dict[str, str]
+    made: dict[str, str], there: dict[str, str], new: dict[str, str], part: str | None
 ) -> dict[str, tuple[str, bool]]:
-    """Outputs become new storages, or rows of storages that exist."""
-    there = {identity(name): name for name in action.reads}
-    part = new.get(f"{unit.prefix}.{op.name}.part")
+    """Outputs (by storage) become new storages, or rows of storages that exist."""
     places: dict[str, tuple[str, bool]] = {}
-    for output in op.outputs:
-        storage = ops.storage(unit, output)
-        if made := new.get(storage) or part:
-            places[output] = (made, True)
+    for output, storage in made.items():
+        if fresh := new.get(storage) or part:
+            places[output] = (fresh, True)
         elif storage in there:
             places[output] = (there[storage], False)
     return places
-
-
-def _leading_gradients(action: Action) -> tuple[str, ...]:
-    """Gradients of the outputs: those that stand before the saved tensors."""
-    found: list[str] = []
-    for name in action.reads:
-        if not name.startswith("d:"):
-            break
-        found.append(name)
-    return tuple(found)
-
-
-def _fresh(ops: ChunkOps, unit: Unit, op: Op, new: dict[str, str]) -> dict[str, str]:
-    """Input -> the new storage of its gradient."""
-    found = {name: ops.storage(unit, name) for name in op.inputs}
-    return {name: new[storage] for name, storage in found.items() if storage in new}
