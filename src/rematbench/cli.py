@@ -11,7 +11,6 @@ from rematbench import __version__
 from rematbench.baselines.process import BaselineError
 from rematbench.check import CheckError
 from rematbench.commands import baseline
-from rematbench.commands.baseline import flags
 from rematbench.commands.calibrate import calibrate
 from rematbench.commands.cells import (
     cells,
@@ -26,6 +25,7 @@ from rematbench.commands.compare import compare
 from rematbench.commands.converge import converge, curves
 from rematbench.commands.doctor import doctor
 from rematbench.commands.execute import execute
+from rematbench.commands.flags import flags
 from rematbench.commands.flow import collect, run, sheets, stages, tables
 from rematbench.commands.gpu import measure_gpu
 from rematbench.commands.matrix import matrix, matrix_tables
@@ -110,27 +110,30 @@ ARTIFACT = (matrix, matrix_tables, report, expect)
 CELLS = (submit_plan, run_cells, cells, collect_cells, speeds, retry, settle, resume)
 TORCH = (execute, trace, measure, measure_gpu, retrace, worlds, converge, curves)
 
-for command in (*COMMANDS, *TORCH, *WORKFLOW, *ARTIFACT, *CELLS):
-    app.command()(command)
+for function in (*COMMANDS, *TORCH, *WORKFLOW, *ARTIFACT, *CELLS):
+    app.command()(function)
 app.add_typer(baseline.app, name="baseline", help="Real packages: list, run, trace, predict.")
 
 
 def main() -> None:
     """Run a command; turn what a person got wrong into one line on stderr and exit code 2."""
+    command = " ".join(["rematbench", *sys.argv[1:2]])
     try:
         code = app(prog_name="rematbench", standalone_mode=False)
     except TyperException as error:
         context = getattr(error, "ctx", None)
         _fail(context.command_path if context else "rematbench", error.format_message())
     except USER_ERRORS as error:
-        _fail(" ".join(["rematbench", *sys.argv[1:2]]), str(error))
+        _fail(command, str(error))
     except UNSOUND as error:
         whose = "a bug of rematbench, or of a method's file of yours"
         text = f"the plan's actions are unsound ({whose}): {type(error).__name__}: {error}"
-        _fail(" ".join(["rematbench", *sys.argv[1:2]]), text)
+        _fail(command, text)
     except BrokenPipeError:  # the reader of a pipe has gone, as `head` does
         sys.stderr.close()
         code = 0
+    except OSError as error:  # a disk that is full, a folder that may not be read
+        _fail(command, str(error))
     except KeyboardInterrupt:
         code = INTERRUPTED
     if code == INTERRUPTED:  # typer turns KeyboardInterrupt into it

@@ -63,7 +63,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (["compare", *DEMO, "--predictions", "no.csv"], "no.csv cannot be read"),
         (["compare", *DEMO, "--methods", "nowhere"], "no such folder of methods"),
         (["compare", *DEMO, "-o", "/dev/null/x.csv"], "cannot be written"),
-        (["compare", *DEMO, "-o", "."], "-o .: is a folder"),
+        (["compare", *DEMO, "-o", "."], "-o .: cannot be written (Is a directory)"),
         (["compare", *DEMO, "--pp", "4", "--partition", "8,8,8,9"], "33 layers"),
         (["simulate", "keep_all", *DEMO, "--estimator", "guess"], "'fujii', 'atc24'"),
         (["simulate", "full_recompute", *DEMO, "--estimator", "fujii"], "every activation is kept"),

@@ -10,6 +10,7 @@ from rematbench import suite
 from rematbench.check import CheckError
 from rematbench.cli import main
 from rematbench.commands import converge, measured
+from rematbench.commands import study as study_command
 from rematbench.commands.launched import is_launched
 from rematbench.commands.targets import need_file, need_folder
 from rematbench.console import CommandError
@@ -101,6 +102,72 @@ def test_curves_say_what_they_cannot_write(
     code, line = said(monkeypatch, capsys, "curves", records, "-o", str(taken))
     assert code == 2
     assert "cannot be written" in line
+
+
+TO_O = """
+run no.yaml --method no
+collect no.yaml no
+sheets no.csv
+tables no.csv
+predict no.csv
+study no.yaml
+claims no.json
+matrix no.yaml
+matrix-tables no.yaml no.csv --predictions no.csv
+stages no.json
+speeds no.csv
+compare --model no --cluster no --gpus 1 --seq-len 1 --global-batch 1
+timeline no.json
+calibrate
+submit-plan no.yaml --store no
+run-cells no.yaml --store no --bundle no
+collect-cells no.yaml --store no
+retrace no.yaml no --committed no
+curves no
+worlds no.yaml
+baseline agree
+baseline points no
+baseline again no --compare no
+baseline tables no
+"""
+TO_OUT = """
+simulate no
+execute no
+trace no
+trace megatron_core
+baseline predict no
+baseline run no
+baseline trace no
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"{line} -o" for line in TO_O.strip().splitlines()),
+        *(f"{line} --out" for line in TO_OUT.strip().splitlines()),
+    ],
+)
+def test_the_target_is_tried_before_all_else(
+    line: str, taken: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What else is wrong with a line would be said otherwise."""
+    *words, flag = line.split()
+    code, told = said(monkeypatch, capsys, *words, flag, str(taken / "target"))
+    assert code == 2
+    assert f"{flag} {taken / 'target'}: cannot be written" in told
+
+
+def test_an_error_of_the_system_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(study_command, "ask_study", full)
+    code, line = said(monkeypatch, capsys, "study", str(CONFIG / "study" / "mst.yaml"))
+    assert code == 2
+    assert line == "rematbench study: [Errno 28] No space left on device"
 
 
 @pytest.mark.parametrize("seconds", ["0", "-5", "inf", "1e30", "nan"])

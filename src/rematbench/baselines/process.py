@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from math import fsum
@@ -26,6 +25,7 @@ from rematbench.paths import data_dir
 from rematbench.problem import Problem
 from rematbench.rank_error import KILLED, of_record
 from rematbench.record import Record, RunSpec, provenance, run_spec
+from rematbench.scratch import scratch
 from rematbench.suite import Status
 from rematbench.workload import NonNegativeInt, PositiveInt
 
@@ -114,8 +114,8 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
 
     `folder` keeps the records (`<number>.json`) and the gradients that were asked for.
     """
-    with tempfile.TemporaryDirectory(prefix="rematbench-") as temporary:
-        place = folder or Path(temporary)
+    with scratch() as own:
+        place = folder or own
         done = _run(name, jobs, place)
         records = []
         for number in range(len(jobs)):
@@ -130,8 +130,7 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
 def run_rank(name: str, asked: Job) -> Record | None:
     """Run a job as the rank that a launcher made of this process: rank 0's record, or that of the
     rank's own failure; None of another rank if the job ended well (or was refused)."""
-    with tempfile.TemporaryDirectory(prefix="rematbench-") as temporary:
-        place = Path(temporary)
+    with scratch() as place:
         try:
             done = _run(name, [asked], place)
         except NoAnswer as error:

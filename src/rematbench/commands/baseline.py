@@ -1,4 +1,4 @@
-"""The commands about baselines: flags, and `baseline` list, run, trace, predict."""
+"""`rematbench baseline`: list, run, trace, predict; and what is done to all points at once."""
 
 import time
 from pathlib import Path
@@ -8,9 +8,7 @@ import msgspec
 import typer
 from typer import Option
 
-from rematbench.baselines.flags import flags_of
 from rematbench.baselines.process import (
-    BaselineError,
     Job,
     baselines,
     job,
@@ -34,6 +32,7 @@ from rematbench.commands.points import (
     write_tables,
 )
 from rematbench.commands.real import has_gpu, speed_text, timing
+from rematbench.commands.targets import need_file
 from rematbench.console import CommandError, console, gib, grid, left, plain
 from rematbench.discover import IDENTITY
 from rematbench.evaluate import fullest
@@ -93,6 +92,7 @@ def predict_baseline(
       rematbench baseline predict megatron_core --model gpt-22b --cluster a100-80gb-selene
         --gpus 8 --seq-len 2048 --global-batch 4 --micro-batch 4 --tp 8 --set recompute=selective
     """
+    need_file("--out", out)
     made = asked(run)
     outcome = run_method(made.problem, made.method)
     record = make_record(made.problem, made.method, outcome)
@@ -140,6 +140,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     """
     if device not in ("", "cpu", "cuda"):
         raise CommandError(f"--device {device}: expected cpu or cuda")
+    need_file("--out", out)
     made = asked(run)
     launched = is_launched(rank, world_size, (address, port), made.problem.layout.gpus)
     try:
@@ -185,6 +186,7 @@ def trace_baseline(
         --seq-len 2048 --global-batch 4 --micro-batch 4 --tp 8 --attention unfused
         --set recompute=selective
     """
+    need_file("--out", out)
     made = asked(run)
     if rank >= made.problem.layout.gpus:
         raise CommandError(
@@ -288,39 +290,3 @@ def show(record: Record, problem: Problem | None = None) -> None:
 
 def _versions(stack: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in stack.items())
-
-
-@takes_run
-def flags(
-    run: RunOptions,
-    baseline: Annotated[str, Option(metavar="B", help="Whose flags.")] = "megatron_core",
-    json: Annotated[bool, Option("--json", help="Print the answer as JSON.")] = False,
-) -> None:
-    """Print a baseline's options equal to a method's plan, or name what is missing there.
-
-    megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON.  Exit
-    code 0 if equal, 1 if something is missing.
-
-    \b
-    Example:
-      rematbench flags full_recompute --set num_layers=2 --model llama-7b --cluster a800-80gb
-        --gpus 8 --seq-len 8192 --global-batch 16 --tp 2 --pp 4
-      rematbench flags full_recompute --baseline deepspeed --system deepspeed --model llama2-7b
-        --cluster a800-80gb --gpus 8 --seq-len 4096 --global-batch 8 --zero 3
-    """
-    if baseline not in baselines():
-        raise BaselineError(f"--baseline {baseline}: one of {', '.join(baselines())}")
-    made = request(run)
-    plan = made.method.plan(made.problem, made.base)
-    if isinstance(plan, Unsupported):
-        raise CommandError(f"unsupported: {plan.reason}")
-    answer = flags_of(made.problem, plan, baseline)
-    if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
-    elif answer.missing:
-        typer.echo(f"{baseline} has no options equal to {run.method}; missing there:")
-        for line in answer.missing:
-            typer.echo(f"  {line}")
-    else:
-        typer.echo(answer.flags)
-    raise typer.Exit(1 if answer.missing else 0)

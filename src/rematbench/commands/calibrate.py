@@ -10,7 +10,8 @@ from rich.table import Table as RichTable
 from typer import Option
 
 from rematbench.commands.sheet import PROCESSES, read
-from rematbench.console import CommandError, console, grid
+from rematbench.commands.targets import need_file
+from rematbench.console import console, grid
 from rematbench.cost.constants import Calibration, updated_text
 from rematbench.cost.fit import FitReport
 from rematbench.paths import data_dir
@@ -39,8 +40,7 @@ def calibrate(
       rematbench calibrate
       rematbench calibrate --leave-one-out -o config/left_out.yaml
     """
-    if output is not None and not output.parent.is_dir():
-        raise CommandError(f"-o {output}: there is no folder {output.parent}")
+    need_file("-o", output)
     rows = read(data_dir("published") / "runs.csv", "runs.csv")
     start = calibration()
     if leave_out:
@@ -53,10 +53,7 @@ def calibrate(
         shipped = (data_dir("config") / "calibration.yaml").read_text(encoding="utf-8")
         text = updated_text(shipped, report.calibration)
     if output is not None:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise CommandError(f"-o {output}: cannot be written ({error.strerror})") from error
+        output.write_text(text, encoding="utf-8")
         typer.echo(f"{output}: written")
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from rematbench.commands.targets import need_file
 from rematbench.console import CommandError, console, grid, left, plain
 from rematbench.discover import discover
 from rematbench.published.sheets import write_sheet
@@ -66,6 +67,7 @@ def submit_plan(
     Example:
       rematbench submit-plan config/measure.yaml --store results/measure/cells --max-gpu-hours 8
     """
+    need_file("-o", output)
     campaign = _campaign(suite, cluster, methods)
     rows = submissions(campaign, Store(store, is_final=is_final))
     out = console()
@@ -106,6 +108,7 @@ def run_cells(
       rematbench run-cells config/measure.yaml --store results/measure/cells
         --bundle keep_all.1x2.0 -o results/measure/bundles/keep_all.1x2.0.json
     """
+    need_file("-o", output)
     campaign = _campaign(suite, cluster, methods)
     found = campaign.bundle(bundle)
     if importlib.util.find_spec("torch") is None:
@@ -146,6 +149,7 @@ def collect_cells(
       rematbench collect-cells config/measure.yaml --store results/measure/cells
         -o results/measure/executed.csv
     """
+    need_file("-o", output)
     campaign = _campaign(suite, cluster, methods)
     rows = number_rows(campaign, Store(store, job_alive=job_alive, is_final=is_final))
     write_sheet(output, rows)

@@ -1,6 +1,5 @@
 """The command `compare`: every method and baseline for one job in one table."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +11,10 @@ from rematbench.candidates import CompareConfig, load_compare
 from rematbench.commands.options import Request, RunOptions, request, takes_problem
 from rematbench.commands.ranking import Judged, show
 from rematbench.commands.sheet import read
+from rematbench.commands.targets import need_file
 from rematbench.compare import Comparison, Entry
 from rematbench.compare import compare as compared
-from rematbench.console import CommandError, console
+from rematbench.console import console
 from rematbench.discover import discover
 from rematbench.paths import data_dir
 from rematbench.published.accuracy import load_accuracy
@@ -45,9 +45,8 @@ def compare(
       rematbench compare --model llama-65b --cluster h800-80gb --system megatron-kwai
         --gpus 64 --seq-len 4096 --global-batch 256 --tp 4 --pp 4 --vpp 5 -o compare.csv
     """
+    need_file("-o", output)
     asked = request(run)
-    if output is not None:
-        _check_writable(output)
     config = load_compare()
     source = predictions or data_dir("published") / "runs.csv"
     cells = read(source, "--predictions", "pred_status" if predictions else "source")
@@ -63,18 +62,6 @@ def compare(
     if output is not None:
         write_sheet(output, [line(item) for item in judged])
     show(console(), asked, found, judged, config.shown_share)
-
-
-def _check_writable(path: Path) -> None:
-    """Before the work, not after it."""
-    if path.is_dir():
-        raise CommandError(f"-o {path}: is a folder")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CommandError(f"-o {path}: cannot be written ({error.strerror})") from error
-    if not os.access(path.parent, os.W_OK):
-        raise CommandError(f"-o {path}: cannot be written (the folder is read-only)")
 
 
 def judge(

@@ -45,10 +45,10 @@ def converge(
       rematbench converge config/convergence.yaml -o results/measured/convergence
     """
     need_torch()
+    need_folder("-o", output)
     found = [c for c in cells(load_suite(suite), [], only or []) if isinstance(c.plan, Plan)]
     if not found:
         raise CommandError(f"--only {', '.join(only or [])}: no such cell in {suite} has a plan")
-    need_folder("-o", output)
     for cell in found:
         record = _trained(cell, steps)
         keep(record, output, cell.name)
@@ -114,11 +114,11 @@ def curves(
     Example:
       rematbench curves results/measured/convergence -o results/paper/tables
     """
+    need_folder("-o", output)
     found = [(problem, record) for problem, record in read_records([records]) if record.measured]
     bases = {problem: r for problem, r in found if r.spec.method == IDENTITY}
     if not bases:
         raise CommandError(f"{records}: no record of {IDENTITY} to compare with")
-    need_folder("-o", output)
     lines, rows = [], []
     for problem, record in found:
         own, base = _losses(record), _losses(bases[problem])

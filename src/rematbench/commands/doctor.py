@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from rematbench.commands.targets import need_file
 from rematbench.console import CommandError, console, grid, left
 from rematbench.discover import discover
 from rematbench.load import names
@@ -33,16 +34,14 @@ def doctor(write: OUTPUT = None, force: FORCE = False) -> None:
     """
     if write is not None and write.exists() and not force:
         raise CommandError(f"--write: {write} exists; add --force to overwrite it")
+    need_file("--write", write)
     out = console()
     out.print(_facts())
     out.print(_worlds())
     if write is None:
         return
     gpus = nvidia_gpus()
-    try:
-        write.write_text(cluster_yaml(write.stem, gpus), encoding="utf-8")
-    except OSError as error:
-        raise CommandError(f"--write: {write} cannot be written ({error.strerror})") from error
+    write.write_text(cluster_yaml(write.stem, gpus), encoding="utf-8")
     out.print(f"wrote {write}: check every number marked CHECK, then use --cluster {write}")
 
 

@@ -61,13 +61,13 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
         --gpus 2 --tp 2 --precision fp32 --against keep_all
     """
     need_torch()
+    need_file("--out", out)
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
 
     asked = request(_with_defaults(run))
     given = _given(rank, world_size, local_rank, (address, port), asked)
     kind = job.device_kind(device or "")
     need_gpu(kind)
-    need_file("--out", out)
     cases = _cases(asked, run, against, steps, kind)
     reason = cases if isinstance(cases, str) else next(filter(None, map(job.refused, cases)), "")
     record: Record | None

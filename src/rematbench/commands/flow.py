@@ -1,7 +1,7 @@
 """The commands that the workflow is made of: run, collect, sheets, tables, stages."""
 
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from msgspec.structs import asdict
@@ -10,6 +10,7 @@ from typer import Argument, Option
 from rematbench.collect import measurement_lines, method_table, read_records, run_lines
 from rematbench.collector import collect_rarely
 from rematbench.commands.sheet import read, rich_table
+from rematbench.commands.targets import need_file, need_folder
 from rematbench.console import CommandError, console
 from rematbench.discover import discover
 from rematbench.lower import lower
@@ -49,6 +50,7 @@ def run(
     Example:
       rematbench run config/smoke.yaml --method keep_all -o results/smoke/records/keep_all
     """
+    need_folder("-o", output)
     collect_rarely()
     finished = Store(store, say=typer.echo) if store else None
     records = run_bundle(load_suite(suite), method, discover(methods or ()), output, finished)
@@ -69,6 +71,7 @@ def collect(
     Example:
       rematbench collect config/smoke.yaml results/smoke/records -o results/smoke
     """
+    need_folder("-o", output)
     found = read_records(records)
     if not found:
         raise CommandError(f"no record (*.json) below {', '.join(map(str, records))}")
@@ -88,6 +91,7 @@ def sheets(
     Example:
       rematbench sheets results/published/runs.csv -o results/paper/sheets
     """
+    need_folder("-o", output)
     for name, cells in bundles(all_cells(read(rows, "ROWS.csv")), discover()).items():
         write_sheet(output / f"{name}.csv", cells)
         typer.echo(f"{output / name}.csv: {len(cells)} rows")
@@ -106,6 +110,8 @@ def tables(
     Example:
       rematbench tables results/paper/predictions/*.csv -o results/paper/tables
     """
+    need_folder("-o", output)
+    need_file("--joined", joined)
     cells = [cell for path in predictions for cell in read(path, "PRED.csv", "pred_status")]
     published = [cell for cell in cells if cell.get("cell", "published") == "published"]
     accuracy, constants = load_accuracy(), calibration()
@@ -133,6 +139,7 @@ def stages(
         --seq-len 4096 --global-batch 16 --pp 4 --out run.json
       rematbench stages run.json
     """
+    need_file("-o", output)
     again = replay(read_record(record), cluster=cluster)
     program = lower(again.plan, again.problem)
     bars = stage_bytes(again.problem, again.plan, program, again.evaluation)
@@ -148,11 +155,4 @@ def stages(
     )
     console().print(rich_table(table))
     if output is not None:
-        try:
-            write_sheet(output, [{**row, "title": again.title} for row in rows])
-        except OSError as error:
-            _unwritable(output, error)
-
-
-def _unwritable(path: Path, error: OSError) -> NoReturn:
-    raise CommandError(f"-o {path}: cannot be written ({error.strerror})") from error
+        write_sheet(output, [{**row, "title": again.title} for row in rows])

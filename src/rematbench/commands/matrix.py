@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from rematbench.candidates import load_compare
 from rematbench.commands.sheet import read
+from rematbench.commands.targets import need_file, need_folder
 from rematbench.console import CommandError
 from rematbench.discover import discover
 from rematbench.matrix.spec import MatrixSpec
@@ -59,6 +60,7 @@ def matrix(
     Example:
       rematbench matrix config/paper.yaml --model llama3-8b -o results/paper/matrix/llama3-8b.csv
     """
+    need_file("-o", output)
     spec, registry = declared(suite), discover()
     lines, told = [], []
     began = time.process_time()
@@ -85,6 +87,7 @@ def matrix_tables(
       rematbench matrix-tables config/paper.yaml results/paper/matrix/llama3-8b.csv
         --predictions results/paper/predictions.csv -o results/paper/tables
     """
+    need_folder("-o", output)
     spec, registry = declared(suite), discover()
     rows = [row for path in results for row in lines_of(path, "arm")]
     told = [row for path in results for row in lines_of(path.with_suffix(f".{CANDIDATES}"), "fate")]

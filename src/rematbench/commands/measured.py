@@ -76,10 +76,10 @@ def measure(
         --only llama-65b-figure7.keep_all
     """
     need_torch()
+    need_folder("-o", output)
     found = cells(load_suite(suite), methods or [], only or [])
     if not found:
         raise CommandError(f"--only {', '.join(only or [])}: no such cell in {suite}")
-    need_folder("-o", output)
     if world == "traced":
         for cell in found:
             keep(traced(request_of(cell)), output, cell.name)
@@ -246,11 +246,11 @@ def worlds(
     Example:
       rematbench worlds results/measured -o results/paper/tables
     """
+    need_folder("-o", output)
     read = read_records(records)
     found = [entry for entry in read if not _has_its_own_table(entry[1])]
     if not any(record.measured for _, record in found):
         raise CommandError(f"no measured record below {', '.join(map(str, records))}")
-    need_folder("-o", output)
     table = worlds_table(found, again.read_text(encoding="utf-8").strip() if again else "")
     table.write(output)
     wrong = differing(found)

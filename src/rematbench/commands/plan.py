@@ -13,6 +13,7 @@ from typer import Option
 from rematbench.commands.estimate import estimate_result, estimated, show_estimate
 from rematbench.commands.options import Request, RunOptions, request, takes_run
 from rematbench.commands.show import Shown, heading, result, show
+from rematbench.commands.targets import need_file
 from rematbench.console import CommandError, console, grid, left, plain, seconds
 from rematbench.evaluate import PlanEvaluation
 from rematbench.events import write_trace
@@ -50,6 +51,7 @@ def simulate(
         --cluster h800-80gb --system megatron-kwai --gpus 256 --seq-len 8192
         --global-batch 256 --tp 4 --pp 8 --vpp 6 --set alpha=0.63
     """
+    need_file("--out", out)
     asked = request(run)
     outcome = evaluated(asked, checked=check)
     form = estimated(asked, outcome, estimator)
@@ -84,10 +86,7 @@ def _write(asked: Request, outcome: Outcome, path: Path) -> None:
         parameters = {**record.spec.parameters, "base": other}
         spec = replace(record.spec, parameters=parameters)
         record = replace(record, spec=spec, run_id=spec.run_id)
-    try:
-        write_record(record, path)
-    except OSError as error:
-        raise CommandError(f"--out {path}: cannot be written ({error.strerror})") from error
+    write_record(record, path)
 
 
 def _keep_all(asked: Request, outcome: Outcome) -> PlanEvaluation | None:
@@ -200,11 +199,9 @@ def timeline(
       rematbench timeline keep_all --model llama-7b --cluster a800-80gb --gpus 4
         --seq-len 4096 --global-batch 16 --pp 4 -o trace.json
     """
+    need_file("-o", output)
     again = _replayed(run)
-    try:
-        write_trace(again, output)
-    except OSError as error:
-        raise CommandError(f"-o {output}: cannot be written ({error.strerror})") from error
+    write_trace(again, output)
     step = seconds(again.evaluation.step_s)
     typer.echo(f"{output}: one step of {step}; open it at https://ui.perfetto.dev")
 

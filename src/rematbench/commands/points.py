@@ -15,6 +15,7 @@ from rematbench.baselines.agreement import (
 from rematbench.baselines.points import Point, load_points, trace_points
 from rematbench.baselines.process import Device, NotInstalled
 from rematbench.baselines.tables import points_table, tensors_table
+from rematbench.commands.targets import need_folder
 from rematbench.console import CommandError
 from rematbench.record import read_record
 from rematbench.worlds.again import differences
@@ -41,6 +42,7 @@ def trace_shipped_points(output: Output, names: Names = None) -> None:
     Example:
       rematbench baseline points k22b-none -o traced/
     """
+    need_folder("-o", output)
     points = chosen(names)
     records = trace_points(points, output)
     for point, record in zip(points, records, strict=True):
@@ -60,6 +62,7 @@ def trace_again(output: Output, committed: Committed, names: Names = None) -> No
       rematbench baseline again k22b-selective -o traced/
         --compare results/measured/traced/baselines
     """
+    need_folder("-o", output)
     wrong = False
     wanted = [(p, read_record(committed / f"{p.name}.json")) for p in chosen(names)]
     for point, before in wanted:
@@ -98,6 +101,7 @@ def compare_engines(
 
     need_torch()
     need_gpu(device)
+    need_folder("-o", output)
     records = agreement_records(device, gpus_here() if device == "cuda" else 0)
     for name, record in records.items():
         keep(record, output, name)
@@ -125,6 +129,7 @@ def write_tables(
     Example:
       rematbench baseline tables results/measured/traced/baselines -o results/paper/tables
     """
+    need_folder("-o", output)
     points = load_points()
     tables = [points_table(points, records), tensors_table(points)]
     for table in [*tables, *([agreement_table(agreement)] if agreement else [])]:

@@ -50,10 +50,7 @@ def has_gpu() -> bool:
 def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:
     """Write and print a record."""
     if out is not None:
-        try:
-            write_record(record, out)
-        except OSError as error:
-            raise CommandError(f"--out {out}: cannot be written ({error.strerror})") from error
+        write_record(record, out)
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(record, order="sorted")).decode())
         return

@@ -8,6 +8,7 @@ import typer
 from typer import Argument, Option
 
 from rematbench.commands.measured import cells, request_of
+from rematbench.commands.targets import need_file
 from rematbench.commands.trace import traced
 from rematbench.console import CommandError
 from rematbench.record import read_record
@@ -31,6 +32,7 @@ def retrace(
       rematbench retrace config/traced.yaml llama-65b-figure7.keep_all.0
         --committed results/measured/traced -o build/retraced.txt
     """
+    need_file("-o", output)
     if importlib.util.find_spec("torch") is None:
         line = "Nothing was traced again: torch is not installed (`./bench test` always does)."
     else:

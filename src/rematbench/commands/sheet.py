@@ -10,6 +10,7 @@ from rich.table import Table as RichTable
 from typer import Argument, Option
 
 from rematbench.collector import collect_rarely
+from rematbench.commands.targets import need_file, need_folder
 from rematbench.console import CommandError, console, grid, left, plain
 from rematbench.paths import data_dir
 from rematbench.published.accuracy import load_accuracy, load_left_out
@@ -43,12 +44,10 @@ def predict(
     Example:
       rematbench predict results/published/runs.csv -o predictions.csv
     """
+    need_file("-o", output)
     collect_rarely()
     found = predicted(read(rows, "ROWS.csv"), processes, methods)
-    try:
-        write_sheet(output, found)
-    except OSError as error:
-        raise CommandError(f"-o {output}: cannot be written ({error.strerror})") from error
+    write_sheet(output, found)
     counts: dict[str, int] = {}
     for row in found:
         counts[row["pred_status"]] = counts.get(row["pred_status"], 0) + 1
@@ -79,6 +78,8 @@ def validate(
     """
     if rows is not None and predictions is not None:
         raise CommandError("--rows and --predictions: give one of them")
+    if tables is not None:
+        need_folder("--tables", tables)
     if predictions is not None:
         cells = read(predictions, "--predictions", "pred_status")
     else:

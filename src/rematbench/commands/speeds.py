@@ -7,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from rematbench.commands.sheet import read
-from rematbench.console import CommandError
+from rematbench.commands.targets import need_folder
 from rematbench.worlds.speed_table import NAME, speed_table, timed
 
 
@@ -22,9 +22,7 @@ def speeds(
     Example:
       rematbench speeds results/measure/executed.csv -o results/measure/tables
     """
+    need_folder("-o", output)
     rows = read(executed, "EXECUTED.csv", "record_key")
-    try:
-        speed_table(rows).write(output)
-    except OSError as error:
-        raise CommandError(f"-o {output}: cannot be written ({error.strerror})") from error
+    speed_table(rows).write(output)
     typer.echo(f"{output / NAME}.md: {len(rows)} cells, {timed(rows)} with seconds of a GPU")

@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from rematbench.collector import collect_rarely
 from rematbench.commands.sheet import read, rich_table
+from rematbench.commands.targets import need_file, need_folder
 from rematbench.console import CommandError, console
 from rematbench.discover import discover
 from rematbench.paths import data_dir
@@ -43,19 +44,16 @@ def study(
     Example:
       rematbench study config/study/mst.yaml --workload llama3-8b --method mst
     """
+    need_file("-o", output)
     collect_rarely()
     asked = narrowed(load_study(file), workload, method)
     found = ask_study(asked, discover(methods or ()), str(file))
     if output is None:
         _show(asked.name, found)
         return
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        temporary = output.with_name(f".{output.name}.tmp")
-        temporary.write_bytes(dump(found))
-        temporary.replace(output)
-    except OSError as error:
-        raise CommandError(f"-o {output}: cannot be written ({error.strerror})") from error
+    temporary = output.with_name(f".{output.name}.tmp")
+    temporary.write_bytes(dump(found))
+    temporary.replace(output)
     typer.echo(f"{output}: {len(found)} answers in {time.process_time():.1f} s of CPU")
 
 
@@ -90,6 +88,7 @@ def claims(
       rematbench claims results/paper/studies/*.json -o results/paper/tables
         --predictions results/paper/predictions.csv
     """
+    need_folder("-o", output)
     found = [answer for path in answers for answer in _read(path)]
     cells = read(predictions, "--predictions", "pred_status") if predictions else []
     rows = read_sheet(data_dir("published") / "claims.csv")

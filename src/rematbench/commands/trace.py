@@ -40,6 +40,7 @@ def trace(
         --system megatron-kwai --gpus 512 --seq-len 8192 --global-batch 256 --tp 8 --pp 8
     """
     need_torch()
+    need_file("--out", out)
     if run.method in baselines():
         trace_stage(run, stage, out, json=json)
         return
@@ -47,7 +48,6 @@ def trace(
     lay = asked.problem.layout
     if stage is not None and stage >= lay.pp:
         raise CommandError(f"--stage {stage}: the pipeline has ranks 0 to {lay.pp - 1}")
-    need_file("--out", out)
     record = traced(asked, stage)
     finish(record, asked, out, json)
     if record.status != "ok":

@@ -6,7 +6,6 @@ status and a reason; its processes are ended and the remaining cases are launche
 
 import multiprocessing as mp
 import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
@@ -15,6 +14,7 @@ from typing import cast
 
 import torch
 
+from rematbench.scratch import scratch
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result, Status
 from rematbench.torch.gather import combine
@@ -47,16 +47,17 @@ def execute_cases(cases: Sequence[Case], *, timeout_s: float = 120.0) -> list[Re
 
 def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
     """Results up to the first failure (at least one)."""
-    with tempfile.TemporaryDirectory(prefix="rematbench-") as name:
-        folder, size = Path(name), cases[0].world_size
+    size = cases[0].world_size
+    with scratch() as folder:
         context = mp.get_context("spawn")
-        processes: list[BaseProcess] = [
-            context.Process(target=worker.run, args=(rank, size, folder, cases, timeout_s))
-            for rank in range(size)
-        ]
-        for process in processes:
-            process.start()
+        processes: list[BaseProcess] = []
         try:
+            for rank in range(size):
+                process = context.Process(
+                    target=worker.run, args=(rank, size, folder, cases, timeout_s)
+                )
+                process.start()
+                processes.append(process)
             failure = _watch(processes, folder, timeout_s)
         finally:
             _end(processes)
