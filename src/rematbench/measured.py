@@ -17,7 +17,8 @@ BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}
 class RankMeasured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One process.  Bytes of activations at action boundaries stand beside the issue-order
     ledger's (`differing_actions` of `actions` disagree; the twin law wants none).  `peak_bytes`
-    also counts states and what lives inside an operator, beside the simulated total.
+    also counts states and what lives inside an operator, beside the simulated total of the same
+    saved tensors with the torch runtime's states and kernels, whatever the problem's stack.
     `allocated_bytes`, `reserved_bytes` (the allocator's) and `pinned_bytes` (what torch holds
     pinned for the pool, which may be more than is asked for) are those of CUDA, 0 elsewhere."""
 

@@ -13,6 +13,7 @@ from rematbench.lower import lower
 from rematbench.plan import Plan
 from rematbench.record import Record, plan_hash, read_record
 from rematbench.suitefile import load_suite
+from rematbench.worlds.measure import as_run
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "results" / "measured"
@@ -76,7 +77,8 @@ def test_a_record_of_the_current_plan_has_the_current_ledger(path: Path) -> None
         assert found.spec.method not in ALWAYS, stale
         return
     program = lower(cell.plan, cell.problem)
-    simulated = program_bytes(cell.problem, cell.plan, program)
+    run = as_run(cell.problem)
+    simulated = program_bytes(run, cell.plan, lower(cell.plan, run))
     for rank in found.measured.ranks[:1]:
         expected = max(device for device, _ in live_bytes(program.ranks[rank.pp].actions()))
         assert rank.ledger_boundary_peak_bytes == expected

@@ -166,3 +166,26 @@ def test_nothing_measured_is_nothing_known(tmp_path: Path) -> None:
     (tmp_path / "steps.json").write_text('{"ratio": 1.03}')
     slow = next(finding for finding in findings(tmp_path) if "by hand" in finding.claim)
     assert (slow.holds, "1.0300" in slow.text) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("extra_mib", "holds"), [(0, True), (32, True), (66, True), (120, False), (-60, False)]
+)
+def test_the_allocators_peak_is_held_within_workspaces_and_activations(
+    extra_mib: int, holds: bool, whole: tuple[Path, int, str], tmp_path: Path
+) -> None:
+    """One GiB of activations beside sixteen of states: two per cent are of the activations."""
+    record = read_record(whole[0] / "records" / "large.keep_all.0.json")
+    assert record.measured is not None
+    (rank,) = record.measured.ranks
+    mib = 1 << 20
+    rank = replace(
+        rank,
+        simulated_peak_bytes=17408 * mib,
+        simulated_state_bytes=16384 * mib,
+        allocated_bytes=(17408 + extra_mib) * mib,
+    )
+    written = replace(record, measured=replace(record.measured, ranks=(rank,)))
+    write_record(written, tmp_path / "records" / "large.keep_all.0.json")
+    held = {finding.claim: finding.holds for finding in findings(tmp_path)}
+    assert held["the allocator's peak is the simulated one's"] is holds

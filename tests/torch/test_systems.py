@@ -9,12 +9,20 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
+from rematbench.evaluate import program_bytes
+from rematbench.layout import Layout
+from rematbench.load import load_model
 from rematbench.lower import lower
+from rematbench.paths import data_dir
 from rematbench.plan import Plan, Recompute
+from rematbench.problem import Problem
+from rematbench.suite import make_problem
 from rematbench.torch import worker
 from rematbench.torch.case import Case
 from rematbench.torch.gather import combine
-from tests.problems import rule
+from rematbench.torch.trace import trace_rank
+from rematbench.worlds.measure import measured_ranks
+from tests.problems import FULL, rule
 from tests.torch import cases, grid, laws
 
 SYSTEMS = ("deepspeed", "megatron-core", "megatron-lm", "mst-hf", "torchtitan")
@@ -64,3 +72,37 @@ def test_held_outputs_are_executed() -> None:
     check_both(held)
     assert held.plan.held
     assert plain.plan.held == ()
+
+
+EVERY = sorted(path.stem for path in (data_dir("config") / "systems").glob("*.yaml"))
+OTHER_HEADS = ("llm-foundry", "mst-hf", "deepspeed")
+"""Stacks whose states or losses are far from the runtime's."""
+
+
+def of_a_large_vocabulary(system: str) -> Problem:
+    """Two layers: the head and the loss, which stacks run differently, are most of it."""
+    model = replace(load_model("llama3-8b"), num_layers=2)
+    lay = Layout(tp=4, global_batch=1)
+    return make_problem(model=model, cluster="h100-80gb", system=system, layout=lay, seq_len=8192)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["keep_all", "full"])
+@pytest.mark.parametrize("system", EVERY)
+def test_total_peaks_are_held_to_what_the_runtime_runs(system: str, full: bool) -> None:
+    """Saved tensors of the stack, states and kernels of the runtime."""
+    given = of_a_large_vocabulary(system)
+    plan = given.base_plan.with_rules(*FULL) if full else given.base_plan
+    result = trace_rank(given, plan)
+    (rank,) = measured_ranks(given, plan, [result], 1)
+    assert rank.differing_actions == 0
+    assert abs(rank.peak_error) <= 0.02
+    assert rank.state_bytes == pytest.approx(rank.simulated_state_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("system", OTHER_HEADS)
+def test_the_stacks_own_totals_are_others(system: str) -> None:
+    given = of_a_large_vocabulary(system)
+    plan = given.base_plan.with_rules(*FULL)
+    result = trace_rank(given, plan)
+    (own,) = program_bytes(given, plan, lower(plan, given))
+    assert abs((result.peak_bytes + result.state_bytes) / own.device_peak - 1.0) > 0.02

@@ -14,6 +14,7 @@ from rematbench.commands.show import heading
 from rematbench.console import CommandError, console, gib, grid, left, plain
 from rematbench.measured import Comparison, Measured
 from rematbench.record import Record, write_record
+from rematbench.worlds.measure import RUNTIME
 from rematbench.worlds.speed import MeasuredSpeed, measured_speed
 
 TORCH = "2.10"
@@ -61,6 +62,11 @@ def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None
     if record.measured.losses:
         console().print(_steps(record.measured))
     console().print(_bytes(record.measured, record.spec.precision))
+    stack = asked.problem.system.name
+    if stack != RUNTIME:
+        console().print(
+            f"Totals: saved tensors as {stack} has them, states and kernels of this runtime."
+        )
     if record.measured.step_s:
         seconds, device = record.measured.step_s, record.provenance.device
         console().print(plain(timing(seconds)))

@@ -18,10 +18,11 @@ from rematbench.record import Record, read_record
 STEP_LIMIT = 1.02
 """The executor's step over the hand-written one's (the project's own bound)."""
 PEAK_LIMIT = 0.02
-"""The allocator's peak beside the simulated one (the project's own bound)."""
-WORKSPACES = 2**30
-"""Bytes that the allocator's peak may have beside the ledger's: cuBLAS's workspaces, 32 MiB for
-each stream that ever multiplies, and what operators need inside (fp32 copies, the loss)."""
+"""Of the simulated activations, which the allocator's peak may differ by (the project's own
+bound); of the whole, states included, it would let one method pass for another."""
+WORKSPACES = 2 * (32 << 20)
+"""What the allocator's peak has beside the simulation's: a workspace of cuBLAS's and one of
+cuBLASLt's, 32 MiB each on Hopper (torch's CUDABlas.cpp), for the one stream that multiplies."""
 
 
 class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -143,7 +144,8 @@ def _peaks(records: Sequence[tuple[str, Record]]) -> Iterator[Finding]:
         if not rank.allocated_bytes:
             continue
         extra = rank.allocated_bytes - rank.simulated_peak_bytes
-        held.append(abs(extra) <= max(WORKSPACES, PEAK_LIMIT * rank.simulated_peak_bytes))
+        margin = PEAK_LIMIT * (rank.simulated_peak_bytes - rank.simulated_state_bytes)
+        held.append(-margin <= extra <= WORKSPACES + margin)
         words.append(
             f"{name.split('.', 1)[1]} allocated {rank.allocated_bytes / 2**30:.3f}, simulated "
             f"{rank.simulated_peak_bytes / 2**30:.3f}, reserved {rank.reserved_bytes / 2**30:.3f}, "

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from rematbench.discover import Composition
 from rematbench.evaluate import RankBytes, program_bytes
 from rematbench.ledger import live_bytes
+from rematbench.load import load_system
 from rematbench.lower import lower
 from rematbench.measured import BOUNDS, Comparison, Measured, RankMeasured, relative
 from rematbench.plan import Plan
@@ -17,6 +18,31 @@ from rematbench.suite import Status
 
 if TYPE_CHECKING:
     from rematbench.torch.case import RankResult, Result
+
+
+RUNTIME = "rematbench"
+"""The torch runtime's own stack, in config/systems."""
+OWN = (
+    *("param_bytes", "grad_bytes", "optimizer_bytes", "step_scratch_bytes"),
+    *("fused_loss", "loss_in_place", "loss_keeps_logits"),
+)
+"""Facts of a stack that the torch runtime does not take from it: the widths of its states, and what
+lives inside its loss and its optimizer step.  What is saved for the backward it takes."""
+
+
+def as_run(problem: Problem) -> Problem:
+    """The problem whose simulated totals a run of the torch runtime is held to: saved tensors of
+    the problem's stack, states and kernels of the runtime's."""
+    own = load_system(RUNTIME)
+    facts = {name: getattr(own, name) for name in OWN}
+    return Problem(
+        workload=problem.workload,
+        cluster=problem.cluster,
+        system=replace(problem.system, **facts),
+        layout=problem.layout,
+        calibration=problem.calibration,
+        attention=problem.attention,
+    )
 
 
 def activation_bytes(problem: Problem, plan: Plan) -> int:
@@ -62,7 +88,8 @@ def measured_ranks(
 ) -> tuple[RankMeasured, ...]:
     """Every process, in rank order."""
     program = lower(plan, problem)
-    simulated = program_bytes(problem, plan, program)
+    run = as_run(problem)
+    simulated = program_bytes(run, plan, lower(plan, run))
     return tuple(measured_rank(result, program, simulated, steps) for result in results)
 
 
