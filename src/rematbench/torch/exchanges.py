@@ -3,7 +3,6 @@
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from rematbench.action import Action, Kind
@@ -11,7 +10,6 @@ from rematbench.torch import ulysses
 from rematbench.torch.groups import Group, Groups
 from rematbench.torch.memory import Memory, Site, Value, identity
 from rematbench.torch.model import RankModel
-from rematbench.torch.parameters import Parameter
 from rematbench.torch.streams import Streams
 
 
@@ -176,15 +174,10 @@ class Exchanges:
                 if action.kind is Kind.ALL_REDUCE:
                     group.all_reduce(parameter.grad_flat)
                 else:
-                    self._scatter_gradient(parameter, group)
+                    whole = parameter.grad_flat
+                    group.reduce_scatter(whole[parameter.start : parameter.stop], whole)
 
         self.streams.run(action.stream, work)
-
-    def _scatter_gradient(self, parameter: Parameter, group: Group) -> None:
-        own = parameter.grad_flat[parameter.start : parameter.stop]
-        total = torch.empty_like(own)
-        group.reduce_scatter(total, parameter.grad_flat)
-        own.copy_(total)
 
     def _reduce_norms(self, group: Group) -> None:
         """Replicated parameters whose gradients each rank has of its own tokens only."""
@@ -200,7 +193,6 @@ class Exchanges:
 
         def work() -> None:
             for parameter in parameters:
-                own = parameter.flat[parameter.start : parameter.stop].clone()
-                group.all_gather(parameter.flat, own)
+                group.all_gather(parameter.flat, parameter.flat[parameter.start : parameter.stop])
 
         self.streams.run(action.stream, work)

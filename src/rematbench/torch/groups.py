@@ -75,7 +75,7 @@ class Group(NamedTuple):
     handle: dist.ProcessGroup | None
 
     def all_gather(self, out: Tensor, own: Tensor) -> None:
-        """out = every rank's rows, in rank order."""
+        """out = every rank's rows, in rank order; `own` may be its place there (as NCCL allows)."""
         if self.handle is None:
             out.view(-1).copy_(own.reshape(-1))
             return
@@ -83,7 +83,8 @@ class Group(NamedTuple):
         self._call(partial(call, group=self.handle), out, own.contiguous())
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> None:
-        """out = this rank's rows of the sum over ranks."""
+        """out = this rank's rows of the sum over ranks; it may be their place in `whole` (as NCCL
+        allows)."""
         if self.handle is None:
             out.view(-1).copy_(whole.reshape(-1))
         elif is_gloo(self.handle):

@@ -18,6 +18,7 @@ ROPE_BASE = 10_000.0
 _aten = torch.ops.aten
 IGNORED = -100
 """A label that counts neither in the loss nor in its mean."""
+PARTS = 8
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -45,12 +46,18 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
     """(input gradient, weight gradient: on a CPU in the wide dtype)."""
     if fused(x):
         return fused_rms_norm_backward(grad, x, weight)
-    g, y = grad.to(wide(x.dtype)), x.to(wide(x.dtype))
+    g, y = _wide_copies(grad, x)
     scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + NORM_EPS)
-    y = y * scale
-    gw = g * weight
-    dx = scale * (gw - y * (gw * y).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (g * y).sum(0)
+    y.mul_(scale)
+    dw = (g * y).sum(0)
+    g.mul_(weight)
+    dx = g.sub_(y.mul_((g * y).mean(-1, keepdim=True))).mul_(scale)
+    return dx.to(x.dtype), dw
+
+
+def _wide_copies(*tensors: Tensor) -> list[Tensor]:
+    """For arithmetic in place, so that a CPU holds few wide tensors beside its results."""
+    return [x.to(wide(x.dtype), copy=True) for x in tensors]
 
 
 def fused_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,13 +81,15 @@ def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor
     """(input, weight and bias gradients); the last two on a CPU in the wide dtype."""
     if fused(x):
         return fused_layer_norm_backward(grad, x, weight)
-    g, y = grad.to(wide(x.dtype)), x.to(wide(x.dtype))
-    y = y - y.mean(-1, keepdim=True)
+    g, y = _wide_copies(grad, x)
+    y.sub_(y.mean(-1, keepdim=True))
     scale = torch.rsqrt(y.square().mean(-1, keepdim=True) + NORM_EPS)
-    y = y * scale
-    gw = g * weight
-    dx = scale * (gw - gw.mean(-1, keepdim=True) - y * (gw * y).mean(-1, keepdim=True))
-    return dx.to(x.dtype), (g * y).sum(0), g.sum(0)
+    y.mul_(scale)
+    dw, db = (g * y).sum(0), g.sum(0)
+    g.mul_(weight)
+    means = g.mean(-1, keepdim=True), (g * y).mean(-1, keepdim=True)
+    dx = g.sub_(means[0]).sub_(y.mul_(means[1])).mul_(scale)
+    return dx.to(x.dtype), dw, db
 
 
 def fused_layer_norm_backward(
@@ -103,14 +112,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """total += grad.T @ x, in the gradient buffer's dtype; on a GPU inside the product."""
+    """total += grad.T @ x, in the gradient buffer's dtype; on a GPU inside the product, on a CPU in
+    PARTS of the buffer, so that the product beside it stays small."""
     if total.dtype == x.dtype:
         total.addmm_(grad.t(), x)
     elif fused(x) and hasattr(_aten.addmm, "dtype_out"):
         if not x.is_meta:  # nothing is made that a trace could see
             _aten.addmm.dtype_out(total, grad.t(), x, total.dtype, out=total)
     else:
-        total.add_(grad.t() @ x)
+        for some, rows in zip(total.chunk(PARTS), grad.t().chunk(PARTS), strict=True):
+            some.add_(rows @ x)
 
 
 def rope_tables(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
