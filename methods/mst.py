@@ -7,8 +7,9 @@ so sequences up to d are not split), V / d pieces for the head (32 for Llama-3),
 computed again in its backward; used with full recomputation and optimizer-in-backward.
 Deviations: the rule stops at 32 pieces of the MLP, past which its transients no longer set the
 peak and kernels only shrink; the loss's saved statistics are recomputed by piece instead of kept;
-weight gradients of the pieces are accumulated in place, as autograd does; an MLP whose inner
-tensors the base partly offloads is left whole.
+weight gradients of the pieces are accumulated in place, as autograd does; an MLP of whose inner
+tensors the base offloads or rebuilds a part is left whole; what the loss saves is rebuilt by piece
+also where the base would offload it (it is the logits' size, which is what pieces are to avoid).
 """
 
 from math import ceil
@@ -19,7 +20,7 @@ from msgspec.structs import replace
 
 from rematbench.plan import MiniSequence, Plan, Recompute, Rule, Select, StateFate, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.kept import kept_activations, offloaded_activations
+from rematbench.solve.kept import kept_activations, parted_activations
 from rematbench.workload import PositiveInt
 
 MLP = ("fc1", "act", "mul", "fc2")
@@ -51,9 +52,9 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         head = self._head_count(problem)
         added = tuple(MiniSequence(ops, n) for ops, n in ((MLP, mlp), (HEAD, head)) if n > 1)
         plan = replace(base, mini_sequences=(*base.mini_sequences, *added))
-        if head > 1 and "loss_saved" in kept_activations(problem, base, "head"):
-            select = Select(parts=("head",), activations=("loss_saved",), kept=True)
-            plan = plan.with_rules(Rule(select, Recompute(scope="consumer")))
+        if head > 1:
+            plan, remark = _with_loss_by_piece(problem, plan)
+            why |= remark
         if self.optimizer_in_backward:
             plan = _update_in_backward(plan)
         return plan.noting(mlp_chunks=mlp, head_chunks=head, **why)
@@ -64,9 +65,9 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         layout = problem.layout
         local = problem.workload.seq_len // (layout.cp * layout.ulysses)
         inner = {name for op in table.ops if op.name in MLP[:-1] for name in op.outputs}
-        leaving = sorted(inner & offloaded_activations(problem, base))
-        if leaving:
-            return 1, {"mlp": f"whole: the base offloads part of {', '.join(leaving)}"}
+        parted = sorted(inner & parted_activations(problem, base))
+        if parted:
+            return 1, {"mlp": f"whole: the base offloads or rebuilds part of {', '.join(parted)}"}
         rows = min(table.activations[name].rows for name in ("fc2_out", *inner))
         rule = min(ceil(local / model.hidden), self.max_mlp_chunks)
         return min(self.mlp_chunks or rule, rows), {}
@@ -75,6 +76,17 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         model = problem.workload.model
         rows = min(a.rows for a in problem.head.activations.values())
         return min(self.head_chunks or ceil(model.vocab / model.hidden), rows)
+
+
+def _with_loss_by_piece(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
+    """The plan with what the loss saves rebuilt by piece, whatever rules of the base (a budget of
+    bytes, say) reach it, and a remark where it would have left the device."""
+    parted = "loss_saved" in parted_activations(problem, plan, "head")
+    if not parted and "loss_saved" not in kept_activations(problem, plan, "head"):
+        return plan, {}
+    rule = Rule(Select(parts=("head",), activations=("loss_saved",)), Recompute(scope="consumer"))
+    remark = {"loss": "by piece: the base would offload or rebuild part of it"} if parted else {}
+    return plan.with_rules(rule), remark
 
 
 def _update_in_backward(plan: Plan) -> Plan:

@@ -39,6 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2, "zero_stage": 1, "global_batch": 4},
     "dp2-zero0": {"dp": 2, "zero_stage": 0, "global_batch": 4},
     "pp4-vpp2": {"pp": 4, "vpp": 2, "global_batch": 8},
+    "pp4-vpp2-one-group": {"pp": 4, "vpp": 2, "global_batch": 4},
     "tp2-pp2": {"tp": 2, "pp": 2, "global_batch": 4},
     "tp2-cp2": {"tp": 2, "cp": 2, "zero_stage": 1, "global_batch": 2},
     "ulysses2": {"dp": 2, "ulysses": 2, "global_batch": 4, "micro_batch": 2},

@@ -38,10 +38,10 @@ def composed(name: str) -> Composition:
     return discover().resolve(name, dict(pairs))
 
 
-def composed_cases(layout: str) -> list[Case]:
+def composed_cases(layout: str, names: Sequence[str] = laws.COMPOSITIONS) -> list[Case]:
     """Compositions that have a plan for the layout; it must lower."""
     found = []
-    for name in laws.COMPOSITIONS:
+    for name in names:
         made = cases.method_case(layout, name, composed(name))
         if isinstance(made, Case):
             lower(made.plan, made.problem)

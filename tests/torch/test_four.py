@@ -23,6 +23,7 @@ CASES = grid.short(
         *grid.raw_cases("dp2-ulysses2", "keep"),
         *(grid.in_order(case, "pp", "dp", "cp", "tp") for case in STATE_PEERS),
         *(case for layout in LAYOUTS for case in grid.method_cases(layout, METHODS)),
+        *grid.composed_cases("pp4-vpp2-one-group", ("pp_offload+mst",)),  # the head is offloaded
     ]
 )
 NAMES = [case.name for case in CASES]

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.action import Kind
 from rematbench.check import check
 from rematbench.discover import discover
 from rematbench.evaluate import evaluate
 from rematbench.lower import lower
-from rematbench.plan import Plan, Unsupported
+from rematbench.plan import Fate, Offload, Plan, Rule, Select, Split, Unsupported
 from rematbench.problem import Problem
-from tests.problems import layers, problem
+from tests.problems import layers, problem, rule
 
 REGISTRY = discover()
 SMALL = {"granularity": 256, "min_bytes": 512}
@@ -52,6 +53,38 @@ def refusal(given: Problem, spec: str, **settings: Any) -> str:
 @pytest.mark.parametrize("offloads", SETTINGS)
 def test_what_offloads_goes_first(offloads: str) -> None:
     sound(pipeline(), f"{offloads}+mst", mlp_chunks=3, **SETTINGS[offloads])
+
+
+@pytest.mark.parametrize("min_bytes", [512, 1 << 30])
+@pytest.mark.parametrize("alpha", [0.05, 0.6, 1.0])
+@pytest.mark.parametrize("before", ["", "balanced_checkpointing+"])
+def test_pieces_take_what_the_loss_saves_from_an_offloader(
+    before: str, alpha: float, min_bytes: int
+) -> None:
+    """With one group of micro-batches the budget reaches the head too, whose largest tensor that
+    is; a budget that spares small tensors has still matched it."""
+    given = pipeline(vpp=2, global_batch=4)
+    budget = {"alpha": alpha, "granularity": 256, "min_bytes": min_bytes}
+    plan = sound(given, f"{before}pp_offload+mst", mlp_chunks=3, **budget)
+    actions = [action for r in lower(plan, given).ranks for action, _, _ in r.actions()]
+    kinds = {action.kind for action in actions if action.op in ("loss", "loss_saved")}
+    assert Kind.RECOMPUTE in kinds
+    assert Kind.D2H not in kinds
+    assert "loss" in plan.fit if min_bytes == 512 else "loss" not in plan.fit
+
+
+@pytest.mark.parametrize("fate", [Split(recompute=0.5), Split(offload=0.5), Offload()])
+def test_pieces_are_cut_where_the_base_parts_nothing_but_the_loss(fate: Fate) -> None:
+    """A user's own rules: rows of the loss's softmax or of an inner tensor that part ways."""
+    given = pipeline()
+    loss = Select(parts=("head",), activations=("loss_saved",))
+    base = given.base_plan.with_rules(Rule(loss, fate), rule(fate, "up_out"))
+    (method,) = REGISTRY.resolve("mst", {"mlp_chunks": 3}).methods
+    plan = method.plan(given, base)
+    assert isinstance(plan, Plan), plan
+    check(lower(plan, given))
+    assert [sequence.ops[0] for sequence in plan.mini_sequences] == ["lm_head"]
+    assert str(plan.fit["mlp"]).endswith("part of up_out")
 
 
 @pytest.mark.parametrize("offloads", SETTINGS)

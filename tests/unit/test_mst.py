@@ -153,7 +153,7 @@ def test_composes_with_every_method(base: str, degrees: dict[str, Any]) -> None:
 def test_an_mlp_whose_tensors_leave_stays_whole_and_says_so() -> None:
     plan = plan_of(problem(model=layers(6), seq_len=64), "memo+mst", alpha=0.5)
     assert set(counts(plan)) == {"lm_head"}
-    assert "base offloads part of" in str(plan.fit["mlp"])
+    assert "base offloads or rebuilds part of" in str(plan.fit["mlp"])
 
 
 def test_what_comes_after_finds_the_same_kept_tensors() -> None:

@@ -29,15 +29,16 @@ def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> froz
     return frozenset(kept)
 
 
-def offloaded_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
-    """Saved activations of a part of which some site leaves the device, all or in part."""
+def parted_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
+    """Saved activations of a part of which some site leaves the device, all or in part, or is
+    rebuilt in part: what a mini-sequence's pieces cannot do."""
     found: set[str] = set()
     for rank, chunks in enumerate(plan.partition if plan.rules else ()):
         for chunk, layers in enumerate(chunks):
             ops = ChunkOps(problem, rank, chunk, layers)
             for phase in PHASES:
                 fates, _ = resolve(plan, ops.sites, phase, 0)
-                found |= {n for (p, _, n), f in fates.items() if p == part and f.offload_bytes}
+                found |= {n for (p, _, n), f in fates.items() if p == part and _parted(f)}
     return frozenset(found)
 
 
@@ -61,12 +62,16 @@ def refused_in_pieces(problem: Problem, plan: Plan) -> str:
         for unit in ops.units:
             for name, _, site in ops.saved(unit):
                 fate = fates[site]
-                if (fate.mixed or fate.offload_bytes) and ops.run_of(unit, name):
+                if _parted(fate) and ops.run_of(unit, name):
                     return (
                         f"the base computes {name} in mini-sequences, whose pieces are not "
                         "offloaded (what offloads goes before what splits)"
                     )
     return ""
+
+
+def _parted(fate: Resolved) -> bool:
+    return fate.mixed or fate.offload_bytes > 0
 
 
 def _resolved(
