@@ -40,11 +40,9 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Add mini-sequences to the base; what it saves is the base's own affair."""
-        micro_batches = problem.layout.num_micro_batches
-        if self.optimizer_in_backward and micro_batches > 1:
-            return Unsupported(
-                f"optimizer-in-backward needs one micro-batch per step, not {micro_batches}"
-            )
+        reason = _complete_only_later(problem) if self.optimizer_in_backward else ""
+        if reason:
+            return Unsupported(reason)
         taken = {name for sequence in base.mini_sequences for name in sequence.ops}
         if taken:
             return Unsupported(f"the base computes {min(taken)} in mini-sequences already")
@@ -76,6 +74,21 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         model = problem.workload.model
         rows = min(a.rows for a in problem.head.activations.values())
         return min(self.head_chunks or ceil(model.vocab / model.hidden), rows)
+
+
+def _complete_only_later(problem: Problem) -> str:
+    """Why some gradient is not complete at the end of its unit's backward; empty if all are."""
+    layout = problem.layout
+    if layout.num_micro_batches > 1:
+        return (
+            f"optimizer-in-backward needs one micro-batch per step, not {layout.num_micro_batches}"
+        )
+    if problem.workload.model.tied_embeddings and layout.pp > 1:
+        return (
+            f"optimizer-in-backward with tied embeddings over {layout.pp} pipeline stages, which "
+            "exchange their gradient after all backwards"
+        )
+    return ""
 
 
 def _with_loss_by_piece(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:

@@ -71,10 +71,7 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
         raise PlanError("partition must hold every layer once, in order, over the virtual stages")
     if any(not chunk for chunk in virtual):
         raise PlanError("partition has an empty chunk: every chunk needs a layer")
-    if plan.state("optimizer").update == "backward" and lay.num_micro_batches > 1:
-        raise PlanError(
-            f"optimizer-in-backward needs one micro-batch per step, not {lay.num_micro_batches}"
-        )
+    _check_update(plan, problem)
     transfers = plan.transfers
     if transfers.granularity == "chunk" and transfers.reload_slots == 1:
         raise PlanError(
@@ -84,6 +81,22 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
     idle = unused(plan.mini_sequences, [*problem.layer_kinds, problem.head])
     if idle:
         raise PlanError(f"mini-sequence of {idle.ops} names no operator of this model")
+
+
+def _check_update(plan: Plan, problem: Problem) -> None:
+    """PlanError for an update in the backward of gradients that are complete only later."""
+    lay = problem.layout
+    if plan.state("optimizer").update != "backward":
+        return
+    if lay.num_micro_batches > 1:
+        raise PlanError(
+            f"optimizer-in-backward needs one micro-batch per step, not {lay.num_micro_batches}"
+        )
+    if problem.workload.model.tied_embeddings and lay.pp > 1:
+        raise PlanError(
+            f"optimizer-in-backward with tied embeddings over {lay.pp} pipeline stages, which "
+            "exchange their gradient after all backwards"
+        )
 
 
 def _at_once(order: tuple[Pass, ...], chunk: int) -> bool:
@@ -151,7 +164,6 @@ class _RankLowering:
             windows=windows,
             chunks=tuple(Ends(c.first, c.last, c.output_name) for c in self.chunks),
             classes=self._classes(windows),
-            last_micro_batch=lay.num_micro_batches - 1,
             release_lag=transfers.release_lag,
             reload_slots=transfers.reload_slots,
             hold_phases=transfers.before_send_phases,

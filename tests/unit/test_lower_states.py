@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from rematbench.action import Action, Kind
 from rematbench.check import check
 from rematbench.lower import lower
-from rematbench.plan import MiniSequence, PlanError, Split, StateFate
+from rematbench.plan import MiniSequence, Pass, PlanError, Split, StateFate
 from rematbench.program import Program
 from tests.problems import FULL, LLAMA, layers, problem, rule
 
@@ -58,6 +58,20 @@ def test_overlapped_reduction_goes_by_buckets() -> None:
     assert reduces == [(part, 1) for part in ("H", "L2", "L1", "L0", "E")]
 
 
+def test_any_order_gathers_in_its_first_forward_and_reduces_in_its_last_backward() -> None:
+    changes = {"reduce_overlap": True, "gather_overlap": True, "bucket_bytes": 1}
+    given = problem(model=layers(2), dp=2, zero_stage=1, global_batch=4, system_changes=changes)
+    order = (Pass(True, 1, 0), Pass(True, 0, 0), Pass(False, 1, 0), Pass(False, 0, 0))
+    program = lower(replace(given.base_plan, orders=(order,)), given)
+    check(program)
+    exchanged = [(a.op, a.part, mb) for a, mb, _ in program.ranks[0].actions() if a.stream == "dp"]
+    parts = ("E", "L0", "L1", "H")
+    assert [e for e in exchanged if e[0] == "parameters"] == [("parameters", p, 1) for p in parts]
+    assert [e for e in exchanged if e[0] == "gradients"] == [
+        ("gradients", part, 0) for part in reversed(parts)
+    ]
+
+
 def test_tied_embeddings_exchange_their_gradient() -> None:
     given = problem(model=replace(layers(3), tied_embeddings=True), pp=3, global_batch=3)
     program = lower(given.base_plan, given)
@@ -73,6 +87,15 @@ def test_optimizer_in_backward_updates_unit_by_unit() -> None:
     plan = replace(given.base_plan, states=(update,))
     parts = [a.part for a in actions(lower(plan, given), Kind.OPTIMIZER)]
     assert parts == ["H", "L1", "L0", "E"]
+
+
+def test_tied_ends_of_a_pipeline_are_not_updated_before_their_exchange() -> None:
+    tied = replace(layers(2), tied_embeddings=True)
+    update = StateFate(kind="optimizer", update="backward")
+    one, two = problem(model=tied), problem(model=tied, pp=2, global_batch=1)
+    check(lower(replace(one.base_plan, states=(update,)), one))
+    with pytest.raises(PlanError, match="tied embeddings over 2 pipeline stages"):
+        lower(replace(two.base_plan, states=(update,)), two)
 
 
 # -- mini-sequences -------------------------------------------------------------------------------

@@ -183,6 +183,10 @@ def test_refusals() -> None:
     several = problem(global_batch=2)
     answer = REGISTRY.resolve("mst", {"optimizer_in_backward": True}).plan(several)
     assert answer == Unsupported("mst: optimizer-in-backward needs one micro-batch per step, not 2")
+    tied = problem(model=replace(layers(2), tied_embeddings=True), pp=2, global_batch=1)
+    answer = REGISTRY.resolve("mst", {"optimizer_in_backward": True}).plan(tied)
+    assert isinstance(answer, Unsupported)
+    assert "tied embeddings" in answer.reason
     twice = REGISTRY.resolve("mst").methods[0].plan(problem(), plan_of(problem(), mlp_chunks=2))
     assert isinstance(twice, Unsupported)
 

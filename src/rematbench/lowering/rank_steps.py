@@ -48,15 +48,14 @@ class StepFacts(NamedTuple):
     windows: tuple[Window, ...]
     chunks: tuple[Ends, ...]
     classes: tuple[tuple[SiteKind, Class], ...]
-    last_micro_batch: int
     release_lag: int
     reload_slots: int
     hold_phases: tuple[Phase, ...]  # the copy beside such a pass ends before its send starts
     sends_beside: bool  # a send's buffer is released one pass later
     gather: bool  # parameters in every forward
-    gather_first: bool  # in the forwards of the first micro-batch
+    gather_first: bool  # in each chunk's first forward
     reduce: bool  # gradients in every backward
-    reduce_last: bool  # in the backwards of the last micro-batch
+    reduce_last: bool  # in each chunk's last backward
 
 
 class RankSteps(NamedTuple):
@@ -81,6 +80,11 @@ def _kind(item: Pass, phase: dict[tuple[int, int], Phase], windows: tuple[Window
     return SiteKind(item.chunk, phase[item.micro_batch, item.chunk], inside)
 
 
+def last_backwards(order: tuple[Pass, ...]) -> dict[int, Pass]:
+    """Each chunk's last backward, in which its gradients are complete."""
+    return {item.chunk: item for item in order if not item.forward}
+
+
 @lru_cache(maxsize=256)
 def rank_steps(facts: StepFacts) -> RankSteps:
     """All steps of one rank up to the last pass, with what is still to be released after it."""
@@ -97,6 +101,8 @@ class _Walk:
         self.class_of = {
             item[1:]: classes[_kind(item, self.phase, facts.windows)] for item in facts.order
         }
+        self.started: set[int] = set()  # chunks that have had a forward
+        self.final = set(last_backwards(facts.order).values())
         self.index: dict[Key, int] = {}
         self.steps: list[Step] = []
         self.releases: list[tuple[int, str, Pass]] = []
@@ -142,7 +148,8 @@ class _Walk:
         number, leaves = self.class_of[item[1:]]
         if not ends.first:
             self._add(("recv_f",), item)
-        gather = facts.gather or (facts.gather_first and item.micro_batch == 0)
+        gather = facts.gather or (facts.gather_first and item.chunk not in self.started)
+        self.started.add(item.chunk)
         self._add(("F", number, gather), item)
         if leaves:
             self._add(("D2H", number), item)
@@ -157,8 +164,7 @@ class _Walk:
         facts, ends = self.facts, self.facts.chunks[item.chunk]
         if not ends.last:
             self._add(("recv_b", ends.output), item)
-        final = item.micro_batch == facts.last_micro_batch
-        reduce = facts.reduce or (facts.reduce_last and final)
+        reduce = facts.reduce or (facts.reduce_last and item in self.final)
         self._add(("B", self.class_of[item[1:]].number, reduce), item)
         if not ends.first:
             self._send(item, position, "send_b")

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Protocol
 
 from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.rank_steps import last_backwards
 from rematbench.lowering.step_blocks import (
     gather_block,
     norm_block,
@@ -24,6 +25,7 @@ class Steps(Protocol):
     """What the end of a step needs of a rank's lowering."""
 
     rank: int
+    order: tuple[Pass, ...]
     chunks: list[ChunkOps]
     overlap_reduce: bool
 
@@ -34,8 +36,7 @@ class Steps(Protocol):
 def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     """Append the end-of-step work of a rank."""
     system, lay = problem.system, problem.layout
-    last = lay.num_micro_batches - 1
-    sites = {c.chunk: Pass(False, last, c.chunk) for c in steps.chunks}
+    sites = last_backwards(steps.order)
     updated = plan.state("optimizer").update == "backward"
     sharded_gradients = plan.state("gradient").shards > 1
     if lay.state_shards > 1 and not updated:
@@ -46,7 +47,7 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
             steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
     if lay.sequence_parallel and not updated:
         comm = _norm_reduction(plan, problem, steps.chunks)
-        steps.add(("norms", comm), partial(norm_block, comm), Pass(False, last, 0))
+        steps.add(("norms", comm), partial(norm_block, comm), sites[0])
     if problem.workload.model.tied_embeddings and lay.pp > 1 and steps.rank in (0, lay.pp - 1):
         _tied_embeddings(steps, problem)
     if not updated:
