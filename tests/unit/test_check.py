@@ -1,5 +1,7 @@
 """Each rule of check on the smallest program that breaks it."""
 
+from itertools import groupby
+
 import pytest
 
 from rematbench.check import CheckError, check, host_tensors
@@ -89,6 +91,129 @@ BROKEN = {
         "allocates L0.z where compute may still use what it frees",
     ),
 }  # fmt: skip
+
+
+GATHER = "AG0.0 dp L0.parameters e=e0 c=all_gather:dp:8"
+FORWARD = "F0.0 compute L0.a"
+WEIGHT = "W0.0 compute L0.a e=e1"
+REDUCE = "RS0.0 dp L0.gradients e=e2 c=reduce_scatter:dp:8"
+UPDATE = "OPT0.0 compute optimizer e=e3 n=8"
+NORMS = "AR0.0 tp norm_gradients c=all_reduce:tp:8"
+STEP = (
+    GATHER,
+    "WAIT0.0 compute - w=e0",
+    FORWARD,
+    WEIGHT,
+    "WAIT0.0 dp - w=e1",
+    REDUCE,
+    "WAIT0.0 compute - w=e2",
+    UPDATE,
+    "WAIT0.0 dp - w=e3",
+    "AG0.0 dp parameters c=all_gather:dp:8",
+)
+"""One unit's parameters and gradients in one step: each action waits for the one before it."""
+FULL_GRADIENTS = (
+    "ALLOC0.0 compute L0.gradients a=L0.gradients:8",
+    WEIGHT,
+    "WAIT0.0 dp - w=e1",
+    "RS0.0 dp L0.gradients r=L0.gradients e=e2 c=reduce_scatter:dp:8",
+    "WAIT0.0 compute - w=e2",
+    "FREE0.0 compute - f=L0.gradients",
+)
+LAYERWISE = (
+    "AG0.0 dp L0.parameters a=L0.parameters:8 e=e0 c=all_gather:dp:8",
+    "WAIT0.0 compute - w=e0",
+    "F0.0 compute L0.a r=L0.parameters",
+    "F0.0 compute L0.b",
+    "FREE0.0 compute - f=L0.parameters",
+)
+STATES = {"resident": STEP, "transient gradients": FULL_GRADIENTS, "by layer": LAYERWISE}
+
+
+def missing(steps: tuple[str, ...], *left_out: str) -> tuple[str, ...]:
+    return tuple(line for line in steps if line not in left_out)
+
+
+WRONG_STATES = {
+    "parameters used before they are gathered": (
+        missing(STEP, "WAIT0.0 compute - w=e0"),
+        "uses weights of L0 before dp is known to have gathered them",
+    ),
+    "parameters gathered while they are used": (
+        (FORWARD, GATHER),
+        "gathers weights of L0 while compute may still use them",
+    ),
+    "parameters used without a gather": (
+        (*LAYERWISE, FORWARD),
+        "uses weights of L0, which are not gathered",
+    ),
+    "gradients reduced while they are added to": (
+        missing(STEP, "WAIT0.0 dp - w=e1"),
+        "exchanges gradients of L0 while compute may still use them",
+    ),
+    "norms' gradients reduced while they are added to": (
+        (WEIGHT, NORMS),
+        "exchanges gradients of L0 while compute may still use them",
+    ),
+    "gradients added to after their reduction": (
+        (*STEP[:7], WEIGHT),
+        "adds to gradients of L0 after their reduction",
+    ),
+    "gradients added to while they are reduced": (
+        (
+            *FULL_GRADIENTS[:4],
+            "ALLOC1.0 compute L0.gradients a=L0.gradients:8",
+            "W1.0 compute L0.a",
+        ),
+        "adds to gradients of L0 while dp may still use them",
+    ),
+    "gradients added to without room": (
+        (*FULL_GRADIENTS, WEIGHT),
+        "adds to L0.gradients, which is not alive",
+    ),
+    "an update before its reduction": (
+        (WEIGHT, UPDATE, "WAIT0.0 dp - w=e1", REDUCE),
+        "updates L0 with gradients that are not reduced",
+    ),
+    "an update beside its reduction": (
+        missing(STEP, "WAIT0.0 compute - w=e2"),
+        "updates L0 while dp may still use its weights or gradients",
+    ),
+    "an update beside a gather": (
+        (FORWARD, "AG0.0 dp L0.parameters a=L0.parameters:8 c=all_gather:dp:8", UPDATE),
+        "updates L0 while dp may still use its weights or gradients",
+    ),
+    "a gather beside its update": (
+        missing(STEP, "WAIT0.0 dp - w=e3"),
+        "gathers weights of L0 while compute may still use them",
+    ),
+    "parameters used after their update": (
+        (FORWARD, "OPT0.0 compute L0.optimizer n=8", FORWARD),
+        "uses weights of L0 after their update",
+    ),
+    "gradients exchanged after their update": (
+        (WEIGHT, UPDATE, "WAIT0.0 tp - w=e3", NORMS),
+        "exchanges gradients of L0 after their update",
+    ),
+}
+
+
+def by_micro_batch(lines: tuple[str, ...]) -> Program:
+    """As `program`, a block wherever the micro-batch changes."""
+    blocks = [list(group) for _, group in groupby(lines, key=lambda line: line.split(".")[0][-1])]
+    return parse_program("rank 0\n" + "".join("\n".join(["block B", *b, ""]) for b in blocks))
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_sound_states(name: str) -> None:
+    check(program(*STATES[name]))
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+def test_wrong_states(name: str) -> None:
+    lines, message = WRONG_STATES[name]
+    with pytest.raises(CheckError, match=message):
+        check(by_micro_batch(lines))
 
 
 @pytest.mark.parametrize("name", SOUND)
