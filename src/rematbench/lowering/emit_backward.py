@@ -6,6 +6,7 @@ from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import emit_alloc
 from rematbench.lowering.emit_rebuild import Rebuilder
 from rematbench.lowering.emit_reload import Reloader
+from rematbench.lowering.emit_rerun import Rerunner
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
 from rematbench.lowering.mini import MiniRun
 from rematbench.lowering.writer import COMPUTE, WHOLE, BlockWriter, Share
@@ -28,7 +29,8 @@ class BackwardEmitter:
         self.chunk = chunk
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
-        self.rebuild = Rebuilder(chunk, fates, self.w)
+        self.rerunner = Rerunner(chunk, fates, self.w)
+        self.rebuild = Rebuilder(self.rerunner)
         self.grads: dict[str, str] = {}  # activation storage -> gradient storage
         self.arrivals: set[str] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
@@ -113,10 +115,10 @@ class BackwardEmitter:
                 self.grads[storage] = f"d:{storage}"
                 emit_alloc(self.w, f"d:{storage}", tensor.nbytes)
         for piece in run.pieces:
-            self.rebuild.run, self.rebuild.piece = run, piece
+            self.rerunner.run, self.rerunner.piece = run, piece
             for op in reversed(run.ops):
                 self._backward_op(unit, op)
-        self.rebuild.run = self.rebuild.piece = None
+        self.rerunner.run = self.rerunner.piece = None
 
     @property
     def _fraction(self) -> float:
@@ -124,20 +126,20 @@ class BackwardEmitter:
 
     @property
     def _share(self) -> Share:
-        piece = self.rebuild.piece
+        piece = self.rerunner.piece
         return Share(piece.fraction, piece.offset) if piece else WHOLE
 
     @property
     def _tag(self) -> str:
-        return f"%{self.rebuild.piece.number}" if self.rebuild.piece else ""
+        return f"%{self.rerunner.piece.number}" if self.rerunner.piece else ""
 
     def _backward_op(self, unit: Unit, op: Op) -> None:
         w = self.w
-        saved = [self.rebuild.ensure(unit, name) for name in op.saves]
-        outputs = dict.fromkeys(self.rebuild.name(unit, n) for n in op.outputs)
+        saved = [self.rerunner.ensure(unit, name) for name in op.saves]
+        outputs = dict.fromkeys(self.rerunner.name(unit, n) for n in op.outputs)
         incoming = [self.grads[o] for o in outputs if o in self.grads]
         for name in op.alias_inputs:
-            self.grads[self.rebuild.name(unit, name)] = incoming[0]
+            self.grads[self.rerunner.name(unit, name)] = incoming[0]
         if op.exchanges:
             self._exchange(unit, op, incoming)
         if not op.backward_input and not op.backward_weight:
@@ -249,7 +251,7 @@ class BackwardEmitter:
 
     def _accumulated(self, unit: Unit, op: Op) -> list[str]:
         """Gradients this operator adds into (residual branches, slices): written in place."""
-        names = [self.rebuild.name(unit, name) for name in op.inputs]
+        names = [self.rerunner.name(unit, name) for name in op.inputs]
         return [self.grads[n] for n in names if n in self.grads]
 
     def _gradients(self, unit: Unit, op: Op) -> tuple[list[Alloc], list[Alloc]]:
@@ -257,7 +259,7 @@ class BackwardEmitter:
         tensors = unit.table.activations
         fresh: list[Alloc] = []
         for name in op.inputs:
-            storage = self.rebuild.name(unit, name)
+            storage = self.rerunner.name(unit, name)
             known = storage in self.grads or name in op.alias_inputs
             if known or not tensors[name].differentiable:
                 continue

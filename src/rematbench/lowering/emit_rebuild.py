@@ -1,52 +1,20 @@
-"""Make saved tensors whole again in a backward block: reruns, joins, pieces, windows."""
+"""When saved tensors come back in a backward block: by layer, by group, beside collectives."""
 
 from collections.abc import Callable
 
-from rematbench.action import Action, Alloc, Kind, place
-from rematbench.lowering.chunk_ops import ChunkOps, Unit, rows_of, stored_parts
-from rematbench.lowering.emit_forward import Fates
-from rematbench.lowering.emit_op import Names, emit_alloc, emit_op
-from rematbench.lowering.fates import Resolved
-from rematbench.lowering.mini import MiniRun, Piece
-from rematbench.lowering.writer import COMPUTE, BlockWriter, Share
-from rematbench.operators.ops import Op
-from rematbench.plan import Group, PlanError
-from rematbench.problem import rebuild_ops
+from rematbench.lowering.chunk_ops import Unit
+from rematbench.lowering.emit_rerun import Rerunner
+from rematbench.plan import Group
 
 
 class Rebuilder:
-    """Knows which saved tensors are on the device and how to bring back the others.
+    """Rebuilds what a plan wants back before its reader asks for it (`Rerunner` does the work)."""
 
-    `piece` is the mini-sequence at work, if any: interior tensors then go by their piece's name.
-    """
-
-    def __init__(self, chunk: ChunkOps, fates: Fates, w: BlockWriter) -> None:
-        self.chunk, self.fates, self.w = chunk, fates, w
-        self.windows = any(fate.window is not None for fate in fates.values())
-        self.have: set[str] = set()
-        self.shares: dict[str, float] = {}  # rows of the operators being run again
+    def __init__(self, rerunner: Rerunner) -> None:
+        self.rerunner, self.chunk, self.fates = rerunner, rerunner.chunk, rerunner.fates
+        self.windows = any(fate.window is not None for fate in self.fates.values())
         self.visited: set[str] = set()  # units whose layer- or group-scoped work is done
-        self.rebuilt: set[str] = set()  # `#r` parts that exist
-        self.run: MiniRun | None = None
-        self.piece: Piece | None = None
         self.arrive: Callable[[Unit], None] = lambda unit: None  # before a unit's turn
-        for unit in chunk.units:
-            for name, _, site in chunk.saved(unit):
-                if chunk.run_of(unit, name) and not fates[site].recompute_bytes:
-                    self.have.update(p.name for p in chunk.parts(unit, name, fates[site]))
-
-    def name(self, unit: Unit, activation: str) -> str:
-        """Storage of an activation, by piece inside a run."""
-        storage = self.chunk.storage(unit, activation)
-        if self.run and self.piece and activation in self.run.interior:
-            return self.run.piece_name(storage, self.piece)
-        return storage
-
-    def fate(self, unit: Unit, activation: str) -> Resolved | None:
-        """Fate of a saved tensor; None for one that no backward needs."""
-        return self.fates.get(self.chunk.site(unit, activation))
-
-    # -- when -----------------------------------------------------------------------------------
 
     def scopes(self, unit: Unit) -> None:
         """Layer- and group-scoped recomputation that is due when this unit's backward starts."""
@@ -70,9 +38,10 @@ class Rebuilder:
         """Rebuild what plans put beside this collective (`layer_offset` layers ahead of use)."""
         if not self.windows:
             return
-        at_work = self.run, self.piece
+        again = self.rerunner
+        at_work = again.run, again.piece
         for unit in self.chunk.units:
-            self.run, self.piece = at_work if unit.prefix == consumer.prefix else (None, None)
+            again.run, again.piece = at_work if unit.prefix == consumer.prefix else (None, None)
             missing = {
                 name
                 for name, _, site in self.chunk.saved(unit)
@@ -80,24 +49,12 @@ class Rebuilder:
                 and (w.op, w.direction) == (op, direction)
                 and unit.place == consumer.place - w.layer_offset
                 and unit.table.part == consumer.table.part
-                and self.name(unit, name) not in self.have
+                and again.name(unit, name) not in again.have
             }
             if missing:
                 self.arrive(unit)
-                self._rebuild_inside(unit, missing)
-        self.run, self.piece = at_work
-
-    def _rebuild_inside(self, unit: Unit, missing: set[str]) -> None:
-        """Rebuild while a piece of the unit may be at work: of tensors that exist by piece only the
-        one at work, all others whole."""
-        at_work = self.run, self.piece
-        pieces = missing & self.run.interior if self.run else set()
-        if pieces:
-            self._rebuild(unit, pieces)
-        self.run = self.piece = None
-        if missing - pieces:
-            self._rebuild(unit, missing - pieces)
-        self.run, self.piece = at_work
+                again.rebuild_inside(unit, missing)
+        again.run, again.piece = at_work
 
     def before_receive(self) -> None:
         """Rebuild what plans put in front of the pipeline's receive."""
@@ -109,9 +66,7 @@ class Rebuilder:
             }
             if missing:
                 self.arrive(unit)
-                self._rebuild(unit, missing)
-
-    # -- what -----------------------------------------------------------------------------------
+                self.rerunner.rebuild(unit, missing)
 
     def _rebuild_unit(self, unit: Unit, *, last: bool) -> None:
         wanted = [
@@ -119,7 +74,7 @@ class Rebuilder:
             for name, storage, site in self.chunk.saved(unit)
             if self.fates[site].recompute_bytes
             and self.fates[site].scope != "consumer"
-            and storage not in self.have
+            and storage not in self.rerunner.have
             # By piece a tensor has come back once with its group, and does with its own piece.
             and not (unit.prefix in self.visited and self.chunk.run_of(unit, name))
         ]
@@ -128,198 +83,16 @@ class Rebuilder:
             missing.add("layer_output")
         self.visited.add(unit.prefix)
         if any(fate.whole for _, fate in wanted) and missing:
-            self._rerun(unit, unit.table.ops, missing)
+            self.rerunner.rerun(unit, unit.table.ops, missing)
         elif missing:
-            self._rebuild(unit, missing)
+            self.rerunner.rebuild(unit, missing)
 
     def _kept(self, storage: str) -> bool:
         """Whether a storage is there or comes back without recomputation."""
-        if storage in self.have:
+        if storage in self.rerunner.have:
             return True
         return any(
             storage == name and not self.fates[site].recompute_bytes
             for unit in self.chunk.units
             for _, name, site in self.chunk.saved(unit)
         )
-
-    def _rebuild(self, unit: Unit, missing: set[str]) -> None:
-        """Re-run the operators that produce `missing`."""
-        if self.run is not None:
-            self._whole_inputs(unit, self.run)
-        available = frozenset(n for n in unit.table.activations if self._available(unit, n))
-        ops = rebuild_ops(unit.table, frozenset(missing), available)
-        self._rerun(unit, ops, missing)
-
-    def _whole_inputs(self, unit: Unit, run: MiniRun) -> None:
-        """Bring back whole what a piece reads from before its run: only the run's own operators
-        work on a piece."""
-        names = [name for op in run.ops for name in op.inputs if name not in run.interior]
-        while names:
-            name = names.pop()
-            if self._available(unit, name):
-                continue
-            producer = unit.table.producer(name)
-            if self.fate(unit, name) is not None:
-                self.ensure(unit, name)
-            elif producer is not None:
-                names += producer.inputs
-
-    def _available(self, unit: Unit, name: str) -> bool:
-        storage = self.name(unit, name)
-        if storage in self.have or f"{storage}#r" in self.rebuilt:
-            return True
-        fate = self.fate(unit, name)
-        return fate is not None and not fate.recompute_bytes
-
-    def _rerun(self, unit: Unit, ops: tuple[Op, ...], missing: set[str]) -> None:
-        """Run operators again; those of a mini-sequence run piece by piece."""
-        runs = {op.name: run for run in self.chunk.runs(unit).values() for op in run.ops}
-        done: set[str] = set()
-        made: dict[str, str] = {}
-        outer, self.shares = self.shares, self._shares(unit, ops, missing)
-        for op in ops:
-            run = runs.get(op.name)
-            if run is None or self.piece is not None:
-                self._rerun_op(unit, op, missing, made)
-            elif op.name not in done:
-                inside = [o for o in run.ops if o in ops]
-                done.update(o.name for o in inside)
-                self._rerun_pieces(unit, run, inside, missing, made)
-        self.shares = outer
-
-    def _shares(self, unit: Unit, ops: tuple[Op, ...], missing: set[str]) -> dict[str, float]:
-        """Rows each operator runs on: those missing of its saved outputs; of an output that nobody
-        saves those its readers here run on (all, if it is wanted itself)."""
-        shares: dict[str, float] = {}
-        for op in reversed(ops):
-            fates = [self.fate(unit, name) for name in op.outputs]
-            share = rows_of([fate for fate in fates if fate and fate.recompute_bytes])
-            for name, fate in zip(op.outputs, fates, strict=True):
-                readers = [shares[o.name] for o in ops if name in o.inputs and o.name in shares]
-                if fate is None:
-                    share = max([share, float(name in missing), *readers])
-            shares[op.name] = share or 1.0
-        return shares
-
-    def _rerun_pieces(
-        self, unit: Unit, run: MiniRun, ops: list[Op], missing: set[str], made: dict[str, str]
-    ) -> None:
-        for name in run.outputs:
-            if any(name in op.outputs for op in ops):
-                storage = self._run_output(unit, name)
-                emit_alloc(self.w, storage, unit.table.activations[name].nbytes)
-                made[name] = storage
-        for piece in run.pieces:
-            self.run, self.piece = run, piece
-            inner = dict(made)
-            for op in ops:
-                self._rerun_op(unit, op, missing, inner)
-        self.run = self.piece = None
-
-    def _run_output(self, unit: Unit, name: str) -> str:
-        """Storage of a rebuilt mini-sequence's output: the saved tensor's own if it was dropped."""
-        storage = self.chunk.storage(unit, name)
-        fate = self.fate(unit, name)
-        if fate is None or not fate.recompute_bytes or storage in self.have:
-            return f"{storage}.r"
-        if fate.mixed:
-            raise PlanError(f"{storage} comes from a mini-sequence: recompute all of it or none")
-        self.have.add(storage)
-        return storage
-
-    def _rerun_op(self, unit: Unit, op: Op, missing: set[str], made: dict[str, str]) -> None:
-        fraction = self.shares[op.name]
-        if fraction < 1.0 and not op.row_local:
-            raise PlanError(f"{op.name} is not row-local: recompute all of its rows or none")
-        reads = {name: self._source(unit, name, made, fraction) for name in op.inputs}
-        # Where a piece at work is rebuilt, nobody asked for what its run leaves whole.
-        slices = {
-            n: made[n] for n in op.outputs if self.run and n in self.run.outputs and n in made
-        }
-        writes = self._outputs(unit, op, missing) if not slices else {}
-        tag = f".r%{self.piece.number}" if self.piece else ".r"
-        share = Share(fraction, 1.0 - fraction)  # a partial rebuild is of the last rows
-        if self.piece:
-            share = Share(self.piece.fraction, self.piece.offset)
-        names = Names(reads, writes, slices, tag, self._columns(unit, op, writes))
-        emit_op(self.w, self.chunk, unit, op, Kind.RECOMPUTE, names, share)
-        made |= writes
-
-    def _columns(self, unit: Unit, op: Op, writes: dict[str, str]) -> float:
-        """Share of a linear's output columns that a re-run computes: all of them where one GEMM
-        makes all outputs, else those of the outputs it writes."""
-        if self.chunk.problem.system.fused_linears or not op.has_weight or not writes:
-            return 1.0
-        width = {name: unit.table.activations[name].row_bytes for name in op.outputs}
-        return sum(width[name] for name in writes) / sum(width.values())
-
-    def _source(self, unit: Unit, name: str, made: dict[str, str], fraction: float) -> str:
-        """What a re-run reads: rows rebuilt just now if they are enough, else the whole tensor."""
-        fate = self.fate(unit, name)
-        storage = made.get(name, "")
-        if storage.endswith("#r") and fate is not None and rows_of([fate]) < fraction:
-            return self.ensure(unit, name)
-        return storage or self._input(unit, name)
-
-    def _input(self, unit: Unit, name: str) -> str:
-        if not self._available(unit, name):
-            raise PlanError(_orphan(self.chunk.storage(unit, name)))
-        return self.ensure(unit, name)
-
-    def _outputs(self, unit: Unit, op: Op, missing: set[str]) -> dict[str, str]:
-        """Storages a re-run writes: the missing ones, and inputs of later re-runs."""
-        writes: dict[str, str] = {}
-        for name in op.outputs:
-            storage = self.name(unit, name)
-            of_run = self.run is not None and name in self.run.outputs
-            if of_run or storage in self.have or self._available(unit, name):
-                continue
-            fate = self.fate(unit, name)
-            wanted = name in missing or (fate is not None and fate.recompute_bytes > 0)
-            if not wanted:
-                writes[name] = f"{storage}.r" if name == "layer_output" else storage
-            elif fate is not None and fate.mixed:
-                writes[name] = f"{storage}#r"
-                self.rebuilt.add(f"{storage}#r")
-            else:
-                writes[name] = storage
-                self.have.add(storage)
-        return writes
-
-    def ensure(self, unit: Unit, name: str) -> str:
-        """The storage of a whole saved tensor on the device, rebuilt or joined if need be."""
-        storage = self.name(unit, name)
-        if storage in self.have:
-            return storage
-        fate = self.fate(unit, name)
-        if fate is None:
-            raise PlanError(f"{storage} is needed in the backward but never saved")
-        if fate.recompute_bytes and f"{storage}#r" not in self.rebuilt:
-            if unit.table.producer(name) is None:
-                raise PlanError(_orphan(storage))
-            self._rebuild_inside(unit, {name})
-        if fate.mixed:
-            self._join(storage, fate)
-        self.have.add(storage)
-        return storage
-
-    def _join(self, storage: str, fate: Resolved) -> None:
-        parts = [part.name for part in stored_parts(storage, fate)]
-        if fate.recompute_bytes:
-            parts.append(f"{storage}#r")
-        part, tensor = place(storage)
-        self.w.add(
-            Action(
-                kind=Kind.JOIN,
-                stream=COMPUTE,
-                part=part,
-                op=tensor,
-                reads=tuple(parts),
-                allocs=(Alloc(storage, fate.nbytes),),
-                nbytes=fate.nbytes,
-            )
-        )
-
-
-def _orphan(storage: str) -> str:
-    return f"{storage}: recomputation needs it, but it is dropped and has no producer"
