@@ -11,8 +11,9 @@ from rematbench.check import check
 from rematbench.discover import discover
 from rematbench.evaluate import evaluate
 from rematbench.lower import lower
-from rematbench.plan import Fate, Offload, Plan, Rule, Select, Split, Unsupported
+from rematbench.plan import Fate, Offload, Plan, Recompute, Rule, Select, Split, Unsupported
 from rematbench.problem import Problem
+from rematbench.solve.kept import kept_activations, parted_activations
 from tests.problems import layers, problem, rule
 
 REGISTRY = discover()
@@ -71,6 +72,21 @@ def test_pieces_take_what_the_loss_saves_from_an_offloader(
     assert Kind.RECOMPUTE in kinds
     assert Kind.D2H not in kinds
     assert "loss" in plan.fit if min_bytes == 512 else "loss" not in plan.fit
+
+
+def test_a_rule_for_some_micro_batches_counts_too() -> None:
+    """What the first micro-batch does not do, a later one may."""
+    given = pipeline()
+    base = given.base_plan.with_rules(
+        rule(Offload(), "up_out", micro_batches=(1, 3)),
+        rule(Recompute(), "gate_out", micro_batches=(0, 1)),
+    )
+    assert {"up_out", "gate_out"} <= kept_activations(given, base)
+    assert parted_activations(given, base) == {"up_out"}
+    (method,) = REGISTRY.resolve("mst", {"mlp_chunks": 3}).methods
+    plan = method.plan(given, base)
+    assert isinstance(plan, Plan), plan
+    check(lower(plan, given))
 
 
 @pytest.mark.parametrize("fate", [Split(recompute=0.5), Split(offload=0.5), Offload()])

@@ -1,10 +1,10 @@
 """What a plan leaves whole on the device: the only sites a composed method may still change."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rematbench.lower import rank_orders
 from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import PHASES, Resolved, Site, covered, resolve
+from rematbench.lowering.fates import Resolved, Site, covered, resolve
 from rematbench.lowering.rank_steps import site_kinds
 from rematbench.operators.ops import Part
 from rematbench.plan import Plan, Rule
@@ -13,33 +13,28 @@ from rematbench.problem import Problem
 
 def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
     """Saved activations of a part that some site keeps whole under the plan."""
-    tables = {"embedding": (problem.embedding,), "head": (problem.head,)}
-    names = {name for t in tables.get(part, problem.layer_kinds) for name in t.saved}
-    if not plan.rules:
-        return frozenset(names)
-    kept: set[str] = set()
-    for rank, chunks in enumerate(plan.partition):
-        for chunk, layers in enumerate(chunks):
-            ops = ChunkOps(problem, rank, chunk, layers)
-            for phase in PHASES:
-                fates, _ = resolve(plan, ops.sites, phase, 0)
-                kept |= {n for (p, _, n), f in fates.items() if p == part and not f.changed}
-        if kept == names:
-            break
-    return frozenset(kept)
+    return _activations(problem, plan, part, lambda fate: not fate.changed)
 
 
 def parted_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
     """Saved activations of a part of which some site leaves the device, all or in part, or is
     rebuilt in part: what a mini-sequence's pieces cannot do."""
-    found: set[str] = set()
-    for rank, chunks in enumerate(plan.partition if plan.rules else ()):
-        for chunk, layers in enumerate(chunks):
-            ops = ChunkOps(problem, rank, chunk, layers)
-            for phase in PHASES:
-                fates, _ = resolve(plan, ops.sites, phase, 0)
-                found |= {n for (p, _, n), f in fates.items() if p == part and _parted(f)}
-    return frozenset(found)
+    return _activations(problem, plan, part, _parted)
+
+
+def _activations(
+    problem: Problem, plan: Plan, part: Part, wanted: Callable[[Resolved], bool]
+) -> frozenset[str]:
+    """Activations that the model's own backward saves (not what a plan holds beside them) and that
+    have a wanted fate somewhere."""
+    tables = {"embedding": (problem.embedding,), "head": (problem.head,)}
+    saved = {name for table in tables.get(part, problem.layer_kinds) for name in table.saved}
+    return frozenset(
+        name
+        for _, fates, _ in _resolved(problem, plan)
+        for (where, _, name), fate in fates.items()
+        if where == part and name in saved and wanted(fate)
+    )
 
 
 def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
