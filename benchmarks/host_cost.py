@@ -1,7 +1,8 @@
 """Host cost of the executor per action, in microseconds on this machine's CPU.
 
-The executor on meta tensors does no arithmetic: what is left is the interpreter's own work and
-torch's dispatch.  Host cost, not speed: on a GPU it must stay below a kernel's time.  Run it on a
+The executor on meta tensors does no arithmetic: what is left is the interpreter's own work, torch's
+dispatch, and the two modes that only traces have (remembered shapes, the tracker of bytes: about a
+third of it), so what a GPU's step costs the host is less.  Host cost, not speed: on a GPU it must stay below a kernel's time.  Run it on a
 quiet machine: `./bench run python benchmarks/host_cost.py` (needs torch).
 """
 
@@ -22,7 +23,7 @@ METHODS = ("keep_all", "full_recompute", "memo", "mst")
 
 
 def measured(method: str) -> dict[str, tuple[int, float]]:
-    """Kind -> (actions, seconds of this process) over one traced step, counting nothing else."""
+    """Kind -> (actions, seconds of this process) over one traced step."""
     spent: dict[str, list[float]] = defaultdict(list)
     act = executor.Executor._act
 

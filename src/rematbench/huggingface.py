@@ -1,4 +1,8 @@
-"""A Hugging Face config.json as a Model; what is not modelled is refused by its key."""
+"""A Hugging Face config.json as a Model; what is not modelled is refused by its key.
+
+Values that change neither bytes nor FLOPs are not read (`rope_theta`, `rope_scaling`, epsilons of
+norms, initialisation): the torch runtime has its own, the same for every method (kernels.py).
+"""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

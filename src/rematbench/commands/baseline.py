@@ -238,7 +238,7 @@ def _finish_rank(name: str, asked_job: Job, rank: int, out: Path | None, problem
         show(record, problem)
     elif failed:
         typer.echo(f"rank {rank}: {record.status}: {record.reason}", err=True)
-    if failed or (record.status == "unsupported" and asked_job.options):
+    if record.status != "ok":
         raise typer.Exit(1)
 
 
@@ -257,8 +257,7 @@ def _finish(
         typer.echo(encode_record(record).decode())
     else:
         show(record, problem)
-    # What was printed for a job and given back with another is a mistake of a person's.
-    if record.status == "failed" or (record.status == "unsupported" and jobs[0].options):
+    if record.status != "ok":
         raise typer.Exit(1)
 
 
