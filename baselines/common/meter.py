@@ -1,10 +1,12 @@
 """Live bytes of a step that are not states, by the project's own tracker of storages."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from functools import wraps
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 from rematbench.torch.tracker import Tracker
 
@@ -13,6 +15,8 @@ class Meter(Tracker):
     """A tracker that also follows the host's peak, and tells offloaded storages apart: those that a
     maker of host tensors returns, those of which `told` says so, and beside a GPU what lives on the
     CPU."""
+
+    counting: ClassVar["Meter | None"] = None
 
     def __init__(
         self, told: Callable[[Tensor], bool] | None = None, device: torch.device | None = None
@@ -52,9 +56,11 @@ class Meter(Tracker):
         self._plain_resize = plain
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
+        Meter.counting = self
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        Meter.counting = None
         torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
@@ -74,11 +80,11 @@ class Meter(Tracker):
         the backend's (gloo's reduce-scatter clones its input, NCCL's does not)."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            self._looking_away = True
+            before, self._looking_away = self._looking_away, True
             try:
                 return call(*args, **kwargs)
             finally:
-                self._looking_away = False
+                self._looking_away = before
 
         return called
 
@@ -99,3 +105,21 @@ class Meter(Tracker):
                 return make(*args, **kwargs)
 
         return made
+
+
+def as_kernel(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` as the one kernel that a compiler makes of it on a GPU: of its storages only those of
+    what it returns count."""
+
+    @wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        meter = Meter.counting
+        if meter is None:
+            return call(*args, **kwargs)
+        result = meter.without(call)(*args, **kwargs)
+        for item in tree_iter(result):
+            if isinstance(item, Tensor):
+                meter._see_tensor(item)
+        return result
+
+    return called

@@ -11,7 +11,8 @@ names that only TransformerEngine defines.
 | rng | torch.cuda's and Megatron's random state -> the CPU generator (traced: no state at all) |
 | stream | streams, events and ranges -> synchronous no-ops |
 | type | Tensor.type() of CPU tensors -> the CUDA type strings that the optimizer compares with |
-| compile | torch.compile -> eager, so that nothing is compiled |
+| compile | torch.compile -> eager, so that nothing is compiled; of bytes only results count, as of
+the one kernel that it makes on a GPU |
 | dropout | F.dropout -> native_dropout, which keeps a byte mask as CUDA's kernel does |
 | norm | F.rms_norm -> one function that saves its input and 1/rms, as CUDA's kernel does |
 | settle | collectives return when gloo's threads have let go of their tensors, so bytes are exact |
@@ -31,6 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from baselines.common.meter import as_kernel
 from baselines.common.norm import rms_norm
 from rematbench.torch.groups import settled
 
@@ -130,7 +132,7 @@ def _type() -> None:
 
 
 def _compile() -> None:
-    torch.compile = lambda model=None, **_: model if model is not None else (lambda f: f)  # type: ignore[assignment]
+    torch.compile = lambda model=None, **_: as_kernel(model) if model is not None else as_kernel  # type: ignore[assignment]
 
 
 def _dropout() -> None:
