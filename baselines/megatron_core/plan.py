@@ -42,7 +42,7 @@ DROPPED: dict[str, tuple[str, ...]] = {
     "mlp": ("gate_out", "up_out", "up_out_offset", "act_out", "fc2_in"),
 }
 MOVED: dict[str, tuple[str, ...]] = {
-    "attn_norm": ("layer_input",),
+    "attn_norm": ("layer_input", "attn_norm_statistics"),
     "qkv_linear": ("attn_norm_out",),
     "core_attn": (
         "q",
@@ -56,7 +56,7 @@ MOVED: dict[str, tuple[str, ...]] = {
         "causal_mask",
     ),
     "attn_proj": ("attn_out",),
-    "mlp_norm": ("attn_residual",),
+    "mlp_norm": ("attn_residual", "mlp_norm_statistics"),
 }
 
 
@@ -168,9 +168,14 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 rules += _grouped(inner, group)
         return base.with_rules(*rules)
 
+    @property
+    def moved(self) -> dict[str, tuple[str, ...]]:
+        """Tensors of each module that is offloaded."""
+        return {module: MOVED[module] for module in self.offload_modules}
+
     def _offloading(self, problem: Problem, base: Plan) -> Plan:
         kept = kept_activations(problem, base)
-        names = tuple(n for m in self.offload_modules for n in MOVED[m] if n in kept)
+        names = tuple(n for every in self.moved.values() for n in every if n in kept)
         if not names:
             return base.noting(megatron_core="no-op: nothing of these modules is kept")
         select = Select(parts=("layer",), activations=names, kept=True)

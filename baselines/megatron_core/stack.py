@@ -4,15 +4,21 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 """
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rematbench.baselines.stack import Extra, Stack
+from rematbench.discover import load_module
 from rematbench.operators.ops import Part
 from rematbench.problem import Problem
+from rematbench.program import RankProgram
 from rematbench.shapes import shapes
 
 if TYPE_CHECKING:
+    from baselines.megatron_core import held
     from baselines.megatron_core.plan import MegatronCore
+else:  # this file is loaded by its path
+    held = load_module(Path(__file__).with_name("held.py"))
 
 
 def stack(policy: "MegatronCore", problem: Problem) -> Stack:
@@ -24,8 +30,10 @@ def stack(policy: "MegatronCore", problem: Problem) -> Stack:
             *_rope(policy, problem),
             *_glu(policy, problem),
             *_embedding(problem),
-            *_scores(problem),
+            *_scores(policy, problem),
             *_sums(problem),
+            *_scattered(problem),
+            *_tied(problem),
             _labels(problem),
         ),
         fused_swiglu=policy.bias_activation_fusion,
@@ -33,6 +41,12 @@ def stack(policy: "MegatronCore", problem: Problem) -> Stack:
         loss_over_logits=True,  # or over their fp32 copy
         once=_once(policy, problem),
     )
+
+
+def activation_peak(policy: "MegatronCore", problem: Problem, rank: RankProgram) -> int | None:
+    """The peak of activations where Megatron-core rebuilds or moves some (None: the ledger's)."""
+    found: int | None = held.activation_peak(policy, problem, rank)
+    return found
 
 
 def _glu(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
@@ -81,12 +95,9 @@ def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
     )
     kept = policy.recompute != "selective" or "core_attn" not in policy.modules
     grouped = s.kv_width < s.q_width and s.cp == 1 and kept
-    # copied to the host, v is no view any more
-    moved = "core_attn" in policy.offload_modules
     if model.position == "rope":
-        return (tables, *((repeated,) if grouped else () if moved else (whole,)))
-    views = _views(problem, repeated=grouped) if not moved else ()
-    return (*((repeated,) if grouped else ()), *views)
+        return (tables, repeated if grouped else whole)
+    return (*((repeated,) if grouped else ()), *_views(problem, repeated=grouped))
 
 
 def _views(problem: Problem, *, repeated: bool) -> tuple[Extra, ...]:
@@ -110,8 +121,7 @@ def _views(problem: Problem, *, repeated: bool) -> tuple[Extra, ...]:
 
 def _once(policy: "MegatronCore", problem: Problem) -> dict[str, int]:
     """One buffer serves gathered inputs and the first operand of the scores; ids and angles of
-    positions are shared by all layers; a rebuilt group's (or MLP's) output, which its own backward
-    does not need, lives as long as that."""
+    positions are shared by all layers."""
     s = shapes(problem.workload, problem.layout, problem.system)
     model = problem.workload.model
     scores = s.tokens * s.heads * s.seq_len * s.element_bytes
@@ -121,10 +131,8 @@ def _once(policy: "MegatronCore", problem: Problem) -> dict[str, int]:
         "memory buffer": max(gathered, scores) if unfused else gathered,
         "position ids": 8 * s.seq_len // s.cp,
     }
-    if model.position == "rope":
+    if model.position == "rope" and not policy.offload_modules:  # then of a step not measured
         found["angles of RoPE (fp32)"] = 4 * model.head_dim * s.seq_len // s.cp
-    if policy.recompute == "full" or (policy.recompute == "selective" and "mlp" in policy.modules):
-        found["output of the rebuilt group"] = s.shard_tokens * model.hidden * s.element_bytes
     return found
 
 
@@ -168,20 +176,30 @@ def _embedding(problem: Problem) -> tuple[Extra, ...]:
     return (ids,)
 
 
-def _scores(problem: Problem) -> tuple[Extra, ...]:
+def _scores(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
     s = shapes(problem.workload, problem.layout, problem.system)
     if problem.attention == "flash":
         return ()
     layer = problem.layer(0)
     probabilities = layer.activations["attn_probs"].nbytes
     saved = sum(a.nbytes for a in layer.activations.values() if a.name.startswith("attn_probs"))
+    inside = Extra(
+        name="scores",
+        dtype=problem.workload.precision,
+        rows=s.tokens,
+        row_bytes=probabilities // s.tokens + s.q_width * s.element_bytes,
+        made_by="attention",
+        forward=True,
+        why="a variable until the function returns; and the context before it is transposed",
+    )
     beyond = Extra(
         name="score_gradients",
         dtype=problem.workload.precision,
         rows=s.tokens,
-        row_bytes=max(0, 4 * probabilities - saved) // s.tokens,
+        row_bytes=max(0, 4 * probabilities - saved) // s.tokens - _absent(policy, problem),
         made_by="attention",
-        why="softmax, mask, scale and a copy: four of the scores' size, when the saved are gone",
+        why="softmax, mask, scale and a copy: four of the scores' size, when the saved are gone; "
+        "before the gradients of q and k are there",
     )
     mask = Extra(
         name="causal_mask",
@@ -192,7 +210,21 @@ def _scores(problem: Problem) -> tuple[Extra, ...]:
         saved_by="attention",
         why="made anew by every call, and kept by the scores that it is filled into",
     )
-    return beyond, mask
+    return inside, beyond, mask
+
+
+def _absent(policy: "MegatronCore", problem: Problem) -> int:
+    """Bytes a row of what a plan has beside those four gradients of scores, and Megatron-core has
+    not: gradients of q and k (that of v is there, once per query head), and, unless a checkpointed
+    function holds them, v's own storage and the gradient of the output."""
+    s = shapes(problem.workload, problem.layout, problem.system)
+    grouped = s.kv_width < s.q_width
+    later = s.q_width + s.kv_width - (s.q_width - s.kv_width)
+    if policy.recompute == "selective" and "core_attn" in policy.modules:
+        return (later - s.q_width * (2 if grouped else 1)) * s.element_bytes
+    alone = grouped or problem.workload.model.position == "rope"
+    storage = (s.q_width if grouped else 3 * s.q_width) if alone else 0
+    return (later + s.q_width + storage) * s.element_bytes
 
 
 def _labels(problem: Problem) -> Extra:
@@ -210,14 +242,18 @@ def _labels(problem: Problem) -> Extra:
 
 
 def _sums(problem: Problem) -> tuple[Extra, ...]:
-    """The gradient of a weight exists beside the buffer it is then added to."""
+    """The gradient of a weight exists beside the buffer it is then added to.  That of a bias exists
+    at the same time for qkv only: the others' biases are added by operators of their own."""
+    model = problem.workload.model
+    apart = {"proj": model.proj_bias * model.hidden, "fc2": model.mlp_bias * model.hidden}
+    apart["fc1"] = model.mlp_bias * shapes(problem.workload, problem.layout, problem.system).ffn
     tables = (problem.embedding, problem.layer(0), problem.head)
     return tuple(
         Extra(
             name=f"{op.name}_weight_gradient",
             dtype=problem.workload.precision,
             rows=1,
-            row_bytes=op.parameters * problem.workload.element_bytes,
+            row_bytes=(op.parameters - apart.get(op.name, 0)) * problem.workload.element_bytes,
             made_by=op.name,
             part=table.part,
             why="added to the gradient buffer by a kernel of its own",
@@ -226,3 +262,42 @@ def _sums(problem: Problem) -> tuple[Extra, ...]:
         for op in table.ops
         if op.has_weight
     )
+
+
+def _scattered(problem: Problem) -> tuple[Extra, ...]:
+    """Under sequence parallelism the gradient of a gathered input is scattered into a tensor of its
+    own before the weight's gradient is computed, and the whole one stays meanwhile."""
+    s = shapes(problem.workload, problem.layout, problem.system)
+    tables = (problem.layer(0), problem.head)
+    return tuple(
+        Extra(
+            name=f"{op.name}_input_gradient_shard",
+            dtype=problem.workload.precision,
+            rows=s.shard_tokens,
+            row_bytes=problem.workload.model.hidden * s.element_bytes,
+            made_by=op.name,
+            part=table.part,
+            why="reduce-scattered beside the weight's gradient, the whole one still there",
+        )
+        for table in tables
+        for op in table.ops
+        if s.sp and op.has_weight and op.gathered_bytes
+    )
+
+
+def _tied(problem: Problem) -> tuple[Extra, ...]:
+    """The projection's gradient waits for the embedding's (held.py), and their sum is made anew."""
+    s = shapes(problem.workload, problem.layout, problem.system)
+    model = problem.workload.model
+    if not model.tied_embeddings or problem.layout.pp > 1:
+        return ()
+    summed = Extra(
+        name="tied_gradient_sum",
+        dtype=problem.workload.precision,
+        rows=s.vocab,
+        row_bytes=model.hidden * s.element_bytes,
+        made_by="embedding",
+        part="embedding",
+        why="of the embedding's gradient and the output projection's, which are one weight",
+    )
+    return (summed,)

@@ -14,6 +14,11 @@ import torch
 from msgspec.structs import replace
 
 from rematbench.baselines.process import Job, job, policy, run_jobs
+from rematbench.baselines.stack import activation_peak, stack_of
+from rematbench.discover import Composition
+from rematbench.evaluate import program_bytes
+from rematbench.lower import lower
+from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.record import Record
 from rematbench.torch.case import Case, Result
@@ -143,3 +148,16 @@ def assert_equal(asked: Asked, ran: Ran, tolerance: float) -> None:
         rows = len(expected)
         assert float((gradient[:rows] - expected).norm()) <= limit, name
         assert not gradient[rows:].any(), name
+
+
+def weighed(baseline: str, method: Composition, problem: Problem, stage: int = 0) -> int:
+    """The activation peak of a policy's plan with the tensors of the baseline's stack."""
+    policy_ = method.methods[0]
+    stack = stack_of(baseline, policy_, problem)
+    assert stack is not None
+    here = stack.problem(problem)
+    plan = method.plan(here)
+    assert isinstance(plan, Plan)
+    program = lower(plan, here)
+    ledger = program_bytes(here, plan, program)[stage].activation_peak
+    return activation_peak(baseline, policy_, here, program.ranks[stage], ledger)

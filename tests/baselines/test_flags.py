@@ -10,16 +10,13 @@ from msgspec.structs import replace
 from rematbench.baselines.flags import Answer, flags_of
 from rematbench.baselines.process import Job, baselines, policy, run_jobs
 from rematbench.baselines.process import job as make_job
-from rematbench.baselines.stack import stack_of
 from rematbench.discover import discover
-from rematbench.evaluate import program_bytes
-from rematbench.lower import lower
 from rematbench.plan import Plan, Unsupported
 from rematbench.record import World
 from rematbench.torch.case import Case
 from rematbench.torch.launch import execute_cases
 from rematbench.torch.parameters import AdamW
-from tests.baselines.cases import STEPS, TINY, Asked, Ran, asked_problem
+from tests.baselines.cases import STEPS, TINY, Asked, Ran, asked_problem, weighed
 
 FP32 = 1e-5
 ONE = Asked("one")
@@ -65,17 +62,9 @@ def printed_job(baseline: str, answer: Answer, world: World = "executed") -> Job
     return replace(job, steps=STEPS if world == "executed" else 1, gradients=world == "executed")
 
 
-def weighed(settings: dict[str, Any]) -> int:
-    """The activation peak of the policy's plan with the tensors of Megatron-core's stack."""
-    problem = asked_problem(Asked("one"))
-    method = policy("megatron_core", settings)
-    stack = stack_of("megatron_core", method.methods[0], problem)
-    assert stack is not None
-    here = stack.problem(problem)
-    plan = method.plan(here)
-    assert isinstance(plan, Plan)
-    found = program_bytes(here, plan, lower(plan, here))[0].activation_peak
-    return found + sum(stack.once.values())
+def said(settings: dict[str, Any]) -> int:
+    """The activation peak of Megatron-core's policy with the tensors of its stack."""
+    return weighed("megatron_core", policy("megatron_core", settings), asked_problem(Asked("one")))
 
 
 @pytest.mark.parametrize("method", MEGATRON)
@@ -94,8 +83,8 @@ def test_megatron_core_under_the_printed_arguments(method: str, tmp_path: Path) 
     peaks = [r.observed.activation_peak_bytes[0] for r in records if r.observed is not None]
     assert len(peaks) == len(jobs)
     assert peaks[0] == peaks[1] == peaks[3] < peaks[2]
-    assert peaks[0] - weighed(answer.settings) == SCALARS
-    assert peaks[2] - weighed({}) == SCALARS
+    assert peaks[0] - said(answer.settings) == SCALARS
+    assert peaks[2] - said({}) == SCALARS
 
 
 def test_arguments_of_another_job_are_refused(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ class Extra(Struct, frozen=True, kw_only=True):
     """A tensor of one layer (or end) and micro-batch that the operator table does not have.
 
     Saved from the forward of `made_by` to the backward of `saved_by`; without `saved_by` it lives
-    inside the backward of `made_by` only.  Bytes are rows x row_bytes.
+    inside the backward of `made_by` only, or inside its forward (`forward`).  Bytes are rows x
+    row_bytes.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Extra(Struct, frozen=True, kw_only=True):
     made_by: str
     saved_by: str = ""
     part: Part = "layer"
+    forward: bool = False
     why: str
 
     @property
@@ -94,15 +96,16 @@ class StackProblem(Problem):
     def _op(self, op: Op, extras: list[Extra]) -> Op:
         made = tuple(e.name for e in extras if e.made_by == op.name and e.saved_by)
         saves = tuple(e.name for e in extras if e.saved_by == op.name)
-        inside = sum(e.nbytes for e in extras if e.made_by == op.name and not e.saved_by)
+        inside = [e for e in extras if e.made_by == op.name and not e.saved_by]
+        first, second = (sum(e.nbytes for e in inside if e.forward == way) for way in (True, False))
         shared = self.stack.shares_gathers and op.has_weight
         in_place = self.stack.loss_over_logits and op.name == "loss"
         return msgspec.structs.replace(
             op,
             outputs=(*op.outputs, *made),
             saves=(*op.saves, *saves),
-            scratch_forward_bytes=0 if in_place else op.scratch_forward_bytes,
-            scratch_backward_bytes=op.scratch_backward_bytes + inside,
+            scratch_forward_bytes=0 if in_place else op.scratch_forward_bytes + first,
+            scratch_backward_bytes=op.scratch_backward_bytes + second,
             gathered_bytes=0 if shared else op.gathered_bytes,
         )
 
@@ -176,6 +179,7 @@ def layer_tensors(problem: Problem, stack: Stack) -> Iterator[Held]:
         yield Held(name, dtype, tensor.rows, tensor.row_bytes, sizes[0], sizes[1], why)
     for extra in extras.values():
         if not extra.saved_by:
-            why = f"in the backward of {extra.made_by} only: {extra.why}"
+            way = "forward" if extra.forward else "backward"
+            why = f"in the {way} of {extra.made_by} only: {extra.why}"
             shape = extra.rows, extra.row_bytes
             yield Held(extra.name, extra.dtype, *shape, 0, extra.nbytes, why)

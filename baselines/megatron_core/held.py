@@ -1,0 +1,143 @@
+"""When Megatron-core 0.16.1 holds what a plan rebuilds or moves: rules that no plan can say.
+
+Read in its code and seen in traces at their peaks:
+
+- A checkpointed function's rebuilt output, which its own backward does not need, lives until that
+  backward ends (CheckpointFunction.backward).
+- A rebuilt norm refills the storage of the first one and lives beside it until its own backward
+  ends; both are there from the gradient of its module's output on (CheckpointWithoutOutput).
+- Offloaded tensors leave and come back group by group (offloads); messages of a pipeline stay or go
+  as its loop's variables do (messages).
+- The gradient of a projection that is the embedding too waits for the embedding's.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from rematbench.action import HOST, Action, Kind
+from rematbench.discover import load_module
+from rematbench.problem import Problem
+from rematbench.program import RankProgram
+from rematbench.shapes import shapes
+
+if TYPE_CHECKING:
+    from baselines.megatron_core import messages, offloads
+    from baselines.megatron_core.plan import MegatronCore
+else:  # this file is loaded by its path
+    messages, offloads = (
+        load_module(Path(__file__).with_name(f"{name}.py")) for name in ("messages", "offloads")
+    )
+
+HOOKS = {"mlp_norm": "fc2", "attn_norm": "proj"}
+"""The last linear of a norm's module: the gradient of its output rebuilds the norm."""
+LAST = "fc2"
+"""The operator with which the backward of a layer starts."""
+
+
+Key = tuple[str, str]
+"""A part of a chunk (E, L<i>, H) and an operator of it."""
+
+
+class Span(NamedTuple):
+    """Bytes held from before the backward of one operator until that of another is over (`through`)
+    or about to start."""
+
+    opens: Key
+    closes: Key
+    nbytes: int
+    through: bool = True
+
+
+def activation_peak(policy: "MegatronCore", problem: Problem, rank: RankProgram) -> int | None:
+    """The rank's largest sum of activations under a policy's plan (None: the ledger's is meant)."""
+    spans = tuple(_spans(policy, problem))
+    if not spans and not policy.offload_modules and problem.layout.pp == 1:
+        return None
+    early = policy.recompute == "selective" and "layernorm" in policy.modules
+    blocks = [_early(block.actions) if early else block.actions for block in rank.blocks]
+    steps = [(blocks[step.block], (step.micro_batch, step.chunk)) for step in rank.steps]
+    walk = _Walk(spans, offloads.Groups(policy.moved, problem, steps), messages.Messages(problem))
+    for actions, where in steps:
+        for action in actions:
+            walk.run(action, where)
+    return walk.peak
+
+
+def _spans(policy: "MegatronCore", problem: Problem) -> Iterator[Span]:
+    work, lay = problem.workload, problem.layout
+    s = shapes(work, lay, problem.system)
+    rows = s.shard_tokens * work.model.hidden * s.element_bytes
+    count = work.model.num_layers // lay.num_chunks
+    if work.model.tied_embeddings and lay.pp == 1:
+        table = s.vocab * work.model.hidden * s.element_bytes
+        yield Span(("H", "final_norm"), ("E", "embedding"), table)
+    if policy.recompute == "full":
+        block = policy.method == "block"
+        size = 1 if block else policy.num_layers
+        for first in range(0, policy.num_layers if block else count, size):
+            yield Span((f"L{first + size - 1}", LAST), (f"L{first}", "attn_norm"), rows)
+    if policy.recompute != "selective":
+        return
+    for layer in range(count):
+        if "mlp" in policy.modules:
+            yield Span((f"L{layer}", LAST), (f"L{layer}", "mlp_norm"), rows, through=False)
+        if "layernorm" in policy.modules:
+            for norm, opens in HOOKS.items():
+                yield Span((f"L{layer}", opens), (f"L{layer}", norm), rows)
+
+
+def _early(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    """A backward's actions with each norm rebuilt before the linear that its hook waits for."""
+    late = {(a.part, HOOKS[a.op]): a for a in actions if a.kind == Kind.RECOMPUTE and a.op in HOOKS}
+    done: set[tuple[str, str]] = set()
+    ordered: list[Action] = []
+    for action in actions:
+        hook = (action.part, action.op)
+        if action.kind == Kind.BACKWARD_INPUT and hook in late and hook not in done:
+            done.add(hook)
+            ordered.append(late[hook])
+        if action.kind == Kind.RECOMPUTE and (action.part, HOOKS.get(action.op, "")) in late:
+            hook = (action.part, HOOKS[action.op])
+            if hook in done:
+                continue
+            done.add(hook)
+        ordered.append(action)
+    return tuple(ordered)
+
+
+class _Walk:
+    """Live bytes in issue order, and their peak."""
+
+    def __init__(
+        self, spans: Iterable[Span], moved: "offloads.Groups", sent: "messages.Messages"
+    ) -> None:
+        self.live = self.peak = 0
+        self._moved, self._sent = moved, sent
+        self._sizes: dict[tuple[tuple[int, int], str], int] = {}
+        self._opens: dict[Key, int] = {}
+        self._closes: dict[bool, dict[Key, int]] = {True: {}, False: {}}
+        self._ended = 0
+        for span in spans:
+            closes = self._closes[span.through]
+            self._opens[span.opens] = self._opens.get(span.opens, 0) + span.nbytes
+            closes[span.closes] = closes.get(span.closes, 0) + span.nbytes
+
+    def run(self, action: Action, where: tuple[int, int]) -> None:
+        """One action of a micro-batch and a chunk."""
+        key = (action.part, action.op)
+        if action.kind != Kind.BACKWARD_WEIGHT:
+            self.live, self._ended = self.live - self._ended, 0
+        if action.kind == Kind.BACKWARD_INPUT:
+            self.live += self._opens.get(key, 0) - self._closes[False].get(key, 0)
+        if action.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+            self._ended = self._closes[True].get(key, 0)
+        self.live += self._moved.before(action, where) + self._sent.before(action, where)
+        for alloc in action.allocs:
+            if not alloc.name.endswith(HOST):
+                self._sizes[where, alloc.name] = alloc.nbytes
+                self.live += self._moved.born(action, where, alloc)
+        self.peak = max(self.peak, self.live + action.scratch)
+        for name in action.frees:
+            nbytes = self._moved.dead(where, name, self._sizes.pop((where, name), 0))
+            self.live -= self._sent.dead(where, name, nbytes)
