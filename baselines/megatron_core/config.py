@@ -20,8 +20,8 @@ from rematbench.torch.parameters import AdamW
 from rematbench.workload import Model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-UPDATE = AdamW(weight_decay=0.0)
-"""Without weight decay: Megatron-core spares biases and norms from it, other engines do not."""
+UPDATE = AdamW()
+"""The numbers of the project's own executor."""
 
 
 def transformer_config(job: Job, policy: MegatronCore) -> TransformerConfig:

@@ -183,8 +183,9 @@ def build(job: Job, policy: MegatronCore, place: Coordinates, device: torch.devi
             config.grad_sync_func = config.grad_sync_func[0]
     optimizer = None
     if run.world == "executed":
+        # Without overrides biases and norms are decayed too, as the executor's are.
         optimizer = get_megatron_optimizer(
-            optimizer_config(run), chunks, use_gloo_process_groups=False
+            optimizer_config(run), chunks, config_overrides={}, use_gloo_process_groups=False
         )
     kernels = {
         "core_attention": attention,

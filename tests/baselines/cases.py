@@ -23,7 +23,6 @@ from rematbench.problem import Problem
 from rematbench.record import Record
 from rematbench.torch.case import Case, Result
 from rematbench.torch.launch import execute_cases
-from rematbench.torch.parameters import AdamW
 from rematbench.workload import Model, Precision
 from tests.problems import problem
 from tests.torch.cases import TINY as TWO_LAYERS
@@ -121,7 +120,6 @@ def reference(model: Model, precision: Precision, ignored: float) -> Result:
         ignored=ignored,
         gradients=True,
         measure=False,
-        optimizer=AdamW(weight_decay=0.0),
     )
     (result,) = execute_cases([case])
     assert result.status == "ok", result.reason

@@ -15,7 +15,6 @@ from rematbench.plan import Plan, Unsupported
 from rematbench.record import World
 from rematbench.torch.case import Case
 from rematbench.torch.launch import execute_cases
-from rematbench.torch.parameters import AdamW
 from tests.baselines.cases import STEPS, TINY, Asked, Ran, asked_problem, weighed
 
 FP32 = 1e-5
@@ -44,7 +43,6 @@ def same_as_the_plan(plan: Plan, ran: Ran) -> None:
         problem=asked_problem(Asked("one")),
         plan=plan,
         steps=STEPS,
-        optimizer=AdamW(weight_decay=0.0),
         measure=False,
     )
     (own,) = execute_cases([case])

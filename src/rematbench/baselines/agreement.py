@@ -124,11 +124,10 @@ def disagreements(records: dict[str, Record]) -> dict[str, str]:
 
 
 def _executor(precision: Precision, device: Device) -> Record:
-    """The project's own executor on one process, without weight decay as the others."""
+    """The project's own executor on one process."""
     from rematbench.torch import job as torch_job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.case import Case  # noqa: PLC0415
     from rematbench.torch.launch import execute_cases  # noqa: PLC0415
-    from rematbench.torch.parameters import AdamW  # noqa: PLC0415
 
     made = problem({}, precision)
     case = Case(
@@ -139,7 +138,6 @@ def _executor(precision: Precision, device: Device) -> Record:
         measure=False,
         device=device,
         timed_steps=0,
-        optimizer=AdamW(weight_decay=0.0),
     )
     (result,) = execute_cases([case])
     spec = run_spec(made, discover().resolve(IDENTITY, {}), "executed")
@@ -199,6 +197,6 @@ def agreement_table(folder: Path) -> Table:
         title="Three engines on the same weights and batch, executed on a CPU: the first step",
         columns=COLUMNS,
         rows=tuple(lines),
-        note="Relative to the executor. tiny-llama, 64 tokens, four sequences a step; without "
-        "weight decay. Layouts differ in degrees only.",
+        note="Relative to the executor. tiny-llama, 64 tokens, four sequences a step. Layouts "
+        "differ in degrees only.",
     )
