@@ -132,7 +132,8 @@ def _once(policy: "MegatronCore", problem: Problem) -> dict[str, int]:
         "position ids": 8 * s.seq_len // s.cp,
     }
     if model.position == "rope" and not policy.offload_modules:  # then of a step not measured
-        found["angles of RoPE (fp32)"] = 4 * model.head_dim * s.seq_len // s.cp
+        each = 4 * model.head_dim * s.seq_len // s.cp
+        found["angles of RoPE (fp32)"] = problem.layout.vpp * each  # each chunk has its own
     return found
 
 
