@@ -94,7 +94,7 @@ class Accelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed has no ty
 @contextlib.contextmanager
 def apart(*, real: bool) -> Iterator[Callable[[Tensor], bool]]:
     """Host and device apart while this lasts; gives the question whether a tensor is the host's."""
-    plain, record_stream = get_accelerator(), Tensor.record_stream
+    plain, record_stream, tensor = get_accelerator(), Tensor.record_stream, torch.tensor
     set_accelerator(Accelerator())
     Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
     checkpointing._cpu_offload_engine = None  # it is bound to an accelerator's streams
@@ -103,11 +103,22 @@ def apart(*, real: bool) -> Iterator[Callable[[Tensor], bool]]:
             with Places() as places:
                 yield places.host
         else:
+            torch.tensor = _there
             yield lambda tensor: tensor.device == HOST
     finally:
+        torch.tensor = tensor
         checkpointing._cpu_offload_engine = None
         Tensor.record_stream = record_stream  # type: ignore[method-assign]
         set_accelerator(plain)
+
+
+_tensor = torch.tensor
+
+
+def _there(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
+    """torch.tensor among fake ones: its own knows its value, and stays on the host with it."""
+    made = _tensor(*args, **kwargs)
+    return made if device is None else torch.empty(made.shape, dtype=made.dtype, device=device)
 
 
 FACTORIES = (

@@ -31,6 +31,7 @@ DEEPSPEED = [
     Asked("one"),
     Asked("one", {"checkpointing": "plain"}),
     Asked("one", {"mlp_tiles": 2, "loss_tiles": 4}),
+    Asked("one", {"loss_tiles": 4, "offload_optimizer": True}, precision="bf16"),
     Asked("one", model=GPT),
     Asked("one", {"checkpointing": "partitioned_cpu"}),
     Asked("one", {"checkpointing": "cpu", "offload_optimizer": True}, precision="bf16"),
