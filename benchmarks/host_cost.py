@@ -2,8 +2,9 @@
 
 The executor on meta tensors does no arithmetic: what is left is the interpreter's own work, torch's
 dispatch, and the two modes that only traces have (remembered shapes, the tracker of bytes: about a
-third of it), so what a GPU's step costs the host is less.  Host cost, not speed: on a GPU it must stay below a kernel's time.  Run it on a
-quiet machine: `./bench run python benchmarks/host_cost.py` (needs torch).
+third of it), so a GPU's step costs the host less.  Host cost, not speed: on a GPU it must stay
+below a kernel's time.  Run it on a quiet machine: `./bench run python benchmarks/host_cost.py`
+(needs torch).
 """
 
 import sys

@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 from baselines.common.contract import NotRunnable
 from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.guards import has_transformer_engine
-from baselines.megatron_core.plan import MegatronCore, has_biases
+from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases
 from rematbench.baselines.process import Job
 from rematbench.record import RunSpec
 from rematbench.torch.kernels import NORM_EPS
@@ -109,8 +109,7 @@ def _recomputation(policy: MegatronCore) -> dict[str, Any]:
         found |= {
             "fine_grained_activation_offloading": True,
             "offload_modules": list(policy.offload_modules),
-            # More than a number: on CUDA fp32 attention saves its seeds, which lie on the host.
-            "min_offloaded_tensor_size": 2,
+            "min_offloaded_tensor_size": MIN_OFFLOADED,
         }
     return found
 

@@ -25,6 +25,9 @@ T = TypeVar("T")
 RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 
+MIN_OFFLOADED = 2
+"""Elements of a tensor that is offloaded, at least.  More than a number: on CUDA attention in fp32
+saves its seeds, which lie on the host."""
 DROPPED: dict[str, tuple[str, ...]] = {
     "core_attn": (
         "attn_probs",
@@ -150,7 +153,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.offload_modules:
             words.append("--fine-grained-activation-offloading")
             words.append(f"--offload-modules {' '.join(self.offload_modules)}")
-            words.append("--min-offloaded-tensor-size 1")
+            words.append(f"--min-offloaded-tensor-size {MIN_OFFLOADED}")
         return " ".join(words)
 
     def _full(self, problem: Problem, base: Plan) -> Plan:

@@ -4,9 +4,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore
 from rematbench.baselines.flags import Answer, flags_of
 from rematbench.baselines.process import Job, baselines, policy, run_jobs
 from rematbench.baselines.process import job as make_job
@@ -63,6 +65,24 @@ def printed_job(baseline: str, answer: Answer, world: World = "executed") -> Job
 def said(settings: dict[str, Any]) -> int:
     """The activation peak of Megatron-core's policy with the tensors of its stack."""
     return weighed("megatron_core", policy("megatron_core", settings), asked_problem(Asked("one")))
+
+
+def test_offloading_runs_as_it_is_printed() -> None:
+    """The same bytes under the policy and under its printed arguments alone."""
+    pytest.importorskip("megatron.core")
+    named = policy("megatron_core", {"offload_modules": "qkv_linear"})
+    made = asked_problem(ONE)
+    words = msgspec.convert(named.parameters["megatron_core"], MegatronCore).flags(made)
+    assert words.endswith(f"--min-offloaded-tensor-size {MIN_OFFLOADED}")
+    printed = make_job(made, policy("megatron_core"), "traced", options=words)
+    records = run_jobs("megatron_core", [make_job(made, named, "traced"), printed])
+    assert [record.reason for record in records] == ["", ""]
+    own, same = (record.observed for record in records)
+    assert own is not None
+    assert same is not None
+    assert max(own.host_peak_bytes) > 0
+    assert same.host_peak_bytes == own.host_peak_bytes
+    assert same.activation_peak_bytes == own.activation_peak_bytes
 
 
 @pytest.mark.parametrize("method", MEGATRON)
