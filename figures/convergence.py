@@ -3,10 +3,7 @@
 usage: convergence.py CONVERGENCE.csv FIGURE.pdf
 """
 
-from typing import Any
-
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 import style
 from matplotlib.axes import Axes
@@ -14,56 +11,82 @@ from matplotlib.axes import Axes
 BASE = "keep_all"
 FLOOR = 1e-9
 """Where a deviation of exactly zero is drawn."""
+SHOWN = (FLOOR / 2, 4e-4)
+EQUAL = (style.GREEN, "o")
+PARTED = (style.RED, "s")
 
 
 def main() -> None:
     source, target = style.arguments(2, "CONVERGENCE.csv FIGURE.pdf")
     curves = pd.read_csv(source)
+    curves["gap"] = (curves.deviation / (curves.loss - curves.deviation)).abs()
     style.apply()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(style.TEXT_IN, 2.6))
-    losses(left, curves)
-    deviations(right, curves)
+    figure, axes = plt.subplots(1, 3, figsize=(style.TEXT_IN, 2.6), width_ratios=(5, 5, 4))
+    losses(axes[0], curves)
+    deviations(axes[1], curves)
+    largest(axes[2], curves)
     figure.suptitle(
         "Bytes of the Python standard library, fp32 (executed, CPU)", fontsize=8, x=0.01, ha="left"
     )
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3)
     style.save(figure, target)
 
 
 def losses(axis: Axes, curves: pd.DataFrame) -> None:
-    """keep_all as a wide pale line, the others on top of it."""
-    base = curves[curves.method == BASE]
-    axis.plot(base.step, base.loss, color=style.PALE, lw=6, label=BASE)
-    others = _others(curves)
-    for number, (name, curve) in enumerate(others):
-        axis.plot(curve.step, curve.loss, label=name, **_line(number, len(others)))
+    """keep_all (in every layout) as a wide pale line, all others as thin ones on top of it."""
+    for (method, _), curve in curves.groupby(["method", "problem"]):
+        look = {"color": style.FAINT, "lw": 4, "zorder": 1} if method == BASE else {}
+        axis.plot(curve.step, curve.loss, **({"color": style.BLUE, "lw": 0.8, "zorder": 2} | look))
+    axis.plot([], [], color=style.FAINT, lw=4, label=BASE)
+    axis.plot([], [], color=style.BLUE, lw=0.8, label=f"{len(_others(curves))} others")
+    axis.legend(loc="upper right")
     axis.set_xlabel("optimizer step")
     axis.set_ylabel("loss (nats per byte)")
 
 
 def deviations(axis: Axes, curves: pd.DataFrame) -> None:
-    """Relative deviation from keep_all; exact equality lies on the floor."""
-    base = curves[curves.method == BASE].loss.to_numpy()
-    others = _others(curves)
-    for number, (_, curve) in enumerate(others):
-        gap = np.maximum(np.abs(curve.deviation.to_numpy()) / base, FLOOR)
-        axis.plot(curve.step, gap, **_line(number, len(others)))
+    """Relative deviation from keep_all in the same layout, of those that leave it."""
+    parted = [(name, curve) for name, curve in _others(curves) if curve.gap.max() > 0]
+    for number, (name, curve) in enumerate(parted):
+        lw = 0.8 + 1.4 * (len(parted) - 1 - number)
+        color = style.PALETTE[(1 + number) % len(style.PALETTE)]
+        axis.plot(curve.step, curve.gap.clip(lower=FLOOR), label=name, color=color, lw=lw)
     axis.set_yscale("log")
-    axis.set_ylim(FLOOR / 2, None)
+    axis.set_ylim(*SHOWN)
     axis.set_xlabel("optimizer step")
-    axis.set_ylabel(f"relative deviation\n(drawn at {FLOOR:g}: equal)")
+    axis.set_ylabel(f"relative deviation from keep_all\n({FLOOR:g}: equal)")
+    if parted:
+        axis.legend(loc="upper left")
+
+
+def largest(axis: Axes, curves: pd.DataFrame) -> None:
+    """The largest deviation of each; bitwise equal ones stand at the left."""
+    others = sorted(_others(curves), key=lambda entry: entry[0], reverse=True)
+    for row, (_, curve) in enumerate(others):
+        gap = curve.gap.max()
+        color, marker = PARTED if gap > 0 else EQUAL
+        axis.plot(max(gap, FLOOR), row, color=color, marker=marker, ls="", clip_on=False)
+    axis.set_xscale("log")
+    axis.set_xlim(*SHOWN)
+    axis.set_xticks([FLOOR, 1e-7, 1e-5], ["bitwise", "$10^{-7}$", "$10^{-5}$"])
+    axis.set_xlabel("largest deviation")
+    axis.set_yticks(range(len(others)), [name for name, _ in others], fontsize=6)
+    axis.grid(axis="y", color=style.PALE, lw=0.5)
 
 
 def _others(curves: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Each curve that is not keep_all's, by method and layout; the first setting where a method was
+    trained with several."""
     rest = curves[curves.method != BASE]
-    return [(str(name), curve) for name, curve in rest.groupby("method", sort=True)]
-
-
-def _line(number: int, count: int) -> dict[str, Any]:
-    """Later lines are thinner, so that equal curves show one on top of another."""
-    color = style.PALETTE[number % len(style.PALETTE)]
-    return {"color": color, "lw": 0.6 + 0.7 * (count - 1 - number), "solid_capstyle": "butt"}
+    groups = list(rest.groupby(["method", "problem"], sort=True))
+    plain = [method.split(" (")[0] for (method, _), _ in groups]
+    names = [
+        method.split(",")[0].replace(" (", ", ") if plain.count(word) > 1 else word
+        for word, ((method, _), _) in zip(plain, groups, strict=True)
+    ]
+    return [
+        (f"{name}, {problem.partition('-')[2]}", curve)
+        for name, ((_, problem), curve) in zip(names, groups, strict=True)
+    ]
 
 
 if __name__ == "__main__":

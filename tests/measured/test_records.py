@@ -5,14 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.commands.converge import curves
+from rematbench.commands.converge import chosen, curves
 from rematbench.commands.measured import Cell, cells, worlds
-from rematbench.evaluate import program_bytes
+from rematbench.evaluate import evaluate, program_bytes
 from rematbench.ledger import live_bytes
 from rematbench.lower import lower
 from rematbench.plan import Plan
 from rematbench.record import Record, plan_hash, read_record
 from rematbench.suitefile import load_suite
+from rematbench.worlds.again import CURVE_BOUND
 from rematbench.worlds.measure import as_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,3 +125,37 @@ def test_lynx_rebuilds_where_memory_is_short(problem: str, method: str) -> None:
     found = record(MEASURED / "executed" / f"{problem}.{method}.0.json").measured
     assert found is not None
     assert sum(rank.recompute_flop for rank in found.ranks) > 0
+
+
+CURVES = sorted((MEASURED / "convergence").glob("*.json"))
+
+
+@cache
+def trained() -> dict[str, Cell]:
+    suite = load_suite(ROOT / "config" / "convergence.yaml")
+    return {cell.name: cell for cell in chosen(cells(suite, []))[0]}
+
+
+def test_every_curve_of_the_suite_is_committed() -> None:
+    assert {path.stem for path in CURVES} == set(trained())
+
+
+@pytest.mark.parametrize("path", CURVES, ids=label)
+def test_a_curve_stays_on_keep_alls_and_its_method_did_its_work(path: Path) -> None:
+    found, cell = record(path), trained()[path.stem]
+    base = record(path.with_name(f"{path.name.split('.')[0]}.keep_all.0.json"))
+    assert found.measured is not None
+    assert base.measured is not None
+    assert found.measured.steps == base.measured.steps == len(found.measured.losses)
+    if "mst" not in found.spec.method.split("+"):
+        assert found.measured.losses == base.measured.losses
+    pairs = zip(found.measured.losses, base.measured.losses, strict=True)
+    assert max(abs(a - b) / b for a, b in pairs) <= CURVE_BOUND
+    assert isinstance(cell.plan, Plan)
+    work = evaluate(cell.problem, cell.plan)
+    if plan_hash(cell.problem, cell.plan) != found.plan_hash:
+        assert found.spec.method not in ALWAYS, "rematbench converge writes it anew"
+    elif "lynx" in found.spec.method:
+        assert work.recompute_flop > 0
+    elif "offload" in found.spec.method:
+        assert work.offload_bytes > 0

@@ -1,5 +1,6 @@
 """Long training runs on real text: each method's loss curve beside keep_all's."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from rematbench.commands.real import need_torch
 from rematbench.commands.targets import need_folder
 from rematbench.console import CommandError
 from rematbench.discover import IDENTITY
+from rematbench.lower import lower
 from rematbench.measured import Measured
 from rematbench.plan import Plan
 from rematbench.published.sheets import write_sheet
@@ -40,15 +42,21 @@ def converge(
 ) -> None:
     """Train a suite's model on the Python standard library's sources; a record per method.
 
+    keep_all is trained on every problem, every other method on the first one on which it does
+    something; a line for each problem says what is left out there, and why.
+
     \b
     Example:
       rematbench converge config/convergence.yaml -o results/measured/convergence
     """
     need_torch()
     need_folder("-o", output)
-    found = [c for c in cells(load_suite(suite), [], only or []) if isinstance(c.plan, Plan)]
+    found, left_out = chosen(cells(load_suite(suite), [], only or []))
+    for line in left_out:
+        typer.echo(line)
     if not found:
-        raise CommandError(f"--only {', '.join(only or [])}: no such cell in {suite} has a plan")
+        words = ", ".join(only or [])
+        raise CommandError(f"--only {words}: no such cell in {suite} has a plan of its own")
     for cell in found:
         record = _trained(cell, steps)
         keep(record, output, cell.name)
@@ -57,6 +65,38 @@ def converge(
     names = [cell.name for cell in found]
     if compare and not as_committed(names, output, compare, _curve_differences):
         raise typer.Exit(1)
+
+
+def chosen(found: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
+    """keep_all on every problem, every other cell on the first problem on which it does something;
+    and a line for each problem: what it leaves out, and why."""
+    trained: list[Cell] = []
+    where: dict[str, str] = {}
+    left_out: dict[str, dict[str, list[str]]] = {}
+    for cell in found:
+        problem, name = cell.name.split(".", maxsplit=1)
+        reason = f"trained on {where[name]}" if name in where else _without_work(cell)
+        if reason:
+            left_out.setdefault(problem, {}).setdefault(reason, []).append(name)
+            continue
+        trained.append(cell)
+        if cell.method.name != IDENTITY:
+            where[name] = problem
+    lines = []
+    for problem, reasons in left_out.items():
+        words = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
+        lines.append(f"{problem}, left out: {'; '.join(words)}")
+    return trained, lines
+
+
+def _without_work(cell: Cell) -> str:
+    """Why a cell has no curve of its own; empty if it has."""
+    if not isinstance(cell.plan, Plan):
+        return cell.plan.reason.removeprefix(f"{cell.method.name}: ")
+    base = cell.problem.base_plan
+    if cell.method.name != IDENTITY and lower(cell.plan, cell.problem) == lower(base, cell.problem):
+        return f"{IDENTITY}'s program"
+    return ""
 
 
 def _trained(cell: Cell, steps: int) -> Record:
@@ -117,8 +157,10 @@ def curves(
     need_folder("-o", output)
     found = [(problem, record) for problem, record in read_records([records]) if record.measured]
     bases = {problem: r for problem, r in found if r.spec.method == IDENTITY}
-    if not bases:
-        raise CommandError(f"{records}: no record of {IDENTITY} to compare with")
+    alone = sorted({problem for problem, _ in found} - set(bases))
+    if alone or not bases:
+        of = f" on {', '.join(alone)}" if alone else ""
+        raise CommandError(f"{records}: no record of {IDENTITY}{of} to compare with")
     lines, rows = [], []
     for problem, record in found:
         own, base = _losses(record), _losses(bases[problem])
