@@ -10,6 +10,7 @@ from rematbench.commands.measured import Cell, cells, worlds
 from rematbench.evaluate import evaluate, program_bytes
 from rematbench.ledger import live_bytes
 from rematbench.lower import lower
+from rematbench.measured import RankMeasured
 from rematbench.plan import Plan
 from rematbench.record import Record, plan_hash, read_record
 from rematbench.suitefile import load_suite
@@ -37,6 +38,11 @@ def current(world: str) -> dict[str, Cell]:
 
 def label(path: Path) -> str:
     return f"{path.parent.name}/{path.stem}"
+
+
+@pytest.mark.parametrize("world", ["executed", "traced"])
+def test_every_cell_has_a_record_and_every_record_a_cell(world: str) -> None:
+    assert {path.stem for path in PATHS if path.parent.name == world} == set(current(world))
 
 
 def test_there_are_records_of_both_worlds() -> None:
@@ -125,6 +131,52 @@ def test_lynx_rebuilds_where_memory_is_short(problem: str, method: str) -> None:
     found = record(MEASURED / "executed" / f"{problem}.{method}.0.json").measured
     assert found is not None
     assert sum(rank.recompute_flop for rank in found.ranks) > 0
+
+
+OFFLOADS = ("pp_offload", "balanced_checkpointing+pp_offload", "memo", "memo+mst")
+REBUILDS = (
+    *("full_recompute", "lynx_heu", "lynx_opt"),
+    *("mst", "mst+full_recompute", "memo", "memo+mst"),
+)
+HOLDS_LESS = ("balanced_checkpointing", "selective_recompute")
+"""Rebuild norms and elementwise products, which count as no FLOP."""
+TRACED_WORK = [
+    *((name, "offload_bytes") for name in OFFLOADS),
+    *((name, "recompute_flop") for name in REBUILDS),
+    *((name, "boundary_peak_bytes") for name in HOLDS_LESS),
+]
+
+
+def traced_ranks(method: str) -> dict[tuple[str, str], RankMeasured]:
+    """(problem, plan) -> the traced rank of a method."""
+    found = [path for path in PATHS if path.parent.name == "traced"]
+    return {
+        (path.name.split(".")[0], record(path).plan_hash): ranks.fullest
+        for path in found
+        if record(path).spec.method == method and (ranks := record(path).measured) is not None
+    }
+
+
+@pytest.mark.parametrize(("method", "field"), TRACED_WORK)
+def test_a_method_does_its_work_at_paper_scale(method: str, field: str) -> None:
+    base = {problem: rank for (problem, _), rank in traced_ranks("keep_all").items()}
+    done = [
+        (getattr(rank, field), getattr(base[problem], field))
+        for (problem, _), rank in traced_ranks(method).items()
+    ]
+    assert any(own < kept if field == "boundary_peak_bytes" else own > 0 for own, kept in done)
+
+
+def test_the_work_of_every_traced_method_is_asked_for() -> None:
+    methods = {record(path).spec.method for path in PATHS if path.parent.name == "traced"}
+    assert methods == {"keep_all", *(method for method, _ in TRACED_WORK)}
+
+
+@pytest.mark.parametrize("problem", ["llama-175b-tp8-pp8", "llama-65b-figure7"])
+@pytest.mark.parametrize("method", ["pp_offload", "balanced_checkpointing+pp_offload"])
+def test_the_paper_s_jobs_are_traced_with_copies(problem: str, method: str) -> None:
+    ranks = traced_ranks(method)
+    assert any(rank.offload_bytes > 0 for (name, _), rank in ranks.items() if name == problem)
 
 
 CURVES = sorted((MEASURED / "convergence").glob("*.json"))
