@@ -1,11 +1,9 @@
 """The engine as the step model of the fit, and refits that never see a source."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rematbench.cli import main
 from rematbench.cost.fit import PRIORS, fit_rows, with_values
 from rematbench.discover import discover
 from rematbench.paths import data_dir
@@ -74,14 +72,3 @@ def test_predictions_follow_the_constants_given() -> None:
 def test_every_group_of_speeds_has_a_left_out_error() -> None:
     groups = {group.name for group in load_accuracy().groups if group.metric == SPEED}
     assert set(load_left_out()) == groups
-
-
-def test_a_folder_that_is_not_there_is_said_before_the_minutes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["rematbench", "calibrate", "-o", str(tmp_path / "no" / "x.yaml")]
-    monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert "there is no folder" in capsys.readouterr().err
