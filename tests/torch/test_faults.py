@@ -14,11 +14,11 @@ from rematbench.action import Action, Alloc, Kind
 from rematbench.check import CheckError, check
 from rematbench.lower import lower
 from rematbench.program import Block, Program
-from rematbench.torch import attention, batch, devices, kernels, worker
+from rematbench.torch import attention, batch, devices, kernels, movers, worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.gather import combine
 from rematbench.torch.launch import execute_cases
-from rematbench.torch.memory import ExecutionError
+from rematbench.torch.memory import ExecutionError, Value
 from tests.torch import cases, laws
 from tests.torch.cases import TINY_GPT
 
@@ -79,6 +79,25 @@ def run_here(case: Case) -> Result:
 def test_a_dropped_row_is_found() -> None:
     with pytest.raises(ExecutionError, match="rows"):
         run_here(edited(cases.case("one", "rows"), drop_a_row))
+
+
+@pytest.mark.parametrize(
+    ("parts", "held"),
+    [
+        ([(0, 4), (4, 4)], 8),
+        ([(4, 4), (0, 4)], 8),
+        ([(0, 4), (2, 6)], 8),  # rebuilt rows reach into kept ones
+        ([(0, 8), (2, 3)], 8),
+        ([(0, 3), (4, 4)], 7),
+        ([(1, 3), (4, 4)], 7),
+        ([(0, 2), (1, 2), (2, 2), (5, 1)], 5),
+        ([(0, 10**15), (10**15 - 5, 10**15)], 2 * 10**15 - 5),  # no work for each row
+    ],
+)
+def test_rows_of_parts_are_counted_by_their_ends(parts: list[tuple[int, int]], held: int) -> None:
+    """A row counts once, whichever of the parts have it."""
+    room = torch.empty(0)
+    assert movers._rows_held([Value(room, first, count) for first, count in parts]) == held
 
 
 def test_a_skipped_piece_spoils_the_gradients() -> None:

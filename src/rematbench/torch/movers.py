@@ -141,13 +141,12 @@ class Movers:
 
     def _join_rows(self, whole: Value, parts: list[Value], name: str) -> None:
         """Rebuilt rows are the last ones; where they reach further, kept rows win."""
-        covered: set[int] = set()
         for part in reversed(parts):
             target = whole.view(part.first, part.count)
             target.copy_(part.data.view(target.shape))
-            covered.update(range(part.first, part.first + part.count))
-        if len(covered) != whole.count:
-            raise ExecutionError(f"{name}: parts hold {len(covered)} of {whole.count} rows")
+        held = _rows_held(parts)
+        if held != whole.count:
+            raise ExecutionError(f"{name}: parts hold {held} of {whole.count} rows")
 
     # -- host -------------------------------------------------------------------------------------
 
@@ -207,3 +206,12 @@ class Movers:
             block = self.host.give(key, self.streams.mark("compute"))
             if self.tracker is not None and self.host.pinned:
                 self.tracker.lend(-block.nbytes)
+
+
+def _rows_held(parts: list[Value]) -> int:
+    """How many rows any of the parts has, from their first rows and counts alone."""
+    held, end = 0, 0
+    for first, stop in sorted((part.first, part.first + part.count) for part in parts):
+        held += max(0, stop - max(first, end))
+        end = max(end, stop)
+    return held
