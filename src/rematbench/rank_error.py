@@ -1,14 +1,18 @@
 """What a failing rank leaves beside the record: the record's own rank may only know that a peer
 left, and which of several ranks failed first is not in any exit code."""
 
+import signal
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
 
 from rematbench.store import write_atomically
-from rematbench.suite import Status
+
+Recorded = Literal["ok", "oom", "unsupported", "failed"]
+"""A record's statuses (`suite.Status`, which the runtime, a user of this module, lies below)."""
 
 NO_MEETING = "set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)"
 KILLED = "a process got signal 9: host memory, as far as can be known"
@@ -28,12 +32,17 @@ class RankError(Struct, frozen=True):
         return any(word in self.reason for word in LOST_PEER)
 
 
-def recorded(status: str, reason: str) -> tuple[Status, str]:
+def of_exit(code: int | None) -> RankError | None:
+    """What the exit code of a process tells that could leave no word: that it was killed."""
+    return RankError("oom", KILLED) if code == -signal.SIGKILL else None
+
+
+def recorded(status: str, reason: str) -> tuple[Recorded, str]:
     """A status and a reason as a record has them, which knows fewer: NaN and timeouts are failures
     that say so."""
     if status in ("nan", "timeout"):
         return "failed", f"{status}: {reason}"
-    return msgspec.convert(status, Status), reason
+    return msgspec.convert(status, Recorded), reason
 
 
 def of_record(status: str, reason: str) -> RankError:

@@ -1,24 +1,31 @@
 """Every law's mutation fails, and every failure ends in a result with a reason."""
 
+import dataclasses
 import math
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
+import torch.distributed as dist
 from msgspec.structs import replace
 
 from rematbench.action import Action, Alloc, Kind
 from rematbench.check import CheckError, check
 from rematbench.lower import lower
 from rematbench.program import Block, Program
-from rematbench.torch import attention, batch, devices, kernels, movers, worker
+from rematbench.rank_error import KILLED, RankError
+from rematbench.torch import attention, batch, devices, kernels, launch, movers, worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.gather import combine
 from rematbench.torch.launch import execute_cases
 from rematbench.torch.memory import ExecutionError, Value
+from rematbench.torch.parameters import AdamW
 from tests.torch import cases, laws
 from tests.torch.cases import TINY_GPT
 
@@ -154,6 +161,35 @@ def test_a_gradient_that_is_no_number_ends_in_a_result() -> None:
     result = combine(case, [one])
     assert result.status == "nan"
     assert result.reason == "NotFinite: gradient of lm_head.weight in step 1 has the norm inf"
+
+
+class Fatal(AdamW):
+    """An optimizer that the kernel ends the rank of this number for."""
+
+    @property
+    def lr(self) -> float:
+        if dist.get_rank() == int(self[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 1e-2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_the_kernel_killed_is_out_of_memory(rank: int) -> None:
+    """Whatever its peers say of their connections to it."""
+    result = run(dataclasses.replace(cases.case("tp2", "keep"), optimizer=Fatal(lr=float(rank))))
+    assert (result.status, result.reason) == ("oom", f"rank {rank}: {KILLED}")
+
+
+@pytest.mark.parametrize("words", ["Connection closed by peer", "Timed out", "Timeout of 60 s"])
+def test_a_rank_that_only_saw_a_peer_go_does_not_give_the_reason(
+    words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "0.0.error").write_text(f"failed\nRuntimeError: {words}\ntraceback")
+    (tmp_path / "0.1.error").write_text("oom\nOutOfMemoryError: full\ntraceback")
+    saw = RankError("failed", "rank 0 ended with exit code 1")
+    assert launch._reason(tmp_path, 0, saw) == ("oom", "OutOfMemoryError: full")
+    (tmp_path / "0.1.error").unlink()
+    assert launch._reason(tmp_path, 0, saw) == ("failed", f"RuntimeError: {words}")
 
 
 def test_a_dead_rank_ends_in_a_result_and_the_next_case_runs() -> None:

@@ -65,11 +65,14 @@ def test_a_rank_that_failed_but_hangs_is_ended(
     assert launch._reason(tmp_path, 0, failure) == ("oom", "OutOfMemoryError: full")
 
 
-@pytest.mark.parametrize(("code", "word"), [(-6, "NCCL's watchdog"), (-9, "killed"), (1, "code 1")])
-def test_how_a_process_ended_is_said(tmp_path: Path, code: int, word: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "status", "word"),
+    [(-6, "failed", "NCCL's watchdog"), (-9, "oom", "signal 9"), (1, "failed", "code 1")],
+)
+def test_how_a_process_ended_is_said(tmp_path: Path, code: int, status: str, word: str) -> None:
     dead: Any = [SimpleNamespace(exitcode=0), SimpleNamespace(exitcode=code)]
-    status, reason = launch._watch(dead, tmp_path, 60.0)
-    assert (status, word in reason, "rank 1" in reason) == ("failed", True, True)
+    found = launch._watch(dead, tmp_path, 60.0)
+    assert (found.status, word in found.reason, "rank 1" in found.reason) == (status, True, True)
 
 
 def given_run(patch: pytest.MonkeyPatch, statuses: list[Any]) -> tuple[list[Result], list[str]]:

@@ -6,7 +6,6 @@ records come out as JSON.
 """
 
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from rematbench.discover import Composition, MethodEntry, MethodError, Value, bu
 from rematbench.measured import TIMED_STEPS
 from rematbench.paths import data_dir
 from rematbench.problem import Problem
-from rematbench.rank_error import KILLED, of_record
+from rematbench.rank_error import of_exit, of_record, recorded
 from rematbench.record import Record, RunSpec, provenance, run_spec
 from rematbench.scratch import scratch
 from rematbench.suite import Status
@@ -148,8 +147,9 @@ def _record_of_rank(
         return msgspec.json.decode(path.read_bytes(), type=Record)
     if done.returncode == 0:
         return None
-    if done.returncode == -signal.SIGKILL:
-        return _failed(asked, "oom", KILLED)
+    killed = of_exit(done.returncode)
+    if killed is not None:
+        return _failed(asked, *recorded(killed.status, killed.reason))
     return _failed(asked, "failed", str(_no_record(name, done.stderr, done.returncode)))
 
 

@@ -14,6 +14,8 @@ from typing import cast
 
 import torch
 
+from rematbench import rank_error
+from rematbench.rank_error import RankError
 from rematbench.scratch import scratch
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result, Status
@@ -72,34 +74,38 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
     return results
 
 
-def _watch(processes: list[BaseProcess], folder: Path, timeout_s: float) -> tuple[Status, str]:
+def _watch(processes: list[BaseProcess], folder: Path, timeout_s: float) -> RankError:
     """Wait until all processes are done, one has died, or a case makes no progress."""
     seen, since, failed_at = 0, time.monotonic(), 0.0
     while True:
         codes = [process.exitcode for process in processes]
-        dead = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
-        if dead:
-            return "failed", _ended(*dead[0])
+        if any(codes):
+            return _ended([process.exitcode for process in processes])  # the first to die, too
         if all(code == 0 for code in codes):
-            return "failed", "a process ended without a result"
+            return RankError("failed", "a process ended without a result")
         finished = len(list(folder.glob("*.pt")))
         failed_at = failed_at or (time.monotonic() if any(folder.glob("*.error")) else 0.0)
         if failed_at and time.monotonic() - failed_at > ERROR_GRACE_S:
-            return "failed", "a rank failed and did not end"
+            return RankError("failed", "a rank failed and did not end")
         if finished != seen:
             seen, since = finished, time.monotonic()
         if time.monotonic() - since > timeout_s:
-            return "timeout", f"no result within {timeout_s:g} s"
+            return RankError("timeout", f"no result within {timeout_s:g} s")
         time.sleep(POLL_S)
 
 
-def _ended(rank: int, code: int | None) -> str:
+def _ended(codes: list[int | None]) -> RankError:
+    """What the exit codes tell, some of which are of failures."""
+    dead = [(rank, code) for rank, code in enumerate(codes) if code]
+    for rank, code in dead:
+        killed = rank_error.of_exit(code)
+        if killed is not None:
+            return RankError(killed.status, f"rank {rank}: {killed.reason}")
+    rank, code = dead[0]
     why = ""
     if code == -signal.SIGABRT:
         why = ": aborted, as NCCL's watchdog does when a collective fails or takes too long"
-    elif code == -signal.SIGKILL:
-        why = ": killed, most likely for the host's memory"
-    return f"rank {rank} ended with exit code {code}{why}"
+    return RankError("failed", f"rank {rank} ended with exit code {code}{why}")
 
 
 def _end(processes: list[BaseProcess]) -> None:
@@ -110,11 +116,12 @@ def _end(processes: list[BaseProcess]) -> None:
         process.join()
 
 
-def _reason(folder: Path, number: int, failure: tuple[Status, str]) -> tuple[Status, str]:
-    """The first rank that wrote why, else what the launcher saw.  A rank whose peer died only
-    knows that its connection broke, so other messages go first."""
-    errors = [path.read_text().splitlines() for path in sorted(folder.glob(f"{number}.*.error"))]
-    if not errors:
-        return failure
-    errors.sort(key=lambda lines: "onnection" in lines[1] or "imed out" in lines[1])
-    return cast(Status, errors[0][0]), errors[0][1]
+def _reason(folder: Path, number: int, failure: RankError) -> tuple[Status, str]:
+    """The first cause among what ranks wrote and one that was killed before it could, else what the
+    launcher saw."""
+    paths = sorted(folder.glob(f"{number}.*.error"))
+    errors = [RankError(*path.read_text().splitlines()[:2]) for path in paths]
+    if failure.status == "oom":
+        errors.append(failure)
+    cause = rank_error.first_cause(errors) or failure
+    return cast(Status, cause.status), cause.reason
