@@ -3,18 +3,23 @@
 import dataclasses
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
+
+import torch
 
 from rematbench import hostmemory
 from rematbench.cli import main
 from rematbench.ledger import issue_order
 from rematbench.lower import lower
 from rematbench.record import read_record
-from rematbench.torch import hostroom, job
+from rematbench.torch import hostroom, job, model, parameters
 from rematbench.torch.case import Case
+from rematbench.torch.groups import Coordinates
 from rematbench.torch.trace import trace_rank
 from rematbench.worlds.measure import activation_bytes
 from tests.torch import cases, test_in_backward
@@ -53,6 +58,7 @@ def test_a_job_too_large_for_the_host_is_not_started_and_the_others_are(
 
     monkeypatch.setattr(job, "execute_cases", execute)
     monkeypatch.setattr(hostroom, "state_bytes", lambda case: need[case.name])
+    monkeypatch.setattr(hostroom, "drawing_bytes", lambda case: 0)
     monkeypatch.setattr(hostroom, "free_bytes", lambda: 100)
     found = job.run_own([large, small], 1.0)
     assert [(r.name, r.status) for r in found] == [(large.name, "oom"), (small.name, "ok")]
@@ -74,6 +80,42 @@ def test_every_process_and_the_fullest_stages_activations_count(
     assert hostroom.too_large(case) == ""
     monkeypatch.setattr(hostroom, "free_bytes", lambda: need - 1)
     assert hostroom.too_large(case).startswith("4 ranks hold 0.8 GiB at least (0.0 of parameters")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_drawn_counts_as_it_is_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stage's own model: the whole parameter beside all that the rank has of others."""
+    case, drawn = CASES[name](), []
+    lay, made = case.problem.layout, [0]
+
+    def noted(spec: parameters.ParameterSpec, *rest: Any, **more: Any) -> parameters.Parameter:
+        drawn.append(made[-1] + parameters.full_weight(spec, 0).nbytes)
+        found = parameters.build(spec, *rest, **more)
+        made.append(made[-1] + sum(tensor.untyped_storage().nbytes() for tensor in found.tensors()))
+        return found
+
+    monkeypatch.setattr(model, "build", noted)
+    total = 0
+    for stage in range(lay.pp):
+        place = Coordinates(tp=0, cp=0, dp=0, pp=stage)
+        drawn, made = [], [0]
+        model.RankModel(case.problem, case.plan, place, torch.device("cpu"), case.seed)
+        total += max(drawn) * lay.gpus // lay.pp
+    assert hostroom.drawing_bytes(case) == total
+
+
+def test_a_weight_that_is_drawn_whole_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank, of which each keeps a part only."""
+    monkeypatch.setitem(cases.LAYOUTS, "tp4", {"tp": 4})
+    sizes = {"vocab": 1 << 20, "num_kv_heads": 4}
+    wide = msgspec.structs.replace(cases.TINY, tied_embeddings=True, **sizes)
+    case = cases.case("tp4", "keep", model=wide, precision="bf16")
+    assert hostroom.drawing_bytes(case) > hostroom.state_bytes(case) + case.activation_bytes
+    need = hostroom.drawing_bytes(case) + 4 * hostroom.PROCESS_BYTES
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: need)
+    assert hostroom.too_large(case) == ""
+    monkeypatch.setattr(hostroom, "free_bytes", lambda: need - 1)
+    assert "of weights as they are drawn" in hostroom.too_large(case)
 
 
 @pytest.mark.parametrize("words", [("--gpus", "1000", "--tp", "2"), ("--seq-len", "100000000")])

@@ -4,11 +4,17 @@ A GPU that is full says so.  A host does not: it kills a process, and not always
 for too much.  So what cannot fit is not started.
 """
 
+from math import prod
+
+import torch
+
 from rematbench.hostmemory import free_bytes
+from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.problem import rank_parameters
 from rematbench.torch.case import Case
 from rematbench.torch.kernels import wide
 from rematbench.torch.model import DTYPES
+from rematbench.torch.parameters import ParameterSpec, unit_specs
 
 PROCESS_BYTES = 200 << 20
 """What a rank on CPUs holds before its model: 235 MB private to it (/proc/PID/smaps_rollup) with
@@ -19,28 +25,58 @@ as other versions may take less."""
 def state_bytes(case: Case) -> int:
     """Bytes of all ranks' parameters, gradients, master weights and moments, as the runtime holds
     them, without what padding adds: nothing less will do."""
-    problem, plan, lay = case.problem, case.plan, case.problem.layout
-    dtype = DTYPES[problem.workload.precision]
+    problem, lay = case.problem, case.problem.layout
+    stages = (rank_parameters(problem, case.plan, stage) for stage in range(lay.pp))
+    return sum(_held(case, count) for count in stages) * (lay.gpus // lay.pp)
+
+
+def _held(case: Case, count: int) -> int:
+    """Bytes that a rank holds of so many parameters of its own."""
+    lay, dtype = case.problem.layout, DTYPES[case.problem.workload.precision]
     shards = lay.state_shards if lay.zero_stage >= 1 else 1
-    gradients = plan.state("optimizer").update != "backward"
-    total = 0
+    gradients = case.plan.state("optimizer").update != "backward"
+    own = count * (dtype.itemsize + gradients * wide(dtype).itemsize)
+    return own + count * 3 * wide(dtype).itemsize // shards
+
+
+def drawing_bytes(case: Case) -> int:
+    """The most that all ranks hold while their weights are drawn: each a parameter as a whole in
+    float64, beside those it has made before."""
+    lay, total = case.problem.layout, 0
     for stage in range(lay.pp):
-        count = rank_parameters(problem, plan, stage)
-        own = count * (dtype.itemsize + gradients * wide(dtype).itemsize)
-        total += own + count * 3 * wide(dtype).itemsize // shards
+        made, most = 0, 0
+        for spec in _specs(case, stage):
+            whole = prod(spec.shape)
+            most = max(most, _held(case, made) + whole * torch.float64.itemsize)
+            made += whole if spec.split is None else whole // lay.tp
+        total += most
     return total * (lay.gpus // lay.pp)
 
 
+def _specs(case: Case, stage: int) -> list[ParameterSpec]:
+    """A rank's parameters in the order in which they are made."""
+    problem, plan = case.problem, case.plan
+    found: dict[str, ParameterSpec] = {}
+    for number, layers in enumerate(plan.partition[stage]):
+        for unit in ChunkOps(problem, stage, number, layers, held=plan.held).units:
+            for spec in unit_specs(problem.workload.model, unit, 0).values():
+                found.setdefault(spec.name, spec)
+    return list(found.values())
+
+
 def too_large(case: Case) -> str:
-    """Why a case on CPUs is not started; nothing if it may fit."""
+    """Why a case on CPUs is not started; nothing if it may fit, while its weights are drawn and
+    then while it trains."""
     free = free_bytes()
     if case.device != "cpu" or free < 0:
         return ""
-    needs = {
+    trains = {
         "parameters, gradients and optimizer states": state_bytes(case),
         "activations": case.activation_bytes,
-        "processes with torch": case.world_size * PROCESS_BYTES,
     }
+    starts = {"weights as they are drawn, whole and in float64": drawing_bytes(case)}
+    needs = max(trains, starts, key=lambda found: sum(found.values()))
+    needs["processes with torch"] = case.world_size * PROCESS_BYTES
     need = sum(needs.values())
     if need <= free:
         return ""

@@ -94,9 +94,9 @@ def full_weight(spec: ParameterSpec, seed: int) -> Tensor:
     """The whole parameter in float64: its own generator, so no layout changes it."""
     digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64) * INIT_STD
+    noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64).mul_(INIT_STD)
     is_norm = "norm" in spec.name and spec.name.endswith("weight")
-    return noise + 1.0 if is_norm else noise
+    return noise.add_(1.0) if is_norm else noise
 
 
 def _unknown(spec: ParameterSpec) -> Tensor:
