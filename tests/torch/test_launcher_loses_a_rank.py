@@ -70,20 +70,30 @@ def test_a_killed_rank_0_leaves_a_record_by_the_other(tmp_path: Path) -> None:
     assert record.reason.startswith("a rank has gone: ")
 
 
-def test_rank_0_tells_the_other_ranks_cause(tmp_path: Path) -> None:
-    """Rank 1 says why it ends; rank 0, which only sees it gone, repeats that and not a note of an
-    earlier run."""
+NOTES = """
+from pathlib import Path
+from rematbench import rank_error
+{before}
+rank_error.note(Path({out!r}), 1, rank_error.RankError("oom", "HBM is full"))
+"""
+BY_ANOTHER = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {notes!r}])
+"""
+
+
+@pytest.mark.parametrize("when", ["at once", "when it is gone"])
+def test_rank_0_tells_the_other_ranks_cause(when: str, tmp_path: Path) -> None:
+    """Rank 1 says why it ends (or a process does that holds none of its connections); rank 0, which
+    only sees it gone, waits for that and repeats it, and not a note of an earlier run."""
     out = tmp_path / "record.json"
     rank_error.note(out, 3, RankError("oom", "of an earlier run"))
     os.utime(f"{out}.error.3", (1, 1))
-    dying = MEETS_AND_DIES.replace(
-        "os._exit",
-        "from pathlib import Path\n"
-        "from rematbench import rank_error\n"
-        f"rank_error.note(Path({str(out)!r}), 1, rank_error.RankError('oom', 'HBM is full'))\n"
-        "os._exit",
-    )
-    ended(out, dies=1, code=dying)
+    saying = NOTES.format(out=str(out), before="")
+    if when != "at once":
+        late = NOTES.format(out=str(out), before="import time; time.sleep(0.5)")
+        saying = BY_ANOTHER.format(notes=late)
+    ended(out, dies=1, code=MEETS_AND_DIES.replace("os._exit", f"{saying}os._exit"))
     record = read_record(out)
     assert (record.status, record.reason) == ("oom", "HBM is full")
 

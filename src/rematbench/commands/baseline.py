@@ -16,7 +16,7 @@ from rematbench.baselines.process import (
     run_jobs,
     run_rank,
 )
-from rematbench.commands.launched import Address, Port, Rank, Size, is_launched, leave_failure
+from rematbench.commands.launched import Address, Port, Rank, Size, is_launched, leave
 from rematbench.commands.options import (
     Request,
     RunOptions,
@@ -228,12 +228,9 @@ def _finish_rank(name: str, asked_job: Job, rank: int, out: Path | None, problem
     record = run_rank(name, asked_job)
     if record is None:
         return
-    failed = record.status in ("failed", "oom")
     if out is not None:
-        if failed:
-            record = leave_failure(record, out, rank, started)
-        else:
-            write_record(record, out)
+        record = leave(record, out, rank, started)
+    failed = record.status in ("failed", "oom")
     if rank == 0:
         show(record, problem)
     elif failed:

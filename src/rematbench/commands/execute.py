@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from rematbench import rank_error
-from rematbench.commands.launched import Address, Local, Port, Rank, Size, is_launched
+from rematbench.commands.launched import Address, Local, Port, Rank, Size, is_launched, leave
 from rematbench.commands.options import Request, RunOptions, Timeout, request, takes_run
 from rematbench.commands.real import finish, need_gpu, need_torch
 from rematbench.commands.targets import need_file
@@ -18,8 +18,7 @@ from rematbench.console import CommandError
 from rematbench.discover import discover
 from rematbench.measured import Measured
 from rematbench.plan import Plan, Unsupported
-from rematbench.rank_error import RankError
-from rematbench.record import Record, write_record
+from rematbench.record import Record
 from rematbench.suite import Status as RecordStatus
 from rematbench.worlds.measure import activation_bytes, compared, measured, measured_record
 
@@ -75,6 +74,7 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
         record = _record(asked, None, ("unsupported", reason, None), (), job.versions(kind))
     else:
         record = _executed(asked, cases, given, timeout, against, out)
+        out = out if given is None else None  # written
     if record is None:  # a launcher's other process
         return
     finish(record, asked, out, json)
@@ -151,64 +151,52 @@ def _executed(
     against: str,
     out: Path | None,
 ) -> Record | None:
-    """The record; None in a launcher's other processes.  One that fails leaves its error beside
-    `out` before it ends, as rank 0 will only see a connection break, and the record itself where
-    rank 0 has left none."""
+    """The record, of a launcher's process written to `out`; None in its other processes.  One that
+    fails leaves its error beside `out` before it ends, as rank 0 will only see a connection
+    break."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+
+    if given is None:
+        results = job.run_own(cases, timeout)
+        return _answer(asked, cases, results, (asked.problem.layout.gpus,), against)
     from rematbench.torch.failures import failure  # noqa: PLC0415
 
     started = time.time()
-    if given is None:
-        hosts: tuple[int, ...] = (asked.problem.layout.gpus,)
-        results = job.run_own(cases, timeout)
-    else:
-        try:
-            results, hosts = job.run_given(cases, given, timeout)
-        except Exception as error:
-            if out is not None:
-                rank_error.note(out, given.rank, RankError(*failure(error)))
-                _stand_in(asked, cases[0], out, started)
-            if isinstance(error, job.NotMet):
-                raise CommandError(str(error)) from error
-            raise
+    try:
+        results, hosts = job.run_given(cases, given, timeout)
+    except Exception as error:
+        if out is not None:
+            lost = (*rank_error.recorded(*failure(error)), None)
+            versions = job.versions(cases[0].device)
+            leave(_record(asked, cases[0].plan, lost, (), versions), out, given.rank, started)
+        if isinstance(error, job.NotMet):
+            raise CommandError(str(error)) from error
+        raise
     if not results:
         return None
+    record = _answer(asked, cases, results, hosts, against)
+    return leave(record, out, given.rank, started) if out is not None else record
+
+
+def _answer(
+    asked: Request,
+    cases: "list[Case]",
+    results: "list[Result]",
+    hosts: tuple[int, ...],
+    against: str,
+) -> Record:
+    """The record of the results, or of the first of them that is none."""
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+
     plan, versions = cases[0].plan, job.versions(cases[0].device)
     broken = next((result for result in results if result.status != "ok"), None)
     if broken is not None:
-        broken = _first(broken, out, started) if given is not None else broken
         return _record(asked, plan, (*status_of(broken), None), hosts, versions)
     found = measured(asked.problem, plan, results[0])
     if against:
         other = compared(asked.problem, results[0], results[1], against)
         found = msgspec.structs.replace(found, comparison=other)
     return _record(asked, plan, ("ok", "", found), hosts, versions)
-
-
-def _stand_in(asked: Request, case: "Case", out: Path, started: float) -> None:
-    """The record of a job whose rank 0 has left none since it started: it was killed, or it is the
-    one that fails.  A rank 0 that still lives writes its own over it."""
-    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
-    from rematbench.torch.case import Result, Status  # noqa: PLC0415
-
-    cause = rank_error.first_cause(rank_error.noted(out, started))
-    if cause is None or (out.exists() and out.stat().st_mtime >= started):
-        return
-    reason = f"a rank has gone: {cause.reason}" if cause.is_secondhand else cause.reason
-    lost = Result(name=case.name, status=msgspec.convert(cause.status, Status), reason=reason)
-    versions = job.versions(case.device)
-    write_record(_record(asked, case.plan, (*status_of(lost), None), (), versions), out)
-
-
-def _first(broken: "Result", out: Path | None, started: float) -> "Result":
-    """What broke a job, by the word of the rank that failed by itself, if one left any."""
-    from rematbench.torch.case import Status  # noqa: PLC0415  # torch is optional
-
-    own = RankError(broken.status, broken.reason)
-    errors = rank_error.noted(out, started) if out is not None else []
-    cause = rank_error.first_cause([own, *errors]) or own
-    status = msgspec.convert(cause.status, Status)
-    return dataclasses.replace(broken, status=status, reason=cause.reason)
 
 
 def status_of(result: "Result") -> tuple[RecordStatus, str]:

@@ -42,15 +42,22 @@ def is_launched(
     return True
 
 
-def leave_failure(record: Record, out: Path, rank: int, started: float) -> Record:
-    """A failing rank's error goes beside `out`; the record with the error of the rank that failed
-    first, as far as it is known by now, is returned.  Rank 0 writes it to `out`, and so does the
-    rank that failed first (rank 0 may only see a peer go) and any where rank 0, killed, has left
-    none since `started`."""
+def leave(record: Record, out: Path, rank: int, started: float) -> Record:
+    """Write a rank's record: of a job that ended well its own (rank 0 has one), else that of the
+    rank that failed first, as far as it is known by now; what was written, or would have been.
+
+    A failing rank's error goes beside `out`.  Rank 0 writes, and so does the rank that failed first
+    (rank 0 may only see a peer go) and any where rank 0, killed, has left none since `started`.
+    """
+    if record.status not in ("failed", "oom"):
+        write_record(record, out)
+        return record
     own = rank_error.of_record(record.status, record.reason)
     rank_error.note(out, rank, own)
     cause = _cause(own, out, started, PATIENCE_S if rank == 0 else 0.0)
     status, reason = rank_error.recorded(cause.status, cause.reason)
+    if cause.is_secondhand:
+        reason = f"a rank has gone: {reason}"
     found = replace(record, status=status, reason=reason)
     silent = not out.exists() or out.stat().st_mtime < started
     if rank == 0 or silent or cause == own:
