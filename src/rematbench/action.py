@@ -136,6 +136,19 @@ def place(storage: str) -> tuple[str, str]:
     return (found[1] or "", found[2]) if found else ("", storage)
 
 
+_LOCAL = "e"
+
+
+def local_event(number: int) -> str:
+    """Name of a block's own event, which never leaves it: e0, e1, ..."""
+    return f"{_LOCAL}{number}"
+
+
+def is_local(event: str) -> bool:
+    """Whether an event is a block's own; others belong to a (micro-batch, chunk)."""
+    return event.startswith(_LOCAL) and event[len(_LOCAL) :].isdigit()
+
+
 LAYER_SLOT = "slot/layer"
 
 

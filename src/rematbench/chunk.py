@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from rematbench.action import STREAM_INDEX, STREAMS
+from rematbench.action import STREAM_INDEX, STREAMS, is_local
 from rematbench.program import Program, RankProgram, Step
 from rematbench.simulate import (
     Clock,
@@ -22,7 +22,6 @@ from rematbench.simulate import (
     busy,
     compile_program,
     drive,
-    is_local,
 )
 
 Affine = dict[int, float]

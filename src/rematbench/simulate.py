@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from msgspec import Struct
 
 from rematbench.action import STREAM_INDEX, STREAMS, Action, Kind
+from rematbench.action import is_local as is_local  # noqa: PLC0414  # `check` has it from here
 from rematbench.program import Block, Program, RankProgram
 
 EventKey = tuple[str, int, int]
@@ -115,11 +116,6 @@ class TimedBlock(NamedTuple):
     items: tuple[Timed, ...]
     receives: tuple[str, ...]
     label: str
-
-
-def is_local(event: str) -> bool:
-    """Events e0, e1, ... never leave their block."""
-    return event[:1] == "e" and event[1:].isdigit()
 
 
 def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = False) -> TimedBlock:

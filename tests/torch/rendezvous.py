@@ -5,7 +5,7 @@ communicator runs in the order of its issue.  Streams of all ranks are walked un
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from rematbench.action import Kind
+from rematbench.action import Kind, is_local
 from rematbench.layout import Layout
 from rematbench.program import Program
 from rematbench.torch.groups import Channel
@@ -50,8 +50,7 @@ class Walk:
                     meets = (channel, tag, action.kind is Kind.SEND)
                     item = self._put((stage, self.comm(channel)), Item([item], meets))
                 for event in filter(None, (action.begin, action.event)):
-                    local = event[:1] == "e" and event[1:].isdigit()
-                    marks[index if local else where, event] = item
+                    marks[index if is_local(event) else where, event] = item
 
     def stuck(self) -> list[Place]:
         """Streams that never end."""

@@ -3,7 +3,16 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import Action, Alloc, Kind, from_text, place, to_text
+from rematbench.action import (
+    Action,
+    Alloc,
+    Kind,
+    from_text,
+    is_local,
+    local_event,
+    place,
+    to_text,
+)
 from rematbench.lower import lower
 from rematbench.operators.ops import Comm
 from rematbench.plan import MiniSequence
@@ -95,6 +104,17 @@ def test_literal_lines(line: str, action: Action) -> None:
 def test_what_is_no_action_is_named(line: str) -> None:
     with pytest.raises(ValueError, match="not an action"):
         from_text(line)
+
+
+def test_events_of_a_block_are_known_by_name() -> None:
+    """Those that a writer makes and no others of a program."""
+    assert all(is_local(local_event(number)) for number in (0, 7, 10, 123))
+    given = problem(tp=2, pp=2, global_batch=4)
+    actions = [a for rank in lower(given.base_plan, given).ranks for a, _, _ in rank.actions()]
+    names = {name for a in actions for name in (a.event, a.begin) if name}
+    others = {name for name in names if not is_local(name)}
+    assert names > others >= {"f_end", "b_end", "recv_f", "sent_b"}
+    assert not any(map(is_local, ("", "e", "end", "e_1", "e1x")))
 
 
 def test_place_of_a_storage() -> None:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rematbench.action import COMM_KIND, Action, Alloc, Kind
+from rematbench.action import COMM_KIND, Action, Alloc, Kind, local_event
 from rematbench.operators.ops import Comm, Op
 
 COMPUTE = "compute"
@@ -21,7 +21,7 @@ WHOLE = Share(1.0)
 
 
 class BlockWriter:
-    """Collects actions in issue order; events are local labels e0, e1, ..."""
+    """Collects actions in issue order; events are the block's own."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -42,7 +42,7 @@ class BlockWriter:
 
     def new_event(self) -> str:
         self._events += 1
-        return f"e{self._events - 1}"
+        return local_event(self._events - 1)
 
     def mark(self, stream: str) -> str:
         """An event that holds when all work issued so far on `stream` is done."""

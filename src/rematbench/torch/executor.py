@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rematbench.action import Action, Kind
+from rematbench.action import Action, Kind, is_local
 from rematbench.program import RankProgram
 from rematbench.torch import operators
 from rematbench.torch.calls import Call
@@ -168,7 +168,7 @@ class Executor:
         mark = self.streams.mark(action.stream)
         if action.kind in (Kind.SEND, Kind.RECV):
             self.messages.attach(mark)
-        if name[:1] == "e" and name[1:].isdigit():
+        if is_local(name):
             self.local[name] = mark
         else:
             self.events[name, site.micro_batch, site.chunk] = mark
