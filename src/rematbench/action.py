@@ -136,6 +136,41 @@ def place(storage: str) -> tuple[str, str]:
     return (found[1] or "", found[2]) if found else ("", storage)
 
 
+GRADIENT, KEPT, OFFLOADED, REBUILT, COPY = "d:", "#k", "#o", "#r", ".r"
+_FORM = re.compile(rf"({KEPT}|{OFFLOADED}|{REBUILT}|{re.escape(COPY)})?(%\d+)?$")
+_BUFFER = ".gradients"
+
+
+def identity(storage: str) -> str:
+    """A storage's tensor, whichever gradient, part, copy or piece of it the name means."""
+    return _FORM.sub("", storage.removeprefix(GRADIENT))
+
+
+def gradient_of(storage: str) -> str:
+    """Storage of an activation's gradient."""
+    return f"{GRADIENT}{storage}"
+
+
+def is_gradient(storage: str) -> bool:
+    """Whether a storage is an activation's gradient."""
+    return storage.startswith(GRADIENT)
+
+
+def piece_tag(number: int) -> str:
+    """The end of the names of a mini-sequence's piece."""
+    return f"%{number}"
+
+
+def gradient_buffer(part: str) -> str:
+    """Storage of the gradients of all of a part's parameters."""
+    return f"{part}{_BUFFER}"
+
+
+def is_gradient_buffer(storage: str) -> bool:
+    """Whether a storage is such a buffer."""
+    return storage.endswith(_BUFFER)
+
+
 _LOCAL = "e"
 
 

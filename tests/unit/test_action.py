@@ -4,12 +4,22 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.action import (
+    COPY,
+    KEPT,
+    OFFLOADED,
+    REBUILT,
     Action,
     Alloc,
     Kind,
     from_text,
+    gradient_buffer,
+    gradient_of,
+    identity,
+    is_gradient,
+    is_gradient_buffer,
     is_local,
     local_event,
+    piece_tag,
     place,
     to_text,
 )
@@ -166,3 +176,12 @@ def test_a_block_of_two_micro_batches_is_refused() -> None:
     text = "rank 0\nblock F\nF0.0 compute L0.qkv\nF1.0 compute L0.qkv\n"
     with pytest.raises(ValueError, match=r"one \(micro-batch, chunk\)"):
         parse_program(text)
+
+
+@pytest.mark.parametrize("end", ["", KEPT, OFFLOADED, REBUILT, COPY])
+@pytest.mark.parametrize("number", [None, 0, 12])
+def test_every_form_of_a_name_is_that_of_its_tensor(end: str, number: int | None) -> None:
+    name = f"L3.fc2_out{end}{'' if number is None else piece_tag(number)}"
+    assert identity(name) == identity(gradient_of(name)) == "L3.fc2_out"
+    assert (is_gradient(gradient_of(name)), is_gradient(name)) == (True, False)
+    assert (is_gradient_buffer(gradient_buffer("L3")), is_gradient_buffer(name)) == (True, False)

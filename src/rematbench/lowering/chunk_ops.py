@@ -3,6 +3,7 @@
 from functools import cached_property
 from typing import NamedTuple
 
+from rematbench.action import KEPT, OFFLOADED
 from rematbench.lowering.fates import ChunkSites, Resolved, Site
 from rematbench.lowering.mini import MiniRun, mini_runs
 from rematbench.operators.ops import Activation, OpTable, holding
@@ -174,9 +175,9 @@ def stored_parts(storage: str, fate: Resolved) -> list[StoredPart]:
         return [StoredPart(storage, fate.nbytes, fate.offload_bytes > 0)]
     parts = []
     if fate.keep_bytes:
-        parts.append(StoredPart(f"{storage}#k", fate.keep_bytes, False))
+        parts.append(StoredPart(storage + KEPT, fate.keep_bytes, False))
     if fate.offload_bytes:
-        parts.append(StoredPart(f"{storage}#o", fate.offload_bytes, True))
+        parts.append(StoredPart(storage + OFFLOADED, fate.offload_bytes, True))
     return parts
 
 

@@ -1,6 +1,6 @@
 """Write a chunk's backward block: gradients, collectives, reductions."""
 
-from rematbench.action import Action, Alloc, Kind
+from rematbench.action import Action, Alloc, Kind, gradient_of, piece_tag
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import emit_alloc
@@ -70,7 +70,7 @@ class BackwardEmitter:
         self.rebuild.before_receive()
         if not chunk.last:
             w.wait(COMPUTE, "recv_b")
-            gradient = f"d:{chunk.output_name}"
+            gradient = gradient_of(chunk.output_name)
             self.grads[chunk.output_name] = gradient
             self.arrivals.add(gradient)
 
@@ -112,8 +112,8 @@ class BackwardEmitter:
         for name in run.inputs:
             storage, tensor = self.chunk.storage(unit, name), unit.table.activations[name]
             if storage not in self.grads and tensor.differentiable:
-                self.grads[storage] = f"d:{storage}"
-                emit_alloc(self.w, f"d:{storage}", tensor.nbytes)
+                self.grads[storage] = gradient_of(storage)
+                emit_alloc(self.w, gradient_of(storage), tensor.nbytes)
         for piece in run.pieces:
             self.rerunner.run, self.rerunner.piece = run, piece
             for op in reversed(run.ops):
@@ -131,7 +131,7 @@ class BackwardEmitter:
 
     @property
     def _tag(self) -> str:
-        return f"%{self.rerunner.piece.number}" if self.rerunner.piece else ""
+        return piece_tag(self.rerunner.piece.number) if self.rerunner.piece else ""
 
     def _backward_op(self, unit: Unit, op: Op) -> None:
         w = self.w
@@ -146,7 +146,7 @@ class BackwardEmitter:
             return
         beside = ""
         if op.grad_gather is not None:
-            full = f"d:{unit.prefix}.{op.name}.full{self._tag}"
+            full = gradient_of(f"{unit.prefix}.{op.name}.full{self._tag}")
             size = int(op.grad_gather.nbytes * self._fraction)
             tensor_parallel = op.grad_gather.group == "tp"
             allocs = [Alloc(full, size)] if tensor_parallel else []
@@ -263,12 +263,12 @@ class BackwardEmitter:
             known = storage in self.grads or name in op.alias_inputs
             if known or not tensors[name].differentiable:
                 continue
-            self.grads[storage] = f"d:{storage}"
-            fresh.append(Alloc(f"d:{storage}", piece_bytes(tensors[name], self._fraction)))
+            self.grads[storage] = gradient_of(storage)
+            fresh.append(Alloc(gradient_of(storage), piece_bytes(tensors[name], self._fraction)))
         reduced = op.grad_reduce
         if reduced is None or reduced.kind != "reduce_scatter":
             return fresh, []
         size = int(reduced.nbytes * self._fraction)
-        part = Alloc(f"d:{unit.prefix}.{op.name}.part{self._tag}", size)
+        part = Alloc(gradient_of(f"{unit.prefix}.{op.name}.part{self._tag}"), size)
         direct = [a for a in fresh if a.name.endswith(".q")]  # the query is never gathered
         return [part, *direct], [a for a in fresh if a not in direct]

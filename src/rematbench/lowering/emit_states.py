@@ -1,6 +1,6 @@
 """Write parameter gathers and gradient reductions inside a chunk's blocks (ZeRO, FSDP, overlap)."""
 
-from rematbench.action import COMM_KIND, Action, Alloc, Kind
+from rematbench.action import COMM_KIND, Action, Alloc, Kind, gradient_buffer
 from rematbench.lowering.chunk_ops import Unit
 from rematbench.lowering.writer import COMPUTE, BlockWriter
 from rematbench.operators.ops import Comm, CommKind
@@ -101,7 +101,7 @@ class GradReducer:
 
     def buffer(self, unit: Unit) -> str:
         """Storage name of a unit's full gradients."""
-        return f"{unit.prefix}.gradients"
+        return gradient_buffer(unit.prefix)
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
         """Make room for the unit's gradients."""

@@ -6,6 +6,7 @@ read and its output written as slices of whole storages.  A ragged tail is a sma
 
 from typing import NamedTuple
 
+from rematbench.action import piece_tag
 from rematbench.operators.ops import Op, OpTable
 from rematbench.plan import MiniSequence, PlanError
 
@@ -35,7 +36,7 @@ class MiniRun(NamedTuple):
 
     def piece_name(self, storage: str, piece: Piece) -> str:
         """Storage of an interior tensor's piece."""
-        return f"{storage}%{piece.number}"
+        return storage + piece_tag(piece.number)
 
 
 def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, MiniRun]:

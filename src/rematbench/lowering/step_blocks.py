@@ -1,6 +1,6 @@
 """The small blocks between passes: receives, sends, copies, releases, end-of-step exchanges."""
 
-from rematbench.action import Action, Alloc, Kind
+from rematbench.action import Action, Alloc, Kind, gradient_of
 from rematbench.lowering.emit_op import emit_copies_in, emit_copies_out
 from rematbench.lowering.writer import COMPUTE, BlockWriter
 from rematbench.operators.ops import Activation, Comm
@@ -33,7 +33,7 @@ def recv_block(tensor: Activation, name: str, *, forward: bool) -> Block:
         kind=Kind.RECV,
         stream="pp_recv",
         op="f" if forward else "b",
-        allocs=(Alloc(name if forward else f"d:{name}", tensor.nbytes),),
+        allocs=(Alloc(name if forward else gradient_of(name), tensor.nbytes),),
         nbytes=tensor.nbytes,
         event="recv_f" if forward else "recv_b",
     )
@@ -49,7 +49,7 @@ def send_block(tensor: Activation, name: str, *, forward: bool) -> Block:
             kind=Kind.SEND,
             stream="pp_send",
             op="f" if forward else "b",
-            reads=(name if forward else f"d:{name}",),
+            reads=(name if forward else gradient_of(name),),
             nbytes=tensor.nbytes,
             event="sent_f" if forward else "sent_b",
         )

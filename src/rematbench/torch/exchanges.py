@@ -5,10 +5,10 @@ from functools import partial
 
 from torch import Tensor
 
-from rematbench.action import Action, Kind
+from rematbench.action import Action, Kind, identity, is_gradient
 from rematbench.torch import ulysses
 from rematbench.torch.groups import Group, Groups
-from rematbench.torch.memory import Memory, Site, Value, identity
+from rematbench.torch.memory import Memory, Site, Value
 from rematbench.torch.model import RankModel
 from rematbench.torch.streams import Streams
 
@@ -51,7 +51,7 @@ class Exchanges:
     def all_to_all(self, action: Action, site: Site) -> None:
         """Ulysses: tensors from one order to the other, or their gradients back."""
         group, head_dim = self.group(action), self.model.kind.head_dim
-        back = action.reads[0].startswith("d:")
+        back = is_gradient(action.reads[0])
         to_heads = (action.op == "to_heads") != back
         move = ulysses.to_heads if to_heads else ulysses.to_rows
         for source, target, width in self._pairs(action, site.chunk, back=back):
@@ -85,7 +85,7 @@ class Exchanges:
             self.memory.put(site.key(target), Value(out, site.first, site.size))
             return
         rows = self.memory[site.key(target)].view(site.first, site.size)
-        place = rows.add_ if target.startswith("d:") else rows.copy_
+        place = rows.add_ if is_gradient(target) else rows.copy_
         self.streams.run(action.stream, lambda: place(out.view(rows.shape)))
 
     def _gather_kv(self, action: Action, site: Site, group: Group) -> None:
@@ -123,7 +123,7 @@ class Exchanges:
         def work() -> None:
             group.reduce_scatter(own, part)
             for name, target in targets:
-                if name.startswith("d:"):
+                if is_gradient(name):
                     target.add_(own.view(target.shape))
                 else:
                     target.copy_(own.view(target.shape))
@@ -181,9 +181,9 @@ class Exchanges:
 
     def _reduce_norms(self, group: Group) -> None:
         """Replicated parameters whose gradients each rank has of its own tokens only."""
-        norms = [p for name, p in self.model.parameters.items() if "norm" in name]
-        for parameter in norms:
-            group.all_reduce(parameter.grad_flat)
+        for parameter in self.model.parameters.values():
+            if parameter.spec.norm:
+                group.all_reduce(parameter.grad_flat)
 
     def _gather_parameters(self, action: Action, chunk: int) -> None:
         """Every ZeRO shard of a unit's (or the whole chunk's) compute copies."""

@@ -1,6 +1,5 @@
 """Storages by name: what is alive on a rank, which rows each holds, slots, the host pool."""
 
-import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,8 +12,6 @@ from rematbench.torch.streams import Mark
 
 Key = tuple[str, int, int]
 """(name, micro-batch, chunk)."""
-
-_SUFFIX = re.compile(r"(#[kor]|\.r)?(%\d+)?$")
 
 
 class Site(NamedTuple):
@@ -37,11 +34,6 @@ class Site(NamedTuple):
 
 class ExecutionError(RuntimeError):
     """An action cannot run as it stands; the message names the action and the tensor."""
-
-
-def identity(name: str) -> str:
-    """A storage's tensor, whichever part, copy or piece of it the name means."""
-    return _SUFFIX.sub("", name.removeprefix("d:"))
 
 
 @dataclass(slots=True)

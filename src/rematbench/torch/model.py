@@ -149,7 +149,9 @@ class RankModel:
     def unit_parameters(self, chunk: int, prefix: str) -> list[Parameter]:
         """Parameters that a unit's backward completes; a projection tied to the embedding of the
         same rank is complete with the embedding."""
-        shared = set()
-        if prefix == "H" and "E" in self.local[chunk]:
-            shared = {p.spec.name for p in self.local[chunk]["E"].values()}
-        return [p for p in self.local[chunk][prefix].values() if p.spec.name not in shared]
+        units, local = self.units[chunk], self.local[chunk]
+        shared: set[str] = set()
+        if units[prefix].table.part == "head":
+            ends = (unit.prefix for unit in units.values() if unit.table.part == "embedding")
+            shared = {p.spec.name for end in ends for p in local[end].values()}
+        return [p for p in local[prefix].values() if p.spec.name not in shared]

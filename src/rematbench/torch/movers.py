@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.action import Action, Alloc, place
+from rematbench.action import Action, Alloc, identity, is_gradient, is_gradient_buffer, place
 from rematbench.operators.ops import Activation
 from rematbench.torch.kernels import wide
 from rematbench.torch.memory import (
@@ -19,7 +19,6 @@ from rematbench.torch.memory import (
     Slots,
     Value,
     as_bytes,
-    identity,
 )
 from rematbench.torch.model import RankModel
 from rematbench.torch.streams import Streams
@@ -60,7 +59,7 @@ class Movers:
         for alloc in action.allocs:
             tensor = self._activation(alloc.name, site)
             dtype = self.model.dtype_of(tensor)
-            make = torch.zeros if alloc.name.startswith("d:") else torch.empty
+            make = torch.zeros if is_gradient(alloc.name) else torch.empty
             shape = (tensor.rows, tensor.row_bytes // dtype.itemsize)
             data = make(shape, dtype=dtype, device=self.model.device)
             self.memory.put(site.key(alloc.name), Value(data, 0, self.model.shapes.shard_tokens))
@@ -83,7 +82,7 @@ class Movers:
 
     def _drop_gradients(self, key: Key) -> None:
         """Forget the ranges of a buffer that is freed."""
-        if key[0].endswith(".gradients"):
+        if is_gradient_buffer(key[0]):
             for parameter in self.model.unit_parameters(key[2], place(key[0])[0]):
                 parameter.grad_flat = parameter.grad_flat.new_empty(0)
 

@@ -7,10 +7,9 @@ chunk; what is left of an action on the host is to look storages up and to issue
 from itertools import takewhile
 from typing import NamedTuple
 
-from rematbench.action import Action, Kind
+from rematbench.action import Action, Kind, identity, is_gradient
 from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.operators.ops import Op
-from rematbench.torch.memory import identity
 from rematbench.torch.model import RankModel
 
 
@@ -57,7 +56,7 @@ class Names:
         unit = self.model.units[chunk][action.part]
         op = unit.table.op(action.op)
         ops = self.model.chunks[chunk]
-        incoming = tuple(takewhile(_is_gradient, action.reads))  # before the saved tensors
+        incoming = tuple(takewhile(is_gradient, action.reads))  # before the saved tensors
         new = {identity(alloc.name): alloc.name for alloc in action.allocs}
         part = new.get(f"{unit.prefix}.{op.name}.part")
         there = {identity(name): name for name in action.reads}
@@ -72,12 +71,8 @@ class Names:
             incoming=incoming,
             fresh={name: new[storage] for name, storage in inputs.items() if storage in new},
             part=part,
-            adding=tuple(filter(_is_gradient, action.reads[len(incoming) :])),
+            adding=tuple(filter(is_gradient, action.reads[len(incoming) :])),
         )
-
-
-def _is_gradient(name: str) -> bool:
-    return name.startswith("d:")
 
 
 def _wants(action: Action, op: Op) -> tuple[str, ...]:
@@ -90,7 +85,7 @@ def _wants(action: Action, op: Op) -> tuple[str, ...]:
 
 def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...]:
     """A gathered copy stands for a single input; attention has it beside its queries."""
-    there = {identity(name): name for name in action.reads if not _is_gradient(name)}
+    there = {identity(name): name for name in action.reads if not is_gradient(name)}
     names = _wants(action, op) or op.inputs
     found = {
         name: Read(name, there[storage])

@@ -22,12 +22,15 @@ INIT_STD = 0.05
 
 class ParameterSpec(NamedTuple):
     """A full parameter: name, shape, the dimension tensor parallelism splits (None: replicated),
-    and its rows once padded (a vocabulary; 0: as many as it has)."""
+    its rows once padded (a vocabulary; 0: as many as it has), whether it is a norm's, and the mean
+    of its first values."""
 
     name: str
     shape: tuple[int, ...]
     split: int | None = None
     rows: int = 0
+    norm: bool = False
+    mean: float = 0.0
 
 
 class AdamW(NamedTuple):
@@ -62,9 +65,9 @@ def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
 
 
 def _norm_specs(model: Model, local: str, name: str) -> dict[str, ParameterSpec]:
-    specs = {local: ParameterSpec(f"{name}.weight", (model.hidden,))}
+    specs = {local: ParameterSpec(f"{name}.weight", (model.hidden,), norm=True, mean=1.0)}
     if model.norm == "layernorm":
-        specs[f"{local}.bias"] = ParameterSpec(f"{name}.bias", (model.hidden,))
+        specs[f"{local}.bias"] = ParameterSpec(f"{name}.bias", (model.hidden,), norm=True)
     return specs
 
 
@@ -95,8 +98,7 @@ def full_weight(spec: ParameterSpec, seed: int) -> Tensor:
     digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64).mul_(INIT_STD)
-    is_norm = "norm" in spec.name and spec.name.endswith("weight")
-    return noise.add_(1.0) if is_norm else noise
+    return noise.add_(spec.mean) if spec.mean else noise
 
 
 def _unknown(spec: ParameterSpec) -> Tensor:
