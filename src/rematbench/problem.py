@@ -14,7 +14,7 @@ from rematbench.cost.constants import Calibration
 from rematbench.cost.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.layout import Layout, check_layout
 from rematbench.operators.block import embedding_table, head_table, layer_table
-from rematbench.operators.ops import Activation, Op, OpTable
+from rematbench.operators.ops import Op, OpTable
 from rematbench.plan import Plan, StateFate
 from rematbench.system import System
 from rematbench.workload import Workload
@@ -216,10 +216,6 @@ class CostFacade(CostModel):
     def step_s(self, plan: Plan) -> float:
         """Seconds of one optimizer step."""
         return self.evaluate(plan).step_s
-
-    def site_bytes(self, activation: Activation) -> int:
-        """Bytes of one saved tensor for one micro-batch on one rank."""
-        return activation.nbytes
 
     def rebuild_ops(
         self, table: OpTable, missing: frozenset[str], available: frozenset[str]

@@ -10,7 +10,7 @@ import torch
 
 from rematbench.ledger import live_bytes
 from rematbench.lower import lower
-from rematbench.torch import kernels, shapes, worker
+from rematbench.torch import kernels, meta, worker
 from rematbench.torch.case import Case
 from rematbench.torch.model import NotExecutable
 from rematbench.torch.trace import trace_rank
@@ -82,7 +82,7 @@ def test_a_tensor_that_outlives_its_action_is_found(monkeypatch: pytest.MonkeyPa
 
 def test_remembered_shapes_tell_apart_what_differs() -> None:
     """Strides, dtypes, keywords and the type of a number are part of a call."""
-    with torch.device("meta"), shapes.Shapes():
+    with torch.device("meta"), meta.MetaMode():
         x = torch.empty(4, 6)
         for _ in range(2):  # made, then remembered
             assert (x + 1).dtype == torch.float32

@@ -22,9 +22,7 @@ Row: TypeAlias = Mapping[str, Any]
 Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict"]
 Split = Literal["fitted", "in-sample", "held-out"]
 Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
-
-COUNTS: frozenset[str] = frozenset({"missed_oom", "false_oom"})
-"""Statistics that count cells; the others are fractions of the published value."""
+"""`missed_oom` and `false_oom` count cells; the others are fractions of the published value."""
 
 
 class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

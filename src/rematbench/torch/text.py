@@ -9,8 +9,6 @@ from torch import Tensor
 
 from rematbench.torch.batch import Batch
 
-VOCAB = 256
-
 
 def standard_library(limit_bytes: int) -> tuple[Tensor, str]:
     """Bytes of the standard library's top-level modules in order of name (at most so many), and a

@@ -20,8 +20,8 @@ from rematbench.torch.batch import MicroBatch
 from rematbench.torch.case import RankResult
 from rematbench.torch.executor import Executor
 from rematbench.torch.groups import Coordinates, Groups, coordinates
+from rematbench.torch.meta import MetaMode
 from rematbench.torch.model import RankModel, require_executable
-from rematbench.torch.shapes import Shapes
 from rematbench.torch.tracker import Tracker
 from rematbench.torch.worker import empty_result, note_bytes
 
@@ -55,7 +55,7 @@ def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
     lay, order = problem.layout, problem.system.rank_order
     rank = rank_at(lay, order, stage)
     device = torch.device("meta")
-    with fake_job(rank, lay.gpus), device, Shapes():
+    with fake_job(rank, lay.gpus), device, MetaMode():
         groups = Groups(lay, order, rank)
         model = RankModel(problem, plan, groups.place, device, seed=0)
         executor = Executor(program, model, groups, tracker=Tracker())

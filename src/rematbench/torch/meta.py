@@ -32,7 +32,7 @@ def is_fresh(operator: Any) -> bool:
     return bool(schema.returns) and all(item.alias_info is None for item in every)
 
 
-class Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs operators on meta tensors, each distinct call once."""
 
     def __init__(self) -> None:
