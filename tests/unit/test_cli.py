@@ -65,6 +65,8 @@ def test_every_command_has_help_with_an_example(cli: Any, command: str) -> None:
         (["simulate"], "METHOD"),
         (["simulate", "keep_all"], "missing option: --model, --cluster, --gpus"),
         (["simulate", "kep_all", *DEMO], "did you mean 'keep_all'"),
+        (["simulate", "megatron_core", *DEMO], "`rematbench baseline predict megatron_core`"),
+        (["plan", "keep_all+deepspeed", *DEMO], "`rematbench baseline predict deepspeed`"),
         (["simulate", "keep_all", *DEMO, "--model", "llama-8b"], "unknown model 'llama-8b'"),
         (["simulate", "keep_all", *DEMO, "--model", "no.json"], "no.json: no such model file"),
         (["simulate", "keep_all", *DEMO, "--cluster", "h900"], "unknown cluster 'h900'"),

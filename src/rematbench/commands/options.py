@@ -13,8 +13,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 from typer import Argument, Option
 
+from rematbench.baselines.process import baselines
 from rematbench.console import CommandError
-from rematbench.discover import Composition, discover
+from rematbench.discover import Composition, MethodError, discover
 from rematbench.layout import Layout, ZeroStage
 from rematbench.plan import Plan
 from rematbench.problem import AttentionKind, Problem
@@ -141,7 +142,7 @@ def request(options: RunOptions) -> Request:
     assert options.gpus is not None
     assert options.seq_len is not None
     assert options.global_batch is not None
-    method = discover(options.methods or ()).resolve(options.method, settings_of(options.settings))
+    method = _method(options)
     layout = Layout(
         tp=options.tp,
         sp=not options.no_sp and options.tp > 1,
@@ -171,6 +172,22 @@ def request(options: RunOptions) -> Request:
             raise CommandError(f"--gpipe has one chunk per rank, --vpp is {layout.vpp}")
         base = replace(base, schedule="gpipe")
     return Request(problem=problem, method=method, base=base)
+
+
+def _method(options: RunOptions) -> Composition:
+    """The method that is named; a baseline's name is no method's, and has commands of its own."""
+    try:
+        found = discover(options.methods or ())
+        return found.resolve(options.method, settings_of(options.settings))
+    except MethodError as error:
+        named = [word.strip() for word in options.method.split("+")]
+        name = next((word for word in named if word in baselines()), "")
+        if not name:
+            raise
+        raise CommandError(
+            f"{name} is a baseline and no method: `rematbench baseline run {name}` executes it, "
+            f"`rematbench baseline predict {name}` simulates its policy"
+        ) from error
 
 
 def _data_parallel(options: RunOptions, gpus: int) -> int:
