@@ -2,7 +2,7 @@
 left, and which of several ranks failed first is not in any exit code."""
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ Recorded = Literal["ok", "oom", "unsupported", "failed"]
 
 NO_MEETING = "set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)"
 KILLED = "a process got signal 9: host memory, as far as can be known"
+ABORTED = ": aborted, as NCCL's watchdog does when a collective fails or takes too long"
 LOST_PEER = ("onnection", "imed out", "imeout")
 """Words of an error that has its cause in another process."""
 
@@ -35,6 +36,25 @@ class RankError(Struct, frozen=True):
 def of_exit(code: int | None) -> RankError | None:
     """What the exit code of a process tells that could leave no word: that it was killed."""
     return RankError("oom", KILLED) if code == -signal.SIGKILL else None
+
+
+def of_exits(codes: Sequence[int | None]) -> RankError:
+    """What the exit codes of a job's ranks tell, some of which failed: first who was killed."""
+    dead = [(rank, code) for rank, code in enumerate(codes) if code]
+    for rank, code in dead:
+        killed = of_exit(code)
+        if killed is not None:
+            return RankError(killed.status, f"rank {rank}: {killed.reason}")
+    rank, code = dead[0]
+    why = ABORTED if code == -signal.SIGABRT else ""
+    return RankError("failed", f"rank {rank} ended with exit code {code}{why}")
+
+
+def of_job(left: Iterable[Path], failure: RankError) -> RankError:
+    """The first cause among what ranks left (files of a status, a reason and more) and who was
+    killed before it could, else what is seen from outside."""
+    seen = [failure] if failure.status == "oom" else []
+    return first_cause([*_read(left), *seen]) or failure
 
 
 def recorded(status: str, reason: str) -> tuple[Recorded, str]:
@@ -61,6 +81,10 @@ def noted(record: Path, since: float = 0.0) -> list[RankError]:
     """Every rank's error by rank, of those left after `since` (seconds of the epoch)."""
     paths = sorted(record.parent.glob(_path(record, "*").name))
     paths = [path for path in paths if path.stat().st_mtime >= since]
+    return _read(paths)
+
+
+def _read(paths: Iterable[Path]) -> list[RankError]:
     return [RankError(*path.read_text(encoding="utf-8").splitlines()[:2]) for path in paths]
 
 

@@ -5,7 +5,6 @@ status and a reason; its processes are ended and the remaining cases are launche
 """
 
 import multiprocessing as mp
-import signal
 import time
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
@@ -80,7 +79,9 @@ def _watch(processes: list[BaseProcess], folder: Path, timeout_s: float) -> Rank
     while True:
         codes = [process.exitcode for process in processes]
         if any(codes):
-            return _ended([process.exitcode for process in processes])  # the first to die, too
+            return rank_error.of_exits(
+                [process.exitcode for process in processes]
+            )  # the first to die, too
         if all(code == 0 for code in codes):
             return RankError("failed", "a process ended without a result")
         finished = len(list(folder.glob("*.pt")))
@@ -94,20 +95,6 @@ def _watch(processes: list[BaseProcess], folder: Path, timeout_s: float) -> Rank
         time.sleep(POLL_S)
 
 
-def _ended(codes: list[int | None]) -> RankError:
-    """What the exit codes tell, some of which are of failures."""
-    dead = [(rank, code) for rank, code in enumerate(codes) if code]
-    for rank, code in dead:
-        killed = rank_error.of_exit(code)
-        if killed is not None:
-            return RankError(killed.status, f"rank {rank}: {killed.reason}")
-    rank, code = dead[0]
-    why = ""
-    if code == -signal.SIGABRT:
-        why = ": aborted, as NCCL's watchdog does when a collective fails or takes too long"
-    return RankError("failed", f"rank {rank} ended with exit code {code}{why}")
-
-
 def _end(processes: list[BaseProcess]) -> None:
     for process in processes:
         if process.is_alive():
@@ -117,11 +104,6 @@ def _end(processes: list[BaseProcess]) -> None:
 
 
 def _reason(folder: Path, number: int, failure: RankError) -> tuple[Status, str]:
-    """The first cause among what ranks wrote and one that was killed before it could, else what the
-    launcher saw."""
-    paths = sorted(folder.glob(f"{number}.*.error"))
-    errors = [RankError(*path.read_text().splitlines()[:2]) for path in paths]
-    if failure.status == "oom":
-        errors.append(failure)
-    cause = rank_error.first_cause(errors) or failure
+    """Why a case has no result."""
+    cause = rank_error.of_job(sorted(folder.glob(f"{number}.*.error")), failure)
     return cast(Status, cause.status), cause.reason

@@ -1,0 +1,35 @@
+"""What exit codes and words of ranks tell of a job."""
+
+from pathlib import Path
+
+import pytest
+
+from rematbench.rank_error import ABORTED, KILLED, RankError, of_exit, of_exits, of_job
+
+
+@pytest.mark.parametrize(
+    ("codes", "status", "reason"),
+    [
+        ([None, 1], "failed", "rank 1 ended with exit code 1"),
+        ([1, -9], "oom", f"rank 1: {KILLED}"),
+        ([-9, 1], "oom", f"rank 0: {KILLED}"),
+        ([0, -6, 1], "failed", f"rank 1 ended with exit code -6{ABORTED}"),
+    ],
+)
+def test_a_killed_process_is_out_of_memory(
+    codes: list[int | None], status: str, reason: str
+) -> None:
+    assert of_exits(codes) == RankError(status, reason)
+    assert [of_exit(code) is not None for code in codes] == [code == -9 for code in codes]
+
+
+def test_what_a_rank_left_goes_before_what_is_seen(tmp_path: Path) -> None:
+    """But not before a rank that was killed, if all that was left is that a peer has gone."""
+    crashed, killed = RankError("failed", "rank 1 ended with exit code 1"), RankError("oom", KILLED)
+    assert of_job([], crashed) == crashed
+    lost, own = tmp_path / "0.error", tmp_path / "1.error"
+    lost.write_text("failed\nRuntimeError: Connection closed by peer\nmore")
+    own.write_text("nan\nNotFinite: loss of step 0 is nan\nmore")
+    assert of_job([lost], crashed).reason == "RuntimeError: Connection closed by peer"
+    assert of_job([lost], killed) == killed
+    assert of_job([lost, own], killed) == RankError("nan", "NotFinite: loss of step 0 is nan")
