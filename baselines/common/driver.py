@@ -23,7 +23,7 @@ from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
 from baselines.common.memory import check_memory
 from baselines.common.records import write
 from rematbench.baselines.process import Job
-from rematbench.rank_error import NO_MEETING, RankError, recorded
+from rematbench.rank_error import NO_MEETING, RankError, of_exits, of_job, recorded
 from rematbench.suite import Status
 from rematbench.torch.devices import prepare
 from rematbench.torch.failures import failure
@@ -122,14 +122,14 @@ def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Pat
     for process in processes:
         process.start()
     try:
-        failure = _watch(processes, scratch, jobs[first].timeout_s)
+        ended = _watch(processes, scratch, jobs[first].timeout_s)
     finally:
         for process in processes:
             if process.is_alive():
                 process.kill()
         for process in processes:
             process.join()
-    return _collect(runner, jobs, numbers, scratch, size, folder, failure)
+    return _collect(runner, jobs, numbers, scratch, size, folder, ended)
 
 
 def _refusal(runner: Runner, job: Job) -> str | None:
@@ -143,22 +143,21 @@ def _refusal(runner: Runner, job: Job) -> str | None:
     return None
 
 
-def _watch(processes: list[Any], scratch: Path, timeout_s: float) -> str:
+def _watch(processes: list[Any], scratch: Path, timeout_s: float) -> RankError:
     """Wait until all ranks are done, one has died, or a job makes no progress."""
     seen, since = 0, time.monotonic()
     while True:
         codes = [process.exitcode for process in processes]
-        dead = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
-        if dead:
+        if any(codes):
             time.sleep(10 * POLL_S)  # the others may still say why
-            return f"rank {dead[0][0]} ended with exit code {dead[0][1]}"
+            return of_exits([process.exitcode for process in processes])
         if all(code == 0 for code in codes):
-            return "a process ended without an answer"
+            return RankError("failed", "a process ended without an answer")
         finished = len(list(scratch.glob("*.answer")))
         if finished != seen:
             seen, since = finished, time.monotonic()
         if time.monotonic() - since > timeout_s:
-            return f"no answer within {timeout_s:g} s"
+            return RankError("failed", f"no answer within {timeout_s:g} s")
         time.sleep(POLL_S)
 
 
@@ -169,29 +168,20 @@ def _collect(
     scratch: Path,
     size: int,
     folder: Path,
-    failure: str,
+    ended: RankError,
 ) -> int:
     for done, number in enumerate(numbers):
         paths = [scratch / f"{number}.{rank}.answer" for rank in range(size)]
         target = folder / f"{number}.json"
         if not all(path.exists() for path in paths):
-            status, reason = _reason(scratch, number, failure)
-            write(runner, jobs[number], target, status, reason, [])
+            cause = of_job(sorted(scratch.glob(f"{number}.*.error")), ended)
+            write(runner, jobs[number], target, *recorded(cause.status, cause.reason), [])
             return done + 1
         answers: list[RankAnswer] = [pickle.loads(path.read_bytes()) for path in paths]
         if jobs[number].gradients:
             torch.save(answers[0].gradients, folder / f"{number}.gradients.pt")
         write(runner, jobs[number], target, "ok", "", answers)
     return len(numbers)
-
-
-def _reason(scratch: Path, number: int, failure: str) -> tuple[Status, str]:
-    """The first rank that said why; a rank whose peer died only knows that its connection broke."""
-    errors = [path.read_text().splitlines() for path in sorted(scratch.glob(f"{number}.*.error"))]
-    if not errors:
-        return "failed", failure
-    errors.sort(key=lambda lines: "onnection" in lines[1] or "imed out" in lines[1])
-    return cast(Status, errors[0][0]), errors[0][1]
 
 
 def _rank_main(

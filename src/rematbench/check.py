@@ -14,9 +14,9 @@ held to the runtime's own storages by tests.
 from collections import defaultdict
 from collections.abc import Container
 
-from rematbench.action import HOST, STREAM_INDEX, STREAMS, Action, Kind, tenant
+from rematbench.action import HOST, STREAM_INDEX, STREAMS, Action, Kind, is_local, tenant
 from rematbench.program import Program, RankProgram
-from rematbench.simulate import is_local, simulate
+from rematbench.simulate import simulate
 
 Key = tuple[str, int, int]
 Unit = tuple[str, int]

@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from msgspec import Struct
 
-from rematbench.action import STREAM_INDEX, STREAMS, Action, Kind
-from rematbench.action import is_local as is_local  # noqa: PLC0414  # `check` has it from here
+from rematbench.action import STREAM_INDEX, STREAMS, Action, Kind, is_local
 from rematbench.program import Block, Program, RankProgram
 
 EventKey = tuple[str, int, int]

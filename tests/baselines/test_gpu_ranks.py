@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from baselines.common.meter import Meter
 from baselines.common.records import write
 from rematbench.baselines.process import Job
 from rematbench.paths import data_dir
+from rematbench.rank_error import KILLED, of_job
 from rematbench.record import read_record
 from rematbench.torch.failures import NotFinite
 from tests.baselines.cases import Asked, Ran, asked_job, assert_equal
@@ -107,6 +109,14 @@ def test_a_loss_that_is_no_number_is_a_failure_that_says_so() -> None:
     assert driver._outcome(NotRunnable("no\nway")) == ("unsupported", "no way")
 
 
+def test_a_rank_that_the_kernel_killed_is_out_of_memory(tmp_path: Path) -> None:
+    """Also beside one that only lost its peer."""
+    (tmp_path / "0.1.error").write_text("failed\nRuntimeError: Connection closed by peer")
+    ended = driver._watch([SimpleNamespace(exitcode=code) for code in (-9, 1)], tmp_path, 5.0)
+    assert (ended.status, ended.reason) == ("oom", f"rank 0: {KILLED}")
+    assert of_job(tmp_path.glob("0.*.error"), ended) == ended
+
+
 @pytest.mark.parametrize(("seen", "why"), [(0, "torch sees no GPU"), (1, "torch sees 1 here")])
 def test_too_few_gpus_are_refused(seen: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
@@ -178,6 +188,7 @@ def test_ranks_that_start_anew_train_as_forked_ones(baseline: str, tmp_path: Pat
     (tmp_path / "start.py").write_text(
         f"""import sys
 from pathlib import Path
+from types import SimpleNamespace
 sys.path[0] = {str(data_dir("baselines").parent)!r}
 if __name__ == "__main__":
     from baselines.common import driver
