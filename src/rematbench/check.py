@@ -14,7 +14,16 @@ held to the runtime's own storages by tests.
 from collections import defaultdict
 from collections.abc import Container
 
-from rematbench.action import HOST, STREAM_INDEX, STREAMS, Action, Kind, is_local, tenant
+from rematbench.action import (
+    HOST,
+    STREAM_INDEX,
+    STREAMS,
+    Action,
+    Kind,
+    gradient_buffer,
+    is_local,
+    tenant,
+)
 from rematbench.program import Program, RankProgram
 from rematbench.simulate import simulate
 
@@ -207,7 +216,7 @@ class _StateCheck:
     def _unmet(self, action: Action, micro_batch: int, chunk: int, alive: Container[Key]) -> str:
         """Buffers that a kernel works on and that are not there.  One before its gather names no
         buffer; the same operator elsewhere shows that it has weights."""
-        full, buffer = f"{action.part}.gradients", f"{action.part}.parameters"
+        full, buffer = gradient_buffer(action.part), f"{action.part}.parameters"
         transient = action.kind in BACKWARD and full in self.buffers
         if transient and (full, micro_batch, chunk) not in alive:
             return f"adds to {full}, which is not alive"
