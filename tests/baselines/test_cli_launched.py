@@ -107,12 +107,12 @@ def test_torchrun_gives_one_record_and_one_answer(tmp_path: Path) -> None:
 
 
 def test_what_is_refused_is_refused_once(tmp_path: Path) -> None:
-    """By all ranks alike: rank 0 says it, and none fails."""
+    """By all ranks alike: rank 0 says it, and ends as what did not run."""
     out, modules = tmp_path / "record.json", "attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm"
     words = (*WORDS, "--out", str(out), "--set", f"offload_modules={modules}")
     ranks = [started(place, *words) for place in places()]
     (code, said, _), (other_code, silent, _) = map(ended, ranks)
-    assert (code, other_code, silent) == (0, 0, "")
+    assert (code, other_code, silent) == (1, 0, "")
     assert said.startswith("UNSUPPORTED: ")
     assert read_record(out).status == "unsupported"
 
