@@ -1,6 +1,9 @@
 """Property tests draw the same examples on every machine, and have no deadline; golden files are
 rewritten by `pytest tests/golden --update-golden`."""
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 
@@ -19,3 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def update_golden(request: pytest.FixtureRequest) -> bool:
     """Whether this run rewrites golden files."""
     return bool(request.config.getoption("--update-golden"))
+
+
+@pytest.fixture(autouse=True)
+def _collector_as_before() -> Iterator[None]:
+    """Commands make Python's collector rare for their process, and a tensor in a cycle (torch makes
+    one at its first use) would then live on in the next test of this one."""
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
