@@ -14,6 +14,7 @@ from rematbench.console import CommandError, console
 from rematbench.discover import discover
 from rematbench.paths import data_dir
 from rematbench.published.sheets import read_sheet
+from rematbench.store import write_atomically
 from rematbench.studies.answers import Answer, ask_study, dump, line, read_answers
 from rematbench.studies.claim_ledger import claims_table, prediction_answers
 from rematbench.studies.claims import load_claims
@@ -51,9 +52,7 @@ def study(
     if output is None:
         _show(asked.name, found)
         return
-    temporary = output.with_name(f".{output.name}.tmp")
-    temporary.write_bytes(dump(found))
-    temporary.replace(output)
+    write_atomically(output, dump(found))
     typer.echo(f"{output}: {len(found)} answers in {time.process_time():.1f} s of CPU")
 
 

@@ -1,6 +1,6 @@
 """Write a chunk's backward block: gradients, collectives, reductions."""
 
-from rematbench.action import Action, Alloc, Kind, gradient_of, piece_tag
+from rematbench.action import Action, Alloc, Kind, gradient_of
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import emit_alloc
@@ -129,10 +129,6 @@ class BackwardEmitter:
         piece = self.rerunner.piece
         return Share(piece.fraction, piece.offset) if piece else WHOLE
 
-    @property
-    def _tag(self) -> str:
-        return piece_tag(self.rerunner.piece.number) if self.rerunner.piece else ""
-
     def _backward_op(self, unit: Unit, op: Op) -> None:
         w = self.w
         saved = [self.rerunner.ensure(unit, name) for name in op.saves]
@@ -146,7 +142,7 @@ class BackwardEmitter:
             return
         beside = ""
         if op.grad_gather is not None:
-            full = gradient_of(f"{unit.prefix}.{op.name}.full{self._tag}")
+            full = gradient_of(f"{unit.prefix}.{op.name}.full{self.rerunner.tag}")
             size = int(op.grad_gather.nbytes * self._fraction)
             tensor_parallel = op.grad_gather.group == "tp"
             allocs = [Alloc(full, size)] if tensor_parallel else []
@@ -183,7 +179,7 @@ class BackwardEmitter:
         """Gather the saved input again; pending event if it may run beside the input gradient."""
         if op.regather is None:
             return "", []
-        full = f"{unit.prefix}.{op.name}.full{self._tag}"
+        full = f"{unit.prefix}.{op.name}.full{self.rerunner.tag}"
         size = int(op.gathered_bytes * self._fraction)
         allocs = [Alloc(full, size)] if size else []
         event = self.w.collective(op.regather, unit.prefix, op.name, saved, allocs, self._share)
@@ -269,6 +265,6 @@ class BackwardEmitter:
         if reduced is None or reduced.kind != "reduce_scatter":
             return fresh, []
         size = int(reduced.nbytes * self._fraction)
-        part = Alloc(gradient_of(f"{unit.prefix}.{op.name}.part{self._tag}"), size)
+        part = Alloc(gradient_of(f"{unit.prefix}.{op.name}.part{self.rerunner.tag}"), size)
         direct = [a for a in fresh if a.name.endswith(".q")]  # the query is never gathered
         return [part, *direct], [a for a in fresh if a not in direct]

@@ -1,6 +1,6 @@
 """Write a chunk's forward block: operators, collectives, gathers, splits, layer copies."""
 
-from rematbench.action import HOST, Action, Alloc, Kind, layer_slot, piece_tag, place
+from rematbench.action import HOST, Action, Alloc, Kind, layer_slot, place
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, stored_parts
 from rematbench.lowering.emit_op import Names, emit_alloc, emit_copies_out, emit_op
 from rematbench.lowering.emit_states import ParameterGatherer
@@ -141,7 +141,7 @@ def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Ki
             names = piece_names(chunk, unit, run, piece, (*op.inputs, *op.outputs))
             writes = {n: s for n, s in names.items() if n in run.interior}
             slices = {n: s for n, s in names.items() if n in run.outputs}
-            tag, share = piece_tag(piece.number), Share(piece.fraction, piece.offset)
+            tag, share = piece.tag, Share(piece.fraction, piece.offset)
             emit_op(w, chunk, unit, op, kind, Names(names, writes, slices, tag), share)
 
 

@@ -1,6 +1,6 @@
 """Bring saved tensors back in a backward block: operators run again, whole or by piece; joins."""
 
-from rematbench.action import Action, Alloc, Kind, piece_tag, place
+from rematbench.action import Action, Alloc, Kind, place
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, rows_of, stored_parts
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import Names, emit_alloc, emit_op
@@ -29,6 +29,11 @@ class Rerunner:
             for name, _, site in chunk.saved(unit):
                 if chunk.run_of(unit, name) and not fates[site].recompute_bytes:
                     self.have.update(p.name for p in chunk.parts(unit, name, fates[site]))
+
+    @property
+    def tag(self) -> str:
+        """The end of the names of the piece at work; empty outside of runs."""
+        return self.piece.tag if self.piece else ""
 
     def name(self, unit: Unit, activation: str) -> str:
         """Storage of an activation, by piece inside a run."""
@@ -148,7 +153,7 @@ class Rerunner:
             n: made[n] for n in op.outputs if self.run and n in self.run.outputs and n in made
         }
         writes = self._outputs(unit, op, missing) if not slices else {}
-        tag = f".r{piece_tag(self.piece.number) if self.piece else ''}"
+        tag = f".r{self.tag}"
         share = Share(fraction, 1.0 - fraction)  # a partial rebuild is of the last rows
         if self.piece:
             share = Share(self.piece.fraction, self.piece.offset)

@@ -18,6 +18,11 @@ class Piece(NamedTuple):
     fraction: float
     offset: float
 
+    @property
+    def tag(self) -> str:
+        """The end of its names."""
+        return piece_tag(self.number)
+
 
 class MiniRun(NamedTuple):
     """Contiguous operators of one table, the tensors that live piecewise, and the pieces."""
@@ -36,7 +41,7 @@ class MiniRun(NamedTuple):
 
     def piece_name(self, storage: str, piece: Piece) -> str:
         """Storage of an interior tensor's piece."""
-        return storage + piece_tag(piece.number)
+        return storage + piece.tag
 
 
 def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, MiniRun]:

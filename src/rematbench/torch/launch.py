@@ -78,10 +78,8 @@ def _watch(processes: list[BaseProcess], folder: Path, timeout_s: float) -> Rank
     seen, since, failed_at = 0, time.monotonic(), 0.0
     while True:
         codes = [process.exitcode for process in processes]
-        if any(codes):
-            return rank_error.of_exits(
-                [process.exitcode for process in processes]
-            )  # the first to die, too
+        if any(codes):  # asked again: of ranks that end together one may have been killed
+            return rank_error.of_exits([process.exitcode for process in processes])
         if all(code == 0 for code in codes):
             return RankError("failed", "a process ended without a result")
         finished = len(list(folder.glob("*.pt")))

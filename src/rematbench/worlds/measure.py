@@ -34,11 +34,13 @@ def as_run(problem: Problem) -> Problem:
     """The problem whose simulated totals a run of the torch runtime is held to: saved tensors of
     the problem's stack, states and kernels of the runtime's."""
     own = load_system(RUNTIME)
-    facts = {name: getattr(own, name) for name in OWN}
+    system = replace(problem.system, **{name: getattr(own, name) for name in OWN})
+    if system == problem.system:
+        return problem
     return Problem(
         workload=problem.workload,
         cluster=problem.cluster,
-        system=replace(problem.system, **facts),
+        system=system,
         layout=problem.layout,
         calibration=problem.calibration,
         attention=problem.attention,
@@ -89,7 +91,7 @@ def measured_ranks(
     """Every process, in rank order."""
     program = lower(plan, problem)
     run = as_run(problem)
-    simulated = program_bytes(run, plan, lower(plan, run))
+    simulated = program_bytes(run, plan, program if run is problem else lower(plan, run))
     return tuple(measured_rank(result, program, simulated, steps) for result in results)
 
 
