@@ -249,10 +249,10 @@ class _StateCheck:
         return ""
 
     def _exchanged(self, action: Action, micro_batch: int, chunk: int) -> list[Unit]:
-        """Whose gradients: all units' (norms), the ends', the chunk's that are due (as the runtime
-        counts them: down to the one that is named)."""
+        """Whose gradients: one or all units' (norms), the ends', the chunk's that are due (as the
+        runtime counts them: down to the one that is named)."""
         if action.op == "norm_gradients":
-            return list(self.gradients)
+            return [(action.part, chunk)] if action.part else list(self.gradients)
         if action.op == "tied":
             return [unit for unit in self.gradients if unit[0] in ("E", "H")]
         units = [unit for unit in self.gradients if unit[1] == chunk and unit not in self.reduced]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 from rematbench.lowering.block_cache import BlockCache, SiteClass
-from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.lowering.emit_backward import BackwardEmitter
 from rematbench.lowering.emit_forward import Fates, ForwardEmitter
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
@@ -255,7 +255,11 @@ class _RankLowering:
             release = parameter.release == "forward"
             ends = parameter.keeps_ends
             gatherer = ParameterGatherer(
-                parameter, self.problem.system, release=release, keeps_ends=ends
+                parameter,
+                self.problem.system,
+                self._tied(chunk),
+                release=release,
+                keeps_ends=ends,
             )
         return ForwardEmitter(chunk, fates, self.plan.transfers, gatherer).block()
 
@@ -263,9 +267,16 @@ class _RankLowering:
         gatherer, reducer = None, None
         if self.layerwise:
             parameter = self.plan.state("parameter")
-            gatherer = ParameterGatherer(parameter, self.problem.system, release=True)
+            gatherer = ParameterGatherer(
+                parameter, self.problem.system, self._tied(chunk), release=True
+            )
         if reduce:
             gradient, optimizer = self.plan.state("gradient"), self.plan.state("optimizer")
-            shared = self.problem.layout.state_shards > 1
-            reducer = GradReducer(gradient, optimizer, self.problem.system, shared=shared)
+            lay, tied = self.problem.layout, self._tied(chunk)
+            reducer = GradReducer(gradient, optimizer, self.problem.system, lay, tied)
         return BackwardEmitter(chunk, fates, self.plan.transfers, gatherer, reducer).block()
+
+    def _tied(self, chunk: ChunkOps) -> Unit | None:
+        """The embedding, where the head of the same rank projects by its weight."""
+        tied = self.problem.workload.model.tied_embeddings and self.problem.layout.pp == 1
+        return chunk.units[0] if tied else None

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from rematbench.action import Action, Kind
 from rematbench.discover import discover
+from rematbench.lower import lower
 from rematbench.plan import Plan, StateFate
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
@@ -16,11 +17,16 @@ from rematbench.torch.gather import combine
 from rematbench.torch.launch import execute_cases
 from rematbench.torch.model import NotExecutable, require_executable
 from rematbench.torch.trace import trace_rank
-from rematbench.workload import Precision
+from rematbench.workload import Model, Precision
 from tests.torch import cases, grid, laws
 from tests.torch.test_faults import edited
 
-ONCE = {"one": {"global_batch": 2}, "dp2": {"global_batch": 2}, "pp2": {"global_batch": 1}}
+ONCE = {
+    "one": {"global_batch": 2},
+    "dp2": {"global_batch": 2},
+    "pp2": {"global_batch": 1},
+    "tp2": {"global_batch": 1},
+}
 """One micro-batch a step: gradients of several would have to be kept between them."""
 
 
@@ -31,12 +37,14 @@ def beside(plan: Plan) -> Plan:
     return replace(plan, states=(*kept, fate))
 
 
-def case(layout: str, plan: str, precision: Precision = "fp32") -> tuple[Case, Case]:
+def case(
+    layout: str, plan: str, precision: Precision = "fp32", model: Model = cases.TINY
+) -> tuple[Case, Case]:
     """A raw plan as it is, and with its update in the backward; both on the same batches."""
     degrees = cases.LAYOUTS[layout] | ONCE[layout]
     names = f"once-{layout}"
     cases.LAYOUTS[names] = degrees
-    whole = cases.case(names, plan, precision=precision)
+    whole = cases.case(names, plan, precision=precision, model=model)
     return whole, Case(
         **{**vars(whole), "name": f"{whole.name} beside", "plan": beside(whole.plan)}
     )
@@ -65,8 +73,24 @@ def test_gradients_live_only_until_their_update() -> None:
     assert a.peak_bytes < b.peak_bytes < a.peak_bytes + 4 * total
 
 
+@pytest.mark.parametrize("plan", ["keep", "offload", "mini"])
+def test_the_gradient_of_a_tied_embedding_lives_from_the_head_on(plan: str) -> None:
+    whole, given = case("one", plan, model=replace(cases.TINY, tied_embeddings=True))
+    a, b = run_here(whole), run_here(given)
+    assert laws.same_bits(a, b)
+    assert laws.bytes_differ(given, b) == []
+    rooms = [
+        (action.part, action.allocs[0].name)
+        for action, _, _ in lower(given.plan, given.problem).ranks[0].actions()
+        if action.kind is Kind.ALLOC and action.op == "gradients"
+    ]
+    assert rooms[:2] == [("H", "H.gradients"), ("E", "E.gradients")]
+    assert len(rooms) == len({part for part, _ in rooms})
+
+
 def test_sharded_and_staged() -> None:
-    pairs = [case(layout, plan) for layout in ("dp2", "pp2") for plan in ("keep", "full")]
+    layouts = ("dp2", "pp2", "tp2")
+    pairs = [case(layout, plan) for layout in layouts for plan in ("keep", "full")]
     given = [part for pair in pairs for part in pair]
     known = {
         c.name: (c, r) for c, r in zip(given, execute_cases(given, timeout_s=120.0), strict=True)
@@ -113,9 +137,7 @@ def test_a_unit_that_is_never_updated_is_found() -> None:
 @pytest.mark.parametrize(
     ("layout", "changes", "said"),
     [
-        ("tp2", {}, "sequence parallelism"),
         ("one", {"precision": "fp64"}, "4-byte gradients where it sums 64 bits"),
-        ("one", {"model": replace(cases.TINY, tied_embeddings=True)}, "tied embeddings"),
     ],
 )
 def test_what_it_cannot_have_is_refused_by_name(

@@ -21,6 +21,11 @@ class Unit(NamedTuple):
     parameters: int  # on one rank, before any ZeRO sharding
     variant: int = 0  # index into the problem's distinct layers
 
+    @property
+    def norm_parameters(self) -> int:
+        """Parameters of norms, which sequence parallelism replicates."""
+        return sum(op.parameters for op in self.table.ops if not op.has_weight)
+
 
 class ChunkOps:
     """The units of (stage, chunk), the storage name of every activation, the chunk's ports."""

@@ -87,7 +87,7 @@ class BackwardEmitter:
         for unit in kept:
             if unit.parameters:
                 gatherer.pending[unit.prefix] = event
-                self.w.parameters[unit.prefix] = gatherer.buffer(unit)
+                self.w.parameters[unit.prefix] = gatherer.read(unit)
                 self.arrivals.add(gatherer.buffer(unit))
 
     def _ahead_of_turn(self, unit: Unit) -> None:

@@ -1,6 +1,7 @@
 """Write parameter gathers and gradient reductions inside a chunk's blocks (ZeRO, FSDP, overlap)."""
 
 from rematbench.action import COMM_KIND, Action, Alloc, Kind, gradient_buffer
+from rematbench.layout import Layout
 from rematbench.lowering.chunk_ops import Unit
 from rematbench.lowering.writer import COMPUTE, BlockWriter
 from rematbench.operators.ops import Comm, CommKind
@@ -14,28 +15,46 @@ class ParameterGatherer:
     Layer gathers (ZeRO-3, FSDP) allocate the full parameters and run `prefetch_layers` ahead; a
     step gather (ZeRO-1 with overlap) fills resident buffers, all units at once.  `release`: whether
     a unit's copy is freed after its use (`keeps_ends`: but not the embedding's and the head's).
+    `tied`: the embedding whose weight the head of the same rank projects by; where it is not there
+    it is gathered for the head too.
     """
 
     def __init__(
-        self, fate: StateFate, system: System, *, release: bool, keeps_ends: bool = False
+        self,
+        fate: StateFate,
+        system: System,
+        tied: Unit | None = None,
+        *,
+        release: bool,
+        keeps_ends: bool = False,
     ) -> None:
         self.layerwise = fate.gather == "layer"
+        self.tied = tied if self.layerwise else None
         self.keeps_ends = keeps_ends
         self.fate, self.system, self.release = fate, system, release
         self.survivors: set[str] = set()
         self.pending: dict[str, str] = {}
         self.released = ""
+        self.for_the_head = False
 
     def buffer(self, unit: Unit) -> str:
         """Storage name of a unit's gathered parameters."""
         return f"{unit.prefix}.parameters"
 
+    def read(self, unit: Unit) -> tuple[str, ...]:
+        """Storages that a unit's kernels read their weights from."""
+        shared = self.tied if unit.table.part == "head" else None
+        return (self.buffer(unit), self.buffer(shared)) if shared else (self.buffer(unit),)
+
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
         """Issue the gathers due by now and wait for this unit's."""
         ahead = self.fate.prefetch_layers if self.layerwise else len(units)
-        for unit in units[: position + ahead + 1]:
+        for unit in units[position : position + ahead + 1]:
             if unit.prefix not in self.pending and unit.parameters:
                 self._gather(w, unit)
+            if self.tied and unit.table.part == "head" and self.tied.prefix not in self.pending:
+                self._gather(w, self.tied)
+                self.for_the_head = True
         if units[position].parameters:
             self.ready(w, units[position])
 
@@ -44,6 +63,8 @@ class ParameterGatherer:
         if unit.prefix not in self.pending:
             self._gather(w, unit)
         w.wait(COMPUTE, self.pending[unit.prefix])
+        if self.tied and unit.table.part == "head":
+            w.wait(COMPUTE, self.pending[self.tied.prefix])
 
     def _gather(self, w: BlockWriter, unit: Unit) -> None:
         if self.released and self.layerwise:
@@ -51,7 +72,7 @@ class ParameterGatherer:
         allocs: tuple[Alloc, ...] = ()
         if self.layerwise:
             allocs = (Alloc(self.buffer(unit), self.system.gather_bytes * unit.parameters),)
-            w.parameters[unit.prefix] = self.buffer(unit)
+            w.parameters[unit.prefix] = self.read(unit)
         event = w.new_event()
         payload = self.system.gather_bytes * unit.parameters
         w.add(
@@ -74,10 +95,22 @@ class ParameterGatherer:
             return
         self.released = w.mark(COMPUTE)
         if self.release and not (self.keeps_ends and unit.table.part != "layer"):
-            del w.parameters[unit.prefix]
-            w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
+            self._free(w, unit)
         else:
             self.survivors.add(self.buffer(unit))
+        if self.tied and self.for_the_head and unit.table.part == "head":
+            self.for_the_head = False
+            self._free(w, self.tied)
+
+    def _free(self, w: BlockWriter, unit: Unit) -> None:
+        del w.parameters[unit.prefix], self.pending[unit.prefix]
+        w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
+
+
+def norm_reduction(system: System, norms: int, shards: int = 1) -> Comm:
+    """Sequence parallelism: each rank has the norms' gradients of its own tokens only (Megatron's
+    allreduce of layer-norm gradients); of `norms` parameters a rank holds one of `shards`."""
+    return Comm("all_reduce", "tp", system.grad_bytes * -(-norms // shards))
 
 
 class GradReducer:
@@ -85,15 +118,23 @@ class GradReducer:
     done, on the dp stream.
 
     Sharded gradients (ZeRO-2/3) live in a full buffer until reduced; resident ones are reduced in
-    place, in buckets of `bucket_bytes`.  `shared`: there are data-parallel peers to reduce with.
+    place, in buckets of `bucket_bytes`.  `layout.state_shards` > 1: there are data-parallel peers
+    to reduce with.  `tied`: the unit of the embedding where the head projects by its weight on the
+    same rank, which adds to that gradient first.
     """
 
     def __init__(
-        self, gradient: StateFate, optimizer: StateFate, system: System, *, shared: bool
+        self,
+        gradient: StateFate,
+        optimizer: StateFate,
+        system: System,
+        layout: Layout,
+        tied: Unit | None = None,
     ) -> None:
         self.update = optimizer.update == "backward"
         self.transient = gradient.shards > 1 or self.update
-        self.system, self.optimizer, self.shared = system, optimizer, shared
+        self.system, self.optimizer, self.tied = system, optimizer, tied
+        self.shared, self.sums_norms = layout.state_shards > 1, layout.sequence_parallel
         scatter = optimizer.shards > 1 or gradient.shards > 1
         self.kind: CommKind = "reduce_scatter" if scatter else "all_reduce"
         self.bucket: list[Unit] = []
@@ -104,7 +145,13 @@ class GradReducer:
         return gradient_buffer(unit.prefix)
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
-        """Make room for the unit's gradients."""
+        """Make room for the unit's gradients, and for those that it shares with the embedding."""
+        if self.tied is None or unit is not self.tied:
+            self._make_room(w, unit)
+        if self.tied is not None and unit.table.part == "head":
+            self._make_room(w, self.tied)
+
+    def _make_room(self, w: BlockWriter, unit: Unit) -> None:
         if self.transient and unit.parameters:
             width = self.system.grad_bytes if self.update else self.system.gather_bytes
             buffer = Alloc(self.buffer(unit), width * unit.parameters)
@@ -141,6 +188,10 @@ class GradReducer:
             comm = Comm(self.kind, "dp", self.system.reduce_bytes * unit.parameters)
             reads = [self.buffer(unit)]
             w.wait(COMPUTE, w.collective(comm, unit.prefix, "gradients", reads, []))
+        if self.sums_norms and unit.norm_parameters:
+            norms = norm_reduction(self.system, unit.norm_parameters)
+            reads = [self.buffer(unit)]
+            w.wait(COMPUTE, w.collective(norms, unit.prefix, "norm_gradients", reads, []))
         count = -(-unit.parameters // self.optimizer.shards)
         w.add(
             Action(

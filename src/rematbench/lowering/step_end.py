@@ -5,6 +5,7 @@ from functools import partial
 from typing import Protocol
 
 from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.emit_states import norm_reduction
 from rematbench.lowering.rank_steps import last_backwards
 from rematbench.lowering.step_blocks import (
     gather_block,
@@ -73,17 +74,8 @@ def _reduction(plan: Plan, problem: Problem, chunk: ChunkOps) -> Comm:
 
 
 def _norm_reduction(plan: Plan, problem: Problem, chunks: list[ChunkOps]) -> Comm:
-    """Sequence parallelism: each rank has the norms' gradients of its own tokens only (Megatron's
-    allreduce of layer-norm gradients)."""
-    norms = sum(
-        op.parameters
-        for chunk in chunks
-        for unit in chunk.units
-        for op in unit.table.ops
-        if not op.has_weight
-    )
-    shards = plan.state("gradient").shards
-    return Comm("all_reduce", "tp", problem.system.grad_bytes * -(-norms // shards))
+    norms = sum(unit.norm_parameters for chunk in chunks for unit in chunk.units)
+    return norm_reduction(problem.system, norms, plan.state("gradient").shards)
 
 
 def _tied_embeddings(steps: Steps, problem: Problem) -> None:

@@ -25,7 +25,9 @@ class BlockWriter:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.parameters: dict[str, str] = {}  # gathered copies, by part: kernels read them
+        self.parameters: dict[
+            str, tuple[str, ...]
+        ] = {}  # gathered copies that a part's kernels read
         self.slots: dict[str, str] = {}  # storages that live in a staging slot
         self._events = 0
         self._waited_at: dict[str, int] = {}
@@ -86,7 +88,7 @@ class BlockWriter:
         forward = kind in (Kind.FORWARD, Kind.RECOMPUTE)
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
         if op.parameters and part in self.parameters:
-            reads = [*reads, self.parameters[part]]
+            reads = [*reads, *self.parameters[part]]
         return self.add(
             Action(
                 kind=kind,

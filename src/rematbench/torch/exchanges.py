@@ -147,7 +147,7 @@ class Exchanges:
             self._reduce_gradients(action, site.chunk)
             return
         if action.op == "norm_gradients":
-            self.streams.run(action.stream, lambda: self._reduce_norms(group))
+            self._reduce_norms(action, site.chunk, group)
             return
         rows = self.memory[site.key(action.reads[0])].view(site.first, site.size)
         self.streams.run(action.stream, lambda: group.all_reduce(rows))
@@ -179,11 +179,19 @@ class Exchanges:
 
         self.streams.run(action.stream, work)
 
-    def _reduce_norms(self, group: Group) -> None:
-        """Replicated parameters whose gradients each rank has of its own tokens only."""
-        for parameter in self.model.parameters.values():
-            if parameter.spec.norm:
+    def _reduce_norms(self, action: Action, chunk: int, group: Group) -> None:
+        """Replicated parameters (all, or one unit's) whose gradients each rank has of its own
+        tokens only."""
+        among = list(self.model.parameters.values())
+        if action.part:
+            among = self.model.unit_parameters(chunk, action.part)
+        norms = [parameter for parameter in among if parameter.spec.norm]
+
+        def work() -> None:
+            for parameter in norms:
                 group.all_reduce(parameter.grad_flat)
+
+        self.streams.run(action.stream, work)
 
     def _gather_parameters(self, action: Action, chunk: int) -> None:
         """Every ZeRO shard of a unit's (or the whole chunk's) compute copies."""

@@ -52,18 +52,13 @@ def require_executable(problem: Problem, plan: Plan) -> None:
 
 
 def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:
-    """What an update beside the backward cannot have: gradients that are complete only later, and
-    buffers of another width than the runtime's sums."""
-    model, lay = problem.workload.model, problem.layout
+    """What an update beside the backward cannot have: buffers of another width than the runtime's
+    sums."""
     asked = plan.state("optimizer").update == "backward"
     width = wide(DTYPES.get(problem.workload.precision, torch.float32)).itemsize
     given = problem.system.grad_bytes
     words = f"optimizer in backward with {given}-byte gradients where it sums {8 * width} bits"
-    return {
-        "optimizer in backward with sequence parallelism": asked and lay.sequence_parallel,
-        "optimizer in backward with tied embeddings": asked and model.tied_embeddings,
-        words: asked and given != width,
-    }
+    return {words: asked and given != width}
 
 
 class RankModel:
