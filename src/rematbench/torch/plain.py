@@ -1,8 +1,11 @@
 """A training step as a person writes it in torch: the same model, weights, sums and update as the
-executor's, through autograd, on one stream.  What the executor's own step is timed against.
+executor's, through autograd, on one stream; weight gradients are added to their wide buffers inside
+the product, as a loop written for speed does.  What the executor's own step is timed against.
 
 For one rank and Llama blocks.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +22,24 @@ SAME_KERNELS = [
     SDPBackend.MATH,
 ]
 """Attention by the operators that the executor calls, not by cuDNN's."""
+
+
+class _Linear(torch.autograd.Function):
+    """x @ weight.T; the weight's gradient goes into its buffer, not through autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
+        """`total`: the weight's gradient so far, of its shape."""
+        ctx.save_for_backward(x, weight)
+        ctx.total = total
+        return kernels.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """The input's gradient; the weight's is added to the buffer."""
+        x, weight = ctx.saved_tensors
+        kernels.add_weight_gradient(ctx.total, grads[0], x)
+        return grads[0] @ weight, None, None
 
 
 class PlainLoop:
@@ -55,21 +76,23 @@ class PlainLoop:
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, kernels.NORM_EPS)
 
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        parameter = self.model.parameters[f"{name}.weight"]
+        made: Tensor = _Linear.apply(x, parameter.value, parameter.grad)  # type: ignore[no-untyped-call]
+        return made
+
     def _loss(self, weights: dict[str, Tensor], ids: Tensor, labels: Tensor) -> Tensor:
         kind = self.model.kind
         x = F.embedding(ids, weights["embedding.weight"])
         for layer in range(kind.num_layers):
-            own = {
-                name.removeprefix(f"layers.{layer}.").removesuffix(".weight"): weight
-                for name, weight in weights.items()
-                if name.startswith(f"layers.{layer}.")
-            }
-            x = x + F.linear(self._attention(self._norm(x, own["attn_norm"]), own), own["proj"])
-            h = self._norm(x, own["mlp_norm"])
-            h = F.silu(F.linear(h, own["gate_out"])) * F.linear(h, own["up_out"])
-            x = x + F.linear(h, own["fc2"])
-        head = "embedding.weight" if kind.tied_embeddings else "lm_head.weight"
-        logits = F.linear(self._norm(x, weights["final_norm.weight"]), weights[head])
+            at = f"layers.{layer}"
+            h = self._norm(x, weights[f"{at}.attn_norm.weight"])
+            x = x + self._linear(self._attention(h, at), f"{at}.proj")
+            h = self._norm(x, weights[f"{at}.mlp_norm.weight"])
+            h = F.silu(self._linear(h, f"{at}.gate_out")) * self._linear(h, f"{at}.up_out")
+            x = x + self._linear(h, f"{at}.fc2")
+        head = "embedding" if kind.tied_embeddings else "lm_head"
+        logits = self._linear(self._norm(x, weights["final_norm.weight"]), head)
         wide = logits.to(kernels.wide(logits.dtype))
         return F.cross_entropy(wide, labels, ignore_index=kernels.IGNORED, reduction="sum")
 
@@ -78,9 +101,9 @@ class PlainLoop:
         a, b = x.view(len(x), -1, 2, cos.shape[-1]).unbind(2)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).view(len(x), -1).to(x.dtype)
 
-    def _attention(self, x: Tensor, own: dict[str, Tensor]) -> Tensor:
+    def _attention(self, x: Tensor, at: str) -> Tensor:
         batch, rows, heads, kv_heads, head_dim = self.model.attention
-        q, k, v = (F.linear(x, own[name]) for name in ("q", "k", "v"))
+        q, k, v = (self._linear(x, f"{at}.{name}") for name in ("q", "k", "v"))
         q, k = (self._rotated(y) for y in (q, k))
         q = q.view(batch, rows, heads, head_dim).transpose(1, 2)
         k, v = (y.view(batch, rows, kv_heads, head_dim).transpose(1, 2) for y in (k, v))
