@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.plan import MiniSequence, Plan, Recompute, Rule, Select, StateFate, Unsupported
-from rematbench.problem import Problem
+from rematbench.problem import Problem, completed_after_backward
 from rematbench.solve.kept import kept_activations, parted_activations
 from rematbench.workload import PositiveInt
 
@@ -40,7 +40,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Add mini-sequences to the base; what it saves is the base's own affair."""
-        reason = _complete_only_later(problem) if self.optimizer_in_backward else ""
+        reason = completed_after_backward(problem) if self.optimizer_in_backward else ""
         if reason:
             return Unsupported(reason)
         taken = {name for sequence in base.mini_sequences for name in sequence.ops}
@@ -74,21 +74,6 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         model = problem.workload.model
         rows = min(a.rows for a in problem.head.activations.values())
         return min(self.head_chunks or ceil(model.vocab / model.hidden), rows)
-
-
-def _complete_only_later(problem: Problem) -> str:
-    """Why some gradient is not complete at the end of its unit's backward; empty if all are."""
-    layout = problem.layout
-    if layout.num_micro_batches > 1:
-        return (
-            f"optimizer-in-backward needs one micro-batch per step, not {layout.num_micro_batches}"
-        )
-    if problem.workload.model.tied_embeddings and layout.pp > 1:
-        return (
-            f"optimizer-in-backward with tied embeddings over {layout.pp} pipeline stages, which "
-            "exchange their gradient after all backwards"
-        )
-    return ""
 
 
 def _with_loss_by_piece(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:

@@ -31,7 +31,7 @@ from rematbench.lowering.step_blocks import (
 )
 from rematbench.lowering.step_end import emit_step_end
 from rematbench.plan import Pass, Plan, PlanError
-from rematbench.problem import Problem
+from rematbench.problem import Problem, completed_after_backward, tied_on_one_rank
 from rematbench.program import Block, Program, RankProgram, Step
 from rematbench.schedule import passes
 
@@ -71,7 +71,9 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
         raise PlanError("partition must hold every layer once, in order, over the virtual stages")
     if any(not chunk for chunk in virtual):
         raise PlanError("partition has an empty chunk: every chunk needs a layer")
-    _check_update(plan, problem)
+    late = completed_after_backward(problem)
+    if late and plan.state("optimizer").update == "backward":
+        raise PlanError(late)
     transfers = plan.transfers
     if transfers.granularity == "chunk" and transfers.reload_slots == 1:
         raise PlanError(
@@ -81,22 +83,6 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
     idle = unused(plan.mini_sequences, [*problem.layer_kinds, problem.head])
     if idle:
         raise PlanError(f"mini-sequence of {idle.ops} names no operator of this model")
-
-
-def _check_update(plan: Plan, problem: Problem) -> None:
-    """PlanError for an update in the backward of gradients that are complete only later."""
-    lay = problem.layout
-    if plan.state("optimizer").update != "backward":
-        return
-    if lay.num_micro_batches > 1:
-        raise PlanError(
-            f"optimizer-in-backward needs one micro-batch per step, not {lay.num_micro_batches}"
-        )
-    if problem.workload.model.tied_embeddings and lay.pp > 1:
-        raise PlanError(
-            f"optimizer-in-backward with tied embeddings over {lay.pp} pipeline stages, which "
-            "exchange their gradient after all backwards"
-        )
 
 
 def _at_once(order: tuple[Pass, ...], chunk: int) -> bool:
@@ -278,5 +264,4 @@ class _RankLowering:
 
     def _tied(self, chunk: ChunkOps) -> Unit | None:
         """The embedding, where the head of the same rank projects by its weight."""
-        tied = self.problem.workload.model.tied_embeddings and self.problem.layout.pp == 1
-        return chunk.units[0] if tied else None
+        return chunk.units[0] if tied_on_one_rank(self.problem) else None

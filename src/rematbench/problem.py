@@ -109,12 +109,32 @@ class Problem:
         )
 
 
+def tied_on_one_rank(problem: Problem) -> bool:
+    """Whether the head projects by the very weight that the embedding of the same rank has."""
+    return problem.workload.model.tied_embeddings and problem.layout.pp == 1
+
+
+def completed_after_backward(problem: Problem) -> str:
+    """Why some gradient is not complete at the end of its unit's backward, so that an update there
+    (optimizer-in-backward) would be wrong; empty if all are."""
+    layout = problem.layout
+    if layout.num_micro_batches > 1:
+        return (
+            f"optimizer-in-backward needs one micro-batch per step, not {layout.num_micro_batches}"
+        )
+    if problem.workload.model.tied_embeddings and layout.pp > 1:
+        return (
+            f"optimizer-in-backward with tied embeddings over {layout.pp} pipeline stages, which "
+            "exchange their gradient after all backwards"
+        )
+    return ""
+
+
 def head_parameters(problem: Problem) -> int:
     """Head parameters a rank holds beside the embedding: a tied projection is held once where
     first and last stage are one rank."""
-    tied = problem.workload.model.tied_embeddings and problem.layout.pp == 1
     projection = sum(op.parameters for op in problem.head.ops if op.name == "lm_head")
-    return problem.head.parameters - (projection if tied else 0)
+    return problem.head.parameters - (projection if tied_on_one_rank(problem) else 0)
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
