@@ -2,37 +2,33 @@
 
 import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rematbench.torch.parameters import ParameterSpec, full_weight, padded, shard, unit_specs
-from rematbench.torch.worker import square_sum
+from rematbench.operators.ops import Part
+from rematbench.torch.parameters import (
+    ParameterSpec,
+    full_weight,
+    padded,
+    shard,
+    square_sum,
+    unit_specs,
+)
 from rematbench.workload import Model
-
-Part = Literal["embedding", "layer", "head"]
-
-
-class _Table(NamedTuple):
-    part: Part
-
-
-class _Unit(NamedTuple):
-    table: _Table
-    layer: int
 
 
 def model_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
     """Every parameter of the model by name; `vocab` is the padded vocabulary."""
-    units = [_Unit(_Table("embedding"), 0), _Unit(_Table("head"), 0)]
-    units += [_Unit(_Table("layer"), i) for i in range(model.num_layers)]
-    found: dict[str, ParameterSpec] = {}
-    for unit in units:
-        specs = unit_specs(model, unit, vocab)  # type: ignore[arg-type]  # only part and layer
-        found |= {spec.name: spec for spec in specs.values()}
-    return found
+    units: list[tuple[Part, int]] = [("embedding", 0), ("head", 0)]
+    units += [("layer", i) for i in range(model.num_layers)]
+    return {
+        spec.name: spec
+        for part, layer in units
+        for spec in unit_specs(model, part, layer, vocab).values()
+    }
 
 
 def weight(spec: ParameterSpec, seed: int, tp_rank: int = 0, tp: int = 1) -> Tensor:

@@ -23,8 +23,7 @@ from baselines.deepspeed.stack import ZERO_3
 from rematbench.baselines.process import Job
 from rematbench.record import RunSpec
 from rematbench.torch.batch import Batch, make_batch
-from rematbench.torch.parameters import AdamW
-from rematbench.torch.worker import square_sum
+from rematbench.torch.parameters import AdamW, square_sum
 from rematbench.workload import Workload
 
 UPDATE = AdamW()

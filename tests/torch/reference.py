@@ -93,7 +93,7 @@ def weights_of(problem: Problem, seed: int) -> dict[str, Tensor]:
     specs = {
         spec.name: spec
         for unit in (*first.units, *last.units)
-        for spec in unit_specs(model, unit, model.vocab).values()
+        for spec in unit_specs(model, unit.table.part, unit.layer, model.vocab).values()
     }
     return {name: full_weight(spec, seed).requires_grad_() for name, spec in specs.items()}
 

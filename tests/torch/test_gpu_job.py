@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.torch import failures, job, launch, trace, worker
+from rematbench.torch import failures, job, launch, parameters, trace, worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.executor import Executor
 from rematbench.torch.job import Given
@@ -172,6 +172,6 @@ def test_bytes_of_the_first_step_and_seconds_of_steps_without_an_observer(
 
 def test_squares_are_summed_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(1000, dtype=torch.float32).view(10, 100)
-    whole = worker.square_sum(values)
-    monkeypatch.setattr(worker, "PIECE", 7)
-    assert worker.square_sum(values) == whole == sum(n * n for n in range(1000))
+    whole = parameters.square_sum(values)
+    monkeypatch.setattr(parameters, "PIECE", 7)
+    assert parameters.square_sum(values) == whole == sum(n * n for n in range(1000))

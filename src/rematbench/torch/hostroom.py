@@ -59,7 +59,8 @@ def _specs(case: Case, stage: int) -> list[ParameterSpec]:
     found: dict[str, ParameterSpec] = {}
     for number, layers in enumerate(plan.partition[stage]):
         for unit in ChunkOps(problem, stage, number, layers, held=plan.held).units:
-            for spec in unit_specs(problem.workload.model, unit, 0).values():
+            specs = unit_specs(problem.workload.model, unit.table.part, unit.layer, 0)
+            for spec in specs.values():
                 found.setdefault(spec.name, spec)
     return list(found.values())
 

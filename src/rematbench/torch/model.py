@@ -103,7 +103,7 @@ class RankModel:
         )
         vocab = self.problem.system.padded_vocab(self.kind.vocab, lay.tp)
         found: dict[str, Parameter] = {}
-        for local, spec in unit_specs(self.kind, unit, vocab).items():
+        for local, spec in unit_specs(self.kind, unit.table.part, unit.layer, vocab).items():
             if spec.name not in self.parameters:
                 keeps = not self.update_in_backward
                 made = build(spec, owner, seed, self.dtype, self.device, gradients=keeps)

@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.lowering.chunk_ops import Unit
+from rematbench.operators.ops import Part
 from rematbench.torch.kernels import wide
 from rematbench.workload import Model
 
 INIT_STD = 0.05
+PIECE = 1 << 22
+"""Elements of a gradient that are widened at once."""
 
 
 class ParameterSpec(NamedTuple):
@@ -43,16 +45,17 @@ class AdamW(NamedTuple):
     weight_decay: float = 0.1
 
 
-def unit_specs(model: Model, unit: Unit, vocab: int) -> dict[str, ParameterSpec]:
-    """Parameters of a unit by their local name; `vocab` is the padded vocabulary."""
-    match unit.table.part:
+def unit_specs(model: Model, part: Part, layer: int, vocab: int) -> dict[str, ParameterSpec]:
+    """Parameters of the embedding, the head or a layer by their local name; `vocab` is the padded
+    vocabulary."""
+    match part:
         case "embedding":
             return _embedding_specs(model, vocab)
         case "head":
             head = "embedding.weight" if model.tied_embeddings else "lm_head.weight"
             norm = _norm_specs(model, "final_norm", "final_norm")
             return norm | {"lm_head": ParameterSpec(head, (model.vocab, model.hidden), 0, vocab)}
-    return _layer_specs(model, f"layers.{unit.layer}")
+    return _layer_specs(model, f"layers.{layer}")
 
 
 def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
@@ -91,6 +94,12 @@ def _layer_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
         if bias:
             specs[f"{local}.bias"] = ParameterSpec(f"{prefix}.{local}.bias", (hidden,))
     return specs
+
+
+def square_sum(values: Tensor) -> float:
+    """In float64, a piece at a time: a whole copy would stand in the allocator's peak."""
+    pieces = [piece.double().square().sum() for piece in torch.split(values.view(-1), PIECE)]
+    return float(torch.stack(pieces).sum())
 
 
 def full_weight(spec: ParameterSpec, seed: int) -> Tensor:

@@ -33,13 +33,10 @@ from rematbench.torch.gather import is_sharded
 from rematbench.torch.groups import Groups, default_backend
 from rematbench.torch.messages import overtaken, used_channels
 from rematbench.torch.model import NotExecutable, RankModel, require_executable
-from rematbench.torch.parameters import Parameter
+from rematbench.torch.parameters import Parameter, square_sum
 from rematbench.torch.text import standard_library, text_batch
 from rematbench.torch.threads import ThreadStreams
 from rematbench.torch.tracker import Tracker
-
-PIECE = 1 << 22
-"""Elements of a gradient that are widened at once."""
 
 
 def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:
@@ -236,12 +233,6 @@ def note_bytes(executor: Executor, result: RankResult) -> None:
         result.pinned_bytes = max(result.pinned_bytes, pinned_peak())
         result.allocated_bytes = torch.cuda.max_memory_allocated(executor.model.device)
         result.reserved_bytes = torch.cuda.max_memory_reserved(executor.model.device)
-
-
-def square_sum(values: torch.Tensor) -> float:
-    """In float64, a piece at a time: a whole copy would stand in the allocator's peak."""
-    pieces = [piece.double().square().sum() for piece in torch.split(values.view(-1), PIECE)]
-    return float(torch.stack(pieces).sum())
 
 
 def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]:
