@@ -39,18 +39,13 @@ class Meter(Tracker):
             sizes[self._is_host(tensor)] += tensor.untyped_storage().nbytes()
         return sizes[0], sizes[1]
 
-    def forget(self) -> None:
-        """Let go of the states, which it keeps alive to know them."""
-        self._states.clear()
-        self._excluded.clear()
-
     def __enter__(self) -> Self:
         """Start counting; storages that are resized in place are followed too."""
         plain = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = plain(storage, size)
-            self._resized(storage._cdata, size)
+            self.resized(storage)
             return result
 
         self._plain_resize = plain
@@ -63,17 +58,6 @@ class Meter(Tracker):
         Meter.counting = None
         torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-
-    def _resized(self, key: int, size: int) -> None:
-        if key not in self._known:
-            return
-        before, host = self._sizes[key]
-        self._sizes[key] = (size, host)
-        if host:
-            self.host_bytes += size - before
-        else:
-            self.device_bytes += size - before
-            self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
 
     def without(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, whose own storages are not counted: what a backend copies inside a collective is
@@ -119,7 +103,7 @@ def as_kernel(call: Callable[..., Any]) -> Callable[..., Any]:
         result = meter.without(call)(*args, **kwargs)
         for item in tree_iter(result):
             if isinstance(item, Tensor):
-                meter._see_tensor(item)
+                meter.see(item)
         return result
 
     return called

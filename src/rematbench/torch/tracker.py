@@ -64,10 +64,25 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for item in tree_iter(result):
             if isinstance(item, Tensor):
-                self._see_tensor(item)
+                self.see(item)
         return result
 
-    def _see_tensor(self, tensor: Tensor) -> None:
+    def forget(self) -> None:
+        """Let go of the states, which are kept alive to be known."""
+        self._states.clear()
+        self._excluded.clear()
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has another size than when it was seen."""
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            return
+        before, host = self._sizes[key]
+        self._sizes[key] = (size, host)
+        self._count(size - before, host=host)
+
+    def see(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, if it is new."""
         self._see(tensor.untyped_storage(), host=self._is_host(tensor))
 
     def _is_host(self, tensor: Tensor) -> bool:
@@ -81,17 +96,17 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         nbytes = storage.nbytes()
         self._known[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))  # type: ignore[misc]
         self._sizes[key] = (nbytes, host)
-        if host:
-            self.host_bytes += nbytes
-            return
-        self.device_bytes += nbytes
-        self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
+        self._count(nbytes, host=host)
 
     def _forget(self, key: int) -> None:
         if self._known.pop(key, None) is None:
             return
         nbytes, host = self._sizes.pop(key)
+        self._count(-nbytes, host=host)
+
+    def _count(self, nbytes: int, *, host: bool) -> None:
         if host:
-            self.host_bytes -= nbytes
-        else:
-            self.device_bytes -= nbytes
+            self.host_bytes += nbytes
+            return
+        self.device_bytes += nbytes
+        self.device_peak_bytes = max(self.device_peak_bytes, self.device_bytes)
