@@ -34,14 +34,15 @@ def main() -> None:
         Line2D([], [], ls="", marker=style.MARKERS[i], color=COLORS[i], label=name)
         for i, name in enumerate(clusters)
     ]
-    handles.append(Line2D([], [], ls="", marker="x", color=style.GREY, label="fits at no length"))
+    label = "does not fit; none shorter was run"
+    handles.append(Line2D([], [], ls="", marker="x", color=style.GREY, label=label))
     figure.legend(handles=handles, loc="outside upper center", ncols=4)
     figure.supxlabel("longest context of the grid that fits (tokens)", fontsize=8)
     style.save(figure, target)
 
 
 def dots(axis: Axes, rows: pd.DataFrame, arms: list[str], clusters: list[str]) -> None:
-    """Clusters side by side within a row; a cross at the first length where nothing fits."""
+    """Clusters side by side within a row; a cross where even the shortest run does not fit."""
     offsets = np.linspace(-0.25, 0.25, len(clusters))
     for index, cluster in enumerate(clusters):
         for _, row in rows[rows.cluster == cluster].iterrows():
