@@ -71,6 +71,11 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
         raise PlanError("partition must hold every layer once, in order, over the virtual stages")
     if any(not chunk for chunk in virtual):
         raise PlanError("partition has an empty chunk: every chunk needs a layer")
+    parameter = plan.state("parameter")
+    if lay.state_shards > 1 and (parameter.gather, parameter.release) == ("layer", "never"):
+        raise PlanError(
+            "parameters gathered per layer are released by the forward or the backward, not never"
+        )
     late = completed_after_backward(problem)
     if late and plan.state("optimizer").update == "backward":
         raise PlanError(late)

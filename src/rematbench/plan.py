@@ -133,11 +133,11 @@ class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where one kind of state lives and when it is gathered.
 
     `shards` ranks share it; `gather` per step (after the optimizer) or per layer (before each use),
-    `prefetch_layers` ahead; `release` frees the gathered copy after the forward use, after the
-    backward use, or never; `keeps_ends`: embedding and head are not released after the forward but
-    after their backward (the root group of FSDP).  `update` (optimizer): once per step, or for each
-    layer as soon as its gradients are there (optimizer-in-backward; gradients are then freed layer
-    by layer).
+    `prefetch_layers` ahead; `release` frees a layer's gathered copy after its forward or after its
+    backward (never: what is gathered per step is so in place); `keeps_ends`: embedding and head are
+    not released after the forward but after their backward (the root group of FSDP).  `update`
+    (optimizer): once per step, or for each layer as soon as its gradients are there
+    (optimizer-in-backward; gradients are then freed layer by layer).
     """
 
     kind: StateKind

@@ -54,6 +54,14 @@ def zero_3() -> tuple[Problem, Plan]:
     return given, given.base_plan
 
 
+def zero_3_tied() -> tuple[Problem, Plan]:
+    """The head's weight is the embedding's, gathered again; both parts of its gradient are there
+    until the embedding's backward."""
+    model = replace(layers(1), tied_embeddings=True)
+    given = problem(model=model, dp=2, zero_stage=3, global_batch=2)
+    return given, given.base_plan
+
+
 def mixed_split_by_layer() -> tuple[Problem, Plan]:
     """Rows kept, offloaded and rebuilt; copies layer by layer."""
     given = problem(model=layers(2), global_batch=2)
@@ -97,6 +105,7 @@ CASES: dict[str, Callable[[], tuple[Problem, Plan]]] = {
     "interleaved_offload": interleaved_offload,
     "full_recompute": full_recompute,
     "zero_3": zero_3,
+    "zero_3_tied": zero_3_tied,
     "mixed_split_by_layer": mixed_split_by_layer,
     "memo": memo,
     "mst": mst,

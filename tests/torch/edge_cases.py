@@ -57,6 +57,7 @@ def held() -> Case:
 MADE: dict[str, Callable[[], Case]] = {
     "pp2 tied": lambda: cases.case("pp2", "keep", precision="bf16", model=TIED),
     "dp2 once": lambda: test_in_backward.case("dp2", "keep", "bf16")[1],
+    "tp2 once": lambda: test_in_backward.case("tp2", "keep", "bf16")[1],
     "pp2 held": held,
     "pp2 late copies": late_copies,
 }

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from rematbench.torch import kernels
+from rematbench.torch import kernels, streams
 
 Clock = dict[str, int]
 
@@ -261,6 +261,7 @@ class Recorder(TorchDispatchMode):
             dist, "irecv", lambda x, src, group, tag: self.message(x, group=group, write=True)
         )
         patch.setattr(torch.cuda, "Stream", self.stream)
+        patch.setattr(streams, "MADE", {})
         patch.setattr(torch.cuda, "set_stream", self.switch)
         patch.setattr(torch.cuda, "Event", partial(Event, self))
         patch.setattr(kernels, "fused", lambda x: False)  # a build without CUDA has none

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.torch.devices import bind_near
+from rematbench.torch.devices import bind_near, pin_exactly
 
 
 @pytest.fixture
@@ -64,3 +64,44 @@ def test_nothing_is_bound_where_nothing_is_known_or_allowed(
     found(monkeypatch, bus)
     bind_near(torch.device("cuda", 0), system(tmp_path, node, cpus))
     assert sorted(os.sched_getaffinity(0)) == own_cpus
+
+
+@pytest.mark.parametrize("refusal", [RuntimeError, ValueError])
+def test_a_torch_that_cannot_pin_exactly_runs_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, refusal: type[Exception]
+) -> None:
+    """2.10 and 2.11 have the call and raise a ValueError for the key."""
+
+    def refuse(words: str) -> None:
+        raise refusal(f"Unrecognized key in {words}")
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
+    pin_exactly()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, ["pinned_max_cached_size_mb:1"]),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            ["max_split_size_mb:64,pinned_max_cached_size_mb:1"],
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "b:1"},
+            ["a:1,pinned_max_cached_size_mb:1"],
+        ),
+        ({"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:8"}, []),
+    ],
+)
+def test_what_the_environment_sets_of_the_allocator_stays_set(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], said: list[str]
+) -> None:
+    asked: list[str] = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, words in given.items():
+        monkeypatch.setenv(name, words)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append, raising=False)
+    pin_exactly()
+    assert asked == said

@@ -57,6 +57,10 @@ PROGRAM: dict[str, tuple[str, ...]] = {
         "emit_states.GradReducer._apply: w.collective on dp",
         "emit_states.GradReducer._apply: w.wait on compute",
     ),
+    "tp2 once": (
+        "emit_states.GradReducer._apply: w.collective (1) on tp",
+        "emit_states.GradReducer._apply: w.wait (1) on compute",
+    ),
     "one offload": (
         "step_blocks.d2h_block: w.wait on d2h",
         "step_blocks.h2d_block: w.wait on h2d",

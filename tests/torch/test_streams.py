@@ -1,11 +1,16 @@
 """How CUDA streams are ordered against what is issued outside of them, on stand-ins: no GPU."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
+import torch.distributed as dist
 
+from rematbench.torch import groups, streams
 from rematbench.torch.streams import CudaStreams
 
 
@@ -24,15 +29,49 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """The device's current stream."""
     found = Stream()
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(streams, "MADE", {})
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: found)
     return found
 
 
 def test_a_step_starts_after_its_batch_and_is_read_after_its_end(current: Stream) -> None:
-    streams = CudaStreams(torch.device("cuda", 0))
-    every = list(streams.streams.values())
-    streams.begin()
+    own = CudaStreams(torch.device("cuda", 0))
+    every = list(own.streams.values())
+    own.begin()
     assert [stream.waited for stream in every] == [[current]] * len(every)
     assert current.waited == []
-    streams.flush()
+    own.flush()
     assert current.waited == every
+
+
+def test_executors_of_one_process_share_its_streams(
+    current: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch gives out 32 in turn: were they new each time, one's compute would be another's."""
+    made: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or Stream())
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    work: Any = SimpleNamespace(wait=lambda: None)
+    for _ in range(10):
+        own = CudaStreams(torch.device("cuda", 0))
+        for channel in ("forward", "backward"):
+            own.under_way(channel, work)
+            own.under_way(channel, work)
+    assert len(made) == len(own.streams) + 2
+    CudaStreams(torch.device("cuda", 1))
+    assert len(made) == 2 * len(own.streams) + 2
+
+
+def test_communicators_take_their_streams_from_another_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Any] = []
+    named = SimpleNamespace(Options=SimpleNamespace)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", named, raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, pg_options: given.append(pg_options))
+    for backend in ("nccl", "gloo"):
+        monkeypatch.setattr(dist, "get_backend", lambda backend=backend: backend)
+        groups.new_group([0, 1])
+    assert given[0].is_high_priority_stream is True
+    assert given[1] is None

@@ -6,13 +6,17 @@ from msgspec.structs import replace
 from rematbench.action import Action, Kind
 from rematbench.check import check
 from rematbench.lower import lower
-from rematbench.plan import MiniSequence, Pass, PlanError, Split, StateFate
+from rematbench.plan import MiniSequence, Pass, Plan, PlanError, Split, StateFate
 from rematbench.program import Program
 from tests.problems import FULL, LLAMA, layers, problem, rule
 
 
 def actions(program: Program, *kinds: Kind) -> list[Action]:
     return [a for r in program.ranks for a, _, _ in r.actions() if a.kind in kinds]
+
+
+def with_state(plan: Plan, fate: StateFate) -> Plan:
+    return replace(plan, states=(*(s for s in plan.states if s.kind != fate.kind), fate))
 
 
 def test_zero_3_gathers_each_layer_for_forward_and_backward() -> None:
@@ -70,6 +74,45 @@ def test_any_order_gathers_in_its_first_forward_and_reduces_in_its_last_backward
     assert [e for e in exchanged if e[0] == "gradients"] == [
         ("gradients", part, 0) for part in reversed(parts)
     ]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_tied_embeddings_on_one_rank_share_weight_and_gradient(stage: int) -> None:
+    model = replace(layers(2), tied_embeddings=True)
+    given = problem(model=model, dp=2, zero_stage=stage, global_batch=2)
+    program = lower(given.base_plan, given)
+    check(program)
+    walk = [action for action, _, _ in program.ranks[0].actions()]
+    heads = [a for a in walk if (a.part, a.op) == ("H", "lm_head") and a.stream == "compute"]
+    assert {"E.parameters" in a.reads for a in heads} == {stage == 3}
+    gathers = [a.part for a in walk if a.kind is Kind.ALL_GATHER and a.op == "parameters"]
+    if stage == 3:
+        assert gathers.count("E") == 4  # its forward and backward, the head's forward and backward
+    made = next(i for i, a in enumerate(walk) if a.allocs and a.allocs[0].name == "E.gradients")
+    freed = next(i for i, a in enumerate(walk) if "E.gradients" in a.frees)
+    weight = next(i for i, a in enumerate(walk) if a.kind is Kind.BACKWARD_WEIGHT and a.part == "H")
+    assert made < weight < freed
+    assert {a.part for a in walk[weight:freed]} >= {"H", "L1", "L0", "E"}
+
+
+def test_an_embedding_that_stays_is_not_gathered_for_the_head() -> None:
+    """As the root group of FSDP does."""
+    model = replace(layers(2), tied_embeddings=True)
+    given = problem(model=model, dp=2, zero_stage=3, global_batch=2)
+    fate = replace(given.base_plan.state("parameter"), keeps_ends=True)
+    program = lower(with_state(given.base_plan, fate), given)
+    check(program)
+    gathers = [a for a in actions(program, Kind.ALL_GATHER) if a.op == "parameters"]
+    assert [a.part for a in gathers].count("E") == 1
+    heads = [a for a in actions(program, Kind.FORWARD) if (a.part, a.op) == ("H", "lm_head")]
+    assert all("E.parameters" in a.reads for a in heads)
+
+
+def test_layers_that_are_never_released_are_refused() -> None:
+    given = problem(model=layers(1), dp=2, zero_stage=3, global_batch=2)
+    fate = replace(given.base_plan.state("parameter"), release="never")
+    with pytest.raises(PlanError, match="gathered per layer are released"):
+        lower(with_state(given.base_plan, fate), given)
 
 
 def test_tied_embeddings_exchange_their_gradient() -> None:

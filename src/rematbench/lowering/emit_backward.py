@@ -87,13 +87,13 @@ class BackwardEmitter:
         for unit in kept:
             if unit.parameters:
                 gatherer.pending[unit.prefix] = event
-                self.w.parameters[unit.prefix] = gatherer.read(unit)
+                self.w.parameters[unit.prefix] = gatherer.buffers(unit)
                 self.arrivals.add(gatherer.buffer(unit))
 
     def _ahead_of_turn(self, unit: Unit) -> None:
         """What rebuilding a unit needs before its backward: its reloads and its parameters."""
         self.reload.land(unit)
-        if self.gatherer and unit.parameters:
+        if self.gatherer:
             self.gatherer.ready(self.w, unit)
 
     # -- gradients ------------------------------------------------------------------------------

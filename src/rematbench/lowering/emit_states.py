@@ -41,30 +41,35 @@ class ParameterGatherer:
         """Storage name of a unit's gathered parameters."""
         return f"{unit.prefix}.parameters"
 
-    def read(self, unit: Unit) -> tuple[str, ...]:
-        """Storages that a unit's kernels read their weights from."""
+    def _read(self, unit: Unit) -> list[Unit]:
+        """Units whose weights a unit's kernels read."""
         shared = self.tied if unit.table.part == "head" else None
-        return (self.buffer(unit), self.buffer(shared)) if shared else (self.buffer(unit),)
+        return [unit, shared] if shared else [unit]
+
+    def buffers(self, unit: Unit) -> tuple[str, ...]:
+        """Storages that a unit's kernels read their weights from."""
+        return tuple(map(self.buffer, self._read(unit)))
 
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
         """Issue the gathers due by now and wait for this unit's."""
         ahead = self.fate.prefetch_layers if self.layerwise else len(units)
         for unit in units[position : position + ahead + 1]:
-            if unit.prefix not in self.pending and unit.parameters:
-                self._gather(w, unit)
-            if self.tied and unit.table.part == "head" and self.tied.prefix not in self.pending:
-                self._gather(w, self.tied)
-                self.for_the_head = True
-        if units[position].parameters:
-            self.ready(w, units[position])
+            self._want(w, unit)
+        self.ready(w, units[position])
 
     def ready(self, w: BlockWriter, unit: Unit) -> None:
-        """Wait for a unit's parameters."""
-        if unit.prefix not in self.pending:
-            self._gather(w, unit)
-        w.wait(COMPUTE, self.pending[unit.prefix])
-        if self.tied and unit.table.part == "head":
-            w.wait(COMPUTE, self.pending[self.tied.prefix])
+        """Wait for what a unit's kernels read."""
+        self._want(w, unit)
+        for read in self._read(unit):
+            if read.parameters:
+                w.wait(COMPUTE, self.pending[read.prefix])
+
+    def _want(self, w: BlockWriter, unit: Unit) -> None:
+        """Gather what a unit's kernels read and is not there."""
+        for read in self._read(unit):
+            if read.parameters and read.prefix not in self.pending:
+                self._gather(w, read)
+                self.for_the_head |= read is not unit
 
     def _gather(self, w: BlockWriter, unit: Unit) -> None:
         if self.released and self.layerwise:
@@ -72,7 +77,7 @@ class ParameterGatherer:
         allocs: tuple[Alloc, ...] = ()
         if self.layerwise:
             allocs = (Alloc(self.buffer(unit), self.system.gather_bytes * unit.parameters),)
-            w.parameters[unit.prefix] = self.read(unit)
+            w.parameters[unit.prefix] = self.buffers(unit)
         event = w.new_event()
         payload = self.system.gather_bytes * unit.parameters
         w.add(

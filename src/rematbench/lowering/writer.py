@@ -25,9 +25,7 @@ class BlockWriter:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.parameters: dict[
-            str, tuple[str, ...]
-        ] = {}  # gathered copies that a part's kernels read
+        self.parameters: dict[str, tuple[str, ...]] = {}  # gathered copies, by part that reads them
         self.slots: dict[str, str] = {}  # storages that live in a staging slot
         self._events = 0
         self._waited_at: dict[str, int] = {}

@@ -164,6 +164,18 @@ def channels(stages: int) -> list[Channel]:
     ]
 
 
+def new_group(ranks: list[int]) -> dist.ProcessGroup:
+    """A communicator of these ranks.  NCCL's runs on a stream of torch's pool of high priority: a
+    pool has 32 streams and gives them out in turn, so one of the other pool would sooner or later
+    be the executor's own, and a message would hold it up."""
+    options = None
+    if dist.get_backend() == "nccl":
+        options = getattr(dist, "ProcessGroupNCCL").Options()  # noqa: B009  # not on every build
+        options.is_high_priority_stream = True
+    made: dist.ProcessGroup = dist.new_group(ranks, pg_options=options)
+    return made
+
+
 class Groups:
     """All groups of one layout.  Every process must build them (creation is collective)."""
 
@@ -180,7 +192,7 @@ class Groups:
     def _group(self, along: tuple[str, ...]) -> Group:
         mine, handle = [self.rank], None
         for ranks in members(self.layout, self.order, along):
-            made = dist.new_group(ranks) if len(ranks) > 1 else None
+            made = new_group(ranks) if len(ranks) > 1 else None
             if self.rank in ranks:
                 mine, handle = ranks, made
         return Group(len(mine), mine.index(self.rank), handle)
@@ -191,7 +203,7 @@ class Groups:
         for ranks in members(self.layout, self.order, ("pp",)):
             for channel in channels(self.layout.pp):
                 ends = [ranks[channel.sender], ranks[channel.receiver]]
-                handle = dist.new_group(ends)
+                handle = new_group(ends)
                 if self.rank in ends:
                     found[channel] = handle
         return found

@@ -170,6 +170,18 @@ class On(AbstractContextManager[object]):
         self.current.leave()
 
 
+MADE: dict[tuple[torch.device, Hashable], torch.cuda.Stream] = {}
+"""This process's streams, by device and name."""
+
+
+def own_stream(device: torch.device, name: Hashable) -> torch.cuda.Stream:
+    """A device's stream of a name, the same for all in the process: torch gives out 32 in turn,
+    so that of many executors one's compute would be another's copies."""
+    if (device, name) not in MADE:
+        MADE[device, name] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return MADE[device, name]
+
+
 class CudaStreams:
     """One CUDA stream for each named stream; events instead of synchronisation.  What is issued
     outside (batches, zeroed gradients, reading the loss) is on the device's current stream, which
@@ -185,7 +197,7 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.current = Current(device)
-        self.streams = {name: torch.cuda.Stream(device) for name in STREAMS}  # type: ignore[no-untyped-call]
+        self.streams = {name: own_stream(device, name) for name in STREAMS}
         self.contexts = {name: On(self.current, made) for name, made in self.streams.items()}
         self.arrivals: dict[Hashable, On] = {}
 
@@ -230,7 +242,7 @@ class CudaStreams:
         anybody holds the handle; what may be freed is for the waiting streams to say.  Each channel
         has a stream for its events, so that none waits for another's peer."""
         if channel not in self.arrivals:
-            made = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+            made = own_stream(self.device, len(self.arrivals))
             self.arrivals[channel] = On(self.current, made)
         place, event = self.arrivals[channel], torch.cuda.Event()  # type: ignore[no-untyped-call]
         with place:
