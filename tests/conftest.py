@@ -2,10 +2,15 @@
 rewritten by `pytest tests/golden --update-golden`."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+"""As in the runtime's own processes (`rematbench.torch.devices.prepare`), for what tests run in
+theirs; oneDNN reads it once, at its first product."""
 
 settings.register_profile("rematbench", deadline=None, derandomize=True)
 settings.load_profile("rematbench")
