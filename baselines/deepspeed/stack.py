@@ -15,10 +15,13 @@ from rematbench.program import RankProgram
 from rematbench.shapes import shapes
 
 if TYPE_CHECKING:
-    from baselines.deepspeed import zero_peaks
+    from baselines.deepspeed import sizes, weights, zero_peaks
     from baselines.deepspeed.plan import DeepSpeed
 else:  # this file is loaded by its path
-    zero_peaks = load_module(Path(__file__).with_name("zero_peaks.py"))
+    sizes, weights, zero_peaks = (
+        load_module(Path(__file__).with_name(f"{name}.py"))
+        for name in ("sizes", "weights", "zero_peaks")
+    )
 
 WIDE = 4
 ZERO_2, ZERO_3 = 2, 3
@@ -42,7 +45,7 @@ def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
     if problem.layout.zero_stage == ZERO_3:
         once |= _zero_3(policy, problem)
     elif policy.offload_optimizer:
-        largest = max(model.vocab, model.ffn) * model.hidden
+        largest = max(one.elements for one in weights.parameters(model))
         once["a gradient on its way to the host"] = s.element_bytes * largest
     again = policy.checkpointing != "none"
     norms = tuple(extra for op, part in NORMS for extra in _norm(problem, op, part))
@@ -65,44 +68,59 @@ def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
         why="of a layer that is computed again: DeepSpeed keeps it until its backward ends",
     )
     more = (*((repeated,) if repeated.row_bytes else ()), *((output,) if again else ()))
-    return Stack(extras=(*norms, *more), once=once)
+    return Stack(extras=(*norms, *more), once=once, system=_states(problem))
+
+
+def _states(problem: Problem) -> dict[str, int]:
+    """Bytes of an element of fp32 states: AdamW's two moments, and under ZeRO a copy of its own."""
+    if problem.workload.precision != "fp32":
+        return {}
+    copy = WIDE if problem.layout.zero_stage > 0 else 0
+    return {"param_bytes": WIDE, "grad_bytes": WIDE, "optimizer_bytes": 2 * WIDE + copy}
 
 
 def activation_peak(policy: "DeepSpeed", problem: Problem, rank: RankProgram) -> int | None:
-    """The peak of what ZeRO 2 or 3 holds beside the activations, and them, under a plan (None:
-    another stage, where the ledger's peak is meant)."""
-    if problem.layout.zero_stage not in (ZERO_2, ZERO_3):
-        return None
-    sizes = _sizes(policy, problem)
-    found: int = zero_peaks.activation_peak(problem.workload.model, sizes, rank)
-    return found - sizes.part  # a state of the plan's, here made on the way
+    """The peak of what ZeRO holds beside the activations, and them, under a plan."""
+    found: int = zero_peaks.activation_peak(problem.workload.model, _sizes(policy, problem), rank)
+    return found - made_on_the_way(policy, problem)
 
 
-def _sizes(policy: "DeepSpeed", problem: Problem) -> "zero_peaks.Sizes":
+def made_on_the_way(policy: "DeepSpeed", problem: Problem) -> int:
+    """Bytes of gradients that are a state of the plan's, and in DeepSpeed made in the backward."""
+    lay = problem.layout
+    if lay.zero_stage == ZERO_3 or policy.offload_optimizer:
+        return 0
+    ranks = lay.dp if lay.zero_stage == ZERO_2 else 1
+    return problem.system.grad_bytes * -(-problem.workload.model.parameters // ranks)
+
+
+def _sizes(policy: "DeepSpeed", problem: Problem) -> "sizes.Sizes":
     work, lay = problem.workload, problem.layout
     element = shapes(work, lay, problem.system).element_bytes
     made = policy.configuration(work.model, lay, work.precision)["zero_optimization"]
-    share = -(-work.model.parameters // lay.dp)
-    part = 0 if policy.offload_optimizer else problem.system.grad_bytes * share
-    return zero_peaks.Sizes(
+    return sizes.Sizes(
         element=element,
         reduced=WIDE if lay.ulysses > 1 else element,  # seq_parallel_communication_data_type: fp32
         ranks=lay.dp,
         bucket=made["reduce_bucket_size"],
-        checkpointed=policy.checkpointing != "none",
         offloaded=policy.offload_optimizer,
-        **({} if lay.zero_stage == ZERO_3 else {"part": part, "max_live": 0}),
+        stage=lay.zero_stage,
+        overlap=policy.overlap_comm,
+        away=policy.offload_param,
+        newest=policy.checkpointing == "cpu",
+        remade=policy.checkpointing != "none" and policy.mlp_tiles > 1,
     )
 
 
 def _zero_3(policy: "DeepSpeed", problem: Problem) -> dict[str, int]:
     """Bytes that ZeRO 3 never frees."""
-    sizes = _sizes(policy, problem)
-    small = zero_peaks.small_elements(problem.workload.model)
+    made = _sizes(policy, problem)
+    small = weights.small_elements(problem.workload.model)
+    away = problem.layout.dp > 1 or policy.offload_param  # beside this rank's part of them
+    gathered = small if away else 0
     return {
-        "reduce bucket of ZeRO 3": sizes.reduced * sizes.bucket,
-        f"parameters of {zero_peaks.KEPT_WHOLE} elements at most": sizes.element
-        * (small - small // problem.layout.dp),
+        "reduce bucket of ZeRO 3": made.reduced * made.bucket,
+        f"parameters of {weights.KEPT_WHOLE} elements at most": made.element * gathered,
     }
 
 

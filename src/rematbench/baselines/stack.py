@@ -48,19 +48,23 @@ class Extra(Struct, frozen=True, kw_only=True):
 class Stack(Struct, frozen=True, kw_only=True):
     """A baseline's stack under its settings: extras, whether gate and product are one function,
     whether gathered inputs share a buffer, whether the loss's working copy is the logits
-    themselves, and what is made once and alive at every peak (bytes)."""
+    themselves, what is made once and alive at every peak (bytes), and fields of the system that are
+    otherwise (bytes of an element of states)."""
 
     extras: tuple[Extra, ...] = ()
     fused_swiglu: bool | None = None
     shares_gathers: bool = False
     loss_over_logits: bool = False
     once: dict[str, int] = {}
+    system: dict[str, int] = {}
 
     def problem(self, problem: Problem) -> "StackProblem":
         """The problem with this stack's tensors in its operator tables."""
         system = problem.system
         if self.fused_swiglu is not None:
             system = msgspec.structs.replace(system, fused_swiglu=self.fused_swiglu)
+        if self.system:
+            system = msgspec.structs.replace(system, **self.system)
         return StackProblem(
             workload=problem.workload,
             cluster=problem.cluster,

@@ -1,0 +1,127 @@
+"""The parameters of this baseline's model: DeepSpeed's order, and that of their gradients."""
+
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+from rematbench.workload import Model
+
+KEPT_WHOLE = 100_000
+"""stage3_param_persistence_threshold of deepspeed 0.19.8: elements."""
+
+
+class Weight(NamedTuple):
+    """A parameter of a part (E, L<i>, H): its operator, the output whose gradient it needs (none of
+    a bias, of norms and of tables), its elements, and the first of them among all parameters as
+    DeepSpeed flattens them (in the order of `model.parameters()`)."""
+
+    op: str
+    output: str
+    elements: int
+    part: str = ""
+    offset: int = 0
+
+
+def layer_weights(model: Model) -> tuple[Weight, ...]:
+    """A layer's matrices in the order of its forward."""
+    h, ffn = model.hidden, model.ffn
+    gate = [Weight("fc1", "gate_out", h * ffn)] if model.gated else []
+    return (
+        Weight("qkv", "q", h * model.q_width),
+        Weight("qkv", "k", h * model.kv_width),
+        Weight("qkv", "v", h * model.kv_width),
+        Weight("proj", "proj_out", model.q_width * h),
+        Weight("fc1", "up_out", h * ffn),
+        *gate,
+        Weight("fc2", "fc2_out", ffn * h),
+    )
+
+
+def head_weight(model: Model) -> Weight:
+    """The output projection."""
+    return Weight("lm_head", "logits", model.vocab * model.hidden)
+
+
+def tables(model: Model) -> tuple[Weight, ...]:
+    """Tokens, and learned positions."""
+    tokens = Weight("embedding", "", model.vocab * model.hidden)
+    if model.position != "learned":
+        return (tokens,)
+    return (tokens, Weight("embedding", "", model.max_positions * model.hidden))
+
+
+def _norm(model: Model, op: str) -> tuple[Weight, ...]:
+    count = 2 if model.norm == "layernorm" else 1
+    return (Weight(op, "", model.hidden),) * count
+
+
+def _biases(model: Model) -> dict[str, int]:
+    """Elements of the bias of each matrix, by its output; 0 of one without."""
+    fc1, qkv = model.mlp_bias * model.ffn, model.qkv_bias
+    return {
+        "q": qkv * model.q_width,
+        "k": qkv * model.kv_width,
+        "v": qkv * model.kv_width,
+        "proj_out": model.proj_bias * model.hidden,
+        "up_out": fc1,
+        "gate_out": fc1,
+        "fc2_out": model.mlp_bias * model.hidden,
+    }
+
+
+def _layer(model: Model) -> list[Weight]:
+    post = ("post_attn_norm", "post_mlp_norm") if model.post_norm else ()
+    found = [weight for op in ("attn_norm", "mlp_norm", *post) for weight in _norm(model, op)]
+    biases = _biases(model)
+    for matrix in layer_weights(model):
+        bias = biases[matrix.output]
+        found += [matrix, Weight(matrix.op, "", bias)] if bias else [matrix]
+    return found
+
+
+def parameters(model: Model) -> tuple[Weight, ...]:
+    """All of them, as DeepSpeed flattens them; a tied projection is the embedding."""
+    found = [weight._replace(part="E") for weight in tables(model)]
+    layer = _layer(model)
+    for number in range(model.num_layers):
+        found += [weight._replace(part=f"L{number}") for weight in layer]
+    head = () if model.tied_embeddings else (head_weight(model),)
+    found += [weight._replace(part="H") for weight in (*_norm(model, "final_norm"), *head)]
+    ends = accumulate(weight.elements for weight in found)
+    return tuple(
+        weight._replace(offset=end - weight.elements)
+        for weight, end in zip(found, ends, strict=True)
+    )
+
+
+def by_operator(model: Model) -> dict[tuple[str, str], tuple[Weight, ...]]:
+    """The parameters of every (part, operator) in the order of their gradients: that of its
+    forward turned round."""
+    found: dict[tuple[str, str], tuple[Weight, ...]] = {}
+    for weight in parameters(model):
+        key = weight.part, weight.op
+        found[key] = (weight, *found.get(key, ()))
+    if model.tied_embeddings:
+        tokens = found["E", "embedding"][-1]
+        found["H", "lm_head"] = (tokens._replace(output=head_weight(model).output),)
+    return found
+
+
+def matrices(found: Iterable[Weight]) -> tuple[Weight, ...]:
+    """Those that are no bias and no norm."""
+    return tuple(one for one in found if one.output or one.op == "embedding")
+
+
+def first_linear(found: tuple[Weight, ...]) -> tuple[Weight, ...]:
+    """Of an operator's in the order of their gradients the first matrix and its bias, whose
+    gradients one function makes."""
+    for count, weight in enumerate(found, 1):
+        if weight.output:
+            return found[:count]
+    return found
+
+
+def small_elements(model: Model) -> int:
+    """Elements of what ZeRO 3 never releases: of parameters of at most KEPT_WHOLE each."""
+    sizes = (weight.elements for weight in parameters(model))
+    return sum(size for size in sizes if size <= KEPT_WHOLE)
