@@ -38,8 +38,13 @@ def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
     s = shapes(problem.workload, problem.layout, problem.system)
     rows = problem.layout.micro_batch * problem.workload.seq_len // problem.layout.ulysses
     once = {"ids": 8 * rows}
-    if model.position == "rope":
+    again = policy.checkpointing != "none"
+    if model.position == "rope" or again:  # what runs again is called with them, used or not
         once["cosine and sine (fp32)"] = 2 * WIDE * rows * model.head_dim // 2
+    apart = policy.offload_optimizer or policy.offload_param or policy.checkpointing.endswith("cpu")
+    if problem.layout.global_batch > problem.layout.micro_batch and not apart:
+        whole = problem.layout.global_batch * problem.workload.seq_len
+        once["ids and labels of the step, of which a micro-batch's are a view"] = 2 * 8 * whole
     if model.position == "learned":
         once["positions"] = 8 * problem.workload.seq_len // problem.layout.ulysses
     if problem.layout.zero_stage == ZERO_3:
@@ -47,7 +52,6 @@ def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
     elif policy.offload_optimizer:
         largest = max(one.elements for one in weights.parameters(model))
         once["a gradient on its way to the host"] = s.element_bytes * largest
-    again = policy.checkpointing != "none"
     norms = tuple(extra for op, part in NORMS for extra in _norm(problem, op, part))
     repeated = Extra(
         name="kv_repeated",
