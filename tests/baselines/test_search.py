@@ -1,0 +1,69 @@
+"""DeepSpeed's plan and stack against traces of jobs that nobody chose."""
+
+from pathlib import Path
+
+import pytest
+
+from rematbench.baselines.process import job, policy, run_jobs
+from rematbench.baselines.stack import activation_peak, stack_of
+from rematbench.evaluate import program_bytes
+from rematbench.lower import lower
+from rematbench.plan import Plan
+from tests.baselines.random_jobs import Drawn, draw
+
+NEAR, FAR, TILED = 1e-3, 0.01, 0.08
+"""Of the peak, states and all: most jobs; any; with tiles (docs/baselines.md says why)."""
+FAST = (28, 34, 118, 171)
+"""ZeRO 3 with its optimizer on the host; ZeRO 0; ZeRO 2 with Ulysses, tied; ZeRO 1 with inputs on
+the host, tied."""
+MANY = range(40)
+SHARE = 0.8
+"""Of many jobs, at least, are near."""
+
+
+def predicted(drawn: Drawn) -> int:
+    """The device's bytes at the peak: those of the plan, with the stack's tensors."""
+    method = policy("deepspeed", drawn.settings)
+    stack = stack_of("deepspeed", method.methods[0], drawn.problem)
+    assert stack is not None
+    here = stack.problem(drawn.problem)
+    plan = method.plan(here)
+    assert isinstance(plan, Plan)
+    program = lower(plan, here)
+    (found,) = program_bytes(here, plan, program)
+    known = activation_peak(
+        "deepspeed", method.methods[0], here, program.ranks[0], found.activation_peak
+    )
+    return found.device_peak - found.activation_peak + known
+
+
+def deviations(seeds: tuple[int, ...] | range, folder: Path) -> dict[int, float]:
+    """Predicted over traced, less 1, by seed."""
+    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    drawn = {seed: draw(seed) for seed in seeds}
+    jobs = [
+        job(one.problem, policy("deepspeed", one.settings), "traced", timeout_s=300.0)
+        for one in drawn.values()
+    ]
+    found = {}
+    records = run_jobs("deepspeed", jobs, folder)
+    for (seed, one), record in zip(drawn.items(), records, strict=True):
+        seen = record.observed
+        assert seen is not None, (seed, record.reason)
+        traced = seen.activation_peak_bytes[0] + seen.state_bytes[0]
+        found[seed] = predicted(one) / traced - 1
+    return found
+
+
+def test_drawn_jobs_weigh_what_is_predicted(tmp_path: Path) -> None:
+    far = {seed: off for seed, off in deviations(FAST, tmp_path).items() if abs(off) > NEAR}
+    assert not far
+
+
+@pytest.mark.soak
+def test_most_of_many_drawn_jobs_weigh_what_is_predicted(tmp_path: Path) -> None:
+    found = deviations(MANY, tmp_path)
+    for seed, off in found.items():
+        tiled = any(name.endswith("_tiles") for name in draw(seed).settings)
+        assert abs(off) < (TILED if tiled else FAR), seed
+    assert sum(abs(off) < NEAR for off in found.values()) >= SHARE * len(found)
