@@ -71,8 +71,10 @@ class _Walk:
             for action in first
             if alive.direction(action) is False
         ]
+        heads = [ended for ended in self._backward if ended and ended[0].output == "logits"]
+        self._tiled_loss = len(heads) > 1
         gathers = sizes.stage == ZERO_3 and (sizes.ranks > 1 or sizes.away)
-        self._order = module_order(model, rank) if gathers else []
+        self._order = module_order(model, rank)[self._tiled_loss :] if gathers else []
         self._ended: tuple[Weight, ...] = ()
         self._start()
 
@@ -93,6 +95,7 @@ class _Walk:
             weighed = self._of.get((action.part, action.op), ())
             self._ended = () if forward else weighed
             run = whole.modules(action.op, weighed, forward=forward)
+            run = run[self._tiled_loss and forward and action.part == "E" :]
             for weight in run if forward else run[:1]:
                 self._whole.module()
                 self._seen(action.scratch)
@@ -125,7 +128,8 @@ class _Walk:
     def _gradients(self, ended: "tuple[Weight, ...]", freed: dict[str, int]) -> None:
         """One after the other: the gradients of outputs that later ones need, their common input
         and the sum of its gradient so far are still there.  A table's module has no gradient to
-        pass on, so that it keeps its weight to the end."""
+        pass on, so that it keeps its weight to the end; and so does, as traced, the projection of a
+        tiled loss (before whose first module nothing is fetched ahead)."""
         self._tiles[ended] -= 1
         tied = self.model.tied_embeddings and ended[0].op == "embedding"
         more = self._tiles[ended] > 0 or (tied and self._backward.count(ended) > 1)
@@ -141,7 +145,7 @@ class _Walk:
             left += shared * (bool(later) + (not first)) if weight.output else 0
             self.alive.nbytes = before + left
             self.reducer.gradient(weight, more=more)
-            if weight.output:
+            if weight.output and not (weight.output == "logits" and self._tiled_loss):
                 self._whole.release(weight)
         self.alive.nbytes = before
 
