@@ -103,9 +103,10 @@ def verdict(found: Comparison) -> str:
     how = "losses and gradients are bitwise equal"
     if not found.bitwise:
         error = f"gradient error {found.gradient_error:.2g}"
-        if found.first_only and found.first_gradient_error is not None:
+        first = found.first_gradient_error
+        if first is not None and (found.first_only or first <= found.bound < found.gradient_error):
             error = (
-                f"gradient error at the first step {found.first_gradient_error:.2g}, at any "
+                f"gradient error at the first step {first:.2g}, at any "
                 f"{found.gradient_error:.2g} (AdamW amplifies rounding)"
             )
         how = f"largest norm-wise {error}, loss error {found.loss_error:.2g}, bound {found.bound:g}"
