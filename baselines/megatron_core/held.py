@@ -22,11 +22,12 @@ from rematbench.program import RankProgram
 from rematbench.shapes import shapes
 
 if TYPE_CHECKING:
-    from baselines.megatron_core import messages, offloads
+    from baselines.megatron_core import interleaved, messages, offloads
     from baselines.megatron_core.plan import MegatronCore
 else:  # this file is loaded by its path
-    messages, offloads = (
-        load_module(Path(__file__).with_name(f"{name}.py")) for name in ("messages", "offloads")
+    interleaved, messages, offloads = (
+        load_module(Path(__file__).with_name(f"{name}.py"))
+        for name in ("interleaved", "messages", "offloads")
     )
 
 HOOKS = {"mlp_norm": "fc2", "attn_norm": "proj"}
@@ -57,6 +58,9 @@ def activation_peak(policy: "MegatronCore", problem: Problem, rank: RankProgram)
     early = policy.recompute == "selective" and "layernorm" in policy.modules
     blocks = [_early(block.actions) if early else block.actions for block in rank.blocks]
     steps = [(blocks[step.block], (step.micro_batch, step.chunk)) for step in rank.steps]
+    if problem.layout.vpp > 1:
+        moved = "attn_norm" in policy.offload_modules
+        steps = interleaved.with_messages(steps, problem, rank.rank, moved=moved)
     walk = _Walk(spans, offloads.Groups(policy.moved, problem, steps), messages.Messages(problem))
     for actions, where in steps:
         for action in actions:

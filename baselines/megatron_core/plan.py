@@ -16,8 +16,19 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.baselines.limits import Reason, Setup, holding, setup_of
-from rematbench.plan import Group, Offload, Plan, Recompute, Rule, Select, Transfers, Unsupported
+from rematbench.plan import (
+    Group,
+    Offload,
+    Pass,
+    Plan,
+    Recompute,
+    Rule,
+    Select,
+    Transfers,
+    Unsupported,
+)
 from rematbench.problem import Problem
+from rematbench.schedule import interleaved
 from rematbench.solve.kept import kept_activations
 from rematbench.workload import Model, PositiveInt
 
@@ -88,7 +99,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         refused = holding(self.limits(setup_of(problem)))
         if refused:
             return Unsupported(refused[0])
-        plan = base
+        plan = replace(base, orders=_orders(problem))
         if self.recompute == "full":
             plan = self._full(problem, plan)
         elif self.recompute == "selective":
@@ -197,6 +208,17 @@ def fusion_argument(model: Model) -> str:
     if model.gated:
         return "--no-bias-swiglu-fusion"
     return "--no-bias-gelu-fusion" if has_biases(model) else ""
+
+
+def _orders(problem: Problem) -> tuple[tuple[Pass, ...], ...]:
+    """The passes of every rank where 0.16.1 runs others than the schedule of that name: of one
+    group of micro-batches older releases ran all forwards first.  Otherwise empty."""
+    lay = problem.layout
+    if lay.pp == 1 or lay.vpp == 1 or lay.num_micro_batches != lay.pp:
+        return ()
+    return tuple(
+        interleaved(rank, lay.pp, lay.vpp, lay.num_micro_batches) for rank in range(lay.pp)
+    )
 
 
 def _per_chunk(setup: Setup) -> int:

@@ -16,17 +16,25 @@ def passes(
 
     Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473): micro-batches go through the
     chunks in groups of pp; rank r runs (vpp - 1) pp + 2 (pp - r - 1) forwards before its first
-    backward.  Plain 1F1B runs pp - r - 1; GPipe all.
+    backward.  Plain 1F1B runs pp - r - 1; GPipe all.  Of one group Megatron ran all forwards first;
+    megatron-core 0.16.1 has no such rule (`interleaved`).
     """
     total = num_micro_batches * vpp
-    if schedule == "gpipe":
-        warmup = total
-    elif schedule == "1f1b":
-        warmup = min(pp - rank - 1, total)
-    else:
-        warmup = min((vpp - 1) * pp + 2 * (pp - rank - 1), total)
-        if num_micro_batches == pp:  # Megatron runs all forwards first when there is one group
-            warmup = total
+    if schedule == "interleaved_1f1b" and num_micro_batches != pp:
+        return interleaved(rank, pp, vpp, num_micro_batches)
+    warmup = min(pp - rank - 1, total) if schedule == "1f1b" else total
+    return _ordered(warmup, total, pp, vpp)
+
+
+def interleaved(rank: int, pp: int, vpp: int, num_micro_batches: int) -> tuple[Pass, ...]:
+    """Interleaved 1F1B by its rule of warm-up alone, however few micro-batches there are
+    (`get_pp_rank_microbatches` of megatron-core 0.16.1)."""
+    total = num_micro_batches * vpp
+    return _ordered(min((vpp - 1) * pp + 2 * (pp - rank - 1), total), total, pp, vpp)
+
+
+def _ordered(warmup: int, total: int, pp: int, vpp: int) -> tuple[Pass, ...]:
+    """Forwards of the warm-up, then forwards and backwards in turn, then the other backwards."""
     forwards = [_place(i, pp, vpp, True) for i in range(total)]
     backwards = [_place(i, pp, vpp, False) for i in range(total)]
     order = list(forwards[:warmup])
