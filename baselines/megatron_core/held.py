@@ -9,13 +9,15 @@ Read in its code and seen in traces at their peaks:
 - Offloaded tensors leave and come back group by group (offloads); messages of a pipeline stay or go
   as its loop's variables do (messages).
 - The gradient of a projection that is the embedding too waits for the embedding's.
+- The softmax is made in the fp32 copy of the logits, and their gradient in the softmax: of logits in
+  fp32, which are that copy, there is one storage (VocabParallelCrossEntropy).
 """
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rematbench.action import HOST, Action, Kind
+from rematbench.action import HOST, Action, Alloc, Kind
 from rematbench.discover import load_module
 from rematbench.problem import Problem
 from rematbench.program import RankProgram
@@ -34,6 +36,8 @@ HOOKS = {"mlp_norm": "fc2", "attn_norm": "proj"}
 """The last linear of a norm's module: the gradient of its output rebuilds the norm."""
 LAST = "fc2"
 """The operator with which the backward of a layer starts."""
+MADE_IN = {"H.loss_saved": "H.logits", "d:H.logits": "H.loss_saved"}
+"""In whose storage the loss makes what it makes, if both have as many bytes."""
 
 
 Key = tuple[str, str]
@@ -50,11 +54,9 @@ class Span(NamedTuple):
     through: bool = True
 
 
-def activation_peak(policy: "MegatronCore", problem: Problem, rank: RankProgram) -> int | None:
-    """The rank's largest sum of activations under a policy's plan (None: the ledger's is meant)."""
+def activation_peak(policy: "MegatronCore", problem: Problem, rank: RankProgram) -> int:
+    """The rank's largest sum of activations under a policy's plan."""
     spans = tuple(_spans(policy, problem))
-    if not spans and not policy.offload_modules and problem.layout.pp == 1:
-        return None
     early = policy.recompute == "selective" and "layernorm" in policy.modules
     blocks = [_early(block.actions) if early else block.actions for block in rank.blocks]
     steps = [(blocks[step.block], (step.micro_batch, step.chunk)) for step in rank.steps]
@@ -141,7 +143,15 @@ class _Walk:
             if not alloc.name.endswith(HOST):
                 self._sizes[where, alloc.name] = alloc.nbytes
                 self.live += self._moved.born(action, where, alloc)
+                self._replace(where, alloc)
         self.peak = max(self.peak, self.live + action.scratch)
         for name in action.frees:
             nbytes = self._moved.dead(where, name, self._sizes.pop((where, name), 0))
             self.live -= self._sent.dead(where, name, nbytes)
+
+    def _replace(self, where: tuple[int, int], alloc: Alloc) -> None:
+        """What is made in another's storage takes its bytes over."""
+        storage = where, MADE_IN.get(alloc.name, "")
+        if self._sizes.get(storage) == alloc.nbytes:
+            self._sizes[storage] = 0
+            self.live -= alloc.nbytes

@@ -68,7 +68,7 @@ class Groups:
 
     def before(self, action: Action, where: Where) -> int:
         """An action is about to run."""
-        if not self._module_of or action.kind == Kind.BACKWARD_WEIGHT:
+        if not self._module_of or action.kind in (Kind.BACKWARD_WEIGHT, Kind.FREE):
             return 0
         change = self._back() - self._commit()
         self._over = self._ended = None

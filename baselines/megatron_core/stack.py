@@ -43,9 +43,9 @@ def stack(policy: "MegatronCore", problem: Problem) -> Stack:
     )
 
 
-def activation_peak(policy: "MegatronCore", problem: Problem, rank: RankProgram) -> int | None:
-    """The peak of activations where Megatron-core rebuilds or moves some (None: the ledger's)."""
-    found: int | None = held.activation_peak(policy, problem, rank)
+def activation_peak(policy: "MegatronCore", problem: Problem, rank: RankProgram) -> int:
+    """The peak of activations as Megatron-core holds them."""
+    found: int = held.activation_peak(policy, problem, rank)
     return found
 
 
