@@ -15,10 +15,12 @@ from rematbench.program import RankProgram
 from rematbench.shapes import shapes
 
 if TYPE_CHECKING:
-    from baselines.megatron_core import held
+    from baselines.megatron_core import attention, held
     from baselines.megatron_core.plan import MegatronCore
 else:  # this file is loaded by its path
-    held = load_module(Path(__file__).with_name("held.py"))
+    attention, held = (
+        load_module(Path(__file__).with_name(f"{name}.py")) for name in ("attention", "held")
+    )
 
 
 def stack(policy: "MegatronCore", problem: Problem) -> Stack:
@@ -30,7 +32,8 @@ def stack(policy: "MegatronCore", problem: Problem) -> Stack:
             *_rope(policy, problem),
             *_glu(policy, problem),
             *_embedding(problem),
-            *_scores(policy, problem),
+            *attention.inside(policy, problem),
+            *_adds(problem),
             *_sums(problem),
             *_scattered(problem),
             *_tied(problem),
@@ -177,55 +180,24 @@ def _embedding(problem: Problem) -> tuple[Extra, ...]:
     return (ids,)
 
 
-def _scores(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
+def _adds(problem: Problem) -> tuple[Extra, ...]:
+    """A bias and dropout are operators of their own before a residual is added."""
     s = shapes(problem.workload, problem.layout, problem.system)
-    if problem.attention == "flash":
-        return ()
-    layer = problem.layer(0)
-    probabilities = layer.activations["attn_probs"].nbytes
-    saved = sum(a.nbytes for a in layer.activations.values() if a.name.startswith("attn_probs"))
-    inside = Extra(
-        name="scores",
-        dtype=problem.workload.precision,
-        rows=s.tokens,
-        row_bytes=probabilities // s.tokens + s.q_width * s.element_bytes,
-        made_by="attention",
-        forward=True,
-        why="a variable until the function returns; and the context before it is transposed",
+    model = problem.workload.model
+    steps = model.proj_bias + (model.dropout > 0)
+    return tuple(
+        Extra(
+            name=f"{op}_operands",
+            dtype=problem.workload.precision,
+            rows=s.shard_tokens,
+            row_bytes=steps * model.hidden * s.element_bytes,
+            made_by=op,
+            forward=True,
+            why="with its bias, and dropped: variables until the sum is made (_bias_dropout_add)",
+        )
+        for op in ("attn_add", "mlp_add")
+        if steps
     )
-    beyond = Extra(
-        name="score_gradients",
-        dtype=problem.workload.precision,
-        rows=s.tokens,
-        row_bytes=max(0, 4 * probabilities - saved) // s.tokens - _absent(policy, problem),
-        made_by="attention",
-        why="softmax, mask, scale and a copy: four of the scores' size, when the saved are gone; "
-        "before the gradients of q and k are there",
-    )
-    mask = Extra(
-        name="causal_mask",
-        dtype="bool",
-        rows=s.seq_len,
-        row_bytes=s.seq_len,
-        made_by="attention",
-        saved_by="attention",
-        why="made anew by every call, and kept by the scores that it is filled into",
-    )
-    return inside, beyond, mask
-
-
-def _absent(policy: "MegatronCore", problem: Problem) -> int:
-    """Bytes a row of what a plan has beside those four gradients of scores, and Megatron-core has
-    not: gradients of q and k (that of v is there, once per query head), and, unless a checkpointed
-    function holds them, v's own storage and the gradient of the output."""
-    s = shapes(problem.workload, problem.layout, problem.system)
-    grouped = s.kv_width < s.q_width
-    later = s.q_width + s.kv_width - (s.q_width - s.kv_width)
-    if policy.recompute == "selective" and "core_attn" in policy.modules:
-        return (later - s.q_width * (2 if grouped else 1)) * s.element_bytes
-    alone = grouped or problem.workload.model.position == "rope"
-    storage = (s.q_width if grouped else 3 * s.q_width) if alone else 0
-    return (later + s.q_width + storage) * s.element_bytes
 
 
 def _labels(problem: Problem) -> Extra:

@@ -1,0 +1,100 @@
+"""What core attention of the traced stack holds beside the operator table: Megatron-core's own with
+materialised scores, or under context parallelism ours (layers.GatheredAttention)."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rematbench.baselines.stack import Extra
+from rematbench.problem import Problem
+from rematbench.shapes import shapes
+
+if TYPE_CHECKING:
+    from baselines.megatron_core.plan import MegatronCore
+
+LSE_BYTES = 4
+"""fp32, a row and head."""
+
+
+def inside(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
+    """Tensors inside its forward and its backward, and what materialised scores save."""
+    if problem.layout.cp > 1:
+        return _gathered(problem)
+    return () if problem.attention == "flash" else _scores(policy, problem)
+
+
+def _gathered(problem: Problem) -> tuple[Extra, ...]:
+    """Counted on the first rank, whose last slice sees the most keys: whole keys and values of all
+    ranks (2 cp kv), and pieces of query rows (halves) by key rows.  A plan has the gathered keys
+    and values, the output and lse; in the backward the gradients of both, and of q."""
+    s = shapes(problem.workload, problem.layout, problem.system)
+    q, kv, e = s.q_width * s.element_bytes, s.kv_width * s.element_bytes, s.element_bytes
+    lse, whole = s.heads * LSE_BYTES, 2 * s.cp * kv
+    # a slice's output; those of the two blocks of the other; both scaled in fp32, and their sum
+    merging = q // 2 + q + 3 * (q // 2) * max(4, e) // e + 3 * lse
+    joined = 3 * q + 4 * lse  # the same, what was merged, and slices in one
+    gathering = whole // 2 + kv  # v, gathered, is put in order; its rows were copied before
+    first = max(merging, joined, gathering) - q - lse
+    second = q + q + whole  # a copy of the output's gradient; two blocks' gradients of q, k and v
+    made = partial(Extra, dtype=problem.workload.precision, rows=s.tokens, made_by="attention")
+    return (
+        made(
+            name="gathered_outputs",
+            row_bytes=first,
+            forward=True,
+            why="blocks of query and key rows, merged by their lse and put together",
+        ),
+        made(
+            name="gathered_gradients",
+            row_bytes=second,
+            why="two blocks' gradients beside the sums, and the output's gradient in their order",
+        ),
+    )
+
+
+def _scores(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
+    s = shapes(problem.workload, problem.layout, problem.system)
+    layer = problem.layer(0)
+    probabilities = layer.activations["attn_probs"].nbytes
+    saved = sum(a.nbytes for a in layer.activations.values() if a.name.startswith("attn_probs"))
+    inside = Extra(
+        name="scores",
+        dtype=problem.workload.precision,
+        rows=s.tokens,
+        row_bytes=probabilities // s.tokens + s.q_width * s.element_bytes,
+        made_by="attention",
+        forward=True,
+        why="a variable until the function returns; and the context before it is transposed",
+    )
+    beyond = Extra(
+        name="score_gradients",
+        dtype=problem.workload.precision,
+        rows=s.tokens,
+        row_bytes=max(0, 4 * probabilities - saved) // s.tokens - _absent(policy, problem),
+        made_by="attention",
+        why="softmax, mask, scale and a copy: four of the scores' size, when the saved are gone; "
+        "before the gradients of q and k are there",
+    )
+    mask = Extra(
+        name="causal_mask",
+        dtype="bool",
+        rows=s.seq_len,
+        row_bytes=s.seq_len,
+        made_by="attention",
+        saved_by="attention",
+        why="made anew by every call, and kept by the scores that it is filled into",
+    )
+    return inside, beyond, mask
+
+
+def _absent(policy: "MegatronCore", problem: Problem) -> int:
+    """Bytes a row of what a plan has beside those four gradients of scores, and Megatron-core has
+    not: gradients of q and k (that of v is there, once per query head), and, unless a checkpointed
+    function holds them, v's own storage and the gradient of the output."""
+    s = shapes(problem.workload, problem.layout, problem.system)
+    grouped = s.kv_width < s.q_width
+    later = s.q_width + s.kv_width - (s.q_width - s.kv_width)
+    if policy.recompute == "selective" and "core_attn" in policy.modules:
+        return (later - s.q_width * (2 if grouped else 1)) * s.element_bytes
+    alone = grouped or problem.workload.model.position == "rope"
+    storage = (s.q_width if grouped else 3 * s.q_width) if alone else 0
+    return (later + s.q_width + storage) * s.element_bytes
