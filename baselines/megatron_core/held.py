@@ -3,7 +3,7 @@
 Read in its code and seen in traces at their peaks:
 
 - A checkpointed function's rebuilt output, which its own backward does not need, lives until that
-  backward ends (CheckpointFunction.backward).
+  backward ends (CheckpointFunction.backward), and so does its gradient.
 - A rebuilt norm refills the storage of the first one and lives beside it until its own backward
   ends; both are there from the gradient of its module's output on (CheckpointWithoutOutput).
 - Offloaded tensors leave and come back group by group (offloads); messages of a pipeline stay or go
@@ -87,10 +87,20 @@ def _spans(policy: "MegatronCore", problem: Problem) -> Iterator[Span]:
         return
     for layer in range(count):
         if "mlp" in policy.modules:
-            yield Span((f"L{layer}", LAST), (f"L{layer}", "mlp_norm"), rows, through=False)
+            end = f"L{layer}", "mlp_norm"
+            yield Span((f"L{layer}", LAST), end, rows, through=False)
+            if work.model.dropout:  # else it is that of the residual
+                opens = LAST if s.sp else _before(problem, LAST)  # gathered, a plan frees it sooner
+                yield Span((f"L{layer}", opens), end, rows, through=False)
         if "layernorm" in policy.modules:
             for norm, opens in HOOKS.items():
                 yield Span((f"L{layer}", opens), (f"L{layer}", norm), rows)
+
+
+def _before(problem: Problem, op: str) -> str:
+    """The operator before one of a layer, whose backward comes next."""
+    names = [each.name for each in problem.layer(0).ops]
+    return names[names.index(op) - 1]
 
 
 def _early(actions: tuple[Action, ...]) -> tuple[Action, ...]:

@@ -145,5 +145,8 @@ def trace(job: Job) -> RankAnswer:
     from baselines.megatron_core import fake  # noqa: PLC0415  # after the shim
 
     answer: RankAnswer = fake.trace(job, _policy(job))
-    answer.label, answer.shim = f"{_label(parts, 'cpu')} (fake tensors)", parts
+    run = job.run
+    dropped = run.model.dropout > 0 and run.attention == "flash" and run.layout.cp == 1
+    answer.label = f"{_label(parts, 'cpu')} (fake tensors)"
+    answer.shim = (*parts, "flash") if dropped else parts
     return answer

@@ -15,6 +15,8 @@ names that only TransformerEngine defines.
 the one kernel that it makes on a GPU |
 | dropout | F.dropout -> native_dropout, which keeps a byte mask as CUDA's kernel does |
 | norm | F.rms_norm -> one function that saves its input and 1/rms, as CUDA's kernel does |
+| flash | traced, with dropout: scaled_dot_product_attention -> the same without, because a CPU's is
+taken apart with it; CUDA's kernel saves no mask either (two integers of its generator's state) |
 | settle | collectives return when gloo's threads have let go of their tensors, so bytes are exact |
 | te | names that only TransformerEngine defines, used without asking for it |
 """
@@ -153,6 +155,15 @@ def _norm() -> None:
     F.rms_norm = torch.nn.functional.rms_norm = normed  # type: ignore[assignment]
 
 
+def _flash() -> None:
+    plain = F.scaled_dot_product_attention
+
+    def attention(*tensors: torch.Tensor, dropout_p: float = 0.0, **options: Any) -> torch.Tensor:
+        return plain(*tensors, **options)
+
+    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+
+
 class _NoFp8:
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -222,5 +233,7 @@ def install(*, real: bool) -> tuple[str, ...]:
     _type()
     _dropout()
     _norm()
+    if not real:  # executed, dropout is refused
+        _flash()
     _te()
     return ("dev", "rng", "stream", "type", "compile", "dropout", "norm", "settle", "te")

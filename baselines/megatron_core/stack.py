@@ -216,10 +216,14 @@ def _labels(problem: Problem) -> Extra:
 
 def _sums(problem: Problem) -> tuple[Extra, ...]:
     """The gradient of a weight exists beside the buffer it is then added to.  That of a bias exists
-    at the same time for qkv only: the others' biases are added by operators of their own."""
+    at the same time for qkv only: the others' biases are added by operators of their own.  So are
+    positions to the embedding."""
     model = problem.workload.model
+    s = shapes(problem.workload, problem.layout, problem.system)
     apart = {"proj": model.proj_bias * model.hidden, "fc2": model.mlp_bias * model.hidden}
-    apart["fc1"] = model.mlp_bias * shapes(problem.workload, problem.layout, problem.system).ffn
+    apart["fc1"] = model.mlp_bias * s.ffn
+    words = s.vocab * model.hidden
+    apart["embedding"] = min(words, problem.embedding.parameters - words)
     tables = (problem.embedding, problem.layer(0), problem.head)
     return tuple(
         Extra(
