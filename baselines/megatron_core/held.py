@@ -36,6 +36,8 @@ HOOKS = {"mlp_norm": "fc2", "attn_norm": "proj"}
 """The last linear of a norm's module: the gradient of its output rebuilds the norm."""
 LAST = "fc2"
 """The operator with which the backward of a layer starts."""
+LABEL = 8
+"""Bytes of a label, of which a forward has a copy on every stage (of the loss's stack.py tells)."""
 MADE_IN = {"H.loss_saved": "H.logits", "d:H.logits": "H.loss_saved"}
 """In whose storage the loss makes what it makes, if both have as many bytes."""
 
@@ -64,6 +66,7 @@ def activation_peak(policy: "MegatronCore", problem: Problem, rank: RankProgram)
         moved = "attn_norm" in policy.offload_modules
         steps = interleaved.with_messages(steps, problem, rank.rank, moved=moved)
     walk = _Walk(spans, offloads.Groups(policy.moved, problem, steps), messages.Messages(problem))
+    walk.labels = LABEL * shapes(problem.workload, problem.layout, problem.system).tokens
     for actions, where in steps:
         for action in actions:
             walk.run(action, where)
@@ -128,7 +131,7 @@ class _Walk:
     def __init__(
         self, spans: Iterable[Span], moved: "offloads.Groups", sent: "messages.Messages"
     ) -> None:
-        self.live = self.peak = 0
+        self.live = self.peak = self.labels = 0
         self._moved, self._sent = moved, sent
         self._sizes: dict[tuple[tuple[int, int], str], int] = {}
         self._opens: dict[Key, int] = {}
@@ -154,7 +157,8 @@ class _Walk:
                 self._sizes[where, alloc.name] = alloc.nbytes
                 self.live += self._moved.born(action, where, alloc)
                 self._replace(where, alloc)
-        self.peak = max(self.peak, self.live + action.scratch)
+        labels = self.labels if action.kind == Kind.FORWARD and action.op != "loss" else 0
+        self.peak = max(self.peak, self.live + action.scratch + labels)
         for name in action.frees:
             nbytes = self._moved.dead(where, name, self._sizes.pop((where, name), 0))
             self.live -= self._sent.dead(where, name, nbytes)
