@@ -3,7 +3,8 @@
 Read in its code and seen in traces at their peaks:
 
 - A checkpointed function's rebuilt output, which its own backward does not need, lives until that
-  backward ends (CheckpointFunction.backward), and so does its gradient.
+  backward ends (CheckpointFunction.backward), and so does its gradient: what is added to it makes a
+  new one.
 - A rebuilt norm refills the storage of the first one and lives beside it until its own backward
   ends; both are there from the gradient of its module's output on (CheckpointWithoutOutput).
 - Offloaded tensors leave and come back group by group (offloads); messages of a pipeline stay or go
@@ -48,17 +49,18 @@ Key = tuple[str, str]
 
 class Span(NamedTuple):
     """Bytes held from before the backward of one operator until that of another is over (`through`)
-    or about to start."""
+    or about to start; in one chunk or (None) in all."""
 
     opens: Key
     closes: Key
     nbytes: int
     through: bool = True
+    chunk: int | None = None
 
 
 def activation_peak(policy: "MegatronCore", problem: Problem, rank: RankProgram) -> int:
     """The rank's largest sum of activations under a policy's plan."""
-    spans = tuple(_spans(policy, problem))
+    spans = tuple(_spans(policy, problem, rank.rank))
     early = policy.recompute == "selective" and "layernorm" in policy.modules
     blocks = [_early(block.actions) if early else block.actions for block in rank.blocks]
     steps = [(blocks[step.block], (step.micro_batch, step.chunk)) for step in rank.steps]
@@ -73,7 +75,7 @@ def activation_peak(policy: "MegatronCore", problem: Problem, rank: RankProgram)
     return walk.peak
 
 
-def _spans(policy: "MegatronCore", problem: Problem) -> Iterator[Span]:
+def _spans(policy: "MegatronCore", problem: Problem, rank: int) -> Iterator[Span]:
     work, lay = problem.workload, problem.layout
     s = shapes(work, lay, problem.system)
     rows = s.shard_tokens * work.model.hidden * s.element_bytes
@@ -82,10 +84,7 @@ def _spans(policy: "MegatronCore", problem: Problem) -> Iterator[Span]:
         table = s.vocab * work.model.hidden * s.element_bytes
         yield Span(("H", "final_norm"), ("E", "embedding"), table)
     if policy.recompute == "full":
-        block = policy.method == "block"
-        size = 1 if block else policy.num_layers
-        for first in range(0, policy.num_layers if block else count, size):
-            yield Span((f"L{first + size - 1}", LAST), (f"L{first}", "attn_norm"), rows)
+        yield from _layers(policy, problem, rank, rows)
     if policy.recompute != "selective":
         return
     for layer in range(count):
@@ -98,6 +97,22 @@ def _spans(policy: "MegatronCore", problem: Problem) -> Iterator[Span]:
         if "layernorm" in policy.modules:
             for norm, opens in HOOKS.items():
                 yield Span((f"L{layer}", opens), (f"L{layer}", norm), rows)
+
+
+def _layers(policy: "MegatronCore", problem: Problem, rank: int, rows: int) -> Iterator[Span]:
+    """Of each checkpointed group of layers its rebuilt output, and the gradient that it was given,
+    to which the first norm's is not added in place (messages tell of those that were received)."""
+    lay = problem.layout
+    count = problem.workload.model.num_layers // lay.num_chunks
+    block = policy.method == "block"
+    size = 1 if block else policy.num_layers
+    for first in range(0, policy.num_layers if block else count, size):
+        last, end = first + size - 1, (f"L{first}", "attn_norm")
+        yield Span((f"L{last}", LAST), end, rows)
+        if last < count - 1:
+            yield Span((f"L{last}", "mlp_norm"), end, rows)
+        elif rank == lay.pp - 1:
+            yield Span((f"L{last}", "mlp_norm"), end, rows, chunk=lay.vpp - 1)
 
 
 def _before(problem: Problem, op: str) -> str:
@@ -134,23 +149,19 @@ class _Walk:
         self.live = self.peak = self.labels = 0
         self._moved, self._sent = moved, sent
         self._sizes: dict[tuple[tuple[int, int], str], int] = {}
-        self._opens: dict[Key, int] = {}
-        self._closes: dict[bool, dict[Key, int]] = {True: {}, False: {}}
+        self._opens: dict[Key, list[Span]] = {}
+        self._closes: dict[Key, list[Span]] = {}
         self._ended = 0
         for span in spans:
-            closes = self._closes[span.through]
-            self._opens[span.opens] = self._opens.get(span.opens, 0) + span.nbytes
-            closes[span.closes] = closes.get(span.closes, 0) + span.nbytes
+            self._opens.setdefault(span.opens, []).append(span)
+            self._closes.setdefault(span.closes, []).append(span)
 
     def run(self, action: Action, where: tuple[int, int]) -> None:
         """One action of a micro-batch and a chunk."""
-        key = (action.part, action.op)
         if action.kind != Kind.BACKWARD_WEIGHT:
             self.live, self._ended = self.live - self._ended, 0
-        if action.kind == Kind.BACKWARD_INPUT:
-            self.live += self._opens.get(key, 0) - self._closes[False].get(key, 0)
         if action.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
-            self._ended = self._closes[True].get(key, 0)
+            self._span(action, where[1])
         self.live += self._moved.before(action, where) + self._sent.before(action, where)
         for alloc in action.allocs:
             if not alloc.name.endswith(HOST):
@@ -162,6 +173,18 @@ class _Walk:
         for name in action.frees:
             nbytes = self._moved.dead(where, name, self._sizes.pop((where, name), 0))
             self.live -= self._sent.dead(where, name, nbytes)
+
+    def _span(self, action: Action, chunk: int) -> None:
+        """A backward is about to run: what it opens, what it closes now, and when it is over."""
+        key = (action.part, action.op)
+        opens, closes = (
+            [span for span in spans.get(key, ()) if span.chunk in (None, chunk)]
+            for spans in (self._opens, self._closes)
+        )
+        if action.kind == Kind.BACKWARD_INPUT:
+            self.live += sum(span.nbytes for span in opens)
+            self.live -= sum(span.nbytes for span in closes if not span.through)
+        self._ended = sum(span.nbytes for span in closes if span.through)
 
     def _replace(self, where: tuple[int, int], alloc: Alloc) -> None:
         """What is made in another's storage takes its bytes over."""

@@ -110,6 +110,8 @@ def _views(problem: Problem, *, repeated: bool) -> tuple[Extra, ...]:
     one = s.kv_width == problem.workload.model.head_dim
     if s.q_width == s.kv_width or one != repeated:
         return ()
+    if one and problem.attention != "flash" and s.micro_batch > 1:  # and heads are one dimension:
+        return ()  # a copy, too
     beside = Extra(
         name="qkv_beside_views",
         dtype=problem.workload.precision,
