@@ -41,7 +41,8 @@ class _Pass(NamedTuple):
 
 def with_messages(steps: Sequence[Step], problem: Problem, rank: int, *, moved: bool) -> list[Step]:
     """A rank's steps with messages made and freed when that schedule does.  `moved`: the inputs of
-    layers are offloaded, so their storages leave by themselves."""
+    layers are offloaded, so their storages leave by themselves (offloads: but for some of last
+    layers)."""
     loop = _Loop(problem, rank, moved=moved)
     passes, rest = [], []
     for actions, where in steps:
@@ -67,7 +68,8 @@ class _Loop:
         self._starts = 0 if rank == 0 else None  # the chunk that receives no input
         self._ends = lay.vpp - 1 if rank == lay.pp - 1 else None  # the chunk that sends no output
         self._warmup = (lay.vpp - 1) * lay.pp + 2 * (lay.pp - rank - 1)
-        self._moved = moved
+        self._moved, self._one_layer = moved, count == 1
+        self._first: Where | None = None
         self._holders: dict[Key, set[str]] = {}
         self.steps: list[Step] = []
 
@@ -82,6 +84,7 @@ class _Loop:
 
     def run(self, passes: Sequence[_Pass]) -> None:
         """All iterations."""
+        self._first = next(item.where for item in passes if not item.forward)
         iterations = self._iterations(passes)
         self._receive(iterations[0])
         for iteration, following in zip(iterations, [*iterations[1:], []], strict=True):
@@ -116,7 +119,7 @@ class _Loop:
             self._hold((where, name), "backward")
             self._holders.get((where, name), set()).discard("list")
         inputs = (where, INPUT) in self._holders
-        drops = inputs and not self._moved
+        drops = inputs and not self._is_moved(where)
         sums = where[1] != self._ends
         self.steps.append(
             (tuple(self._inside(a, drops=drops, sums=sums) for a in item.actions), where)
@@ -125,6 +128,11 @@ class _Loop:
         if inputs:
             self._holders[where, self._gradient] = {"input_tensor_grad", f".grad of {where}"}
         self._let_go("backward")
+
+    def _is_moved(self, where: Where) -> bool:
+        """Whether a chunk's input left: that of a last layer stays if it is wanted first or next."""
+        stays = where == self._first or where[1] == self._ends
+        return self._moved and not (self._one_layer and stays)
 
     def _inside(self, action: Action, *, drops: bool, sums: bool) -> Action:
         """An action of a backward: the chunk's input stays, and the first norm's sum is made."""
@@ -191,7 +199,7 @@ class _Loop:
         where, name = key
         if self._holders.pop(key, None) is None:
             return
-        if name != INPUT or not self._moved:
+        if name != INPUT or not self._is_moved(where):
             self._add(Action(kind=Kind.FREE, stream="compute", frees=(name,)), where)
         if name == INPUT:
             self._let_go(f".grad of {where}")
