@@ -34,7 +34,8 @@ def _gathered(problem: Problem) -> tuple[Extra, ...]:
     joined = 3 * q + 4 * lse  # the same, what was merged, and slices in one
     gathering = whole // 2 + kv  # v, gathered, is put in order; its rows were copied before
     first = max(merging, joined, gathering) - q - lse
-    second = q + q + whole  # a copy of the output's gradient; two blocks' gradients of q, k and v
+    copied = q if s.heads * s.micro_batch > 1 else 0  # the output's gradient in another order
+    second = copied + q + whole  # and two blocks' gradients of q, k and v
     made = partial(Extra, dtype=problem.workload.precision, rows=s.tokens, made_by="attention")
     return (
         made(

@@ -10,8 +10,8 @@ Read in its code and seen in traces at their peaks:
 - Offloaded tensors leave and come back group by group (offloads); messages of a pipeline stay or go
   as its loop's variables do (messages).
 - The gradient of a projection that is the embedding too waits for the embedding's.
-- The softmax is made in the fp32 copy of the logits, and their gradient in the softmax: of logits in
-  fp32, which are that copy, there is one storage (VocabParallelCrossEntropy).
+- The softmax is made in the fp32 copy of the logits, and their gradient in the softmax: of logits
+  in fp32, which are that copy, there is one storage (VocabParallelCrossEntropy).
 """
 
 from collections.abc import Iterable, Iterator

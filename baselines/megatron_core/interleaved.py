@@ -130,7 +130,7 @@ class _Loop:
         self._let_go("backward")
 
     def _is_moved(self, where: Where) -> bool:
-        """Whether a chunk's input left: that of a last layer stays if it is wanted first or next."""
+        """Whether a chunk's input left: a last layer's stays if it is wanted first or next."""
         stays = where == self._first or where[1] == self._ends
         return self._moved and not (self._one_layer and stays)
 

@@ -35,6 +35,9 @@ STARTS = {
     "attn_norm": "attn_norm",
 }
 """The operator with which a module starts: after its backward the next group comes back."""
+HELD, RETURNS = "qkv_linear", "attn_add"
+"""The module whose input a variable of its layer holds until attention has returned, and what runs
+then (a norm's output; other modules' inputs are freed by force: forced_released_tensors)."""
 VIEWED = ("qkv_before_rope", "qkv_beside_views")
 """What views of core attention's operands hold beside them (stack.py)."""
 
@@ -54,15 +57,18 @@ class Groups:
             self._module_of |= dict.fromkeys(VIEWED, "core_attn")
         self._last = f"L{count - 1}"
         # saved twice, and two tensors when they are back: a flash kernel's output (which is the
-        # projection's input), or the probabilities (softmax's output and the product's operand)
+        # projection's input), or the probabilities (softmax's output and, unless some are dropped,
+        # the product's operand)
         columns = s.q_width if problem.attention == "flash" else s.heads * s.seq_len
-        self._twin = s.tokens * columns * s.element_bytes
+        twice = problem.attention == "flash" or not problem.workload.model.dropout
+        self._twin = twice * s.tokens * columns * s.element_bytes
         self._waiting = list(_backwards(steps)) if tensors else []
         self._first = self._waiting[:1]
         self._held: dict[tuple[Where, Group], dict[str, int]] = {}
         self._away: dict[Where, list[Group]] = {}
         self._twins: dict[tuple[Where, Group], int] = {}
         self._leaving: set[tuple[Where, str]] = set()
+        self._late: dict[tuple[Where, str], int] = {}
         self._over: tuple[Where, Group] | None = None
         self._ended: tuple[Where, Group] | None = None
 
@@ -76,6 +82,8 @@ class Groups:
             return change
         if action.kind == Kind.D2H:
             self._leaving.add((where, f"{action.part}.{action.op}"))
+        if action.kind == Kind.FORWARD and action.op == RETURNS:
+            change -= self._late.pop((where, action.part), 0)
         if action.kind == Kind.FORWARD and action.op in COMMITS:
             self._over = where, (action.part, COMMITS[action.op])
         if action.kind == Kind.BACKWARD_INPUT:
@@ -120,7 +128,10 @@ class Groups:
         if group[0] == self._last and where in (*self._first, *self._waiting[:1]):
             return 0
         self._away.setdefault(where, []).append(group)
-        return sum(tensors.values())
+        left = sum(tensors.values())
+        if group[1] == HELD:
+            self._late[where, group[0]], left = left, 0
+        return left
 
     def _load(self, where: Where, group: Group) -> int:
         """Bytes that come back, if the group is away."""

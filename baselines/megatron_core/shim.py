@@ -156,9 +156,9 @@ def _norm() -> None:
 
 
 def _flash() -> None:
-    plain = F.scaled_dot_product_attention
+    plain: Any = F.scaled_dot_product_attention
 
-    def attention(*tensors: torch.Tensor, dropout_p: float = 0.0, **options: Any) -> torch.Tensor:
+    def attention(*tensors: torch.Tensor, dropout_p: float = 0.0, **options: Any) -> Any:
         return plain(*tensors, **options)
 
     F.scaled_dot_product_attention = attention  # type: ignore[assignment]

@@ -77,7 +77,7 @@ def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
         made_by="qkv",
         rows=s.seq_len // s.cp,
         row_bytes=4 * model.head_dim * e,
-        saved_by="qkv",
+        saved_by="attention",
         why="cosine and sine of each position, for q and for k",
     )
     whole = made(
@@ -96,11 +96,21 @@ def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
         saved_by="attention",
         why="k and v are saved once per query head (and v's view is gone)",
     )
+    projected = made(
+        name="qkv_variable",
+        rows=s.tokens,
+        row_bytes=(s.q_width + 2 * s.kv_width) * e,
+        made_by="attention",
+        forward=True,
+        why="the projection's output, of which copies are saved: a variable until it returns",
+    )
     kept = policy.recompute != "selective" or "core_attn" not in policy.modules
     grouped = s.kv_width < s.q_width and s.cp == 1 and kept
+    copies = (repeated, projected) if grouped else ()
     if model.position == "rope":
-        return (tables, repeated if grouped else whole)
-    return (*((repeated,) if grouped else ()), *_views(problem, repeated=grouped))
+        return (tables, *(copies or (whole,)))
+    views = _views(problem, repeated=grouped)
+    return (repeated, *views) if grouped and views else (*copies, *views)
 
 
 def _views(problem: Problem, *, repeated: bool) -> tuple[Extra, ...]:
