@@ -40,6 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"cp": 2},
     "pp2": {"pp": 2},
     "pp2-vpp2": {"pp": 2, "vpp": 2},
+    "pp2-vpp2-one-group": {"pp": 2, "vpp": 2, "global_batch": 2},
     "dp2-zero0": {"dp": 2, "zero_stage": 0},
     "dp2": {"dp": 2},
     "dp2-zero2": {"dp": 2, "zero_stage": 2},

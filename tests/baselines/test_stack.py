@@ -99,6 +99,10 @@ ALL = {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}
 NORMS = {"recompute": "selective", "modules": ["layernorm"]}
 BLOCK = {**FULL, "method": "block", "num_layers": 2}
 AWAY = {"offload_modules": ["core_attn", "attn_proj", "mlp_norm", "attn_norm"]}
+CORE = {"recompute": "selective"}
+MLP = {"recompute": "selective", "modules": ["mlp"]}
+QKV = {"offload_modules": ["qkv_linear", "core_attn"]}
+NARROW = replace(WIDE_GPT, head_dim=8, ffn=32, dropout=0.1)
 TIED = replace(TINY, name="tiny-tied", tied_embeddings=True)
 WHOLE = [
     Whole(Asked("one", model=GPT), 6 * LOSS),
@@ -118,8 +122,29 @@ WHOLE = [
     Whole(Asked("one", FULL, TIED), 6 * LOSS),
     Whole(Asked("pp4", FULL, WIDE), 5 * LOSS, stage=1),
     Whole(Asked("one", NORMS, WIDE), 6 * LOSS, attention="unfused"),
+    Whole(Asked("pp2-vpp2", FULL, WIDE), 5 * LOSS),
+    Whole(Asked("pp2-vpp2-one-group", model=WIDE), 7 * LOSS, stage=1),
+    Whole(Asked("cp2", CORE, replace(WIDE, ffn=128, num_kv_heads=4)), 12 * LOSS),
+    Whole(Asked("one", model=replace(GPT, dropout=0.1)), 6 * LOSS),
+    Whole(Asked("tp2", MLP, replace(TINY, dropout=0.1, vocab=64)), 8 * LOSS),
+    Whole(Asked("pp2-vpp2", {"offload_modules": ["attn_norm"]}, WIDE), 5 * LOSS, stage=1),
+    Whole(
+        Asked("one", model=replace(LEARNED, num_kv_heads=1, vocab=64)),
+        6 * LOSS,
+        attention="unfused",
+    ),
+    Whole(Asked("one", model=replace(TINY, hidden=32, head_dim=8, vocab=2048)), 6 * LOSS),
+    Whole(Asked("pp2", {"offload_modules": ["core_attn"]}, NARROW), 4 * LOSS, attention="unfused"),
 ]
 MORE = [
+    Whole(Asked("pp2-vpp2"), 5 * LOSS),
+    Whole(Asked("pp2-vpp2"), 9 * LOSS, stage=1),
+    Whole(Asked("pp2-vpp2", FULL, WIDE_GPT, "bf16"), 4 * LOSS, stage=1),
+    Whole(Asked("pp2-vpp2-one-group", model=WIDE), 5 * LOSS),
+    Whole(Asked("cp2", FULL, replace(WIDE_GPT, ffn=96), "bf16"), 8 * LOSS),
+    Whole(Asked("pp2-vpp2", AWAY, WIDE), 5 * LOSS),
+    Whole(Asked("pp2-vpp2", QKV, replace(WIDE_GPT, ffn=64)), 5 * LOSS, attention="unfused"),
+    Whole(Asked("pp2-vpp2", QKV, replace(NARROW, ffn=64)), 5 * LOSS, stage=1, attention="unfused"),
     Whole(Asked("cp2"), 8 * LOSS),
     Whole(Asked("one", precision="bf16"), 4 * LOSS),
     Whole(Asked("one", model=GPT, precision="bf16"), 4 * LOSS),
@@ -153,6 +178,8 @@ def without_a_plan(cases: list[Whole], folder: Path) -> list[int]:
     rest = []
     for number, record in enumerate(run_jobs("megatron_core", jobs, folder)):
         assert record.observed is not None, record.reason
+        drops = cases[number].asked.model.dropout > 0 and cases[number].attention == "flash"
+        assert ("flash" in record.observed.shim) == drops
         said = weighed("megatron_core", policies[number], problems[number], cases[number].stage)
         rest.append(record.observed.activation_peak_bytes[0] - said)
     return rest

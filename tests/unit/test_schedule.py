@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from rematbench.plan import Pass
-from rematbench.schedule import in_flight, passes, phases
+from rematbench.schedule import in_flight, interleaved, passes, phases
 
 INTERLEAVED = [(2, 2, 4), (4, 2, 8), (4, 3, 12), (3, 2, 9), (8, 5, 16), (4, 6, 256)]
 
@@ -28,6 +28,18 @@ def test_1f1b_and_gpipe_in_flight(pp: int, m: int) -> None:
 def test_one_group_of_micro_batches_runs_all_forwards_first(vpp: int) -> None:
     for rank in range(4):
         assert in_flight(passes("interleaved_1f1b", rank, 4, vpp, 4)) == 4 * vpp
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_one_group_by_the_rule_of_warm_up_alone(pp: int) -> None:
+    """As megatron-core 0.16.1 runs it: the last rank alternates after pp forwards of two chunks."""
+    orders = [interleaved(rank, pp, 2, pp) for rank in range(pp)]
+    assert [in_flight(order) for order in orders] == [
+        min(2 * pp, pp + 2 * (pp - rank - 1) + 1) for rank in range(pp)
+    ]
+    assert orders[-1][pp : pp + 2] == (Pass(True, 0, 1), Pass(False, 0, 1))
+    more = passes("interleaved_1f1b", 0, pp, 2, 2 * pp)
+    assert interleaved(0, pp, 2, 2 * pp) == more
 
 
 @pytest.mark.parametrize(("pp", "vpp", "m"), [*INTERLEAVED, (4, 1, 6), (1, 1, 5)])
