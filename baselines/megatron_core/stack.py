@@ -96,10 +96,12 @@ def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
         saved_by="attention",
         why="k and v are saved once per query head (and v's view is gone)",
     )
+    rotated = s.kv_width + s.q_width * (s.kv_width > model.head_dim)  # k's, and q's copy before it
+    width = s.q_width + 2 * s.kv_width + rotated * (model.position == "rope")
     projected = made(
         name="qkv_variable",
         rows=s.tokens,
-        row_bytes=(s.q_width + 2 * s.kv_width) * e,
+        row_bytes=width * e,
         made_by="attention",
         forward=True,
         why="the projection's output, of which copies are saved: a variable until it returns",

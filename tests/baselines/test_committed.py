@@ -17,7 +17,7 @@ AGREEMENT = MEASURED / "executed" / "agreement"
 POINTS = {point.name: point for point in load_points()}
 FAR = {"k530b-selective": 1.08, "k1t-selective": 1.09, "k1t-none": 1.051}
 """Traced bytes over published ones, where docs/baselines.md says that they are apart."""
-UNEXPLAINED = {"megatron_core": 0.0051, "deepspeed": 1e-6}
+UNEXPLAINED = {"megatron_core": 3e-4, "deepspeed": 1e-6}
 LABELS = {
     "megatron_core": "megatron-core + CPU shim (fake tensors)",
     "deepspeed": "deepspeed + CPU shim (fake tensors)",

@@ -101,6 +101,7 @@ BLOCK = {**FULL, "method": "block", "num_layers": 2}
 AWAY = {"offload_modules": ["core_attn", "attn_proj", "mlp_norm", "attn_norm"]}
 CORE = {"recompute": "selective"}
 MLP = {"recompute": "selective", "modules": ["mlp"]}
+BEFORE_MLP = {"offload_modules": ["attn_norm", "qkv_linear", "core_attn", "attn_proj"]}
 QKV = {"offload_modules": ["qkv_linear", "core_attn"]}
 NARROW = replace(WIDE_GPT, head_dim=8, ffn=32, dropout=0.1)
 TIED = replace(TINY, name="tiny-tied", tied_embeddings=True)
@@ -143,6 +144,7 @@ MORE = [
     Whole(Asked("pp2-vpp2-one-group", model=WIDE), 5 * LOSS),
     Whole(Asked("cp2", FULL, replace(WIDE_GPT, ffn=96), "bf16"), 8 * LOSS),
     Whole(Asked("pp2-vpp2", AWAY, WIDE), 5 * LOSS),
+    Whole(Asked("pp2", BEFORE_MLP, replace(WIDE, ffn=64)), 4 * LOSS, attention="unfused"),
     Whole(Asked("pp2-vpp2", QKV, replace(WIDE_GPT, ffn=64)), 5 * LOSS, attention="unfused"),
     Whole(Asked("pp2-vpp2", QKV, replace(NARROW, ffn=64)), 5 * LOSS, stage=1, attention="unfused"),
     Whole(Asked("cp2"), 8 * LOSS),
