@@ -1,8 +1,9 @@
-"""Messages of megatron-core 0.16.1's pipeline schedules: how long a rank holds them.
+"""Messages of megatron-core 0.16.1's 1F1B without interleaving: how long a rank holds them
+(interleaved.py has those of the other schedule).
 
 An output that was sent is freed at once (deallocate_output_tensor; a plan frees it when the next
 pass has been issued).  A gradient that was sent is a variable of the loop until the next one is.
-Under 1F1B so is one that was received, beside the sum that the backward of the first norm makes of
+So is one that was received, beside the sum that the backward of the first norm makes of
 it; and an input whose backward is over belongs to the graph of an output that is a variable until
 the next forward returns.
 """
@@ -24,7 +25,6 @@ class Messages:
         count = model.num_layers // problem.layout.num_chunks
         self._nbytes = s.shard_tokens * model.hidden * s.element_bytes
         self._output, self._last = f"L{count}.layer_input", f"L{count - 1}"
-        self._loop = problem.layout.vpp == 1
         self._received: set[Where] = set()
         self._sent: set[Where] = set()
         self._gone: set[Where] = set()
@@ -41,7 +41,7 @@ class Messages:
             self._gone.add(where)
             self._change = -self._nbytes
             change -= self._let_go("input")
-        elif (action.kind, action.op) == (Kind.RECV, "f") and self._loop:
+        elif (action.kind, action.op) == (Kind.RECV, "f"):
             self._inputs.add(where)
         elif (action.kind, action.op) == (Kind.SEND, "b"):
             self._sent.add(where)
@@ -58,8 +58,6 @@ class Messages:
         if (part, op) == (self._last, "mlp_norm"):
             self._variables["received"] = self._nbytes
             return self._nbytes
-        if (part, op) == ("L0", "attn_norm") and not self._loop:
-            return -self._let_go("received")
         return 0
 
     def _let_go(self, name: str) -> int:

@@ -23,18 +23,26 @@ def prepare(kind: str) -> None:
         os.putenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where a user says them; torch reads the first that there is."""
 EXACT_ABOVE = "pinned_max_cached_size_mb"
+
+
+def allocator_settings() -> str:
+    """What was last said to torch's allocators, by the environment or by a call; empty where torch
+    does not tell."""
+    try:
+        told = torch.cuda.memory._snapshot()["allocator_settings"]
+    except (AttributeError, KeyError):
+        return ""
+    return str(told.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
 def pin_exactly() -> None:
     """Large pinned blocks in the size that is asked for, where torch can: otherwise it takes the
     next power of two, and the host lends up to twice what is offloaded.  Such a block is given back
-    when it is freed, so this is for a pool that keeps its own.  What the environment sets is said
-    again, since torch forgets what a call does not say."""
+    when it is freed, so this is for a pool that keeps its own.  What was set is said again, since
+    torch forgets what a call does not say."""
     setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    given = next((os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ), "")
+    given = allocator_settings() if setting is not None else ""
     if setting is None or EXACT_ABOVE in given:
         return
     with contextlib.suppress(RuntimeError, ValueError):  # a torch that does not know it
