@@ -142,6 +142,7 @@ def on_fake_gpu(case: Case, patch: pytest.MonkeyPatch) -> tuple[Any, list[str], 
     patch.setattr(torch.cuda, "max_memory_reserved", lambda device: 4)
     patch.setattr(torch, "use_deterministic_algorithms", lambda on: asked.append(f"same bits {on}"))
     patch.setattr(worker, "_batch", batch)
+    patch.setattr(worker, "threads_for", lambda device: 1)  # fake tensors are a thread's own
     patch.setattr(Executor, "run_step", step)
     with trace.fake_job(0, lay.gpus), recording(patch) as recorder:
         result = worker.run_case(case, 0, DEVICE, {})

@@ -14,6 +14,7 @@ from rematbench.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.torch.batch import make_batch, micro_batches
+from rematbench.torch.draws import threads_for
 from rematbench.torch.executor import Executor
 from rematbench.torch.groups import Groups
 from rematbench.torch.memory import host_bytes
@@ -46,7 +47,8 @@ def step_times(problem: Problem, plan: Plan, device: torch.device, rounds: int) 
     warm-up.  One model serves all: its weights go on changing, the work does not."""
     torch.set_num_threads(1)  # as a rank has it
     groups = Groups(problem.layout, problem.system.rank_order, 0)
-    model = RankModel(problem, plan, groups.place, device, seed=7)
+    threads = threads_for(device)
+    model = RankModel(problem, plan, groups.place, device, seed=7, threads=threads)
     batch = make_batch(problem.workload, problem.layout.global_batch, 7, 0)
     model.batches = micro_batches(batch, problem.layout, groups.place, device)
     executor = Executor(lower(plan, problem).ranks[0], model, groups, optimizer=RULE)

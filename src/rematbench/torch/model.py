@@ -12,9 +12,10 @@ from rematbench.problem import Problem
 from rematbench.shapes import Shapes, shapes
 from rematbench.torch.attention import Shape
 from rematbench.torch.batch import MicroBatch, positions, slices
+from rematbench.torch.draws import Draws
 from rematbench.torch.groups import Coordinates, state_rank
 from rematbench.torch.kernels import rope_tables, wide
-from rematbench.torch.parameters import Owner, Parameter, build, unit_specs
+from rematbench.torch.parameters import Owner, Parameter, ParameterSpec, build, unit_specs
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -71,7 +72,10 @@ class RankModel:
         place: Coordinates,
         device: torch.device,
         seed: int,
+        *,
+        threads: int = 1,
     ) -> None:
+        """`threads` draw weights at once."""
         self.problem, self.place, self.device = problem, place, device
         self.kind = problem.workload.model
         self.dtype = DTYPES[problem.workload.precision]
@@ -83,7 +87,8 @@ class RankModel:
         ]
         self.units = [{u.prefix: u for u in chunk.units} for chunk in self.chunks]
         self.parameters: dict[str, Parameter] = {}
-        self.local = [{u.prefix: self._build(u, seed) for u in c.units} for c in self.chunks]
+        draws = Draws(self._specs(), seed, threads) if threads > 1 else None
+        self.local = [{u.prefix: self._build(u, seed, draws) for u in c.units} for c in self.chunks]
         where = positions(lay, place, problem.workload.seq_len)
         self.where = where.repeat(lay.micro_batch).to(device)
         self.cos, self.sin = rope_tables(self.where, self.kind.head_dim, self.dtype)
@@ -92,7 +97,17 @@ class RankModel:
         self.flop = 0.0
         """Multiply-adds x 2 of every kernel that ran so far, from the shapes it ran with."""
 
-    def _build(self, unit: Unit, seed: int) -> dict[str, Parameter]:
+    def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
+        vocab = self.problem.system.padded_vocab(self.kind.vocab, self.problem.layout.tp)
+        return unit_specs(self.kind, unit.table.part, unit.layer, vocab)
+
+    def _specs(self) -> list[ParameterSpec]:
+        """Every parameter once, in the order in which they are made."""
+        units = [unit for chunk in self.chunks for unit in chunk.units]
+        every = [spec for unit in units for spec in self._locals(unit).values()]
+        return list({spec.name: spec for spec in every}.values())
+
+    def _build(self, unit: Unit, seed: int, draws: Draws | None) -> dict[str, Parameter]:
         lay, place, order = self.problem.layout, self.place, self.problem.system.rank_order
         sharded = lay.zero_stage >= 1 and lay.state_shards > 1
         owner = Owner(
@@ -101,13 +116,14 @@ class RankModel:
             state_rank=state_rank(lay, order, place) if sharded else 0,
             state_shards=lay.state_shards if sharded else 1,
         )
-        vocab = self.problem.system.padded_vocab(self.kind.vocab, lay.tp)
         found: dict[str, Parameter] = {}
-        for local, spec in unit_specs(self.kind, unit.table.part, unit.layer, vocab).items():
+        for local, spec in self._locals(unit).items():
             if spec.name not in self.parameters:
                 keeps = not self.update_in_backward
-                made = build(spec, owner, seed, self.dtype, self.device, gradients=keeps)
-                self.parameters[spec.name] = made
+                full = draws.take(spec) if draws is not None else None
+                self.parameters[spec.name] = build(
+                    spec, owner, seed, self.dtype, self.device, gradients=keeps, full=full
+                )
             found[local] = self.parameters[spec.name]
         return found
 

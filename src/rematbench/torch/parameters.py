@@ -185,9 +185,12 @@ def build(
     device: torch.device,
     *,
     gradients: bool = True,
+    full: Tensor | None = None,
 ) -> Parameter:
-    """This rank's part of a parameter, its gradients zero (or without room for them yet)."""
-    full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
+    """This rank's part of a parameter (`full`: the whole, if it is drawn already), its gradients
+    zero (or without room for them yet)."""
+    if full is None:
+        full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
     own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)
     size = -(-own.numel() // owner.state_shards)
     flat = torch.zeros(size * owner.state_shards, dtype=dtype, device=device)

@@ -27,6 +27,7 @@ from rematbench.torch.devices import (
     prepare,
     require_gpus,
 )
+from rematbench.torch.draws import threads_for
 from rematbench.torch.executor import Executor
 from rematbench.torch.failures import NotFinite, failure
 from rematbench.torch.gather import is_sharded
@@ -107,7 +108,7 @@ def run_case(
         _start_on_gpu(case, lowered, device)
     groups = _groups(case, rank, known)
     groups.connect(device, used_channels(lowered, problem.layout))
-    model = RankModel(problem, plan, groups.place, device, case.seed)
+    model = RankModel(problem, plan, groups.place, device, case.seed, threads=threads_for(device))
     program = lowered.ranks[groups.place.pp]
     threads = ThreadStreams(case.delay_seed + rank, case.delay_s) if case.delay_s else None
     tracker = Tracker(device) if case.measure and threads is None else None
