@@ -53,6 +53,11 @@ def relative(error: float, size: float) -> float:
     return error / size if size else math.inf if error else 0.0
 
 
+def largest(errors: Sequence[float]) -> float:
+    """The largest of some errors, NaN if one is (which `max` passes over)."""
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
+
+
 def first_errors(
     own: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]
 ) -> tuple[float, float]:
@@ -87,6 +92,17 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         first = self.first_gradient_error
         error = first if self.first_only and first is not None else self.gradient_error
         return self.bitwise or (error <= self.bound and self.loss_error <= self.bound)
+
+    @property
+    def not_finite(self) -> str:
+        """Errors that are NaN or infinite, which no record can hold; nothing if all are numbers."""
+        errors = {
+            "gradient error": self.gradient_error,
+            "first gradient error": self.first_gradient_error or 0.0,
+            "loss error": self.loss_error,
+        }
+        wrong = [f"{what} {error}" for what, error in errors.items() if not math.isfinite(error)]
+        return f"NotFinite: against {self.against} {', '.join(wrong)}" if wrong else ""
 
 
 class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

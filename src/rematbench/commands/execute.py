@@ -16,7 +16,7 @@ from rematbench.commands.real import finish, need_gpu, need_torch
 from rematbench.commands.targets import need_file
 from rematbench.console import CommandError
 from rematbench.discover import discover
-from rematbench.measured import Measured
+from rematbench.measured import Comparison, Measured
 from rematbench.plan import Plan, Unsupported
 from rematbench.record import Record
 from rematbench.suite import Status as RecordStatus
@@ -195,13 +195,21 @@ def _answer(
     found = measured(asked.problem, plan, results[0])
     if against:
         other = compared(asked.problem, results[0], results[1], against)
-        found = msgspec.structs.replace(found, comparison=other)
+        return _record(asked, plan, outcome_of(found, other), hosts, versions)
     return _record(asked, plan, ("ok", "", found), hosts, versions)
 
 
 def status_of(result: "Result") -> tuple[RecordStatus, str]:
     """A record's status: NaN and timeouts are failures that say so."""
     return rank_error.recorded(result.status, result.reason)
+
+
+def outcome_of(found: Measured, other: Comparison) -> tuple[RecordStatus, str, Measured | None]:
+    """What a run's record says once it was compared; an error that is no number fails it, as a loss
+    that is none does."""
+    if other.not_finite:
+        return (*rank_error.recorded("nan", other.not_finite), None)
+    return "ok", "", msgspec.structs.replace(found, comparison=other)
 
 
 def _record(

@@ -1,7 +1,7 @@
 """The grids of the executed and traced worlds: `measure` fills results/measured, `worlds` makes
 the table from its records (no torch needed)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -10,20 +10,20 @@ import typer
 from typer import Argument, Option
 
 from rematbench.collect import read_records
-from rematbench.commands.execute import status_of
+from rematbench.commands.execute import outcome_of, status_of
 from rematbench.commands.options import Request, Timeout
 from rematbench.commands.real import need_torch
 from rematbench.commands.targets import need_folder
 from rematbench.commands.trace import traced
 from rematbench.console import CommandError
-from rematbench.discover import IDENTITY, Composition, discover
+from rematbench.discover import IDENTITY, Composition, Registry, discover
 from rematbench.lower import lower
 from rematbench.measured import Measured
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
 from rematbench.record import Record, read_record, write_record
 from rematbench.suite import Status
-from rematbench.suitefile import Suite, bundles, load_suite
+from rematbench.suitefile import ProblemSpec, Suite, Variant, bundles, load_suite
 from rematbench.worlds.again import differences
 from rematbench.worlds.measure import activation_bytes, compared, measured, measured_record
 from rematbench.worlds.table import differing, worlds_table
@@ -93,19 +93,30 @@ def measure(
 def cells(suite: Suite, folders: list[Path], only: Sequence[str] = ()) -> list[Cell]:
     """Every problem with every method and variant (or only some), in the suite's order."""
     registry = discover(folders)
+    problems = {spec.name: spec.problem() for spec in suite.problems}
     found = []
+    for name, spec, variant in _asked(suite, registry, only):
+        problem = problems[spec.name]
+        method = registry.resolve(variant.method, dict(variant.settings))
+        found.append(Cell(name, problem, method, _plan(problem, method)))
+    return found
+
+
+def cell_names(suite: Suite, only: Sequence[str] = ()) -> list[str]:
+    """The same cells' names, nothing planned."""
+    return [name for name, _, _ in _asked(suite, discover(), only)]
+
+
+def _asked(
+    suite: Suite, registry: Registry, only: Sequence[str]
+) -> Iterator[tuple[str, ProblemSpec, Variant]]:
     for spec in suite.problems:
-        problem = spec.problem()
         for bundle, variants in bundles(suite, registry).items():
             for number, variant in enumerate(variants):
-                if variant.problems and spec.name not in variant.problems:
-                    continue
                 name = f"{spec.name}.{bundle}.{number}"
-                if not _wanted(name, only):
-                    continue
-                method = registry.resolve(variant.method, dict(variant.settings))
-                found.append(Cell(name, problem, method, _plan(problem, method)))
-    return found
+                elsewhere = variant.problems and spec.name not in variant.problems
+                if not elsewhere and _wanted(name, only):
+                    yield name, spec, variant
 
 
 def _plan(problem: Problem, method: Composition) -> Plan | Unsupported:
@@ -220,11 +231,10 @@ def _record(cell: Cell, results: "dict[str, Result]", how: How) -> Record:
         outcome = (*status_of(results[cell.name]), None)
     else:
         result, base = results[cell.name], results.get(_base(cell))
-        seen = measured(cell.problem, cell.plan, result)
+        outcome = ("ok", "", measured(cell.problem, cell.plan, result))
         if base is not None and base.status == "ok":
             other = compared(cell.problem, result, base, IDENTITY)
-            seen = msgspec.structs.replace(seen, comparison=other)
-        outcome = ("ok", "", seen)
+            outcome = outcome_of(outcome[2], other)
     return measured_record("executed", cell.problem, cell.method, plan, outcome, where)
 
 

@@ -9,7 +9,7 @@ from rematbench.evaluate import RankBytes, program_bytes
 from rematbench.ledger import live_bytes
 from rematbench.load import load_system
 from rematbench.lower import lower
-from rematbench.measured import BOUNDS, Comparison, Measured, RankMeasured, relative
+from rematbench.measured import BOUNDS, Comparison, Measured, RankMeasured, largest, relative
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.program import Program
@@ -121,9 +121,9 @@ def compared(problem: Problem, result: "Result", other: "Result", against: str) 
     losses = list(zip(result.losses, other.losses, strict=True))
     return Comparison(
         against=against,
-        bitwise=result.losses == other.losses and max(errors) == 0.0,
-        gradient_error=max(errors),
-        loss_error=max(relative(abs(a - b), abs(b)) for a, b in losses),
+        bitwise=result.losses == other.losses and largest(errors) == 0.0,
+        gradient_error=largest(errors),
+        loss_error=largest([relative(abs(a - b), abs(b)) for a, b in losses]),
         bound=BOUNDS[problem.workload.precision],
         first_gradient_error=errors[0],
         first_only=problem.workload.precision == "bf16",
