@@ -189,3 +189,25 @@ def test_the_allocators_peak_is_held_within_workspaces_and_activations(
     write_record(written, tmp_path / "records" / "large.keep_all.0.json")
     held = {finding.claim: finding.holds for finding in findings(tmp_path)}
     assert held["the allocator's peak is the simulated one's"] is holds
+
+
+def test_old_files_are_not_taken_for_this_runs(
+    whole: tuple[Path, int, str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    records = out / "records"
+    for name in ("large.keep_all.0", "lossless-x.keep_all.0"):
+        write_record(
+            read_record(whole[0] / "records" / f"{CELLS[-1]}.0.json"), records / f"{name}.json"
+        )
+    (out / "steps.json").write_text('{"ratio": 1.0}')
+    path, parts = suite(tmp_path, "lossless-fp32"), ("--part", "steps", "--part", "large")
+    words = ("-o", str(out), "--suite", str(path), "--device", "cpu")
+    done = rematbench("measure-gpu", *words, *parts)
+    assert done.returncode == 1
+    found = msgspec.json.decode((out / "summary.json").read_bytes(), type=Summary)
+    assert [ran.status for ran in found.parts] == ["failed", "failed"]
+    assert not (out / "steps.json").exists()
+    assert [path.stem for path in records.iterdir()] == ["lossless-x.keep_all.0"]  # another part's
+    held = {finding.claim: finding.holds for finding in found.findings}
+    assert held["the allocator's peak is the simulated one's"] is None

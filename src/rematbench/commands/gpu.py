@@ -13,7 +13,7 @@ from typer import Option
 
 from rematbench.baselines.agreement import agreement_records
 from rematbench.baselines.process import Device, job, policy, run_jobs
-from rematbench.commands.measured import Cell, How, cells, execute_cells, keep
+from rematbench.commands.measured import Cell, How, cell_names, cells, execute_cells, keep
 from rematbench.commands.real import gpus_here, need_gpu, need_torch
 from rematbench.commands.targets import need_folder
 from rematbench.console import CommandError, console, grid, left, plain
@@ -25,6 +25,8 @@ from rematbench.worlds.gpu_checks import Ran, Summary, findings
 
 LIMITS = {"steps": 90.0, "copies": 40.0, "lossless": 200.0, "large": 260.0}
 """Seconds of each part, in order: under ten minutes in all, the shortest and surest first."""
+RECORDS = ("lossless", "large")
+"""Parts that leave a record of each cell; problems have the part's name in front."""
 ON_DEMAND = {"agreement": 400.0, "baselines": 180.0}
 """Of parts that are run only where they are asked for: the real packages, which take as long again
 to start."""
@@ -54,6 +56,11 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         where = ["-o", str(self.output), "--suite", str(self.suite), "--device", self.device]
         return [*where, *(word for name in self.only for word in ("--only", name))]
 
+    def names(self, problem: str) -> list[str]:
+        """Names of the same cells."""
+        every = cell_names(load_suite(self.suite), self.only)
+        return [name for name in every if name.startswith(problem)]
+
     def cells(self, problem: str) -> list[Cell]:
         """Cells of the problems whose name starts so."""
         every = cells(load_suite(self.suite), [], self.only)
@@ -63,24 +70,31 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
+Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")]
+SuiteFile = Annotated[
+    Path | None, Option(metavar="SUITE.yaml", help="Problems (default: config/gpu.yaml).")
+]
+Parts = Annotated[
+    list[str] | None,
+    Option(
+        metavar="PART",
+        help=f"Only some of {', '.join(LIMITS)}; or {', '.join(ON_DEMAND)}: real packages.",
+    ),
+]
+Only = Annotated[
+    list[str] | None, Option(metavar="PROBLEM[.METHOD]", help="Some cells (repeatable).")
+]
+Where = Annotated[
+    Literal["cuda", "cpu"], Option(help="cpu: to try it out; its seconds mean nothing.")
+]
+
+
 def measure_gpu(
-    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")],
-    suite: Annotated[
-        Path | None, Option(metavar="SUITE.yaml", help="Problems (default: config/gpu.yaml).")
-    ] = None,
-    part: Annotated[
-        list[str] | None,
-        Option(
-            metavar="PART",
-            help=f"Only some of {', '.join(LIMITS)}; or {', '.join(ON_DEMAND)}: real packages.",
-        ),
-    ] = None,
-    only: Annotated[
-        list[str] | None, Option(metavar="PROBLEM[.METHOD]", help="Some cells (repeatable).")
-    ] = None,
-    device: Annotated[
-        Literal["cuda", "cpu"], Option(help="cpu: to try it out; its seconds mean nothing.")
-    ] = "cuda",
+    output: Output,
+    suite: SuiteFile = None,
+    part: Parts = None,
+    only: Only = None,
+    device: Where = "cuda",
     inside: Annotated[bool, Option("--inside", hidden=True)] = False,
 ) -> None:
     """Measure on one GPU, in less than ten minutes: gradients under real streams, live bytes and
@@ -90,8 +104,9 @@ def measure_gpu(
     Each part is a process with a time limit of its own, and writes what it has at once: a crash of
     one loses nothing of the others.  DIR gets `records/` (one for each cell, as `execute` writes
     them), `steps.json`, `copies.json`, on demand `agreement/` and `baselines/`, a log of each part
-    and `summary.json`, written again after
-    each part.  Exit code 1 unless every part ended well and every claim holds.
+    and `summary.json`, written again after each part.  What these parts left there before goes
+    first; what other parts left stays and counts.  Exit code 1 unless every part ended well, every
+    cell asked for has a record, and every claim holds.
 
     \b
     Example:
@@ -103,23 +118,39 @@ def measure_gpu(
     if unknown:
         raise CommandError(f"--part {unknown[0]}: one of {', '.join(PARTS)}")
     source = suite or data_dir("config") / "gpu.yaml"
-    load_suite(source)
-    from rematbench.torch.job import versions  # noqa: PLC0415  # torch is optional
-
     asked = Asked(suite=source, output=output, device=device, only=tuple(only or ()))
+    asked.names("")  # a suite or a method that cannot be read ends the command here
     if inside:
         for name in names:
             PARTS[name](asked)
         return
     need_gpu(device)
     need_folder("-o", output)
-    ended: list[Ran] = []
-    for name in names:
-        ended.append(_run(name, asked))
-        summary = _summary(tuple(ended), output, versions(device)["device"])
+    summary = _measure(names, asked)
     _show(summary, output)
     if not summary.sound:
         raise typer.Exit(1)
+
+
+def _measure(parts: list[str], asked: Asked) -> Summary:
+    """Every part, one after another, and what they show."""
+    from rematbench.torch.job import versions  # noqa: PLC0415  # torch is optional
+
+    for part in parts:
+        _forget(part, asked.output)
+    ended: list[Ran] = []
+    for part in parts:
+        ended.append(_run(part, asked))
+        summary = _summary(tuple(ended), asked, versions(asked.device)["device"])
+    return summary
+
+
+def _forget(part: str, output: Path) -> None:
+    """Remove what the part left there before: old numbers are not this run's."""
+    (output / f"{part}.json").unlink(missing_ok=True)
+    folder, names = (output / "records", f"{part}*") if part in RECORDS else (output / part, "*")
+    for path in folder.glob(f"{names}.json"):
+        path.unlink()
 
 
 def _run(part: str, asked: Asked) -> Ran:
@@ -137,10 +168,15 @@ def _run(part: str, asked: Asked) -> Ran:
     return Ran(part=part, status=status, reason=reason, seconds=round(ended.seconds, 1))
 
 
-def _summary(ended: tuple[Ran, ...], output: Path, device: str) -> Summary:
+def _summary(ended: tuple[Ran, ...], asked: Asked, device: str) -> Summary:
+    """What the parts that have ended show, and what they should have left and did not."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found = Summary(written=now, device=device, parts=ended, findings=findings(output))
-    _write(output / "summary.json", found)
+    done = [ran.part for ran in ended if ran.part in RECORDS]
+    planned = [name for part in done for name in asked.names(part)]
+    found = Summary(
+        written=now, device=device, parts=ended, findings=findings(asked.output, planned)
+    )
+    _write(asked.output / "summary.json", found)
     return found
 
 

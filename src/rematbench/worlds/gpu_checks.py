@@ -1,19 +1,20 @@
 """What one GPU shows, put together from the files of a `measure-gpu` run: one line per claim.
 
 A part that crashed or ran out of time has left what it had finished; the rest is said to be
-missing, never taken for right.
+missing, never taken for right.  What failed, or cannot be read, is wrong.
 """
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.baselines.agreement import disagreements
-from rematbench.record import Record, read_record
+from rematbench.record import Record, RecordError, read_record
 
 STEP_LIMIT = 1.02
 """The executor's step over the hand-written one's (the project's own bound)."""
@@ -57,126 +58,191 @@ class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return ended and all(finding.holds for finding in self.findings)
 
 
-def findings(folder: Path) -> tuple[Finding, ...]:
-    """Every claim, from what is in a run's folder."""
-    records = [(path.stem, read_record(path)) for path in sorted((folder / "records").glob("*"))]
-    found = [*_lossless(records), *_bytes(records), *_peaks(records)]
+class Cells(NamedTuple):
+    """Cells of a problem: records by name, why a name has none that can be read, and names that
+    were asked for and have no file."""
+
+    records: dict[str, Record]
+    unreadable: dict[str, str]
+    missing: tuple[str, ...]
+
+    def of(self, problem: str) -> "Cells":
+        """Those of the problems whose name starts so."""
+        return Cells(
+            {name: record for name, record in self.records.items() if name.startswith(problem)},
+            {name: why for name, why in self.unreadable.items() if name.startswith(problem)},
+            tuple(name for name in self.missing if name.startswith(problem)),
+        )
+
+    def lost(self) -> Iterator[tuple[str, bool | None, str]]:
+        """What nothing can be said of: (name, whether a claim holds, why).  A method that refuses a
+        problem is no loss."""
+        for name, record in self.records.items():
+            if record.status not in ("ok", "unsupported"):
+                yield name, False, f"{record.status} {record.reason}".rstrip()
+        for name, why in self.unreadable.items():
+            yield name, False, why
+        for name in self.missing:
+            yield name, None, "missing"
+
+    def ok(self) -> dict[str, Record]:
+        """Records of what ran."""
+        return {name: record for name, record in self.records.items() if record.status == "ok"}
+
+
+def read_cells(folder: Path, planned: Iterable[str] = ()) -> Cells:
+    """Every record of a folder, and what `planned` says should be there too."""
+    records: dict[str, Record] = {}
+    unreadable: dict[str, str] = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            records[path.stem] = read_record(path)
+        except RecordError as error:
+            unreadable[path.stem] = str(error).removeprefix(f"{path}: ")
+    there = {*records, *unreadable}
+    return Cells(records, unreadable, tuple(name for name in planned if name not in there))
+
+
+def findings(folder: Path, planned: Iterable[str] = ()) -> tuple[Finding, ...]:
+    """Every claim, from what is in a run's folder; `planned`: names of the cells that the run has
+    to leave a record of."""
+    cells = read_cells(folder / "records", planned)
+    found = [*_lossless(cells.of("lossless")), _bytes(cells), _peaks(cells.of("large"))]
     found += [_steps(folder / "steps.json"), _copies(folder / "copies.json")]
     return (*found, *_engines(folder / "agreement"), *_packages(folder / "baselines"))
 
 
+def _finding(claim: str, said: Sequence[tuple[str, bool | None, str]], nothing: str) -> Finding:
+    """A claim of several (name, whether it holds, text): of all, and wrong where one is wrong."""
+    held = {holds for _, holds, _ in said}
+    holds = False if False in held else None if None in held or not held else True
+    text = "; ".join(f"{name} {text}".strip() for name, _, text in said)
+    return Finding(claim=claim, holds=holds, text=text or nothing)
+
+
 def _engines(folder: Path) -> Iterator[Finding]:
     """Three engines on the same weights and batches, where that was asked for."""
-    records = {path.stem: read_record(path) for path in sorted(folder.glob("*.json"))}
-    if records:
-        wrong = [f"{name} {why}" for name, why in disagreements(records).items()]
-        yield Finding(
-            claim="losses and gradient norms of the packages are the executor's",
-            holds=not wrong,
-            text="; ".join(wrong) or f"{len(records)} runs",
-        )
+    cells = read_cells(folder)
+    if not cells.records and not cells.unreadable:
+        return
+    said = [(name, False, why) for name, why in cells.unreadable.items()]
+    try:
+        said += [(name, False, why) for name, why in disagreements(cells.records).items()]
+    except KeyError as error:
+        said.append((str(error.args[0]), False, "has no record to compare with"))
+    yield _finding(
+        "losses and gradient norms of the packages are the executor's",
+        said or [("", True, f"{len(cells.records)} runs")],
+        "",
+    )
 
 
 def _packages(folder: Path) -> Iterator[Finding]:
     """Seconds and bytes of the packages, where that was asked for: nothing to hold but that they
     ran.  Kernels differ, so nothing is ranked."""
-    words, held = [], []
-    for path in sorted(folder.glob("*.json")):
-        record = read_record(path)
-        held.append(record.status == "ok")
-        seen = record.observed
+    cells = read_cells(folder)
+    said: list[tuple[str, bool | None, str]] = []
+    for name, record in cells.records.items():
+        seen, ok = record.observed, record.status == "ok"
         if seen is None or not seen.step_s:
-            words.append(f"{path.stem} {record.status} {record.reason}".rstrip())
+            said.append((name, ok, f"{record.status} {record.reason}".rstrip()))
             continue
-        step_s = statistics.median(seen.slowest_s)
-        words.append(
-            f"{path.stem} {step_s:.4g} s, allocated {max(seen.allocated_bytes) / 2**30:.3f} GiB"
-        )
-    if words:
-        yield Finding(claim="the packages run", holds=all(held), text="; ".join(words))
+        step_s, peak = statistics.median(seen.slowest_s), max(seen.allocated_bytes)
+        said.append((name, ok, f"{step_s:.4g} s, allocated {peak / 2**30:.3f} GiB"))
+    said += [(name, False, why) for name, why in cells.unreadable.items()]
+    if said:
+        yield _finding("the packages run", said, "")
 
 
-def _ran(records: Sequence[tuple[str, Record]]) -> list[tuple[str, Record]]:
-    return [(name, record) for name, record in records if record.status != "unsupported"]
-
-
-def _lossless(records: Sequence[tuple[str, Record]]) -> Iterator[Finding]:
+def _lossless(cells: Cells) -> Iterator[Finding]:
     """Every method against keep_all, by precision."""
-    compared = [(n, r) for n, r in _ran(records) if n.startswith("lossless")]
-    for problem in sorted({name.split(".")[0] for name, _ in compared}) or ["lossless"]:
-        words, held = [], []
-        for name, record in compared:
-            if name.split(".")[0] != problem:
-                continue
+    names = {name.split(".")[0] for name in (*cells.records, *cells.unreadable, *cells.missing)}
+    for problem in sorted(names) or ["lossless"]:
+        same = cells.of(f"{problem}.")
+        said = list(same.lost())
+        for name, record in same.ok().items():
             other = record.measured.comparison if record.measured else None
-            held.append(other is not None and other.lossless)
-            word = record.status if other is None else _verdict(other)
-            words.append(f"{name.split('.', 1)[1]} {word}")
-        yield Finding(
-            claim=f"gradients are keep_all's ({problem})",
-            holds=all(held) if held else None,
-            text="; ".join(words) or "no record",
-        )
+            if other is None:
+                said.append((name, False, "ok, compared with nothing"))
+            else:
+                said.append((name, other.lossless, _verdict(other)))
+        yield _finding(f"gradients are keep_all's ({problem})", _short(said), "no record")
+
+
+def _short(
+    said: Iterable[tuple[str, bool | None, str]],
+) -> list[tuple[str, bool | None, str]]:
+    """In the order of names, without the problem's."""
+    return [(name.split(".", 1)[-1], holds, text) for name, holds, text in sorted(said)]
 
 
 def _verdict(other: Any) -> str:
     return "bitwise" if other.bitwise else f"{other.gradient_error:.1e}"
 
 
-def _bytes(records: Sequence[tuple[str, Record]]) -> Iterator[Finding]:
+def _bytes(cells: Cells) -> Finding:
     """The twin law: live bytes on the device and lent host bytes, after every action."""
-    seen = [(n, r.measured) for n, r in _ran(records) if r.measured is not None]
-    wrong = [n for n, measured in seen if measured.differing_actions]
-    actions = sum(rank.actions for _, measured in seen for rank in measured.ranks)
-    yield Finding(
-        claim="live bytes equal the ledger after every action",
-        holds=not wrong if seen else None,
-        text=f"{actions} actions, differing: {', '.join(wrong) or 'none'}",
-    )
+    seen = {n: r.measured for n, r in cells.ok().items() if r.measured is not None}
+    wrong = [name for name, measured in seen.items() if measured.differing_actions]
+    actions = sum(rank.actions for measured in seen.values() for rank in measured.ranks)
+    said = list(cells.lost())
+    if seen:
+        text = f"{actions} actions, differing: {', '.join(wrong) or 'none'}"
+        said.insert(0, ("", not wrong, text))
+    return _finding("live bytes equal the ledger after every action", said, "no record")
 
 
-def _peaks(records: Sequence[tuple[str, Record]]) -> Iterator[Finding]:
-    words, held = [], []
-    for name, record in _ran(records):
-        if not name.startswith("large") or record.measured is None:
-            continue
-        rank = record.measured.fullest
-        if not rank.allocated_bytes:
+def _peaks(cells: Cells) -> Finding:
+    """The allocator's peak beside the simulated one, of whole ranks."""
+    said = list(cells.lost())
+    for name, record in cells.ok().items():
+        rank = record.measured.fullest if record.measured else None
+        if rank is None or not rank.allocated_bytes:
+            said.append((name, None, "without an allocator's numbers"))
             continue
         extra = rank.allocated_bytes - rank.simulated_peak_bytes
         margin = PEAK_LIMIT * (rank.simulated_peak_bytes - rank.simulated_state_bytes)
-        held.append(-margin <= extra <= WORKSPACES + margin)
-        words.append(
-            f"{name.split('.', 1)[1]} allocated {rank.allocated_bytes / 2**30:.3f}, simulated "
+        numbers = (
+            f"allocated {rank.allocated_bytes / 2**30:.3f}, simulated "
             f"{rank.simulated_peak_bytes / 2**30:.3f}, reserved {rank.reserved_bytes / 2**30:.3f}, "
             f"pinned {rank.pinned_bytes / 2**30:.3f} GiB"
         )
-    yield Finding(
-        claim="the allocator's peak is the simulated one's",
-        holds=all(held) if held else None,
-        text="; ".join(words) or "no record with an allocator's numbers",
-    )
+        said.append((name, -margin <= extra <= WORKSPACES + margin, numbers))
+    return _finding("the allocator's peak is the simulated one's", _short(said), "no record")
+
+
+def _numbers(path: Path, *names: str) -> list[float] | Finding:
+    """Numbers of a part's file; without them a finding that lacks its claim."""
+    if not path.is_file():
+        return Finding(claim="", holds=None, text="not measured")
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return [msgspec.convert(found[name], float) for name in names]
+    except KeyError as error:
+        why = f"no {error.args[0]}"
+    except msgspec.DecodeError as error:
+        why = str(error)
+    return Finding(claim="", holds=False, text=f"{path.name}: {why}")
 
 
 def _steps(path: Path) -> Finding:
     claim = f"a step takes at most {100 * (STEP_LIMIT - 1):.0f} % more than one written by hand"
-    if not path.is_file():
-        return Finding(claim=claim, holds=None, text="not measured")
-    found = msgspec.json.decode(path.read_bytes())
-    texts = f"{found['ratio']:.4f} of it"
-    return Finding(claim=claim, holds=found["ratio"] <= STEP_LIMIT, text=texts)
+    found = _numbers(path, "ratio")
+    if isinstance(found, Finding):
+        return replace(found, claim=claim)
+    (ratio,) = found
+    return Finding(claim=claim, holds=ratio <= STEP_LIMIT, text=f"{ratio:.4f} of it")
 
 
 def _copies(path: Path) -> Finding:
     claim = "copies run beside matrix products"
-    if not path.is_file():
-        return Finding(claim=claim, holds=None, text="not measured")
-    found = msgspec.json.decode(path.read_bytes())
-    nbytes = found["nbytes"]
-    serial = found["compute_s"] + max(found["d2h_s"], found["h2d_s"])
+    found = _numbers(path, "nbytes", "compute_s", "d2h_s", "h2d_s", "together_s", "slowdown")
+    if isinstance(found, Finding):
+        return replace(found, claim=claim)
+    nbytes, compute_s, d2h_s, h2d_s, together_s, slowdown = found
+    serial = compute_s + max(d2h_s, h2d_s)
     text = (
-        f"to the host {nbytes / found['d2h_s'] / 1e9:.1f} GB/s, back "
-        f"{nbytes / found['h2d_s'] / 1e9:.1f} GB/s; all at once {found['slowdown']:.3f} of the "
-        "longest alone"
+        f"to the host {nbytes / d2h_s / 1e9:.1f} GB/s, back {nbytes / h2d_s / 1e9:.1f} GB/s; "
+        f"all at once {slowdown:.3f} of the longest alone"
     )
-    return Finding(claim=claim, holds=found["together_s"] < 0.75 * serial, text=text)
+    return Finding(claim=claim, holds=together_s < 0.75 * serial, text=text)

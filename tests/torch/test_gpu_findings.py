@@ -1,0 +1,150 @@
+"""What a folder of `measure-gpu` shows: what failed, is missing or unreadable is never right."""
+
+import math
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+pytest.importorskip("torch", reason="the executed world needs torch")
+
+from rematbench.commands import gpu, measured
+from rematbench.commands.execute import outcome_of
+from rematbench.measured import Comparison, Measured, largest
+from rematbench.paths import data_dir
+from rematbench.record import Record, read_record, write_record
+from rematbench.worlds.gpu_checks import Finding, Ran, findings
+from tests.torch.test_measure_gpu import CELLS, suite
+
+RECORD = "bf16-one.keep_all.0.json"
+PEAKS = "the allocator's peak is the simulated one's"
+BYTES = "live bytes equal the ledger after every action"
+SAME = "gradients are keep_all's (lossless-fp32)"
+
+
+def held(folder: Path, *planned: str) -> dict[str, Finding]:
+    return {finding.claim: finding for finding in findings(folder, planned)}
+
+
+def large(folder: Path) -> tuple[Record, Path]:
+    """A record of a large cell whose peak is right, and the folder that it is in."""
+    record = read_record(data_dir("config").parent / "results/measured/executed" / RECORD)
+    assert record.measured is not None
+    (rank,) = record.measured.ranks
+    rank = replace(rank, allocated_bytes=rank.simulated_peak_bytes)
+    record = replace(record, measured=replace(record.measured, ranks=(rank,)))
+    write_record(record, folder / "records" / "large.keep_all.0.json")
+    return record, folder / "records"
+
+
+def test_a_cell_that_failed_or_is_missing_is_never_taken_for_right(tmp_path: Path) -> None:
+    record, records = large(tmp_path)
+    found = held(tmp_path, "large.keep_all.0")
+    assert (found[PEAKS].holds, found[BYTES].holds) == (True, True)
+    refused = replace(record, measured=None, status="unsupported", reason="two streams")
+    write_record(refused, records / "large.lynx.0.json")
+    assert held(tmp_path)[PEAKS] == found[PEAKS]
+
+    found = held(tmp_path, "large.keep_all.0", "large.memo.0")
+    assert (found[PEAKS].holds, found[BYTES].holds) == (None, None)
+    assert "memo.0 missing" in found[PEAKS].text
+    for status, reason in (("failed", "timeout: no result within 90 s"), ("oom", "full")):
+        lost = replace(record, measured=None, status=status, reason=reason)
+        write_record(lost, records / "large.memo.0.json")
+        found = held(tmp_path, "large.keep_all.0", "large.memo.0", "large.mst.0")
+        for claim in (PEAKS, BYTES):
+            assert found[claim].holds is False
+            assert f"memo.0 {status} {reason}" in found[claim].text
+    write_record(lost, records / "lossless-fp32.memo.0.json")
+    assert (held(tmp_path)[SAME].holds, held(tmp_path)[SAME].text) == (False, "memo.0 oom full")
+    found = held(tmp_path, "lossless-bf16.memo.0")
+    assert found["gradients are keep_all's (lossless-bf16)"].text == "memo.0 missing"
+
+
+def test_what_a_part_should_have_left_is_missed(tmp_path: Path) -> None:
+    """By the summary, of the parts that have ended and the cells that were asked for."""
+    large(tmp_path)
+    path = suite(tmp_path, "lossless-fp32", "large")
+    asked = gpu.Asked(suite=path, output=tmp_path, device="cpu", only=("large.keep_all",))
+    ended = (Ran(part="large", status="ok", seconds=1.0),)
+    one = {f.claim: f.holds for f in gpu._summary(ended, asked, "").findings}
+    every = gpu._summary(ended, replace(asked, only=()), "")
+    assert (one[PEAKS], one[BYTES]) == (True, True)
+    found = {finding.claim: finding for finding in every.findings}
+    assert found[PEAKS].holds is None
+    assert "full_recompute.0 missing" in found[PEAKS].text
+    assert not every.sound
+
+
+@pytest.mark.parametrize("part", ["agreement", "baselines"])
+def test_a_part_with_a_folder_begins_with_an_empty_one(part: str, tmp_path: Path) -> None:
+    kept = tmp_path / "records" / "large.keep_all.0.json"
+    for path in (tmp_path / part / "old.json", kept):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    gpu._forget(part, tmp_path)
+    assert [path.name for path in (tmp_path / part).iterdir()] == []
+    assert kept.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "claim"),
+    [
+        ("records/lossless-fp32.memo.0.json", SAME),
+        ("records/large.memo.0.json", PEAKS),
+        ("records/large.memo.0.json", BYTES),
+        ("agreement/executor-one-bf16.json", "losses and gradient norms of the packages are the"),
+        ("baselines/deepspeed-none.json", "the packages run"),
+        ("steps.json", "a step takes at most 2 %"),
+        ("copies.json", "copies run beside matrix products"),
+    ],
+)
+@pytest.mark.parametrize("text", ['{"ratio": null, "nbytes": 1', '{"ratio": null, "nbytes": 1}'])
+def test_a_file_that_cannot_be_read_is_wrong_and_ends_nothing(
+    name: str, claim: str, text: str, tmp_path: Path
+) -> None:
+    large(tmp_path)
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    (finding,) = (f for f in findings(tmp_path) if f.claim.startswith(claim))
+    assert finding.holds is False
+    assert finding.text.count("\n") == 0
+    assert str(tmp_path) not in finding.text
+    assert len(finding.text) > len("memo.0 ")
+
+
+def comparison(**errors: float) -> Comparison:
+    given = {"gradient_error": 0.0, "loss_error": 0.0, "first_gradient_error": 0.0} | errors
+    return Comparison(against="keep_all", bitwise=False, bound=1e-5, **given)
+
+
+@pytest.mark.parametrize("what", ["gradient_error", "loss_error", "first_gradient_error"])
+@pytest.mark.parametrize("error", [math.nan, math.inf])
+def test_an_error_that_is_no_number_fails_its_record(what: str, error: float) -> None:
+    status, reason, seen = outcome_of(Measured(steps=1), comparison(**{what: error}))
+    words = f"nan: NotFinite: against keep_all {what.replace('_', ' ')} {error}"
+    assert (status, reason, seen) == ("failed", words, None)
+    status, reason, seen = outcome_of(Measured(steps=1), comparison())
+    assert (status, reason) == ("ok", "")
+    assert seen is not None
+    assert seen.comparison == comparison()
+
+
+def test_no_error_that_is_no_number_is_passed_over() -> None:
+    assert largest([0.1, 0.3, 0.2]) == 0.3
+    assert math.isnan(largest([0.1, math.nan, 0.2]))
+
+
+def test_a_cell_that_cannot_be_compared_has_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which can be read, as those of the cells beside it."""
+    wrong = comparison(gradient_error=math.nan)
+    monkeypatch.setattr(measured, "compared", lambda *_: wrong)
+    path = suite(tmp_path, "lossless-fp32")
+    found = gpu.Asked(suite=path, output=tmp_path, device="cpu", only=CELLS[:1]).cells("lossless")
+    measured.execute_cells(found, tmp_path / "records", 100.0, measured.How(steps=1))
+    (finding,) = (f for f in findings(tmp_path) if f.claim == SAME)
+    assert finding.holds is False
+    assert finding.text.startswith("keep_all.0 failed nan: NotFinite: against keep_all gradient")
