@@ -171,6 +171,16 @@ def test_bytes_of_the_first_step_and_seconds_of_steps_without_an_observer(
     assert result.pinned_bytes == PINNED > result.host_peak_bytes > 0
 
 
+def test_kernels_that_need_no_same_bits_cost_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases.case("tp2", "offload", precision="bf16")
+    given = {**vars(case), "steps": 1, "timed_steps": 0, "shards": False, "deterministic": False}
+    asked = on_fake_gpu(Case(**given), monkeypatch)[2]
+    assert [words for words in asked if words.startswith("same bits")] == []
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    asked = on_fake_gpu(Case(**given), monkeypatch)[2]  # after a case that asked for them
+    assert asked[0] == "same bits False"
+
+
 def test_squares_are_summed_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.arange(1000, dtype=torch.float32).view(10, 100)
     whole = parameters.square_sum(values)

@@ -139,7 +139,8 @@ def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
     wrong = overtaken(program, case.problem.layout)
     if wrong:
         raise NotExecutable(f"NCCL knows no tags, and messages overtake each other from {wrong}")
-    torch.use_deterministic_algorithms(case.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != case.deterministic:
+        torch.use_deterministic_algorithms(case.deterministic)  # imports torch's compiler: 4 s
     # Memory of an action's outputs is taken on another stream than the one that writes it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _forget(device)
