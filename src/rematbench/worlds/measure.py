@@ -145,9 +145,11 @@ def norm_error(
     below the others counts as rounding of zero too."""
     norms = {name: float(gradient.norm()) for name, gradient in want.items() if name not in zero}
     floor = 1e-6 * max(norms.values())
-    return max(
-        relative(float((got[name] - want[name]).norm()), max(norm, floor))
-        for name, norm in norms.items()
+    return largest(
+        [
+            relative(float((got[name] - want[name]).norm()), max(norm, floor))
+            for name, norm in norms.items()
+        ]
     )
 
 
