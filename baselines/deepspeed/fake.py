@@ -12,6 +12,7 @@ Where a value is asked for before that, a part of the shim answers; a record nam
 | unscaled | TiledFusedLogitsLoss: that the loss's own gradient is 1 |
 | finite | ZeRO 1 and 2, optimizer offloaded: that no gradient is inf (the same operators run) |
 | sizes | partitioned checkpointing: a tensor of a shape gives that shape |
+| moments | ZeRO 0, bf16: a first step of AdamW that makes its moments is not run |
 """
 
 import os
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 from deepspeed.runtime.zero import partitioned_param_coordinator, stage_1_and_2
 from torch import Tensor
@@ -67,6 +69,7 @@ def trace(job: Job, policy: DeepSpeed, memories: ds.Memories) -> RankAnswer:
     TiledFusedLogitsLoss.backward = _unscaled
     stage_1_and_2.has_inf_or_nan = _finite
     checkpointing.get_partitioned_activations_for_backward = _partitioned
+    FP16_UnfusedOptimizer.initialize_optimizer_states = lambda _: None
     meter = memories.meter()
     with FakeTensorMode(allow_non_fake_inputs=True):
         torch.set_default_dtype(wanted)
@@ -106,6 +109,7 @@ def _parts(job: Job, policy: DeepSpeed) -> tuple[str, ...]:
         "unscaled": policy.loss_tiles > 1,
         "finite": zero["stage"] < ZERO_3 and "offload_optimizer" in zero,
         "sizes": checkpointed.get("partition_activations", False),
+        "moments": zero["stage"] == 0 and job.run.precision == "bf16",
     }
     return tuple(part for part, needed in parts.items() if needed)
 
