@@ -14,21 +14,17 @@ from rematbench.torch.parameters import (
     full_weight,
     padded,
     shard,
+    specs_by_name,
     square_sum,
-    unit_specs,
 )
 from rematbench.workload import Model
 
 
 def model_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
     """Every parameter of the model by name; `vocab` is the padded vocabulary."""
-    units: list[tuple[Part, int]] = [("embedding", 0), ("head", 0)]
-    units += [("layer", i) for i in range(model.num_layers)]
-    return {
-        spec.name: spec
-        for part, layer in units
-        for spec in unit_specs(model, part, layer, vocab).values()
-    }
+    places: list[tuple[Part, int]] = [("embedding", 0), ("head", 0)]
+    places += [("layer", i) for i in range(model.num_layers)]
+    return specs_by_name(model, places, vocab)
 
 
 def weight(spec: ParameterSpec, seed: int, tp_rank: int = 0, tp: int = 1) -> Tensor:

@@ -93,7 +93,7 @@ def _absent(policy: "MegatronCore", problem: Problem) -> int:
     function holds them, v's own storage and the gradient of the output."""
     s = shapes(problem.workload, problem.layout, problem.system)
     grouped = s.kv_width < s.q_width
-    later = s.q_width + s.kv_width - (s.q_width - s.kv_width)
+    later = 2 * s.kv_width  # of q and k, less what v has more once per query head (q - kv)
     if policy.recompute == "selective" and "core_attn" in policy.modules:
         return (later - s.q_width * (2 if grouped else 1)) * s.element_bytes
     alone = grouped or problem.workload.model.position == "rope"

@@ -67,8 +67,9 @@ def activation_peak(policy: "MegatronCore", problem: Problem, rank: RankProgram)
     if problem.layout.vpp > 1:
         moved = "attn_norm" in policy.offload_modules
         steps = interleaved.with_messages(steps, problem, rank.rank, moved=moved)
-    walk = _Walk(spans, offloads.Groups(policy.moved, problem, steps), messages.Messages(problem))
-    walk.labels = LABEL * shapes(problem.workload, problem.layout, problem.system).tokens
+    labels = LABEL * shapes(problem.workload, problem.layout, problem.system).tokens
+    moved_groups = offloads.Groups(policy.moved, problem, steps)
+    walk = _Walk(spans, moved_groups, messages.Messages(problem), labels)
     for actions, where in steps:
         for action in actions:
             walk.run(action, where)
@@ -144,10 +145,14 @@ class _Walk:
     """Live bytes in issue order, and their peak."""
 
     def __init__(
-        self, spans: Iterable[Span], moved: "offloads.Groups", sent: "messages.Messages"
+        self,
+        spans: Iterable[Span],
+        moved: "offloads.Groups",
+        sent: "messages.Messages",
+        labels: int,
     ) -> None:
-        self.live = self.peak = self.labels = 0
-        self._moved, self._sent = moved, sent
+        self.live = self.peak = 0
+        self._moved, self._sent, self._labels = moved, sent, labels
         self._sizes: dict[tuple[tuple[int, int], str], int] = {}
         self._opens: dict[Key, list[Span]] = {}
         self._closes: dict[Key, list[Span]] = {}
@@ -168,7 +173,7 @@ class _Walk:
                 self._sizes[where, alloc.name] = alloc.nbytes
                 self.live += self._moved.born(action, where, alloc)
                 self._replace(where, alloc)
-        labels = self.labels if action.kind == Kind.FORWARD and action.op != "loss" else 0
+        labels = self._labels if action.kind == Kind.FORWARD and action.op != "loss" else 0
         self.peak = max(self.peak, self.live + action.scratch + labels)
         for name in action.frees:
             nbytes = self._moved.dead(where, name, self._sizes.pop((where, name), 0))

@@ -10,7 +10,7 @@ from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.problem import Problem
 from rematbench.torch.batch import Batch
 from rematbench.torch.kernels import IGNORED, NORM_EPS, ROPE_BASE
-from rematbench.torch.parameters import AdamW, full_weight, unit_specs
+from rematbench.torch.parameters import AdamW, full_weight, specs_by_name
 from rematbench.workload import Model
 
 
@@ -90,11 +90,8 @@ def weights_of(problem: Problem, seed: int) -> dict[str, Tensor]:
     lay, model = problem.layout, problem.workload.model
     first = ChunkOps(problem, 0, 0, layers)
     last = ChunkOps(problem, lay.pp - 1, lay.vpp - 1, layers)
-    specs = {
-        spec.name: spec
-        for unit in (*first.units, *last.units)
-        for spec in unit_specs(model, unit.table.part, unit.layer, model.vocab).values()
-    }
+    places = [(unit.table.part, unit.layer) for unit in (*first.units, *last.units)]
+    specs = specs_by_name(model, places, model.vocab)
     return {name: full_weight(spec, seed).requires_grad_() for name, spec in specs.items()}
 
 

@@ -151,9 +151,9 @@ class GradReducer:
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
         """Make room for the unit's gradients, and for those that it shares with the embedding."""
-        if self.tied is None or unit is not self.tied:
+        if unit is not self.tied:
             self._make_room(w, unit)
-        if self.tied is not None and unit.table.part == "head":
+        if self.tied and unit.table.part == "head":
             self._make_room(w, self.tied)
 
     def _make_room(self, w: BlockWriter, unit: Unit) -> None:

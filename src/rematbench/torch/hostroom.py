@@ -14,7 +14,7 @@ from rematbench.problem import rank_parameters
 from rematbench.torch.case import Case
 from rematbench.torch.kernels import wide
 from rematbench.torch.model import DTYPES
-from rematbench.torch.parameters import ParameterSpec, unit_specs
+from rematbench.torch.parameters import ParameterSpec, specs_by_name
 
 PROCESS_BYTES = 200 << 20
 """What a rank on CPUs holds before its model: 235 MB private to it (/proc/PID/smaps_rollup) with
@@ -56,13 +56,12 @@ def drawing_bytes(case: Case) -> int:
 def _specs(case: Case, stage: int) -> list[ParameterSpec]:
     """A rank's parameters in the order in which they are made."""
     problem, plan = case.problem, case.plan
-    found: dict[str, ParameterSpec] = {}
-    for number, layers in enumerate(plan.partition[stage]):
-        for unit in ChunkOps(problem, stage, number, layers, held=plan.held).units:
-            specs = unit_specs(problem.workload.model, unit.table.part, unit.layer, 0)
-            for spec in specs.values():
-                found.setdefault(spec.name, spec)
-    return list(found.values())
+    places = [
+        (unit.table.part, unit.layer)
+        for number, layers in enumerate(plan.partition[stage])
+        for unit in ChunkOps(problem, stage, number, layers, held=plan.held).units
+    ]
+    return list(specs_by_name(problem.workload.model, places, 0).values())
 
 
 def too_large(case: Case) -> str:

@@ -15,7 +15,14 @@ from rematbench.torch.batch import MicroBatch, positions, slices
 from rematbench.torch.draws import Draws
 from rematbench.torch.groups import Coordinates, state_rank
 from rematbench.torch.kernels import rope_tables, wide
-from rematbench.torch.parameters import Owner, Parameter, ParameterSpec, build, unit_specs
+from rematbench.torch.parameters import (
+    Owner,
+    Parameter,
+    ParameterSpec,
+    build,
+    specs_by_name,
+    unit_specs,
+)
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -98,14 +105,16 @@ class RankModel:
         """Multiply-adds x 2 of every kernel that ran so far, from the shapes it ran with."""
 
     def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
-        vocab = self.problem.system.padded_vocab(self.kind.vocab, self.problem.layout.tp)
-        return unit_specs(self.kind, unit.table.part, unit.layer, vocab)
+        return unit_specs(self.kind, unit.table.part, unit.layer, self._vocab)
+
+    @property
+    def _vocab(self) -> int:
+        return self.problem.system.padded_vocab(self.kind.vocab, self.problem.layout.tp)
 
     def _specs(self) -> list[ParameterSpec]:
-        """Every parameter once, in the order in which they are made."""
-        units = [unit for chunk in self.chunks for unit in chunk.units]
-        every = [spec for unit in units for spec in self._locals(unit).values()]
-        return list({spec.name: spec for spec in every}.values())
+        """Every parameter, in the order in which they are made."""
+        places = [(unit.table.part, unit.layer) for c in self.chunks for unit in c.units]
+        return list(specs_by_name(self.kind, places, self._vocab).values())
 
     def _build(self, unit: Unit, seed: int, draws: Draws | None) -> dict[str, Parameter]:
         lay, place, order = self.problem.layout, self.place, self.problem.system.rank_order

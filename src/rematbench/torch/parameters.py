@@ -6,6 +6,7 @@ shard is a contiguous range of every parameter.
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -56,6 +57,17 @@ def unit_specs(model: Model, part: Part, layer: int, vocab: int) -> dict[str, Pa
             norm = _norm_specs(model, "final_norm", "final_norm")
             return norm | {"lm_head": ParameterSpec(head, (model.vocab, model.hidden), 0, vocab)}
     return _layer_specs(model, f"layers.{layer}")
+
+
+def specs_by_name(
+    model: Model, places: Iterable[tuple[Part, int]], vocab: int
+) -> dict[str, ParameterSpec]:
+    """The parameters of some (part, layer), each once, in the order in which they are made."""
+    found: dict[str, ParameterSpec] = {}
+    for part, layer in places:
+        for spec in unit_specs(model, part, layer, vocab).values():
+            found.setdefault(spec.name, spec)
+    return found
 
 
 def _embedding_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
