@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from msgspec import Struct
 
-from rematbench.plan import Fraction, Plan, Recompute, Rule, Scope, Select
+from rematbench.plan import Fraction, Plan, Recompute, Rule, Scope, Select, Settings
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_activations
 from rematbench.solve.pareto import cheapest_within, front
@@ -21,12 +21,21 @@ FC1 = ("gate_out", "up_out")
 
 
 class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`point`: a rung of the ladder none < published < published+fc1 < full, or `front`: the
-    fastest point of the computed front that keeps at most `keep_fraction` of a layer's bytes."""
+    """`point`: a rung of the ladder none < published < published+fc1 < all < full, or `front`: the
+    fastest point of the computed front that keeps at most `keep_fraction` of a layer's bytes.
+    `all` drops what `full` drops, but runs only the operators that the missing tensors need.
+    `scope`: rebuild before each consumer, or at the start of the layer's backward (`full` always
+    does the latter)."""
 
     name: ClassVar[str] = "balanced_checkpointing"
-    point: Literal["none", "published", "published+fc1", "full", "front"] = "published"
+    grid: ClassVar[tuple[Settings, ...]] = tuple(
+        {"point": point, "scope": scope}
+        for scope in ("consumer", "layer")
+        for point in ("published", "published+fc1", "all")
+    )
+    point: Literal["none", "published", "published+fc1", "all", "full", "front"] = "published"
     keep_fraction: Fraction = 0.7
+    scope: Scope = "consumer"
 
     def plan(self, problem: Problem, base: Plan) -> Plan:
         """Recompute the point's activations where the base keeps them."""
@@ -35,8 +44,8 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if not dropped:
             why = "" if self.point == "none" else ": the base keeps none of the activations"
             return base.noting(balanced_checkpointing=f"no-op{why}")
-        scope: Scope = "layer" if self.point == "full" else "consumer"
-        fate = Recompute(scope=scope, whole=self.point == "full")
+        whole = self.point == "full"
+        fate = Recompute(scope="layer" if whole else self.scope, whole=whole)
         select = Select(parts=("layer",), activations=dropped, kept=True)
         return base.with_rules(Rule(select, fate)).noting(dropped=", ".join(dropped))
 
@@ -49,7 +58,7 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 return set(PUBLISHED)
             case "published+fc1":
                 return {*PUBLISHED, *FC1}
-            case "full":
+            case "all" | "full":
                 return set(table.saved)
         chosen = cheapest_within(front(problem, table), self.keep_fraction * table.saved_bytes)
         return set(chosen.dropped)

@@ -25,6 +25,7 @@ class LynxHeu(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`repartition`: move layers between stages until their times balance (vpp = 1)."""
 
     name: ClassVar[str] = "lynx_heu"
+    planner: ClassVar[bool] = True
     repartition: bool = True
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:

@@ -26,6 +26,7 @@ from rematbench.plan import (
     Plan,
     Rule,
     Select,
+    Settings,
     Split,
     Transfers,
     Unsupported,
@@ -44,6 +45,7 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `buffers`: rounding buffers (0: fresh memory for each layer)."""
 
     name: ClassVar[str] = "memo"
+    grid: ClassVar[tuple[Settings, ...]] = tuple({"alpha": a / 4} for a in range(5))
     alpha: Fraction | None = None
     host_bytes: PositiveInt | None = None
     exempt_layers: NonNegativeInt = 2

@@ -18,7 +18,16 @@ from typing import ClassVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.plan import MiniSequence, Plan, Recompute, Rule, Select, StateFate, Unsupported
+from rematbench.plan import (
+    MiniSequence,
+    Plan,
+    Recompute,
+    Rule,
+    Select,
+    Settings,
+    StateFate,
+    Unsupported,
+)
 from rematbench.problem import Problem, completed_after_backward
 from rematbench.solve.kept import kept_activations, parted_activations
 from rematbench.workload import PositiveInt
@@ -33,6 +42,9 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `optimizer_in_backward`: update each layer as soon as its gradients are there."""
 
     name: ClassVar[str] = "mst"
+    grid: ClassVar[tuple[Settings, ...]] = tuple(
+        {"mlp_chunks": 1 << power, "head_chunks": 1 << power} for power in range(1, 7)
+    )
     mlp_chunks: PositiveInt | None = None
     max_mlp_chunks: PositiveInt = 32
     head_chunks: PositiveInt | None = None

@@ -21,7 +21,17 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from rematbench.plan import MIB, ByteBudget, Fraction, Plan, Rule, Select, Transfers, Unsupported
+from rematbench.plan import (
+    MIB,
+    ByteBudget,
+    Fraction,
+    Plan,
+    Rule,
+    Select,
+    Settings,
+    Transfers,
+    Unsupported,
+)
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_layer_bytes, refused_in_pieces, with_live_rules
 from rematbench.solve.search import smallest_feasible
@@ -34,6 +44,7 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `steps` from 0 to 1 (alpha is published to three decimals)."""
 
     name: ClassVar[str] = "pp_offload"
+    grid: ClassVar[tuple[Settings, ...]] = tuple({"alpha": a / 4} for a in range(1, 5))
     alpha: Fraction | None = None
     fit: Literal["paper", "ledger"] = "ledger"
     steps: PositiveInt = 1000

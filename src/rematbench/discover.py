@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from rematbench.configfile import closest, validation_problem
 from rematbench.paths import data_dir
-from rematbench.plan import Plan, Unsupported
+from rematbench.plan import Plan, Settings, Unsupported
 from rematbench.problem import Problem
 
 ENTRY_POINTS = "rematbench.methods"
@@ -29,7 +29,12 @@ class MethodError(ValueError):
 
 
 class Method(Protocol):
-    """What a file in methods/ defines: a frozen Struct whose fields are its parameters."""
+    """What a file in methods/ defines: a frozen Struct whose fields are its parameters.
+
+    Two class variables are optional.  `grid`: a tuple of settings that `compare` tries where the
+    defaults do not fit or are slow, the fastest first.  `planner` (True): its plan takes seconds,
+    so `compare` does not wait for it.
+    """
 
     name: ClassVar[str]
 
@@ -55,6 +60,16 @@ class MethodEntry(Struct, frozen=True):
     def parameters(self) -> dict[str, Any]:
         """Parameter names and defaults."""
         return {f.encode_name: f.default for f in msgspec.structs.fields(self.cls)}
+
+    @property
+    def grid(self) -> tuple[Settings, ...]:
+        """Settings to try beside the defaults (see Method)."""
+        return tuple(getattr(self.cls, "grid", ()))
+
+    @property
+    def planner(self) -> bool:
+        """Whether a plan takes seconds."""
+        return bool(getattr(self.cls, "planner", False))
 
 
 IDENTITY = "keep_all"
@@ -95,17 +110,30 @@ class Registry(Struct, frozen=True):
     broken: dict[str, str]
 
     def resolve(self, spec: str, settings: Mapping[str, Value] | None = None) -> Composition:
-        """`a+b` with settings `key` (the only method that has it) or `a.key`; MethodError if not
-        every name and every setting finds its place."""
-        names = spec.split("+")
-        entries = [self._entry(name.strip()) for name in names]
+        """`a+b` with settings `key` (the only method that has it) or `a.key`, or inside the text
+        as `a:key=value,key=value+b`; MethodError if not every name and every setting finds its
+        place."""
+        parts = [part.strip().partition(":") for part in self._parts(spec)]
+        entries = [self._entry(name.strip()) for name, _, _ in parts]
         if len({e.name for e in entries}) < len(entries):
             raise MethodError(f"method {spec!r} names a method twice")
-        given: dict[str, dict[str, Value]] = {entry.name: {} for entry in entries}
+        texts = [text for _, _, text in parts]
+        given = {e.name: _inline(text, spec) for e, text in zip(entries, texts, strict=True)}
         for key, value in (settings or {}).items():
             owner, _, parameter = key.rpartition(".")
             given[_owner(entries, owner, parameter)][parameter] = value
         return Composition(tuple(build(entry, given[entry.name]) for entry in entries))
+
+    def _parts(self, spec: str) -> list[str]:
+        """The methods of `a:key=x+y+b`: a plus inside a value stays where no method follows it."""
+        found: list[str] = []
+        for word in spec.split("+"):
+            known = word.partition(":")[0].strip() in self.methods
+            if found and ":" in found[-1] and not known:
+                found[-1] += f"+{word}"
+            else:
+                found.append(word)
+        return found
 
     def _entry(self, name: str) -> MethodEntry:
         if name in self.methods:
@@ -115,6 +143,24 @@ class Registry(Struct, frozen=True):
                 raise MethodError(f"method {name!r} is unavailable: {path}: {reason}")
         hint = closest(name, self.methods)
         raise MethodError(f"unknown method {name!r}{hint} (known: {', '.join(self.methods)})")
+
+
+def _inline(text: str, spec: str) -> dict[str, Value]:
+    """`key=value,key=value` of a method's text."""
+    found: dict[str, Value] = {}
+    for word in text.split(",") if text else ():
+        key, equals, value = (piece.strip() for piece in word.partition("="))
+        if not equals or not key or key in found:
+            raise MethodError(f"method {spec!r}: expected METHOD:KEY=VALUE,KEY=VALUE, not {word!r}")
+        found[key] = value
+    return found
+
+
+def typed(entry: MethodEntry, settings: Mapping[str, Value]) -> str:
+    """The text that `resolve` reads as a method with these settings; defaults are left out."""
+    shown = {key: value for key, value in settings.items() if entry.parameters.get(key) != value}
+    words = ",".join(f"{key}={value}" for key, value in shown.items())
+    return f"{entry.name}:{words}" if words else entry.name
 
 
 def _owner(entries: list[MethodEntry], owner: str, parameter: str) -> str:
@@ -233,7 +279,13 @@ def _enter(cls: type[Any], origin: str, doc: str | None, methods: dict[str, Meth
         cls()
     except TypeError as error:
         raise MethodError(f"{cls.__name__}: every parameter needs a default") from error
-    methods[name] = MethodEntry(name, cls, origin, text)
+    entry = MethodEntry(name, cls, origin, text)
+    for settings in entry.grid:
+        unknown = sorted(settings.keys() - entry.parameters.keys())
+        if unknown:
+            raise MethodError(f"{cls.__name__}: grid names {unknown[0]!r}, which is no parameter")
+        build(entry, settings)
+    methods[name] = entry
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """What a method decides: a plan is data.  This is the only vocabulary a method file needs."""
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -12,6 +13,9 @@ Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 Phase = Literal["warmup", "steady", "cooldown"]
 Scope = Literal["consumer", "layer"]
 StateKind = Literal["parameter", "gradient", "optimizer"]
+
+Settings = Mapping[str, str | int | float | bool]
+"""Values of a method's parameters; a method's `grid` is a tuple of them (see Method)."""
 
 MIB = 1 << 20
 

@@ -81,16 +81,22 @@ class Pool(Generic[T, R]):
         self.waiting.extend(tasks)
 
     def run(self) -> Iterator[tuple[T, R | Lost]]:
-        """(task, answer) as they come; for a task without one, why."""
+        """(task, answer) as they come; for a task without one, why.  Its processes stay for the
+        next tasks, until `close`."""
         try:
             while self.waiting or self._busy():
                 self._hand_out()
                 for connection in wait([w.connection for w in self._busy()]):
                     yield self._answer(next(w for w in self._workers if w.connection is connection))
-        finally:
-            for worker in self._workers:
-                worker.end()
-            self._workers = []
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.end()
+        self._workers = []
 
     def _busy(self) -> list[_Worker[T]]:
         return [worker for worker in self._workers if worker.task is not None]

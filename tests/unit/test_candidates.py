@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.candidates import (
+from rematbench.choose.candidates import (
     KINDS,
     Candidate,
     Made,
     Policy,
     changed_kinds,
+    clash,
     composed,
     compositions,
     load_compare,
@@ -19,7 +20,16 @@ from rematbench.candidates import (
 from rematbench.cost.constants import FitRule
 from rematbench.discover import discover
 from rematbench.layout import Layout
-from rematbench.plan import MiniSequence, Offload, Recompute, Rule, Select, Split
+from rematbench.plan import (
+    MiniSequence,
+    Offload,
+    Plan,
+    Recompute,
+    Rule,
+    Select,
+    Split,
+    Transfers,
+)
 from rematbench.problem import Problem
 from rematbench.published.accuracy import Accuracy, Group, Promise
 from rematbench.published.evidence import Known, evidence, known_cells
@@ -50,7 +60,8 @@ def test_methods_compose_when_they_change_different_things() -> None:
     assert named(compositions([c, b, a], 3)) == {"a+b", "a+c", "b+c", "a+b+c"}
     assert named(compositions([a, b, c], 2)) == {"a+b", "a+c", "b+c"}
     both = made("d", "rebuild", "offload")
-    assert named(compositions([a, b, both], 3)) == {"a+b"}
+    assert named(compositions([b, both, a], 3)) == {"a+b", "a+d"}
+    assert named(compositions([both, c], 3)) == {"d+c"}
     assert compositions([a, made("nothing")], 3) == []
 
 
@@ -163,3 +174,25 @@ def test_published_cells_are_known_once_with_their_split() -> None:
     found = known_cells(rows, twice, calibration(), discover())
     assert [(c.family, c.group) for c in found] == [("balanced_checkpointing+pp_offload", "g")]
     assert found[0].error == pytest.approx(0.1)
+
+
+def test_a_composition_may_not_overrule_its_base() -> None:
+    """Judged by the composed plan: what the base left whole may change, what it decided may not."""
+    p = demo()
+    rebuilt = Rule(Select(parts=("layer",), activations=("fc2_in",)), Recompute())
+    base = p.base_plan.with_rules(rebuilt)
+    moved = Select(parts=("layer",), activations=("fc2_in",))
+    cases: list[tuple[Plan, str]] = [
+        (base.with_rules(Rule(Select(parts=("layer",), kept=True), Offload())), ""),
+        (base.with_rules(Rule(moved, Offload())), "fc2_in"),
+        (p.base_plan.with_rules(Rule(moved, Offload())), "rules"),
+    ]
+    for plan, what in cases:
+        assert clash(p, base, plan) == what
+    offloading = p.base_plan.with_rules(Rule(Select(parts=("layer",)), Offload()))
+    assert (
+        clash(p, offloading, replace(offloading, transfers=Transfers(release_lag=3))) == "transfers"
+    )
+    other = replace(p.base_plan, partition=p.base_plan.partition[::-1])
+    assert clash(p, other, p.base_plan) == "partition"
+    assert clash(p, p.base_plan, other) == ""

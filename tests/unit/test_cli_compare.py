@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from rematbench.binding import PARTS
-from rematbench.candidates import load_compare
+from rematbench.choose.candidates import load_compare
+from rematbench.choose.compare import compare
 from rematbench.cli import main
-from rematbench.commands.compare import judge
+from rematbench.commands.compare import judge, published_cells
 from rematbench.commands.options import RunOptions, request
-from rematbench.commands.ranking import show
-from rematbench.compare import compare
+from rematbench.commands.ranking import Ranking
 from rematbench.cost.estimators import fujii_estimate
 from rematbench.discover import discover
 from rematbench.plan import Plan, Unsupported
@@ -151,15 +151,53 @@ def test_the_table_is_not_cut(width: int) -> None:
     asked = request(RunOptions(method="keep_all", **{**options, **numbers}))  # type: ignore[arg-type]
     config = replace(load_compare(), policies=load_compare().policies[-2:])
     found = compare(asked.problem, asked.base, config, limit_s=60)
-    judged = judge(found, asked, [], config, ())
+    judged = judge(found, asked, published_cells([], ()), config)
     out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    show(out, asked, found, judged, config.shown_share)
+    printed = Ranking(out, asked, config.shown_share)
+    printed.table(judged)
+    printed.notes(found, judged)
     text = out.export_text()
     assert "\u2026" not in text
     assert max(map(len, text.splitlines())) <= width
     for word in ("selective_recompute:", "layernorm", "+mst", "no cell", "plan of keep_all"):
         assert word in text
     assert "no published cell says which differences mean anything" in text
+
+
+LONG = [
+    *("--model", "llama-3.1-8b", "--cluster", "h100-80gb", "--gpus", "8", "--cp", "8"),
+    *("--global-batch", "1"),
+]
+
+
+@pytest.mark.parametrize(("seq_len", "faster_than"), [("1048576", 500.0), ("786432", 300.0)])
+def test_long_contexts_fit_where_a_composition_does(
+    cli: Any, tmp_path: Path, seq_len: str, faster_than: float
+) -> None:
+    """Both were NOTHING FITS once; dropping everything and rebuilding it took 550 and 320 s."""
+    path = tmp_path / "compare.csv"
+    ran = cli("compare", *LONG, "--seq-len", seq_len, "--limit", "60", "-o", str(path))
+    assert ran.code == 0
+    first = ran.out.splitlines()[3]
+    assert first.startswith("FASTEST: ")
+    with path.open(newline="") as file:
+        best = next(csv.DictReader(file))
+    assert (best["status"], best["origin"]) == ("ok", "variant")
+    assert float(best["step_s"]) < faster_than
+    alone = json.loads(cli("simulate", best["name"], *LONG, "--seq-len", seq_len, "--json").out)
+    assert (alone["status"], alone["step_s"]) == ("ok", float(best["step_s"]))
+
+
+def test_where_nothing_fits_the_last_line_says_what_would(cli: Any) -> None:
+    job = ["--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "1", "--seq-len", "2048"]
+    ran = cli("compare", *job, "--global-batch", "1", "--limit", "60")
+    assert ran.code == 0
+    assert ran.out.splitlines()[3].startswith("NOTHING FITS: nearest is ")
+    last = ran.out.splitlines()[-1]
+    assert last.startswith("WOULD FIT: with ")
+    assert "GiB more on each device" in last
+    assert "the optimizer's states in host memory" in last
+    assert "on 2 GPUs at tp 2 cp 1 pp 1 dp 1" in last
 
 
 # -- estimators -------------------------------------------------------------------------------

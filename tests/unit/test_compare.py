@@ -9,15 +9,15 @@ from msgspec.structs import replace
 
 from rematbench.action import Kind
 from rematbench.binding import PARTS, Spared, parts_of
-from rematbench.candidates import (
+from rematbench.choose.candidates import (
     Candidate,
     CompareConfig,
     load_compare,
     same_plan,
 )
+from rematbench.choose.compare import Bench, Comparison, Entry, compare
 from rematbench.commands.compare import tied
 from rematbench.commands.ranking import Judged, texts, verdict
-from rematbench.compare import Bench, Comparison, Entry, compare
 from rematbench.discover import discover
 from rematbench.layout import Layout
 from rematbench.lower import lower

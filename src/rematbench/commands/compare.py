@@ -7,18 +7,19 @@ from typing import Annotated, Any
 from typer import Option
 
 from rematbench.binding import PARTS
-from rematbench.candidates import CompareConfig, load_compare
+from rematbench.choose.candidates import CompareConfig, load_compare
+from rematbench.choose.compare import Comparing
+from rematbench.choose.entry import Comparison, Entry
+from rematbench.choose.would_fit import would_fit
 from rematbench.commands.options import Request, RunOptions, request, takes_problem
-from rematbench.commands.ranking import Judged, show
+from rematbench.commands.ranking import Judged, Ranking
 from rematbench.commands.sheet import read
 from rematbench.commands.targets import need_file
-from rematbench.compare import Comparison, Entry
-from rematbench.compare import compare as compared
 from rematbench.console import console
 from rematbench.discover import discover
 from rematbench.paths import data_dir
 from rematbench.published.accuracy import load_accuracy
-from rematbench.published.evidence import RULES, evidence, known_cells
+from rematbench.published.evidence import RULES, Known, evidence, known_cells
 from rematbench.published.sheets import write_sheet
 from rematbench.suite import calibration
 
@@ -50,7 +51,7 @@ def compare(
     config = load_compare()
     source = predictions or data_dir("published") / "runs.csv"
     cells = read(source, "--predictions", "pred_status" if predictions else "source")
-    found = compared(
+    comparing = Comparing(
         asked.problem,
         asked.base,
         config,
@@ -58,22 +59,32 @@ def compare(
         processes=processes,
         limit_s=limit,
     )
-    judged = judge(found, asked, cells, config, run.methods or ())
+    known = published_cells(cells, run.methods or ())
+    found = comparing.quick()
+    printed = Ranking(console(), asked, config.shown_share)
+    printed.table(judge(found, asked, known, config))
+    for entry in comparing.late():
+        found = comparing.comparison()
+        printed.late([i for i in judge(found, asked, known, config) if i.entry.name == entry.name])
+    found = comparing.comparison()
+    judged = judge(found, asked, known, config)
+    fits = any(entry.status == "ok" for entry in found.entries)
+    changes = () if fits else would_fit(asked.problem, found.entries, comparing.registry)
+    printed.notes(found, judged, changes)
     if output is not None:
         write_sheet(output, [line(item) for item in judged])
-    show(console(), asked, found, judged, config.shown_share)
+
+
+def published_cells(cells: Sequence[Mapping[str, Any]], methods: Sequence[Path]) -> Sequence[Known]:
+    """What is known of published cells (rows that are ours left out)."""
+    published = [cell for cell in cells if cell.get("cell", "published") == "published"]
+    return known_cells(published, load_accuracy(), calibration(), discover(methods))
 
 
 def judge(
-    found: Comparison,
-    asked: Request,
-    cells: Sequence[Mapping[str, Any]],
-    config: CompareConfig,
-    methods: Sequence[Path],
+    found: Comparison, asked: Request, known: Sequence[Known], config: CompareConfig
 ) -> list[Judged]:
     """Entries with their evidence; an equal plan has the evidence of the plan it equals."""
-    published = [cell for cell in cells if cell.get("cell", "published") == "published"]
-    known = known_cells(published, load_accuracy(), calibration(), discover(methods))
     family = {entry.name: entry.candidate.family for entry in found.entries}
     judged = [
         Judged(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from rematbench.candidates import load_compare
+from rematbench.choose.candidates import load_compare
 from rematbench.commands.sheet import read
 from rematbench.commands.targets import need_file, need_folder
 from rematbench.console import CommandError

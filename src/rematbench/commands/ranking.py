@@ -1,20 +1,24 @@
 """A comparison for a person: the verdict, one table, and how to read it."""
 
+import re
 from collections.abc import Sequence
 
 from msgspec import Struct
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from rematbench import __version__
+from rematbench.choose.entry import Comparison, Entry
 from rematbench.commands.options import Request
 from rematbench.commands.show import heading, nominal
-from rematbench.compare import Comparison, Entry
 from rematbench.console import gib, percent, plain, rounded
 from rematbench.published.evidence import RULES, Evidence
 
 WIDE = 150
 """From this width on names and parts of the step stand on one line."""
+
+LONGEST = 48
+"""Characters of a name that stand on one line."""
 
 MOST_PARTS = 3
 """Parts of the step named in the table (the CSV has all)."""
@@ -42,21 +46,51 @@ class Judged(Struct, frozen=True):
     tied: bool = False
 
 
-def show(
-    out: Console, asked: Request, found: Comparison, judged: Sequence[Judged], share: float
-) -> None:
-    """Print everything about a comparison."""
-    for text in heading(asked)[:2]:
-        out.print(plain(text))
-    out.print()
-    out.print(plain(verdict(judged)), style="bold")
-    out.print()
-    out.print(table(judged, share, wide=out.width >= WIDE))
-    out.print()
-    for text in (*notes(judged), *left_out(found, judged), *nominal(asked.problem)):
-        out.print(plain(text))
-    date = asked.problem.calibration.date
-    out.print(plain(f"world: simulated (rematbench {__version__}, constants of {date})"))
+class Ranking:
+    """A comparison as it is printed: the table of what is quick, planners as they end, notes."""
+
+    def __init__(self, out: Console, asked: Request, share: float) -> None:
+        self.out, self.asked, self.share = out, asked, share
+        self.wide = out.width >= WIDE
+        self.said, self.widths = "", [0] * len(HEADS)
+
+    def table(self, judged: Sequence[Judged]) -> None:
+        """Heading, verdict and table."""
+        for text in heading(self.asked)[:2]:
+            self.out.print(plain(text))
+        self.out.print()
+        self.said = verdict(judged)
+        self.out.print(plain(self.said), style="bold")
+        self.out.print()
+        made = table(judged, self.share, wide=self.wide)
+        self.widths = [_width(self.out, column) for column in made.columns]
+        self.out.print(made)
+
+    def late(self, judged: Sequence[Judged]) -> None:
+        """A planner's row, under the same columns."""
+        row = table(judged, self.share, wide=self.wide, widths=self.widths)
+        if row.row_count:
+            self.out.print(row)
+
+    def notes(
+        self, found: Comparison, judged: Sequence[Judged], would_fit: Sequence[str] = ()
+    ) -> None:
+        """How to read the table, what is not in it, and the verdict where planners changed it."""
+        self.out.print()
+        if verdict(judged) != self.said:
+            self.out.print(plain(f"{verdict(judged)} (a planner)"), style="bold")
+        for text in (*notes(judged), *left_out(found, judged), *nominal(self.asked.problem)):
+            self.out.print(plain(text))
+        date = self.asked.problem.calibration.date
+        self.out.print(plain(f"world: simulated (rematbench {__version__}, constants of {date})"))
+        if would_fit:
+            text = f"WOULD FIT: {'; or '.join(would_fit)}"
+            self.out.print(plain(text), style="bold", soft_wrap=True)
+
+
+def _width(out: Console, column: Column) -> int:
+    """Characters that a column takes, padding apart."""
+    return max(out.measure(text).maximum for text in (column.header, *column.cells))
 
 
 def verdict(judged: Sequence[Judged]) -> str:
@@ -72,11 +106,20 @@ def verdict(judged: Sequence[Judged]) -> str:
     )
 
 
-def table(judged: Sequence[Judged], share: float, *, wide: bool) -> Table:
-    """Fitting plans by speed, then those that do not fit; refusals are lines below."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2 if wide else 1, 0, 0))
+def table(
+    judged: Sequence[Judged], share: float, *, wide: bool, widths: Sequence[int] = ()
+) -> Table:
+    """Fitting plans by speed, then those that do not fit; refusals are lines below.  `widths`: of
+    the columns of the table that these rows continue, which has the heads."""
+    padding = (0, 2 if wide else 1, 0, 0)
+    made = Table(box=None, pad_edge=False, padding=padding, show_header=not widths)
     for index, head in enumerate(HEADS):
-        made.add_column(head, justify="left" if index in TEXTS else "right", no_wrap=True)
+        made.add_column(
+            head,
+            justify="left" if index in TEXTS else "right",
+            no_wrap=True,
+            min_width=widths[index] if widths else None,
+        )
     for item in judged:
         if item.entry.verdict is not None:
             made.add_row(*(plain(text) for text in texts(item, share, wide=wide)))
@@ -89,7 +132,7 @@ def texts(item: Judged, share: float, *, wide: bool) -> list[str]:
     assert entry.evaluation is not None
     assert entry.verdict is not None
     found, fits = entry.evaluation, entry.status == "ok"
-    name = entry.name if wide else entry.name.replace("+", "\n+").replace(":", ":\n  ")
+    name = entry.name if wide and len(entry.name) <= LONGEST else _folded(entry)
     device, host = entry.verdict.headroom_bytes, entry.verdict.host_headroom_bytes
     short = host < 0 <= device
     fit = "yes" if fits else ("host" if short else "no")
@@ -110,6 +153,13 @@ def texts(item: Judged, share: float, *, wide: bool) -> list[str]:
         parts(entry, share, ", " if wide else "\n"),
         validated(item.evidence, " " if wide else "\n"),
     ]
+
+
+def _folded(entry: Entry) -> str:
+    """A name with a line for each method and its settings; a plus inside a value stays."""
+    methods = "|".join(re.escape(name) for name in entry.candidate.methods)
+    lines = re.split(rf"\+(?=(?:{methods})(?:[:+]|$))", entry.name)
+    return "\n+".join(lines).replace(":", ":\n  ").replace(",", ",\n  ")
 
 
 def parts(entry: Entry, least: float, between: str = ", ") -> str:

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from rematbench.allocator import AllocatorPeaks
 from rematbench.binding import parts_of
-from rematbench.candidates import same_plan
+from rematbench.choose.candidates import same_plan
 from rematbench.discover import IDENTITY, Composition, Registry
 from rematbench.evaluate import (
     PlanEvaluation,

@@ -1,13 +1,14 @@
 """What a plan leaves whole on the device: the only sites a composed method may still change."""
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 from rematbench.lower import rank_orders
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, Site, covered, resolve
 from rematbench.lowering.rank_steps import site_kinds
 from rematbench.operators.ops import Part
-from rematbench.plan import Plan, Rule
+from rematbench.plan import Phase, Plan, Rule
 from rematbench.problem import Problem
 
 
@@ -35,6 +36,21 @@ def _activations(
         for (where, _, name), fate in fates.items()
         if where == part and name in saved and wanted(fate)
     )
+
+
+def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
+    """A layer's activation of which `plan` decides otherwise than `base`, on which it was made;
+    empty if there is none.  Ends do not count: pieces rebuild the loss, whatever the base does
+    with it."""
+    if plan.rules[: len(base.rules)] != base.rules:
+        return "rules"
+    for ops, phase, micro_batch in _kinds_of_chunks(problem, plan):
+        before, _ = resolve(base, ops.sites, phase, micro_batch)
+        after, _ = resolve(plan, ops.sites, phase, micro_batch)
+        for site, fate in before.items():
+            if site[0] == "layer" and fate.changed and after[site] != fate:
+                return site[2]
+    return ""
 
 
 def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
@@ -70,10 +86,19 @@ def _parted(fate: Resolved) -> bool:
 
 
 def _resolved(
-    problem: Problem, plan: Plan
+    problem: Problem, plan: Plan, *, apart: bool = False
 ) -> Iterator[tuple[ChunkOps, dict[Site, Resolved], frozenset[int]]]:
     """Fates and matching rules of every chunk in every phase that it has, as lowering meets them;
-    chunks that are alike once."""
+    chunks that are alike once, or each `apart`."""
+    for ops, phase, micro_batch in _kinds_of_chunks(problem, plan, apart):
+        yield ops, *resolve(plan, ops.sites, phase, micro_batch)
+
+
+def _kinds_of_chunks(
+    problem: Problem, plan: Plan, apart: bool = False
+) -> Iterator[tuple[ChunkOps, Phase, int]]:
+    """(chunk, phase, micro-batch) of every chunk in every phase that it has; those of which the
+    plan's rules make the same once."""
     windows = tuple(w for rule in plan.rules if (w := rule.select.micro_batches) is not None)
     seen: set[object] = set()
     for rank, order in enumerate(rank_orders(plan, problem)):
@@ -84,10 +109,26 @@ def _resolved(
         reached = [covered(plan.rules, ops.sites) for ops in chunks]
         for kind, site in site_kinds(order, windows).items():
             ops = chunks[kind.chunk]
-            key = (ops.shape, reached[kind.chunk], kind.phase, kind.inside)
+            which = (rank, kind.chunk) if apart else (ops.shape, reached[kind.chunk])
+            key = (which, kind.phase, kind.inside)
             if key not in seen:
                 seen.add(key)
-                yield ops, *resolve(plan, ops.sites, kind.phase, site.micro_batch)
+                yield ops, kind.phase, site.micro_batch
+
+
+def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
+    """Per rank, bytes of layers' tensors that the plan leaves on the device when most passes are
+    between forward and backward: no peak of activations is lower."""
+    kept: dict[tuple[int, int], int] = {}
+    for ops, fates, _ in _resolved(problem, plan, apart=True):
+        stays = sum(fate.keep_bytes for site, fate in fates.items() if site[0] == "layer")
+        key = (ops.sites.stage, ops.sites.chunk)
+        kept[key] = min(stays, kept.get(key, stays))
+    found = []
+    for rank, order in enumerate(rank_orders(plan, problem)):
+        live = accumulate((1 if p.forward else -1) * kept[rank, p.chunk] for p in order)
+        found.append(max(live, default=0))
+    return tuple(found)
 
 
 def kept_layer_bytes(problem: Problem, plan: Plan) -> int:

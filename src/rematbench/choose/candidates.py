@@ -1,9 +1,11 @@
 """What `compare` tries: methods, declared policies, and the compositions that a rule allows.
 
 The rule needs no names.  A plan changes *kinds* of things (what is rebuilt, what is offloaded, what
-is computed in pieces, ...), read off the plan itself; methods compose when they change different
-kinds, in the order of KINDS, and at most one of them is tuned until the plan fits (a second one
-would find nothing left to do).
+is computed in pieces, ...), read off the plan itself.  A method has a place in KINDS by the last of
+its kinds; methods of different places compose in that order, if at most one of them was tuned
+until its plan fits (a second one would find nothing left to do).  The composed plan is the judge:
+it must leave alone what its base decided (`clash`), and it must free bytes that its base does
+not (compare.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,8 +19,9 @@ from msgspec.structs import replace
 from rematbench.configfile import convert, read_mapping
 from rematbench.discover import Registry
 from rematbench.paths import data_dir
-from rematbench.plan import ByteBudget, Fate, Offload, Plan, Recompute, Split
+from rematbench.plan import ByteBudget, Fate, Offload, Plan, Recompute, Settings, Split
 from rematbench.problem import Problem
+from rematbench.solve.kept import overruled
 from rematbench.workload import PositiveInt
 
 Kind = Literal["partition", "rebuild", "offload", "states", "ends", "pieces"]
@@ -29,7 +32,9 @@ cut last, from what is left whole.  `ends`: fates of the embedding or the head a
 TUNED = "device ledger"
 """What a method notes as its `bound` when it took the least that fits the device."""
 
-Origin = Literal["method", "policy", "composition"]
+Origin = Literal["method", "policy", "composition", "variant", "grid"]
+"""`grid`: one of the values that a grid declares; `variant`: the best of those, which is shown."""
+
 Setting = str | int | float | bool | list[str]
 
 
@@ -55,7 +60,8 @@ class CompareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class Candidate(Struct, frozen=True, kw_only=True):
     """One plan to make: `method` with `settings`, on `base` (a composition: the plan so far).
-    `methods` are the names of all methods that the plan is made of."""
+    `methods` are the names of all methods that the plan is made of.  `first_that_fits`: settings
+    to choose from, the fastest first and the leanest last."""
 
     name: str
     origin: Origin
@@ -63,6 +69,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
     method: str
     settings: dict[str, Setting] = {}
     smallest: str = ""
+    first_that_fits: tuple[Settings, ...] = ()
     base: Plan | None = None
 
     @property
@@ -150,27 +157,46 @@ def same_plan(plan: Plan) -> bytes:
     return msgspec.json.encode(replace(plan, fit={}))
 
 
+def place(kinds: Iterable[Kind]) -> int:
+    """Where a method of these kinds stands in a composition."""
+    return max(KINDS.index(kind) for kind in kinds)
+
+
 def compositions(made: Sequence[Made], most: int) -> list[tuple[Made, ...]]:
     """The sensible compositions of single methods, shortest first, each in order of application."""
-    alone = [m for m in made if m.candidate.origin == "method" and m.kinds]
-    found: list[tuple[Made, ...]] = []
-    for count in range(2, most + 1):
-        found += [_ordered(group) for group in combinations(alone, count) if _compose(group)]
-    return found
+    alone = sorted((m for m in made if m.kinds), key=lambda m: place(m.kinds))
+    return [
+        group
+        for count in range(2, most + 1)
+        for group in combinations(alone, count)
+        if _compose(group)
+    ]
 
 
 def _compose(group: Sequence[Made]) -> bool:
-    kinds = [kind for made in group for kind in made.kinds]
-    return len(kinds) == len(set(kinds)) and sum(made.tuned for made in group) <= 1
+    places = {place(made.kinds) for made in group}
+    return len(places) == len(group) and sum(made.tuned for made in group) <= 1
 
 
-def _ordered(group: Iterable[Made]) -> tuple[Made, ...]:
-    return tuple(sorted(group, key=lambda made: min(KINDS.index(kind) for kind in made.kinds)))
+def clash(problem: Problem, base: Plan, plan: Plan) -> str:
+    """What a composed plan decides otherwise than the base that it was made on, or nothing."""
+    for key in ("partition", "schedule", "orders"):
+        if getattr(base, key) not in (getattr(problem.base_plan, key), getattr(plan, key)):
+            return key
+    offloads = any("offload" in _fate_kinds(rule.fate) for rule in base.rules)
+    if offloads and plan.transfers != base.transfers:
+        return "transfers"
+    return overruled(problem, base, plan)
 
 
 def composed(group: Sequence[Made], before: Plan) -> Candidate:
     """The last method of a group on the plan of those before it."""
     names = tuple(made.candidate.method for made in group)
     return Candidate(
-        name="+".join(names), origin="composition", methods=names, method=names[-1], base=before
+        name="+".join(made.candidate.name for made in group),
+        origin="composition",
+        methods=names,
+        method=names[-1],
+        settings=group[-1].candidate.settings,
+        base=before,
     )

@@ -1,0 +1,1 @@
+"""Which method for a job: candidates, what becomes of each, and their comparison."""

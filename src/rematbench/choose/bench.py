@@ -1,0 +1,122 @@
+"""Makes candidates of one problem: plans, lowers, evaluates, judges."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from rematbench.binding import parts_of
+from rematbench.choose.candidates import Candidate, clash, present
+from rematbench.choose.entry import UNPLANNED, Entry
+from rematbench.collector import collect_rarely
+from rematbench.discover import MethodError, discover, typed
+from rematbench.layout import LayoutError
+from rematbench.lower import lower
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.search import smallest_feasible
+from rematbench.suite import run_plan
+
+FRAGMENTS = 0.1
+"""Share of a device that an allocator's fragments may take in one plan and not in another."""
+
+
+class Bench:
+    """Makes candidates of one problem; a worker process holds one."""
+
+    def __init__(self, problem: Problem, base: Plan, methods: tuple[Path, ...]) -> None:
+        collect_rarely()
+        self.problem, self.base, self.registry = problem, base, discover(methods)
+
+    def __call__(self, candidate: Candidate) -> Entry:
+        """The candidate's entry, whatever happens."""
+        try:
+            return self._entry(candidate)
+        except (PlanError, LayoutError, MethodError) as error:
+            return Entry(candidate=candidate, status="failed", reason=str(error))
+        except Exception as error:  # one method never takes the others down
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            return Entry(candidate=candidate, status="failed", reason=reason)
+
+    def _entry(self, candidate: Candidate) -> Entry:
+        candidate = self._fitted(candidate)
+        settings = present(candidate.settings, self.problem)
+        if candidate.smallest:
+            settings = {**settings, candidate.smallest: self._smallest(candidate, settings)}
+        plan = self._plan(candidate, settings)
+        if isinstance(plan, Unsupported):
+            return Entry(
+                candidate=candidate, status="unsupported", reason=plan.reason, settings=settings
+            )
+        outcome = run_plan(self.problem, plan)
+        assert outcome.evaluation is not None
+        parts_s: dict[str, float] = {}
+        if outcome.status == "ok" and candidate.origin != "grid":
+            program = lower(plan, self.problem)
+            parts_s = parts_of(self.problem, program, outcome.evaluation.step_s)
+        return Entry(
+            candidate=candidate,
+            status="ok" if outcome.status == "ok" else "oom",
+            reason=outcome.reason,
+            settings=settings,
+            plan=plan,
+            evaluation=outcome.evaluation,
+            verdict=outcome.verdict,
+            parts_s=parts_s,
+            clash=clash(self.problem, candidate.base, plan) if candidate.base else "",
+        )
+
+    def _fitted(self, candidate: Candidate) -> Candidate:
+        """The candidate with the first of its settings that fits (the last where none does)."""
+        choices = candidate.first_that_fits
+        if not choices:
+            return candidate
+
+        margins = [partial(self._margin, candidate, choice) for choice in choices]
+        chosen = choices[self._first_that_fits(margins)]
+        before = candidate.name.removesuffix(candidate.method)
+        name = before + typed(self.registry.methods[candidate.method], chosen)
+        return replace(candidate, name=name, settings=dict(chosen), first_that_fits=())
+
+    def _first_that_fits(self, margins: Sequence[Callable[[], int]]) -> int:
+        """The first index whose margin is not negative; the best where none is.  Margins grow with
+        the index but for an allocator's fragments: where the last is short by no more than those
+        may be, all are asked."""
+        last = len(margins) - 1
+        least = margins[last]()
+        if least >= 0:
+            found = smallest_feasible(lambda index: margins[index](), last)
+            return last if found is None else found
+        if -least > FRAGMENTS * self.problem.cluster.usable_bytes:
+            return last
+        known = [margin() for margin in margins]
+        fitting = [index for index, value in enumerate(known) if value >= 0]
+        return fitting[0] if fitting else max(range(last + 1), key=known.__getitem__)
+
+    def _margin(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
+        """Device bytes left under these settings."""
+        plan = self._plan(candidate, settings)
+        if isinstance(plan, Unsupported):
+            return -UNPLANNED
+        return self.problem.cost.headroom_bytes(plan)
+
+    def _plan(self, candidate: Candidate, settings: Mapping[str, Any]) -> Plan | Unsupported:
+        method = self.registry.resolve(candidate.method, settings).methods[0]
+        return method.plan(self.problem, candidate.base or self.base)
+
+    def _smallest(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
+        """The least value from 1 that fits, a chunk's layers at most; where not even that fits,
+        the best of powers of two (groups of layers are worst at both ends)."""
+        top = max(len(chunk) for rank in self.base.partition for chunk in rank)
+
+        def margin(value: int) -> int:
+            return self._margin(candidate, {**settings, candidate.smallest: value})
+
+        found = smallest_feasible(lambda steps: margin(steps + 1), top - 1) if top > 1 else 0
+        if found is not None:
+            return found + 1
+        values = [1 << power for power in range(top.bit_length())]
+        margins = {value: margin(value) for value in values}
+        return next((v for v in values if margins[v] >= 0), max(values, key=margins.__getitem__))

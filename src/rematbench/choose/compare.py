@@ -1,0 +1,208 @@
+"""Every method, composition and baseline policy on one problem: made, judged, ranked."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from rematbench.choose.bench import Bench
+from rematbench.choose.candidates import (
+    Candidate,
+    CompareConfig,
+    Made,
+    composed,
+    compositions,
+    first_candidates,
+    same_plan,
+)
+from rematbench.choose.entry import Comparison, Entry, as_made
+from rematbench.choose.variants import best_variants
+from rematbench.discover import discover
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.workers import Lost, Pool
+
+
+class Comparing:
+    """One comparison under way: `quick` is everything but planners, `late` the planners.
+
+    Within a step nothing depends on which process answers first, so tables are the same on every
+    machine (a candidate given up after `limit_s` CPU seconds apart).
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        base: Plan,
+        config: CompareConfig,
+        *,
+        methods: Sequence[Path] = (),
+        processes: int = 2,
+        limit_s: int = 4,
+    ) -> None:
+        self.registry = discover(methods)
+        self.config, self.limit_s = config, limit_s
+        self.problem, self.base = problem, base
+        self.pool: Pool[Candidate, Entry] = Pool(
+            processes, Bench, (problem, base, tuple(methods)), limit_s
+        )
+        self.first = first_candidates(self.registry, config)
+        self.tree = _Tree(base, config.most_methods)
+        self.entries: dict[str, Entry] = {}
+
+    def quick(self) -> "Comparison":
+        """Every candidate without a planner, and the best of the methods' grids."""
+        list(self._grow([c for c in self.first if not self._planned(c)]))
+        for entry in self._variants():
+            self.entries[entry.name] = entry
+        return self.comparison()
+
+    def _variants(self) -> list[Entry]:
+        known = sorted((e for e in self.entries.values() if not e.clash), key=lambda e: e.name)
+        most = self.config.most_methods
+        return best_variants(self.problem, self.registry, self.base, most, known, self.ask)
+
+    def late(self) -> Iterator[Entry]:
+        """The planners and their compositions, each as it ends."""
+        yield from self._grow([c for c in self.first if self._planned(c)])
+        self.pool.close()
+
+    def comparison(self) -> "Comparison":
+        """What is known, best first."""
+        kept, repeated = _without_repeats(self.listed())
+        return Comparison(
+            entries=tuple(sorted(kept, key=_rank)),
+            repeated=repeated,
+            unavailable=self.registry.broken,
+        )
+
+    def listed(self) -> list[Entry]:
+        """Entries in the order of declaration, compositions after what they are made of; those
+        that free nothing beside their base are left out."""
+        known = [self.entries[c.name] for c in self.first if c.name in self.entries]
+        made = sorted(
+            (e for e in self.entries.values() if e.candidate.origin in ("composition", "variant")),
+            key=lambda e: (len(e.candidate.methods), e.candidate.name),
+        )
+        return known + [entry for entry in made if self.tree.worth(entry)]
+
+    def ask(self, candidates: Sequence[Candidate]) -> list[Entry]:
+        """The candidates' entries, in their order."""
+        found: dict[str, Entry] = {}
+        self.pool.add(candidates)
+        for candidate, answer in self.pool.run():
+            found[candidate.name] = self._entry(candidate, answer)
+        return [found[candidate.name] for candidate in candidates]
+
+    def _grow(self, first: Sequence[Candidate]) -> Iterator[Entry]:
+        self.pool.add(first)
+        for candidate, answer in self.pool.run():
+            entry = self._entry(candidate, answer)
+            self.entries[candidate.name] = entry
+            self.pool.add(self.tree.grown_by(entry))
+            yield entry
+
+    def _entry(self, candidate: Candidate, answer: "Entry | Lost") -> Entry:
+        return answer if isinstance(answer, Entry) else _lost(candidate, answer, self.limit_s)
+
+    def _planned(self, candidate: Candidate) -> bool:
+        return any(self.registry.methods[name].planner for name in candidate.methods)
+
+
+def compare(
+    problem: Problem,
+    base: Plan,
+    config: CompareConfig,
+    *,
+    methods: Sequence[Path] = (),
+    processes: int = 2,
+    limit_s: int = 4,
+) -> Comparison:
+    """Make every candidate, each within `limit_s` CPU seconds of a worker process; rank them."""
+    comparing = Comparing(
+        problem, base, config, methods=methods, processes=processes, limit_s=limit_s
+    )
+    comparing.quick()
+    list(comparing.late())
+    return comparing.comparison()
+
+
+class _Tree:
+    """Compositions become candidates when the plan before their last method is known."""
+
+    def __init__(self, base: Plan, most: int) -> None:
+        self.base, self.most = base, most
+        self.alone: list[Made] = []
+        self.entries: dict[tuple[str, ...], Entry] = {}
+        self.asked: set[str] = set()
+
+    def grown_by(self, entry: Entry) -> list[Candidate]:
+        """The candidates that an entry makes possible."""
+        if entry.plan is None or entry.candidate.origin == "policy" or entry.clash:
+            return []
+        self.entries[entry.candidate.methods] = entry
+        if entry.candidate.origin == "method":
+            self.alone.append(as_made(self.base, entry))
+        found = []
+        for group in compositions(self.alone, self.most):
+            names = tuple(made.candidate.method for made in group)
+            before = self.entries.get(names[:-1])
+            if before is not None and before.plan and "+".join(names) not in self.asked:
+                self.asked.add("+".join(names))
+                found.append(composed(group, before.plan))
+        return found
+
+    def worth(self, entry: Entry) -> bool:
+        """Whether a composition frees bytes that its base does not, and overrules nothing."""
+        before = self.entries.get(entry.candidate.methods[:-1])
+        if entry.plan is None or before is None or entry.candidate.origin == "variant":
+            return True
+        return not entry.clash and entry.reserved_bytes < before.reserved_bytes
+
+
+def _lost(candidate: Candidate, why: Lost, limit_s: int) -> Entry:
+    if why == "died":
+        return Entry(candidate=candidate, status="failed", reason="its process died")
+    reason = f"not planned within {limit_s} CPU seconds (--limit SECONDS allows more)"
+    return Entry(candidate=candidate, status="timed out", reason=reason)
+
+
+def _without_repeats(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
+    """Entries with `same_as` filled in; left out are compositions and policies that repeat a plan,
+    and a policy tuned until it does what its method does anyway."""
+    seen: dict[bytes, str] = {}
+    kept: list[Entry] = []
+    repeated = 0
+    for entry in entries:
+        if entry.plan is None:
+            kept.append(entry)
+            continue
+        first = seen.setdefault(same_plan(entry.plan), entry.name)
+        if first == entry.name and not _repeats(entry, kept):
+            kept.append(entry)
+        elif entry.candidate.origin == "method":
+            kept.append(replace(entry, same_as=first))
+        else:
+            repeated += 1
+    return kept, repeated
+
+
+def _repeats(entry: Entry, before: Sequence[Entry]) -> bool:
+    """Whether a policy's bytes and seconds are those of its method."""
+    if entry.candidate.origin != "policy":
+        return False
+    alike = [e.evaluation for e in before if e.candidate.family == entry.candidate.family]
+    return entry.evaluation in alike
+
+
+_ORDER: dict[str, int] = {"ok": 0, "oom": 1, "unsupported": 2, "timed out": 3, "failed": 4}
+
+
+def _rank(entry: Entry) -> tuple[int, float, bool]:
+    """Fitting first, by tokens/s; then by what is missing; equal plans after the one they equal."""
+    if entry.verdict is None or entry.evaluation is None:
+        return _ORDER[entry.status], 0.0, False
+    amount = entry.evaluation.tokens_per_s_per_gpu
+    if entry.status == "oom":
+        amount = min(entry.verdict.headroom_bytes, entry.verdict.host_headroom_bytes)
+    return _ORDER[entry.status], -amount, bool(entry.same_as)

@@ -1,0 +1,74 @@
+"""What became of one candidate."""
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from rematbench.choose.candidates import TUNED, Candidate, Made, changed_kinds
+from rematbench.evaluate import PlanEvaluation
+from rematbench.plan import Plan
+from rematbench.suite import Verdict
+
+Status = Literal["ok", "oom", "unsupported", "failed", "timed out"]
+
+UNPLANNED = 2**62
+"""Bytes short of a plan that there is not: less than any other."""
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """One candidate's outcome.  `parts_s` are the step's seconds by binding.PARTS, where it fits
+    (not of variants); `same_as` names the entry before it with an equal plan; `clash` is what it
+    decides otherwise than the base that it was made on."""
+
+    candidate: Candidate
+    status: Status
+    reason: str = ""
+    settings: dict[str, Any] = {}
+    plan: Plan | None = None
+    evaluation: PlanEvaluation | None = None
+    verdict: Verdict | None = None
+    parts_s: dict[str, float] = {}
+    same_as: str = ""
+    clash: str = ""
+
+    @property
+    def name(self) -> str:
+        """The candidate's name with what was tuned."""
+        key = self.candidate.smallest
+        tuned = f" {self.settings[key]}" if key in self.settings else ""
+        return f"{self.candidate.name}{tuned}"
+
+    @property
+    def step_s(self) -> float:
+        """The step, whether it fits or not; infinite without a plan."""
+        return self.evaluation.step_s if self.evaluation else float("inf")
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the fullest device reserves; more than any device has without a plan."""
+        return self.evaluation.reserved_bytes if self.evaluation else UNPLANNED
+
+    @property
+    def gpu_hours_per_1e9_tokens(self) -> float | None:
+        """GPU-hours to train on 1e9 tokens."""
+        rate = self.evaluation.tokens_per_s_per_gpu if self.evaluation else None
+        return 1e9 / rate / 3600 if rate else None
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    """All entries, best first, and how many compositions were left out as equal to another plan."""
+
+    entries: tuple[Entry, ...]
+    repeated: int
+    unavailable: dict[str, str]
+
+
+def as_made(base: Plan, entry: Entry) -> Made:
+    """An entry with a plan, as compositions see it."""
+    assert entry.plan is not None
+    return Made(
+        candidate=entry.candidate,
+        plan=entry.plan,
+        kinds=changed_kinds(base, entry.plan),
+        tuned=entry.plan.fit.get("bound") == TUNED,
+    )

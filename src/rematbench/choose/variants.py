@@ -1,0 +1,186 @@
+"""The best of what methods declare in their grids, where their defaults do not fit or are slower.
+
+Every value of every grid is declared, so this is a list; but most of the list need not be made.
+Three things are taken for true (a test makes whole lists and asks): a plan is not faster than what
+it is composed of; pieces only cost time and only free bytes; so what is slower than a plan that
+fits need not be made, with pieces or without.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.choose.candidates import (
+    KINDS,
+    Candidate,
+    Made,
+    composed,
+    compositions,
+    place,
+    same_plan,
+)
+from rematbench.choose.entry import Entry, as_made
+from rematbench.discover import MethodEntry, Registry, typed
+from rematbench.plan import Plan, Settings
+from rematbench.problem import Problem
+from rematbench.solve.kept import resident_bytes
+
+Ask = Callable[[Sequence[Candidate]], list[Entry]]
+"""Makes candidates; the entries come in their order."""
+
+BATCH = 4
+"""Candidates made between two looks at the fastest: a constant, so that what is made does not
+depend on the number of processes."""
+
+WORTH = 0.995
+"""A variant is made where it may take this share of the fastest step or less: below half a per cent
+no comparison tells plans apart."""
+
+PIECES = KINDS.index("pieces")
+
+
+class Wanted(Struct, frozen=True):
+    """A candidate, and seconds that its step takes at the least."""
+
+    candidate: Candidate
+    least_s: float
+
+
+def best_variants(
+    problem: Problem,
+    registry: Registry,
+    base: Plan,
+    most: int,
+    known: Sequence[Entry],
+    ask: Ask,
+) -> list[Entry]:
+    """For each combination of methods the fastest variant that fits, if it is faster than what is
+    known of the combination; where nothing fits at all, the leanest variant.  `known`: entries of
+    methods, policies and compositions at their defaults; `most` methods are composed."""
+    grids = _Grids(registry, base, known, ask)
+    grids.make_without_pieces(most - 1)
+    grids.make_in_pieces(problem)
+    made = [entry for entry in grids.entries if entry.candidate.origin == "grid"]
+    fastest: dict[tuple[str, ...], Entry] = {}
+    for entry in (*known, *made):
+        best = fastest.get(entry.candidate.methods)
+        if entry.status == "ok" and (best is None or entry.step_s < best.step_s):
+            fastest[entry.candidate.methods] = entry
+    chosen = [entry for entry in fastest.values() if entry.candidate.origin == "grid"]
+    if made and not fastest:
+        leanest = min(made, key=_short_bytes)
+        better = all(_short_bytes(leanest) < _short_bytes(entry) for entry in known)
+        chosen = [leanest] if better else []
+    return ask([replace(entry.candidate, origin="variant") for entry in chosen])
+
+
+def _short_bytes(entry: Entry) -> int:
+    """Bytes short, of device or host."""
+    if entry.verdict is None:
+        return entry.reserved_bytes
+    return -min(entry.verdict.headroom_bytes, entry.verdict.host_headroom_bytes)
+
+
+class _Grids:
+    """Variants of one problem.  `limit_s`: what a variant's step must stay under to be made."""
+
+    def __init__(self, registry: Registry, base: Plan, known: Sequence[Entry], ask: Ask) -> None:
+        self.registry, self.base, self.ask = registry, base, ask
+        self.entries: list[Entry] = []
+        self.limit_s = float("inf")
+        self._learn(known)
+        self.known = {entry.name: entry for entry in known if entry.plan is not None}
+        alone = [e for e in self.known.values() if e.candidate.origin == "method"]
+        self.least_s = min((entry.step_s for entry in alone), default=0.0)
+        places = {e.name: place(kinds) for e in alone if (kinds := as_made(base, e).kinds)}
+        self.whole = [name for name, where in places.items() if where != PIECES]
+        self.cutters = [name for name, where in places.items() if where == PIECES]
+
+    def make_without_pieces(self, most: int) -> None:
+        """Methods at their defaults and in their grids, alone and composed, nothing in pieces."""
+        self._make(
+            Wanted(_variant(self.registry.methods[name], settings), self.least_s)
+            for name in self.whole
+            for settings in self.registry.methods[name].grid
+        )
+        alone = [self.known[name] for name in self.whole]
+        alone += [entry for entry in self.entries if len(entry.candidate.methods) == 1]
+        singles = [as_made(self.base, e) for e in alone if e.step_s < self.limit_s]
+        self.entries += [self.known[name] for name in self.whole]
+        for count in range(2, most + 1):
+            groups = [group for group in compositions(singles, count) if len(group) == count]
+            self._make(wanted for group in groups if (wanted := self._on_base(group)))
+
+    def make_in_pieces(self, problem: Problem) -> None:
+        """For what is short of device bytes, may be faster than what fits and does not keep more
+        than the device has: the first of each grid of pieces that fits, fastest first."""
+        short = [e for e in self.entries if e.verdict and e.verdict.headroom_bytes < 0]
+        short = [e for e in short if e.step_s < self.limit_s and not keeps_too_much(problem, e)]
+        short = list({same_plan(e.plan): e for e in reversed(short) if e.plan}.values())
+        short.sort(key=lambda entry: (entry.step_s, entry.name))
+        for name in self.cutters:
+            method = self.registry.methods[name]
+            if not method.grid:
+                continue
+            self._make([Wanted(_variant(method, {}, method.grid), self.least_s)])
+            self._make(Wanted(_in_pieces(entry, method), entry.step_s) for entry in short)
+
+    def _on_base(self, group: tuple[Made, ...]) -> Wanted | None:
+        """The last method of a group on the plan of the others."""
+        made = {entry.name: entry for entry in self.entries} | self.known
+        before = made.get("+".join(one.candidate.name for one in group[:-1]))
+        if before is None or before.plan is None:
+            return None
+        candidate = replace(composed(group, before.plan), origin="grid")
+        least_s = max(before.step_s, made[group[-1].candidate.name].step_s)
+        return Wanted(candidate, least_s)
+
+    def _make(self, wanted: Iterable[Wanted]) -> None:
+        """Entries of what is wanted and may be fast enough, batch by batch."""
+        waiting = list(wanted)
+        while waiting:
+            batch = [one.candidate for one in waiting[:BATCH] if one.least_s < self.limit_s]
+            waiting = waiting[BATCH:]
+            entries = [e for e in self.ask(batch) if e.plan is not None and not e.clash]
+            self._learn(entries)
+            self.entries += entries
+
+    def _learn(self, entries: Iterable[Entry]) -> None:
+        steps = [WORTH * entry.step_s for entry in entries if entry.status == "ok"]
+        self.limit_s = min([self.limit_s, *steps])
+
+
+def keeps_too_much(problem: Problem, entry: Entry) -> bool:
+    """Whether states and what layers keep are more than a device has, in pieces or not."""
+    assert entry.plan is not None
+    assert entry.evaluation is not None
+    kept = resident_bytes(problem, entry.plan)
+    ranks = entry.evaluation.ranks
+    states = [rank.parameter + rank.gradient + rank.optimizer for rank in ranks]
+    return any(a + b > problem.cluster.usable_bytes for a, b in zip(kept, states, strict=True))
+
+
+def _variant(
+    method: MethodEntry, settings: Settings, choices: tuple[Settings, ...] = ()
+) -> Candidate:
+    """A method with settings of its grid, or with the first of several that fits."""
+    return Candidate(
+        name=typed(method, settings),
+        origin="grid",
+        methods=(method.name,),
+        method=method.name,
+        settings=dict(settings),
+        first_that_fits=choices,
+    )
+
+
+def _in_pieces(entry: Entry, method: MethodEntry) -> Candidate:
+    """What an entry plans, computed in the fewest pieces that fit."""
+    cut = _variant(method, {}, method.grid)
+    return replace(
+        cut,
+        name=f"{entry.name}+{method.name}",
+        methods=(*entry.candidate.methods, method.name),
+        base=entry.plan,
+    )

@@ -1,0 +1,141 @@
+"""Where nothing fits: the smallest changes that would help, each checked by simulation."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace as replaced
+
+from msgspec.structs import replace
+
+from rematbench.choose.entry import Entry
+from rematbench.cluster import Cluster
+from rematbench.discover import MethodError, Registry
+from rematbench.layout import Layout, LayoutError
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.problem import Problem
+from rematbench.solve.search import smallest_feasible
+from rematbench.suite import Outcome, run_plan
+
+NEAREST = 4
+"""Entries, nearest to fitting first, that are tried at twice the GPUs."""
+
+MIB = 2**20
+GIB = 2**30
+
+STEP_BYTES = 32 * MIB
+"""How finely bytes that would be enough are told: a few hundredths of a GiB."""
+
+
+def would_fit(problem: Problem, entries: Sequence[Entry], registry: Registry) -> list[str]:
+    """What would make some entry fit, in words: more bytes where they are short, states on the
+    host, twice the GPUs.  Empty where none of it does."""
+    near = sorted((e for e in entries if e.status == "oom" and e.plan), key=_short_bytes)
+    found: list[str] = []
+    for way in (_more_bytes, _states_on_host):
+        found += next(((line,) for entry in near if (line := way(problem, entry))), ())
+    return found + _twice_the_gpus(problem, near[:NEAREST], registry)
+
+
+def _short_bytes(entry: Entry) -> int:
+    assert entry.verdict is not None
+    room = entry.verdict
+    return max(0, -room.headroom_bytes) + max(0, -room.host_headroom_bytes)
+
+
+def _more_bytes(problem: Problem, entry: Entry) -> str:
+    """The bytes of device and host with which the entry fits, in steps of `STEP_BYTES`."""
+    assert entry.plan is not None
+    assert entry.verdict is not None
+    plan, cluster = entry.plan, problem.cluster
+    host = -(-max(0, -entry.verdict.host_headroom_bytes) // STEP_BYTES) * STEP_BYTES
+    most = -(-max(0, -entry.verdict.headroom_bytes) // STEP_BYTES)
+
+    def larger(steps: int) -> Problem:
+        hbm_bytes = cluster.hbm_bytes + steps * STEP_BYTES
+        host_bytes = cluster.host_bytes + host
+        return _on(problem, replace(cluster, hbm_bytes=hbm_bytes, host_bytes=host_bytes))
+
+    steps = smallest_feasible(lambda n: larger(n).cost.headroom_bytes(plan), most) if most else 0
+    if steps is None or not _fits(larger(steps), plan):
+        return ""
+    more = [f"{steps * STEP_BYTES / GIB:.2f} GiB more on each device"] if steps else []
+    more += [f"{host / GIB:.2f} GiB more host memory on each node"] if host else []
+    return f"with {' and '.join(more)} ({entry.name})"
+
+
+def _states_on_host(problem: Problem, entry: Entry) -> str:
+    """The optimizer's states in host memory; what copies and the host's update take is not
+    modelled, so no speed is given."""
+    assert entry.plan is not None
+    fate = entry.plan.state("optimizer")
+    if fate.home == "host" or fate.update != "step":
+        return ""
+    others = tuple(state for state in entry.plan.states if state.kind != "optimizer")
+    plan = replace(entry.plan, states=(*others, replace(fate, home="host")))
+    outcome = _run(problem, plan)
+    if outcome is None or outcome.status != "ok" or outcome.evaluation is None:
+        return ""
+    pinned = outcome.evaluation.host_node_bytes / GIB
+    return (
+        f"with the optimizer's states in host memory ({entry.name}; {pinned:.0f} GiB of each "
+        "node's; the time of their update is not modelled)"
+    )
+
+
+def _twice_the_gpus(problem: Problem, near: Sequence[Entry], registry: Registry) -> list[str]:
+    """The fastest entry and layout on twice the GPUs, one degree doubled."""
+    best: tuple[float, str] | None = None
+    for layout in _doubled(problem.layout):
+        try:
+            larger = _at(problem, layout)
+        except LayoutError:
+            continue
+        for entry in near:
+            outcome = _again(larger, entry, registry)
+            if outcome is None or outcome.status != "ok" or outcome.evaluation is None:
+                continue
+            rate = outcome.evaluation.tokens_per_s_per_gpu
+            text = (
+                f"on {layout.gpus} GPUs at tp {layout.tp} cp {layout.cp} pp {layout.pp} dp "
+                f"{layout.dp} ({entry.name}, {rate:.4g} tokens/s/GPU)"
+            )
+            best = max(best or (rate, text), (rate, text))
+    return [best[1]] if best else []
+
+
+def _doubled(layout: Layout) -> Iterator[Layout]:
+    for degree in ("tp", "cp", "pp", "dp"):
+        changes = {degree: 2 * getattr(layout, degree)}
+        if degree == "tp":
+            changes["sp"] = layout.sp or layout.tp == 1
+        yield replace(layout, **changes)
+
+
+def _at(problem: Problem, layout: Layout) -> Problem:
+    return replaced(problem, layout=layout, _memo={}, _weights={})
+
+
+def _on(problem: Problem, cluster: Cluster) -> Problem:
+    return replaced(problem, cluster=cluster, _memo={}, _weights={})
+
+
+def _again(problem: Problem, entry: Entry, registry: Registry) -> Outcome | None:
+    """An entry's methods with its settings on another problem."""
+    try:
+        names = entry.name if entry.candidate.origin != "policy" else entry.candidate.method
+        plan = registry.resolve(names, entry.settings if entry.candidate.smallest else None).plan(
+            problem
+        )
+    except (MethodError, PlanError, LayoutError):
+        return None
+    return None if isinstance(plan, Unsupported) else _run(problem, plan)
+
+
+def _fits(problem: Problem, plan: Plan) -> bool:
+    outcome = _run(problem, plan)
+    return outcome is not None and outcome.status == "ok"
+
+
+def _run(problem: Problem, plan: Plan) -> Outcome | None:
+    try:
+        return run_plan(problem, plan)
+    except (PlanError, LayoutError):
+        return None

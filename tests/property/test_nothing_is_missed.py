@@ -1,0 +1,165 @@
+"""`compare` misses nothing of a declared list: whole lists are enumerated here, near the edge of
+memory, with no word of how `compare` chooses what it makes."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace as replaced
+from itertools import product
+from random import Random
+
+import pytest
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.choose.bench import Bench
+from rematbench.choose.candidates import Candidate, load_compare
+from rematbench.choose.compare import Comparing
+from rematbench.choose.entry import Comparison, Entry
+from rematbench.discover import Registry, discover
+from rematbench.evaluate import evaluate_program, program_bytes
+from rematbench.layout import Layout
+from rematbench.load import load_cluster
+from rematbench.lower import lower
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.problem import Problem
+from rematbench.suite import make_problem, reserved_bytes, run_plan
+from rematbench.workload import Model
+
+POINTS = ("published", "published+fc1", "all")
+SCOPES = ("consumer", "layer")
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+PIECES = (2, 4, 8, 16, 32, 64)
+NEAR = 1.02
+"""How much slower than the list's fastest the one that `compare` names may be."""
+
+
+class Weighed(Struct, frozen=True):
+    """A plan of the list: its step and what it reserves where nothing is short."""
+
+    name: str
+    plan: Plan
+    step_s: float
+    reserved_bytes: int
+
+
+def listed(problem: Problem) -> Iterator[str]:
+    """Names of every plan of the list: rebuilt x offloaded x pieces."""
+    rebuilt = ["", "full_recompute"]
+    rebuilt += [f"balanced_checkpointing:point={p},scope={s}" for p in POINTS for s in SCOPES]
+    moved = ["", *(f"memo:alpha={alpha}" for alpha in ALPHAS)]
+    if problem.layout.pp >= 3:
+        moved += [f"pp_offload:alpha={alpha}" for alpha in ALPHAS[1:]]
+    pieces = ["", *(f"mst:mlp_chunks={n},head_chunks={n}" for n in PIECES)]
+    for words in product(rebuilt, moved, pieces):
+        yield "+".join(word for word in words if word) or "keep_all"
+
+
+def weighed(problem: Problem, registry: Registry, names: Iterable[str]) -> list[Weighed]:
+    """The plans that there are, with bytes and seconds on a device without an end."""
+    found = []
+    for name in names:
+        plan = registry.resolve(name).plan(problem)
+        if isinstance(plan, Unsupported):
+            continue
+        try:
+            program = lower(plan, problem)
+        except PlanError:
+            continue
+        ranks = program_bytes(problem, plan, program)
+        step_s = evaluate_program(problem, plan, program, ranks=ranks).step_s
+        found.append(Weighed(name, plan, step_s, reserved_bytes(problem, program, ranks)))
+    return found
+
+
+def fastest_that_fits(problem: Problem, plans: Sequence[Weighed]) -> Weighed | None:
+    """By step; an allocator near its limit may need less than on a device without an end, so each
+    is asked on the device."""
+    for plan in sorted(plans, key=lambda one: one.step_s):
+        if run_plan(problem, plan.plan).status == "ok":
+            return plan
+    return None
+
+
+class Serial:
+    """A pool of no processes."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.waiting = bench, list[Candidate]()
+
+    def add(self, tasks: Iterable[Candidate]) -> None:
+        self.waiting += tasks
+
+    def run(self) -> Iterator[tuple[Candidate, Entry]]:
+        while self.waiting:
+            task = self.waiting.pop(0)
+            yield task, self.bench(task)
+
+
+def compared(problem: Problem) -> Comparison:
+    """`compare` without its planners, in this process."""
+    comparing = Comparing(problem, problem.base_plan, load_compare())
+    comparing.pool = Serial(Bench(problem, problem.base_plan, ()))  # type: ignore[assignment]
+    return comparing.quick()
+
+
+def drawn(seed: int) -> tuple[Problem, float]:
+    """A problem on a device too large to matter, and the share of its list that is to fit."""
+    draw = Random(seed)
+    heads = draw.choice((8, 16, 32))
+    kind = draw.choice(("cp", "tp", "pp", "pp"))
+    pp = draw.choice((2, 4)) if kind == "pp" else 1
+    vpp = draw.choice((1, 2)) if pp > 1 else 1
+    model = Model(
+        name="drawn",
+        hidden=heads * 128,
+        num_layers=pp * max(3, vpp) if pp > 1 else draw.choice((3, 4)),
+        num_heads=heads,
+        num_kv_heads=draw.choice((heads, 4)),
+        head_dim=128,
+        ffn=heads * 128 * draw.choice((3, 4)),
+        vocab=draw.choice((32_000, 128_256)),
+        mlp="swiglu",
+        norm="rmsnorm",
+        position="rope",
+        tied_embeddings=False,
+    )
+    layout = Layout(
+        tp=2 if kind == "tp" else 1,
+        cp=draw.choice((2, 4)) if kind == "cp" else 1,
+        pp=pp,
+        vpp=vpp,
+        global_batch=draw.choice((1, 2)) if pp == 1 else 2 * pp,
+    )
+    cluster = replace(load_cluster("h100-80gb"), hbm_bytes=1 << 50)
+    problem = make_problem(
+        model=model,
+        cluster=cluster,
+        system=draw.choice(("megatron-core", "megatron-kwai")),
+        layout=layout,
+        seq_len=draw.choice((4096, 16384, 65536, 262144)),
+    )
+    return problem, draw.choice((0.002, 0.02, 0.1, 0.4))
+
+
+def at_the_edge(problem: Problem, plans: Sequence[Weighed], share: float) -> Problem:
+    """The problem on a device that holds about this share of the plans."""
+    needs = sorted(plan.reserved_bytes for plan in plans)
+    usable = needs[int(share * len(needs))]
+    cluster = replace(problem.cluster, hbm_bytes=usable + problem.cluster.non_torch_bytes)
+    return replaced(problem, cluster=cluster, _memo={}, _weights={})
+
+
+def held(problem: Problem, plans: Sequence[Weighed]) -> None:
+    """The law."""
+    best = fastest_that_fits(problem, plans)
+    named = compared(problem).entries[0]
+    if best is None:
+        return
+    assert named.status == "ok", f"{best.name} fits"
+    assert named.step_s <= NEAR * best.step_s, f"{named.name} is slower than {best.name}"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_fits_is_named_and_nearly_the_fastest(seed: int) -> None:
+    problem, share = drawn(seed)
+    plans = weighed(problem, discover(), listed(problem))
+    held(at_the_edge(problem, plans, share), plans)

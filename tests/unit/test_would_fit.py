@@ -1,0 +1,80 @@
+"""What would make a job fit: each change that is named holds, and a little less does not."""
+
+import re
+from dataclasses import replace as replaced
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.choose.bench import Bench
+from rematbench.choose.candidates import Candidate
+from rematbench.choose.entry import Entry
+from rematbench.choose.would_fit import GIB, MIB, STEP_BYTES, would_fit
+from rematbench.discover import discover
+from rematbench.layout import Layout
+from rematbench.problem import Problem
+from rematbench.suite import make_problem, run_plan
+
+
+def short(**cluster: int) -> Problem:
+    layout = Layout(dp=4, zero_stage=1, global_batch=4)
+    problem = make_problem(model="llama-7b", cluster="a800-80gb", system="megatron-kwai",
+                           layout=layout, seq_len=8192)  # fmt: skip
+    return replaced(problem, cluster=replace(problem.cluster, **cluster))
+
+
+def entries(problem: Problem, *names: str) -> list[Entry]:
+    bench = Bench(problem, problem.base_plan, ())
+    return [
+        bench(Candidate(name=name, origin="method", methods=(name,), method=name)) for name in names
+    ]
+
+
+def test_bytes_that_are_named_are_enough_and_hardly_more() -> None:
+    problem = short(hbm_bytes=60 * GIB)
+    found = entries(problem, "keep_all", "full_recompute")
+    line = would_fit(problem, found, discover())[0]
+    assert line.endswith("(full_recompute)")
+    more = float(re.findall(r"[0-9.]+", line)[0]) * GIB
+    for extra, status in ((more + 6 * MIB, "ok"), (more - STEP_BYTES - 6 * MIB, "oom")):
+        larger = short(hbm_bytes=60 * GIB + round(extra))
+        plan = found[1].plan
+        assert plan is not None
+        assert run_plan(larger, plan).status == status
+
+
+def test_a_short_host_is_named_as_such() -> None:
+    problem = short(host_bytes=8 * GIB)
+    entry = entries(problem, "memo")[0]
+    assert entry.verdict is not None
+    device, host = entry.verdict.headroom_bytes < 0, entry.verdict.host_headroom_bytes < 0
+    assert host
+    line = would_fit(problem, [entry], discover())[0]
+    assert ("on each device" in line, "host memory on each node" in line) == (device, host)
+
+
+def test_twice_the_gpus_is_the_fastest_layout_that_fits() -> None:
+    problem = short(hbm_bytes=44 * GIB)
+    found = entries(problem, "full_recompute")
+    lines = would_fit(problem, found, discover())
+    twice = next(line for line in lines if line.startswith("on 8 GPUs"))
+    degrees = {key: int(value) for key, value in re.findall(r"(tp|cp|pp|dp) (\d+)", twice)}
+    layout = replace(problem.layout, **degrees)
+    larger = make_problem(model="llama-7b", cluster=problem.cluster, system="megatron-kwai",
+                          layout=layout, seq_len=8192)  # fmt: skip
+    plan = discover().resolve("full_recompute").plan(larger)
+    outcome = run_plan(larger, plan)  # type: ignore[arg-type]  # it plans everything
+    assert outcome.status == "ok"
+    assert outcome.evaluation is not None
+    assert f"{outcome.evaluation.tokens_per_s_per_gpu:.4g} tokens" in twice
+
+
+def test_what_nothing_helps_has_no_line() -> None:
+    assert would_fit(short(), [], discover()) == []
+
+
+@pytest.mark.parametrize("word", ["balanced_checkpointing:point=published+fc1+memo:alpha=0.5"])
+def test_names_of_settings_are_methods(word: str) -> None:
+    composition = discover().resolve(word)
+    assert composition.parameters["balanced_checkpointing"]["point"] == "published+fc1"
+    assert composition.parameters["memo"]["alpha"] == 0.5
