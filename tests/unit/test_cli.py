@@ -86,7 +86,7 @@ def test_every_command_has_help_with_an_example(cli: Any, command: str) -> None:
         (["simulate", "keep_all", *PIPE, "--partition", "4,x"], "whole numbers"),
         (["plan", "keep_all", *PIPE, "--rank", "4"], "ranks 0 to 3"),
         (["timeline", "no.json", "-o", "t.json"], "no.json: cannot be read"),
-        (["predict", "no.csv", "-o", "p.csv"], "no.csv cannot be read"),
+        (["predict", "no.csv", "-o", "p.csv"], "no.csv: cannot be read"),
         (["validate", "--rows", "a.csv", "--predictions", "b.csv"], "give one of them"),
         (["stages", "no.json"], "no.json: cannot be read"),
         (["run", "no.yaml", "--method", "keep_all", "-o", "d"], "no.yaml: cannot be read"),
