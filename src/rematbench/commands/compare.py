@@ -16,11 +16,11 @@ from rematbench.compare import Comparison, Entry
 from rematbench.compare import compare as compared
 from rematbench.console import console
 from rematbench.discover import discover
+from rematbench.load import calibration
 from rematbench.paths import data_dir
 from rematbench.published.accuracy import load_accuracy
 from rematbench.published.evidence import RULES, evidence, known_cells
 from rematbench.published.sheets import write_sheet
-from rematbench.suite import calibration
 
 
 @takes_problem

@@ -13,6 +13,7 @@ from rematbench.commands.sheet import read, rich_table
 from rematbench.commands.targets import need_file, need_folder
 from rematbench.console import CommandError, console
 from rematbench.discover import discover
+from rematbench.load import calibration
 from rematbench.lower import lower
 from rematbench.published.accuracy import load_accuracy, load_left_out
 from rematbench.published.paper import paper_tables
@@ -24,7 +25,6 @@ from rematbench.record import read_record
 from rematbench.rerun import replay
 from rematbench.stages import stage_bytes
 from rematbench.store import Store
-from rematbench.suite import calibration
 from rematbench.suitefile import labels, load_suite, run_bundle
 from rematbench.table import Column, Table, gib
 

@@ -12,6 +12,7 @@ from rematbench.commands.sheet import read
 from rematbench.commands.targets import need_file, need_folder
 from rematbench.console import CommandError
 from rematbench.discover import discover
+from rematbench.load import calibration
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import run_matrix
 from rematbench.matrix.tables import matrix_tables as tables_of
@@ -20,7 +21,6 @@ from rematbench.published.accuracy import load_accuracy
 from rematbench.published.evidence import known_cells
 from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.studies.front import pareto_table
-from rematbench.suite import calibration
 from rematbench.suitefile import load_suite
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="A suite with a matrix.")]

@@ -14,6 +14,7 @@ from rematbench.collector import collect_rarely
 from rematbench.commands.targets import need_file, need_folder
 from rematbench.configfile import ConfigError
 from rematbench.console import CommandError, console, grid, left, plain
+from rematbench.load import calibration
 from rematbench.paths import data_dir
 from rematbench.published.accuracy import load_accuracy, load_left_out
 from rematbench.published.predict import COLUMNS, predict_rows
@@ -29,7 +30,6 @@ from rematbench.published.sheets import (
 )
 from rematbench.published.validate import Report, by_source
 from rematbench.published.validate import validate as score
-from rematbench.suite import calibration
 from rematbench.table import Table
 
 ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Columns as results/published/runs.csv.")]
