@@ -102,6 +102,7 @@ def _here_document(command: str) -> bool:
 
 def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path / "checkout")
+    (checkout.path / "methods" / f"{NAME}.py").write_text(*METHOD)
     commands = readme_commands()
     used = {shlex.split(command)[1] for command in commands if command.startswith("rematbench")}
     wanted = {"methods", "simulate", "stages", "timeline", "plan", "doctor", "predict", "validate"}
