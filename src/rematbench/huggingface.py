@@ -6,13 +6,17 @@ norms, initialisation): the torch runtime has its own, the same for every method
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rematbench.configfile import ConfigError, closest, convert
-from rematbench.workload import Model
+import msgspec
+from msgspec import Meta, Struct
+
+from rematbench.configfile import ConfigError, closest, convert, validation_problem
+from rematbench.workload import Cap, Layers, Length, Model, Width
 
 Config = Mapping[str, Any]
 
+Expansion = Annotated[float, Meta(gt=0.0, le=1024.0)]
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _GATED = {"silu": "swiglu", "swish": "swiglu"}
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
@@ -28,6 +32,10 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
     label = str(path)
     kind = data.get("model_type")
     build = _ARCHITECTURES.get(str(kind))
+    try:
+        msgspec.convert(dict(data), _Known)
+    except msgspec.ValidationError as error:
+        raise ConfigError(label, *validation_problem(str(error), _Known)) from error
     _refuse(data, label)
     if build is None:
         known = sorted(_ARCHITECTURES)
@@ -43,6 +51,36 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
         raise ConfigError(label, error.key, f"{error.reason}, which is not modelled") from error
     name = path.parent.name if path.stem == "config" and path.parent.name else path.stem
     return convert({"name": name, "source": f"Hugging Face config {label}", **fields}, Model, label)
+
+
+class _Known(Struct, frozen=True):
+    """The keys of any architecture that are read, with what they may hold; `null` is left out."""
+
+    hidden_size: Width | None = None
+    intermediate_size: Width | None = None
+    num_hidden_layers: Layers | None = None
+    num_attention_heads: Width | None = None
+    num_key_value_heads: Width | None = None
+    head_dim: Width | None = None
+    vocab_size: Width | None = None
+    max_position_embeddings: Length | None = None
+    sliding_window: Length | None = None
+    max_window_layers: Length | None = None
+    layer_types: list[str] | None = None
+    attn_logit_softcapping: Cap | None = None
+    final_logit_softcapping: Cap | None = None
+    quantization_config: dict[str, Any] | None = None
+    n_embd: Width | None = None
+    n_head: Width | None = None
+    n_layer: Layers | None = None
+    n_inner: Width | None = None
+    n_positions: Length | None = None
+    d_model: Width | None = None
+    n_heads: Width | None = None
+    n_layers: Layers | None = None
+    expansion_ratio: Expansion | None = None
+    max_seq_len: Length | None = None
+    attn_config: dict[str, Any] | None = None
 
 
 class Unmodelled(Exception):
