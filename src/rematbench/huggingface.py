@@ -6,10 +6,10 @@ norms, initialisation): the torch runtime has its own, the same for every method
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from rematbench.configfile import ConfigError, closest, convert, validation_problem
 from rematbench.workload import Cap, Layers, Length, Model, Width
@@ -33,7 +33,10 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
     kind = data.get("model_type")
     build = _ARCHITECTURES.get(str(kind))
     try:
-        msgspec.convert(dict(data), _Known)
+        given = {key: value for key, value in data.items() if value is not None}
+        msgspec.convert(given, _Known)
+        if "sliding_window" in data:  # null: none, where an architecture has one by itself
+            given.setdefault("sliding_window", None)
     except msgspec.ValidationError as error:
         raise ConfigError(label, *validation_problem(str(error), _Known)) from error
     _refuse(data, label)
@@ -44,7 +47,7 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
         )
         raise ConfigError(label, "model_type", problem)
     try:
-        fields = build(data)
+        fields = build(given)
     except KeyError as error:
         raise ConfigError(label, str(error.args[0]), "required key is missing") from error
     except Unmodelled as error:
@@ -53,34 +56,34 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
     return convert({"name": name, "source": f"Hugging Face config {label}", **fields}, Model, label)
 
 
-class _Known(Struct, frozen=True):
-    """The keys of any architecture that are read, with what they may hold; `null` is left out."""
+class _Known(TypedDict, total=False):
+    """The keys of any architecture that are read, with what they may hold where they are given."""
 
-    hidden_size: Width | None = None
-    intermediate_size: Width | None = None
-    num_hidden_layers: Layers | None = None
-    num_attention_heads: Width | None = None
-    num_key_value_heads: Width | None = None
-    head_dim: Width | None = None
-    vocab_size: Width | None = None
-    max_position_embeddings: Length | None = None
-    sliding_window: Length | None = None
-    max_window_layers: Length | None = None
-    layer_types: list[str] | None = None
-    attn_logit_softcapping: Cap | None = None
-    final_logit_softcapping: Cap | None = None
-    quantization_config: dict[str, Any] | None = None
-    n_embd: Width | None = None
-    n_head: Width | None = None
-    n_layer: Layers | None = None
-    n_inner: Width | None = None
-    n_positions: Length | None = None
-    d_model: Width | None = None
-    n_heads: Width | None = None
-    n_layers: Layers | None = None
-    expansion_ratio: Expansion | None = None
-    max_seq_len: Length | None = None
-    attn_config: dict[str, Any] | None = None
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Width
+    num_key_value_heads: Width
+    head_dim: Width
+    vocab_size: Width
+    max_position_embeddings: Length
+    sliding_window: Length
+    max_window_layers: Length
+    layer_types: list[str]
+    attn_logit_softcapping: Cap
+    final_logit_softcapping: Cap
+    quantization_config: dict[str, Any]
+    n_embd: Width
+    n_head: Width
+    n_layer: Layers
+    n_inner: Width
+    n_positions: Length
+    d_model: Width
+    n_heads: Width
+    n_layers: Layers
+    expansion_ratio: Expansion
+    max_seq_len: Length
+    attn_config: dict[str, Any]
 
 
 class Unmodelled(Exception):

@@ -29,8 +29,13 @@ SCORED = ("source", "status")
 """What a row needs beside them to be held to what it says."""
 TABLED = ("table", "recompute", "gpus", "layers")
 """What the papers' tables need beside those."""
-NUMBERS = ("tokens_per_s_per_gpu", "peak_device_bytes", "step_s", "mfu_causal")
+NUMBERS = {
+    *("tokens_per_s_per_gpu", "peak_device_bytes", "step_s", "mfu_causal", "mfu_pct_as_published"),
+    *("gpus", "layers", "seq_len", "global_batch", "micro_batch", "tp", "cp", "pp", "vpp", "dp"),
+}
 """Columns whose cells are numbers above 0, or empty; also those of predictions."""
+SHARES = {"offload_fraction", "peak_host_bytes"}
+"""The same, or 0."""
 
 
 class Sheet(list[Cell]):
@@ -66,18 +71,24 @@ def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
 
 
 def check_numbers(sheet: Sheet, label: str) -> None:
-    """ConfigError for a cell of NUMBERS, published or predicted, that is neither empty nor a number
-    above 0."""
-    columns = [c for c in sheet.columns if c.removeprefix("pred_") in NUMBERS]
-    for index, row in enumerate(sheet, start=1):
-        for column in columns:
-            cell = row[column]
-            try:
-                good = not cell or 0.0 < float(cell) < math.inf
-            except ValueError:
-                good = False
-            if not good:
-                raise ConfigError(label, f"row {index}, {column}", f"{cell!r} is no number above 0")
+    """ConfigError for a cell, published or predicted, that is neither empty nor such a number."""
+    for column in sheet.columns:
+        plain = column.removeprefix("pred_")
+        if plain not in NUMBERS | SHARES:
+            continue
+        for index, row in enumerate(sheet, start=1):
+            if row[column] and not _is_number(row[column], positive=plain in NUMBERS):
+                least = "above 0" if plain in NUMBERS else "of at least 0"
+                problem = f"{row[column]!r} is no number {least}"
+                raise ConfigError(label, f"row {index}, {column}", problem)
+
+
+def _is_number(cell: str, *, positive: bool) -> bool:
+    try:
+        value = float(cell)
+    except ValueError:
+        return False
+    return 0.0 <= value < math.inf and (value > 0.0 or not positive)
 
 
 def write_sheet(
