@@ -1,28 +1,16 @@
 """Shared by the other files: bundles by method, and inputs that Snakemake cannot see itself."""
 
-import hashlib
 from pathlib import Path
 
+from rematbench.digests import command_digest, digest
 from rematbench.discover import discover
 from rematbench.published.sheets import all_cells, bundles as sheet_bundles, read_sheet
 from rematbench.studies.study import load_study
 from rematbench.suitefile import bundles as suite_bundles, load_suite
 
-
-def digest(*paths):
-    """One short word for the contents of many files: a parameter that reruns what used them."""
-    joined = hashlib.sha256()
-    for path in sorted(paths):
-        joined.update(f"{path}\n".encode() + path.read_bytes())
-    return joined.hexdigest()[:16]
-
-
 PUBLISHED = "results/published/runs.csv"
-ENGINE = digest(
-    *Path("src/rematbench").rglob("*.py"),
-    *Path("config").glob("*s/*.yaml"),
-    Path("config/calibration.yaml"),
-)
+METHODS = sorted(str(path) for path in Path("methods").glob("*.py"))
+FACTS = digest([*Path("config").glob("*s/*.yaml"), Path("config/calibration.yaml")])
 REGISTRY = discover()
 STUDIES = sorted(path.stem for path in Path("config/study").glob("*.yaml"))
 SHEETS = sorted(sheet_bundles(all_cells(read_sheet(Path(PUBLISHED))), REGISTRY))
@@ -37,6 +25,13 @@ wildcard_constraints:
     method="[a-z0-9_+]+",
     study="|".join(STUDIES),
     bundle=r"[a-z0-9_+]+\.\d+x\d+\.\d+",
+
+
+def code(command, methods=()):
+    """One word for the code behind a rule's command (`module.function`), with what the files of its
+    methods import, and for models, clusters, systems and constants: a parameter that reruns it.
+    """
+    return f"{command_digest(command, map(Path, methods))} {FACTS}"
 
 
 def suite_methods(suite):

@@ -43,6 +43,7 @@ rule executed_table:
     conda:
         "../environment.yml"
     params:
+        engine=code("cells.collect_cells"),
         cluster=cluster_option,
     shell:
         "rematbench collect-cells {input.suite} --store results/{wildcards.measured}/cells"
@@ -60,7 +61,7 @@ rule measured_speed:
     conda:
         "../environment.yml"
     params:
-        engine=ENGINE,
+        engine=code("speeds.speeds"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench speeds {input} -o {params.folder} > {log} 2>&1"

@@ -17,7 +17,8 @@ MATRIX_TABLES = [
 rule matrix:
     input:
         suite="config/paper.yaml",
-        methods=sorted(str(path) for path in Path("methods").glob("*.py")),
+        policies="config/compare.yaml",
+        methods=METHODS,
     output:
         results="results/paper/matrix/{model}.{part}.csv",
         candidates="results/paper/matrix/{model}.{part}.candidates.csv",
@@ -33,7 +34,7 @@ rule matrix:
     resources:
         **SIMULATED,
     params:
-        engine=ENGINE,
+        engine=code("matrix.matrix", METHODS),
         lengths=lambda wildcards: [
             f"--seq-len {n}" for n in MATRIX_PARTS[wildcards.part]
         ],
@@ -70,7 +71,7 @@ rule matrix_tables:
     conda:
         "../environment.yml"
     params:
-        engine=ENGINE,
+        engine=code("matrix.matrix_tables"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench matrix-tables {input.suite} {input.results}"

@@ -4,6 +4,7 @@
 rule retrace:
     input:
         suite="config/traced.yaml",
+        method=f"methods/{RETRACED.split('.')[1]}.py",
         record=f"results/measured/traced/{RETRACED}.json",
     output:
         "results/paper/retraced.txt",
@@ -13,7 +14,7 @@ rule retrace:
     conda:
         "../environment.yml"
     params:
-        engine=ENGINE,
+        engine=lambda wildcards, input: code("retrace.retrace", [input.method]),
         torch=HAS_TORCH,
         cell=RETRACED,
         committed=lambda wildcards, input: Path(input.record).parent,
@@ -25,6 +26,7 @@ rule retrace:
 rule worlds:
     input:
         records=MEASURED["executed"] + MEASURED["traced"],
+        methods=METHODS,  # their parameters
         again=rules.retrace.output[0],
     output:
         multiext("results/paper/tables/worlds", ".csv", ".md", ".tex"),
@@ -34,7 +36,7 @@ rule worlds:
     conda:
         "../environment.yml"
     params:
-        engine=ENGINE,
+        engine=code("measured.worlds"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench worlds results/measured/executed results/measured/traced"
@@ -55,7 +57,7 @@ rule curves:
     conda:
         "../environment.yml"
     params:
-        engine=ENGINE,
+        engine=code("converge.curves"),
         folder=lambda wildcards, output: Path(output.lines).parent,
     shell:
         "rematbench curves results/measured/convergence -o {params.folder} > {log} 2>&1"

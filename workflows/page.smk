@@ -12,7 +12,7 @@ rule method_trace:
     conda:
         "../environment.yml"
     params:
-        engine=ENGINE,
+        engine=code("plan.timeline"),
     shell:
         "rematbench timeline {input.records}/{wildcards.record}.json -o {output} > {log} 2>&1"
 
@@ -38,6 +38,7 @@ rule page:
     input:
         suite="config/paper.yaml",
         texts="config/report.yaml",
+        template="src/rematbench/report/page.html.jinja",
         tables=rules.tables.output.tables,
         matrix=rules.matrix_tables.output,
         methods="results/paper/tables/methods.md",
@@ -56,7 +57,7 @@ rule page:
     conda:
         "../environment.yml"
     params:
-        engine=ENGINE,
+        engine=code("report.report"),
     shell:
         "rematbench report {input.suite} > {log} 2>&1"
 

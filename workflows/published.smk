@@ -15,8 +15,7 @@ TABLES = [
 
 rule sheets:
     input:
-        rows=PUBLISHED,
-        code=["src/rematbench/published/sheets.py", "src/rematbench/published/rows.py"],
+        PUBLISHED,
     output:
         expand("results/paper/sheets/{method}.csv", method=SHEETS),
     log:
@@ -25,9 +24,10 @@ rule sheets:
     conda:
         "../environment.yml"
     params:
+        engine=code("flow.sheets"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
-        "rematbench sheets {input.rows} -o {params.folder} > {log} 2>&1"
+        "rematbench sheets {input} -o {params.folder} > {log} 2>&1"
 
 
 rule predict:
@@ -45,7 +45,7 @@ rule predict:
     resources:
         **SIMULATED,
     params:
-        engine=ENGINE,
+        engine=lambda wildcards, input: code("sheet.predict", input.methods),
     shell:
         "rematbench predict {input.sheet} -o {output} --processes 1 > {log} 2>&1"
 
@@ -67,7 +67,7 @@ rule tables:
     conda:
         "../environment.yml"
     params:
-        engine=ENGINE,
+        engine=code("flow.tables"),
         folder=lambda wildcards, output: Path(output.tables[0]).parent,
     shell:
         "rematbench tables {input.predictions} -o {params.folder} --joined {output.cells}"

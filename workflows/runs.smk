@@ -15,7 +15,7 @@ rule bundle:
     resources:
         **SIMULATED,
     params:
-        engine=ENGINE,
+        engine=lambda wildcards, input: code("flow.run", input.methods),
     shell:
         "rematbench run {input.suite} --method {wildcards.method} -o {output}"
         " --store results/{wildcards.suite}/cells > {log} 2>&1"
@@ -39,6 +39,7 @@ rule collect:
     conda:
         "../environment.yml"
     params:
+        engine=code("flow.collect"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench collect {input.suite} {input.records} -o {params.folder} > {log} 2>&1"

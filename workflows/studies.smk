@@ -28,7 +28,7 @@ rule study:
     resources:
         **SIMULATED,
     params:
-        engine=ENGINE,
+        engine=lambda wildcards, input: code("study.study", input.methods),
     shell:
         "rematbench study {input.study} -o {output} > {log} 2>&1"
 
@@ -51,7 +51,7 @@ rule claims:
     conda:
         "../environment.yml"
     params:
-        engine=ENGINE,
+        engine=code("study.claims"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench claims {input.answers} --predictions {input.predictions} -o {params.folder}"

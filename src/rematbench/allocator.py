@@ -27,9 +27,10 @@ LARGE_SEGMENT, MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
 GAP = MIN_BLOCK
 """Between segments, so that blocks of two never touch."""
 
-BITS = 48
+BITS = 96
 ADDRESS = (1 << BITS) - 1
-"""Bits of an address, as on the device."""
+"""Bits of an address: more than any problem that `check_layout` lets pass can allocate; what does
+not fit is replayed too."""
 
 
 class AllocatorPeaks(Struct, frozen=True, kw_only=True):

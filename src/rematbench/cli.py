@@ -39,7 +39,8 @@ from rematbench.commands.study import claims, study
 from rematbench.commands.trace import trace
 from rematbench.configfile import ConfigError
 from rematbench.console import CommandError, console, grid, left, plain
-from rematbench.discover import MethodError, discover
+from rematbench.contract import check_file
+from rematbench.discover import MethodError, Registry, discover
 from rematbench.layout import LayoutError
 from rematbench.ledger import LedgerError
 from rematbench.plan import PlanError
@@ -86,15 +87,25 @@ def methods(
     folder: Annotated[
         list[Path] | None, Option("--methods", metavar="DIR", help="More method files.")
     ] = None,
+    check: Annotated[
+        Path | None, Option(metavar="FILE.py", help="Hold a file to the contract instead.")
+    ] = None,
 ) -> None:
     """List the methods: what each claims, its parameters and its file.
+
+    --check holds a method's file to what tests ask of the shipped ones, on tiny problems and on top
+    of every other method; a line per check, and exit code 1 at the first that fails.
 
     \b
     Example:
       rematbench methods
       rematbench methods --methods my-methods/
+      rematbench methods --check my-methods/mine.py
     """
     registry = discover(folder or ())
+    if check is not None:
+        _check(check, registry)
+        return
     table = left(grid("method", "claim", "parameters"), 1, 2)
     for entry in registry.methods.values():
         parameters = ", ".join(f"{key}={value}" for key, value in entry.parameters.items())
@@ -102,6 +113,17 @@ def methods(
     console().print(table)
     for path, reason in registry.broken.items():
         console(error=True).print(plain(f"unavailable: {path}: {reason}"))
+
+
+def _check(path: Path, registry: Registry) -> None:
+    if not path.is_file():
+        raise CommandError(f"--check {path}: no such file")
+    try:
+        for passed in check_file(path, registry):
+            typer.echo(f"ok: {passed}")
+    except MethodError as error:
+        typer.echo(f"broken: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor, flags)

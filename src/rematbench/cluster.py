@@ -4,9 +4,11 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from rematbench.workload import NonNegativeInt, PositiveInt
+from rematbench.workload import NonNegativeInt
 
-PositiveFloat = Annotated[float, Meta(gt=0.0)]
+Rate = Annotated[float, Meta(ge=1.0, le=1e21)]
+Bytes = Annotated[int, Meta(gt=0, le=1 << 60)]
+Count = Annotated[int, Meta(gt=0, le=1 << 16)]
 
 
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,18 +22,18 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     gpu: str
     generation: str
-    peak_flop_per_s: PositiveFloat
-    hbm_bytes: PositiveInt
-    hbm_bytes_per_s: PositiveFloat
+    peak_flop_per_s: Rate
+    hbm_bytes: Bytes
+    hbm_bytes_per_s: Rate
     non_torch_bytes: NonNegativeInt
-    gpus_per_node: PositiveInt
-    nvlink_bytes_per_s: PositiveFloat
-    nics_per_node: PositiveInt
-    nic_bytes_per_s: PositiveFloat
-    pcie_bytes_per_s: PositiveFloat
-    pcie_gpus_per_link: PositiveInt = 1
-    numa_nodes: PositiveInt = 2
-    host_bytes: PositiveInt
+    gpus_per_node: Count
+    nvlink_bytes_per_s: Rate
+    nics_per_node: Count
+    nic_bytes_per_s: Rate
+    pcie_bytes_per_s: Rate
+    pcie_gpus_per_link: Count = 1
+    numa_nodes: Count = 2
+    host_bytes: Bytes
     sources: dict[str, str] = {}
 
     @property

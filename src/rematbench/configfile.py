@@ -85,18 +85,36 @@ def read_mapping(path: Path, label: str) -> dict[str, Any]:
         raise ConfigError(label, "", f"cannot be read ({reason})") from error
     try:
         data = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=_Loader)
-    except (yaml.MarkedYAMLError, json.JSONDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(label, "", _syntax_problem(error)) from error
+    if _circular(data, set(), set()):
+        raise ConfigError(label, "", "an alias stands inside what it stands for")
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError(label, "", "expected a mapping of names to values at the top level")
     return data
 
 
-def _syntax_problem(error: yaml.MarkedYAMLError | json.JSONDecodeError) -> str:
+def _syntax_problem(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"line {error.lineno}: {error.msg}"
-    line = error.problem_mark.line + 1 if error.problem_mark else 0
-    return f"line {line}: {error.problem or 'not valid YAML'}"
+    if isinstance(error, yaml.MarkedYAMLError):
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        return f"line {line}: {error.problem or 'not valid YAML'}"
+    return f"cannot be read ({' '.join(str(error).split())})"
+
+
+def _circular(value: object, above: set[int], done: set[int]) -> bool:
+    """Whether a mapping or list holds itself; each is looked into once."""
+    if not isinstance(value, dict | list) or id(value) in done:
+        return False
+    if id(value) in above:
+        return True
+    above.add(id(value))
+    inside = value.values() if isinstance(value, dict) else value
+    found = any(_circular(item, above, done) for item in inside)
+    above.discard(id(value))
+    done.add(id(value))
+    return found
 
 
 def flatten(

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.configfile import closest, validation_problem
+from rematbench.methodfile import TO_RUN, MethodFile, problem_of
 from rematbench.paths import data_dir
 from rematbench.plan import Plan, Settings, Unsupported
 from rematbench.problem import Problem
@@ -216,7 +217,7 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
             raise MethodError(f"no such folder of methods: {folder}")
         for path in sorted(folder.glob("*.py")):
             if not path.name.startswith("_"):
-                load_file(path, methods, broken)
+                load_file(path, methods, broken, foreign=folder is not folders[0])
     for point in entry_points(group=ENTRY_POINTS):
         try:
             _enter(cast(type[Any], point.load()), point.value, None, methods)
@@ -225,8 +226,25 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
     return Registry(dict(sorted(methods.items())), broken)
 
 
-def load_file(path: Path, methods: dict[str, MethodEntry], broken: dict[str, str]) -> None:
-    """Enter the methods of one file, or the reason why it has none."""
+def entry_of(path: Path) -> MethodEntry:
+    """The method of one file, whose plans nobody has seen; MethodError when it cannot be loaded."""
+    methods: dict[str, MethodEntry] = {}
+    broken: dict[str, str] = {}
+    load_file(path, methods, broken)
+    if not methods:
+        raise MethodError(f"{path}: {broken[str(path)]}")
+    return next(iter(methods.values()))
+
+
+def load_file(
+    path: Path,
+    methods: dict[str, MethodEntry],
+    broken: dict[str, str],
+    *,
+    foreign: bool = False,
+) -> None:
+    """Enter the methods of one file, or the reason why it has none; a foreign file must keep
+    what of the contract can be had without a plan (tests hold shipped ones to all of it)."""
     try:
         module = load_module(path)
         classes = [
@@ -239,7 +257,7 @@ def load_file(path: Path, methods: dict[str, MethodEntry], broken: dict[str, str
         if not classes:
             raise MethodError("defines no class with a `name` and a `plan`")
         for cls in classes:
-            _enter(cls, str(path), module.__doc__, methods)
+            _enter(cls, str(path), module.__doc__, methods, held=foreign)
     except Exception as error:  # a method's file may fail in any way
         broken[str(path)] = _one_line(error)
 
@@ -260,8 +278,15 @@ def load_module(path: Path) -> ModuleType:
     return module
 
 
-def _enter(cls: type[Any], origin: str, doc: str | None, methods: dict[str, MethodEntry]) -> None:
-    """Check a class against the contract and add it."""
+def _enter(
+    cls: type[Any],
+    origin: str,
+    doc: str | None,
+    methods: dict[str, MethodEntry],
+    *,
+    held: bool = False,
+) -> None:
+    """Check a class and add it; one that is `held` to the contract, by its file too."""
     text = doc or cls.__doc__ or ""
     if not (isinstance(cls, type) and issubclass(cls, Struct)):
         raise MethodError(f"{cls.__name__} must be a msgspec Struct")
@@ -279,6 +304,10 @@ def _enter(cls: type[Any], origin: str, doc: str | None, methods: dict[str, Meth
         cls()
     except TypeError as error:
         raise MethodError(f"{cls.__name__}: every parameter needs a default") from error
+    file = MethodFile(path=Path(origin), name=name, cls=cls, doc=text)
+    problem = problem_of(file, TO_RUN) if held else ""
+    if problem:
+        raise MethodError(problem)
     entry = MethodEntry(name, cls, origin, text)
     for settings in entry.grid:
         unknown = sorted(settings.keys() - entry.parameters.keys())

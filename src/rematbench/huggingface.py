@@ -6,13 +6,17 @@ norms, initialisation): the torch runtime has its own, the same for every method
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from rematbench.configfile import ConfigError, closest, convert
-from rematbench.workload import Model
+import msgspec
+from msgspec import Meta
+
+from rematbench.configfile import ConfigError, closest, convert, validation_problem
+from rematbench.workload import Cap, Layers, Length, Model, Width
 
 Config = Mapping[str, Any]
 
+Expansion = Annotated[float, Meta(gt=0.0, le=1024.0)]
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _GATED = {"silu": "swiglu", "swish": "swiglu"}
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
@@ -28,6 +32,13 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
     label = str(path)
     kind = data.get("model_type")
     build = _ARCHITECTURES.get(str(kind))
+    try:
+        given = {key: value for key, value in data.items() if value is not None}
+        msgspec.convert(given, _Known)
+        if "sliding_window" in data:  # null: none, where an architecture has one by itself
+            given.setdefault("sliding_window", None)
+    except msgspec.ValidationError as error:
+        raise ConfigError(label, *validation_problem(str(error), _Known)) from error
     _refuse(data, label)
     if build is None:
         known = sorted(_ARCHITECTURES)
@@ -36,13 +47,43 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
         )
         raise ConfigError(label, "model_type", problem)
     try:
-        fields = build(data)
+        fields = build(given)
     except KeyError as error:
         raise ConfigError(label, str(error.args[0]), "required key is missing") from error
     except Unmodelled as error:
         raise ConfigError(label, error.key, f"{error.reason}, which is not modelled") from error
     name = path.parent.name if path.stem == "config" and path.parent.name else path.stem
     return convert({"name": name, "source": f"Hugging Face config {label}", **fields}, Model, label)
+
+
+class _Known(TypedDict, total=False):
+    """The keys of any architecture that are read, with what they may hold where they are given."""
+
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Layers
+    num_attention_heads: Width
+    num_key_value_heads: Width
+    head_dim: Width
+    vocab_size: Width
+    max_position_embeddings: Length
+    sliding_window: Length
+    max_window_layers: Length
+    layer_types: list[str]
+    attn_logit_softcapping: Cap
+    final_logit_softcapping: Cap
+    quantization_config: dict[str, Any]
+    n_embd: Width
+    n_head: Width
+    n_layer: Layers
+    n_inner: Width
+    n_positions: Length
+    d_model: Width
+    n_heads: Width
+    n_layers: Layers
+    expansion_ratio: Expansion
+    max_seq_len: Length
+    attn_config: dict[str, Any]
 
 
 class Unmodelled(Exception):

@@ -9,6 +9,7 @@ from rematbench.system import System
 from rematbench.workload import PositiveInt, Workload
 
 ZeroStage = Literal[0, 1, 2, 3]
+MOST_GPUS, MOST_TOKENS, MOST_PASSES = 1 << 16, 1 << 36, 1 << 18
 
 
 class LayoutError(ValueError):
@@ -64,14 +65,41 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def check_layout(layout: Layout, workload: Workload, cluster: Cluster, system: System) -> None:
     """Raise LayoutError on the first broken rule."""
-    for broken, rule in _rules(layout, workload, cluster, system):
+    _check(_size_rules(layout, workload))
+    _check(_batch_rules(layout))
+    _check(_rules(layout, workload, cluster, system))
+
+
+def _check(rules: list[tuple[bool, str]]) -> None:
+    for broken, rule in rules:
         if broken:
             raise LayoutError(rule)
 
 
+def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    """Far beyond what is trained, and what is still simulated in seconds."""
+    passes = lay.global_batch // lay.micro_batch // max(1, lay.replicas) * lay.num_chunks
+    return [
+        (lay.gpus > MOST_GPUS, f"{lay.gpus} GPUs are more than {MOST_GPUS}, the most simulated"),
+        (
+            work.seq_len * lay.global_batch > MOST_TOKENS,
+            f"seq_len {work.seq_len} x global_batch {lay.global_batch} are more tokens a step than "
+            f"{MOST_TOKENS}, the most simulated",
+        ),
+        (
+            passes > MOST_PASSES,
+            f"micro-batches x pp x vpp = {passes} are more passes than {MOST_PASSES}, the most "
+            "simulated",
+        ),
+        (
+            lay.dp % lay.ulysses != 0,
+            f"dp {lay.dp} must divide by ulysses = {lay.ulysses} (it takes ranks from dp)",
+        ),
+    ]
+
+
 def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> list[tuple[bool, str]]:
     return [
-        *_batch_rules(lay),
         *_model_rules(lay, work),
         (
             work.seq_len % (lay.cp * (2 if lay.cp > 1 else 1)) != 0,
@@ -121,10 +149,6 @@ def _batch_rules(lay: Layout) -> list[tuple[bool, str]]:
     per_pass = lay.replicas * lay.micro_batch
     micro_batches = lay.num_micro_batches
     return [
-        (
-            lay.dp % lay.ulysses != 0,
-            f"dp {lay.dp} must divide by ulysses = {lay.ulysses} (it takes ranks from dp)",
-        ),
         (
             lay.global_batch % max(per_pass, 1) != 0,
             f"global_batch {lay.global_batch} must divide by replicas x micro_batch = {per_pass}",

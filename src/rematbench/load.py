@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from rematbench.cluster import Cluster
 from rematbench.configfile import ConfigError, closest, convert, flatten, read_mapping
+from rematbench.cost.constants import Calibration, load_calibration
 from rematbench.huggingface import is_huggingface, model_from_huggingface
 from rematbench.paths import data_dir
 from rematbench.system import System
@@ -22,7 +23,6 @@ _FEATURES = (
     "param_offload",
     "ulysses",
 )
-_GENERATIONS = ("ampere", "hopper", "cpu")
 
 
 def names(kind: Kind) -> list[str]:
@@ -48,6 +48,11 @@ def load_system(name_or_path: str | Path) -> System:
     return _shipped_system(path) if _is_shipped(path) else _system(path)
 
 
+def calibration(path: Path | None = None) -> Calibration:
+    """The shipped constants, or a file's; each read once.  Its `gpus` are the generations."""
+    return _calibration(path or data_dir("config") / "calibration.yaml")
+
+
 def _model(path: Path) -> Model:
     label = _label(path)
     data = read_mapping(path, label)
@@ -68,7 +73,7 @@ def _cluster(path: Path) -> Cluster:
     data.pop("slurm", None)  # how to ask for its nodes: rematbench.slurm.settings
     values, sources = flatten(data, label)
     cluster = convert({**values, "sources": sources}, Cluster, label)
-    _one_of(cluster.generation, _GENERATIONS, label, "generation")
+    _one_of(cluster.generation, tuple(calibration().gpus), label, "generation")
     if cluster.non_torch_bytes >= cluster.hbm_bytes:
         raise ConfigError(label, "non_torch_bytes", "leaves no device memory to the framework")
     return cluster
@@ -88,6 +93,7 @@ def _system(path: Path) -> System:
 _shipped_model = cache(_model)
 _shipped_cluster = cache(_cluster)
 _shipped_system = cache(_system)
+_calibration = cache(load_calibration)
 
 
 def _is_shipped(path: Path) -> bool:

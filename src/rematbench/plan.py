@@ -36,10 +36,13 @@ class Keep(Struct, frozen=True, tag="keep"):
 
 class Group(Struct, frozen=True, tag="group"):
     """Recompute scope: layers first..last (global indices) are rebuilt once, in forward order,
-    before the first backward op of the group."""
+    before the first backward op of the group.  Groups of one chunk do not overlap."""
 
     first: NonNegativeInt
     last: NonNegativeInt
+
+    def __str__(self) -> str:
+        return f"group {self.first}-{self.last}"
 
 
 class Window(Struct, frozen=True, tag="window"):

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rematbench.allocator import AllocatorPeaks, replay
 from rematbench.check import check
 from rematbench.cluster import Cluster
-from rematbench.cost.constants import Calibration, load_calibration
+from rematbench.cost.constants import Calibration
 from rematbench.discover import Composition
 from rematbench.evaluate import (
     PlanEvaluation,
@@ -20,9 +20,8 @@ from rematbench.evaluate import (
     program_bytes,
 )
 from rematbench.layout import Layout, LayoutError
-from rematbench.load import load_cluster, load_model, load_system
+from rematbench.load import calibration, load_cluster, load_model, load_system
 from rematbench.lower import lower
-from rematbench.paths import data_dir
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import AttentionKind, Problem
 from rematbench.program import Program
@@ -51,17 +50,6 @@ class Outcome(Struct, frozen=True, kw_only=True):
     plan: Plan | None = None
     evaluation: PlanEvaluation | None = None
     verdict: Verdict | None = None
-
-
-_CALIBRATIONS: dict[Path, Calibration] = {}
-
-
-def calibration(path: Path | None = None) -> Calibration:
-    """The shipped constants, or a file's; each read once."""
-    path = path or data_dir("config") / "calibration.yaml"
-    if path not in _CALIBRATIONS:
-        _CALIBRATIONS[path] = load_calibration(path)
-    return _CALIBRATIONS[path]
 
 
 def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:

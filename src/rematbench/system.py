@@ -1,11 +1,13 @@
 """Which software stack runs: what it saves for the backward, what it overlaps, its state dtypes."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from rematbench.workload import NonNegativeInt, PositiveInt
-
+StateBytes = Annotated[int, Meta(ge=0, le=1 << 10)]
+"""Of one parameter."""
+Multiple = Annotated[int, Meta(gt=0, le=1 << 24)]
+Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
 P2pOverlap = Literal["none", "interleaved", "always"]
 TpOverlap = Literal["none", "backward", "gemm"]
 CpKind = Literal["none", "allgather", "ring", "ulysses"]
@@ -43,11 +45,11 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: str
     version: str
-    param_bytes: NonNegativeInt
-    grad_bytes: NonNegativeInt
-    optimizer_bytes: NonNegativeInt
-    reduce_bytes: NonNegativeInt
-    gather_bytes: NonNegativeInt
+    param_bytes: StateBytes
+    grad_bytes: StateBytes
+    optimizer_bytes: StateBytes
+    reduce_bytes: StateBytes
+    gather_bytes: StateBytes
     fused_swiglu: bool
     fused_linears: bool = True
     fused_loss: bool
@@ -61,13 +63,13 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     p2p_overlap: P2pOverlap
     reduce_overlap: bool
     gather_overlap: bool
-    bucket_bytes: NonNegativeInt = 0
-    step_scratch_bytes: NonNegativeInt = 0
+    bucket_bytes: Bytes = 0
+    step_scratch_bytes: StateBytes = 0
     cp_kind: CpKind = "none"
     data_parallel: DataParallelKind = "zero"
     compiled: bool = False
     optimizer_on_host: bool = False
-    vocab_multiple: PositiveInt = 1
+    vocab_multiple: Multiple = 1
     reported_peak: ReportedPeak = "allocated"
     rank_order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
     features: tuple[str, ...] = ()

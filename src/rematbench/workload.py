@@ -7,6 +7,11 @@ from msgspec.structs import force_setattr, replace
 
 PositiveInt = Annotated[int, Meta(gt=0)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
+Width = Annotated[int, Meta(gt=0, le=1 << 24)]
+"""Of a matrix; the bound refuses slips of the keyboard, not models."""
+Layers = Annotated[int, Meta(gt=0, le=1 << 12)]
+Length = Annotated[int, Meta(ge=0, le=1 << 36)]
+Cap = Annotated[float, Meta(ge=0.0, le=1e9)]
 Probability = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 MlpKind = Literal["swiglu", "geglu", "gelu"]
@@ -27,13 +32,13 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     name: str
-    num_layers: PositiveInt
-    hidden: PositiveInt
-    num_heads: PositiveInt
-    num_kv_heads: PositiveInt
-    head_dim: PositiveInt
-    ffn: PositiveInt
-    vocab: PositiveInt
+    num_layers: Layers
+    hidden: Width
+    num_heads: Width
+    num_kv_heads: Width
+    head_dim: Width
+    ffn: Width
+    vocab: Width
     mlp: MlpKind
     norm: NormKind
     position: PositionKind
@@ -43,10 +48,10 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mlp_bias: bool = False
     post_norm: bool = False
     dropout: Probability = 0.0
-    max_positions: NonNegativeInt = 0
-    attention_window: tuple[NonNegativeInt, ...] = ()
-    attention_soft_cap: float = 0.0
-    logit_soft_cap: float = 0.0
+    max_positions: Length = 0
+    attention_window: tuple[Length, ...] = ()
+    attention_soft_cap: Cap = 0.0
+    logit_soft_cap: Cap = 0.0
     source: str = ""
 
     @property

@@ -43,6 +43,6 @@ def test_the_tests_take_up_a_new_file_by_themselves(tmp_path: Path) -> None:
         "test_one.py::test_live_bytes_equal_the_ledger_after_every_action[one drop_norms]",
         "test_one.py::test_gradients_equal_the_autograd_model[one drop_norms]",
         "test_traced.py::test_fake_bytes_of_methods_equal_real_ones[one drop_norms]",
-        "test_plugin_contract.py::test_the_file_is_named_after_its_method[drop_norms]",
+        "test_plugin_contract.py::test_the_file_keeps_the_contract[drop_norms]",
     ):
         assert test in done.stdout

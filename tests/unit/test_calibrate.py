@@ -6,6 +6,7 @@ import pytest
 
 from rematbench.cost.fit import PRIORS, fit_rows, with_values
 from rematbench.discover import discover
+from rematbench.load import calibration
 from rematbench.paths import data_dir
 from rematbench.published.accuracy import load_accuracy, load_left_out
 from rematbench.published.calibrate import StepModel, _lowered, _seconds, without_source
@@ -13,7 +14,6 @@ from rematbench.published.predict import predict_rows
 from rematbench.published.rows import read_case
 from rematbench.published.sheets import read_sheet
 from rematbench.published.validate import SPEED
-from rematbench.suite import calibration
 
 ROWS = read_sheet(data_dir("published") / "runs.csv")
 

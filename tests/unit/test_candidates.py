@@ -20,6 +20,7 @@ from rematbench.choose.candidates import (
 from rematbench.cost.constants import FitRule
 from rematbench.discover import discover
 from rematbench.layout import Layout
+from rematbench.load import calibration
 from rematbench.plan import (
     MiniSequence,
     Offload,
@@ -33,7 +34,7 @@ from rematbench.plan import (
 from rematbench.problem import Problem
 from rematbench.published.accuracy import Accuracy, Group, Promise
 from rematbench.published.evidence import Known, evidence, known_cells
-from rematbench.suite import calibration, make_problem
+from rematbench.suite import make_problem
 
 
 def demo(system: str = "megatron-kwai") -> Problem:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rematbench.cli import COMMANDS, WORKFLOW, main
+from rematbench.commands.doctor import cluster_yaml
 from rematbench.record import read_record
 
 DEMO = [
@@ -86,7 +87,7 @@ def test_every_command_has_help_with_an_example(cli: Any, command: str) -> None:
         (["simulate", "keep_all", *PIPE, "--partition", "4,x"], "whole numbers"),
         (["plan", "keep_all", *PIPE, "--rank", "4"], "ranks 0 to 3"),
         (["timeline", "no.json", "-o", "t.json"], "no.json: cannot be read"),
-        (["predict", "no.csv", "-o", "p.csv"], "no.csv cannot be read"),
+        (["predict", "no.csv", "-o", "p.csv"], "no.csv: cannot be read"),
         (["validate", "--rows", "a.csv", "--predictions", "b.csv"], "give one of them"),
         (["stages", "no.json"], "no.json: cannot be read"),
         (["run", "no.yaml", "--method", "keep_all", "-o", "d"], "no.yaml: cannot be read"),
@@ -201,6 +202,20 @@ def test_doctor_writes_a_cluster_file_that_loads(cli: Any, tmp_path: Path) -> No
     ran = cli("simulate", "keep_all", *DEMO, "--cluster", str(path), "--gpus", "8")
     assert ran.code == 0
     assert "(mine)" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("gpu", "told"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "generation: ampere"),
+        ("NVIDIA GH200 480GB", "generation: hopper"),
+        ("NVIDIA B200", "generation: CHECK"),
+    ],
+)
+def test_doctor_takes_a_generation_from_files_of_such_gpus(gpu: str, told: str) -> None:
+    text = cluster_yaml("mine", [(gpu, 80 << 30)])
+    assert told in text
+    assert ("hbm_bytes_per_s:\n  value: 2.04e+12" in text) is ("A100" in gpu)
 
 
 def test_a_sheet_keeps_its_bad_rows(cli: Any, tmp_path: Path) -> None:

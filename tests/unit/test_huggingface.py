@@ -186,7 +186,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {k: v for k, v in LLAMA.items() if k != "hidden_size"},
         "hidden_size: required key is missing",
     ),
-    ({**LLAMA, "vocab_size": "many"}, "vocab: expected int, got str"),
+    ({**LLAMA, "vocab_size": "many"}, "vocab_size: expected int, got str"),
 ]
 
 

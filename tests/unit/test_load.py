@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rematbench.configfile import ConfigError, read_mapping
-from rematbench.load import Kind, load_cluster, load_model, load_system, names
+from rematbench.load import Kind, calibration, load_cluster, load_model, load_system, names
 from rematbench.paths import data_dir
 
 KINDS: tuple[Kind, ...] = ("model", "cluster", "system")
@@ -208,10 +208,28 @@ def changed(kind: Kind, name: str, old: str, new: str, folder: Path) -> Path:
     return yaml_file(folder, text.replace(old, new))
 
 
+def test_a_new_generation_is_a_section_of_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its constants in calibration.yaml, a cluster file that names it, and no code."""
+    text = (data_dir("config") / "calibration.yaml").read_text(encoding="utf-8")
+    section = text[text.index("  ampere:\n") : text.index("  cpu:")]
+    config = tmp_path / "config"
+    config.mkdir()
+    made = text.replace("networks:\n", f"{section.replace('ampere', 'feynman')}\nnetworks:\n", 1)
+    (config / "calibration.yaml").write_text(made, encoding="utf-8")
+    path = changed("cluster", "h800-80gb", "generation: hopper", "generation: feynman", tmp_path)
+    assert "'feynman' (allowed: hopper, ampere, cpu)" in error_of("cluster", path)
+    monkeypatch.setattr("rematbench.load.data_dir", lambda kind: tmp_path / kind)
+    assert load_cluster(path).generation == "feynman"
+    new = calibration()
+    assert new.gpu("feynman") == new.gpu("ampere")
+
+
 def test_closed_sets_of_clusters_and_systems(tmp_path: Path) -> None:
     path = changed("cluster", "h800-80gb", "generation: hopper", "generation: hoper", tmp_path)
     assert error_of("cluster", path) == (
-        f"{path}: generation: 'hoper'; did you mean 'hopper'? (allowed: ampere, hopper, cpu)"
+        f"{path}: generation: 'hoper'; did you mean 'hopper'? (allowed: hopper, ampere, cpu)"
     )
     (tmp_path / "system").mkdir()
     path = changed("system", "torchtitan", "[async_tp, compile]", "[float8]", tmp_path / "system")

@@ -230,6 +230,32 @@ ILLEGAL: list[tuple[str, tuple[Rule, ...], str]] = [
         r"matches no saved tensor: .*'embedding'",
     ),
     ("more than all", (rule(Split(offload=0.75, recompute=0.5), "q"),), "exceed 1"),
+    (
+        "groups that overlap",
+        (
+            rule(Recompute(scope=Group(0, 2)), "fc2_in", layers=(0, 1)),
+            rule(Recompute(scope=Group(1, 3)), "gate_out", layers=(2, 3)),
+        ),
+        "group 0-2 and group 1-3 overlap",
+    ),
+    (
+        "one layer in two groups",
+        (
+            rule(Recompute(scope=Group(0, 3)), "fc2_in"),
+            rule(Split(recompute=0.5, scope=Group(2, 3)), "gate_out", layers=(2, 3)),
+        ),
+        "group 0-3 and group 2-3 overlap",
+    ),
+    (
+        "a layer outside its group",
+        (rule(Recompute(scope=Group(0, 1)), "fc2_in", layers=(3,)),),
+        "fc2_in of layer 3 is rebuilt with group 0-1, which does not hold it",
+    ),
+    (
+        "the head in a group",
+        (Rule(Select(parts=("head",)), Recompute(scope=Group(0, 1))),),
+        "of head is rebuilt with group 0-1, which does not hold it",
+    ),
 ]
 
 

@@ -10,7 +10,7 @@ from rematbench.action import Action, Kind
 from rematbench.check import check
 from rematbench.discover import discover
 from rematbench.lower import lower
-from rematbench.plan import MiniSequence, Plan, PlanError, Recompute, Window
+from rematbench.plan import Group, MiniSequence, Plan, PlanError, Recompute, Rule, Select, Window
 from rematbench.program import Program
 from tests.problems import LLAMA, half, layers, problem, rule, transfers
 
@@ -38,6 +38,18 @@ def test_a_group_of_layers_is_run_again_once_though_pieces_come_back_later(
     check(program)
     again = Counter((a.part, a.op) for a in of_kind(program, Kind.RECOMPUTE))
     assert again["L0", "qkv"] == again["L1", "qkv"] == given.layout.num_micro_batches
+
+
+def test_rules_share_a_group_and_groups_of_other_phases_are_others() -> None:
+    given = problem(pp=2, global_batch=4, model=layers(4))
+    shared = [rule(Recompute(scope=Group(0, 1)), name, layers=(0, 1)) for name in ("q", "fc2_in")]
+    other = Rule(
+        Select(parts=("layer",), layers=(1,), activations=("fc2_in",), phases=("cooldown",)),
+        Recompute(scope=Group(1, 1)),
+    )
+    early = Rule(replace(other.select, layers=(0,)), Recompute(scope=Group(0, 0)))
+    check(lower(given.base_plan.with_rules(*shared[1:], other, early), given))
+    check(lower(given.base_plan.with_rules(*shared), given))
 
 
 def test_a_window_beside_a_piece_rebuilds_whole_what_is_whole() -> None:

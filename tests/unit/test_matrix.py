@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from rematbench.configfile import ConfigError
 from rematbench.discover import discover
-from rematbench.load import load_cluster, load_model, load_system
+from rematbench.load import calibration, load_cluster, load_model, load_system
 from rematbench.matrix.layouts import KEPT, RULES, candidates
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import BEST, NOT_RUN, SAME, Line, run_matrix
@@ -18,7 +18,7 @@ from rematbench.published.accuracy import load_accuracy
 from rematbench.published.evidence import Known, known_cells
 from rematbench.published.sheets import read_sheet
 from rematbench.studies.front import pareto_table
-from rematbench.suite import calibration, make_problem, run_method
+from rematbench.suite import make_problem, run_method
 from rematbench.suitefile import load_suite
 
 REGISTRY = discover()

@@ -49,6 +49,41 @@ def test_lock_pins_every_direct_dependency_once() -> None:
     assert wanted <= pins(lines).keys()
 
 
+NOT_IMPORTED = {
+    "pygments": "snakemake --report needs it",
+    "hatchling": "builds the wheel",
+    "mypy": "a check of bench",
+    "pandas-stubs": "types for mypy",
+    "pre-commit": "CONTRIBUTING.md",
+    "pytest-benchmark": "the benchmark fixture",
+    "pytest-xdist": "--numprocesses",
+    "ruff": "a check of bench",
+    "scipy-stubs": "types for mypy",
+    "shfmt-py": "snakefmt calls its binary",
+    "snakefmt": "a check of bench",
+    "types-pyyaml": "types for mypy",
+    "uv": "installs, in bench",
+}
+MODULE = {"pyyaml": "yaml"}
+
+
+def test_every_dependency_is_imported_or_has_a_reason() -> None:
+    folders = ("src", "methods", "baselines", "figures", "tests", "benchmarks", "workflows")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    code = [path for path in [ROOT / "Snakefile", *files] if path.suffix in ("", ".py", ".smk")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in code)
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE))
+    extras = PROJECT["optional-dependencies"].values()
+    declared = names(PROJECT["dependencies"]).union(*(names(extra) for extra in extras))
+    idle = {name for name in declared if MODULE.get(name, name.replace("-", "_")) not in imported}
+    assert idle == NOT_IMPORTED.keys()
+
+
+def test_ruff_names_files_that_exist() -> None:
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    assert all(list(ROOT.glob(pattern)) for pattern in ruff["per-file-ignores"])
+
+
 @pytest.mark.parametrize("word", ["://", "--index", "--extra-index", "--find-links"])
 def test_lock_names_no_registry(word: str) -> None:
     assert word not in LOCK

@@ -1,40 +1,18 @@
-"""Every file of methods/: what the harness promises of a method, before it has tests of its own."""
+"""The contract of a method's file: the shipped ones keep it, and what breaks it is told."""
 
-import ast
-import inspect
-from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
-from rematbench.check import check
-from rematbench.discover import discover
-from rematbench.evaluate import evaluate
-from rematbench.ledger import issue_order
-from rematbench.lower import lower
+from rematbench.contract import check_file, check_on_top, check_plan, problems
+from rematbench.discover import MethodError, discover
+from rematbench.methodfile import TO_READ, TO_RUN, MethodFile, problem_of
 from rematbench.paths import data_dir
-from rematbench.plan import Plan, Unsupported
-from rematbench.problem import Problem
-from tests.problems import GPT, problem
+from tests.typed import typed
 
 FILES = sorted(path for path in data_dir("methods").glob("*.py") if path.name[0] != "_")
 REGISTRY = discover()
-
-
-@cache
-def problems() -> dict[str, Problem]:
-    """One GPU, tensor parallel GPT without flash, a pipeline, an interleaved one, full sharding."""
-    made = {
-        "one": problem(),
-        "tp": problem(model=GPT, attention="unfused", tp=2, dp=2, global_batch=4),
-        "pp": problem(pp=4, global_batch=6),
-        "vpp": problem(pp=2, vpp=2, tp=2, global_batch=4),
-        "fsdp": problem(dp=4, zero_stage=3, global_batch=4, system="torchtitan"),
-    }
-    return {name: replace(p, evaluator=evaluate) for name, p in made.items()}
 
 
 def method(path: Path) -> Any:
@@ -51,59 +29,107 @@ def test_the_folder_has_methods_and_all_load() -> None:
     assert not REGISTRY.broken
 
 
-def test_the_file_is_named_after_its_method(path: Path) -> None:
-    assert path.stem in REGISTRY.methods
+def test_the_file_keeps_the_contract(path: Path) -> None:
+    entry = REGISTRY.methods[path.stem]
+    file = MethodFile(path=path, name=entry.name, cls=entry.cls, doc=entry.doc)
+    assert problem_of(file, TO_READ | TO_RUN) == ""
 
 
-def test_the_docstring_says_claim_source_and_deviations(path: Path) -> None:
-    doc = REGISTRY.methods[path.stem].doc
-    assert doc.startswith(f"{path.stem}: ")
-    for word in ("Claim:", "Source:", "Deviations:"):
-        assert f"\n{word}" in doc, f"{path.name} has no line {word}"
-
-
-def test_the_file_is_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 150
-
-
-def test_plan_takes_problem_and_base(path: Path) -> None:
-    assert list(inspect.signature(method(path).plan).parameters) == ["problem", "base"]
-
-
-def test_no_global_is_written(path: Path) -> None:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    assert not [node for node in nodes if isinstance(node, ast.Global | ast.Nonlocal)]
-
-
-def test_parameters_survive_json(path: Path) -> None:
-    made = method(path)
-    assert msgspec.json.decode(msgspec.json.encode(made), type=type(made)) == made
-
-
-@pytest.mark.parametrize("name", ["one", "tp", "pp", "vpp", "fsdp"])
+@pytest.mark.parametrize("name", problems())
 def test_the_plan_is_pure_lowers_and_is_safe(path: Path, name: str) -> None:
-    p = problems()[name]
-    made = method(path)
-    plan = made.plan(p, p.base_plan)
-    assert plan == made.plan(p, p.base_plan), "plan must be a pure function"
-    if isinstance(plan, Unsupported):
-        assert plan.reason
-        return
-    assert msgspec.json.decode(msgspec.json.encode(plan), type=Plan) == plan
-    program = lower(plan, p)
-    check(program)
-    for ledger in issue_order(program):
-        assert (ledger.device_left_bytes, ledger.host_left_bytes) == (0, 0)
+    check_plan(method(path), problems()[name])
 
 
 @pytest.mark.parametrize("name", ["pp", "vpp"])
 @pytest.mark.parametrize("base", FILES, ids=lambda path: path.stem)
 def test_methods_compose(path: Path, base: Path, name: str) -> None:
     """On top of any other method: a plan that lowers, or a reason."""
-    p = problems()[name]
-    under = method(base).plan(p, p.base_plan)
-    if path == base or isinstance(under, Unsupported):
-        return
-    plan = method(path).plan(p, under)
-    if not isinstance(plan, Unsupported):
-        check(lower(plan, p))
+    if path != base:
+        check_on_top(method(path), method(base), problems()[name])
+
+
+SMALL = """\"\"\"small: does what it says.
+
+Claim: none.
+Source: a test.
+Deviations: none.
+\"\"\"
+
+import random
+from typing import ClassVar
+
+from msgspec import Struct
+
+from rematbench.plan import Offload, Plan, Recompute, Rule, Select, Unsupported
+from rematbench.problem import Problem
+
+CALLS = 0
+
+
+class Small(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: ClassVar[str] = "small"
+    share: float = 1.0
+
+    def plan(self, problem: Problem, base: Plan) -> Plan:
+        return base.with_rules(Rule(Select(parts=("layer",), activations=("q",)), Offload()))
+"""
+RETURN = SMALL.splitlines()[-1]
+BROKEN: list[tuple[str, str, str, bool]] = [
+    (RETURN, "        return 1 / 0", "ZeroDivisionError", False),
+    (RETURN, "        return 3", "plan returned a int, not a Plan", False),
+    (RETURN, '        return Unsupported("")', "Unsupported without a reason", False),
+    (RETURN, "        return base.noting(x=random.random())", "two calls differ", False),
+    ('("q",)', '("no_such",)', "rule matches no saved tensor", False),
+    ('("q",)), Offload()', '("layer_input",)), Recompute()', "has no producer", False),
+    ("(self, problem: Problem, base: Plan)", "(self, base: Plan, problem: Problem)",
+     "plan takes (base, problem)", True),
+    (RETURN, "        global CALLS\n        CALLS += 1\n        return base",
+     "line 24 writes a variable of another scope", True),
+    ("Source: a test.\n", "", "the docstring has no line Source:", False),
+    ('"""small: does', '"""Does', "the docstring starts with something else than 'small: '", False),
+    ('name: ClassVar[str] = "small"', 'name: ClassVar[str] = "other"', "small.py defines 'other'",
+     False),
+    ("CALLS = 0\n", "CALLS = 0\n" * 150, "lines)", False),
+    ("frozen=True, ", "", "must be frozen", True),
+    ("import random", "import no_such_module", "ModuleNotFoundError", True),
+]  # fmt: skip
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "small.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_that_keeps_it_passes_every_check(tmp_path: Path) -> None:
+    passed = list(check_file(written(tmp_path, SMALL), REGISTRY))
+    for words in ("parameters survive JSON", "the plan on 'vpp' is pure", "composes with memo,"):
+        assert any(words in line for line in passed), words
+    assert "small" in discover([tmp_path]).methods
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told", "cheap"), BROKEN, ids=[told for _, _, told, _ in BROKEN]
+)
+def test_a_file_that_breaks_it_is_told_in_one_line(
+    tmp_path: Path, old: str, new: str, told: str, cheap: bool
+) -> None:
+    """What can be had without a plan, and changes results, makes one of --methods unavailable."""
+    assert old in SMALL
+    path = written(tmp_path, SMALL.replace(old, new, 1))
+    with pytest.raises(MethodError) as caught:
+        list(check_file(path, REGISTRY))
+    assert told in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+    assert (told in discover([tmp_path]).broken.get(str(path), "")) is cheap
+
+
+def test_the_command_ends_with_1_where_a_file_is_broken(tmp_path: Path) -> None:
+    good = typed("methods", "--check", str(written(tmp_path, SMALL)))
+    assert (good.code, good.err) == (0, "")
+    assert all(line.startswith("ok: ") for line in good.out.splitlines())
+    bad = typed("methods", "--check", str(written(tmp_path, SMALL.replace("q", "no_q"))))
+    assert bad.code == 1
+    assert bad.err.count("\n") == 1
+    assert typed("methods", "--check", str(tmp_path / "none.py")).code == 2

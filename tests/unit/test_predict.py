@@ -1,10 +1,15 @@
 """Rows of a sheet: every published kind is understood, and no bad row brings the sheet down."""
 
 import csv
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rematbench.commands.sheet import predict as predict_sheet
+from rematbench.commands.sheet import read
+from rematbench.console import CommandError
 from rematbench.discover import discover
 from rematbench.paths import data_dir
 from rematbench.published.predict import COLUMNS, predict_case, predict_rows
@@ -317,3 +322,51 @@ def test_korthikanti_peaks_count_layers_alone() -> None:
     p = made.problem()
     exact = 2048 * 4 * 6144 * (10 + 24 / 8 + 5 * 64 * 2048 / (6144 * 8)) * 48
     assert layer_bytes_in_flight(p, p.base_plan) == pytest.approx(exact, rel=1e-9)
+
+
+def test_what_an_unknown_model_takes_from_another_is_said() -> None:
+    """Norms and biases of the family, or of the plainest model with such an MLP."""
+    taken = "unknown model: norms, biases and positions taken from"
+    assert predict(row(model="llama-new"))["pred_reason"].startswith(f"{taken} llama-")
+    assert predict(row(model="new"))["pred_reason"] == f"{taken} llama-7b"
+    assert predict(row(model="new", mlp="gelu"))["pred_reason"] == f"{taken} gpt-22b"
+    short = predict(row(model="new", global_batch="256", micro_batch="32"))
+    assert short["pred_status"] == "oom"
+    assert re.search(rf"device memory of .*; {taken} llama-7b$", short["pred_reason"])
+
+
+NEEDED = "model, cluster, system, seq_len, global_batch, tp, pp, dp"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", f"it has no column {NEEDED}"),
+        ("a,b\n1,2\n", f"it has no column {NEEDED}"),
+        ("{\n  'not': 'a sheet'\n}\n", f"it has no column {NEEDED}"),
+        (",".join(without("tp", "dp")) + "\n", "it has no column tp, dp"),
+        (",".join([*ROW, "model"]) + "\n", "columns: name 'model' is given twice"),
+        (",".join(ROW) + "\n" + ",".join([*ROW.values(), "more"]) + "\n", "line 2: "),
+    ],
+)
+def test_a_file_that_is_no_sheet_is_one_line(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(CommandError, match=f"rows.csv: .*{re.escape(problem)}"):
+        read(tmp_path / "rows.csv", "ROWS.csv")
+
+
+def test_a_sheet_without_rows_stays_a_sheet(tmp_path: Path) -> None:
+    empty, out = tmp_path / "rows.csv", tmp_path / "pred.csv"
+    empty.write_text("\ufeff" + ",".join(ROW) + "\n", encoding="utf-8")  # as Excel saves it
+    predict_sheet(empty, out)
+    assert out.read_text() == ",".join([*ROW, *COLUMNS]) + "\n"
+
+
+@pytest.mark.parametrize("cell", ["fast", "nan", "inf", "-3", "0"])
+def test_a_published_number_that_is_none_is_one_line(tmp_path: Path, cell: str) -> None:
+    path = tmp_path / "rows.csv"
+    columns = {**ROW, "source": "mine", "status": "ok", "tokens_per_s_per_gpu": cell}
+    path.write_text(",".join(columns) + "\n" + ",".join(columns.values()) + "\n")
+    with pytest.raises(CommandError, match=f"row 1, tokens_per_s_per_gpu: '{cell}' is no number"):
+        read(path, "--rows", "source")
+    assert len(read(path, "ROWS.csv")) == 1

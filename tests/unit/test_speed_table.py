@@ -109,7 +109,9 @@ def test_the_markdown_has_times_errors_and_gains(tmp_path: Path) -> None:
 
 def test_a_file_that_is_none_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(CommandError, match="has no column 'model'"):
+    with pytest.raises(
+        CommandError, match="it has no column problem, engine, method, status, record_key"
+    ):
         speeds(tmp_path / "other.csv", tmp_path)
     with pytest.raises(CommandError, match="cannot be read"):
         speeds(tmp_path / "none.csv", tmp_path)

@@ -72,6 +72,9 @@ def test_editing_a_method_reruns_its_own_bundles(smoked: Checkout) -> None:
     path = smoked.path / "methods" / "balanced_checkpointing.py"
     before = path.read_text()
     path.write_text(before + "# edited\n")
+    for name in ("slurm/queue.py", "published/scores.py"):  # of no prediction
+        with (smoked.path / "src/rematbench" / name).open("a") as file:
+            file.write("# edited\n")
     assert planned(smoked) == {"balanced_checkpointing", "balanced_checkpointing+pp_offload"}
     path.write_text(before)
     assert planned(smoked) == set()
@@ -99,6 +102,7 @@ def _here_document(command: str) -> bool:
 
 def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path / "checkout")
+    (checkout.path / "methods" / f"{NAME}.py").write_text(*METHOD)
     commands = readme_commands()
     used = {shlex.split(command)[1] for command in commands if command.startswith("rematbench")}
     wanted = {"methods", "simulate", "stages", "timeline", "plan", "doctor", "predict", "validate"}

@@ -14,11 +14,11 @@ from rematbench.commands.targets import need_file
 from rematbench.console import console, grid
 from rematbench.cost.constants import Calibration, updated_text
 from rematbench.cost.fit import FitReport
+from rematbench.load import calibration
 from rematbench.paths import data_dir
 from rematbench.published.accuracy import load_accuracy
 from rematbench.published.calibrate import calibrate as fitted
 from rematbench.published.calibrate import leave_one_out, moved
-from rematbench.suite import calibration
 
 
 def calibrate(

@@ -17,11 +17,11 @@ from rematbench.commands.sheet import read
 from rematbench.commands.targets import need_file
 from rematbench.console import console
 from rematbench.discover import discover
+from rematbench.load import calibration
 from rematbench.paths import data_dir
 from rematbench.published.accuracy import load_accuracy
 from rematbench.published.evidence import RULES, Known, evidence, known_cells
 from rematbench.published.sheets import write_sheet
-from rematbench.suite import calibration
 
 
 @takes_problem

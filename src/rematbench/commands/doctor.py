@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -12,10 +13,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from rematbench.cluster import Cluster
 from rematbench.commands.targets import need_file
 from rematbench.console import CommandError, console, grid, left
 from rematbench.discover import discover
-from rematbench.load import names
+from rematbench.load import calibration, load_cluster, names
 
 PACKAGES = ("rematbench", "numpy", "scipy", "pandas", "msgspec", "snakemake", "matplotlib")
 OUTPUT = Annotated[
@@ -111,26 +113,36 @@ def nvidia_gpus() -> list[tuple[str, int]]:
     return [(name.strip(), int(float(mib)) << 20) for name, _, mib in lines]
 
 
+def _alike(gpu: str, hbm: int) -> tuple[Cluster, str]:
+    """The shipped cluster of such a GPU with the nearest memory, and its generation; of a GPU that
+    no file has, an H100's numbers to replace, and no generation."""
+    words = tuple(re.split(r"[\s-]", gpu))
+    known = [load_cluster(name) for name in names("cluster")]
+    alike = [c for c in known if any(word.endswith(c.gpu.partition("-")[0]) for word in words)]
+    if not alike:
+        choice = ", ".join(calibration().gpus)
+        return load_cluster("h100-80gb"), f"CHECK  # one of config/calibration.yaml: {choice}"
+    nearest = min(alike, key=lambda cluster: abs(cluster.hbm_bytes - hbm))
+    return nearest, nearest.generation
+
+
 def cluster_yaml(name: str, gpus: list[tuple[str, int]]) -> str:
     """A complete cluster file: what was found here, and data-sheet numbers marked CHECK."""
     gpu, hbm = gpus[0] if gpus else ("H100-SXM5-80GB", 85_520_809_984)
     found = "nvidia-smi on this machine" if gpus else "CHECK: no GPU here; an 80 GB H100"
-    hopper = any(word in gpu for word in ("H100", "H200", "H800", "GH200"))
-    peak, rate, nvlink, pcie = (
-        (9.895e14, 3.35e12, 4.5e11, 6.3e10) if hopper else (3.12e14, 2.04e12, 3.0e11, 3.15e10)
-    )
+    alike, generation = _alike(gpu, hbm)
     sheet = "CHECK: NVIDIA data sheet of this generation"
     host = host_bytes() if gpus else 1_000_000_000_000
     entries = [
-        ("peak_flop_per_s", f"{peak:.4g}", f"{sheet}, dense bf16"),
+        ("peak_flop_per_s", f"{alike.peak_flop_per_s:.4g}", f"{sheet}, dense bf16"),
         ("hbm_bytes", hbm, found),
-        ("hbm_bytes_per_s", f"{rate:.3g}", sheet),
+        ("hbm_bytes_per_s", f"{alike.hbm_bytes_per_s:.3g}", sheet),
         ("non_torch_bytes", 4 << 30, "CHECK: estimate; context, NCCL buffers and workspaces"),
         ("gpus_per_node", len(gpus) or 8, found),
-        ("nvlink_bytes_per_s", f"{nvlink:.2g}", f"{sheet}, one direction"),
+        ("nvlink_bytes_per_s", f"{alike.nvlink_bytes_per_s:.3g}", f"{sheet}, one direction"),
         ("nics_per_node", 8, "CHECK: one NIC for each GPU"),
         ("nic_bytes_per_s", "5.0e10", "CHECK: 400 Gbps each"),
-        ("pcie_bytes_per_s", f"{pcie:.3g}", "CHECK: PCIe x16, one direction"),
+        ("pcie_bytes_per_s", f"{alike.pcie_bytes_per_s:.3g}", "CHECK: PCIe x16, one direction"),
         ("pcie_gpus_per_link", 1, "CHECK: no two GPUs share a host link"),
         ("numa_nodes", 2, "CHECK: two sockets"),
         ("host_bytes", host, "this machine" if gpus else "CHECK: 1 TB a node"),
@@ -139,7 +151,7 @@ def cluster_yaml(name: str, gpus: list[tuple[str, int]]) -> str:
         "# Written by `rematbench doctor --write`.  Confirm every CHECK and cite where it is from.",
         f"name: {name}",
         f"gpu: {gpu.replace(' ', '-')}",
-        f"generation: {'hopper' if hopper else 'ampere'}",
+        f"generation: {generation}",
     ]
     for key, value, source in entries:
         lines += [f"{key}:", f"  value: {value}", f'  source: "{source}"']

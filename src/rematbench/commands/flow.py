@@ -13,18 +13,18 @@ from rematbench.commands.sheet import read, rich_table
 from rematbench.commands.targets import need_file, need_folder
 from rematbench.console import CommandError, console
 from rematbench.discover import discover
+from rematbench.load import calibration
 from rematbench.lower import lower
 from rematbench.published.accuracy import load_accuracy, load_left_out
 from rematbench.published.paper import paper_tables
 from rematbench.published.rule80 import rule_table
 from rematbench.published.scores import score_tables
-from rematbench.published.sheets import all_cells, bundles, write_sheet
+from rematbench.published.sheets import TABLED, all_cells, bundles, write_sheet
 from rematbench.published.validate import validate as score
 from rematbench.record import read_record
 from rematbench.rerun import replay
 from rematbench.stages import stage_bytes
 from rematbench.store import Store
-from rematbench.suite import calibration
 from rematbench.suitefile import labels, load_suite, run_bundle
 from rematbench.table import Column, Table, gib
 
@@ -92,7 +92,7 @@ def sheets(
       rematbench sheets results/published/runs.csv -o results/paper/sheets
     """
     need_folder("-o", output)
-    for name, cells in bundles(all_cells(read(rows, "ROWS.csv")), discover()).items():
+    for name, cells in bundles(all_cells(read(rows, "ROWS.csv", *TABLED)), discover()).items():
         write_sheet(output / f"{name}.csv", cells)
         typer.echo(f"{output / name}.csv: {len(cells)} rows")
 
@@ -112,7 +112,9 @@ def tables(
     """
     need_folder("-o", output)
     need_file("--joined", joined)
-    cells = [cell for path in predictions for cell in read(path, "PRED.csv", "pred_status")]
+    cells = [
+        cell for path in predictions for cell in read(path, "PRED.csv", *TABLED, "pred_status")
+    ]
     published = [cell for cell in cells if cell.get("cell", "published") == "published"]
     accuracy, constants = load_accuracy(), calibration()
     report = score(published, constants, accuracy, load_left_out())

@@ -12,6 +12,7 @@ from rematbench.commands.sheet import read
 from rematbench.commands.targets import need_file, need_folder
 from rematbench.console import CommandError
 from rematbench.discover import discover
+from rematbench.load import calibration
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import run_matrix
 from rematbench.matrix.tables import matrix_tables as tables_of
@@ -20,7 +21,6 @@ from rematbench.published.accuracy import load_accuracy
 from rematbench.published.evidence import known_cells
 from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.studies.front import pareto_table
-from rematbench.suite import calibration
 from rematbench.suitefile import load_suite
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="A suite with a matrix.")]
@@ -37,13 +37,7 @@ def declared(suite: Path) -> MatrixSpec:
 
 def lines_of(path: Path, column: str) -> list[dict[str, str]]:
     """The rows of a CSV file that has a column; one clear line where it is another file."""
-    try:
-        rows = read_sheet(path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path}: cannot be read ({error})") from error
-    if rows and column not in rows[0]:
-        raise CommandError(f"{path}: has no column {column!r}")
-    return rows
+    return read_sheet(path, [column])
 
 
 def matrix(

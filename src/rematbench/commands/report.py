@@ -9,6 +9,7 @@ from typer import Argument, Option
 from rematbench import __version__
 from rematbench.commands.matrix import SUITE, declared, lines_of
 from rematbench.console import CommandError
+from rematbench.load import calibration
 from rematbench.matrix.sweep import TABLES
 from rematbench.matrix.tables import NAMES, equal_terms
 from rematbench.matrix.verdicts import outcome
@@ -16,7 +17,6 @@ from rematbench.published.sheets import read_sheet
 from rematbench.report.expected import check, load_artifact
 from rematbench.report.html import matrix_grids, page_html
 from rematbench.report.page import Page, facts, gather, load_report, report_markdown
-from rematbench.suite import calibration
 
 RESULTS = Path("results")
 MOST_BYTES = 5_000_000

@@ -1,5 +1,6 @@
 """The commands about sheets of rows: predict and validate."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,15 +12,24 @@ from typer import Argument, Option
 
 from rematbench.collector import collect_rarely
 from rematbench.commands.targets import need_file, need_folder
+from rematbench.configfile import ConfigError
 from rematbench.console import CommandError, console, grid, left, plain
+from rematbench.load import calibration
 from rematbench.paths import data_dir
 from rematbench.published.accuracy import load_accuracy, load_left_out
-from rematbench.published.predict import predict_rows
+from rematbench.published.predict import COLUMNS, predict_rows
 from rematbench.published.scores import READ, score_tables
-from rematbench.published.sheets import Cell, read_sheet, write_sheet
+from rematbench.published.sheets import (
+    CONFIGURATION,
+    SCORED,
+    Cell,
+    Sheet,
+    check_numbers,
+    read_sheet,
+    write_sheet,
+)
 from rematbench.published.validate import Report, by_source
 from rematbench.published.validate import validate as score
-from rematbench.suite import calibration
 from rematbench.table import Table
 
 ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Columns as results/published/runs.csv.")]
@@ -46,8 +56,9 @@ def predict(
     """
     need_file("-o", output)
     collect_rarely()
-    found = predicted(read(rows, "ROWS.csv"), processes, methods)
-    write_sheet(output, found)
+    sheet = read(rows, "ROWS.csv")
+    found = predicted(sheet, processes, methods)
+    write_sheet(output, found, [*sheet.columns, *COLUMNS])
     counts: dict[str, int] = {}
     for row in found:
         counts[row["pred_status"]] = counts.get(row["pred_status"], 0) + 1
@@ -81,10 +92,10 @@ def validate(
     if tables is not None:
         need_folder("--tables", tables)
     if predictions is not None:
-        cells = read(predictions, "--predictions", "pred_status")
+        cells = list(read(predictions, "--predictions", "pred_status"))
     else:
         source = rows or data_dir("published") / "runs.csv"
-        cells = predicted(read(source, "--rows"), processes, None)
+        cells = predicted(read(source, "--rows", *SCORED), processes, None)
     cells = [cell for cell in cells if cell.get("cell", "published") == "published"]
     accuracy = load_accuracy() if rows is None else by_source(cells)
     report = score(cells, calibration(), accuracy, load_left_out())
@@ -142,14 +153,13 @@ def predicted(rows: list[Cell], processes: int, methods: list[Path] | None) -> l
         return predict_rows(rows, processes=processes, methods=methods or (), progress=advance)
 
 
-def read(path: Path, option: str, needed: str = "source") -> list[Cell]:
+def read(path: Path, option: str, *needed: str, columns: Iterable[str] = CONFIGURATION) -> Sheet:
+    """A sheet that has `columns`, and the `needed` ones of published or predicted cells;
+    CommandError with the option's name."""
     try:
-        rows = read_sheet(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise CommandError(f"{option}: {path} cannot be read ({reason})") from error
-    columns = set(rows[0]) if rows else set()
-    for column in ("model", "cluster", "system", needed if needed != "source" else "model"):
-        if rows and column not in columns:
-            raise CommandError(f"{option}: {path} has no column {column!r}")
-    return rows
+        sheet = read_sheet(path, dict.fromkeys([*columns, *(SCORED if needed else ()), *needed]))
+        if needed:
+            check_numbers(sheet, str(path))
+    except ConfigError as error:
+        raise CommandError(f"{option}: {error}") from error
+    return sheet

@@ -10,6 +10,8 @@ from rematbench.commands.sheet import read
 from rematbench.commands.targets import need_folder
 from rematbench.worlds.speed_table import NAME, speed_table, timed
 
+EXECUTED = ("problem", "engine", "method", "status", "record_key")
+
 
 def speeds(
     executed: Annotated[Path, Argument(metavar="EXECUTED.csv", help="From collect-cells.")],
@@ -23,6 +25,6 @@ def speeds(
       rematbench speeds results/measure/executed.csv -o results/measure/tables
     """
     need_folder("-o", output)
-    rows = read(executed, "EXECUTED.csv", "record_key")
+    rows = read(executed, "EXECUTED.csv", columns=EXECUTED)
     speed_table(rows).write(output)
     typer.echo(f"{output / NAME}.md: {len(rows)} cells, {timed(rows)} with seconds of a GPU")

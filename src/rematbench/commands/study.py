@@ -13,7 +13,7 @@ from rematbench.commands.targets import need_file, need_folder
 from rematbench.console import CommandError, console
 from rematbench.discover import discover
 from rematbench.paths import data_dir
-from rematbench.published.sheets import read_sheet
+from rematbench.published.sheets import TABLED, read_sheet
 from rematbench.store import write_atomically
 from rematbench.studies.answers import Answer, ask_study, dump, line, read_answers
 from rematbench.studies.claim_ledger import claims_table, prediction_answers
@@ -89,7 +89,7 @@ def claims(
     """
     need_folder("-o", output)
     found = [answer for path in answers for answer in _read(path)]
-    cells = read(predictions, "--predictions", "pred_status") if predictions else []
+    cells = read(predictions, "--predictions", *TABLED, "pred_status") if predictions else []
     rows = read_sheet(data_dir("published") / "claims.csv")
     declared = load_claims()
     ledger = claims_table(rows, declared, [*found, *prediction_answers(cells)])

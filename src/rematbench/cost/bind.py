@@ -183,8 +183,6 @@ class CostModel:
                 )
             case "ring":
                 seconds = collectives.ring_exchange_s(comm.nbytes, size, nodes, nvlink, nic, common)
-            case "p2p":
-                return self.p2p_s(comm.nbytes, stage, stage + 1)
         return float(seconds)
 
     def _group_nvlink_bytes_per_s(self, ranks_on_node: int) -> float:

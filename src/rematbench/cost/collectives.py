@@ -104,7 +104,7 @@ def ring_bytes_per_s(
     A ring that leaves a node enters and leaves it once per channel, and the node serves it with
     the NICs of the ranks it has there: (fewest ranks on any node it touches) x NIC, or fewer
     where a cluster's NCCL does not find them (`ring_nics`).
-    Source: NCCL ring channels, one NIC per GPU; see DESIGN.md, "A DP ring's bandwidth".
+    Source: NCCL's ring channels, one NIC per GPU; `ring_nics`: config/calibration.yaml.
     Rates are already multiplied by their efficiencies.
     """
     network = np.minimum(

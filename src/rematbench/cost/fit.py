@@ -79,8 +79,8 @@ def matches(rule: FitRule, row: Row) -> bool:
     }
     return (
         rule.source in row["source"]
-        and rule.table in row["table"]
-        and all(not allowed or _typed(row[key], allowed) for key, allowed in lists.items())
+        and rule.table in row.get("table", "")
+        and all(not allowed or _typed(row.get(key, ""), allowed) for key, allowed in lists.items())
     )
 
 

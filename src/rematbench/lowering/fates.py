@@ -1,6 +1,7 @@
 """Resolve a plan's rules: one exact fate, in bytes, for every saved tensor of a (chunk, phase)."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from msgspec import Struct
 
@@ -89,7 +90,8 @@ def matches(select: Select, where: ChunkSites, site: Site, phase: Phase, micro_b
 def resolve(
     plan: Plan, where: ChunkSites, phase: Phase, micro_batch: int
 ) -> tuple[dict[Site, Resolved], frozenset[int]]:
-    """Fates of a chunk's sites, and the indices of the rules that matched something."""
+    """Fates of a chunk's sites, and the indices of the rules that matched something; PlanError for
+    groups (each rebuilt at once) that overlap or do not hold the site."""
     winner, matched = _winners(plan.rules, where, phase, micro_batch)
     table: dict[Site, Resolved] = {}
     budgets: dict[int, list[Site]] = {}
@@ -104,6 +106,7 @@ def resolve(
         budget = plan.rules[index].fate
         assert isinstance(budget, ByteBudget)
         table |= _spend(budget, {site: where.sites[site] for site in sites})
+    _check_groups(where, table)
     return {site: table[site] for site in where.sites}, frozenset(matched)
 
 
@@ -172,6 +175,25 @@ def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
             return Resolved(whole - off - again, off, again, fate.scope)
         case ByteBudget():
             raise PlanError("a byte budget is resolved over a chunk, not over one tensor")
+
+
+def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:
+    """A group is rebuilt once, before the backward of its last layer: a layer of two would come
+    back too late for the one, or too early for the other."""
+    groups: set[Group] = set()
+    for (part, index, name), fate in table.items():
+        if not (fate.recompute_bytes and isinstance(fate.scope, Group)):
+            continue
+        layer = where.layers.get(index) if part == "layer" else None
+        if layer is None or not fate.scope.first <= layer <= fate.scope.last:
+            site = part if layer is None else f"layer {layer}"
+            raise PlanError(
+                f"{name} of {site} is rebuilt with {fate.scope}, which does not hold it"
+            )
+        groups.add(fate.scope)
+    for one, other in pairwise(sorted(groups, key=lambda group: (group.first, group.last))):
+        if other.first <= one.last:
+            raise PlanError(f"{one} and {other} overlap: a layer is rebuilt with one group only")
 
 
 def _spend(budget: ByteBudget, sites: Mapping[Site, Activation]) -> dict[Site, Resolved]:

@@ -12,16 +12,13 @@ from msgspec import Struct
 
 from rematbench.cost.kernels import Elementwise, Kernel
 
-CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring", "p2p"]
+CommKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "ring"]
 Group = Literal["tp", "cp", "dp", "pp"]
 Part = Literal["embedding", "layer", "head"]
 
 
 class Comm(Struct, frozen=True):
-    """A collective over one group; `nbytes` is the full (gathered) payload of the group's tensor.
-
-    `splits` says what the payload is made of when it is more than one tensor (names, for text).
-    """
+    """A collective over one group; `nbytes` is the full (gathered) payload."""
 
     kind: CommKind
     group: Group

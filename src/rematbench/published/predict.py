@@ -118,7 +118,7 @@ def predict_case(
         return _nothing(error.status, str(error))
     except Exception as error:  # a bad row never brings the sheet down
         return _nothing("failed", f"{type(error).__name__}: {error}")
-    return _prediction(problem, outcome)
+    return _prediction(problem, outcome, case.assumed)
 
 
 def run_case(case: Case, problem: Problem, registry: Registry) -> Outcome:
@@ -142,11 +142,12 @@ def _with_offload(
     return Composition((*plain.methods, *offload.methods))
 
 
-def _prediction(problem: Problem, outcome: Outcome) -> Prediction:
+def _prediction(problem: Problem, outcome: Outcome, assumed: str) -> Prediction:
     """The pred_* columns; the peak is counted as the stack's publications count theirs."""
     evaluation, plan = outcome.evaluation, outcome.plan
+    reason = "; ".join(text for text in (outcome.reason, assumed) if text)
     if evaluation is None or plan is None:
-        return _nothing(outcome.status, outcome.reason)
+        return _nothing(outcome.status, reason)
     values = (
         evaluation.tokens_per_s_per_gpu,
         evaluation.step_s,
@@ -155,7 +156,7 @@ def _prediction(problem: Problem, outcome: Outcome) -> Prediction:
         max(evaluation.peak_host_bytes),
         plan.fit.get("alpha", 0.0),
         outcome.status,
-        outcome.reason,
+        reason,
     )
     return dict(zip(COLUMNS, values, strict=True))
 

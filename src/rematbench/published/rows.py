@@ -53,7 +53,7 @@ class RowError(ValueError):
 
 
 class Case(Struct, frozen=True, kw_only=True):
-    """A row read: equal cases have equal predictions."""
+    """A row read: equal cases have equal predictions.  `assumed`: what the row did not say."""
 
     model: Model
     cluster: str
@@ -65,6 +65,7 @@ class Case(Struct, frozen=True, kw_only=True):
     method: str
     settings: dict[str, Value]
     offload: float | None
+    assumed: str = ""
 
     @property
     def key(self) -> bytes:
@@ -102,8 +103,10 @@ def read_case(row: Row, registry: Registry) -> Case:
         load_cluster(text(row, "cluster"))
     except ConfigError as error:
         raise RowError("unsupported", str(error)) from error
+    model, assumed = _model(row)
     return Case(
-        model=_model(row),
+        model=model,
+        assumed=assumed,
         cluster=text(row, "cluster"),
         system=system,
         layout=layout,
@@ -179,15 +182,16 @@ def _choice(row: Row, column: str, default: str, kind: Any) -> Any:
 # -- model, system, layout --------------------------------------------------------------------
 
 
-def _model(row: Row) -> Model:
+def _model(row: Row) -> tuple[Model, str]:
     """The named model with the row's shape columns on top; an unknown name takes its family's
     norms, kind of positions (learned ones: as many as the sequence needs) and biases, and all
-    shapes from the row."""
+    shapes from the row.  With it, what was taken from whom."""
     name = text(row, "model")
     shape = {field: whole(row, c) for c, field in SHAPE_COLUMNS.items() if text(row, c)}
     mlp = text(row, "mlp").lower()
     if mlp and mlp not in get_args(MlpKind):
         raise RowError("unsupported", f"mlp {mlp!r} is not modelled")
+    assumed = ""
     if name in names("model"):
         model = load_model(name)
     else:
@@ -195,8 +199,10 @@ def _model(row: Row) -> Model:
         if missing:
             columns = ", ".join(missing)
             raise RowError("failed", f"unknown model {name!r}, and no column {columns} to build it")
-        model = msgspec.structs.replace(load_model(_relative(name, mlp)), max_positions=0)
-    return _reshaped(model, name, shape, mlp or model.mlp)
+        relative = _relative(name, mlp)
+        model = msgspec.structs.replace(load_model(relative), max_positions=0)
+        assumed = f"unknown model: norms, biases and positions taken from {relative}"
+    return _reshaped(model, name, shape, mlp or model.mlp), assumed
 
 
 def _relative(name: str, mlp: str) -> str:

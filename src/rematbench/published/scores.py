@@ -135,7 +135,7 @@ def cell_table(rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy
             predicted = number(row, f"pred_{group.metric}")
             lines.append(
                 {
-                    **{key: row[key] for key in KEYS},
+                    **{key: row.get(key, "") for key in KEYS},
                     "source_name": group.name.partition(",")[0],
                     "metric": group.metric,
                     "published": published,

@@ -5,12 +5,14 @@ plans form one bundle, so that editing a method's file reruns its bundles only.
 """
 
 import csv
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 
+from rematbench.configfile import ConfigError, require_unique
 from rematbench.discover import Registry
-from rematbench.published.rows import RowError, recompute_method, text
+from rematbench.published.rows import RowError, recompute_method, text, whole
 
 Cell = dict[str, str]
 PUBLISHED, PAPER_ALPHA, LEDGER_ALPHA = "published", "alpha: paper", "alpha: ledger"
@@ -21,17 +23,79 @@ OURS = "rematbench, derived from: "
 DEGREES = (1, 2, 4, 8)
 TP_CP, PP, CHUNK_LAYERS = (4, 8), (4, 8, 16), (1, 2, 4)
 POLICIES = ("full", "balanced")
+CONFIGURATION = ("model", "cluster", "system", "seq_len", "global_batch", "tp", "pp", "dp")
+"""The columns that a row's prediction needs; their cells may be empty, which becomes its status."""
+SCORED = ("source", "status")
+"""What a row needs beside them to be held to what it says."""
+TABLED = ("table", "recompute", "gpus", "layers")
+"""What the papers' tables need beside those."""
+NUMBERS = {
+    *("tokens_per_s_per_gpu", "peak_device_bytes", "step_s", "mfu_causal", "mfu_pct_as_published"),
+    *("gpus", "layers", "seq_len", "global_batch", "micro_batch", "tp", "cp", "pp", "vpp", "dp"),
+}
+"""Columns whose cells are numbers above 0, or empty; also those of predictions."""
+SHARES = {"offload_fraction", "peak_host_bytes"}
+"""The same, or 0."""
 
 
-def read_sheet(path: Path) -> list[Cell]:
-    """The rows of a CSV file as texts."""
-    with path.open(encoding="utf-8", newline="") as file:
-        return [dict(row) for row in csv.DictReader(file)]
+class Sheet(list[Cell]):
+    """The rows of a CSV file as texts, and the columns of its first line."""
+
+    columns: tuple[str, ...] = ()
 
 
-def write_sheet(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows under the union of their columns, by a temporary name."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
+    """A CSV file; ConfigError for what is none, or lacks a column that is needed."""
+    label = str(path)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, strict=True)
+            columns = next(reader, [])
+            lines = [(reader.line_num, line) for line in reader if line]
+    except OSError as error:
+        raise ConfigError(label, "", f"cannot be read ({error.strerror})") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        reason = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise ConfigError(label, "", f"cannot be read ({reason})") from error
+    missing = [column for column in needed if column not in columns]
+    if missing:
+        raise ConfigError(label, "", f"is no such sheet: it has no column {', '.join(missing)}")
+    require_unique(columns, label, "columns")
+    for number, line in lines:
+        if len(line) > len(columns):
+            problem = f"{len(line)} cells under {len(columns)} columns"
+            raise ConfigError(label, f"line {number}", problem)
+    sheet = Sheet(dict(zip_longest(columns, line, fillvalue="")) for _, line in lines)
+    sheet.columns = tuple(columns)
+    return sheet
+
+
+def check_numbers(sheet: Sheet, label: str) -> None:
+    """ConfigError for a cell, published or predicted, that is neither empty nor such a number."""
+    for column in sheet.columns:
+        plain = column.removeprefix("pred_")
+        if plain not in NUMBERS | SHARES:
+            continue
+        for index, row in enumerate(sheet, start=1):
+            if row[column] and not _is_number(row[column], positive=plain in NUMBERS):
+                least = "above 0" if plain in NUMBERS else "of at least 0"
+                problem = f"{row[column]!r} is no number {least}"
+                raise ConfigError(label, f"row {index}, {column}", problem)
+
+
+def _is_number(cell: str, *, positive: bool) -> bool:
+    try:
+        value = float(cell)
+    except ValueError:
+        return False
+    return 0.0 <= value < math.inf and (value > 0.0 or not positive)
+
+
+def write_sheet(
+    path: Path, rows: Sequence[Mapping[str, object]], columns: Iterable[str] = ()
+) -> None:
+    """Write rows under `columns` and the union of their own, by a temporary name."""
+    columns = list(dict.fromkeys([*columns, *(column for row in rows for column in row)]))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", encoding="utf-8", newline="") as file:
@@ -126,10 +190,10 @@ def layout_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
     table = [row for row in rows if row["table"].startswith("Table 8")]
     if not abstract or not table:
         return []
-    batch = int(table[0]["global_batch"])
+    batch = whole(table[0], "global_batch")
     row = {**abstract[0], "global_batch": str(batch), "micro_batch": "1", "zero_stage": "1"}
     cells = []
-    for degrees in layouts(int(row["gpus"]), int(row["layers"]), batch):
+    for degrees in layouts(whole(row, "gpus"), whole(row, "layers"), batch):
         for policy in POLICIES:
             offload = "0" if policy == "full" else ""
             shape = {key: str(value) for key, value in degrees.items()}

@@ -1,0 +1,78 @@
+"""What can be asked of a method's file without planning: its name, its text, its parameters."""
+
+import ast
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+LONGEST_FILE = 150
+"""Lines; a solver of its own goes to rematbench.solve."""
+SAID = ("Claim:", "Source:", "Deviations:")
+
+
+class MethodFile(Struct, frozen=True, kw_only=True):
+    """A loaded file: where it is, and the class and docstring of its method."""
+
+    path: Path
+    name: str
+    cls: type[Any]
+    doc: str
+
+
+def _named(file: MethodFile) -> str:
+    return "" if file.path.stem == file.name else f"{file.path.name} defines {file.name!r}"
+
+
+def _documented(file: MethodFile) -> str:
+    if not file.doc.lstrip().startswith(f"{file.name}: "):
+        return f"the docstring starts with something else than {file.name + ': '!r}"
+    missing = [word for word in SAID if f"\n{word}" not in file.doc]
+    return f"the docstring has no line {', '.join(missing)}" if missing else ""
+
+
+def _short(file: MethodFile) -> str:
+    lines = len(file.path.read_text(encoding="utf-8").splitlines())
+    return f"{lines} lines" if lines > LONGEST_FILE else ""
+
+
+def _signature(file: MethodFile) -> str:
+    found = list(inspect.signature(file.cls().plan).parameters)
+    return "" if found == ["problem", "base"] else f"plan takes ({', '.join(found)})"
+
+
+def _stateless(file: MethodFile) -> str:
+    tree = ast.parse(file.path.read_text(encoding="utf-8"))
+    found = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Global | ast.Nonlocal)]
+    return f"line {found[0]} writes a variable of another scope" if found else ""
+
+
+def _as_json(file: MethodFile) -> str:
+    made = file.cls()
+    again = msgspec.json.decode(msgspec.json.encode(made), type=file.cls)
+    return "" if again == made else f"they come back as {again}"
+
+
+Checks = dict[str, Callable[[MethodFile], str]]
+TO_READ: Checks = {
+    "the file is named after its method": _named,
+    f"the docstring names it and has {', '.join(SAID)}": _documented,
+    f"the file has at most {LONGEST_FILE} lines": _short,
+}
+TO_RUN: Checks = {
+    "plan takes (problem, base)": _signature,
+    "no variable of another scope is written": _stateless,
+    "parameters survive JSON": _as_json,
+}
+
+
+def problem_of(file: MethodFile, checks: Checks) -> str:
+    """The first check that fails and why, in one line; empty where none does."""
+    for check, broken in checks.items():
+        problem = broken(file)
+        if problem:
+            return f"not so: {check} ({problem})"
+    return ""

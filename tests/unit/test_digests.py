@@ -1,0 +1,120 @@
+"""What a rule of the workflow depends on: the code behind its own command, and nothing else."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from rematbench import digests
+from rematbench.cli import app
+from rematbench.digests import command_digest
+
+ROOT = Path(__file__).resolve().parents[2]
+METHODS = sorted((ROOT / "methods").glob("*.py"))
+PREDICTIONS = ("sheet.predict", "flow.run")
+CHANGED = {
+    "cost/formulas.py": True,
+    "lowering/emit_rebuild.py": True,
+    "solve/swap.py": True,  # only methods import it
+    "commands/flow.py": None,  # one of the two commands
+    "slurm/queue.py": False,
+    "published/scores.py": False,
+    "matrix/tables.py": False,
+    "report/html.py": False,
+    "cli.py": False,
+}
+
+
+def forget() -> None:
+    for cached in (digests.closure, digests._syntax, digests._imports, digests._bindings):
+        cached.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of the package to add remarks to, which change no import."""
+    copy = tmp_path_factory.mktemp("src") / "rematbench"
+    shutil.copytree(ROOT / "src/rematbench", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digests, "PACKAGE", copy)
+        forget()
+        yield copy
+    forget()
+
+
+def test_only_what_can_change_a_prediction_changes_its_digest(package: Path) -> None:
+    def told() -> list[str]:
+        return [command_digest(command, METHODS) for command in PREDICTIONS]
+
+    for name, all_change in CHANGED.items():
+        before = told()
+        with (package / name).open("a") as file:
+            file.write("# edited\n")
+        changed = [one != other for one, other in zip(before, told(), strict=True)]
+        assert changed == ([False, True] if all_change is None else [all_change] * 2), name
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        ("flow.tables", "published/scores.py"),
+        ("flow.tables", "commands/sheet.py"),  # reads sheets with a function of its neighbour
+        ("matrix.matrix_tables", "matrix/tables.py"),
+        ("report.report", "report/html.py"),
+        ("cells.collect_cells", "slurm/rows.py"),
+        ("retrace.retrace", "torch/kernels.py"),  # imported inside a function
+        ("study.study", "studies/answers.py"),
+        ("points.write_tables", "baselines/process.py"),
+    ],
+)
+def test_tables_are_made_again_when_their_own_code_changes(
+    package: Path, command: str, file: str
+) -> None:
+    before = command_digest(command)
+    with (package / file).open("a") as opened:
+        opened.write("# edited\n")
+    assert command_digest(command) != before
+
+
+def test_no_command_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no command 'flow\.nothing'"):
+        command_digest("flow.nothing")
+
+
+def functions() -> dict[str, str]:
+    """`module.function` of every command, by the words that a person types."""
+    groups = [
+        (app, ""),
+        *((group.typer_instance, f"{group.name} ") for group in app.registered_groups),
+    ]
+    return {
+        f"{before}{info.name or info.callback.__name__.replace('_', '-')}": (
+            f"{info.callback.__module__.removeprefix('rematbench.commands.')}"
+            f".{info.callback.__name__}"
+        )
+        for one, before in groups
+        if isinstance(one, typer.Typer)
+        for info in one.registered_commands
+        if info.callback is not None
+    }
+
+
+UNHASHED = {"executed": "its cells' keys", "validate": "no output: it always runs"}
+
+
+def test_every_rule_depends_on_the_code_of_its_own_command() -> None:
+    known = functions()
+    checked = set()
+    for path in (ROOT / "workflows").glob("*.smk"):
+        for rule in re.split(r"^rule ", path.read_text(), flags=re.MULTILINE)[1:]:
+            name = rule.partition(":")[0]
+            called = re.search(r"rematbench ((?:baseline )?[\w-]+)", rule.partition("shell:")[2])
+            if called is None or name in UNHASHED:
+                continue
+            found = re.findall(r"engine=.*code\(\s*\"([\w.]+)\"", rule)
+            assert found == [known[called[1]]], f"{path.name}: rule {name}"
+            checked.add(name)
+    assert {"predict", "bundle", "study", "matrix", "tables", "claims", "page"} <= checked
