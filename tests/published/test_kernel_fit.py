@@ -17,7 +17,7 @@ from rematbench.cost.kernel_rates import (
 from rematbench.paths import data_dir
 from rematbench.published import kernel_attention
 from rematbench.published.kernel_attention import attention_fraction
-from rematbench.published.kernel_fit import as_text, fit_share, refit
+from rematbench.published.kernel_fit import as_text, curve_table, fit_share, refit
 from rematbench.published.kernel_rows import Match, read_kernel_rows
 from rematbench.published.kernel_sources import (
     TOLERANCE,
@@ -164,6 +164,17 @@ def test_parameters_fitted_to_kernel_rows_are_counted() -> None:
         return 0
 
     assert sum(counts.values()) == sum(map(listed, files)) > 100
+    assert curve_table(RATES)[-1][1] == sum(counts.values())
+
+
+def test_curve_table_has_the_evidence_of_the_files() -> None:
+    table = {name: rest for name, *rest in curve_table(RATES)}
+    fa3 = yaml.safe_load((FOLDER / "hopper.yaml").read_text())["attention"]["fa3"]["evidence"]
+    lines = [line for found in fa3["outliers"] for line in found["lines"]]
+    worst = max((found["worst"] for found in fa3["outliers"]), key=abs)
+    told = [len(fa3["fitted"]), fa3["rows"], fa3["sources"], len(lines), worst]
+    assert table["hopper.attention.fa3"] == told
+    assert "blackwell.hbm" not in table  # its value is not fitted
 
 
 def test_refit_refuses_a_row_of_a_new_kind(tmp_path: Path) -> None:

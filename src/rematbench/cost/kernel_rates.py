@@ -193,21 +193,35 @@ def load_kernel_rates(folder: Path) -> KernelRates:
     return KernelRates(generations=generations, operators=operators)
 
 
-def fitted_parameters(rates: KernelRates) -> dict[str, int]:
-    """Parameters fitted to kernel rows, by file of config/kernels."""
-    parts = {**rates.generations, OPERATORS: rates.operators}
-    return {name: sum(len(e.fitted) for e in _evidence(part)) for name, part in parts.items()}
+def evidence_of(rates: KernelRates) -> dict[str, Evidence]:
+    """What every rate rests on, by `file.key.key`."""
+    found: dict[str, Evidence] = {}
+    for name, part in (*rates.generations.items(), (OPERATORS, rates.operators)):
+        found.update(_evidence(part, name))
+    return found
 
 
-def _evidence(part: object) -> list[Evidence]:
-    if isinstance(part, Evidence):
-        return [part]
+def _evidence(part: object, path: str) -> dict[str, Evidence]:
+    items: dict[str, object] = {}
     if isinstance(part, dict):
-        return [found for value in part.values() for found in _evidence(value)]
-    if isinstance(part, Struct):
-        fields = (getattr(part, name) for name in part.__struct_fields__)
-        return [found for value in fields for found in _evidence(value)]
-    return []
+        items = {str(key): value for key, value in part.items()}
+    elif isinstance(part, Struct):
+        items = {name: getattr(part, name) for name in part.__struct_fields__}
+    found: dict[str, Evidence] = {}
+    for key, value in items.items():
+        if isinstance(value, Evidence):
+            found[path] = value
+        else:
+            found.update(_evidence(value, f"{path}.{key}"))
+    return found
+
+
+def fitted_parameters(rates: KernelRates) -> dict[str, int]:
+    """Parameters fitted to kernel rows, by file of config/kernels; none saw a whole step."""
+    counts = dict.fromkeys((*rates.generations, OPERATORS), 0)
+    for path, evidence in evidence_of(rates).items():
+        counts[path.partition(".")[0]] += len(evidence.fitted)
+    return counts
 
 
 # -- seconds ----------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def fit_bytes(sources: Sources, told: ByteRows, rows: Rows, hbm: Mapping[str, fl
         ([0.5, 0.0, 0.5, 0.0], [500.0, 2e-4, 500.0, 4e-4]),
         NEAR,
     )
-    rates = curve([rounded(x) if x >= LEAST_S else 0.0 for x in best])
+    rates = curve([rounded(x, LEAST_S) for x in best])
     speeds = dict(zip((row.line for row in own), predicted(rates) / real, strict=True))
     fitted = ("forward_bytes", "forward_fixed_s", "backward_bytes", "backward_fixed_s")
     why = f"launches: {told.launches_source}"

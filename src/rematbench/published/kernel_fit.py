@@ -19,8 +19,11 @@ from rematbench.cost.kernel_rates import (
     Evidence,
     GemmRates,
     GenerationRates,
+    KernelRates,
     Share,
+    evidence_of,
     gemm_share,
+    load_kernel_rates,
 )
 from rematbench.paths import data_dir
 from rematbench.published.kernel_attention import fit_attention, fit_half_waves
@@ -65,13 +68,8 @@ def picked(sources: Sources, generation: str, match: Match, rows: Rows) -> list[
 # -- GEMM -------------------------------------------------------------------------------------
 
 
-def fit_gemm(
-    sources: Sources, rows: Rows, sm_count: int, like: GemmRates | None = None
-) -> GemmRates:
-    """Robust least squares of logarithms; every document has the same weight.
-
-    `like`: depth and tail are another generation's, and only the efficiency is fitted.
-    """
+def fit_gemm(sources: Sources, rows: Rows, sm_count: int) -> GemmRates:
+    """Robust least squares of logarithms; every document has the same weight."""
     real = np.array([measured(r).value / sources.gpus[r.gpu].peak_flop_per_s for r in rows])
     m, n, k = (np.array([float(r.size(key)) for r in rows]) for key in ("m", "n", "k"))
     adds = np.array([r.shape.get("accumulate") == "True" for r in rows])
@@ -80,8 +78,8 @@ def fit_gemm(
     def curve(x: Array | list[float]) -> GemmRates:
         return GemmRates(
             efficiency=float(x[0]),
-            half_k=float(x[1]) if like is None else like.half_k,
-            tail=float(x[2]) if like is None else like.tail,
+            half_k=float(x[1]),
+            tail=float(x[2]),
             accumulate=float(x[3]) if adds.any() else 1.0,
             tile_rows=TILE_ROWS,
             tile_columns=TILE_COLUMNS,
@@ -101,10 +99,9 @@ def fit_gemm(
     )
     rates = curve([rounded(x) for x in best])
     speeds = dict(zip((row.line for row in rows), real / told(rates), strict=True))
-    fitted: tuple[str, ...] = ("efficiency",) if like else ("efficiency", "half_k", "tail")
-    fitted += ("accumulate",) if adds.any() else ()
-    why = TILE_SOURCE if like is None else f"{TILE_SOURCE}; half_k and tail: another generation's"
-    return msgspec.structs.replace(rates, evidence=evidence(sources, rows, speeds, fitted, why))
+    fitted = ("efficiency", "half_k", "tail", *(("accumulate",) if adds.any() else ()))
+    proof = evidence(sources, rows, speeds, fitted, TILE_SOURCE)
+    return msgspec.structs.replace(rates, evidence=proof)
 
 
 # -- shares -----------------------------------------------------------------------------------
@@ -149,10 +146,8 @@ def fit_share(sources: Sources, generation: str, told: ShareRows, rows: Rows) ->
 # -- files ------------------------------------------------------------------------------------
 
 
-def fit_generation(
-    sources: Sources, name: str, rows: Rows, gemms: dict[str, GemmRates]
-) -> GenerationRates:
-    """One generation's file; `gemms`: those of the generations before it."""
+def fit_generation(sources: Sources, name: str, rows: Rows) -> GenerationRates:
+    """One generation's file."""
     told = sources.generations[name]
     waves = fit_half_waves(sources, picked(sources, name, told.waves, rows), told.sm_count)
     attention: dict[str, AttentionRates] = {}
@@ -170,12 +165,7 @@ def fit_generation(
         half_waves=waves,
         attention=attention,
         refused=told.refused,
-        gemm=fit_gemm(
-            sources,
-            picked(sources, name, told.gemm.match, rows),
-            told.sm_count,
-            gemms[told.gemm.like] if told.gemm.like else None,
-        ),
+        gemm=fit_gemm(sources, picked(sources, name, told.gemm, rows), told.sm_count),
         hbm=fit_share(sources, name, told.hbm, rows),
         copies=shares(told.copies),
         collectives=shares(told.collectives),
@@ -192,9 +182,7 @@ def refit(folder: Path, published: Path) -> dict[str, msgspec.Struct]:
         lines = ", ".join(str(row.line) for row in lost)
         raise KernelFitError(f"kernels.csv: neither used nor excluded: lines {lines}")
     rows = sources.used(every)
-    found: dict[str, GenerationRates] = {}
-    for name in sources.generations:
-        found[name] = fit_generation(sources, name, rows, {k: v.gemm for k, v in found.items()})
+    found = {name: fit_generation(sources, name, rows) for name in sources.generations}
     hbm = {name: part.hbm.value for name, part in found.items()}
     gemms = {name: part.gemm for name, part in found.items()}
     return {**found, OPERATORS: fit_operators(sources, rows, hbm, gemms)}
@@ -206,8 +194,29 @@ def as_text(rates: msgspec.Struct) -> str:
     return HEADER + yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
 
 
+def curve_table(rates: KernelRates) -> list[tuple[str, int, int, int, int, float]]:
+    """For every fitted rate: name, parameters, rows, documents, rows off by more than 10 % (each
+    with a reason), and the worst of them; last the sums."""
+    lines = [
+        (
+            name,
+            len(told.fitted),
+            told.rows,
+            told.sources,
+            sum(len(o.lines) for o in told.outliers),
+            max((o.worst for o in told.outliers), key=abs, default=0.0),
+        )
+        for name, told in evidence_of(rates).items()
+        if told.fitted
+    ]
+    off = sum(line[4] for line in lines)
+    worst = max((line[5] for line in lines), key=abs)
+    sums = (sum(line[1] for line in lines), sum(line[2] for line in lines))
+    return [*lines, ("all", *sums, max(line[3] for line in lines), off, worst)]
+
+
 def main() -> None:
-    """Refit and write; one line for each file says whether it changed."""
+    """Refit, write, say which files changed, and print the table of curves."""
     folder = data_dir("config") / "kernels"
     for name, rates in refit(folder, data_dir("published") / "kernels.csv").items():
         path = folder / f"{name}.yaml"
@@ -215,6 +224,10 @@ def main() -> None:
         same = path.exists() and path.read_text(encoding="utf-8") == text
         path.write_text(text, encoding="utf-8")
         sys.stdout.write(f"{path.name}: {'unchanged' if same else 'written'}\n")
+    sys.stdout.write(f"{'rate':42} parameters rows documents  off  worst\n")
+    for curve, *numbers, worst in curve_table(load_kernel_rates(folder)):
+        counts = "{:10d} {:4d} {:9d} {:4d}".format(*numbers)
+        sys.stdout.write(f"{curve:42} {counts} {100 * worst:+5.0f} %\n")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ Array: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = Sequence[KernelRow]
 
 
-def rounded(value: float, digits: int = 4) -> float:
-    """Significant digits, as the files have them."""
-    return float(f"{value:.{digits}g}")
+def rounded(value: float, least: float = 1e-6) -> float:
+    """Four significant digits, as the files have them; less than `least` is nothing."""
+    return float(f"{value:.4g}") if value >= least else 0.0
 
 
 def solve(

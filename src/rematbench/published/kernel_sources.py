@@ -57,13 +57,6 @@ class AttentionRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     like: str = ""
 
 
-class GemmRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows of a generation's GEMMs; `like`: a generation whose depth and tail stand for its own."""
-
-    match: Match
-    like: str = ""
-
-
 class ShareRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rows of one share: their median `of` a rate (or over the median of `against`); or a `value`
     that is no row's figure, with its source."""
@@ -83,7 +76,7 @@ class GenerationRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     waves: Match
     attention: dict[str, AttentionRows]
     refused: dict[str, str]
-    gemm: GemmRows
+    gemm: Match
     hbm: ShareRows
     copies: dict[str, ShareRows]
     collectives: dict[str, ShareRows]
