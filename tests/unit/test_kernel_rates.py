@@ -224,4 +224,5 @@ def test_fitted_counts_fields_not_files() -> None:
     counts = fitted_parameters(SHIPPED)
     fa3 = SHIPPED.attention("hopper", "fa3").evidence.fitted
     assert {"forward.efficiency", "backward.half_rows", "head_dims.64"} <= set(fa3)
+    assert counts.pop("cpu") == 0
     assert all(count > 5 for count in counts.values())
