@@ -1,0 +1,189 @@
+"""Refit operators.yaml: bytes an element of memory-bound operators, by implementation.
+
+Bytes are counted at the reached HBM rate of the row's generation, so that they hold on another.
+"""
+
+from collections.abc import Mapping
+from math import fsum
+
+import msgspec
+import numpy as np
+
+from rematbench.cost.kernel_rates import (
+    ByteRates,
+    Device,
+    Evidence,
+    GemmRates,
+    OperatorRates,
+    UnfusedAttention,
+    bytes_s,
+    gemm_s,
+    unfused_attention_s,
+)
+from rematbench.published.kernel_numbers import (
+    Array,
+    Rows,
+    document_weights,
+    evidence,
+    rounded,
+    solve,
+)
+from rematbench.published.kernel_rows import KernelRow, KernelRowError, attention_flop, measured
+from rematbench.published.kernel_sources import ByteRows, KernelFitError, Sources
+
+NEAR = 0.05
+"""Logarithmic deviation at which a row's weight starts to fall (soft L1)."""
+LEAST_S = 1e-8
+"""Fixed seconds below this are none."""
+HALF = 2
+"""Bytes of a bf16 or fp16 element."""
+ONCE: dict[tuple[str, str], int] = {
+    ("norm", "forward"): 2 * HALF,
+    ("norm", "backward"): 3 * HALF,
+    ("cross_entropy", "forward"): HALF,
+}
+"""Bytes an element where `each tensor read or written once` is counted: x and y; x, dy and dx;
+the logits."""
+
+
+def elements(row: KernelRow) -> int:
+    """Elements of a row: of the hidden state, of q and k, of the gated product, or logits."""
+    if row.what == "rope":
+        return (
+            row.size("rows")
+            * row.size("hidden")
+            * (row.size("h") + row.size("kv"))
+            // row.size("h")
+        )
+    if row.what == "cross_entropy" and "vocab" in row.shape:
+        return row.size("rows") * row.size("vocab")
+    return row.size("rows") * row.size("hidden")
+
+
+def seconds(row: KernelRow) -> float:
+    """Seconds of a memory-bound row, whichever unit it is published in."""
+    figure = measured(row)
+    if figure.quantity == "seconds":
+        return figure.value
+    once = ONCE.get((row.what, row.shape.get("pass", "")))
+    if figure.quantity != "bytes_per_s" or once is None:
+        raise KernelRowError(f"kernels.csv line {row.line}: no seconds in {row.unit}")
+    return once * elements(row) / figure.value
+
+
+def reached_hbm(sources: Sources, row: KernelRow, hbm: Mapping[str, float]) -> float:
+    """Bytes/s that streams reach on the row's GPU."""
+    facts = sources.gpus[row.gpu]
+    return facts.hbm_bytes_per_s * hbm[facts.generation]
+
+
+def predicted_s(rates: ByteRates, row: KernelRow, hbm_bytes_per_s: float) -> float:
+    """Seconds of a row's pass by the rates."""
+    which = row.shape["pass"]
+    parts = {"forward": (False,), "backward": (True,), "forward+backward": (False, True)}[which]
+    count = float(elements(row))
+    return fsum(
+        float(bytes_s(rates, count, backward=back, hbm_bytes_per_s=hbm_bytes_per_s))
+        for back in parts
+    )
+
+
+def fit_bytes(sources: Sources, told: ByteRows, rows: Rows, hbm: Mapping[str, float]) -> ByteRates:
+    """Bytes and fixed seconds of both passes, jointly, by robust least squares of logarithms."""
+    own = [row for row in rows if told.match.holds(row)]
+    kinds = {row.shape.get("pass") for row in own}
+    if "forward" not in kinds or len(kinds) < 2:
+        raise KernelFitError(f"kernels.csv: not both passes in {msgspec.to_builtins(told.match)}")
+    real = np.array([seconds(row) for row in own])
+    hbm_rates = [reached_hbm(sources, row, hbm) for row in own]
+    weights = document_weights(own)
+
+    def curve(x: Array | list[float]) -> ByteRates:
+        return ByteRates(
+            forward_bytes=float(x[0]),
+            forward_fixed_s=float(x[1]),
+            backward_bytes=float(x[2]),
+            backward_fixed_s=float(x[3]),
+            forward_launches=told.forward_launches,
+            backward_launches=told.backward_launches,
+            evidence=Evidence(),
+        )
+
+    def predicted(rates: ByteRates) -> Array:
+        pairs = zip(own, hbm_rates, strict=True)
+        return np.array([predicted_s(rates, row, rate) for row, rate in pairs])
+
+    best = solve(
+        lambda x: weights * np.log(predicted(curve(x)) / real),
+        [10.0, 7e-6, 15.0, 1.5e-5],
+        ([0.5, 0.0, 0.5, 0.0], [500.0, 2e-4, 500.0, 4e-4]),
+        NEAR,
+    )
+    rates = curve([rounded(x, LEAST_S) for x in best])
+    speeds = dict(zip((row.line for row in own), predicted(rates) / real, strict=True))
+    fitted = ("forward_bytes", "forward_fixed_s", "backward_bytes", "backward_fixed_s")
+    why = f"launches: {told.launches_source}"
+    return msgspec.structs.replace(rates, evidence=evidence(sources, own, speeds, fitted, why))
+
+
+def fit_unfused(
+    sources: Sources, rows: Rows, hbm: Mapping[str, float], gemms: Mapping[str, GemmRates]
+) -> UnfusedAttention:
+    """Passes over the score matrix that published eager attention took beside its GEMMs."""
+    own = [row for row in rows if sources.operators.unfused_attention.holds(row)]
+    known = [_unfused_parts(sources, row, hbm, gemms) for row in own]
+    real = np.array([attention_flop(row) / measured(row).value for row in own])
+
+    def curve(x: Array | list[float]) -> UnfusedAttention:
+        return UnfusedAttention(passes=float(x[0]), mask_passes=float(x[1]), evidence=Evidence())
+
+    def predicted(rates: UnfusedAttention) -> Array:
+        told = [
+            float(unfused_attention_s(rates, gemm, scores, HALF, rate, masked=row.causal))
+            for row, (gemm, scores, rate) in zip(own, known, strict=True)
+        ]
+        return np.array(told)
+
+    best = solve(
+        lambda x: np.log(predicted(curve(x)) / real), [11.0, 4.0], ([0.0, 0.0], [60.0, 60.0])
+    )
+    rates = curve([rounded(x) for x in best])
+    speeds = dict(zip((row.line for row in own), predicted(rates) / real, strict=True))
+    proof = evidence(sources, own, speeds, ("passes", "mask_passes"))
+    return msgspec.structs.replace(rates, evidence=proof)
+
+
+def _unfused_parts(
+    sources: Sources, row: KernelRow, hbm: Mapping[str, float], gemms: Mapping[str, GemmRates]
+) -> tuple[float, float, float]:
+    """Seconds of the GEMMs, score elements, reached HBM bytes/s of one eager row."""
+    facts = sources.gpus[row.gpu]
+    s, d = float(row.size("s")), float(row.size("d"))
+    many = float(row.size("b") * row.size("h"))
+    device = Device(
+        peak_flop_per_s=facts.peak_flop_per_s,
+        hbm_bytes_per_s=reached_hbm(sources, row, hbm),
+        sm_count=sources.generations[facts.generation].sm_count,
+    )
+    rates = gemms[facts.generation]
+    scores = gemm_s(rates, device, s, s, d, many, element_bytes=HALF)
+    values = gemm_s(rates, device, s, d, s, many, element_bytes=HALF)
+    return float(2.0 * scores + 4.0 * values), many * s * s, reached_hbm(sources, row, hbm)
+
+
+def fit_operators(
+    sources: Sources, rows: Rows, hbm: Mapping[str, float], gemms: Mapping[str, GemmRates]
+) -> OperatorRates:
+    """All of operators.yaml."""
+    told = sources.operators
+
+    def every(declared: Mapping[str, ByteRows]) -> dict[str, ByteRates]:
+        return {name: fit_bytes(sources, part, rows, hbm) for name, part in declared.items()}
+
+    return OperatorRates(
+        unfused_attention=fit_unfused(sources, rows, hbm, gemms),
+        norm=every(told.norm),
+        rope=every(told.rope),
+        activation=every(told.activation),
+        loss=every(told.loss),
+    )

@@ -1,0 +1,234 @@
+"""Refit config/kernels/ from results/published/kernels.csv: GEMM, shares of rates, the files.
+
+`python -m rematbench.published.kernel_fit` writes the files and says which changed; a test holds
+the committed ones to it.
+"""
+
+import sys
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import numpy as np
+import yaml
+
+from rematbench.cost.kernel_rates import (
+    OPERATORS,
+    SOURCES,
+    AttentionRates,
+    Evidence,
+    GemmRates,
+    GenerationRates,
+    KernelRates,
+    Share,
+    evidence_of,
+    gemm_share,
+    load_kernel_rates,
+)
+from rematbench.paths import data_dir
+from rematbench.published.kernel_attention import fit_attention, fit_half_waves
+from rematbench.published.kernel_bytes import fit_operators
+from rematbench.published.kernel_numbers import (
+    Array,
+    Rows,
+    document_weights,
+    evidence,
+    rounded,
+    solve,
+)
+from rematbench.published.kernel_rows import KernelRow, Match, measured, read_kernel_rows
+from rematbench.published.kernel_sources import (
+    KernelFitError,
+    ShareRows,
+    Sources,
+    load_sources,
+    unclaimed,
+)
+
+TILE_ROWS, TILE_COLUMNS = 128.0, 256.0
+TILE_SOURCE = "tiles: 128 x 256 of cuBLAS and CUTLASS, NVIDIA DU-09798"
+NEAR = 0.03
+"""Logarithmic deviation at which a GEMM row's weight starts to fall (soft L1)."""
+HEADER = """# Written by `python -m rematbench.published.kernel_fit` from sources.yaml and
+# results/published/kernels.csv: `fitted` names what was fitted to those rows, `source` says where
+# the rest is from.  Outliers: rows further than 10 % off, by line of kernels.csv.
+"""
+
+
+def picked(sources: Sources, generation: str, match: Match, rows: Rows) -> list[KernelRow]:
+    """The generation's rows of a match; KernelFitError where there is none."""
+    found = [r for r in rows if sources.of_generation(generation, r) and match.holds(r)]
+    if not found:
+        raise KernelFitError(
+            f"kernels.csv: no {generation} row matches {msgspec.to_builtins(match)}"
+        )
+    return found
+
+
+# -- GEMM -------------------------------------------------------------------------------------
+
+
+def fit_gemm(sources: Sources, rows: Rows, sm_count: int) -> GemmRates:
+    """Robust least squares of logarithms; every document has the same weight."""
+    real = np.array([measured(r).value / sources.gpus[r.gpu].peak_flop_per_s for r in rows])
+    m, n, k = (np.array([float(r.size(key)) for r in rows]) for key in ("m", "n", "k"))
+    adds = np.array([r.shape.get("accumulate") == "True" for r in rows])
+    weights = document_weights(rows)
+
+    def curve(x: Array | list[float]) -> GemmRates:
+        return GemmRates(
+            efficiency=float(x[0]),
+            half_k=float(x[1]),
+            tail=float(x[2]),
+            accumulate=float(x[3]) if adds.any() else 1.0,
+            tile_rows=TILE_ROWS,
+            tile_columns=TILE_COLUMNS,
+            evidence=Evidence(),
+        )
+
+    def told(rates: GemmRates) -> Array:
+        share = np.asarray(gemm_share(rates, m, n, k, 1.0, sm_count), dtype=np.float64)
+        factors: Array = np.where(adds, rates.accumulate, 1.0) * share
+        return factors
+
+    best = solve(
+        lambda x: weights * np.log(told(curve(x)) / real),
+        [0.7, 150.0, 0.5, 0.95],
+        ([0.05, 0.0, 0.0, 0.5], [1.2, 3e3, 1.0, 1.2]),
+        NEAR,
+    )
+    rates = curve([rounded(x) for x in best])
+    speeds = dict(zip((row.line for row in rows), real / told(rates), strict=True))
+    fitted = ("efficiency", "half_k", "tail", *(("accumulate",) if adds.any() else ()))
+    proof = evidence(sources, rows, speeds, fitted, TILE_SOURCE)
+    return msgspec.structs.replace(rates, evidence=proof)
+
+
+# -- shares -----------------------------------------------------------------------------------
+
+
+def link_rate(sources: Sources, row: KernelRow, of: str) -> float:
+    """Bytes/s (or 1) that a row's figure is a share of."""
+    if of == "one":
+        return 1.0
+    if of in ("pcie", "nic"):
+        return sources.links[row.shape[of]]
+    rate: float = getattr(sources.gpus[row.gpu], f"{of}_bytes_per_s")
+    return rate
+
+
+def fit_share(sources: Sources, generation: str, told: ShareRows, rows: Rows) -> Share:
+    """The median of a share's rows, or the declared value."""
+    if told.match is None:
+        if told.value is None or not told.source:
+            raise KernelFitError(
+                f"sources.yaml: a share of {generation} has neither rows nor value"
+            )
+        return Share(value=told.value, evidence=Evidence(source=told.source))
+    found = [
+        r
+        for r in rows
+        if told.match.holds(r)
+        and (sources.of_generation(generation, r) or r.gpu not in sources.gpus)
+    ]
+    if not found:
+        raise KernelFitError(f"kernels.csv: no row for {msgspec.to_builtins(told)}")
+    base = 1.0
+    if told.against is not None:
+        base = median(measured(r).value for r in rows if told.against.holds(r))
+    of = "one" if told.of == "against" else told.of
+    shares = {r.line: measured(r).value / link_rate(sources, r, of) / base for r in found}
+    value = rounded(median(shares.values()))
+    speeds = {line: share / value for line, share in shares.items()}
+    return Share(value=value, evidence=evidence(sources, found, speeds, ("value",), told.source))
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+def fit_generation(sources: Sources, name: str, rows: Rows) -> GenerationRates:
+    """One generation's file."""
+    told = sources.generations[name]
+    waves = fit_half_waves(sources, picked(sources, name, told.waves, rows), told.sm_count)
+    attention: dict[str, AttentionRates] = {}
+    for backend, part in told.attention.items():
+        own = picked(sources, name, part.match, rows)
+        like = attention[part.like] if part.like else None
+        attention[backend] = fit_attention(sources, own, waves, told.sm_count, like)
+
+    def shares(declared: dict[str, ShareRows]) -> dict[str, Share]:
+        return {key: fit_share(sources, name, part, rows) for key, part in declared.items()}
+
+    return GenerationRates(
+        sm_count=told.sm_count,
+        source=told.source,
+        half_waves=waves,
+        attention=attention,
+        refused=told.refused,
+        gemm=fit_gemm(sources, picked(sources, name, told.gemm, rows), told.sm_count),
+        hbm=fit_share(sources, name, told.hbm, rows),
+        copies=shares(told.copies),
+        collectives=shares(told.collectives),
+        overlap=shares(told.overlap),
+    )
+
+
+def refit(folder: Path, published: Path) -> dict[str, msgspec.Struct]:
+    """Every file of config/kernels but sources.yaml, by name; deterministic."""
+    sources = load_sources(folder / f"{SOURCES}.yaml")
+    every = read_kernel_rows(published)
+    lost = unclaimed(sources, every)
+    if lost:
+        lines = ", ".join(str(row.line) for row in lost)
+        raise KernelFitError(f"kernels.csv: neither used nor excluded: lines {lines}")
+    rows = sources.used(every)
+    found = {name: fit_generation(sources, name, rows) for name in sources.generations}
+    hbm = {name: part.hbm.value for name, part in found.items()}
+    gemms = {name: part.gemm for name, part in found.items()}
+    return {**found, OPERATORS: fit_operators(sources, rows, hbm, gemms)}
+
+
+def as_text(rates: msgspec.Struct) -> str:
+    """The file's text."""
+    plain = msgspec.to_builtins(rates)
+    return HEADER + yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
+
+
+def curve_table(rates: KernelRates) -> list[tuple[str, int, int, int, int, float]]:
+    """For every fitted rate: name, parameters, rows, documents, rows off by more than 10 % (each
+    with a reason), and the worst of them; last the sums."""
+    lines = [
+        (
+            name,
+            len(told.fitted),
+            told.rows,
+            told.sources,
+            sum(len(o.lines) for o in told.outliers),
+            max((o.worst for o in told.outliers), key=abs, default=0.0),
+        )
+        for name, told in evidence_of(rates).items()
+        if told.fitted
+    ]
+    off = sum(line[4] for line in lines)
+    worst = max((line[5] for line in lines), key=abs)
+    sums = (sum(line[1] for line in lines), sum(line[2] for line in lines))
+    return [*lines, ("all", *sums, max(line[3] for line in lines), off, worst)]
+
+
+def main() -> None:
+    """Refit, write, say which files changed, and print the table of curves."""
+    folder = data_dir("config") / "kernels"
+    for name, rates in refit(folder, data_dir("published") / "kernels.csv").items():
+        path = folder / f"{name}.yaml"
+        text = as_text(rates)
+        same = path.exists() and path.read_text(encoding="utf-8") == text
+        path.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"{path.name}: {'unchanged' if same else 'written'}\n")
+    sys.stdout.write(f"{'rate':42} parameters rows documents  off  worst\n")
+    for curve, *numbers, worst in curve_table(load_kernel_rates(folder)):
+        counts = "{:10d} {:4d} {:9d} {:4d}".format(*numbers)
+        sys.stdout.write(f"{curve:42} {counts} {100 * worst:+5.0f} %\n")
+
+
+if __name__ == "__main__":
+    main()

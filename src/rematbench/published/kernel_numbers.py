@@ -1,0 +1,64 @@
+"""Least squares and evidence, as every fit of config/kernels uses them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from rematbench.cost.kernel_rates import Evidence
+from rematbench.published.kernel_rows import KernelRow
+from rematbench.published.kernel_sources import Sources, outliers
+
+Array: TypeAlias = NDArray[np.float64]
+Rows: TypeAlias = Sequence[KernelRow]
+
+
+def rounded(value: float, least: float = 1e-6) -> float:
+    """Four significant digits, as the files have them; less than `least` is nothing."""
+    return float(f"{value:.4g}") if value >= least else 0.0
+
+
+def solve(
+    misses: Callable[[Array], Array],
+    start: Sequence[float],
+    bounds: tuple[Sequence[float], Sequence[float]],
+    near: float | None = None,
+) -> list[float]:
+    """Parameters of least squares of logarithms, deterministic; `near`: the deviation at which a
+    row's weight starts to fall (soft L1)."""
+    best = least_squares(
+        misses,
+        start,
+        bounds=bounds,
+        x_scale=start,
+        diff_step=np.full(len(start), 1e-4),
+        loss="linear" if near is None else "soft_l1",
+        f_scale=1.0 if near is None else near,
+    )
+    return [float(x) for x in best.x]
+
+
+def document_weights(rows: Rows) -> Array:
+    """Weights that make every document count the same in a sum of squares."""
+    documents = [row.source for row in rows]
+    return np.array([documents.count(name) ** -0.5 for name in documents])
+
+
+def evidence(
+    sources: Sources,
+    rows: Rows,
+    speeds: Mapping[int, float],
+    fitted: tuple[str, ...],
+    source: str = "",
+) -> Evidence:
+    """What fitted numbers rest on; `speeds`: measured over predicted speed by line."""
+    off = {line: float(speed) - 1.0 for line, speed in speeds.items()}
+    return Evidence(
+        fitted=fitted,
+        rows=len(rows),
+        sources=len({row.source for row in rows}),
+        source=source,
+        outliers=outliers(sources, rows, off),
+    )

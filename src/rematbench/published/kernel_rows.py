@@ -1,0 +1,224 @@
+"""results/published/kernels.csv: published speeds of kernels, copies and collectives, in SI units.
+
+One row is one figure of one document.  `read_kernel_rows` types every row, `measured` turns it
+into FLOP/s, bytes/s, seconds or a share, with the convention of the row's source taken out, and
+`Match` selects rows by what was run.  Nothing here decides which rows a fit may use.
+"""
+
+import csv
+from pathlib import Path
+from typing import Literal, get_args
+
+import msgspec
+from msgspec import Struct
+
+What = Literal[
+    "gemm",
+    "attention_forward",
+    "attention_backward",
+    "attention_fwd_bwd",
+    "norm",
+    "rope",
+    "swiglu",
+    "cross_entropy",
+    "adam",
+    "elementwise",
+    "memcpy_h2d",
+    "memcpy_d2h",
+    "memcpy_bidirectional",
+    "collective",
+    "overlap",
+]
+Unit = Literal["TFLOP/s", "GB/s", "ms", "us", "%", "% of peak"]
+Quantity = Literal["flop_per_s", "bytes_per_s", "seconds", "share"]
+
+PASSES: dict[str, float] = {
+    "attention_forward": 1.0,
+    "attention_backward": 2.5,
+    "attention_fwd_bwd": 3.5,
+}
+"""FLOPs against the forward's: five GEMMs to two in the backward (Dao 2023, arXiv 2307.08691)."""
+
+UNITS: dict[str, tuple[Quantity, float]] = {
+    "TFLOP/s": ("flop_per_s", 1e12),
+    "GB/s": ("bytes_per_s", 1e9),
+    "ms": ("seconds", 1e-3),
+    "us": ("seconds", 1e-6),
+    "%": ("share", 1e-2),
+    "% of peak": ("share", 1e-2),
+}
+COLUMNS = (
+    "source",
+    "what",
+    "implementation",
+    "gpu",
+    "dtype",
+    "shape",
+    "value",
+    "unit",
+    "convention",
+    "note",
+)
+
+
+class KernelRowError(ValueError):
+    """A row that cannot be read: file, line, column and what is allowed, in one line."""
+
+
+class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One published figure; `line` is its line in the file, `shape` its `key=value` pairs."""
+
+    line: int
+    source: str
+    what: What
+    implementation: str
+    gpu: str
+    dtype: str
+    shape: dict[str, str]
+    value: float
+    unit: Unit
+    convention: str
+    note: str
+
+    def size(self, key: str) -> int:
+        """A whole number of the shape; KernelRowError where it is missing or none."""
+        try:
+            return int(self.shape[key])
+        except (KeyError, ValueError):
+            raise KernelRowError(
+                f"kernels.csv line {self.line}: shape has no whole number {key!r}"
+            ) from None
+
+    @property
+    def causal(self) -> bool:
+        """Whether the attention kernel had a causal mask."""
+        return self.shape.get("causal") == "1"
+
+
+class Measurement(Struct, frozen=True, kw_only=True):
+    """A figure in base units: FLOP/s, bytes/s, seconds, or a share of something."""
+
+    quantity: Quantity
+    value: float
+
+
+def read_kernel_rows(path: Path) -> tuple[KernelRow, ...]:
+    """Every row of the file; KernelRowError for the first that cannot be read."""
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if tuple(reader.fieldnames or ()) != COLUMNS:
+            raise KernelRowError(f"{path.name}: columns must be {', '.join(COLUMNS)}")
+        return tuple(_row(cells, reader.line_num, path.name) for cells in reader)
+
+
+def _row(cells: dict[str, str], line: int, label: str) -> KernelRow:
+    for column, allowed in (("what", get_args(What)), ("unit", get_args(Unit))):
+        if cells[column] not in allowed:
+            known = ", ".join(allowed)
+            raise KernelRowError(
+                f"{label} line {line}: {column} {cells[column]!r} (known: {known})"
+            )
+    try:
+        shape = parse_shape(cells["shape"])
+        return msgspec.convert(
+            {**cells, "line": line, "shape": shape, "value": float(cells["value"])}, type=KernelRow
+        )
+    except ValueError as error:
+        raise KernelRowError(f"{label} line {line}: {error}") from None
+
+
+def parse_shape(text: str) -> dict[str, str]:
+    """`b=4;h=16;s=4096` as a mapping; ValueError where a part is no pair or a key comes twice."""
+    shape: dict[str, str] = {}
+    for part in filter(None, text.split(";")):
+        key, found, value = part.partition("=")
+        if not (key and found and value) or key in shape:
+            raise ValueError(f"shape {text!r} is not key=value;key=value with each key once")
+        shape[key] = value
+    return shape
+
+
+def attention_flop(row: KernelRow) -> float:
+    """FLOPs of an attention row, causal pairs counted half: 2 (d_qk + d_v) b h pairs x passes.
+
+    Source: Dao 2023 (arXiv 2307.08691), section 4.1; `d=192/128` names d_qk and d_v.
+    """
+    dims = [int(part) for part in row.shape["d"].split("/")]
+    pairs = row.size("s") ** 2 * (0.5 if row.causal else 1.0)
+    width = 2.0 * (dims[0] + dims[-1])
+    return width * row.size("b") * row.size("h") * pairs * PASSES[row.what]
+
+
+def gemm_flop(row: KernelRow) -> float:
+    """2 m n k; a row of a layer's four linears has qkv (3 h), out (h), up and down (ffn)."""
+    if "gemms" in row.shape:
+        m, h, ffn = (row.size(key) for key in ("m", "h", "ffn"))
+        return 2.0 * m * h * (4 * h + 2 * ffn)
+    return 2.0 * row.size("m") * row.size("n") * row.size("k")
+
+
+def measured(row: KernelRow) -> Measurement:
+    """The row's figure in base units; GEMMs and attention as FLOP/s, causal pairs counted half.
+
+    Conventions taken out: `all pairs counted` of a causal kernel is twice the work done;
+    `s(s+1)/2` is exact where everyone else says s^2/2.
+    """
+    quantity, scale = UNITS[row.unit]
+    value = row.value * scale
+    if row.what not in PASSES and row.what != "gemm":
+        return Measurement(quantity=quantity, value=value)
+    if quantity == "seconds":
+        work = gemm_flop(row) if row.what == "gemm" else attention_flop(row)
+        return Measurement(quantity="flop_per_s", value=work / value)
+    if row.causal and "all pairs counted" in row.convention:
+        value /= 2.0
+    if "s(s+1)/2" in row.convention:
+        value *= row.size("s") / (row.size("s") + 1.0)
+    return Measurement(quantity=quantity, value=value)
+
+
+class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rows by what was run: every field given must hold.
+
+    `what`, `gpu`, `dtype`, `unit` and the words of `shape` are whole words, `source`,
+    `implementation`, `convention` and `note` parts of the text; any of those listed will do.
+    `at_least` and `below` bound numbers of the shape, or `value` (as published).
+    """
+
+    what: tuple[str, ...] = ()
+    source: tuple[str, ...] = ()
+    implementation: tuple[str, ...] = ()
+    gpu: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
+    unit: tuple[str, ...] = ()
+    convention: tuple[str, ...] = ()
+    note: tuple[str, ...] = ()
+    shape: dict[str, tuple[str, ...]] = {}
+    at_least: dict[str, float] = {}
+    below: dict[str, float] = {}
+
+    def holds(self, row: KernelRow) -> bool:
+        """Whether the row is one of those meant."""
+        words = ((self.what, row.what), (self.gpu, row.gpu), (self.dtype, row.dtype))
+        parts = (
+            (self.source, row.source),
+            (self.implementation, row.implementation),
+            (self.convention, row.convention),
+            (self.note, row.note),
+        )
+        return (
+            all(not wanted or word in wanted for wanted, word in (*words, (self.unit, row.unit)))
+            and all(not wanted or any(p in text for p in wanted) for wanted, text in parts)
+            and all(row.shape.get(key, "") in wanted for key, wanted in self.shape.items())
+            and all(_bound(row, key) >= low for key, low in self.at_least.items())
+            and all(_bound(row, key) < high for key, high in self.below.items())
+        )
+
+
+def _bound(row: KernelRow, key: str) -> float:
+    """A number of the shape (or the value); NaN, which no bound holds for, where it is none."""
+    text = str(row.value) if key == "value" else row.shape.get(key, "")
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")

@@ -1,0 +1,192 @@
+"""config/kernels/sources.yaml: which rows of kernels.csv make which rate, and why others do not.
+
+Every row is claimed by a rate or left out by a named exclusion, and a row further than 10 % from
+its curve needs a reason written here: neither happens silently (`unclaimed`, kernel_fit).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.cost.kernel_rates import Outlier
+from rematbench.published.kernel_rows import KernelRow, Match
+
+TOLERANCE = 0.10
+"""How far a row may lie from its curve without a named reason."""
+
+Of = Literal["hbm", "nvlink", "nic", "pcie", "one", "against"]
+
+
+class KernelFitError(ValueError):
+    """Rows that no rate claims, or that lie off their curve without a reason; one line."""
+
+
+class GpuFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A GPU as kernels.csv names it: dense 16-bit peak, HBM and NVLink (one direction) rates."""
+
+    generation: str
+    peak_flop_per_s: float
+    hbm_bytes_per_s: float
+    nvlink_bytes_per_s: float = 0.0
+    source: str
+
+
+class Exclusion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rows that no fit may use, and why."""
+
+    name: str
+    reason: str
+    match: Match
+
+
+class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why rows may lie further than 10 % from their curve."""
+
+    reason: str
+    match: Match
+
+
+class AttentionRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rows of one backend; `like`: where forward and backward are not both published, their
+    ratio is that of this backend."""
+
+    match: Match
+    like: str = ""
+
+
+class ShareRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rows of one share: their median `of` a rate (or over the median of `against`); or a `value`
+    that is no row's figure, with its source."""
+
+    of: Of = "one"
+    match: Match | None = None
+    against: Match | None = None
+    value: float | None = None
+    source: str = ""
+
+
+class GenerationRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What makes one generation's file; `waves`: rows whose number of heads varies."""
+
+    sm_count: int
+    source: str
+    waves: Match
+    attention: dict[str, AttentionRows]
+    refused: dict[str, str]
+    gemm: Match
+    hbm: ShareRows
+    copies: dict[str, ShareRows]
+    collectives: dict[str, ShareRows]
+    overlap: dict[str, ShareRows]
+
+
+class ByteRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rows of one implementation of a memory-bound operator, and what it launches."""
+
+    match: Match
+    forward_launches: int
+    backward_launches: int
+    launches_source: str
+
+
+class OperatorRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What makes operators.yaml."""
+
+    unfused_attention: Match
+    norm: dict[str, ByteRows]
+    rope: dict[str, ByteRows]
+    activation: dict[str, ByteRows]
+    loss: dict[str, ByteRows]
+
+
+class Sources(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole of sources.yaml; `links`: bytes/s of links as `shape` names them (a node's for
+    NICs, one direction for PCIe)."""
+
+    gpus: dict[str, GpuFacts]
+    links: dict[str, float]
+    links_source: str
+    exclusions: tuple[Exclusion, ...]
+    generations: dict[str, GenerationRows]
+    operators: OperatorRows
+    reasons: tuple[Reason, ...]
+
+    def used(self, rows: Iterable[KernelRow]) -> tuple[KernelRow, ...]:
+        """Rows that no exclusion names."""
+        return tuple(row for row in rows if self.exclusion(row) is None)
+
+    def exclusion(self, row: KernelRow) -> Exclusion | None:
+        """The first exclusion that names the row."""
+        return next((e for e in self.exclusions if e.match.holds(row)), None)
+
+    def of_generation(self, generation: str, row: KernelRow) -> bool:
+        """Whether the row ran on a GPU of the generation."""
+        facts = self.gpus.get(row.gpu)
+        return facts is not None and facts.generation == generation
+
+
+def load_sources(path: Path) -> Sources:
+    """Read sources.yaml; an unknown key is a msgspec.ValidationError."""
+    return msgspec.yaml.decode(path.read_bytes(), type=Sources)
+
+
+def matches(part: object) -> Iterator[Match]:
+    """Every Match inside a declaration."""
+    if isinstance(part, Match):
+        yield part
+    elif isinstance(part, dict):
+        for value in part.values():
+            yield from matches(value)
+    elif isinstance(part, Struct):
+        for name in part.__struct_fields__:
+            yield from matches(getattr(part, name))
+
+
+def unclaimed(sources: Sources, rows: Iterable[KernelRow]) -> list[KernelRow]:
+    """Rows that no exclusion names and no rate uses."""
+    anywhere = list(matches(sources.operators))
+    found = []
+    for row in sources.used(rows):
+        own = [
+            match
+            for name, part in sources.generations.items()
+            if sources.of_generation(name, row) or row.gpu not in sources.gpus
+            for match in matches(part)
+        ]
+        if not any(match.holds(row) for match in (*anywhere, *own)):
+            found.append(row)
+    return found
+
+
+def outliers(
+    sources: Sources, rows: Sequence[KernelRow], deviations: Mapping[int, float]
+) -> tuple[Outlier, ...]:
+    """Rows more than TOLERANCE off, by reason; KernelFitError where one has no reason.
+
+    `deviations`: line -> measured over predicted speed, less 1.
+    """
+    by_reason: dict[str, list[int]] = {}
+    nameless = []
+    for row in rows:
+        if abs(deviations[row.line]) <= TOLERANCE:
+            continue
+        reason = next((r.reason for r in sources.reasons if r.match.holds(row)), None)
+        if reason is None:
+            nameless.append(f"{row.line} ({row.implementation}, {deviations[row.line]:+.0%})")
+        else:
+            by_reason.setdefault(reason, []).append(row.line)
+    if nameless:
+        raise KernelFitError(
+            f"kernels.csv: off their curve without a reason: {'; '.join(nameless)}"
+        )
+    return tuple(
+        Outlier(
+            reason=reason,
+            worst=round(deviations[max(lines, key=lambda line: abs(deviations[line]))], 3),
+            lines=tuple(lines),
+        )
+        for reason, lines in by_reason.items()
+    )

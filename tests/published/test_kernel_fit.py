@@ -1,0 +1,186 @@
+"""config/kernels is what the rows say, and every row off its curve has a reason."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+
+from rematbench.cost.kernel_rates import (
+    OPERATORS,
+    SOURCES,
+    attention_share,
+    fitted_parameters,
+    load_kernel_rates,
+)
+from rematbench.paths import data_dir
+from rematbench.published import kernel_attention
+from rematbench.published.kernel_attention import attention_fraction
+from rematbench.published.kernel_fit import as_text, curve_table, fit_share, refit
+from rematbench.published.kernel_rows import Match, read_kernel_rows
+from rematbench.published.kernel_sources import (
+    TOLERANCE,
+    KernelFitError,
+    ShareRows,
+    load_sources,
+    outliers,
+)
+
+FOLDER = data_dir("config") / "kernels"
+PUBLISHED = data_dir("published") / "kernels.csv"
+ROWS = read_kernel_rows(PUBLISHED)
+DECLARED = load_sources(FOLDER / f"{SOURCES}.yaml")
+USED = DECLARED.used(ROWS)
+RATES = load_kernel_rates(FOLDER)
+FILES = (*RATES.generations, OPERATORS)
+
+
+@pytest.fixture(scope="module")
+def again() -> dict[str, msgspec.Struct]:
+    return refit(FOLDER, PUBLISHED)
+
+
+def alike(ours: Any, theirs: Any) -> bool:
+    """Equal but for a last digit, which another build of a solver may round otherwise."""
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(alike(v, theirs[k]) for k, v in ours.items())
+    if isinstance(ours, list):
+        return len(ours) == len(theirs) and all(map(alike, ours, theirs))
+    if isinstance(ours, float):
+        return bool(ours == pytest.approx(theirs, rel=2e-3, abs=2e-8))
+    return bool(ours == theirs)
+
+
+def test_committed_files_are_the_refit(again: dict[str, msgspec.Struct]) -> None:
+    by_hand = {"cpu", SOURCES}
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == {*again, *by_hand}
+    for name, rates in again.items():
+        committed = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+        assert alike(yaml.safe_load(as_text(rates)), yaml.safe_load(committed)), name
+
+
+def outlier_lines(part: Any) -> list[int]:
+    if isinstance(part, dict):
+        own = [line for found in part.get("outliers", ()) for line in found["lines"]]
+        return own + [line for value in part.values() for line in outlier_lines(value)]
+    return []
+
+
+def test_outliers_are_named_and_few() -> None:
+    named = [
+        line
+        for name in FILES
+        for line in outlier_lines(yaml.safe_load((FOLDER / f"{name}.yaml").read_text()))
+    ]
+    assert 0 < len(set(named)) < 0.25 * len(USED)
+    fused = [r for r in USED if r.what.startswith("attention")]
+    hopper = {r.line for r in fused if DECLARED.of_generation("hopper", r)}
+    assert len(hopper & set(named)) < 0.2 * len(hopper)
+
+
+def test_every_reason_has_its_row() -> None:
+    files = [yaml.safe_load((FOLDER / f"{name}.yaml").read_text()) for name in FILES]
+    given = {reason for part in files for reason in reasons(part)}
+    assert {r.reason for r in DECLARED.reasons} == given
+
+
+def reasons(part: Any) -> list[str]:
+    if isinstance(part, dict):
+        own = [found["reason"] for found in part.get("outliers", ())]
+        return own + [reason for value in part.values() for reason in reasons(value)]
+    return []
+
+
+def test_a_row_off_its_curve_without_a_reason_fails() -> None:
+    hopper = [r for r in USED if DECLARED.of_generation("hopper", r) and r.shape.get("d") == "128"]
+    row = next(r for r in hopper if r.implementation == "fa2")
+    assert outliers(DECLARED, [row], {row.line: TOLERANCE}) == ()
+    with pytest.raises(KernelFitError, match=f"without a reason: {row.line} "):
+        outliers(DECLARED, [row], {row.line: -1.01 * TOLERANCE})
+
+
+@pytest.mark.parametrize(
+    ("generation", "backend", "s", "forward", "backward"),
+    [
+        # read off SOURCES' documents by hand: shares of the peak at d 128, causal
+        ("hopper", "fa2", 8192, (0.32, 0.37), (0.27, 0.31)),
+        ("hopper", "fa3", 16384, (0.61, 0.69), (0.45, 0.58)),
+        ("hopper", "cudnn", 8192, (0.53, 0.66), (0.42, 0.56)),
+        ("ampere", "fa2", 8192, (0.58, 0.66), (0.50, 0.60)),
+        ("blackwell", "cudnn", 16384, (0.52, 0.72), (0.41, 0.59)),
+    ],
+)
+def test_curves_lie_where_documents_do(
+    generation: str,
+    backend: str,
+    s: int,
+    forward: tuple[float, float],
+    backward: tuple[float, float],
+) -> None:
+    rates = RATES.attention(generation, backend)
+    sms = RATES.generation(generation).sm_count
+    for one, (low, high) in ((rates.forward, forward), (rates.backward, backward)):
+        share = attention_share(one, float(s), 64.0, sms)
+        assert low <= share <= high
+
+
+def test_a_curve_is_the_median_of_its_sources() -> None:
+    """The middle of three documents decides, however far the outer ones are."""
+    rows = [r for r in USED if r.implementation == "fa2" and DECLARED.of_generation("hopper", r)]
+    ahead = [r for r in rows if r.what == "attention_forward" and r.size("s") == 8192]
+    documents = {r.source for r in ahead}
+    assert len(documents) >= 3
+
+    def at(slow: float) -> float:
+        lowest = min(ahead, key=lambda r: attention_fraction(DECLARED, r))
+        changed = [
+            msgspec.structs.replace(r, value=r.value * slow) if r.line == lowest.line else r
+            for r in ahead
+        ]
+        found = kernel_attention.medians_by_length(
+            changed, lambda row: attention_fraction(DECLARED, row)
+        )
+        return float(found[0])
+
+    assert at(0.5) == at(0.9) == at(1.0)
+
+
+def test_a_share_needs_rows_or_a_sourced_value() -> None:
+    with pytest.raises(KernelFitError, match="neither rows nor value"):
+        fit_share(DECLARED, "hopper", ShareRows(value=0.5), USED)
+    nothing = ShareRows(match=Match(what=("memcpy_h2d",), gpu=("no such GPU",)))
+    with pytest.raises(KernelFitError, match="no row for"):
+        fit_share(DECLARED, "hopper", nothing, USED)
+
+
+def test_parameters_fitted_to_kernel_rows_are_counted() -> None:
+    counts = fitted_parameters(RATES)
+    assert counts.keys() == {*RATES.generations, OPERATORS}
+    files = [yaml.safe_load((FOLDER / f"{name}.yaml").read_text()) for name in FILES]
+
+    def listed(part: Any) -> int:
+        if isinstance(part, dict):
+            return len(part.get("fitted", ())) + sum(map(listed, part.values()))
+        return 0
+
+    assert sum(counts.values()) == sum(map(listed, files)) > 100
+    assert curve_table(RATES)[-1][1] == sum(counts.values())
+
+
+def test_curve_table_has_the_evidence_of_the_files() -> None:
+    table = {name: rest for name, *rest in curve_table(RATES)}
+    fa3 = yaml.safe_load((FOLDER / "hopper.yaml").read_text())["attention"]["fa3"]["evidence"]
+    lines = [line for found in fa3["outliers"] for line in found["lines"]]
+    worst = max((found["worst"] for found in fa3["outliers"]), key=abs)
+    told = [len(fa3["fitted"]), fa3["rows"], fa3["sources"], len(lines), worst]
+    assert table["hopper.attention.fa3"] == told
+    assert "blackwell.hbm" not in table  # its value is not fitted
+
+
+def test_refit_refuses_a_row_of_a_new_kind(tmp_path: Path) -> None:
+    path = tmp_path / "kernels.csv"
+    new = "a document,attention_forward,fa9,H100,bf16,b=1;h=8;s=512;d=128;causal=1,9,TFLOP/s,,\n"
+    path.write_text(PUBLISHED.read_text(encoding="utf-8") + new, encoding="utf-8")
+    with pytest.raises(KernelFitError, match="neither used nor excluded: lines 1929"):
+        refit(FOLDER, path)

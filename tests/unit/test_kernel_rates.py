@@ -1,0 +1,228 @@
+"""Closed forms of kernels by name, and what a generation refuses."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from rematbench.cost.kernel_rates import (
+    AttentionPass,
+    AttentionRates,
+    ByteRates,
+    Device,
+    Evidence,
+    GemmRates,
+    RateError,
+    UnfusedAttention,
+    attention_s,
+    attention_share,
+    bytes_s,
+    fitted_parameters,
+    gemm_s,
+    gemm_share,
+    head_dim_factor,
+    load_kernel_rates,
+    unfused_attention_s,
+)
+from rematbench.paths import data_dir
+
+NONE = Evidence()
+ATTENTION = AttentionRates(
+    forward=AttentionPass(efficiency=0.6, half_rows=512.0, half_waves=1.0),
+    backward=AttentionPass(efficiency=0.5, half_rows=1024.0, half_waves=2.0),
+    head_dims={64: 0.75, 128: 1.0},
+    evidence=NONE,
+)
+GEMM = GemmRates(
+    efficiency=0.8,
+    half_k=256.0,
+    tail=1.0,
+    accumulate=0.5,
+    tile_rows=128.0,
+    tile_columns=256.0,
+    evidence=NONE,
+)
+DEVICE = Device(peak_flop_per_s=1e15, hbm_bytes_per_s=2e12, sm_count=128)
+SHIPPED = load_kernel_rates(data_dir("config") / "kernels")
+
+
+def test_attention_is_flop_over_a_saturating_rate() -> None:
+    s, heads = 4096.0, 8.0
+    pairs = s * s / 2
+    waves = heads * s / 128 / 128
+    share = 0.6 * s / (s + 512) * waves / (waves + 1)
+    told = attention_s(
+        ATTENTION, DEVICE, backward=False, heads=heads, head_dim=128.0, q_rows=s, pairs=pairs
+    )
+    assert told == pytest.approx(4 * 128 * heads * pairs / (1e15 * share))
+    back = attention_s(
+        ATTENTION, DEVICE, backward=True, heads=heads, head_dim=128.0, q_rows=s, pairs=pairs
+    )
+    share = 0.5 * s / (s + 1024) * waves / (waves + 2)
+    assert back == pytest.approx(2.5 * 4 * 128 * heads * pairs / (1e15 * share))
+
+
+def test_a_window_saturates_by_what_a_query_sees() -> None:
+    s, window = 65536.0, 1024.0
+    whole = {"backward": False, "heads": 64.0, "head_dim": 128.0}
+    near = attention_s(ATTENTION, DEVICE, q_rows=s, pairs=s * window, **whole)  # type: ignore[arg-type]
+    waves = 64 * 2 * window / 128 / 128
+    share = 0.6 * 2 * window / (2 * window + 512) * waves / (waves + 1)
+    assert near == pytest.approx(4 * 128 * 64 * s * window / (1e15 * share))
+    # queries of one rank against a longer prefix: no longer than its own queries
+    rank = attention_s(ATTENTION, DEVICE, q_rows=s / 8, pairs=s * s / 16, **whole)  # type: ignore[arg-type]
+    own = attention_share(ATTENTION.forward, s / 8, 64.0, 128)
+    assert rank == pytest.approx(4 * 128 * 64 * s * s / 16 / (1e15 * own))
+
+
+def test_head_dimensions_between_and_outside_the_published_ones() -> None:
+    found = head_dim_factor(ATTENTION, np.array([32.0, 64.0, 64 * 2**0.5, 128.0, 256.0]))
+    assert found == pytest.approx([0.75, 0.75, 0.875, 1.0, 1.0])
+
+
+def test_few_heads_are_slower() -> None:
+    heads = np.array([1.0, 4.0, 16.0, 64.0])
+    shares = np.asarray(attention_share(ATTENTION.forward, 4096.0, heads, 128))
+    assert (np.diff(shares) > 0).all()
+    assert shares[-1] < 0.6
+
+
+@pytest.mark.parametrize(
+    ("tail", "columns", "filled"),
+    [
+        (1.0, 128 * 256, 1.0),  # one whole wave of 128 tiles
+        (1.0, 129 * 256, 129 / 256),  # one tile more asks for a second
+        (0.0, 129 * 256, 1.0),
+        (0.5, 192 * 256, 1.5 / 1.75),
+    ],
+)
+def test_gemm_waves(tail: float, columns: float, filled: float) -> None:
+    rates = msgspec.structs.replace(GEMM, tail=tail)
+    share = gemm_share(rates, 128.0, columns, 256.0, 1.0, 128)
+    assert share == pytest.approx(0.8 * 0.5 * filled)
+
+
+def test_a_collective_takes_sms() -> None:
+    """A GEMM of one wave needs a second, attention and long GEMMs lose the SMs taken."""
+    beside = msgspec.structs.replace(DEVICE, taken_sms=24)
+    wave = (1024.0, 4096.0, 4096.0)  # 8 x 16 tiles
+    alone_s = gemm_s(GEMM, DEVICE, *wave, element_bytes=2)
+    assert gemm_s(GEMM, beside, *wave, element_bytes=2) == pytest.approx(2 * alone_s)
+    smooth = msgspec.structs.replace(GEMM, tail=0.0)
+    assert gemm_s(smooth, beside, *wave, element_bytes=2) == pytest.approx(alone_s * 128 / 104)
+    size = {"backward": False, "heads": 1e6, "head_dim": 128.0, "q_rows": 4096.0, "pairs": 2.0**23}
+    slower = attention_s(ATTENTION, beside, **size) / attention_s(ATTENTION, DEVICE, **size)  # type: ignore[arg-type]
+    assert slower == pytest.approx(128 / 104, rel=1e-4)
+
+
+def test_waves_less_blocks_explain_the_published_overlap() -> None:
+    """NVIDIA forum 337991: one wave of 132 tiles at .80 of the peak alone, .47 beside NCCL's 24
+    blocks; arXiv 2507.03114: whole steps lose 18.9 % of their compute's speed on average."""
+    hopper = SHIPPED.generation("hopper")
+    taken = hopper.overlap["nccl_blocks"].value
+    device = Device(peak_flop_per_s=9.895e14, hbm_bytes_per_s=2.9e12, sm_count=hopper.sm_count)
+    beside = msgspec.structs.replace(device, taken_sms=taken)
+
+    def ratio(waves: float) -> float:
+        size = (11 * 128.0, 12 * 256.0 * waves, 8192.0)
+        ahead = gemm_s(hopper.gemm, device, *size, element_bytes=2)
+        return float(ahead / gemm_s(hopper.gemm, beside, *size, element_bytes=2))
+
+    assert ratio(1.0) == pytest.approx(hopper.overlap["one_wave_beside"].value, rel=0.10)
+    mean = SHIPPED.generation("ampere").overlap["mean_slowdown"].value
+    assert 1 / ratio(50.0) - 1 == pytest.approx(mean, abs=0.05)
+
+
+def test_gemm_is_the_longer_of_arithmetic_and_traffic() -> None:
+    m, n, k = 1024.0, 4096.0, 2048.0
+    share = gemm_share(GEMM, m, n, k, 2.0, 128)
+    arithmetic = 2 * m * n * k * 2 / (1e15 * share)
+    assert gemm_s(GEMM, DEVICE, m, n, k, 2.0, element_bytes=2) == pytest.approx(arithmetic)
+    added = gemm_s(GEMM, DEVICE, m, n, k, 2.0, element_bytes=2, accumulate=True)
+    assert added == pytest.approx(arithmetic / 0.5)
+    slow = msgspec.structs.replace(DEVICE, hbm_bytes_per_s=1e9)
+    moved = 2 * 2 * (m * k + k * n + m * n)
+    assert gemm_s(GEMM, slow, m, n, k, 2.0, element_bytes=2) == pytest.approx(moved / 1e9)
+
+
+def test_memory_bound_operators() -> None:
+    rates = ByteRates(
+        forward_bytes=50.0,
+        forward_fixed_s=1e-5,
+        backward_bytes=129.0,
+        backward_fixed_s=4e-5,
+        forward_launches=8,
+        backward_launches=12,
+        evidence=NONE,
+    )
+    count = np.array([0.0, 1e6])
+    ahead = bytes_s(rates, count, backward=False, hbm_bytes_per_s=1e12)
+    assert ahead == pytest.approx([1e-5, 1e-5 + 5e-5])
+    assert bytes_s(rates, 1e6, backward=True, hbm_bytes_per_s=1e12) == pytest.approx(1.69e-4)
+
+
+def test_unfused_attention_passes_over_its_scores() -> None:
+    rates = UnfusedAttention(passes=9.0, mask_passes=5.0, evidence=NONE)
+    plain = unfused_attention_s(rates, 1e-3, 1e9, 2, 1e12, masked=False)
+    assert plain == pytest.approx(1e-3 + 18e-3)
+    assert unfused_attention_s(rates, 1e-3, 1e9, 2, 1e12, masked=True) == pytest.approx(29e-3)
+
+
+def test_functions_broadcast() -> None:
+    s = np.array([2048.0, 4096.0, 8192.0])
+    many = attention_s(
+        ATTENTION, DEVICE, backward=False, heads=8.0, head_dim=128.0, q_rows=s, pairs=s * s / 2
+    )
+    ones = [
+        attention_s(
+            ATTENTION, DEVICE, backward=False, heads=8.0, head_dim=128.0, q_rows=x, pairs=x * x / 2
+        )
+        for x in s
+    ]
+    assert np.asarray(many) == pytest.approx(ones)
+    wide = gemm_s(GEMM, DEVICE, s, 4096.0, 4096.0, element_bytes=2)
+    assert np.asarray(wide).shape == (3,)
+
+
+def test_what_a_generation_cannot_do_is_refused_by_name() -> None:
+    with pytest.raises(
+        RateError, match="attention 'fa3' on ampere: FlashAttention-3 is written for"
+    ):
+        SHIPPED.attention("ampere", "fa3")
+    with pytest.raises(RateError, match=r"attention 'fa3' on blackwell: .*Hopper alone"):
+        SHIPPED.attention("blackwell", "fa3")
+    with pytest.raises(
+        RateError, match=re.escape("no attention 'fa9' on hopper (known: unfused, fa2, fa1,")
+    ):
+        SHIPPED.attention("hopper", "fa9")
+    with pytest.raises(
+        RateError, match=r"no kernel rates for GPU generation 'volta' .known: ampere"
+    ):
+        SHIPPED.generation("volta")
+
+
+def test_every_generation_answers_for_every_backend() -> None:
+    """A backend of one generation has rates, or a reason for none, on each."""
+    backends = {name for one in SHIPPED.generations.values() for name in one.attention}
+    for generation, one in SHIPPED.generations.items():
+        assert backends == one.attention.keys() | one.refused.keys(), generation
+        assert not one.attention.keys() & one.refused.keys()
+
+
+def test_an_unknown_key_is_an_error(tmp_path: Path) -> None:
+    for path in (data_dir("config") / "kernels").glob("*.yaml"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    hopper = tmp_path / "hopper.yaml"
+    hopper.write_text(hopper.read_text().replace("half_k:", "half_depth:"))
+    with pytest.raises(msgspec.ValidationError, match="half_depth"):
+        load_kernel_rates(tmp_path)
+
+
+def test_fitted_counts_fields_not_files() -> None:
+    counts = fitted_parameters(SHIPPED)
+    fa3 = SHIPPED.attention("hopper", "fa3").evidence.fitted
+    assert {"forward.efficiency", "backward.half_rows", "head_dims.64"} <= set(fa3)
+    assert counts.pop("cpu") == 0
+    assert all(count > 5 for count in counts.values())
