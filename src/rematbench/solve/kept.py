@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 
+from msgspec.structs import replace
+
 from rematbench.lower import rank_orders
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, Site, covered, resolve
@@ -35,6 +37,14 @@ def _activations(
         for (where, _, name), fate in fates.items()
         if where == part and name in saved and wanted(fate)
     )
+
+
+def holding_inputs(problem: Problem, base: Plan) -> Plan:
+    """The base with the inputs of layers held where the stack saves none (eager norms keep copies
+    of their own): what rebuilds whole layers starts from them."""
+    if all("layer_input" in table.saved for table in problem.layer_kinds):
+        return base
+    return replace(base, held=tuple(dict.fromkeys((*base.held, "layer_input"))))
 
 
 def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
