@@ -9,6 +9,16 @@ from rematbench.shapes import causal_pairs, shapes
 from rematbench.system import System
 from rematbench.workload import Model, Workload
 
+FP32 = 4
+"""Bytes."""
+
+
+def _inside_norm(model: Model) -> tuple[int, int]:
+    """Bytes an element inside an eager RMSNorm's forward and backward, beside what it is given,
+    makes and keeps: one, and three and a half or four tensors in fp32.  Traced of LlamaRMSNorm and
+    Gemma2RMSNorm (Transformers 5.23.0) in bf16."""
+    return (4, 14) if model.norm_offset else (4, 16)
+
 
 class _AttentionComms(Struct, frozen=True, kw_only=True):
     """Collectives around the attention kernels, and the bytes of the gathered input."""
@@ -74,27 +84,33 @@ class Builder:
         nbytes = self.nbytes(x)
         eager = self.system.norm_keeps_steps and not layernorm
         made = self._steps(name, x, groups) if eager else ()
+        kept = () if made and self.e < FP32 else (x,)
+        inside = _inside_norm(self.model) if eager else (0, 0)
         self.ops.append(
             Op(
                 name=name,
                 inputs=(x,),
                 outputs=(out, *made),
-                saves=made or (x,),
+                saves=(*kept, *made),
                 forward=moved(2 * nbytes) if fused else moved(18 * nbytes, launches=7),
                 backward_input=moved(3 * nbytes, launches=2)
                 if fused
                 else moved(28 * nbytes, launches=12),
                 parameters=parameters,
+                scratch_forward_bytes=nbytes // self.e * inside[0],
+                scratch_backward_bytes=nbytes // self.e * inside[1],
             )
         )
 
     def _steps(self, name: str, x: str, groups: int) -> tuple[str, ...]:
         """What eager torch operators of an RMSNorm keep: the input in fp32 (of its square and of
-        the product), the reciprocal root, and what the weight scales (of the weight's gradient)."""
-        rows, wide = self.activations[x].rows, max(4, self.e)
+        the product; no copy where it is fp32), the reciprocal root, and what the weight scales (of
+        the weight's gradient)."""
+        rows, wide = self.activations[x].rows, max(FP32, self.e)
         elements = self.activations[x].row_bytes // self.e
         scaled = wide if self.model.norm_offset else self.e
-        sizes = {"wide": elements * wide, "root": groups * wide, "scaled": elements * scaled}
+        sizes = {"wide": elements * wide} if self.e < FP32 else {}
+        sizes |= {"root": groups * wide, "scaled": elements * scaled}
         return tuple(self.add(f"{name}_{step}", rows, size, False) for step, size in sizes.items())
 
     def column(
