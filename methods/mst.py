@@ -91,10 +91,11 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def _with_loss_by_piece(problem: Problem, plan: Plan) -> tuple[Plan, dict[str, str]]:
     """The plan with what the loss saves rebuilt by piece, whatever rules of the base (a budget of
     bytes, say) reach it, and a remark where it would have left the device."""
-    parted = "loss_saved" in parted_activations(problem, plan, "head")
-    if not parted and "loss_saved" not in kept_activations(problem, plan, "head"):
+    saved = problem.head.op("loss").saves
+    parted = not parted_activations(problem, plan, "head").isdisjoint(saved)
+    if not parted and kept_activations(problem, plan, "head").isdisjoint(saved):
         return plan, {}
-    rule = Rule(Select(parts=("head",), activations=("loss_saved",)), Recompute(scope="consumer"))
+    rule = Rule(Select(parts=("head",), activations=saved), Recompute(scope="consumer"))
     remark = {"loss": "by piece: the base would offload or rebuild part of it"} if parted else {}
     return plan.with_rules(rule), remark
 

@@ -169,6 +169,7 @@ def _job(setup: Setup) -> list[Reason]:
         (lay.pp > 1, "pipeline parallelism (PipelineModule is not run here)"),
         (model.dropout > 0, "dropout has no common stream of random numbers to compare"),
         (model.position == "alibi", "ALiBi positions (this baseline's model has none)"),
+        (model.qk_norm, "norms over heads (this baseline's model has none)"),
         (any(model.attention_window), "sliding-window attention (this baseline's model has none)"),
         (
             model.attention_soft_cap != 0 or model.logit_soft_cap != 0,

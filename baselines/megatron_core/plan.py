@@ -235,6 +235,7 @@ def _model(setup: Setup) -> list[Reason]:
         ),
         (model.position == "alibi", "ALiBi positions are not in megatron-core"),
         (model.post_norm, "post-norms are not in the GPT layer spec"),
+        (model.qk_norm, "norms over heads (not run here)"),
         (any(model.attention_window), "sliding-window attention needs TransformerEngine"),
         (
             model.attention_soft_cap != 0 or model.logit_soft_cap != 0,

@@ -171,6 +171,11 @@ def _qwen2(data: Config) -> dict[str, Any]:
     }
 
 
+def _qwen3(data: Config) -> dict[str, Any]:
+    bias = data.get("attention_bias", False)
+    return {**_qwen2(data), "qkv_bias": bias, "proj_bias": bias, "qk_norm": True}
+
+
 def _gemma2(data: Config) -> dict[str, Any]:
     activation = data.get("hidden_activation") or data.get("hidden_act", "gelu_pytorch_tanh")
     if activation not in _GELU:
@@ -188,6 +193,7 @@ def _gemma2(data: Config) -> dict[str, Any]:
         "qkv_bias": bias,
         "proj_bias": bias,
         "post_norm": True,
+        "norm_offset": True,
         "attention_window": [window if kind == "sliding_attention" else 0 for kind in kinds],
         "attention_soft_cap": data.get("attn_logit_softcapping") or 0.0,
         "logit_soft_cap": data.get("final_logit_softcapping") or 0.0,
@@ -272,4 +278,5 @@ _ARCHITECTURES: dict[str, Callable[[Config], dict[str, Any]]] = {
     "mistral": _mistral,
     "mpt": _mpt,
     "qwen2": _qwen2,
+    "qwen3": _qwen3,
 }

@@ -33,6 +33,13 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `step_scratch_bytes`: what the optimizer step holds per updated parameter, and frees again.
     `fused_norm`, `fused_rope`: RMSNorm, RoPE run as single kernels (else as eager torch operators,
     unless `compiled`).
+    `norm_keeps_steps`: an eager RMSNorm keeps, instead of its input, that input in fp32, its
+    reciprocal root mean square and the normalised input (in fp32 where the weight is added to one).
+    `repeats_kv`: fused attention is given keys and values once per query head, and keeps those.
+    `eager_operators`: unfused attention and soft caps are eager torch operators, which keep keys
+    and values once per query head, the softmax in fp32 beside its copy, and the tanh of a cap.
+    `held_logit_bytes`: of each logit, while the loss's backward runs, because the training loop
+    holds the model's output (0: nobody does).
     `p2p_overlap`: under which schedules a pipeline send runs beside the next pass; else a rank
     waits for each send at once.
     `vocab_multiple`: the vocabulary is padded up to a multiple of this times tp.
@@ -59,6 +66,10 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     saves_norm_output: bool = True
     fused_norm: bool = True
     fused_rope: bool = True
+    norm_keeps_steps: bool = False
+    repeats_kv: bool = False
+    eager_operators: bool = False
+    held_logit_bytes: NonNegativeInt = 0
     tp_overlap: TpOverlap
     p2p_overlap: P2pOverlap
     reduce_overlap: bool

@@ -27,8 +27,9 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `attention_window` holds one entry per layer (0: full causal attention) or is empty when
     every layer attends to the whole prefix.  `vocab` is the published vocabulary (a system may
-    pad it: `System.padded_vocab`).  Learned positions with `max_positions` 0 grow with the run:
-    a Workload resolves them to its sequence length.
+    pad it: `System.padded_vocab`).  `qk_norm`: an RMSNorm over each head of queries and of keys
+    (Qwen3); `norm_offset`: norms scale by 1 + weight (Gemma).  Learned positions with
+    `max_positions` 0 grow with the run: a Workload resolves them to its sequence length.
     """
 
     name: str
@@ -47,6 +48,8 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     proj_bias: bool = False
     mlp_bias: bool = False
     post_norm: bool = False
+    qk_norm: bool = False
+    norm_offset: bool = False
     dropout: Probability = 0.0
     max_positions: Length = 0
     attention_window: tuple[Length, ...] = ()
@@ -88,7 +91,8 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         qkv = (self.q_width + 2 * self.kv_width) if self.qkv_bias else 0
         proj = self.hidden if self.proj_bias else 0
         mlp = (self.ffn * (2 if self.gated else 1) + self.hidden) if self.mlp_bias else 0
-        return norms + qkv + proj + mlp
+        heads = 2 * self.head_dim if self.qk_norm else 0
+        return norms + heads + qkv + proj + mlp
 
     @property
     def embedding_parameters(self) -> int:

@@ -152,11 +152,18 @@ def test_windows_of_qwen2_and_of_layer_types(tmp_path: Path) -> None:
     assert load_model(written(tmp_path / "gemma", gemma)).attention_window == (0, 4096) * 21
 
 
-KNOWN = "gemma2, gpt2, gpt_neox, internlm, llama, mistral, mpt, qwen2"
+def test_qwen3_norms_the_heads_of_queries_and_keys(tmp_path: Path) -> None:
+    made = load_model(written(tmp_path, {**LLAMA, "model_type": "qwen3", "head_dim": 128}))
+    plain = load_model(written(tmp_path, {**LLAMA, "head_dim": 128}))
+    assert (made.qk_norm, made.qkv_bias, plain.qk_norm) == (True, False, False)
+    assert made.parameters - plain.parameters == made.num_layers * 2 * 128
+
+
+KNOWN = "gemma2, gpt2, gpt_neox, internlm, llama, mistral, mpt, qwen2, qwen3"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
-        {**LLAMA, "model_type": "qwen3"},
-        f"model_type: 'qwen3' is not supported; did you mean 'qwen2'? (known: {KNOWN})",
+        {**LLAMA, "model_type": "qwen4"},
+        f"model_type: 'qwen4' is not supported; did you mean 'qwen3'? (known: {KNOWN})",
     ),
     (
         {"architectures": ["T5"], "d_model": 8},

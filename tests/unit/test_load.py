@@ -135,8 +135,8 @@ def test_a_fitted_value_says_so(tmp_path: Path) -> None:
 
 ALLOWED = (
     "attention_soft_cap, attention_window, dropout, ffn, head_dim, hidden, logit_soft_cap, "
-    "max_positions, mlp, mlp_bias, name, norm, num_heads, num_kv_heads, num_layers, position, "
-    "post_norm, proj_bias, qkv_bias, source, tied_embeddings, vocab"
+    "max_positions, mlp, mlp_bias, name, norm, norm_offset, num_heads, num_kv_heads, num_layers, "
+    "position, post_norm, proj_bias, qk_norm, qkv_bias, source, tied_embeddings, vocab"
 )
 MISTAKES = [
     (

@@ -51,7 +51,11 @@ def layer_table(
         rope = moved(2 * turned, launches=2) if fused else moved(10 * turned, launches=8)
     widths = {"q": s.q_width, "k": s.kv_width, "v": s.kv_width}
     projected = {b.projected(name): width for name, width in widths.items()}
-    b.column("qkv", "attn_norm_out", projected, rope, bias=model.qkv_bias)
+    raw = {f"{name}_raw" if _is_normed(b, name) else name: n for name, n in projected.items()}
+    b.column("qkv", "attn_norm_out", raw, rope, bias=model.qkv_bias)
+    for name, width in projected.items():
+        if _is_normed(b, name):
+            b.head_norm(f"{name[0]}_norm", f"{name}_raw", name, width)
     b.attention(window)
     b.row("proj", "attn_out", "proj_out", s.q_width, bias=model.proj_bias)
     mixed = _post_norm(b, "post_attn_norm", "proj_out")
@@ -61,6 +65,12 @@ def layer_table(
     mixed = _post_norm(b, "post_mlp_norm", "fc2_out")
     b.residual("mlp_add", mixed, "attn_residual", "layer_output")
     return b.table("layer")
+
+
+def _is_normed(b: Builder, name: str) -> bool:
+    """Whether a projection's output is normalised head by head (rotation follows, which keeps
+    nothing of them)."""
+    return b.model.qk_norm and name[0] in "qk"
 
 
 def _post_norm(b: Builder, name: str, x: str) -> str:
@@ -94,7 +104,7 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
     b.column("lm_head", "final_norm_out", {"logits": s.vocab})
     logits_bytes = b.nbytes("logits")
     wide = max(4, e) if system.logits_fp32 else e
-    saved = b.add("loss_saved", s.tokens, s.vocab * wide, False)
+    saved = (b.add("loss_saved", s.tokens, s.vocab * wide, False), *_beside_loss(b))
     statistics = Comm("all_reduce", "tp", 3 * s.tokens * max(4, e)) if s.tp > 1 else None
     passes = 1 if system.fused_loss else 4
     scratch = _loss_scratch(system, logits_bytes, s.tokens * s.vocab * wide)
@@ -102,8 +112,8 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
         Op(
             name="loss",
             inputs=("logits",),
-            outputs=(saved,),
-            saves=(saved,),
+            outputs=saved,
+            saves=saved,
             forward=(
                 Elementwise(logits_bytes + (passes + 1) * s.tokens * s.vocab * wide, passes + 2),
             ),
@@ -114,6 +124,16 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
         )
     )
     return b.table("head")
+
+
+def _beside_loss(b: Builder) -> tuple[str, ...]:
+    """What is kept of the logits beside the loss's own: the tanh of an eager soft cap, and the
+    model's output, if somebody holds it (to the end of the loss's backward, here)."""
+    widths = {
+        "logits_capped": b.e if b.system.eager_operators and b.model.logit_soft_cap else 0,
+        "logits_held": b.system.held_logit_bytes,
+    }
+    return tuple(b.add(n, b.s.tokens, b.s.vocab * w, False) for n, w in widths.items() if w)
 
 
 def _loss_scratch(system: System, logits_bytes: int, wide_bytes: int) -> tuple[int, int]:

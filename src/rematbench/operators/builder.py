@@ -9,6 +9,16 @@ from rematbench.shapes import causal_pairs, shapes
 from rematbench.system import System
 from rematbench.workload import Model, Workload
 
+FP32 = 4
+"""Bytes."""
+
+
+def _inside_norm(model: Model) -> tuple[int, int]:
+    """Bytes an element inside an eager RMSNorm's forward and backward, beside what it is given,
+    makes and keeps: one, and three and a half or four tensors in fp32.  Traced of LlamaRMSNorm and
+    Gemma2RMSNorm (Transformers 5.23.0) in bf16."""
+    return (4, 14) if model.norm_offset else (4, 16)
+
 
 class _AttentionComms(Struct, frozen=True, kw_only=True):
     """Collectives around the attention kernels, and the bytes of the gathered input."""
@@ -60,22 +70,48 @@ class Builder:
     def norm(self, name: str, x: str, out: str) -> None:
         """Fused: x read, out written; backward x, dout, dx.  Eager RMSNorm in fp32 (float, pow,
         mean, rsqrt, two products, cast): 36 bytes an element, backward 56."""
-        self.shard(out)
-        fused = self.system.fused_norm or self.system.compiled or self.model.norm == "layernorm"
+        self._norm(name, x, self.shard(out), 1, self.model.norm_parameters)
+
+    def head_norm(self, name: str, x: str, out: str, width: int) -> None:
+        """An RMSNorm over each head of queries or keys (all tokens, this rank's columns)."""
+        heads = width // self.model.head_dim
+        self._norm(name, x, self.wide(out, width), heads, self.model.head_dim)
+
+    def _norm(self, name: str, x: str, out: str, groups: int, parameters: int) -> None:
+        """`groups`: rows that a token is normalised in."""
+        layernorm = self.model.norm == "layernorm"
+        fused = self.system.fused_norm or self.system.compiled or layernorm
         nbytes = self.nbytes(x)
+        eager = self.system.norm_keeps_steps and not layernorm
+        made = self._steps(name, x, groups) if eager else ()
+        kept = () if made and self.e < FP32 else (x,)
+        inside = _inside_norm(self.model) if eager else (0, 0)
         self.ops.append(
             Op(
                 name=name,
                 inputs=(x,),
-                outputs=(out,),
-                saves=(x,),
+                outputs=(out, *made),
+                saves=(*kept, *made),
                 forward=moved(2 * nbytes) if fused else moved(18 * nbytes, launches=7),
                 backward_input=moved(3 * nbytes, launches=2)
                 if fused
                 else moved(28 * nbytes, launches=12),
-                parameters=self.model.norm_parameters,
+                parameters=parameters,
+                scratch_forward_bytes=nbytes // self.e * inside[0],
+                scratch_backward_bytes=nbytes // self.e * inside[1],
             )
         )
+
+    def _steps(self, name: str, x: str, groups: int) -> tuple[str, ...]:
+        """What eager torch operators of an RMSNorm keep: the input in fp32 (of its square and of
+        the product; no copy where it is fp32), the reciprocal root, and what the weight scales (of
+        the weight's gradient)."""
+        rows, wide = self.activations[x].rows, max(FP32, self.e)
+        elements = self.activations[x].row_bytes // self.e
+        scaled = wide if self.model.norm_offset else self.e
+        sizes = {"wide": elements * wide} if self.e < FP32 else {}
+        sizes |= {"root": groups * wide, "scaled": elements * scaled}
+        return tuple(self.add(f"{name}_{step}", rows, size, False) for step, size in sizes.items())
 
     def column(
         self,
@@ -226,13 +262,14 @@ class Builder:
             fused=fused,
         )
         internals = (self._lse(),) if fused else self._scores()
+        repeated = self._repeated()
         comms = self._attention_comms()
         self.ops.append(
             Op(
                 name="attention",
                 inputs=("q", "k", "v"),
-                outputs=(out, *internals),
-                saves=("q", "k", "v", *internals, *((out,) if fused else ())),
+                outputs=(out, *internals, *repeated),
+                saves=("q", *(repeated or ("k", "v")), *internals, *((out,) if fused else ())),
                 forward=(kernel,),
                 backward_input=(kernel,),
                 row_local=False,
@@ -260,13 +297,26 @@ class Builder:
             return _AttentionComms(nbytes=kv * cp, gather=spread, regather=spread, grad_reduce=back)
         return _AttentionComms()
 
+    def _repeated(self) -> tuple[str, ...]:
+        """Keys and values once per query head, where those are what attention is given."""
+        asked = self.system.repeats_kv if self.fused_attention else self.system.eager_operators
+        if not asked or self.s.kv_heads == self.s.heads:
+            return ()
+        names = ("k_repeated", "v_repeated")
+        return tuple(self.add(n, self.s.tokens, self.s.q_width * self.e, False) for n in names)
+
     def _lse(self) -> str:
         return self.add("lse", self.s.tokens, self.s.heads * max(4, self.e), False)
 
     def _scores(self) -> tuple[str, ...]:
-        """Materialised probabilities; with dropout a byte mask and the dropped probabilities."""
+        """Materialised probabilities; with dropout a byte mask and the dropped probabilities.  Of
+        eager operators also the softmax in fp32, and the tanh of a soft cap."""
         row = self.s.heads * self.s.seq_len
         names = [self.add("attn_probs", self.s.tokens, row * self.e, False)]
+        if self.system.eager_operators and self.e < 4:
+            names.append(self.add("attn_softmax", self.s.tokens, row * 4, False))
+        if self.system.eager_operators and self.model.attention_soft_cap:
+            names.append(self.add("attn_capped", self.s.tokens, row * self.e, False))
         if self.model.dropout > 0:
             names.append(self.add("attn_probs_mask", self.s.tokens, row, False))
             names.append(self.add("attn_probs_dropped", self.s.tokens, row * self.e, False))

@@ -119,14 +119,17 @@ class OpTable(Struct, frozen=True, kw_only=True):
 
 
 def holding(table: OpTable, names: tuple[str, ...]) -> OpTable:
-    """The table with some outputs also saved, by the operators that make them."""
-    ops = tuple(
-        msgspec.structs.replace(
-            op, saves=tuple(dict.fromkeys((*op.saves, *(n for n in op.outputs if n in names))))
-        )
-        for op in table.ops
-    )
-    return msgspec.structs.replace(table, ops=ops)
+    """The table with some tensors also saved: outputs by the operators that make them, what comes
+    into the table by its first reader."""
+    made = {name for op in table.ops for name in op.outputs}
+    coming = {name for name in names if name not in made}
+    ops = []
+    for op in table.ops:
+        more = [name for name in op.outputs if name in names]
+        more += [name for name in op.inputs if name in coming]
+        coming.difference_update(op.inputs)
+        ops.append(msgspec.structs.replace(op, saves=tuple(dict.fromkeys((*op.saves, *more)))))
+    return msgspec.structs.replace(table, ops=tuple(ops))
 
 
 def moved(*nbytes: int, launches: int = 1) -> tuple[Kernel, ...]:

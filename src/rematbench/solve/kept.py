@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
+from msgspec.structs import replace
+
 from rematbench.lower import rank_orders
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, Site, covered, resolve
@@ -51,6 +53,14 @@ def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
             if site[0] == "layer" and fate.changed and after[site] != fate:
                 return site[2]
     return ""
+
+
+def holding_inputs(problem: Problem, base: Plan) -> Plan:
+    """The base with the inputs of layers held where the stack saves none (eager norms keep copies
+    of their own): what rebuilds whole layers starts from them."""
+    if all("layer_input" in table.saved for table in problem.layer_kinds):
+        return base
+    return replace(base, held=tuple(dict.fromkeys((*base.held, "layer_input"))))
 
 
 def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:

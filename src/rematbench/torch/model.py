@@ -44,6 +44,16 @@ def require_executable(problem: Problem, plan: Plan) -> None:
         "rotary positions with an odd head_dim": model.position == "rope"
         and model.head_dim % 2 != 0,
         "soft caps": model.attention_soft_cap != 0 or model.logit_soft_cap != 0,
+        "norms over the heads of queries and keys": model.qk_norm,
+        "norms that scale by 1 + weight": model.norm_offset,
+        f"what {system.name} keeps of eager operators": any(
+            (
+                system.norm_keeps_steps,
+                system.repeats_kv,
+                system.eager_operators,
+                system.held_logit_bytes,
+            )
+        ),
         f"precision {problem.workload.precision}": problem.workload.precision not in DTYPES,
         "ring attention (systems with `cp_kind: allgather` are)": lay.cp > 1
         and system.cp_kind != "allgather",

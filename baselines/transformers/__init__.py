@@ -1,0 +1,1 @@
+"""Hugging Face Transformers, traced: its own model classes on fake tensors."""

@@ -1,0 +1,204 @@
+"""The shim: what stands for a GPU, and for values, while a model of Transformers is traced.
+
+| part | what it answers |
+|---|---|
+| flash | SDPA: by the kernel that a GPU would choose, in the place of a CPU's |
+| flash_attn | flash_attention_2: the package's flash_attn_func, which needs a GPU |
+| unpacked | the mask: that each row is one sequence, a question about values that fake ones lack |
+
+torch's scaled_dot_product_attention dispatches by device.  On an Ampere or newer GPU, in 16 bits,
+causal and without a mask, it runs a flash kernel, which keeps q, k, v, the output and the log-sum-
+exp of each row in fp32 (torch 2.13, `_scaled_dot_product_flash_attention`; the cuDNN kernel keeps
+the same).  A CPU's choice saves other layouts, and without a kernel for a case it falls back to
+materialised scores.  So the call is answered by one autograd function that keeps what the kernel
+keeps, in its layouts.  On real tensors it also computes, from materialised scores that it drops.
+
+A kernel given a mask is not this one; and the mask is a tensor of seq_len x seq_len.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import masking_utils
+from transformers import modeling_flash_attention_utils as flash_utils
+
+from baselines.common.contract import NotRunnable
+from baselines.common.meter import Meter
+from baselines.transformers.saved import operator
+
+FLASH = "flash_attention_2"
+LARGEST_HEAD = 256
+"""Elements of a head in torch's flash kernels."""
+
+
+class Flash(torch.autograd.Function):
+    """Causal attention of q (batch, heads, rows, head_dim) on k and v (fewer heads or as many)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """The output, stored as (batch, rows, heads, head_dim) as the kernel does."""
+        batch, heads, rows, _ = q.shape
+        out = q.new_empty(batch, rows, heads, v.shape[-1]).transpose(1, 2)
+        lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
+        if not isinstance(q, FakeTensor):
+            _inside(_compute)(scale, (q, k, v), (out, lse))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Gradients of q, k and v; with fewer heads of k and v those of all heads are made first,
+        as torch's kernel for grouped queries does, and summed."""
+        q, k, v, _, lse = ctx.saved_tensors
+        heads, groups = q.shape[1], k.shape[1]
+        dq = torch.empty_like(q)
+        dk, dv = _made(q, k.shape[-1]), _made(q, v.shape[-1])
+        if not isinstance(q, FakeTensor):
+            _inside(_compute_backward)(ctx.scale, (q, k, v, lse, gradients[0]), (dq, dk, dv))
+        if heads > groups:
+            dk, dv = _summed(dk, groups), _summed(dv, groups)
+        return dq, dk, dv, None
+
+
+def _made(q: Tensor, width: int) -> Tensor:
+    """A gradient for every query head, laid out as the kernel's."""
+    batch, heads, rows, _ = q.shape
+    return q.new_empty(batch, rows, heads, width).transpose(1, 2)
+
+
+def _summed(part: Tensor, groups: int) -> Tensor:
+    batch, heads, rows, width = part.shape
+    return part.view(batch, groups, heads // groups, rows, width).sum(2)
+
+
+def _repeated(part: Tensor, heads: int) -> Tensor:
+    return part.repeat_interleave(heads // part.shape[1], 1)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    scores = (q.float() @ _repeated(k, q.shape[1]).float().transpose(2, 3)) * scale
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(later, float("-inf"))
+
+
+def _inside(call: Callable[..., None]) -> Callable[..., None]:
+    """`call` as the inside of a kernel: its own storages are not counted."""
+    return call if Meter.counting is None else Meter.counting.without(call)
+
+
+def _compute(scale: float, given: tuple[Tensor, ...], into: tuple[Tensor, ...]) -> None:
+    q, k, v = given
+    scores = _scores(q, k, scale)
+    into[0].copy_(scores.softmax(-1).to(v.dtype) @ _repeated(v, q.shape[1]))
+    into[1].copy_(scores.logsumexp(-1))
+
+
+def _compute_backward(scale: float, given: tuple[Tensor, ...], into: tuple[Tensor, ...]) -> None:
+    q, k, v, lse, gradient = given
+    p = (_scores(q, k, scale) - lse.unsqueeze(-1)).exp()
+    g, heads = gradient.float(), q.shape[1]
+    dp = g @ _repeated(v, heads).float().transpose(2, 3)
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+    into[0].copy_(ds @ _repeated(k, heads).float())
+    into[1].copy_(ds.transpose(2, 3) @ q.float())
+    into[2].copy_(p.transpose(2, 3) @ g)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention as the kernel of a GPU; NotRunnable where
+    a GPU would choose another one."""
+    if attn_mask is not None:
+        shape = " x ".join(str(n) for n in attn_mask.shape)
+        raise NotRunnable(f"SDPA is given a mask of {shape}: no flash kernel takes one")
+    if not is_causal:
+        raise NotRunnable("SDPA is not asked for causal attention")
+    if dropout_p:
+        raise NotRunnable(f"attention with dropout {dropout_p:g} is not modelled")
+    if max(query.shape[-1], value.shape[-1]) > LARGEST_HEAD:
+        raise NotRunnable(f"head_dim {query.shape[-1]}: a flash kernel has {LARGEST_HEAD} at most")
+    if key.shape[1] != query.shape[1] and not enable_gqa:
+        raise NotRunnable("SDPA is given fewer heads of keys than of queries, without enable_gqa")
+    with operator("flash"):
+        scaled = scale or query.shape[-1] ** -0.5
+        found: Tensor = Flash.apply(query, key, value, scaled)  # type: ignore[no-untyped-call]
+    return found
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> Tensor:
+    """flash_attn's function of that name (its 2.x), on (batch, rows, heads, head_dim): a window and
+    a soft cap are the kernel's own and keep nothing more.  Bytes only: values know neither."""
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    return attend(q, k, v, None, dropout_p, causal, softmax_scale, True).transpose(1, 2)
+
+
+_package = flash_utils._lazy_define_process_function(flash_attn_func)  # type: ignore[no-untyped-call]
+_PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
+    "flash": ((functional, "scaled_dot_product_attention", attend),),
+    "flash_attn": (
+        (
+            flash_utils,
+            "lazy_import_flash_attention",
+            lambda _: ((flash_attn_func, *[None] * 4), (_package, dict)),
+        ),
+    ),
+    "unpacked": (
+        (masking_utils, "find_packed_sequence_indices", lambda _: None),
+        (flash_utils, "_is_packed_sequence", lambda *_: False),
+    ),
+}
+"""What each part replaces: a module's function by another."""
+
+
+@contextmanager
+def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
+    """The shim's parts while a model of an attention implementation runs."""
+    names = {"sdpa": ("flash",), FLASH: ("flash_attn",)}.get(kernel, ())
+    parts = (*names, "unpacked") if fake else names
+    with ExitStack() as stack:
+        for owner, name, answer in (entry for part in parts for entry in _PARTS[part]):
+            stack.enter_context(patch.object(owner, name, answer))
+        yield parts
+
+
+class NoSquares(TorchDispatchMode):
+    """Fails at the first tensor with two dimensions of `rows`, which no other dimension may be."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = rows
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator, then look at what it made."""
+        result = func(*args, **(kwargs or {}))
+        for item in tree_iter(result):
+            if isinstance(item, Tensor) and tuple(item.shape).count(self.rows) > 1:
+                shape = " x ".join("seq_len" if n == self.rows else str(n) for n in item.shape)
+                raise NotRunnable(f"a tensor of {shape} ({func}) beside a flash kernel")
+        return result

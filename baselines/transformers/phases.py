@@ -1,0 +1,90 @@
+"""Live bytes of a step, phase by phase, with gradients of parameters told apart afterwards."""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+from baselines.common.meter import Meter
+
+Phase = Literal["forward", "loss", "loss_backward", "layers_backward"]
+PHASES: tuple[Phase, ...] = ("forward", "loss", "loss_backward", "layers_backward")
+
+
+class Peak(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bytes of a phase: its largest sum of activations, that sum with the gradients there were, and
+    the activations that are alive at its end."""
+
+    phase: Phase
+    activation_bytes: int
+    with_gradients_bytes: int
+    end_bytes: int
+
+
+class Phases(Meter):  # type: ignore[no-untyped-call]
+    """A meter that keeps every birth and death.
+
+    What is a gradient of a parameter is known only when autograd hands it over: `gradients`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase: Phase = "forward"
+        self._events: list[tuple[Phase, int, int]] = []
+        self._births: dict[int, int] = {}
+        self._gradients: set[int] = set()
+
+    def gradients(self, tensors: Iterable[Tensor]) -> None:
+        """These storages, alive now, were gradients of parameters from their first byte on."""
+        self._gradients |= {self._births[t.untyped_storage()._cdata] for t in tensors}
+
+    def peaks(self) -> tuple[Peak, ...]:
+        """Of the phases, in their order."""
+        found = []
+        live = whole = 0
+        for phase in PHASES:
+            top, top_whole = live, whole
+            for _, birth, nbytes in (e for e in self._events if e[0] == phase):
+                whole += nbytes
+                live += 0 if birth in self._gradients else nbytes
+                top, top_whole = max(top, live), max(top_whole, whole)
+            found.append(
+                Peak(
+                    phase=phase,
+                    activation_bytes=top,
+                    with_gradients_bytes=top_whole,
+                    end_bytes=live,
+                )
+            )
+        return tuple(found)
+
+    def _see(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:
+        known = storage._cdata in self._known
+        super()._see(storage, host=host)
+        if not known and storage._cdata in self._known:
+            self._births[storage._cdata] = len(self._events)
+            self._events.append((self.phase, len(self._events), storage.nbytes()))
+
+    def _forget(self, key: int) -> None:
+        if key in self._known:
+            birth = self._births.pop(key)
+            self._events.append((self.phase, birth, -self._events[birth][2]))
+        super()._forget(key)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Transformers resizes no storage in a step: a change here would be missed."""
+        raise AssertionError(f"a storage was resized to {storage.nbytes()} bytes")
+
+
+def watch_ends(model: Any, meter: Phases) -> None:
+    """Let the output projection mark the phases: `loss` starts when it has run, `layers_backward`
+    when its input has a gradient."""
+
+    def run(_: Any, args: tuple[Tensor, ...], __: Tensor) -> None:
+        meter.phase = "loss"
+        mark = args[0].register_hook
+        mark(lambda _: setattr(meter, "phase", "layers_backward"))  # type: ignore[no-untyped-call]
+
+    model.get_output_embeddings().register_forward_hook(run)

@@ -1,0 +1,85 @@
+"""Jobs of Hugging Face Transformers: traced only, one process."""
+
+from importlib.metadata import version
+from typing import Literal, cast
+
+import msgspec
+from transformers import PreTrainedConfig
+
+from baselines.common.contract import NotRunnable, Rank, RankAnswer
+from baselines.transformers.families import config_of_model, model_class
+from baselines.transformers.policy import Transformers
+from baselines.transformers.step import DTYPES, Kernel, Seen, Setup, run
+from rematbench.baselines.process import Job
+from rematbench.problem import AttentionKind
+from rematbench.record import RunSpec
+
+MOMENTS = 2
+"""AdamW's, each as large as its parameter and of its dtype."""
+
+
+def stack() -> dict[str, str]:
+    """Packages and their versions."""
+    return {name: version(name) for name in ("transformers", "torch")}
+
+
+def refuse(job: Job) -> None:
+    """What is not run, before anything is built."""
+    asked = job.run
+    if asked.world != "traced":
+        raise NotRunnable("transformers is traced only: nothing of it is executed here")
+    if job.options:
+        raise NotRunnable("transformers takes settings, no options")
+    if asked.layout.gpus != 1:
+        raise NotRunnable(f"transformers is traced on one GPU, not on {asked.layout.gpus}")
+    if asked.precision not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise NotRunnable(f"precision {asked.precision} (transformers is traced in {known})")
+    config_of_model(asked.model, _policy(asked).family)
+
+
+def _policy(asked: RunSpec) -> Transformers:
+    return msgspec.convert(asked.parameters["transformers"], Transformers)
+
+
+def environment(job: Job) -> dict[str, str]:
+    """None: nothing is executed."""
+    return {}
+
+
+def execute(job: Job, rank: Rank) -> RankAnswer:
+    """Never: `refuse` says so first."""
+    raise NotRunnable("transformers is traced only: nothing of it is executed here")
+
+
+def trace(job: Job) -> RankAnswer:
+    """The bytes of one micro-batch on fake tensors."""
+    asked, policy = job.run, _policy(job.run)
+    config = config_of_model(asked.model, policy.family)
+    setup = Setup(
+        seq_len=asked.seq_len,
+        batch=asked.layout.micro_batch,
+        precision=cast(Literal["bf16", "fp16", "fp32"], asked.precision),
+        attention=_kernel(config, asked.attention),
+        checkpointing=policy.checkpointing,
+        holds_output=policy.holds_output,
+    )
+    seen = run(config, setup)
+    return RankAnswer(
+        label="transformers (fake tensors)",
+        shim=seen.shim,
+        kernels={"core_attention": setup.attention, "optimizer": "its bytes are computed"},
+        activation_peak_bytes=seen.activation_peak_bytes,
+        state_bytes=_states(seen),
+    )
+
+
+def _kernel(config: PreTrainedConfig, attention: AttentionKind) -> Kernel:
+    """Transformers' name of the project's kernel; a model without SDPA runs flash_attn's."""
+    if attention == "unfused":
+        return "eager"
+    return "sdpa" if model_class(config)._supports_sdpa else "flash_attention_2"
+
+
+def _states(seen: Seen) -> int:
+    return (1 + MOMENTS) * seen.parameter_bytes + seen.gradient_bytes

@@ -1,0 +1,142 @@
+"""What autograd keeps, by operator: storages in the order in which they were first kept.
+
+A tensor is named by three things that are known when it is kept: the module whose forward runs
+(with the layer's number taken out), the function of Transformers that called torch, and the torch
+function that was called.
+"""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import torch
+from msgspec import Struct
+from msgspec.structs import replace
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, resolve_name
+
+LAYER = re.compile(r"(?<=layers)\.\d+")
+ROPE = "apply_rotary_pos_emb"
+CHECKPOINT = "checkpoint"
+_called: list[str] = []
+"""torch functions that run now, the innermost last."""
+
+
+class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One storage that autograd keeps: by which operator first and as its which one (`index`), the
+    shape and dtype of the tensor that was kept, and the storage's bytes.  `layers`: how many layers
+    keep one alike."""
+
+    module: str
+    function: str
+    operator: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    layers: int = 1
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether decoder layers keep it, each its own (of cos and sin the first does, for all)."""
+        return ".layers" in self.module and self.function != ROPE
+
+
+@contextmanager
+def operator(name: str) -> Iterator[None]:
+    """What is kept inside is kept by this operator."""
+    _called.append(name)
+    try:
+        yield
+    finally:
+        _called.pop()
+
+
+class _Names(TorchFunctionMode):
+    """Knows which torch function runs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _called:
+            return func(*args, **(kwargs or {}))
+        name = resolve_name(func) or getattr(func, "__name__", str(func))
+        with operator(name.rpartition(".")[2].strip("_")):
+            return func(*args, **(kwargs or {}))
+
+
+class Recorder:
+    """Collects what is kept while it is active, but never what `states` hold."""
+
+    def __init__(self, model: nn.Module, states: Iterable[Tensor]) -> None:
+        self._states = {t.untyped_storage()._cdata for t in states}
+        self._found: dict[int, Kept] = {}
+        self._alive: list[torch.UntypedStorage] = []
+        self._modules: list[str] = []
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._model = model
+        self._exit = ExitStack()
+
+    def __enter__(self) -> Self:
+        for name, module in self._model.named_modules():
+            enters = module.register_forward_pre_hook(lambda *_, p=name: self._modules.append(p))
+            leaves = module.register_forward_hook(lambda *_: self._left(), always_call=True)
+            for handle in (enters, leaves):
+                self._exit.callback(handle.remove)
+        self._exit.enter_context(_Names())
+        self._exit.enter_context(saved_tensors_hooks(self._keep, lambda held: held))
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._exit.close()
+
+    def _left(self) -> None:
+        self._modules.pop()
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._states and key not in self._found:
+            self._alive.append(storage)  # so that its identity stays its own
+            place = self._modules[-1] if self._modules else ""
+            function = _function()
+            called = _called[-1] if _called else ""
+            if not called and "checkpoint" in function:
+                function, called = "", CHECKPOINT
+            which = place, function, called
+            self._found[key] = Kept(
+                module=LAYER.sub("", place),
+                function=function,
+                operator=called,
+                index=self._counts[which],
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                nbytes=storage.nbytes(),
+            )
+            self._counts[which] += 1
+        return tensor
+
+    @property
+    def alive_bytes(self) -> int:
+        """Bytes of the storages that are kept."""
+        return sum(kept.nbytes for kept in self._found.values())
+
+    def forget(self) -> list[Kept]:
+        """Let go of the storages; what was kept, equal entries of several layers together."""
+        self._alive.clear()
+        counts: dict[Kept, int] = {}
+        for kept in self._found.values():
+            counts[kept] = counts.get(kept, 0) + 1
+        return [replace(kept, layers=count) for kept, count in counts.items()]
+
+
+def _function() -> str:
+    """The innermost function of Transformers on the stack."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("transformers."):
+            return frame.f_code.co_qualname
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

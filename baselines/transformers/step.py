@@ -1,0 +1,151 @@
+"""One forward, loss and backward of a model of Transformers on tensors without values.
+
+Bytes are those of storages: no allocator rounding, no workspaces, no scratch inside kernels.
+Parameters and token ids are states; gradients are states from their first byte on, which is when
+autograd makes them (`set_to_none`).  As in Transformers' Trainer there is no cache of keys and
+values, and nobody holds the output, with its logits, while the backward runs, unless it is said.
+"""
+
+from contextlib import ExitStack, nullcontext
+from copy import deepcopy
+from typing import Any, Literal
+
+import torch
+from msgspec import Struct
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedConfig
+
+from baselines.common.contract import NotRunnable
+from baselines.transformers import kernels
+from baselines.transformers.families import model_class
+from baselines.transformers.kernels import FLASH
+from baselines.transformers.phases import Peak, Phases, watch_ends
+from baselines.transformers.saved import Kept, Recorder
+
+Kernel = Literal["eager", "sdpa", "flash_attention_2"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is run: an attention implementation of Transformers, gradient checkpointing, sizes.
+    `holds_output`: the training loop keeps the model's output until the backward is over."""
+
+    seq_len: int
+    batch: int = 1
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    attention: Kernel = "sdpa"
+    checkpointing: bool = False
+    holds_output: bool = False
+
+
+class Seen(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a step showed: what autograd keeps between forward and backward, the bytes of all else
+    that is alive then, peaks by phase, and states."""
+
+    saved: tuple[Kept, ...]
+    held_besides_bytes: int
+    peaks: tuple[Peak, ...]
+    parameter_bytes: int
+    gradient_bytes: int
+    shim: tuple[str, ...]
+    layers: int
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd keeps for the backward."""
+        return sum(kept.nbytes * kept.layers for kept in self.saved)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that one decoder layer keeps (the mean of all): its internals, or its input where
+        it is checkpointed."""
+        whole = sum(kept.nbytes * kept.layers for kept in self.saved if kept.in_layer)
+        return whole // self.layers
+
+    @property
+    def end_bytes(self) -> int:
+        """Bytes kept beside the layers: cos and sin, final norm, logits and loss."""
+        return sum(kept.nbytes * kept.layers for kept in self.saved if not kept.in_layer)
+
+    @property
+    def activation_peak_bytes(self) -> int:
+        """The largest sum of activations in any phase."""
+        return max(peak.activation_bytes for peak in self.peaks)
+
+
+def build(config: PreTrainedConfig, setup: Setup) -> Any:
+    """The model in training mode; under fake tensors its weights take no memory."""
+    made = deepcopy(config)
+    made.use_cache = False  # as Transformers' Trainer sets it
+    kind = model_class(made)
+    if setup.attention == "sdpa" and not kind._supports_sdpa:
+        raise NotRunnable(f"{kind.__name__} of Transformers has no SDPA: eager or {FLASH}")
+    # What asks for flash_attn itself, or for a GPU, is asked when a model is made.
+    kernel = "eager" if setup.attention == FLASH else setup.attention
+    model = kind._from_config(made, dtype=DTYPES[setup.precision], attn_implementation=kernel)
+    model.config._attn_implementation = setup.attention
+    model.train()
+    if setup.checkpointing:
+        model.activation_checkpointing_enable()
+    return model
+
+
+def run(config: PreTrainedConfig, setup: Setup, *, fake: bool = True) -> Seen:
+    """A traced step; or, of a small model, a real one on this CPU, seen in the same way."""
+    if setup.attention != "eager":
+        _no_squares(config, setup)
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+        return _run(config, setup, fake=fake)
+
+
+def _run(config: PreTrainedConfig, setup: Setup, *, fake: bool) -> Seen:
+    model = build(config, setup)
+    ids = torch.zeros(setup.batch, setup.seq_len, dtype=torch.int64)
+    parameters = list(model.parameters())
+    states = [*parameters, *model.buffers(), ids]
+    meter = Phases()
+    meter.states(states)
+    watch_ends(model, meter)
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: _handed_over(meter, p))
+    with kernels.installed(setup.attention, fake=fake) as shim, meter:
+        with Recorder(model, states) as recorder:
+            output = model(input_ids=ids, labels=ids)
+        loss, held = output.loss, output if setup.holds_output else None
+        del output
+        besides = meter.device_bytes - recorder.alive_bytes
+        saved = recorder.forget()
+        meter.phase = "loss_backward"
+        loss.backward()
+        del loss, held
+    return Seen(
+        saved=tuple(saved),
+        held_besides_bytes=besides,
+        peaks=meter.peaks(),
+        parameter_bytes=sum(p.untyped_storage().nbytes() for p in parameters),
+        gradient_bytes=sum(p.grad.untyped_storage().nbytes() for p in parameters),
+        shim=shim,
+        layers=config.num_hidden_layers,
+    )
+
+
+def _handed_over(meter: Phases, parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    meter.gradients([parameter.grad])
+
+
+def _no_squares(config: PreTrainedConfig, setup: Setup) -> None:
+    """NotRunnable if anything beside a flash kernel is seq_len x seq_len.  It is looked for in two
+    layers and at a length that no other dimension has."""
+    small = deepcopy(config)
+    small.num_hidden_layers = 2
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        model = build(small, setup)
+        rows = setup.seq_len
+        widths = {n for p in model.parameters() for n in p.shape}
+        rows = next(n for n in range(rows, 2 * rows + len(widths) + 2) if n not in widths)
+        ids = torch.zeros(setup.batch, rows, dtype=torch.int64)
+        stack.enter_context(kernels.installed(setup.attention, fake=True))
+        stack.enter_context(kernels.NoSquares(rows))
+        model(input_ids=ids, labels=ids)

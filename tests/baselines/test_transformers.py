@@ -1,0 +1,289 @@
+"""Transformers traced: fake steps against real ones, what is refused, what checkpointing keeps."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from rematbench.baselines.process import Job
+from rematbench.layout import Layout
+from rematbench.record import Record, RunSpec
+from tests.problems import LLAMA
+
+pytest.importorskip("transformers")
+
+from baselines.common.contract import NotRunnable
+from baselines.transformers import kernels
+from baselines.transformers.families import config_of, config_of_model
+from baselines.transformers.policy import FAMILIES
+from baselines.transformers.run import refuse, stack
+from baselines.transformers.step import Seen, Setup, run
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = 24
+TINY: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 96,
+}
+SDPA = [family for family in FAMILIES if family != "gemma2"]
+
+
+def tiny(family: str, **keys: Any) -> Any:
+    return config_of({"model_type": family, **TINY, **keys})
+
+
+def seen(family: str, *, fake: bool = True, **setup: Any) -> Seen:
+    return run(tiny(family), Setup(seq_len=ROWS, batch=2, **setup), fake=fake)
+
+
+def alike(traced: Seen, real: Seen) -> None:
+    """All but the shim, which answers for values where there are none."""
+    assert msgspec.structs.replace(traced, shim=()) == msgspec.structs.replace(real, shim=())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trace_is_a_real_eager_step_byte_for_byte(family: str, checkpointing: bool) -> None:
+    """Every storage by operator, every peak, on tensors with values and without."""
+    setup = {"attention": "eager", "checkpointing": checkpointing}
+    alike(seen(family, **setup), seen(family, fake=False, **setup))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("family", SDPA)
+def test_a_trace_is_a_real_shimmed_step_byte_for_byte(family: str, checkpointing: bool) -> None:
+    setup = {"attention": "sdpa", "checkpointing": checkpointing}
+    found = seen(family, **setup)
+    assert found.shim == ("flash", "unpacked")
+    alike(found, seen(family, fake=False, **setup))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trace_is_a_real_step_with_flash_attn(family: str) -> None:
+    """The package's function keeps what torch's kernel keeps; a window needs no mask."""
+    found = seen(family, attention="flash_attention_2")
+    assert found.shim == ("flash_attn", "unpacked")
+    alike(found, seen(family, fake=False, attention="flash_attention_2"))
+    if family in SDPA:
+        assert found.saved_bytes == seen(family, attention="sdpa").saved_bytes
+
+
+def test_a_window_needs_no_mask_in_flash_attn() -> None:
+    setup = Setup(seq_len=ROWS, attention="flash_attention_2")
+    windowed, whole = (tiny("mistral", sliding_window=window) for window in (ROWS // 2, None))
+    assert run(windowed, setup) == run(whole, setup)
+
+
+def test_the_recorder_sees_what_plain_hooks_see() -> None:
+    """Nothing of the recorder's own: storages that hooks are given, less parameters and ids."""
+    config = tiny("llama")
+    config.use_cache = False
+    from transformers import LlamaForCausalLM  # noqa: PLC0415
+
+    model = LlamaForCausalLM._from_config(
+        config, dtype=torch.bfloat16, attn_implementation="eager"
+    ).train()
+    ids = torch.zeros(2, ROWS, dtype=torch.int64)
+    own = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers(), ids)}
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids).loss
+    expected = sum(storage.nbytes() for key, storage in kept.items() if key not in own)
+    assert seen("llama", attention="eager").saved_bytes == expected
+    assert loss.requires_grad
+
+
+def test_the_flash_kernel_computes_what_torch_computes() -> None:
+    """Values and gradients of grouped queries, fp64's rounding apart; what it keeps by name."""
+    torch.manual_seed(3)
+    parts = [torch.randn(2, heads, 9, 8, requires_grad=True) for heads in (4, 2, 2)]
+    settings: dict[str, Any] = {"is_causal": True, "scale": 0.3, "enable_gqa": True}
+    wanted = torch.nn.functional.scaled_dot_product_attention(*parts, **settings)
+    found = kernels.attend(*parts, **settings)
+    torch.testing.assert_close(found, wanted)
+    seed = torch.randn_like(wanted)
+    expected = torch.autograd.grad(wanted, parts, seed)
+    for one, other in zip(torch.autograd.grad(found, parts, seed), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_flash_keeps_q_k_v_out_and_lse() -> None:
+    kept = [k for k in seen("llama", attention="sdpa").saved if k.operator == "flash"]
+    assert [(k.shape, k.dtype) for k in kept] == [
+        ((2, 4, ROWS, 8), "bfloat16"),
+        ((2, 2, ROWS, 8), "bfloat16"),
+        ((2, 2, ROWS, 8), "bfloat16"),
+        ((2, 4, ROWS, 8), "bfloat16"),
+        ((2, 4, ROWS), "float32"),
+    ]
+    assert {k.layers for k in kept} == {2}
+    assert not any(k.module.endswith("o_proj") for k in seen("llama").saved)  # it is the output
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_checkpointing_keeps_layer_inputs_only(attention: str) -> None:
+    found = seen("llama", attention=attention, checkpointing=True)
+    (inside,) = (k for k in found.saved if k.in_layer)
+    assert (inside.operator, inside.layers) == ("checkpoint", 2)
+    assert inside.nbytes == found.layer_bytes == 2 * ROWS * TINY["hidden_size"] * 2
+    whole = seen("llama", attention=attention)
+    # What every layer is rebuilt with is alive still, though no operator keeps it.
+    rope, positions = 2 * ROWS * TINY["head_dim"] * 2, ROWS * 8
+    mask = 2 * ROWS * ROWS * 2 if attention == "eager" else 0
+    assert whole.end_bytes - found.end_bytes == rope
+    assert found.held_besides_bytes - whole.held_besides_bytes == rope + positions + mask
+    rebuilt = found.peaks[3].activation_bytes - 2 * found.layer_bytes
+    assert rebuilt > whole.layer_bytes
+
+
+def test_a_layer_of_llama_is_its_closed_form() -> None:
+    """Two eager norms (fp32 input, rsqrt, normalised, output), flash, four of SwiGLU."""
+    tokens, hidden, ffn = 2 * ROWS, TINY["hidden_size"], TINY["intermediate_size"]
+    norms = 2 * (8 * hidden + 4)
+    flash = 2 * (2 * 32 + 2 * 16) + 4 * 4
+    assert seen("llama").layer_bytes == tokens * (norms + flash + 4 * 2 * ffn)
+
+
+def test_the_output_held_is_its_logits_alive() -> None:
+    logits = 2 * ROWS * TINY["vocab_size"] * 2
+    free, held = seen("llama"), seen("llama", holds_output=True)
+    assert held.held_besides_bytes - free.held_besides_bytes == logits
+    assert held.peaks[2].activation_bytes - free.peaks[2].activation_bytes == logits
+
+
+def test_gradients_are_no_activations() -> None:
+    found = seen("llama")
+    assert found.gradient_bytes == found.parameter_bytes
+    assert found.peaks[-1].end_bytes == 0
+    assert found.peaks[-1].with_gradients_bytes > found.gradient_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "words"),
+    [
+        ("mistral", {"sliding_window": ROWS}, "a tensor of 1 x 1 x seq_len x seq_len"),
+        ("gemma2", {}, "Gemma2ForCausalLM of Transformers has no SDPA: eager or flash_attention_2"),
+        ("gemma", {"head_dim": 512}, "head_dim 512: a flash kernel has 256 at most"),
+        ("llama", {"attention_dropout": 0.1}, "attention with dropout 0.1"),
+    ],
+)
+def test_sdpa_that_is_no_flash_kernel_fails_with_one_line(
+    family: str, keys: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(NotRunnable, match=words) as raised:
+        run(tiny(family, **keys), Setup(seq_len=ROWS))
+    assert "\n" not in str(raised.value)
+
+
+def test_scores_made_by_hand_under_sdpa_fail() -> None:
+    """Whatever makes them: here a model whose attention is eager under SDPA's name."""
+    from unittest.mock import patch  # noqa: PLC0415
+
+    from transformers.models.llama import modeling_llama  # noqa: PLC0415
+
+    plain = modeling_llama.ALL_ATTENTION_FUNCTIONS
+    with (
+        patch.object(
+            type(plain), "get_interface", lambda *a: modeling_llama.eager_attention_forward
+        ),
+        pytest.raises(NotRunnable, match=r"a tensor of .*seq_len x seq_len"),
+    ):
+        run(tiny("llama"), Setup(seq_len=ROWS))
+
+
+def test_a_length_that_is_a_width_is_no_square() -> None:
+    config = tiny("llama")
+    assert run(config, Setup(seq_len=TINY["hidden_size"])).saved_bytes > 0
+
+
+@pytest.mark.parametrize("kind", ["phi3", "", "llama4"])
+def test_a_family_not_modelled_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(NotRunnable, match=f"model_type '{kind}' .*traced: gemma, gemma2, llama"):
+        config_of({"model_type": kind})
+
+
+def test_a_model_that_a_family_cannot_say_is_refused() -> None:
+    model = msgspec.structs.replace(LLAMA, qkv_bias=True)
+    with pytest.raises(NotRunnable, match="test-llama: qwen3 of Transformers has no mlp_bias"):
+        config_of_model(msgspec.structs.replace(model, mlp_bias=True), "qwen3")
+    config = config_of_model(model, "qwen2")
+    assert (config.hidden_size, config.vocab_size) == (LLAMA.hidden, LLAMA.vocab)
+    assert config_of_model(LLAMA, "qwen3").head_dim == LLAMA.head_dim
+
+
+def job(**changes: Any) -> Job:
+    spec = {
+        "method": "transformers",
+        "parameters": {"transformers": {"family": "qwen3", "checkpointing": True}},
+        "model": LLAMA,
+        "cluster": "a100-80gb-single",
+        "cluster_hash": "",
+        "system": "mst-hf",
+        "system_hash": "",
+        "calibration_hash": "",
+        "layout": Layout(),
+        "seq_len": 64,
+        "precision": "bf16",
+        "attention": "flash",
+        "world": "traced",
+    }
+    return Job(run=RunSpec(**{**spec, **changes}))
+
+
+def test_a_job_ends_in_a_record(tmp_path: Path) -> None:
+    """The same JSON in and record out as of the other packages, in a process of its own."""
+    jobs = tmp_path / "jobs.json"
+    jobs.write_bytes(msgspec.json.encode([job(), job(world="executed")]))
+    entry = ROOT / "baselines" / "run.py"
+    command = [sys.executable, str(entry), "transformers", str(jobs), str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    first, second = (
+        msgspec.json.decode((tmp_path / f"{n}.json").read_bytes(), type=Record) for n in (0, 1)
+    )
+    assert (first.status, second.status) == ("ok", "unsupported")
+    assert first.observed is not None
+    assert first.observed.stack == stack()
+    assert first.observed.shim == ("flash", "unpacked")
+    alone = run(
+        config_of_model(LLAMA, "qwen3"), Setup(seq_len=64, attention="sdpa", checkpointing=True)
+    )
+    assert first.observed.activation_peak_bytes == (alone.activation_peak_bytes,)
+    assert first.observed.state_bytes == (4 * alone.parameter_bytes,)
+    assert second.reason == "transformers is traced only: nothing of it is executed here"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"layout": Layout(dp=2, global_batch=2)}, "on one GPU, not on 2"),
+        ({"precision": "fp64"}, "precision fp64"),
+        ({"world": "executed"}, "traced only"),
+    ],
+)
+def test_a_job_that_is_not_traced_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(NotRunnable, match=words):
+        refuse(job(**changes))
+
+
+def test_the_command_says_in_one_line_what_it_does_not_run(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "mixtral"}))
+    command = [sys.executable, "-m", "baselines.transformers", str(config), "--seq-len", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "UNSUPPORTED: model_type 'mixtral'" in done.stderr.splitlines()[-1]
