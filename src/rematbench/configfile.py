@@ -7,7 +7,7 @@ A value is written plainly, or as `{value: V, source: "..."}`, or `{value: V, fi
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -42,10 +42,10 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         if key_node.tag == MERGE:
             continue  # an anchor's keys stand for those that are not given here
         key = loader.construct_object(key_node)
-        if key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"key {key!r} is given twice", key_node.start_mark
-            )
+        twice = isinstance(key, Hashable) and key in seen
+        if twice or not isinstance(key, Hashable):
+            problem = f"key {key!r} is given twice" if twice else "a key is a mapping or a list"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         seen.add(key)
     loader.flatten_mapping(node)
     return loader.construct_mapping(node)

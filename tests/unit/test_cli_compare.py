@@ -60,7 +60,7 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (["compare", *DEMO, "--set", "alpha=1"], "No such option: --set"),
         (["compare", *DEMO, "--limit", "0"], "'--limit'"),
         (["compare", *DEMO, "--processes", "0"], "'--processes'"),
-        (["compare", *DEMO, "--predictions", "no.csv"], "no.csv cannot be read"),
+        (["compare", *DEMO, "--predictions", "no.csv"], "no.csv: cannot be read"),
         (["compare", *DEMO, "--methods", "nowhere"], "no such folder of methods"),
         (["compare", *DEMO, "-o", "/dev/null/x.csv"], "cannot be written"),
         (["compare", *DEMO, "-o", "."], "-o .: cannot be written (Is a directory)"),

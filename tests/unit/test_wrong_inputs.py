@@ -99,7 +99,8 @@ def test_what_is_refused_is_named(folder: Path, case: Input, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"\0", b"a: &a [*a]\n", b"a: " + b"[" * 3000, b"a: 2001-99-99\n", b"\xff"]
+    "content",
+    [b"\0", b"? {a: 1}\n: 2\n", b"a: &a [*a]\n", b"a: " + b"[" * 3000, b"a: 2001-99-99\n", b"\xff"],
 )
 def test_what_is_no_yaml_is_one_line(folder: Path, content: bytes) -> None:
     words = ("simulate", "keep_all", *options(**{"--cluster": "{in}"}))

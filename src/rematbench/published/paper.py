@@ -35,7 +35,7 @@ def line(cell: Row, metric: str = SPEED) -> Line:
     published, predicted = number(cell, metric), number(cell, f"pred_{metric}")
     known = published is not None and predicted is not None
     return {
-        **{key: cell[key] for key in ("model", "gpus", "seq_len", "recompute", *LAYOUT)},
+        **{key: cell.get(key, "") for key in ("model", "gpus", "seq_len", "recompute", *LAYOUT)},
         "alpha": number(cell, "pred_offload_fraction"),
         "published": published,
         "predicted": predicted,
@@ -129,7 +129,7 @@ def figure9(cells: Sequence[Row]) -> Table:
         if cell["table"] == "Figure 9":
             alphas = {kind: fits[kind].get(_key(cell)) for kind in fits}
             rows.append({**line(cell), "alpha": number(cell, "offload_fraction"), **alphas})
-    rows.sort(key=lambda row: (row["model"], -float(row["gpus"])))
+    rows.sort(key=lambda row: (row["model"], -float(row["gpus"] or 0)))
     return Table(
         name="atc24_figure9_scaling",
         title="ATC'24 Figure 9: tokens/s per GPU of the published layouts (4,096 tokens, H800)",
