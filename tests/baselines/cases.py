@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from rematbench.baselines.process import Job, job, policy, run_jobs
 from rematbench.baselines.stack import activation_peak, stack_of
-from rematbench.discover import Composition
 from rematbench.evaluate import program_bytes
 from rematbench.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.record import Record
+from rematbench.registry import Composition
 from rematbench.torch.case import Case, Result
 from rematbench.torch.launch import execute_cases
 from rematbench.workload import Model, Precision

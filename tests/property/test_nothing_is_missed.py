@@ -14,13 +14,14 @@ from rematbench.choose.bench import Bench
 from rematbench.choose.candidates import Candidate, load_compare
 from rematbench.choose.compare import Comparing
 from rematbench.choose.entry import Comparison, Entry
-from rematbench.discover import Registry, discover
+from rematbench.discover import discover
 from rematbench.evaluate import evaluate_program, program_bytes
 from rematbench.layout import Layout
 from rematbench.load import load_cluster
 from rematbench.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
+from rematbench.registry import Registry
 from rematbench.suite import make_problem, reserved_bytes, run_plan
 from rematbench.workload import Model
 
