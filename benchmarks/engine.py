@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rematbench.allocator import reserved_bytes
 from rematbench.check import check
 from rematbench.chunk import simulate_chunks
 from rematbench.cost.constants import load_calibration
-from rematbench.evaluate import evaluate, evaluate_program
+from rematbench.evaluate import evaluate, program_bytes
 from rematbench.layout import Layout
 from rematbench.ledger import issue_order
 from rematbench.load import load_cluster, load_model, load_system
@@ -24,6 +23,7 @@ from rematbench.plan import ByteBudget, Keep, Plan, Rule, Select
 from rematbench.problem import Problem
 from rematbench.seconds import action_seconds
 from rematbench.simulate import simulate
+from rematbench.suite import reserved_bytes
 from rematbench.workload import Workload
 
 REPEATS = 5
@@ -58,14 +58,14 @@ def stages(problem: Problem, plan: Plan) -> list[Stage]:
     """What a prediction does, step by step, and all of it."""
     program = lower(plan, problem)
     seconds = action_seconds(problem)
-    evaluation = evaluate_program(problem, plan, program)
+    ranks = program_bytes(problem, plan, program)
     return [
         Stage("lower", lambda: lower(plan, problem)),
         Stage("check", lambda: check(program)),
         Stage("op level", lambda: simulate(program, seconds)),
         Stage("chunk level", lambda: simulate_chunks(program, seconds)),
         Stage("ledger", lambda: issue_order(program)),
-        Stage("allocator", lambda: reserved_bytes(problem, plan, program, evaluation)),
+        Stage("allocator", lambda: reserved_bytes(problem, program, ranks)),
         Stage("evaluate, all in", lambda: evaluate(problem, plan)),
     ]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm.local_slurm import TOOLS
 from tests.workflow.checkout import ROOT, Checkout
 
 SUITE = """
@@ -193,10 +194,29 @@ def test_nothing_overrides_the_profile_and_no_rule_retries() -> None:
     assert "retries" not in rules
 
 
-def test_all_is_planned_with_the_profile(measured: Checkout) -> None:
+def without_slurm(folder: Path) -> str:
+    """A PATH with the tools of this one but Slurm's."""
+    folder.mkdir()
+    for place in os.environ["PATH"].split(os.pathsep):
+        for tool in Path(place).glob("*"):
+            link = folder / tool.name
+            if tool.name not in TOOLS and not link.is_symlink():
+                link.symlink_to(tool)
+    return str(folder)
+
+
+def test_all_is_planned_with_the_profile_and_refused_without_slurm(
+    measured: Checkout, tmp_path: Path
+) -> None:
+    """A plan needs no Slurm; to submit does, and says so before anything else."""
     (measured.path / "results/measured").symlink_to(ROOT / "results/measured")
-    words = ("--profile", "slurm", "--config", "simulate_on=slurm", "--dry-run")
-    done = measured.run(["snakemake", "all", *words])
+    words = ("snakemake", "all", "--profile", "slurm", "--config", "simulate_on=slurm")
+    path = without_slurm(tmp_path / "bin")
+    refused = measured.run(words, path)
+    assert refused.returncode == 1
+    said = [line.strip() for line in refused.stderr.splitlines() if "Slurm" in line]
+    assert said == ["no Slurm here: sbatch is not on PATH (without --profile slurm it runs here)"]
+    done = measured.run([*words, "--dry-run"], path)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("matrix", "predict", "study", "bundle"):
         (asked, *_) = re.findall(rf"^rule {name}:.*?resources: (.*?)$", done.stdout, re.M | re.S)
