@@ -1,10 +1,12 @@
 """Seconds of the engine's stages on llama-175b at 256 GPUs (Yuan et al., USENIX ATC 2024), and how
-they grow with micro-batches.  Run it on a quiet machine: `./bench run python benchmarks/engine.py`.
+they grow with micro-batches.  Run it on a quiet machine: `./bench run python benchmarks/engine.py`;
+`--small` runs each stage of the smallest once, to see that it runs.
 
 Targets, two cores: the 175B row under 3 s at op level and under 0.15 s at chunk level, and every
 stage linear in micro-batches.  Nothing here is a test; a table is all it prints.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -70,33 +72,40 @@ def stages(problem: Problem, plan: Plan) -> list[Stage]:
     ]
 
 
-def median_s(run: Callable[[], object]) -> float:
-    """Median seconds of a few calls, after one that is not counted."""
-    run()
+def median_s(run: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a few calls, after one that is not counted if there are several."""
+    if repeats > 1:
+        run()
     taken = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start = time.perf_counter()
         run()
         taken.append(time.perf_counter() - start)
-    return sorted(taken)[REPEATS // 2]
+    return sorted(taken)[repeats // 2]
 
 
 def main() -> None:
     """Print seconds by stage (rows) and micro-batches (columns), and seconds per micro-batch."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="one size, each stage once")
+    small = parser.parse_args().small
+    batches, repeats = (BATCHES[:1], 1) if small else (BATCHES, REPEATS)
     columns: list[dict[str, float]] = []
     actions: list[int] = []
-    for global_batch in BATCHES:
+    for global_batch in batches:
         problem, plan = row_175b(global_batch)
         actions.append(lower(plan, problem).num_actions())
-        columns.append({stage.name: median_s(stage.run) for stage in stages(problem, plan)})
-    counts = [batch // 4 for batch in BATCHES]
+        columns.append(
+            {stage.name: median_s(stage.run, repeats) for stage in stages(problem, plan)}
+        )
+    counts = [batch // 4 for batch in batches]
     lines = [
         f"{'micro-batches':<18}" + "".join(f"{count:>10}" for count in counts) + "  ms/micro-batch",
         f"{'actions':<18}" + "".join(f"{number:>10,}" for number in actions),
     ]
     for name in columns[0]:
         cells = "".join(f"{column[name]:>9.3f}s" for column in columns)
-        growth = (columns[-1][name] - columns[0][name]) / (counts[-1] - counts[0])
+        growth = (columns[-1][name] - columns[0][name]) / max(1, counts[-1] - counts[0])
         lines.append(f"{name:<18}{cells}  {growth * 1e3:>14.3f}")
     sys.stdout.write("\n".join(lines) + "\n")
 
