@@ -84,6 +84,7 @@ def after_a_death(tmp_path: Path, dies: int, end: str) -> tuple[Record, list[str
     return read_record(out), [*said, *errors]
 
 
+@pytest.mark.full
 def test_torchrun_gives_one_record_and_one_answer(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     launch = ["--standalone", "--nproc-per-node", "2", "-m", "rematbench.cli"]

@@ -33,14 +33,14 @@ MORE_MEGATRON = [
 ]
 DEEPSPEED = [
     Asked("one", {"loss_tiles": 4, "offload_optimizer": True}, precision="bf16"),
-    Asked("dp2-zero3", {"offload_optimizer": True, "offload_param": True, "checkpointing": "cpu"}),
+    Asked("one", {"checkpointing": "partitioned_cpu"}),
 ]
 STAGES = [
     Asked("one", {"mlp_tiles": 2, "loss_tiles": 4}),
-    Asked("one", {"checkpointing": "partitioned_cpu"}),
     Asked("dp2"),
     Asked("dp2-zero2", {"checkpointing": "plain"}, precision="bf16"),
     Asked("ulysses2-zero3", {"mlp_tiles": 2, "loss_tiles": 2}),
+    Asked("dp2-zero3", {"offload_optimizer": True, "offload_param": True, "checkpointing": "cpu"}),
 ]
 MORE = [
     Asked("one"),
