@@ -137,9 +137,7 @@ def test_the_same_file_is_traced_to_the_same_bytes(
 def test_what_is_not_modelled_is_refused_before_any_process(
     words: tuple[str, ...], said: str, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        launch, "execute_cases", None
-    )  # to start processes would end in a traceback
+    monkeypatch.setattr(job, "execute_cases", None)  # what starts processes
     code, out, _ = here("execute", "keep_all", "--cluster", "this-machine", *words)
     assert code == 1
     assert said in out
