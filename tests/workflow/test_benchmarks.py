@@ -13,8 +13,12 @@ from tests.workflow.checkout import ROOT
 
 FILES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__")
 
+DEAR = ("traced_cost", "workflow")
+"""Ten CPU seconds and more, for processes that other tests start too."""
+CASES = [pytest.param(name, marks=[pytest.mark.full] if name in DEAR else []) for name in FILES]
 
-@pytest.mark.parametrize("name", FILES)
+
+@pytest.mark.parametrize("name", CASES)
 def test_it_runs_at_its_smallest(name: str) -> None:
     text = (ROOT / "benchmarks" / f"{name}.py").read_text(encoding="utf-8")
     if "\nimport torch\n" in text and importlib.util.find_spec("torch") is None:
