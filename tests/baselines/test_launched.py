@@ -43,9 +43,8 @@ def launched(baseline: str, jobs: list[Job], folder: Path) -> list[Record]:
     return [read_record(folder / f"{number}.json") for number in range(len(jobs))]
 
 
-@pytest.mark.parametrize(
-    "baseline", [pytest.param("megatron_core", marks=pytest.mark.full), "deepspeed"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("baseline", PACKAGES)
 def test_the_record_is_that_of_a_run_of_its_own(baseline: str, tmp_path: Path) -> None:
     pytest.importorskip(PACKAGES[baseline])
     asked = Asked(LAYOUTS[baseline])
