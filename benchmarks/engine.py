@@ -1,20 +1,21 @@
 """Seconds of the engine's stages on llama-175b at 256 GPUs (Yuan et al., USENIX ATC 2024), and how
-they grow with micro-batches.  Run it on a quiet machine: `./bench run python benchmarks/engine.py`.
+they grow with micro-batches.  Run it on a quiet machine: `./bench run python benchmarks/engine.py`;
+`--small` runs each stage of the smallest once, to see that it runs.
 
 Targets, two cores: the 175B row under 3 s at op level and under 0.15 s at chunk level, and every
 stage linear in micro-batches.  Nothing here is a test; a table is all it prints.
 """
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rematbench.allocator import reserved_bytes
 from rematbench.check import check
 from rematbench.chunk import simulate_chunks
 from rematbench.cost.constants import load_calibration
-from rematbench.evaluate import evaluate, evaluate_program
+from rematbench.evaluate import evaluate, program_bytes
 from rematbench.layout import Layout
 from rematbench.ledger import issue_order
 from rematbench.load import load_cluster, load_model, load_system
@@ -24,6 +25,7 @@ from rematbench.plan import ByteBudget, Keep, Plan, Rule, Select
 from rematbench.problem import Problem
 from rematbench.seconds import action_seconds
 from rematbench.simulate import simulate
+from rematbench.suite import reserved_bytes
 from rematbench.workload import Workload
 
 REPEATS = 5
@@ -58,45 +60,52 @@ def stages(problem: Problem, plan: Plan) -> list[Stage]:
     """What a prediction does, step by step, and all of it."""
     program = lower(plan, problem)
     seconds = action_seconds(problem)
-    evaluation = evaluate_program(problem, plan, program)
+    ranks = program_bytes(problem, plan, program)
     return [
         Stage("lower", lambda: lower(plan, problem)),
         Stage("check", lambda: check(program)),
         Stage("op level", lambda: simulate(program, seconds)),
         Stage("chunk level", lambda: simulate_chunks(program, seconds)),
         Stage("ledger", lambda: issue_order(program)),
-        Stage("allocator", lambda: reserved_bytes(problem, plan, program, evaluation)),
+        Stage("allocator", lambda: reserved_bytes(problem, program, ranks)),
         Stage("evaluate, all in", lambda: evaluate(problem, plan)),
     ]
 
 
-def median_s(run: Callable[[], object]) -> float:
-    """Median seconds of a few calls, after one that is not counted."""
-    run()
+def median_s(run: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a few calls, after one that is not counted if there are several."""
+    if repeats > 1:
+        run()
     taken = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         start = time.perf_counter()
         run()
         taken.append(time.perf_counter() - start)
-    return sorted(taken)[REPEATS // 2]
+    return sorted(taken)[repeats // 2]
 
 
 def main() -> None:
     """Print seconds by stage (rows) and micro-batches (columns), and seconds per micro-batch."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="one size, each stage once")
+    small = parser.parse_args().small
+    batches, repeats = (BATCHES[:1], 1) if small else (BATCHES, REPEATS)
     columns: list[dict[str, float]] = []
     actions: list[int] = []
-    for global_batch in BATCHES:
+    for global_batch in batches:
         problem, plan = row_175b(global_batch)
         actions.append(lower(plan, problem).num_actions())
-        columns.append({stage.name: median_s(stage.run) for stage in stages(problem, plan)})
-    counts = [batch // 4 for batch in BATCHES]
+        columns.append(
+            {stage.name: median_s(stage.run, repeats) for stage in stages(problem, plan)}
+        )
+    counts = [batch // 4 for batch in batches]
     lines = [
         f"{'micro-batches':<18}" + "".join(f"{count:>10}" for count in counts) + "  ms/micro-batch",
         f"{'actions':<18}" + "".join(f"{number:>10,}" for number in actions),
     ]
     for name in columns[0]:
         cells = "".join(f"{column[name]:>9.3f}s" for column in columns)
-        growth = (columns[-1][name] - columns[0][name]) / (counts[-1] - counts[0])
+        growth = (columns[-1][name] - columns[0][name]) / max(1, counts[-1] - counts[0])
         lines.append(f"{name:<18}{cells}  {growth * 1e3:>14.3f}")
     sys.stdout.write("\n".join(lines) + "\n")
 

@@ -4,9 +4,10 @@ The executor on meta tensors does no arithmetic: what is left is the interpreter
 dispatch, and the two modes that only traces have (remembered shapes, the tracker of bytes: about a
 third of it), so a GPU's step costs the host less.  Host cost, not speed: on a GPU it must stay
 below a kernel's time.  Run it on a quiet machine: `./bench run python benchmarks/host_cost.py`
-(needs torch).
+(needs torch); `--small` traces one method, to see that it runs.
 """
 
+import argparse
 import sys
 import time
 from collections import defaultdict
@@ -49,12 +50,15 @@ def measured(method: str) -> dict[str, tuple[int, float]]:
 
 def main() -> None:
     """Median microseconds per action by kind (rows) and method (columns)."""
-    columns = {method: measured(method) for method in METHODS}
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="one method")
+    methods = METHODS[:1] if parser.parse_args().small else METHODS
+    columns = {method: measured(method) for method in methods}
     kinds = sorted({kind for column in columns.values() for kind in column})
     lines = [f"torch {torch.__version__}, one rank of llama-7b tp 2 pp 2, median us per action"]
-    lines.append(f"{'kind':<8}" + "".join(f"{method:>18}" for method in METHODS))
+    lines.append(f"{'kind':<8}" + "".join(f"{method:>18}" for method in methods))
     for kind in kinds:
-        cells = [columns[method].get(kind) for method in METHODS]
+        cells = [columns[method].get(kind) for method in methods]
         texts = [f"{1e6 * c[1]:.1f} x {c[0]}" if c else "-" for c in cells]
         lines.append(f"{kind:<8}" + "".join(f"{text:>18}" for text in texts))
     sys.stdout.write("\n".join(lines) + "\n")

@@ -1,6 +1,8 @@
 """CPU seconds and peak memory of tracing each cell of config/traced.yaml, as a CSV.
 
-    ./bench run python benchmarks/traced_cost.py [CELL...] > benchmarks/traced_cost.csv
+    ./bench run python benchmarks/traced_cost.py [--small | CELL...] > benchmarks/traced_cost.csv
+
+`--small`: the cell that cost least when the committed table was made, to see that it runs.
 
 Each cell is traced in a process of its own, because a process's peak memory only grows, two at a
 time.  CPU seconds include neither the interpreter's start nor importing torch, and are those of
@@ -8,6 +10,7 @@ this machine, busy or not; they say what a check costs, not how fast anything tr
 and Linux for the peak (`ru_maxrss` of a child starts at its parent's).
 """
 
+import argparse
 import csv
 import datetime
 import multiprocessing as mp
@@ -18,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from rematbench.commands.measured import cells, request_of
+from rematbench.commands.measured import cell_names, cells, request_of
 from rematbench.commands.trace import traced
 from rematbench.suitefile import load_suite
 
@@ -49,11 +52,22 @@ def cost(name: str) -> dict[str, object]:
     }
 
 
+def cheapest() -> str:
+    """The cell that cost least in the committed table, of those that were traced."""
+    with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
+    return min(rows, key=lambda row: float(row["cpu_s"]))["cell"]
+
+
 def main() -> None:
     """A row a cell, written as soon as it is known."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cells", nargs="*", metavar="CELL")
+    parser.add_argument("--small", action="store_true", help="one cell")
+    given = parser.parse_args()
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
     writer.writeheader()
-    names = [cell.name for cell in cells(load_suite(SUITE), [], sys.argv[1:])]
+    names = cell_names(load_suite(SUITE), [cheapest()] if given.small else given.cells)
     with mp.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
         for row in pool.imap(cost, names, chunksize=1):
             writer.writerow(row)

@@ -211,11 +211,12 @@ def main() -> None:
     parser.add_argument("--slurm", action="store_true", help="submit the jobs to Slurm")
     parser.add_argument("--most", type=int, default=10_000, help="skip plans of more jobs")
     parser.add_argument("--cells", type=int, default=0, help="only plans of so many cells")
+    parser.add_argument("--small", action="store_true", help="ten cells in one job")
     parser.add_argument("--write", type=Path, help="a table to put the lines into")
     given = parser.parse_args()
     plans = [
         plan
-        for plan in (SLURM if given.slurm else LOCAL)
+        for plan in (SLURM if given.slurm else LOCAL)[: 1 if given.small else None]
         if plan[1] <= given.most and given.cells in (0, plan[0])
     ]
     with ExitStack() as stack:

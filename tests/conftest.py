@@ -12,6 +12,10 @@ os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
 """As in the runtime's own processes (`rematbench.torch.devices.prepare`), for what tests run in
 theirs; oneDNN reads it once, at its first product."""
 
+os.environ["OMP_NUM_THREADS"] = "1"
+"""As in the runtime's own processes: threads that wait for each other cost these tiny tensors three
+to five times the CPU seconds, and torch reads it as it is loaded."""
+
 settings.register_profile("rematbench", deadline=None, derandomize=True)
 settings.load_profile("rematbench")
 

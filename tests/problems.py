@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rematbench import contract
 from rematbench.cost.constants import Calibration, load_calibration
 from rematbench.layout import Layout
 from rematbench.load import load_cluster, load_system
@@ -24,33 +25,8 @@ from rematbench.plan import (
 from rematbench.problem import Problem
 from rematbench.workload import Model, Workload
 
-LLAMA = Model(
-    name="test-llama",
-    num_layers=4,
-    hidden=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    ffn=64,
-    vocab=128,
-    mlp="swiglu",
-    norm="rmsnorm",
-    position="rope",
-    tied_embeddings=False,
-)
-GPT = replace(
-    LLAMA,
-    name="test-gpt",
-    num_kv_heads=4,
-    ffn=128,
-    mlp="gelu",
-    norm="layernorm",
-    position="learned",
-    dropout=0.1,
-    qkv_bias=True,
-    proj_bias=True,
-    mlp_bias=True,
-)
+LLAMA = replace(contract.LLAMA, name="test-llama")
+GPT = replace(contract.GPT, name="test-gpt")
 
 
 @cache

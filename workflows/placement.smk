@@ -12,8 +12,9 @@ if config["simulate_on"] not in ("local", "slurm"):
     raise WorkflowError(
         f"simulate_on: {config['simulate_on']!r} (allowed: local, slurm)"
     )
+# A plan alone asks no Slurm; `workflow.dryrun` is not known before jobs are planned.
 if config["ask_slurm"] and not (
-    workflow.dryrun or workflow.remote_exec or which("sbatch")
+    workflow.output_settings.dryrun or workflow.remote_exec or which("sbatch")
 ):
     raise WorkflowError(
         "no Slurm here: sbatch is not on PATH (without --profile slurm it runs here)"

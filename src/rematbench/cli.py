@@ -40,11 +40,12 @@ from rematbench.commands.trace import trace
 from rematbench.configfile import ConfigError
 from rematbench.console import CommandError, console, grid, left, plain
 from rematbench.contract import check_file
-from rematbench.discover import MethodError, Registry, discover
+from rematbench.discover import discover
 from rematbench.layout import LayoutError
 from rematbench.ledger import LedgerError
 from rematbench.plan import PlanError
 from rematbench.record import RecordError
+from rematbench.registry import MethodError, Registry
 from rematbench.simulate import DeadlockError
 
 USER_ERRORS = (

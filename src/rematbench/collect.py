@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from rematbench.discover import IDENTITY
 from rematbench.evaluate import RankBytes
 from rematbench.record import Metrics, Record, read_record
+from rematbench.registry import IDENTITY
 from rematbench.suitefile import label_key
 from rematbench.table import Column, Table, fixed, gib, percent, signed_percent, whole
 

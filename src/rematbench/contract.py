@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from rematbench.check import check
-from rematbench.discover import Method, MethodError, Registry, entry_of
+from rematbench.discover import entry_of
 from rematbench.evaluate import evaluate
 from rematbench.layout import Layout
 from rematbench.ledger import issue_order
@@ -22,6 +22,7 @@ from rematbench.lower import lower
 from rematbench.methodfile import TO_READ, TO_RUN, MethodFile, problem_of
 from rematbench.plan import Plan, Unsupported
 from rematbench.problem import Problem
+from rematbench.registry import Method, MethodError, Registry
 from rematbench.workload import Model, Workload
 
 LLAMA = Model(

@@ -15,7 +15,6 @@ from msgspec import Struct
 
 import rematbench
 from rematbench.cost.constants import Calibration
-from rematbench.discover import Composition
 from rematbench.evaluate import RankBytes
 from rematbench.layout import Layout
 from rematbench.lowering.chunk_ops import ChunkOps
@@ -23,6 +22,7 @@ from rematbench.lowering.fates import PHASES, resolve
 from rematbench.measured import Measured
 from rematbench.plan import Plan
 from rematbench.problem import AttentionKind, Problem
+from rematbench.registry import Composition
 from rematbench.store import write_atomically
 from rematbench.suite import Outcome, Status
 from rematbench.workload import Model, Precision

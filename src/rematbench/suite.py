@@ -11,7 +11,6 @@ from rematbench.allocator import AllocatorPeaks, replay
 from rematbench.check import check
 from rematbench.cluster import Cluster
 from rematbench.cost.constants import Calibration
-from rematbench.discover import Composition
 from rematbench.evaluate import (
     PlanEvaluation,
     RankBytes,
@@ -25,6 +24,7 @@ from rematbench.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import AttentionKind, Problem
 from rematbench.program import Program
+from rematbench.registry import Composition
 from rematbench.system import System
 from rematbench.workload import Model, Precision, Workload
 

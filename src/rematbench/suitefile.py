@@ -16,7 +16,6 @@ from rematbench.configfile import (
     require_unique,
 )
 from rematbench.digests import code_digest, method_digest
-from rematbench.discover import Composition, Registry, Value
 from rematbench.layout import Layout, LayoutError, ZeroStage
 from rematbench.load import load_cluster
 from rematbench.matrix.spec import MatrixSpec
@@ -30,6 +29,7 @@ from rematbench.record import (
     run_spec,
     write_record,
 )
+from rematbench.registry import Composition, Registry, Value
 from rematbench.store import Store
 from rematbench.suite import make_problem, run_method
 from rematbench.workload import PositiveInt, Precision

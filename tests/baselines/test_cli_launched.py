@@ -84,6 +84,7 @@ def after_a_death(tmp_path: Path, dies: int, end: str) -> tuple[Record, list[str
     return read_record(out), [*said, *errors]
 
 
+@pytest.mark.full
 def test_torchrun_gives_one_record_and_one_answer(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     launch = ["--standalone", "--nproc-per-node", "2", "-m", "rematbench.cli"]
@@ -106,6 +107,7 @@ def test_torchrun_gives_one_record_and_one_answer(tmp_path: Path) -> None:
     assert len(launched.state_bytes) == 2
 
 
+@pytest.mark.full
 def test_what_is_refused_is_refused_once(tmp_path: Path) -> None:
     """By all ranks alike: rank 0 says it, and ends as what did not run."""
     out, modules = tmp_path / "record.json", "attn_norm,qkv_linear,core_attn,attn_proj,mlp_norm"
@@ -117,6 +119,7 @@ def test_what_is_refused_is_refused_once(tmp_path: Path) -> None:
     assert read_record(out).status == "unsupported"
 
 
+@pytest.mark.full
 def test_a_killed_rank_0_leaves_a_record_by_the_other(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text("of an earlier run")
     os.utime(tmp_path / "record.json", (1, 1))
@@ -139,6 +142,7 @@ def test_rank_0_tells_the_other_ranks_cause_and_no_older_one(tmp_path: Path) -> 
     assert error.strip() == f"rank 1: oom: {record.reason}"
 
 
+@pytest.mark.full
 def test_the_rank_that_failed_shows_where_the_others_say_a_line(tmp_path: Path) -> None:
     record, (_, _, other, error) = after_a_death(tmp_path, 1, "by a mistake")
     assert (record.status, record.reason) == ("failed", "KeyError: 'no such stage'")
@@ -147,6 +151,7 @@ def test_the_rank_that_failed_shows_where_the_others_say_a_line(tmp_path: Path) 
     assert "Traceback" not in other
 
 
+@pytest.mark.full
 def test_a_process_that_the_kernel_killed_is_out_of_memory(tmp_path: Path) -> None:
     record, (said, *_) = after_a_death(tmp_path, 0, "alone")
     assert record.status == "oom"
@@ -154,6 +159,7 @@ def test_a_process_that_the_kernel_killed_is_out_of_memory(tmp_path: Path) -> No
     assert said.startswith("OOM: ")
 
 
+@pytest.mark.full
 def test_a_single_process_of_an_allocation_starts_the_ranks_itself(tmp_path: Path) -> None:
     """As `srun -n 1` or a batch script has it; no MASTER_ADDR is asked for."""
     out = tmp_path / "record.json"

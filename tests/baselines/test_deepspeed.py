@@ -1,11 +1,8 @@
 """The real DeepSpeed: the same loss and gradients as the project's executor, on every path."""
 
-from pathlib import Path
-
 import pytest
 
 from baselines.deepspeed.plan import DeepSpeed
-from rematbench.baselines.process import run_jobs
 from tests.baselines.cases import (
     GPT,
     SEQ,
@@ -16,6 +13,7 @@ from tests.baselines.cases import (
     asked_problem,
     assert_equal,
     run_all,
+    run_together,
 )
 
 pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
@@ -33,13 +31,15 @@ FAST = [
     Asked("one", {"mlp_tiles": 3, "loss_tiles": 4}),
     Asked("one", model=GPT),
     Asked("one", ignored=0.3),
-    Asked("dp2-zero0"),
-    Asked("dp2"),
     Asked("dp2-zero2", {"overlap_comm": True}),
-    Asked("dp2-zero3"),
-    Asked("dp2-zero3", {"checkpointing": "plain"}),
     Asked("dp2-zero3", {"offload_optimizer": True, "offload_param": True}),
     Asked("ulysses2"),
+]
+MORE = [
+    Asked("dp2-zero0"),
+    Asked("dp2"),
+    Asked("dp2-zero3"),
+    Asked("dp2-zero3", {"checkpointing": "plain"}),
     Asked("ulysses2-zero3"),
 ]
 SLOW = [
@@ -60,14 +60,51 @@ SLOW = [
 ]
 
 
+REFUSED = [
+    (Asked("tp2"), "tensor parallelism"),
+    (Asked("pp2"), "pipeline parallelism"),
+    (Asked("cp2"), "set ulysses"),
+    (Asked("dp2", {"offload_param": True}), "needs zero_stage 3"),
+]
+OWN = DeepSpeed().flags(asked_problem(Asked("one")))
+OPTIONS = [
+    ("{", "are no JSON object with zero_optimization (Input data was truncated"),
+    ("[1]", "got `array`"),
+    ("{}", "got `null`"),
+    (OWN.replace('"overlap_comm": false', '"overlap_comm": "no idea"'), "overlap_comm 'no idea'"),
+    (OWN.replace('"overlap_comm"', '"overlap_com"'), "overlap_com"),
+]
+
+
 @pytest.fixture(scope="module")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
-    return run_all("deepspeed", FAST, tmp_path_factory.mktemp("fast"))
+def together(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+    """What runs, what is refused and wrong options, in one process: importing the package takes
+    seconds."""
+    asked = [*FAST, *(asked for asked, _ in REFUSED)]
+    jobs = [asked_job("deepspeed", one) for one in asked]
+    jobs += [asked_job("deepspeed", Asked("one"), options=text) for text, _ in OPTIONS]
+    return run_together("deepspeed", jobs, tmp_path_factory.mktemp("fast"))
+
+
+@pytest.fixture(scope="module")
+def fast(together: list[Ran]) -> list[Ran]:
+    return together[: len(FAST)]
 
 
 @pytest.mark.parametrize("number", range(len(FAST)), ids=[str(asked) for asked in FAST])
 def test_loss_and_gradients_equal_the_executors(fast: list[Ran], number: int) -> None:
     assert_equal(FAST[number], fast[number], FP32)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+    return run_all("deepspeed", MORE, tmp_path_factory.mktemp("more"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(len(MORE)), ids=[str(asked) for asked in MORE])
+def test_more_layouts_equal_the_executors(more: list[Ran], number: int) -> None:
+    assert_equal(MORE[number], more[number], FP32)
 
 
 @pytest.fixture(scope="module")
@@ -106,32 +143,15 @@ def test_what_is_kept_on_the_host_is_counted_apart(fast: list[Ran]) -> None:
     assert offloaded.host_state_bytes[0] >= 6 * 4 * TINY.parameters // 2
 
 
-REFUSED = [
-    (Asked("tp2"), "tensor parallelism"),
-    (Asked("pp2"), "pipeline parallelism"),
-    (Asked("cp2"), "set ulysses"),
-    (Asked("dp2", {"offload_param": True}), "needs zero_stage 3"),
-]
-OWN = DeepSpeed().flags(asked_problem(Asked("one")))
-OPTIONS = [
-    ("{", "are no JSON object with zero_optimization (Input data was truncated"),
-    ("[1]", "got `array`"),
-    ("{}", "got `null`"),
-    (OWN.replace('"overlap_comm": false', '"overlap_comm": "no idea"'), "overlap_comm 'no idea'"),
-    (OWN.replace('"overlap_comm"', '"overlap_com"'), "overlap_com"),
-]
+def test_what_it_does_not_run_is_refused_by_name(together: list[Ran]) -> None:
+    found = together[len(FAST) : len(FAST) + len(REFUSED)]
+    for ran, (asked, words) in zip(found, REFUSED, strict=True):
+        assert ran.record.status == "unsupported", str(asked)
+        assert words in ran.record.reason
 
 
-def test_what_it_does_not_run_is_refused_by_name(tmp_path: Path) -> None:
-    jobs = [asked_job("deepspeed", asked) for asked, _ in REFUSED]
-    for record, (asked, words) in zip(run_jobs("deepspeed", jobs, tmp_path), REFUSED, strict=True):
-        assert record.status == "unsupported", str(asked)
-        assert words in record.reason
-
-
-def test_options_that_are_no_configuration_are_refused(tmp_path: Path) -> None:
-    jobs = [asked_job("deepspeed", Asked("one"), options=text) for text, _ in OPTIONS]
-    for record, (_, words) in zip(run_jobs("deepspeed", jobs, tmp_path), OPTIONS, strict=True):
-        assert record.status == "unsupported"
-        assert record.reason.startswith("deepspeed: the options")
-        assert words in record.reason
+def test_options_that_are_no_configuration_are_refused(together: list[Ran]) -> None:
+    for ran, (_, words) in zip(together[-len(OPTIONS) :], OPTIONS, strict=True):
+        assert ran.record.status == "unsupported"
+        assert ran.record.reason.startswith("deepspeed: the options")
+        assert words in ran.record.reason

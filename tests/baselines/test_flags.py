@@ -1,7 +1,8 @@
 """Printed flags are run: the baseline under them has the gradients of the method's own plan."""
 
 import dataclasses
-from pathlib import Path
+from functools import cache
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -14,10 +15,10 @@ from rematbench.baselines.process import Job, baselines, policy, run_jobs
 from rematbench.baselines.process import job as make_job
 from rematbench.discover import discover
 from rematbench.plan import Plan, Unsupported
-from rematbench.record import World
-from rematbench.torch.case import Case
+from rematbench.record import Record, World
+from rematbench.torch.case import Case, Result
 from rematbench.torch.launch import execute_cases
-from tests.baselines.cases import STEPS, TINY, Asked, Ran, asked_problem, weighed
+from tests.baselines.cases import STEPS, TINY, Asked, asked_problem, weighed
 
 FP32 = 1e-5
 ONE = Asked("one")
@@ -27,6 +28,9 @@ MEGATRON: dict[str, dict[str, Any]] = {
     "full_recompute": {"num_layers": "2"},
     "selective_recompute": {"activations": "attn_norm_out,mlp_norm_out"},
 }
+DEEPSPEED: dict[str, dict[str, Any]] = {"full_recompute": {}, "keep_all": {}}
+OFFLOADING = "offloading"
+WRONG = "arguments of another job"
 
 
 def answered(
@@ -38,19 +42,30 @@ def answered(
     return plan, flags_of(problem, plan, baseline)
 
 
-def same_as_the_plan(plan: Plan, ran: Ran) -> None:
+@cache
+def executions() -> dict[str, Result]:
+    """The methods' own executions, in one launch."""
+    cases = [
+        Case(
+            name=f"{method} {settings}",
+            problem=asked_problem(ONE),
+            plan=answered(method, settings, baseline)[0],
+            steps=STEPS,
+            measure=False,
+        )
+        for baseline, methods in (("megatron_core", MEGATRON), ("deepspeed", DEEPSPEED))
+        for method, settings in methods.items()
+    ]
+    results = execute_cases(cases)
+    return {case.name: result for case, result in zip(cases, results, strict=True)}
+
+
+def same_as_the_plan(method: str, settings: dict[str, Any], ran: Record) -> None:
     """Loss and every gradient norm of the method's own execution."""
-    case = Case(
-        name="plan",
-        problem=asked_problem(Asked("one")),
-        plan=plan,
-        steps=STEPS,
-        measure=False,
-    )
-    (own,) = execute_cases([case])
+    own = executions()[f"{method} {settings}"]
     assert own.status == "ok", own.reason
-    seen = ran.record.observed
-    assert seen is not None, ran.record.reason
+    seen = ran.observed
+    assert seen is not None, ran.reason
     assert seen.losses == pytest.approx(own.losses, rel=FP32)
     assert seen.gradient_norms[0] == pytest.approx(own.gradient_norms[0], rel=10 * FP32, abs=1e-7)
 
@@ -67,46 +82,33 @@ def said(settings: dict[str, Any]) -> int:
     return weighed("megatron_core", policy("megatron_core", settings), asked_problem(Asked("one")))
 
 
-def test_offloading_runs_as_it_is_printed() -> None:
-    """The same bytes under the policy and under its printed arguments alone."""
-    pytest.importorskip("megatron.core")
+def of_method(method: str, settings: dict[str, Any], baseline: str) -> list[Job]:
+    """Under what is printed; by the named policy; by none; and what is printed, traced."""
+    _, answer = answered(method, settings, baseline)
+    assert not answer.missing
+    made = asked_problem(ONE)
+    named = make_job(made, policy(baseline, answer.settings), steps=1, timeout_s=60.0)
+    none = make_job(made, policy(baseline), steps=1, timeout_s=60.0)
+    return [
+        printed_job(baseline, answer),
+        named,
+        none,
+        printed_job(baseline, answer, "traced"),
+    ]
+
+
+def offloading() -> list[Job]:
+    """Offloading by the policy, and by its printed arguments alone."""
     named = policy("megatron_core", {"offload_modules": "qkv_linear"})
     made = asked_problem(ONE)
     words = msgspec.convert(named.parameters["megatron_core"], MegatronCore).flags(made)
     assert words.endswith(f"--min-offloaded-tensor-size {MIN_OFFLOADED}")
     printed = make_job(made, policy("megatron_core"), "traced", options=words)
-    records = run_jobs("megatron_core", [make_job(made, named, "traced"), printed])
-    assert [record.reason for record in records] == ["", ""]
-    own, same = (record.observed for record in records)
-    assert own is not None
-    assert same is not None
-    assert max(own.host_peak_bytes) > 0
-    assert same.host_peak_bytes == own.host_peak_bytes
-    assert same.activation_peak_bytes == own.activation_peak_bytes
+    return [make_job(made, named, "traced"), printed]
 
 
-@pytest.mark.parametrize("method", MEGATRON)
-def test_megatron_core_under_the_printed_arguments(method: str, tmp_path: Path) -> None:
-    """Gradients of the method's own execution; bytes of the named policy, executed and traced."""
-    pytest.importorskip("megatron.core")
-    plan, answer = answered(method, MEGATRON[method], "megatron_core")
-    assert not answer.missing
-    made = asked_problem(Asked("one"))
-    named = make_job(made, policy("megatron_core", answer.settings), steps=1, timeout_s=60.0)
-    none = make_job(made, policy("megatron_core"), steps=1, timeout_s=60.0)
-    jobs = [printed_job("megatron_core", answer), named, none]
-    jobs.append(printed_job("megatron_core", answer, "traced"))
-    records = run_jobs("megatron_core", jobs, tmp_path)
-    same_as_the_plan(plan, Ran(records[0], {}))
-    peaks = [r.observed.activation_peak_bytes[0] for r in records if r.observed is not None]
-    assert len(peaks) == len(jobs)
-    assert peaks[0] == peaks[1] == peaks[3] < peaks[2]
-    assert peaks[0] - said(answer.settings) == SCALARS
-    assert peaks[2] - said({}) == SCALARS
-
-
-def test_arguments_of_another_job_are_refused(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
+def of_another_job() -> list[Job]:
+    """Arguments that a job cannot have."""
     _, answer = answered("full_recompute", {"num_layers": "2"}, "megatron_core")
     flags = answer.flags
     wrong = [
@@ -117,32 +119,67 @@ def test_arguments_of_another_job_are_refused(tmp_path: Path) -> None:
         f"{flags} --hidden-size 64 --init-method-std 0.02 --tp-comm-overlap --layernorm-epsilon x",
         f"{flags} --cpu-offloading",
     ]
-    jobs = [printed_job("megatron_core", replace(answer, flags=text)) for text in wrong]
-    records = run_jobs("megatron_core", jobs, tmp_path)
+    return [printed_job("megatron_core", replace(answer, flags=text)) for text in wrong]
+
+
+@cache
+def ran(baseline: str) -> dict[str, list[Record]]:
+    """All jobs of a baseline in one process (importing a package takes seconds), by what asked."""
+    methods = MEGATRON if baseline == "megatron_core" else DEEPSPEED
+    asked = {name: of_method(name, settings, baseline) for name, settings in methods.items()}
+    if baseline == "megatron_core":
+        asked |= {OFFLOADING: offloading(), WRONG: of_another_job()}
+    records = iter(run_jobs(baseline, [job for jobs in asked.values() for job in jobs]))
+    return {name: list(islice(records, len(jobs))) for name, jobs in asked.items()}
+
+
+def test_offloading_runs_as_it_is_printed() -> None:
+    """The same bytes under the policy and under its printed arguments alone."""
+    pytest.importorskip("megatron.core")
+    records = ran("megatron_core")[OFFLOADING]
+    assert [record.reason for record in records] == ["", ""]
+    own, same = (record.observed for record in records)
+    assert own is not None
+    assert same is not None
+    assert max(own.host_peak_bytes) > 0
+    assert same.host_peak_bytes == own.host_peak_bytes
+    assert same.activation_peak_bytes == own.activation_peak_bytes
+
+
+@pytest.mark.parametrize("method", MEGATRON)
+def test_megatron_core_under_the_printed_arguments(method: str) -> None:
+    """Gradients of the method's own execution; bytes of the named policy, executed and traced."""
+    pytest.importorskip("megatron.core")
+    _, answer = answered(method, MEGATRON[method], "megatron_core")
+    records = ran("megatron_core")[method]
+    same_as_the_plan(method, MEGATRON[method], records[0])
+    peaks = [r.observed.activation_peak_bytes[0] for r in records if r.observed is not None]
+    assert len(peaks) == len(records)
+    assert peaks[0] == peaks[1] == peaks[3] < peaks[2]
+    assert peaks[0] - said(answer.settings) == SCALARS
+    assert peaks[2] - said({}) == SCALARS
+
+
+def test_arguments_of_another_job_are_refused() -> None:
+    pytest.importorskip("megatron.core")
     words = ["the job has 1", "--recompute-everything is not known", "more than a chunk's 4"]
     words += ["--hidden-size 32, the job has 64", "x: expected a number", "it says "]
-    for record, said in zip(records, words, strict=True):
+    for record, said in zip(ran("megatron_core")[WRONG], words, strict=True):
         assert record.status == "unsupported"
         assert said in record.reason
 
 
-@pytest.mark.parametrize("method", ["full_recompute", "keep_all"])
-def test_deepspeed_under_the_printed_configuration(method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", DEEPSPEED)
+def test_deepspeed_under_the_printed_configuration(method: str) -> None:
     """`deepspeed.initialize` takes the printed JSON itself; gradients are the plan's, and so is
     what checkpointing frees, executed and traced."""
     pytest.importorskip("deepspeed")
-    plan, answer = answered(method, {}, "deepspeed")
-    assert not answer.missing
+    _, answer = answered(method, {}, "deepspeed")
     assert ("activation_checkpointing" in answer.flags) == (method == "full_recompute")
-    made = asked_problem(Asked("one"))
-    named = make_job(made, policy("deepspeed", answer.settings), steps=1, timeout_s=60.0)
-    none = make_job(made, policy("deepspeed"), steps=1, timeout_s=60.0)
-    jobs = [printed_job("deepspeed", answer), named, none]
-    jobs.append(printed_job("deepspeed", answer, "traced"))
-    records = run_jobs("deepspeed", jobs, tmp_path)
-    same_as_the_plan(plan, Ran(records[0], {}))
+    records = ran("deepspeed")[method]
+    same_as_the_plan(method, {}, records[0])
     peaks = [r.observed.activation_peak_bytes[0] for r in records if r.observed is not None]
-    assert len(peaks) == len(jobs)
+    assert len(peaks) == len(records)
     assert peaks[0] == peaks[1] == peaks[3]
     assert (peaks[0] < peaks[2]) == (method == "full_recompute")
 

@@ -176,7 +176,11 @@ PACKAGES = {"megatron_core": ("megatron.core", "tp2"), "deepspeed": ("deepspeed"
 
 
 @pytest.mark.parametrize(
-    "baseline", ["megatron_core", pytest.param("deepspeed", marks=pytest.mark.soak)]
+    "baseline",
+    [
+        pytest.param("megatron_core", marks=pytest.mark.full),
+        pytest.param("deepspeed", marks=pytest.mark.soak),
+    ],
 )
 def test_ranks_that_start_anew_train_as_forked_ones(baseline: str, tmp_path: Path) -> None:
     """As on GPUs, where a fork is refused; here on CPUs."""

@@ -43,6 +43,7 @@ def launched(baseline: str, jobs: list[Job], folder: Path) -> list[Record]:
     return [read_record(folder / f"{number}.json") for number in range(len(jobs))]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("baseline", PACKAGES)
 def test_the_record_is_that_of_a_run_of_its_own(baseline: str, tmp_path: Path) -> None:
     pytest.importorskip(PACKAGES[baseline])

@@ -1,7 +1,5 @@
 """The real Megatron-core: the same loss and gradients as the project's executor, on every path."""
 
-from pathlib import Path
-
 import pytest
 
 from rematbench.baselines.process import job, policy, run_jobs
@@ -10,7 +8,6 @@ from tests.baselines.cases import (
     ODD,
     Asked,
     Ran,
-    asked_job,
     asked_problem,
     assert_equal,
     run_all,
@@ -25,25 +22,27 @@ BF16 = 1e-2
 FULL = {"recompute": "full"}
 FAST = [
     Asked("one"),
-    Asked("one", {**FULL, "num_layers": 2}),
     Asked("one", {**FULL, "method": "block", "num_layers": 3}),
+    Asked("one", {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}),
+    Asked("one", {"offload_modules": ["qkv_linear", "mlp_norm"]}),
+    Asked("one", model=GPT),
+    Asked("tp2"),
+    Asked("cp2"),
+    Asked("pp2-vpp2"),
+    Asked("dp2-zero0", {"overlap_grad_reduce": True}),
+]
+MORE = [
+    Asked("one", {**FULL, "num_layers": 2}),
     Asked("one", {"recompute": "selective", "modules": ["core_attn"]}),
     Asked("one", {"recompute": "selective", "modules": ["layernorm"]}),
     Asked("one", {"recompute": "selective", "modules": ["mlp"]}),
-    Asked("one", {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}),
     Asked("one", {"bias_activation_fusion": True}),
     Asked("one", {"offload_modules": ["attn_norm"]}),
     Asked("one", {"offload_modules": ["core_attn", "attn_proj"]}),
-    Asked("one", {"offload_modules": ["qkv_linear", "mlp_norm"]}),
-    Asked("one", model=GPT),
     Asked("one", ignored=0.3),
-    Asked("tp2"),
     Asked("tp2", model=ODD),
-    Asked("cp2"),
     Asked("pp2"),
-    Asked("pp2-vpp2"),
     Asked("dp2"),
-    Asked("dp2-zero0", {"overlap_grad_reduce": True}),
     Asked("pp2", {"offload_modules": ["core_attn", "mlp_norm"]}),
 ]
 SLOW = [
@@ -67,14 +66,42 @@ SLOW = [
 ]
 
 
+REFUSED = [
+    (Asked("pp2-vpp2", {"batch_p2p": True}), "wrong gradients"),
+    (Asked("one", {"recompute": "selective", "modules": ["mlp"]}, GPT), "never ends"),
+    (Asked("one", {"offload_modules": ["attn_proj"]}), "attn_proj without core_attn"),
+    (Asked("dp2-zero3"), "zero_stage 3"),
+    (Asked("pp2-vpp2", {"overlap_p2p": True}), "wrong losses"),
+    (Asked("pp2-vpp2", {"overlap_p2p": True, "batch_p2p": True}), "wrong gradients"),
+]
+
+
 @pytest.fixture(scope="module")
-def fast(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
-    return run_all("megatron_core", FAST, tmp_path_factory.mktemp("fast"))
+def together(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+    """What runs and what is refused, in one process: importing the package takes seconds."""
+    asked = [*FAST, *(asked for asked, _ in REFUSED)]
+    return run_all("megatron_core", asked, tmp_path_factory.mktemp("fast"))
+
+
+@pytest.fixture(scope="module")
+def fast(together: list[Ran]) -> list[Ran]:
+    return together[: len(FAST)]
 
 
 @pytest.mark.parametrize("number", range(len(FAST)), ids=[str(asked) for asked in FAST])
 def test_loss_and_gradients_equal_the_executors(fast: list[Ran], number: int) -> None:
     assert_equal(FAST[number], fast[number], FP32)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+    return run_all("megatron_core", MORE, tmp_path_factory.mktemp("more"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(len(MORE)), ids=[str(asked) for asked in MORE])
+def test_more_settings_equal_the_executors(more: list[Ran], number: int) -> None:
+    assert_equal(MORE[number], more[number], FP32)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +125,14 @@ def test_the_record_says_what_ran(fast: list[Ran]) -> None:
     assert seen.kernels["core_attention"] == "torch scaled_dot_product_attention"
 
 
-def test_a_padded_vocabulary_weighs_as_much_as_one_that_needs_none(fast: list[Ran]) -> None:
+@pytest.mark.full
+def test_a_padded_vocabulary_weighs_as_much_as_one_that_needs_none(
+    fast: list[Ran], more: list[Ran]
+) -> None:
     """Its padding's logits are masked in place, and the record says so.  Bytes are the traced ones:
     gloo's threads hold a collective's buffer for a moment now and then."""
-    both = [(asked, ran) for asked, ran in zip(FAST, fast, strict=True) if asked.layout == "tp2"]
+    ran = zip([*FAST, *MORE], [*fast, *more], strict=True)
+    both = [(asked, ran) for asked, ran in ran if asked.layout == "tp2"]
     even, odd = (ran.record.observed for _, ran in both)
     assert even is not None
     assert odd is not None
@@ -116,34 +147,32 @@ def test_a_padded_vocabulary_weighs_as_much_as_one_that_needs_none(fast: list[Ra
 
 
 def test_recomputation_and_offloading_free_activations(fast: list[Ran]) -> None:
+    check_freed(FAST, fast, fast[0])
+
+
+@pytest.mark.full
+def test_more_settings_free_activations(fast: list[Ran], more: list[Ran]) -> None:
+    check_freed(MORE, more, fast[0])
+
+
+def check_freed(asked_for: list[Asked], found: list[Ran], base: Ran) -> None:
     peaks = {
         str(asked): ran.record.observed.activation_peak_bytes[0]
-        for asked, ran in zip(FAST, fast, strict=True)
+        for asked, ran in zip(asked_for, found, strict=True)
         if ran.record.observed is not None
     }
-    none = peaks["one"]
+    assert base.record.observed is not None
+    none = base.record.observed.activation_peak_bytes[0]
     for asked, peak in peaks.items():
         attention = asked.endswith("modules=['core_attn']")  # with flash kernels it frees nothing
         if asked.startswith(("one rec", "one off")) and not attention:
             assert peak < none, asked
-    hosts = [ran.record.observed.host_peak_bytes[0] for ran in fast if ran.record.observed]
-    offloading = ["offload" in str(asked) for asked in FAST]
+    hosts = [ran.record.observed.host_peak_bytes[0] for ran in found if ran.record.observed]
+    offloading = ["offload" in str(asked) for asked in asked_for]
     assert [host > 0 for host in hosts] == offloading
 
 
-REFUSED = [
-    (Asked("pp2-vpp2", {"batch_p2p": True}), "wrong gradients"),
-    (Asked("one", {"recompute": "selective", "modules": ["mlp"]}, GPT), "never ends"),
-    (Asked("one", {"offload_modules": ["attn_proj"]}), "attn_proj without core_attn"),
-    (Asked("dp2-zero3"), "zero_stage 3"),
-    (Asked("pp2-vpp2", {"overlap_p2p": True}), "wrong losses"),
-    (Asked("pp2-vpp2", {"overlap_p2p": True, "batch_p2p": True}), "wrong gradients"),
-]
-
-
-def test_known_traps_are_refused_by_name(tmp_path: Path) -> None:
-    jobs = [asked_job("megatron_core", asked) for asked, _ in REFUSED]
-    records = run_jobs("megatron_core", jobs, tmp_path)
-    for record, (asked, words) in zip(records, REFUSED, strict=True):
-        assert record.status == "unsupported", str(asked)
-        assert words in record.reason
+def test_known_traps_are_refused_by_name(together: list[Ran]) -> None:
+    for ran, (asked, words) in zip(together[len(FAST) :], REFUSED, strict=True):
+        assert ran.record.status == "unsupported", str(asked)
+        assert words in ran.record.reason

@@ -55,6 +55,7 @@ def deviations(seeds: tuple[int, ...] | range, folder: Path) -> dict[int, float]
     return found
 
 
+@pytest.mark.full
 def test_drawn_jobs_weigh_what_is_predicted(tmp_path: Path) -> None:
     far = {seed: off for seed, off in deviations(FAST, tmp_path).items() if abs(off) > NEAR}
     assert not far

@@ -35,28 +35,39 @@ class Stacked(NamedTuple):
 FUSED = {"bias_activation_fusion": True}
 LEARNED = replace(TINY, position="learned", max_positions=SEQ)
 CASES = [
-    Stacked("one", TINY, {}),
     Stacked("one", TINY, FUSED),
-    Stacked("tp2", TINY, {}),
     Stacked("cp2", TINY, {}),
+    Stacked("tp2", GPT, {}, "unfused"),
+]
+MORE_CASES = [
+    Stacked("one", TINY, {}),
+    Stacked("tp2", TINY, {}),
     Stacked("one", GPT, {}),
     Stacked("one", GPT, {}, "unfused"),
-    Stacked("tp2", GPT, {}, "unfused"),
     Stacked("one", replace(GPT, dropout=0.1), {}, "unfused"),
 ]
 
 
 def test_one_more_layer_of_megatron_core_weighs_what_the_stack_says(tmp_path: Path) -> None:
+    check_layer(CASES, tmp_path)
+
+
+@pytest.mark.full
+def test_one_more_layer_of_other_stacks_weighs_what_they_say(tmp_path: Path) -> None:
+    check_layer(MORE_CASES, tmp_path)
+
+
+def check_layer(cases: list[Stacked], folder: Path) -> None:
     """Traced with four and with five layers: the difference is one layer's saved tensors."""
     pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
     jobs = [
         make_job(case.problem(count), policy("megatron_core", case.settings), "traced")
-        for case in CASES
+        for case in cases
         for count in (4, 5)
     ]
-    records = run_jobs("megatron_core", jobs, tmp_path)
+    records = run_jobs("megatron_core", jobs, folder)
     traced, said = [], []
-    for number, case in enumerate(CASES):
+    for number, case in enumerate(cases):
         few, more = (record.observed for record in records[2 * number : 2 * number + 2])
         assert few is not None, records[2 * number].reason
         assert more is not None
@@ -106,18 +117,20 @@ QKV = {"offload_modules": ["qkv_linear", "core_attn"]}
 NARROW = replace(WIDE_GPT, head_dim=8, ffn=32, dropout=0.1)
 TIED = replace(TINY, name="tiny-tied", tied_embeddings=True)
 WHOLE = [
-    Whole(Asked("one", model=GPT), 6 * LOSS),
-    Whole(Asked("cp2", FULL), 8 * LOSS),
+    Whole(Asked("cp2", CORE, replace(WIDE, ffn=128, num_kv_heads=4)), 12 * LOSS),
     Whole(Asked("one", ALL | FUSED, precision="bf16"), 10 * LOSS),
     Whole(Asked("pp2", AWAY, replace(WIDE, num_kv_heads=4)), 9 * LOSS, stage=1),
+    Whole(Asked("pp2-vpp2", FULL, WIDE), 5 * LOSS),
+    Whole(Asked("tp2", MLP, replace(TINY, dropout=0.1, vocab=64)), 8 * LOSS),
+]
+OTHERS = [
+    Whole(Asked("one", model=GPT), 6 * LOSS),
+    Whole(Asked("cp2", FULL), 8 * LOSS),
     Whole(Asked("one", FULL, TIED), 6 * LOSS),
     Whole(Asked("pp4", FULL, WIDE), 5 * LOSS, stage=1),
     Whole(Asked("one", NORMS, WIDE), 6 * LOSS, attention="unfused"),
-    Whole(Asked("pp2-vpp2", FULL, WIDE), 5 * LOSS),
     Whole(Asked("pp2-vpp2-one-group", model=WIDE), 7 * LOSS, stage=1),
-    Whole(Asked("cp2", CORE, replace(WIDE, ffn=128, num_kv_heads=4)), 12 * LOSS),
     Whole(Asked("one", model=replace(GPT, dropout=0.1)), 6 * LOSS),
-    Whole(Asked("tp2", MLP, replace(TINY, dropout=0.1, vocab=64)), 8 * LOSS),
     Whole(Asked("pp2-vpp2", {"offload_modules": ["attn_norm"]}, WIDE), 5 * LOSS, stage=1),
     Whole(
         Asked("one", model=replace(LEARNED, num_kv_heads=1, vocab=64)),
@@ -192,14 +205,20 @@ def test_the_whole_peak_of_megatron_core_is_the_plans_and_some_scalars(tmp_path:
     assert without_a_plan(WHOLE, tmp_path) == [case.scalars for case in WHOLE]
 
 
+@pytest.mark.full
+def test_other_whole_peaks_of_megatron_core_are_the_plans(tmp_path: Path) -> None:
+    assert without_a_plan(OTHERS, tmp_path) == [case.scalars for case in OTHERS]
+
+
 @pytest.mark.soak
 def test_more_whole_peaks_of_megatron_core_are_the_plans(tmp_path: Path) -> None:
     assert without_a_plan(MORE, tmp_path) == [case.scalars for case in MORE]
 
 
 PLAIN = {"checkpointing": "plain"}
-DEEPSPEED: list[tuple[Model, dict[str, Any], Precision]] = [
-    (TINY, {}, "fp32"),
+Traced = tuple[Model, dict[str, Any], Precision]
+DEEPSPEED: list[Traced] = [(TINY, {}, "fp32"), (GPT, PLAIN, "bf16")]
+MORE_DEEPSPEED: list[Traced] = [
     (TINY, {}, "bf16"),
     (GPT, {}, "fp32"),
     (GPT, {}, "bf16"),
@@ -211,14 +230,23 @@ SCALARS = 3 * 4
 
 
 def test_one_more_layer_of_deepspeed_weighs_what_the_plan_says(tmp_path: Path) -> None:
+    check_deepspeed(DEEPSPEED, tmp_path)
+
+
+@pytest.mark.full
+def test_one_more_layer_of_other_deepspeed_jobs_weighs_what_the_plan_says(tmp_path: Path) -> None:
+    check_deepspeed(MORE_DEEPSPEED, tmp_path)
+
+
+def check_deepspeed(cases: list[Traced], folder: Path) -> None:
     """Plan and stack against the trace, with so many rows that the peak is in the loss: one more
     layer to the byte, and without a policy in fp32 the whole peak."""
     pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
-    problems = [_wide(case, count) for case in DEEPSPEED for count in (4, 5)]
-    policies = [policy("deepspeed", case[1]) for case in DEEPSPEED for _ in (4, 5)]
+    problems = [_wide(case, count) for case in cases for count in (4, 5)]
+    policies = [policy("deepspeed", case[1]) for case in cases for _ in (4, 5)]
     jobs = [make_job(*pair, "traced") for pair in zip(problems, policies, strict=True)]
     traced, said = [], []
-    for number, record in enumerate(run_jobs("deepspeed", jobs, tmp_path)):
+    for number, record in enumerate(run_jobs("deepspeed", jobs, folder)):
         assert record.observed is not None, record.reason
         traced.append(record.observed.activation_peak_bytes[0])
         known = weighed("deepspeed", policies[number], problems[number])
@@ -226,12 +254,12 @@ def test_one_more_layer_of_deepspeed_weighs_what_the_plan_says(tmp_path: Path) -
         said.append(known + gradients)  # traced, they are no state
     layers = [b - a for a, b in zip(traced[::2], traced[1::2], strict=True)]
     assert layers == [b - a for a, b in zip(said[::2], said[1::2], strict=True)]
-    for number, (_, settings, precision) in enumerate(DEEPSPEED):
+    for number, (_, settings, precision) in enumerate(cases):
         if not settings and precision == "fp32":
             assert traced[2 * number] - said[2 * number] == SCALARS
 
 
-def _wide(case: tuple[Model, dict[str, Any], Precision], num_layers: int) -> Problem:
+def _wide(case: Traced, num_layers: int) -> Problem:
     model, settings, precision = case
     asked = Asked("one", settings, replace(model, num_layers=num_layers), precision)
     found = asked_problem(asked, zero_stage=0, micro_batch=16, global_batch=16)

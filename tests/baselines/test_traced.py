@@ -14,10 +14,12 @@ from tests.baselines.cases import GPT, Asked, asked_problem
 Bytes = tuple[int, int, int, int]
 
 MEGATRON = [
+    Asked("one", {"offload_modules": ["core_attn", "mlp_norm"]}),
+    Asked("pp2", {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}),
+]
+LAYOUTS = [
     Asked("one"),
     Asked("one", {"recompute": "selective", "modules": ["core_attn", "mlp"]}),
-    Asked("pp2", {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}),
-    Asked("one", {"offload_modules": ["core_attn", "mlp_norm"]}),
     Asked("pp2-vpp2"),
     Asked("cp2"),
     Asked("dp2"),
@@ -30,9 +32,11 @@ MORE_MEGATRON = [
     Asked("tp2"),
 ]
 DEEPSPEED = [
-    Asked("one", {"mlp_tiles": 2, "loss_tiles": 4}),
     Asked("one", {"loss_tiles": 4, "offload_optimizer": True}, precision="bf16"),
     Asked("one", {"checkpointing": "partitioned_cpu"}),
+]
+STAGES = [
+    Asked("one", {"mlp_tiles": 2, "loss_tiles": 4}),
     Asked("dp2"),
     Asked("dp2-zero2", {"checkpointing": "plain"}, precision="bf16"),
     Asked("ulysses2-zero3", {"mlp_tiles": 2, "loss_tiles": 2}),
@@ -79,6 +83,11 @@ def test_megatron_core_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
     of_megatron_core(MEGATRON, tmp_path)
 
 
+@pytest.mark.full
+def test_layouts_of_megatron_core_weigh_the_same_on_fake_tensors(tmp_path: Path) -> None:
+    of_megatron_core(LAYOUTS, tmp_path)
+
+
 @pytest.mark.soak
 def test_more_of_megatron_core_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
     of_megatron_core(MORE_MEGATRON, tmp_path)
@@ -90,10 +99,15 @@ def test_deepspeed_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
     real, fake = both("deepspeed", DEEPSPEED, tmp_path)
     assert fake == real
-    moved = {
-        name.rpartition(" rank")[0] for name, (_, peak, _, held) in fake.items() if peak or held
-    }
-    assert moved == {str(asked) for asked in DEEPSPEED if _moves(asked)}
+    assert moved(fake) == {str(asked) for asked in DEEPSPEED if _moves(asked)}
+
+
+@pytest.mark.full
+def test_stages_of_deepspeed_weigh_the_same_on_fake_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    real, fake = both("deepspeed", STAGES, tmp_path)
+    assert fake == real
+    assert moved(fake) == {str(asked) for asked in STAGES if _moves(asked)}
 
 
 @pytest.mark.soak
@@ -170,6 +184,13 @@ def _bytes(record: Record, index: int) -> Bytes:
     peaks = seen.activation_peak_bytes[index], seen.host_peak_bytes[index]
     host = seen.host_state_bytes[index] if seen.host_state_bytes else 0
     return (*peaks, seen.state_bytes[index], host)
+
+
+def moved(found: dict[str, Bytes]) -> set[str]:
+    """The cases of which bytes were on the host."""
+    return {
+        name.rpartition(" rank")[0] for name, (_, peak, _, held) in found.items() if peak or held
+    }
 
 
 def _moves(asked: Asked) -> bool:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from rematbench.action import Kind
-from rematbench.discover import Composition, discover
+from rematbench.discover import discover
 from rematbench.lower import lower
+from rematbench.registry import Composition
 from rematbench.torch.case import Case, Result
 from tests.torch import cases, laws
 

@@ -21,6 +21,7 @@ TESTS = (
 )
 
 
+@pytest.mark.full  # that a file is executed and traced: test_execute_cli.py
 def test_the_tests_take_up_a_new_file_by_themselves(tmp_path: Path) -> None:
     for part in PARTS:
         source, target = ROOT / part, tmp_path / part

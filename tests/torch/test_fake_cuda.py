@@ -23,10 +23,14 @@ from tests.torch.recorder import Event, recording
 from tests.torch.test_faults import edited
 
 FAST = (
-    *(("one", plan) for plan in ("offload", "offload-layers", "offload-slots", "rows")),
-    *(("tp2", plan) for plan in ("keep", "windows", "mini-dropped")),
-    *(("tp2-no-sp", "mini"), ("pp2", "offload"), ("cp2", "rows"), ("dp2", "full")),
-    *(("tp2-cp2", "skeletal"), ("tp2-ulysses2", "offload"), ("pp2-vpp2", "offload-slots")),
+    *(("one", plan) for plan in ("offload-layers", "offload-slots")),
+    *(("tp2", "windows"), ("cp2", "rows"), ("dp2", "full"), ("tp2-ulysses2", "offload")),
+)
+MORE = (
+    *(("one", plan) for plan in ("offload", "rows")),
+    *(("tp2", plan) for plan in ("keep", "mini-dropped")),
+    *(("tp2-no-sp", "mini"), ("pp2", "offload")),
+    *(("tp2-cp2", "skeletal"), ("pp2-vpp2", "offload-slots")),
 )
 
 
@@ -40,19 +44,23 @@ def check(case: Case, patch: pytest.MonkeyPatch) -> None:
         assert executor.bytes_after == list(live_bytes(actions))
 
 
-@pytest.mark.parametrize(("layout", "plan"), FAST)
+@pytest.mark.parametrize(
+    ("layout", "plan"), [*FAST, *(pytest.param(*each, marks=pytest.mark.full) for each in MORE)]
+)
 def test_streams_and_memory_are_ordered_and_the_host_never_waits(
     layout: str, plan: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(cases.case(layout, plan, precision="bf16"), monkeypatch)
 
 
-@pytest.mark.parametrize("layout", ["tp2", "dp2", "pp2-vpp2"])
+@pytest.mark.parametrize(
+    "layout", ["dp2", *(pytest.param(each, marks=pytest.mark.full) for each in ("tp2", "pp2-vpp2"))]
+)
 def test_collectives_beside_kernels(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(cases.case(layout, "windows", precision="bf16", system_changes=OVERLAP), monkeypatch)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp64", marks=pytest.mark.full)])
 def test_other_precisions_and_the_gpt_variant(
     precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

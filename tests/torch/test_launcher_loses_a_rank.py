@@ -82,7 +82,9 @@ subprocess.Popen([sys.executable, "-c", {notes!r}])
 """
 
 
-@pytest.mark.parametrize("when", ["at once", "when it is gone"])
+@pytest.mark.parametrize(
+    "when", ["at once", pytest.param("when it is gone", marks=pytest.mark.full)]
+)
 def test_rank_0_tells_the_other_ranks_cause(when: str, tmp_path: Path) -> None:
     """Rank 1 says why it ends (or a process does that holds none of its connections); rank 0, which
     only sees it gone, waits for that and repeats it, and not a note of an earlier run."""

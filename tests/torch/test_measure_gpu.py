@@ -78,6 +78,7 @@ def test_records_are_those_of_every_cell(whole: tuple[Path, int, str]) -> None:
     assert large.measured.comparison is None
 
 
+@pytest.mark.full
 def test_what_crashes_loses_nothing_of_the_others(tmp_path: Path) -> None:
     path, out = suite(tmp_path, "lossless-fp32"), tmp_path / "out"
     parts = [word for part in ("steps", "copies") for word in ("--part", part)]
@@ -191,6 +192,7 @@ def test_the_allocators_peak_is_held_within_workspaces_and_activations(
     assert held["the allocator's peak is the simulated one's"] is holds
 
 
+@pytest.mark.full
 def test_old_files_are_not_taken_for_this_runs(
     whole: tuple[Path, int, str], tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rematbench.binding import PARTS
 from rematbench.choose.candidates import load_compare
-from rematbench.choose.compare import compare
+from rematbench.choose.compare import Comparing
 from rematbench.cli import main
 from rematbench.commands.compare import judge, published_cells
 from rematbench.commands.options import RunOptions, request
@@ -150,7 +150,7 @@ def test_the_table_is_not_cut(width: int) -> None:
     numbers = {k: int(v) for k, v in options.items() if v.isdigit()}
     asked = request(RunOptions(method="keep_all", **{**options, **numbers}))  # type: ignore[arg-type]
     config = replace(load_compare(), policies=load_compare().policies[-2:])
-    found = compare(asked.problem, asked.base, config, limit_s=60)
+    found = Comparing(asked.problem, asked.base, config, limit_s=60).everything()
     judged = judge(found, asked, published_cells([], ()), config)
     out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     printed = Ranking(out, asked, config.shown_share)

@@ -9,13 +9,15 @@ from msgspec.structs import replace
 
 from rematbench.action import Kind
 from rematbench.binding import PARTS, Spared, parts_of
+from rematbench.choose.bench import Bench
 from rematbench.choose.candidates import (
     Candidate,
     CompareConfig,
     load_compare,
     same_plan,
 )
-from rematbench.choose.compare import Bench, Comparison, Entry, compare
+from rematbench.choose.compare import Comparing
+from rematbench.choose.entry import Comparison, Entry
 from rematbench.commands.compare import tied
 from rematbench.commands.ranking import Judged, texts, verdict
 from rematbench.discover import discover
@@ -39,7 +41,7 @@ def demo(**changes: Any) -> Problem:
 @pytest.fixture(scope="module")
 def found() -> Comparison:
     p = demo()
-    return compare(p, p.base_plan, load_compare(), limit_s=60)
+    return Comparing(p, p.base_plan, load_compare(), limit_s=60).everything()
 
 
 def by_name(found: Comparison) -> dict[str, Entry]:
@@ -117,7 +119,7 @@ def test_equal_plans_are_named_once(found: Comparison) -> None:
 def test_a_refusal_keeps_its_reason() -> None:
     p = demo(layout=Layout(dp=4, global_batch=8))
     config = replace(load_compare(), policies=())
-    entries = by_name(compare(p, p.base_plan, config, limit_s=60))
+    entries = by_name(Comparing(p, p.base_plan, config, limit_s=60).everything())
     assert entries["pp_offload"].status == "unsupported"
     assert "pp >= 3" in entries["pp_offload"].reason
     assert not [name for name in entries if "+pp_offload" in name or "pp_offload+" in name]
@@ -139,7 +141,7 @@ def test_a_broken_planner_takes_nobody_down(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(source)
     p = demo()
     config = CompareConfig(policies=(), most_methods=1, shown_share=0.0, context_factor=2.0)
-    found = compare(p, p.base_plan, config, methods=[tmp_path], limit_s=3)
+    found = Comparing(p, p.base_plan, config, methods=[tmp_path], limit_s=3).everything()
     entries = by_name(found)
     assert entries["raises"].status == "failed"
     assert "KeyError" in entries["raises"].reason
@@ -258,7 +260,9 @@ def test_a_policy_that_does_what_its_method_does_is_left_out() -> None:
     config = load_compare()
     block = replace(config.policies[0], settings={"method": "block", "num_layers": layers},
                     smallest="")  # fmt: skip
-    found = compare(p, p.base_plan, replace(config, policies=(block,), most_methods=1), limit_s=60)
+    found = Comparing(
+        p, p.base_plan, replace(config, policies=(block,), most_methods=1), limit_s=60
+    ).everything()
     assert block.name not in by_name(found)
     assert found.repeated == 1
 

@@ -9,11 +9,12 @@ import pytest
 from rematbench.commands.converge import chosen, converge, curves
 from rematbench.commands.measured import Cell, cells
 from rematbench.console import CommandError
-from rematbench.discover import IDENTITY, discover
+from rematbench.discover import discover
 from rematbench.evaluate import evaluate
 from rematbench.lower import lower
 from rematbench.paths import data_dir
 from rematbench.plan import Plan
+from rematbench.registry import IDENTITY
 from rematbench.suitefile import load_suite
 
 SUITE = data_dir("config") / "convergence.yaml"

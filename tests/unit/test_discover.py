@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from rematbench.discover import MethodError, Registry, discover
+from rematbench.discover import discover
 from rematbench.plan import Plan, Unsupported
+from rematbench.registry import MethodError, Registry
 from tests.problems import problem
 
 GOOD = '''"""mine: drop the queries.

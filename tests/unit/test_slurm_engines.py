@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rematbench.discover import MethodError
 from rematbench.paths import data_dir
+from rematbench.registry import MethodError
 from rematbench.slurm import engines
 from rematbench.slurm.cells import TIMED_STEPS, Campaign, Cell
 from rematbench.slurm.rows import cell_rows, number_rows

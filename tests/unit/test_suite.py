@@ -7,7 +7,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from rematbench.discover import Composition, discover
+from rematbench.discover import discover
 from rematbench.plan import Plan, Recompute, Rule, Select
 from rematbench.problem import Problem
 from rematbench.record import (
@@ -19,6 +19,7 @@ from rematbench.record import (
     run_spec,
     write_record,
 )
+from rematbench.registry import Composition
 from rematbench.suite import Outcome, evaluate, run_method, run_plan
 from tests.problems import layers, problem
 

@@ -37,11 +37,13 @@ class Checkout:
                 shutil.copy2(source, target)
         (path / "slurm").symlink_to("profiles/slurm")  # as in the checkout
 
-    def run(self, command: str | Sequence[str]) -> subprocess.CompletedProcess[str]:
-        """Run a command (a text by the shell) and keep what it prints."""
+    def run(
+        self, command: str | Sequence[str], path: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command (a text by the shell) with this or another PATH; keep what it prints."""
         bin_dir = str(Path(sys.executable).parent)
         environment = os.environ | {
-            "PATH": os.pathsep.join([bin_dir, os.environ["PATH"]]),
+            "PATH": os.pathsep.join([bin_dir, path or os.environ["PATH"]]),
             "PYTHONPATH": str(self.path / "src"),
         }
         return subprocess.run(

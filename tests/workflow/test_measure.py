@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm.local_slurm import TOOLS
 from tests.workflow.checkout import ROOT, Checkout
 
 SUITE = """
@@ -89,17 +90,32 @@ def edited(path: Path, old: str, new: str) -> str:
     return before
 
 
-def test_a_newer_time_alone_makes_nothing_due(measured: Checkout) -> None:
+def test_newer_times_and_how_jobs_are_asked_for_make_nothing_due(measured: Checkout) -> None:
     for path in (*(measured.path / "methods").glob("*.py"), measured.path / "config/measure.yaml"):
         path.touch()
+    path = measured.path / "config/clusters/this-machine.yaml"
+    before = edited(path, "  nodes: 2\n", "  nodes: 2\n  setup: [module load new]\n")
     assert due(measured) == set()
-
-
-def test_code_of_one_method_makes_its_bundles_due(measured: Checkout) -> None:
-    path = measured.path / "methods/full_recompute.py"
-    before = edited(path, '"""', '"""Edited. ')
-    assert due(measured) == {"full_recompute.1x2.0"}
     path.write_text(before)
+
+
+def test_code_parameters_and_new_problems_make_their_own_bundles_due(measured: Checkout) -> None:
+    """Code of one method, parameters of another, and a problem of another shape: all in one plan,
+    and nothing else in it."""
+    method, suite = (
+        measured.path / "methods/full_recompute.py",
+        measured.path / "config/measure.yaml",
+    )
+    code = edited(method, '"""', '"""Edited. ')
+    before = edited(suite, "alpha: 0.5", "alpha: 0.75")
+    one = SUITE[SUITE.index("  - name: one") : SUITE.index("variants:")]
+    four = one.replace("name: one", "name: four").replace("gpus: 2", "gpus: 4")
+    edited(suite, "variants:", f"{four}variants:")
+    names = ("keep_all", "full_recompute", "pp_offload", "megatron_core")
+    new = {f"{name}.2x2.0" for name in names}
+    assert due(measured) == new | {"full_recompute.1x2.0", "pp_offload.1x2.0"}
+    method.write_text(code)
+    suite.write_text(before)
 
 
 @pytest.mark.soak  # tests/unit/test_slurm_engines.py asks the keys themselves
@@ -113,13 +129,6 @@ def test_code_and_pins_of_a_baseline_make_its_bundles_due(measured: Checkout) ->
         path.write_text(before)
     (folder / "deepspeed/engine.py").touch()
     assert due(measured) == set()
-
-
-def test_parameters_of_one_method_make_its_bundles_due(measured: Checkout) -> None:
-    path = measured.path / "config/measure.yaml"
-    before = edited(path, "alpha: 0.5", "alpha: 0.75")
-    assert due(measured) == {"pp_offload.1x2.0"}
-    path.write_text(before)
 
 
 def test_retry_makes_the_bundle_of_a_finished_failure_due(measured: Checkout) -> None:
@@ -137,13 +146,6 @@ def test_retry_makes_the_bundle_of_a_finished_failure_due(measured: Checkout) ->
     assert due(measured) == set()
 
 
-def test_how_jobs_are_asked_for_makes_nothing_due(measured: Checkout) -> None:
-    path = measured.path / "config/clusters/this-machine.yaml"
-    before = edited(path, "  nodes: 2\n", "  nodes: 2\n  setup: [module load new]\n")
-    assert due(measured) == set()
-    path.write_text(before)
-
-
 def test_a_dry_run_tells_submissions_and_refuses_too_dear_ones(measured: Checkout) -> None:
     path = measured.path / "config/clusters/this-machine.yaml"
     before = edited(path, "  nodes: 2\n", "  nodes: 2\n  gres: gpu\n")
@@ -159,16 +161,6 @@ def test_a_dry_run_tells_submissions_and_refuses_too_dear_ones(measured: Checkou
         assert "Finished jobid" not in dear.stdout + dear.stderr
     path.write_text(before)
     suite.write_text(cells)
-
-
-def test_a_new_problem_of_another_shape_leaves_the_others_alone(measured: Checkout) -> None:
-    path = measured.path / "config/measure.yaml"
-    one = SUITE[SUITE.index("  - name: one") : SUITE.index("variants:")]
-    four = one.replace("name: one", "name: four").replace("gpus: 2", "gpus: 4")
-    before = edited(path, "variants:", f"{four}variants:")
-    names = ("keep_all", "full_recompute", "pp_offload", "megatron_core")
-    assert due(measured) == {f"{name}.2x2.0" for name in names}
-    path.write_text(before)
 
 
 def test_only_what_is_executed_or_told_to_leaves_the_machine() -> None:
@@ -193,10 +185,29 @@ def test_nothing_overrides_the_profile_and_no_rule_retries() -> None:
     assert "retries" not in rules
 
 
-def test_all_is_planned_with_the_profile(measured: Checkout) -> None:
+def without_slurm(folder: Path) -> str:
+    """A PATH with the tools of this one but Slurm's."""
+    folder.mkdir()
+    for place in os.environ["PATH"].split(os.pathsep):
+        for tool in Path(place).glob("*"):
+            link = folder / tool.name
+            if tool.name not in TOOLS and not link.is_symlink():
+                link.symlink_to(tool)
+    return str(folder)
+
+
+def test_all_is_planned_with_the_profile_and_refused_without_slurm(
+    measured: Checkout, tmp_path: Path
+) -> None:
+    """A plan needs no Slurm; to submit does, and says so before anything else."""
     (measured.path / "results/measured").symlink_to(ROOT / "results/measured")
-    words = ("--profile", "slurm", "--config", "simulate_on=slurm", "--dry-run")
-    done = measured.run(["snakemake", "all", *words])
+    words = ("snakemake", "all", "--profile", "slurm", "--config", "simulate_on=slurm")
+    path = without_slurm(tmp_path / "bin")
+    refused = measured.run(words, path)
+    assert refused.returncode == 1
+    said = [line.strip() for line in refused.stderr.splitlines() if "Slurm" in line]
+    assert said == ["no Slurm here: sbatch is not on PATH (without --profile slurm it runs here)"]
+    done = measured.run([*words, "--dry-run"], path)
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("matrix", "predict", "study", "bundle"):
         (asked, *_) = re.findall(rf"^rule {name}:.*?resources: (.*?)$", done.stdout, re.M | re.S)

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from rematbench.baselines.process import Device, job, policy, run_jobs
-from rematbench.discover import IDENTITY, discover
+from rematbench.discover import discover
 from rematbench.layout import Layout
 from rematbench.load import load_cluster, load_model
 from rematbench.measured import BOUNDS, first_errors
 from rematbench.problem import Problem
 from rematbench.record import Observed, Record, provenance, read_record, run_spec
+from rematbench.registry import IDENTITY
 from rematbench.suite import make_problem
 from rematbench.table import Column, Table
 from rematbench.workload import Precision

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 from rematbench.baselines.process import Job, job, policy, run_jobs
 from rematbench.baselines.stack import Stack, StackProblem, activation_peak, stack_of
 from rematbench.configfile import ConfigError, convert, read_mapping
-from rematbench.discover import Composition
 from rematbench.evaluate import program_bytes
 from rematbench.layout import Layout
 from rematbench.lower import lower
@@ -18,6 +17,7 @@ from rematbench.plan import Unsupported
 from rematbench.problem import AttentionKind, Problem
 from rematbench.published.sheets import read_sheet
 from rematbench.record import Record, read_record, write_record
+from rematbench.registry import Composition
 from rematbench.suite import make_problem
 from rematbench.workload import NonNegativeInt, Precision
 

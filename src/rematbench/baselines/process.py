@@ -18,12 +18,13 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.configfile import closest
-from rematbench.discover import Composition, MethodEntry, MethodError, Value, build, load_file
+from rematbench.discover import load_file
 from rematbench.measured import TIMED_STEPS
 from rematbench.paths import data_dir
 from rematbench.problem import Problem
 from rematbench.rank_error import of_exit, of_record, recorded
 from rematbench.record import Record, RunSpec, provenance, run_spec
+from rematbench.registry import Composition, MethodEntry, MethodError, Value, build
 from rematbench.scratch import scratch
 from rematbench.suite import Status
 from rematbench.workload import NonNegativeInt, PositiveInt

@@ -14,11 +14,12 @@ from typing import NamedTuple, cast
 import msgspec
 from msgspec import Struct
 
-from rematbench.discover import Method, load_module
+from rematbench.discover import load_module
 from rematbench.operators.ops import Activation, Op, OpTable, Part
 from rematbench.paths import data_dir
 from rematbench.problem import Problem
 from rematbench.program import RankProgram
+from rematbench.registry import Method
 
 
 class Extra(Struct, frozen=True, kw_only=True):

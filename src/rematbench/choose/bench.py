@@ -11,11 +11,12 @@ from rematbench.binding import parts_of
 from rematbench.choose.candidates import Candidate, clash, present
 from rematbench.choose.entry import UNPLANNED, Entry
 from rematbench.collector import collect_rarely
-from rematbench.discover import MethodError, discover, typed
+from rematbench.discover import discover
 from rematbench.layout import LayoutError
 from rematbench.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
+from rematbench.registry import MethodError, typed
 from rematbench.solve.search import smallest_feasible
 from rematbench.suite import run_plan
 

@@ -17,10 +17,10 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from rematbench.configfile import convert, read_mapping
-from rematbench.discover import Registry
 from rematbench.paths import data_dir
 from rematbench.plan import ByteBudget, Fate, Offload, Plan, Recompute, Settings, Split
 from rematbench.problem import Problem
+from rematbench.registry import Registry
 from rematbench.solve.kept import overruled
 from rematbench.workload import PositiveInt
 

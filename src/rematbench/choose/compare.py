@@ -24,7 +24,8 @@ from rematbench.workers import Lost, Pool
 
 
 class Comparing:
-    """One comparison under way: `quick` is everything but planners, `late` the planners.
+    """One comparison under way: `quick` is everything but planners, `late` the planners.  Each
+    candidate has `limit_s` CPU seconds of a worker process.
 
     Within a step nothing depends on which process answers first, so tables are the same on every
     machine (a candidate given up after `limit_s` CPU seconds apart).
@@ -50,7 +51,7 @@ class Comparing:
         self.tree = _Tree(base, config.most_methods)
         self.entries: dict[str, Entry] = {}
 
-    def quick(self) -> "Comparison":
+    def quick(self) -> Comparison:
         """Every candidate without a planner, and the best of the methods' grids."""
         list(self._grow([c for c in self.first if not self._planned(c)]))
         for entry in self._variants():
@@ -67,7 +68,13 @@ class Comparing:
         yield from self._grow([c for c in self.first if self._planned(c)])
         self.pool.close()
 
-    def comparison(self) -> "Comparison":
+    def everything(self) -> Comparison:
+        """Quick and late, best first."""
+        self.quick()
+        list(self.late())
+        return self.comparison()
+
+    def comparison(self) -> Comparison:
         """What is known, best first."""
         kept, repeated = _without_repeats(self.listed())
         return Comparison(
@@ -102,29 +109,11 @@ class Comparing:
             self.pool.add(self.tree.grown_by(entry))
             yield entry
 
-    def _entry(self, candidate: Candidate, answer: "Entry | Lost") -> Entry:
+    def _entry(self, candidate: Candidate, answer: Entry | Lost) -> Entry:
         return answer if isinstance(answer, Entry) else _lost(candidate, answer, self.limit_s)
 
     def _planned(self, candidate: Candidate) -> bool:
         return any(self.registry.methods[name].planner for name in candidate.methods)
-
-
-def compare(
-    problem: Problem,
-    base: Plan,
-    config: CompareConfig,
-    *,
-    methods: Sequence[Path] = (),
-    processes: int = 2,
-    limit_s: int = 4,
-) -> Comparison:
-    """Make every candidate, each within `limit_s` CPU seconds of a worker process; rank them."""
-    comparing = Comparing(
-        problem, base, config, methods=methods, processes=processes, limit_s=limit_s
-    )
-    comparing.quick()
-    list(comparing.late())
-    return comparing.comparison()
 
 
 class _Tree:

@@ -21,9 +21,9 @@ from rematbench.choose.candidates import (
     same_plan,
 )
 from rematbench.choose.entry import Entry, as_made
-from rematbench.discover import MethodEntry, Registry, typed
 from rematbench.plan import Plan, Settings
 from rematbench.problem import Problem
+from rematbench.registry import MethodEntry, Registry, typed
 from rematbench.solve.kept import resident_bytes
 
 Ask = Callable[[Sequence[Candidate]], list[Entry]]

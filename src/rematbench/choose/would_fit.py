@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from rematbench.choose.entry import Entry
 from rematbench.cluster import Cluster
-from rematbench.discover import MethodError, Registry
 from rematbench.layout import Layout, LayoutError
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
+from rematbench.registry import MethodError, Registry
 from rematbench.solve.search import smallest_feasible
 from rematbench.suite import Outcome, run_plan
 

@@ -34,12 +34,12 @@ from rematbench.commands.points import (
 from rematbench.commands.real import has_gpu, speed_text, timing
 from rematbench.commands.targets import need_file
 from rematbench.console import CommandError, console, gib, grid, left, plain
-from rematbench.discover import IDENTITY
 from rematbench.evaluate import fullest
 from rematbench.measured import TIMED_STEPS
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
 from rematbench.record import Record, encode_record, make_record, write_record
+from rematbench.registry import IDENTITY
 from rematbench.suite import run_method
 from rematbench.worlds.speed import measured_speed
 

@@ -13,12 +13,12 @@ from rematbench.commands.measured import Cell, as_committed, cells, keep
 from rematbench.commands.real import need_torch
 from rematbench.commands.targets import need_folder
 from rematbench.console import CommandError
-from rematbench.discover import IDENTITY
 from rematbench.lower import lower
 from rematbench.measured import Measured
 from rematbench.plan import Plan
 from rematbench.published.sheets import write_sheet
 from rematbench.record import Record, RecordError, read_record
+from rematbench.registry import IDENTITY
 from rematbench.suitefile import load_suite
 from rematbench.table import Column, Table, fixed, whole
 from rematbench.worlds.again import curve_differences

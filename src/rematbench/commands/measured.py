@@ -16,12 +16,13 @@ from rematbench.commands.real import need_torch
 from rematbench.commands.targets import need_folder
 from rematbench.commands.trace import traced
 from rematbench.console import CommandError
-from rematbench.discover import IDENTITY, Composition, Registry, discover
+from rematbench.discover import discover
 from rematbench.lower import lower
 from rematbench.measured import Measured
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
 from rematbench.record import Record, read_record, write_record
+from rematbench.registry import IDENTITY, Composition, Registry
 from rematbench.suite import Status
 from rematbench.suitefile import ProblemSpec, Suite, Variant, bundles, load_suite
 from rematbench.worlds.again import differences

@@ -15,10 +15,11 @@ from typer import Argument, Option
 
 from rematbench.baselines.process import baselines
 from rematbench.console import CommandError
-from rematbench.discover import Composition, MethodError, discover
+from rematbench.discover import discover
 from rematbench.layout import Layout, ZeroStage
 from rematbench.plan import Plan
 from rematbench.problem import AttentionKind, Problem
+from rematbench.registry import Composition, MethodError
 from rematbench.suite import make_problem
 from rematbench.workload import Precision
 

@@ -14,7 +14,6 @@ from msgspec import Struct
 from rematbench.allocator import AllocatorPeaks
 from rematbench.binding import parts_of
 from rematbench.choose.candidates import same_plan
-from rematbench.discover import IDENTITY, Composition, Registry
 from rematbench.evaluate import (
     PlanEvaluation,
     RankBytes,
@@ -28,6 +27,7 @@ from rematbench.matrix.layouts import KEPT, Candidate, state_bytes
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
 from rematbench.program import Program
+from rematbench.registry import IDENTITY, Composition, Registry
 from rematbench.suite import Status, reserved_bytes, unpressed
 from rematbench.table import GIB
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from rematbench.discover import Composition, Registry, Value
 from rematbench.plan import Fraction
 from rematbench.problem import AttentionKind
+from rematbench.registry import Composition, Registry, Value
 from rematbench.workload import PositiveInt, Precision
 
 

@@ -9,11 +9,11 @@ from typing import Any
 from rematbench.binding import busiest
 from rematbench.collector import collect_rarely
 from rematbench.configfile import ConfigError
-from rematbench.discover import Composition, Registry
 from rematbench.load import load_cluster, load_model, load_system
 from rematbench.matrix.cell import Cell, Programs, Tried
 from rematbench.matrix.layouts import Candidate, candidates
 from rematbench.matrix.spec import MatrixSpec, Work
+from rematbench.registry import Composition, Registry
 
 SAME, BEST = "same layout", "best layout"
 TABLES = (SAME, BEST)

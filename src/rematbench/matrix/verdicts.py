@@ -7,7 +7,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from rematbench.discover import IDENTITY
 from rematbench.layout import Layout
 from rematbench.load import load_cluster
 from rematbench.matrix.spec import MatrixSpec
@@ -15,6 +14,7 @@ from rematbench.matrix.sweep import BEST, DEGREES
 from rematbench.problem import Problem
 from rematbench.published.accuracy import number
 from rematbench.published.evidence import Evidence, Known, evidence, family_of
+from rematbench.registry import IDENTITY
 from rematbench.suite import make_problem
 
 Line = dict[str, Any]

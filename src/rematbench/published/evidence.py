@@ -13,7 +13,6 @@ from msgspec import Struct
 
 from rematbench.configfile import ConfigError
 from rematbench.cost.constants import Calibration
-from rematbench.discover import IDENTITY, Registry
 from rematbench.load import load_cluster, load_system
 from rematbench.problem import Problem
 from rematbench.published.accuracy import (
@@ -27,6 +26,7 @@ from rematbench.published.accuracy import (
     split_of,
 )
 from rematbench.published.sheets import bundle_of
+from rematbench.registry import IDENTITY, Registry
 
 SPEED = "tokens_per_s_per_gpu"
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from rematbench.collector import collect_rarely
 from rematbench.cost.constants import Calibration
-from rematbench.discover import Composition, Registry, discover
+from rematbench.discover import discover
 from rematbench.problem import Problem
 from rematbench.published.reported import reported_peak_bytes
 from rematbench.published.rows import Case, Row, RowError, read_case
+from rematbench.registry import Composition, Registry
 from rematbench.suite import Outcome, run_method
 
 COLUMNS = (

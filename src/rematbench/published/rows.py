@@ -13,11 +13,11 @@ from msgspec import Struct
 
 from rematbench.configfile import ConfigError
 from rematbench.cost.constants import Calibration
-from rematbench.discover import MethodError, Registry, Value
 from rematbench.layout import Layout, LayoutError, ZeroStage
 from rematbench.load import load_cluster, load_model, load_system, names
 from rematbench.plan import Unsupported
 from rematbench.problem import AttentionKind, Problem
+from rematbench.registry import MethodError, Registry, Value
 from rematbench.suite import Variant, make_problem, system_variant
 from rematbench.system import System
 from rematbench.workload import MlpKind, Model, Precision

@@ -10,10 +10,11 @@ from typing import Any
 
 from rematbench.configfile import ConfigError
 from rematbench.cost.estimators import SAFE_SHARE, fujii_estimate
-from rematbench.discover import Registry, discover
+from rematbench.discover import discover
 from rematbench.layout import LayoutError
 from rematbench.published.closed_forms import fujii_refusal
 from rematbench.published.rows import RowError, read_case
+from rematbench.registry import Registry
 from rematbench.table import Column, Table, percent, whole
 
 Row = Mapping[str, Any]

@@ -11,8 +11,8 @@ from itertools import product, zip_longest
 from pathlib import Path
 
 from rematbench.configfile import ConfigError, require_unique
-from rematbench.discover import Registry
 from rematbench.published.rows import RowError, recompute_method, text, whole
+from rematbench.registry import Registry
 
 Cell = dict[str, str]
 PUBLISHED, PAPER_ALPHA, LEDGER_ALPHA = "published", "alpha: paper", "alpha: ledger"

@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from rematbench.configfile import ConfigError, closest, convert, read_mapping
 from rematbench.digests import code_digest
-from rematbench.discover import IDENTITY, Composition, Registry, Value
 from rematbench.evaluate import PlanEvaluation
 from rematbench.measured import TIMED_STEPS
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
 from rematbench.record import content_hash, run_spec
+from rematbench.registry import IDENTITY, Composition, Registry, Value
 from rematbench.slurm.engines import code_of, engine_name, is_baseline, on_own_stack, resolve
 from rematbench.slurm.settings import Site, load_site
 from rematbench.suitefile import ProblemSpec, Suite, Variant, check_names

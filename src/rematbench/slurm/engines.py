@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from rematbench.baselines.process import baselines, policy
 from rematbench.configfile import closest
 from rematbench.digests import digest, method_digest
-from rematbench.discover import Composition, MethodError, Registry, Value
 from rematbench.paths import data_dir
+from rematbench.registry import Composition, MethodError, Registry, Value
 from rematbench.slurm.shown import OURS
 from rematbench.suitefile import ProblemSpec
 

@@ -7,10 +7,10 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.discover import Composition, Registry, Value
 from rematbench.layout import LayoutError
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.problem import Problem
+from rematbench.registry import Composition, Registry, Value
 from rematbench.studies.longest import longest_sequence
 from rematbench.studies.measures import (
     attention_share,

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from rematbench.discover import Composition
 from rematbench.layout import LayoutError
 from rematbench.plan import Plan
 from rematbench.problem import Problem
+from rematbench.registry import Composition
 from rematbench.suite import Outcome, run_method
 
 Factory = Callable[[int], Problem]

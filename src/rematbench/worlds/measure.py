@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from rematbench.discover import Composition
 from rematbench.evaluate import RankBytes, program_bytes
 from rematbench.ledger import live_bytes
 from rematbench.load import load_system
@@ -14,6 +13,7 @@ from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.program import Program
 from rematbench.record import Record, World, plan_hash, provenance, run_spec
+from rematbench.registry import Composition
 from rematbench.suite import Status
 from rematbench.workload import Model
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rematbench.discover import IDENTITY
+from rematbench.registry import IDENTITY
 from rematbench.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 Row = Mapping[str, str]

@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
-from rematbench.discover import IDENTITY, discover
+from rematbench.discover import discover
 from rematbench.measured import Measured
 from rematbench.record import Record
+from rematbench.registry import IDENTITY
 from rematbench.suitefile import label_key
 from rematbench.table import Column, Table, fixed, signed_percent, whole
 
