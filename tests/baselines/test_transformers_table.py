@@ -20,7 +20,7 @@ from rematbench.system import System
 from rematbench.workload import Model, Workload
 from tests.problems import problem
 
-TRACED = Path(__file__).resolve().parents[2] / "results/measured/traced/transformers"
+TRACED = Path(__file__).resolve().parents[2] / "results/measured/transformers"
 RECORDS = sorted(TRACED.glob("*.json"))
 FAMILIES = {"gemma", "gemma2", "llama", "mistral", "qwen2", "qwen3"}
 ROPE = "apply_rotary_pos_emb"
