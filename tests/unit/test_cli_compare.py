@@ -170,6 +170,7 @@ LONG = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("seq_len", "faster_than"), [("1048576", 500.0), ("786432", 300.0)])
 def test_long_contexts_fit_where_a_composition_does(
     cli: Any, tmp_path: Path, seq_len: str, faster_than: float

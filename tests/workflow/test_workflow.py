@@ -100,6 +100,7 @@ def _here_document(command: str) -> bool:
     return opened is not None and not command.rstrip().endswith(f"\n{opened[1]}")
 
 
+@pytest.mark.full
 def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path / "checkout")
     (checkout.path / "methods" / f"{NAME}.py").write_text(*METHOD)
