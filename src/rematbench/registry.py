@@ -107,11 +107,18 @@ class Registry(Struct, frozen=True):
         entries = [self._entry(name.strip()) for name, _, _ in parts]
         if len({e.name for e in entries}) < len(entries):
             raise MethodError(f"method {spec!r} names a method twice")
-        texts = [text for _, _, text in parts]
-        given = {e.name: _inline(text, spec) for e, text in zip(entries, texts, strict=True)}
-        for key, value in (settings or {}).items():
+        wanted = [
+            (f"{entry.name}.{key}", value)
+            for entry, (_, _, text) in zip(entries, parts, strict=True)
+            for key, value in _inline(text, spec).items()
+        ]
+        given: dict[str, dict[str, Value]] = {entry.name: {} for entry in entries}
+        for key, value in (*wanted, *(settings or {}).items()):
             owner, _, parameter = key.rpartition(".")
-            given[_owner(entries, owner, parameter)][parameter] = value
+            values = given[_owner(entries, owner, parameter)]
+            if parameter in values:
+                raise MethodError(f"parameter {parameter!r} is given twice: in {spec!r} and apart")
+            values[parameter] = value
         return Composition(tuple(build(entry, given[entry.name]) for entry in entries))
 
     def _parts(self, spec: str) -> list[str]:

@@ -132,3 +132,28 @@ def test_an_ambiguous_parameter_asks_for_its_method(tmp_path: Path) -> None:
         registry.resolve("mine+pp_offload", {"alpha": 0.1})
     made = registry.resolve("mine+pp_offload", {"mine.alpha": 0.1}).parameters
     assert (made["mine"]["alpha"], made["pp_offload"]["alpha"]) == (0.1, None)
+
+
+def test_settings_may_stand_in_the_name() -> None:
+    found = discover().resolve("balanced_checkpointing:point=published+fc1+memo:alpha=.5")
+    assert found.parameters["balanced_checkpointing"]["point"] == "published+fc1"
+    assert found.parameters["memo"]["alpha"] == 0.5
+    for spec, told in (
+        ("memo:alpha", "expected METHOD:KEY=VALUE"),
+        ("memo:alpha=1,alpha=0", "expected METHOD:KEY=VALUE"),
+        ("balanced_checkpointing:point=al+memo", "invalid enum value 'al'"),
+        ("memo:alph=1", "unknown parameter 'alph'"),
+    ):
+        with pytest.raises(MethodError, match=told):
+            discover().resolve(spec)
+    with pytest.raises(MethodError, match="given twice"):
+        discover().resolve("memo:alpha=1", {"alpha": 0.5})
+
+
+def test_a_grid_names_parameters_and_allowed_values(tmp_path: Path) -> None:
+    for grid, told in (('{"nmaes": ()}', "which is no parameter"), ('{"share": "x"}', "share")):
+        text = GOOD.replace(
+            "    names: tuple", f"    grid: ClassVar[tuple] = ({grid},)\n    names: tuple", 1
+        )
+        registry = with_file(tmp_path, text)
+        assert told in next(iter(registry.broken.values()))

@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace as replaced
 
-import pytest
 from msgspec.structs import replace
 
 from rematbench.choose.bench import Bench
@@ -71,10 +70,3 @@ def test_twice_the_gpus_is_the_fastest_layout_that_fits() -> None:
 
 def test_what_nothing_helps_has_no_line() -> None:
     assert would_fit(short(), [], discover()) == []
-
-
-@pytest.mark.parametrize("word", ["balanced_checkpointing:point=published+fc1+memo:alpha=0.5"])
-def test_names_of_settings_are_methods(word: str) -> None:
-    composition = discover().resolve(word)
-    assert composition.parameters["balanced_checkpointing"]["point"] == "published+fc1"
-    assert composition.parameters["memo"]["alpha"] == 0.5
