@@ -1,4 +1,4 @@
-"""What Transformers keeps: python -m baselines.transformers CONFIG.json --seq-len 4096 -o OUT.json.
+"""What Transformers keeps: python -m baselines.transformers CONFIG.json --seq-len 4096 -o OUT.jsonl.
 
 Traces one step of the model that a config.json describes, with every storage that autograd keeps,
 by operator.  A record (Traced) says which versions it is of.
@@ -43,7 +43,7 @@ def traced(config: dict[str, Any], setup: Setup) -> Traced:
 
 def encode(record: Traced) -> bytes:
     """As written: sorted JSON that a person can read."""
-    return msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=1) + b"\n"
+    return msgspec.json.encode(record, order="sorted") + b"\n"  # a line: .jsonl, and no Record
 
 
 def main(arguments: list[str]) -> int:
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--attention", choices=get_args(Kernel), default="sdpa")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--holds-output", action="store_true")
-    parser.add_argument("-o", "--out", type=Path, metavar="OUT.json")
+    parser.add_argument("-o", "--out", type=Path, metavar="OUT.jsonl")
     asked = vars(parser.parse_args(arguments))
     path, out = asked.pop("config"), asked.pop("out")
     try:

@@ -21,7 +21,7 @@ from rematbench.workload import Model, Workload
 from tests.problems import problem
 
 TRACED = Path(__file__).resolve().parents[2] / "results/measured/transformers"
-RECORDS = sorted(TRACED.glob("*.json"))
+RECORDS = sorted(TRACED.glob("*.jsonl"))
 FAMILIES = {"gemma", "gemma2", "llama", "mistral", "qwen2", "qwen3"}
 ROPE = "apply_rotary_pos_emb"
 SAVED = 5e-4
@@ -147,7 +147,7 @@ def test_one_rebuilt_layer_peaks_where_the_trace_does(path: Path) -> None:
 
 def test_repeated_keys_and_held_logits_are_named() -> None:
     """Facts of older versions: SDPA of repeated keys and values, fp32 logits that are held."""
-    model = model_of(read(TRACED / "llama-3-8b.sdpa.4096.json")["config"])
+    model = model_of(read(TRACED / "llama-3-8b.sdpa.4096.jsonl")["config"])
     work, plain = Workload(model=model, seq_len=4096), huggingface()
     older = replace(plain, repeats_kv=True, held_logit_bytes=4)
     tables = [
@@ -161,7 +161,7 @@ def test_repeated_keys_and_held_logits_are_named() -> None:
 
 
 def test_a_fused_norm_over_heads_keeps_its_input() -> None:
-    model = model_of(read(TRACED / "qwen3-8b.sdpa.4096.json")["config"])
+    model = model_of(read(TRACED / "qwen3-8b.sdpa.4096.jsonl")["config"])
     work = Workload(model=model, seq_len=4096)
     plain = load_system("mst-hf")
     with_norms, without = (
