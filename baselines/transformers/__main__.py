@@ -1,4 +1,4 @@
-"""What Transformers keeps: python -m baselines.transformers CONFIG.json --seq-len 4096 -o OUT.jsonl.
+"""What Transformers keeps: python -m baselines.transformers CONFIG.json --seq-len S -o OUT.jsonl.
 
 Traces one step of the model that a config.json describes, with every storage that autograd keeps,
 by operator.  A record (Traced) says which versions it is of.
