@@ -20,6 +20,21 @@ settings.register_profile("rematbench", deadline=None, derandomize=True)
 settings.load_profile("rematbench")
 
 
+SLOW_FIRST = ("workflow", "slurm", "baselines", "torch", "property", "published")
+"""Folders of tests/ whose modules take long: with two workers the short ones fill the gaps."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long modules first: the last one to start decides when the run ends."""
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.parent.name
+        return SLOW_FIRST.index(folder) if folder in SLOW_FIRST else len(SLOW_FIRST)
+
+    items.sort(key=place)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The switch that rewrites golden files instead of comparing them."""
     parser.addoption(

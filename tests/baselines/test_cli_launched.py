@@ -131,6 +131,7 @@ def test_a_killed_rank_0_leaves_a_record_by_the_other(tmp_path: Path) -> None:
     assert (tmp_path / "record.json.error.1").exists()
 
 
+@pytest.mark.full
 def test_rank_0_tells_the_other_ranks_cause_and_no_older_one(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     rank_error.note(out, 3, RankError("failed", "of an earlier run"))

@@ -174,6 +174,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_do(folder: Path) -> Non
         run_jobs("toy", [job(made, policy("toy"))])
 
 
+@pytest.mark.full
 def test_an_earlier_answer_in_the_same_folder_is_none_of_this_call(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -133,6 +133,7 @@ def ran(baseline: str) -> dict[str, list[Record]]:
     return {name: list(islice(records, len(jobs))) for name, jobs in asked.items()}
 
 
+@pytest.mark.full
 def test_offloading_runs_as_it_is_printed() -> None:
     """The same bytes under the policy and under its printed arguments alone."""
     pytest.importorskip("megatron.core")
@@ -169,6 +170,7 @@ def test_arguments_of_another_job_are_refused() -> None:
         assert said in record.reason
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", DEEPSPEED)
 def test_deepspeed_under_the_printed_configuration(method: str) -> None:
     """`deepspeed.initialize` takes the printed JSON itself; gradients are the plan's, and so is

@@ -200,6 +200,7 @@ def without_a_plan(cases: list[Whole], folder: Path) -> list[int]:
     return rest
 
 
+@pytest.mark.full
 def test_the_whole_peak_of_megatron_core_is_the_plans_and_some_scalars(tmp_path: Path) -> None:
     """No tensor is missing and none is too many."""
     assert without_a_plan(WHOLE, tmp_path) == [case.scalars for case in WHOLE]

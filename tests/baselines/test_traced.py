@@ -93,6 +93,7 @@ def test_more_of_megatron_core_weighs_the_same_on_fake_tensors(tmp_path: Path) -
     of_megatron_core(MORE_MEGATRON, tmp_path)
 
 
+@pytest.mark.full
 def test_deepspeed_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
     """States too: those of its optimizer are computed where it has not made them yet.  Host and
     device apart: real tensors are followed from place to place, fake ones know theirs."""

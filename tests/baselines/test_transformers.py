@@ -280,6 +280,7 @@ def test_a_job_that_is_not_traced_is_refused(changes: dict[str, Any], words: str
         refuse(job(**changes))
 
 
+@pytest.mark.full
 def test_the_command_says_in_one_line_what_it_does_not_run(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "mixtral"}))

@@ -22,6 +22,7 @@ def report() -> Report:
     return validate(predict_rows(rows, processes=1), calibration(), ACCURACY)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("group", "statistic"), PROMISES)
 def test_no_error_is_worse_than_accepted(group: str, statistic: str) -> None:
     checks = [check for each in report().groups for check in each.checks]

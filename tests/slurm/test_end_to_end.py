@@ -78,6 +78,7 @@ def executed_there(cluster: Cluster) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_a_cell_over_two_nodes_equals_the_local_one(cluster: Cluster, executed_there: str) -> None:
     assert "2 submissions on this-machine: " in executed_there
     jobs = re.findall(r"with SLURM jobid (\d+)", executed_there)
@@ -100,6 +101,7 @@ def test_a_cell_over_two_nodes_equals_the_local_one(cluster: Cluster, executed_t
     assert len(local["hosts"]) == 1
 
 
+@pytest.mark.full
 def test_failing_cells_are_rows_and_stop_no_other(cluster: Cluster, executed_there: str) -> None:
     """Rank 1 fails and rank 0 sees a connection break: the row names the cause, once each."""
     assert "Error in rule" not in executed_there
@@ -112,6 +114,7 @@ def test_failing_cells_are_rows_and_stop_no_other(cluster: Cluster, executed_the
     assert {row["attempts"] for row in rows} == {"1"}
 
 
+@pytest.mark.full
 def test_the_report_is_one_file_that_loads_nothing(cluster: Cluster, executed_there: str) -> None:
     assert executed_there
     report = cluster.submit("measure", "--report", "report.html")

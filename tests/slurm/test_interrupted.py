@@ -55,6 +55,7 @@ def test_a_live_job_is_not_run_beside(cluster: Cluster) -> None:
     check_whole(cluster, kept, CELLS)
 
 
+@pytest.mark.full
 def test_kills_at_random_moments_then_one_command(cluster: Cluster) -> None:
     make_slow(cluster.path, CELLS, seconds=1.1)  # other code: every cell of slow is due again
     draw = random.Random(7)
@@ -71,6 +72,7 @@ def test_kills_at_random_moments_then_one_command(cluster: Cluster) -> None:
     assert not cluster.jobs()
 
 
+@pytest.mark.full
 def test_scancel_is_retried_and_repeats_no_finished_cell(cluster: Cluster) -> None:
     make_slow(cluster.path, CELLS, seconds=1.2, beside=())
     run = cluster.begin(TARGET, *HERE)
@@ -116,6 +118,7 @@ def hurry(cluster: Cluster) -> None:
     cluster.until(begins, "the requeued job")
 
 
+@pytest.mark.full
 def test_a_preempted_cell_is_a_row_and_then_a_result(cluster: Cluster) -> None:
     """An urgent job takes the nodes; Slurm requeues ours, which goes on with attempt 2."""
     make_slow(cluster.path, CELLS)  # keep_all is there again

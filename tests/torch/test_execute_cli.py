@@ -109,6 +109,7 @@ def test_a_method_file_dropped_in_is_executed(executed: tuple[Record, str]) -> N
     assert record.provenance.ranks_per_host == (2,)
 
 
+@pytest.mark.full
 def test_the_same_file_is_traced_to_the_same_bytes(
     executed: tuple[Record, str], dropped_in: Path
 ) -> None:

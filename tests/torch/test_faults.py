@@ -146,6 +146,7 @@ def test_out_of_memory_ends_in_a_result_of_its_own_status() -> None:
     assert "allocate" in result.reason
 
 
+@pytest.mark.full
 def test_nan_ends_in_a_result() -> None:
     case = cases.case("one", "keep")
     rule = case.optimizer._replace(lr=float("nan"))
@@ -153,6 +154,7 @@ def test_nan_ends_in_a_result() -> None:
     assert (result.status, "nan" in result.reason) == ("nan", True)
 
 
+@pytest.mark.full
 def test_a_gradient_that_is_no_number_ends_in_a_result() -> None:
     """The loss of a single step is finite still."""
     case = cases.case("one", "keep")
@@ -173,7 +175,7 @@ class Fatal(AdamW):
         return 1e-2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_a_rank_that_the_kernel_killed_is_out_of_memory(rank: int) -> None:
     """Whatever its peers say of their connections to it."""
     result = run(dataclasses.replace(cases.case("tp2", "keep"), optimizer=Fatal(lr=float(rank))))
@@ -215,6 +217,7 @@ def test_a_process_that_cannot_start_says_why() -> None:
     assert "1 ranks need a GPU each, and this host has 0" in result.reason
 
 
+@pytest.mark.full
 def test_ranks_that_wait_for_ever_end_in_a_timeout() -> None:
     def never_sent(action: Action) -> list[Action]:
         return [] if action.kind is Kind.SEND else [action]

@@ -46,11 +46,13 @@ def result(name: str) -> tuple[Case, Result]:
     return results(more=name in {case.name for case in MORE})[name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_live_bytes_equal_the_ledger_after_every_action(name: str) -> None:
     grid.check_twin(*result(name))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_equal_the_autograd_model(name: str) -> None:
     grid.check_gradients(*result(name))

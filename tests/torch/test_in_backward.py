@@ -88,6 +88,7 @@ def test_the_gradient_of_a_tied_embedding_lives_from_the_head_on(plan: str) -> N
     assert len(rooms) == len({part for part, _ in rooms})
 
 
+@pytest.mark.full
 def test_sharded() -> None:
     check_layouts("dp2")
 

@@ -60,6 +60,7 @@ def ended(out: Path, dies: int, code: str = MEETS_AND_DIES) -> None:
     assert ranks[1 - dies].returncode != 0
 
 
+@pytest.mark.full
 def test_a_killed_rank_0_leaves_a_record_by_the_other(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     out.write_text("of an earlier run")

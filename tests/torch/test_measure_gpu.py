@@ -49,6 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     return folder / "out", done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_every_part_writes_its_file_and_the_summary_says_what_held(
     whole: tuple[Path, int, str],
 ) -> None:
@@ -65,6 +66,7 @@ def test_every_part_writes_its_file_and_the_summary_says_what_held(
     assert "not known" in text
 
 
+@pytest.mark.full
 def test_records_are_those_of_every_cell(whole: tuple[Path, int, str]) -> None:
     records = sorted((whole[0] / "records").glob("*.json"))
     assert {path.stem for path in records} == {f"{name}.0" for name in CELLS}

@@ -80,6 +80,7 @@ def test_in_fp32_the_first_step_agrees_and_later_ones_do_not() -> None:
     assert 1e-5 < max(later) < 1e-3  # docs/executed.md says so
 
 
+@pytest.mark.full
 def test_the_deviation_shrinks_as_adams_eps_grows_and_is_gone_with_sgd() -> None:
     by_eps = [max(deviation("fp32", rule)) for rule in (ADAMW, LARGER_EPS, SGD)]
     assert by_eps[0] > 5 * by_eps[1] > 5 * by_eps[2]
@@ -110,6 +111,7 @@ def after_noise(*, in_proportion: bool, patch: pytest.MonkeyPatch) -> list[float
     return [norm_error(a, b) for a, b in pairs]
 
 
+@pytest.mark.full
 def test_as_much_noise_leads_as_far_unless_small_gradients_get_little_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

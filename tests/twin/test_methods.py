@@ -146,6 +146,7 @@ sys.stdout.write(str(pack(tuple(Tensor(3 + i % 5, i % 7, i % 7 + 2 + i % 4) for 
 """
 
 
+@pytest.mark.full
 def test_milps_do_not_depend_on_the_process() -> None:
     """Another order of hashes, as another Python has, gives the same plan and packing."""
     outputs = [

@@ -38,6 +38,7 @@ from tests.twin.interpreter import interpret
 
 REGISTRY = discover()
 BOTH = ("lynx_heu", "lynx_opt")
+SHARES = [0.5, *(pytest.param(share, marks=pytest.mark.full) for share in (0.15, 0.85))]
 
 
 def plan_of(p: Problem, spec: str, **settings: Any) -> Plan:
@@ -234,7 +235,7 @@ def test_a_partition_is_contiguous() -> None:
 
 
 @pytest.mark.parametrize("spec", BOTH)
-@pytest.mark.parametrize("share", [0.15, 0.5, 0.85])
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("degrees", [{}, {"sp": False}, {"vpp": 2}, {"pp": 1}, {"tp": 1}])
 def test_plans_fit_and_are_sound(spec: str, share: float, degrees: dict[str, Any]) -> None:
     layout = {"tp": 2, "pp": 2, "global_batch": 4, **degrees}
@@ -249,6 +250,7 @@ def test_plans_fit_and_are_sound(spec: str, share: float, degrees: dict[str, Any
     assert simulate_chunks(lowered, seconds).step_s == pytest.approx(exact, rel=1e-9)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("system", ["rematbench", "megatron-lm"])
 def test_both_beat_every_recomputation_of_megatron_that_fits(system: str) -> None:
     p = gpt(system)
@@ -297,6 +299,7 @@ def _rebuilds_beside_tp(block: Block) -> bool:
     return False
 
 
+@pytest.mark.full  # solvers are deterministic: tests/twin/test_methods.py
 @pytest.mark.parametrize("spec", BOTH)
 def test_plans_are_the_same_every_time(spec: str) -> None:
     assert plan_of(gpt(), spec) == plan_of(gpt(), spec)

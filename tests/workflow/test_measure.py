@@ -99,6 +99,7 @@ def test_newer_times_and_how_jobs_are_asked_for_make_nothing_due(measured: Check
     path.write_text(before)
 
 
+@pytest.mark.full
 def test_code_parameters_and_new_problems_make_their_own_bundles_due(measured: Checkout) -> None:
     """Code of one method, parameters of another, and a problem of another shape: all in one plan,
     and nothing else in it."""
@@ -131,6 +132,7 @@ def test_code_and_pins_of_a_baseline_make_its_bundles_due(measured: Checkout) ->
     assert due(measured) == set()
 
 
+@pytest.mark.full
 def test_retry_makes_the_bundle_of_a_finished_failure_due(measured: Checkout) -> None:
     folder = measured.path / "results/measure"
     (record,) = folder.glob("cells/one.keep_all.*.json")

@@ -68,6 +68,7 @@ def test_a_second_run_has_nothing_to_do(smoked: Checkout) -> None:
     assert "Nothing to be done" in done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_editing_a_method_reruns_its_own_bundles(smoked: Checkout) -> None:
     path = smoked.path / "methods" / "balanced_checkpointing.py"
     before = path.read_text()
