@@ -36,10 +36,12 @@ from rematbench.commands.retrace import retrace
 from rematbench.commands.sheet import predict, validate
 from rematbench.commands.speeds import speeds
 from rematbench.commands.study import claims, study
+from rematbench.commands.systems import systems
 from rematbench.commands.trace import trace
 from rematbench.configfile import ConfigError
 from rematbench.console import CommandError, console, grid, left, plain
 from rematbench.contract import check_file
+from rematbench.cost.kernel_rates import RateError
 from rematbench.discover import discover
 from rematbench.layout import LayoutError
 from rematbench.ledger import LedgerError
@@ -50,7 +52,7 @@ from rematbench.simulate import DeadlockError
 
 USER_ERRORS = (
     *(BaselineError, CommandError, ConfigError, LayoutError, MethodError, PlanError),
-    RecordError,
+    *(RateError, RecordError),
 )
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as shells have it."""
@@ -127,7 +129,10 @@ def _check(path: Path, registry: Registry) -> None:
         raise typer.Exit(1) from error
 
 
-COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor, flags)
+COMMANDS = (
+    *(plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor, flags),
+    systems,
+)
 WORKFLOW = (run, collect, sheets, tables, study, claims)
 ARTIFACT = (matrix, matrix_tables, report, expect)
 CELLS = (submit_plan, run_cells, cells, collect_cells, speeds, retry, settle, resume)

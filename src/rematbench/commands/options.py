@@ -18,7 +18,7 @@ from rematbench.console import CommandError
 from rematbench.discover import discover
 from rematbench.layout import Layout, ZeroStage
 from rematbench.plan import Plan
-from rematbench.problem import AttentionKind, Problem
+from rematbench.problem import AttentionChoice, Problem
 from rematbench.registry import Composition, MethodError
 from rematbench.suite import make_problem
 from rematbench.workload import Precision
@@ -80,7 +80,9 @@ class RunOptions:
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="A parameter of the method (repeatable)."),
     ] = None
-    attention: Annotated[AttentionKind, Option(help="Attention kernel.")] = "flash"
+    attention: Annotated[
+        AttentionChoice, Option(help="Attention kernel (flash: the stack's own).")
+    ] = "flash"
     precision: Annotated[Precision, Option(help="Compute precision.")] = "bf16"
     methods: Annotated[
         list[Path] | None, Option(metavar="DIR", help="More method files (repeatable).")

@@ -76,7 +76,8 @@ def show(out: Console, shown: Shown) -> None:
 
 
 def heading(request: Request) -> list[str]:
-    """Two lines: what is trained on what, and how it is laid out."""
+    """What is trained on what, how it is laid out, which kernels and constants are assumed, and the
+    method."""
     problem = request.problem
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
@@ -86,8 +87,18 @@ def heading(request: Request) -> list[str]:
         f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}  zero "
         f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
         f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
+        assumed(problem),
         f"method {request.method.name}{_typed(request)}",
     ]
+
+
+def assumed(problem: Problem) -> str:
+    """Which kernels and whose constants a prediction rests on."""
+    generation, network, stack = problem.constants
+    return (
+        f"assumes: attention {problem.kernel} on {generation}; constants of cluster {network}, "
+        f"stack {stack}"
+    )
 
 
 def _typed(request: Request) -> str:

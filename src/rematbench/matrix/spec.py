@@ -5,7 +5,7 @@ from typing import Any
 from msgspec import Struct
 
 from rematbench.plan import Fraction
-from rematbench.problem import AttentionKind
+from rematbench.problem import AttentionChoice
 from rematbench.registry import Composition, Registry, Value
 from rematbench.workload import PositiveInt, Precision
 
@@ -67,7 +67,7 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     system: str
     tokens_per_step: PositiveInt
     precision: Precision = "bf16"
-    attention: AttentionKind = "flash"
+    attention: AttentionChoice = "flash"
     micro_batch: PositiveInt = 1
     zero_stage: int = 1
     works: tuple[Work, ...]

@@ -21,7 +21,7 @@ from rematbench.configfile import (
     require_unique,
 )
 from rematbench.layout import Layout, LayoutError, ZeroStage
-from rematbench.problem import AttentionKind, Problem
+from rematbench.problem import AttentionChoice, Problem
 from rematbench.suite import make_problem
 from rematbench.suitefile import Variant
 from rematbench.workload import PositiveInt, Precision
@@ -74,7 +74,7 @@ class StudyWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     seq_len: PositiveInt
     global_batch: PositiveInt = 1
     precision: Precision = "bf16"
-    attention: AttentionKind = "flash"
+    attention: AttentionChoice = "flash"
     layouts: tuple[Degrees, ...] = (Degrees(),)
 
     def problem(self, degrees: Degrees, seq_len: int = 0) -> Problem:
