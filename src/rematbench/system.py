@@ -69,7 +69,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     norm_keeps_steps: bool = False
     repeats_kv: bool = False
     eager_operators: bool = False
-    held_logit_bytes: NonNegativeInt = 0
+    held_logit_bytes: StateBytes = 0
     tp_overlap: TpOverlap
     p2p_overlap: P2pOverlap
     reduce_overlap: bool
