@@ -47,7 +47,8 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
         whole = self.point == "full"
         fate = Recompute(scope="layer" if whole else self.scope, whole=whole)
         select = Select(parts=("layer",), activations=dropped, kept=True)
-        return holding_inputs(problem, base).with_rules(Rule(select, fate)).noting(dropped=", ".join(dropped))
+        base = holding_inputs(problem, base, dropped, whole)
+        return base.with_rules(Rule(select, fate)).noting(dropped=", ".join(dropped))
 
     def _dropped(self, problem: Problem) -> set[str]:
         table = problem.layer_kinds[0]
