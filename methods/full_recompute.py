@@ -36,7 +36,7 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return Unsupported(f"every = {self.every} chooses none of {layers} layers")
         kept = kept_activations(problem, base)
         inner = tuple(sorted(kept - {"layer_input"}))
-        base = holding_inputs(problem, base) if inner else base
+        base = holding_inputs(problem, base, inner, whole=True) if inner else base
         made = with_live_rules(problem, base, *self._rules(inner, base, layers)) if inner else base
         if made == base:
             return base.noting(full_recompute="no-op: the base keeps nothing inside layers")

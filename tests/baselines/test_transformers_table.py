@@ -39,10 +39,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def huggingface() -> System:
-    """The stack's facts; its optimizer's scratch is not what these traces show."""
-    return replace(
-        load_system("mst-hf"), norm_keeps_steps=True, eager_operators=True, step_scratch_bytes=0
-    )
+    """The shipped stack; of its flash twin only what attention keeps would be said otherwise."""
+    return load_system("huggingface")
 
 
 def model_of(config: dict[str, Any]) -> Model:
@@ -163,7 +161,7 @@ def test_repeated_keys_and_held_logits_are_named() -> None:
 def test_a_fused_norm_over_heads_keeps_its_input() -> None:
     model = model_of(read(TRACED / "qwen3-8b.sdpa.4096.jsonl")["config"])
     work = Workload(model=model, seq_len=4096)
-    plain = load_system("mst-hf")
+    plain = replace(load_system("huggingface"), norm_keeps_steps=False)
     with_norms, without = (
         layer_table(
             replace(work, model=replace(model, qk_norm=there)),
