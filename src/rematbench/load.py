@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from rematbench.cluster import Cluster
@@ -191,24 +192,34 @@ def _aliases() -> dict[str, str]:
     return found
 
 
-def stack_of_row(system: str, note: str) -> str:
-    """The stack of a published row: one whose file claims, under `rows`, the notes of a family's
-    rows (`{system: FAMILY, note: TEXT}`), or what the row calls it."""
-    for stem, (family, words) in _claimed_rows().items():
-        if system == family and words in note:
-            return stem
-    return system
+class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which published rows are of a stack: those of the family `system` whose note has the text
+    `note`; `recompute`: what this stack runs where such a row's recompute column has a word."""
+
+    system: str
+    note: str
+    recompute: dict[str, str] = field(default_factory=dict)
+    source: str = ""
+
+
+def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
+    """The stack of a published row, by the first file that claims it under `rows`, or what the row
+    calls it; and that stack's methods by the row's words."""
+    for stem, claim in _claimed_rows().items():
+        if system == claim.system and claim.note in note:
+            return stem, claim.recompute
+    return system, {}
 
 
 @cache
-def _claimed_rows() -> dict[str, tuple[str, str]]:
-    """`{file stem: (system, part of the note)}` of the stacks that claim rows."""
-    found: dict[str, tuple[str, str]] = {}
+def _claimed_rows() -> dict[str, RowClaim]:
+    """`{file stem: its claim}` of the stacks that claim rows."""
+    found: dict[str, RowClaim] = {}
     for stem in names("system"):
         path = _folder("system") / f"{stem}.yaml"
         claim = read_mapping(path, _label(path)).get("rows")
         if claim is not None:
-            found[stem] = (claim["system"], claim["note"])
+            found[stem] = convert(claim, RowClaim, _label(path))
     return found
 
 

@@ -38,16 +38,13 @@ def test_no_row_of_theirs_is_fitted() -> None:
     assert not [rule for rule in calibration().fit if NEMO in rule.source]
 
 
-LIMITS = {"1M": 0.15, "128K": 0.17}
-"""What was reached; the bar is 15 % for both.  The note of the 128K row names a tiled MLP, which is
-not modelled; whether that is the rest is not known."""
-
-
 def test_long_rows_are_predicted_by_their_kernels() -> None:
     rows = {row["table"]: row for row in predicted() if row["table"] in LONG}
     assert {name: row["pred_attention"] for name, row in rows.items()} == {
         "128K": "fa3",
         "1M": "cudnn",
     }
-    for name, limit in LIMITS.items():
-        assert abs(error(rows[name])) <= limit
+    for row in rows.values():
+        assert row["pred_status"] == "ok"
+        assert int(row["pred_peak_host_bytes"]) > 0  # layer inputs, as both notes say
+        assert abs(error(row)) <= 0.15

@@ -11,7 +11,7 @@ from rematbench.cli import app
 from rematbench.configfile import ConfigError
 from rematbench.cost.kernel_rates import RateError
 from rematbench.layout import Layout
-from rematbench.load import calibration, load_cluster, load_system, stack_of_row
+from rematbench.load import calibration, claim_of_row, load_cluster, load_system
 from rematbench.problem import Problem
 from rematbench.stackfacts import differences, facts
 from rematbench.suite import make_problem
@@ -108,9 +108,9 @@ def test_a_kernel_that_the_gpu_cannot_run_is_refused_by_name() -> None:
 
 
 def test_a_row_whose_note_names_a_release_is_of_that_stack() -> None:
-    assert stack_of_row("megatron-core", "NeMo 24.12, seconds per step") == "nemo-24.12"
-    assert stack_of_row("megatron-core", "Fujii") == "megatron-core"
-    assert stack_of_row("megatron-lm", "NeMo 24.12") == "megatron-lm"
+    assert claim_of_row("megatron-core", "NeMo 24.12, seconds per step") == ("nemo-24.12", {})
+    assert claim_of_row("megatron-core", "Fujii") == ("megatron-core", {})
+    assert claim_of_row("megatron-lm", "NeMo 24.12") == ("megatron-lm", {})
 
 
 def test_facts_say_who_says_them() -> None:

@@ -15,7 +15,7 @@ from rematbench.configfile import ConfigError
 from rematbench.cost.constants import Calibration
 from rematbench.cost.kernel_rates import RateError
 from rematbench.layout import Layout, LayoutError, ZeroStage
-from rematbench.load import load_cluster, load_model, load_system, names, stack_of_row
+from rematbench.load import claim_of_row, load_cluster, load_model, load_system, names
 from rematbench.plan import Unsupported
 from rematbench.problem import AttentionChoice, Problem
 from rematbench.registry import MethodError, Registry, Value
@@ -97,7 +97,9 @@ def read_case(row: Row, registry: Registry) -> Case:
     """The case of a row."""
     system = _system(row)
     layout = _layout(row, system)
-    method, settings = recompute_method(text(row, "recompute"), registry)
+    word = text(row, "recompute")
+    said = claim_of_row(text(row, "system"), text(row, "note"))[1]
+    method, settings = recompute_method(said.get(word.lower(), word), registry)
     if system.compiled and "held" in settings:
         settings = {key: value for key, value in settings.items() if key != "held"}
     if not text(row, "cluster"):
@@ -244,7 +246,7 @@ def _system(row: Row) -> System:
     if not name:
         raise RowError("failed", "column system is missing or empty")
     try:
-        system = load_system(stack_of_row(name, text(row, "note")))
+        system = load_system(claim_of_row(name, text(row, "note"))[0])
     except ConfigError as error:
         raise RowError("unsupported", str(error)) from error
     options: tuple[Variant, ...] = get_args(Variant)
@@ -317,8 +319,9 @@ def recompute_method(words: str, registry: Registry) -> tuple[str, dict[str, Val
         method = "block" if kind == "block" else "uniform"
         return "full_recompute", {"method": method, "num_layers": count}
     try:
-        return registry.resolve(words).name, {}
+        registry.resolve(words)
     except MethodError:
         known = ", ".join([*filter(None, POLICIES), "uniform N", "block N", "selective(N)"])
         reason = f"recompute {words!r} is not a known policy (known: {known})"
         raise RowError("unsupported", reason) from None
+    return words, {}
