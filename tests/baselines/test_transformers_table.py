@@ -38,9 +38,9 @@ def read(path: Path) -> dict[str, Any]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
 
 
-def huggingface() -> System:
-    """The shipped stack; of its flash twin only what attention keeps would be said otherwise."""
-    return load_system("huggingface")
+def huggingface(attention: str = "sdpa") -> System:
+    """The shipped stack whose attention a record has."""
+    return load_system("huggingface" if attention == "eager" else "huggingface-flash")
 
 
 def model_of(config: dict[str, Any]) -> Model:
@@ -88,8 +88,9 @@ def test_the_table_keeps_what_the_trace_keeps(path: Path) -> None:
         return
     work = Workload(model=model, seq_len=setup["seq_len"])
     fused = setup["attention"] != "eager"
-    layer = layer_table(work, Layout(), huggingface(), fused_attention=fused, window=0)
-    head = head_table(work, Layout(), huggingface())
+    stack = huggingface(setup["attention"])
+    layer = layer_table(work, Layout(), stack, fused_attention=fused, window=0)
+    head = head_table(work, Layout(), stack)
     inside = [k for k in seen["saved"] if ".layers" in k["module"] and k["function"] != ROPE]
     whole = sum(k["nbytes"] * k["layers"] for k in seen["saved"])
     traced = sum(k["nbytes"] * k["layers"] for k in inside) / model.num_layers
@@ -103,10 +104,9 @@ def problem_of(record: dict[str, Any]) -> Problem:
     return Problem(
         workload=Workload(model=model_of(record["config"]), seq_len=setup["seq_len"]),
         cluster=base.cluster,
-        system=huggingface(),
+        system=huggingface(setup["attention"]),
         layout=Layout(),
         calibration=base.calibration,
-        attention="unfused" if setup["attention"] == "eager" else "flash",
     )
 
 

@@ -156,9 +156,9 @@ def test_vocabulary_is_padded_by_the_system() -> None:
 
 @pytest.mark.parametrize(
     ("system", "forward"),
-    [("megatron-lm", 6), ("megatron-core", 10), ("megatron-kwai", 10), ("huggingface", 10)],
+    [("megatron-lm", 6), ("megatron-core", 10), ("megatron-kwai", 10)],
 )
-def test_bytes_of_a_logit_while_the_loss_is_made(system: str, forward: int) -> None:
+def test_bytes_of_a_logit_while_a_megatron_loss_is_made(system: str, forward: int) -> None:
     """Logits in 16 bits, the saved softmax in fp32, and an fp32 copy where the version has one."""
     p = problem(system=system)
     table, elements = p.head, p.workload.seq_len * p.system.padded_vocab(p.workload.model.vocab, 1)
