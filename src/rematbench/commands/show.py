@@ -15,6 +15,7 @@ from rematbench.load import load_cluster, names
 from rematbench.paths import data_dir
 from rematbench.problem import Problem
 from rematbench.published.accuracy import expected_error, load_accuracy
+from rematbench.published.evidence import published_stack
 from rematbench.published.sheets import read_sheet
 from rematbench.suite import Outcome
 
@@ -236,7 +237,7 @@ def _trust_line(problem: Problem) -> str:
         if load_cluster(name).generation == problem.cluster.generation
     )
     published = read_sheet(data_dir("published") / "runs.csv")
-    errors = expected_error(published, load_accuracy(), problem.system.name, alike)
+    errors = expected_error(published, load_accuracy(), published_stack(problem), alike)
     if not errors:
         return "accuracy: no published cell of this stack on this GPU generation to compare with"
     listed = ", ".join(f"{percent(error)} ({name})" for name, error in errors.items())
