@@ -8,7 +8,7 @@
 
 from typing import TYPE_CHECKING
 
-from rematbench.action import HOST, Action, Kind
+from rematbench.program.action import HOST, Action, Kind
 from rematbench.workload import Model
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rematbench.action import HOST, Action, Alloc, Kind
-from rematbench.discover import load_module
+from rematbench.plugins.discover import load_module
 from rematbench.problem import Problem
-from rematbench.program import RankProgram
-from rematbench.shapes import shapes
+from rematbench.program.action import HOST, Action, Alloc, Kind
+from rematbench.program.program import RankProgram
+from rematbench.spec.shapes import shapes
 
 if TYPE_CHECKING:
     from baselines.megatron_core import interleaved, messages, offloads

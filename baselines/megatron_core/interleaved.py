@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from rematbench.action import Action, Alloc, Kind, gradient_of
 from rematbench.problem import Problem
-from rematbench.shapes import shapes
+from rematbench.program.action import Action, Alloc, Kind, gradient_of
+from rematbench.spec.shapes import shapes
 
 Where = tuple[int, int]
 """A micro-batch and a chunk."""

@@ -8,9 +8,9 @@ it; and an input whose backward is over belongs to the graph of an output that i
 the next forward returns.
 """
 
-from rematbench.action import Action, Kind
 from rematbench.problem import Problem
-from rematbench.shapes import shapes
+from rematbench.program.action import Action, Kind
+from rematbench.spec.shapes import shapes
 
 Where = tuple[int, int]
 """A micro-batch and a chunk."""

@@ -10,9 +10,9 @@ tensor of its own, and what else its storage held does not.
 
 from collections.abc import Iterable, Sequence
 
-from rematbench.action import Action, Alloc, Kind, place
 from rematbench.problem import Problem
-from rematbench.shapes import shapes
+from rematbench.program.action import Action, Alloc, Kind, place
+from rematbench.spec.shapes import shapes
 
 Where = tuple[int, int]
 """A micro-batch and a chunk."""

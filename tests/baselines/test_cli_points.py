@@ -7,14 +7,14 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rematbench.baselines import points as baseline_points
-from rematbench.baselines.points import load_points
-from rematbench.baselines.process import Job, NotInstalled
-from rematbench.cli import app
-from rematbench.commands import baseline as baseline_command
-from rematbench.commands import points as points_command
-from rematbench.console import CommandError
-from rematbench.record import Record, read_record, write_record
+from rematbench.cli.app import app
+from rematbench.cli.app import baseline as baseline_command
+from rematbench.cli.app import points as points_command
+from rematbench.host.console import CommandError
+from rematbench.packages import points as baseline_points
+from rematbench.packages.points import load_points
+from rematbench.packages.process import Job, NotInstalled
+from rematbench.runs.record import Record, read_record, write_record
 from rematbench.worlds.again import differences
 
 TRACED = Path(__file__).resolve().parents[2] / "results" / "measured" / "traced" / "baselines"

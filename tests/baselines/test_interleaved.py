@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 
 from baselines.megatron_core.interleaved import INPUT, RECEIVED, Step, with_messages
-from rematbench.action import Kind
-from rematbench.baselines.process import policy
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
+from rematbench.packages.process import policy
 from rematbench.plan import Plan
 from rematbench.problem import Problem
+from rematbench.program.action import Kind
 from tests.baselines.cases import TINY, Asked, asked_problem
 
 OUTPUT, GRADIENT = "L1.layer_input", "d:L1.layer_input"

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.baselines.process import job, policy, run_jobs
-from rematbench.baselines.stack import activation_peak, stack_of
-from rematbench.evaluate import program_bytes
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
+from rematbench.packages.process import job, policy, run_jobs
+from rematbench.packages.stack import activation_peak, stack_of
 from rematbench.plan import Plan
+from rematbench.simulate.evaluate import program_bytes
 from tests.baselines.random_jobs import Drawn, draw
 
 NEAR, FAR, TILED = 1e-3, 0.01, 0.03

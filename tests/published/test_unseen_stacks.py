@@ -3,10 +3,10 @@
 from functools import cache
 from statistics import fmean
 
-from rematbench.load import calibration
-from rematbench.paths import data_dir
 from rematbench.published.predict import predict_rows
 from rematbench.published.sheets import Cell, read_sheet
+from rematbench.spec.load import calibration
+from rematbench.spec.paths import data_dir
 
 NEMO = "dgxc-benchmarking"
 LONG = ("128K", "1M")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from rematbench import digests
-from rematbench.cli import app
-from rematbench.digests import command_digest
+from rematbench.cli.app import app
+from rematbench.runs import digests
+from rematbench.runs.digests import command_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = sorted((ROOT / "methods").glob("*.py"))
@@ -19,12 +19,12 @@ CHANGED = {
     "cost/formulas.py": True,
     "lowering/emit_rebuild.py": True,
     "solve/swap.py": True,  # only methods import it
-    "commands/flow.py": None,  # one of the two commands
+    "cli/flow.py": None,  # one of the two commands
     "slurm/queue.py": False,
     "published/scores.py": False,
     "matrix/tables.py": False,
-    "report/html.py": False,
-    "cli.py": False,
+    "tables/html.py": False,
+    "cli/app.py": False,
 }
 
 
@@ -61,13 +61,13 @@ def test_only_what_can_change_a_prediction_changes_its_digest(package: Path) -> 
     ("command", "file"),
     [
         ("flow.tables", "published/scores.py"),
-        ("flow.tables", "commands/sheet.py"),  # reads sheets with a function of its neighbour
+        ("flow.tables", "cli/sheet.py"),  # reads sheets with a function of its neighbour
         ("matrix.matrix_tables", "matrix/tables.py"),
-        ("report.report", "report/html.py"),
+        ("report.report", "tables/html.py"),
         ("cells.collect_cells", "slurm/rows.py"),
         ("retrace.retrace", "torch/kernels.py"),  # imported inside a function
         ("study.study", "studies/answers.py"),
-        ("points.write_tables", "baselines/process.py"),
+        ("points.write_tables", "packages/process.py"),
     ],
 )
 def test_tables_are_made_again_when_their_own_code_changes(
@@ -92,8 +92,7 @@ def functions() -> dict[str, str]:
     ]
     return {
         f"{before}{info.name or info.callback.__name__.replace('_', '-')}": (
-            f"{info.callback.__module__.removeprefix('rematbench.commands.')}"
-            f".{info.callback.__name__}"
+            f"{info.callback.__module__.removeprefix('rematbench.cli.')}.{info.callback.__name__}"
         )
         for one, before in groups
         if isinstance(one, typer.Typer)

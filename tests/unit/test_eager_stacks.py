@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rematbench.contract import check_plan
-from rematbench.discover import build, discover
-from rematbench.evaluate import evaluate
 from rematbench.plan import Plan
+from rematbench.plugins.contract import check_plan
+from rematbench.plugins.discover import build, discover
+from rematbench.simulate.evaluate import evaluate
 from tests.problems import problem
 
 REGISTRY = discover()

@@ -7,14 +7,14 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.cli import app
-from rematbench.configfile import ConfigError
+from rematbench.choose.outcome import make_problem
+from rematbench.cli.app import app
 from rematbench.cost.kernel_rates import RateError
-from rematbench.layout import Layout
-from rematbench.load import calibration, claim_of_row, load_cluster, load_system
 from rematbench.problem import Problem
-from rematbench.stackfacts import differences, facts
-from rematbench.suite import make_problem
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_system
+from rematbench.spec.stackfacts import differences, facts
 
 
 def stack(folder: Path, text: str, name: str = "mine") -> Path:

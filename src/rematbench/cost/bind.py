@@ -7,7 +7,6 @@ from functools import cached_property
 from math import fsum
 from typing import Literal
 
-from rematbench.cluster import Cluster
 from rematbench.cost import collectives, copies, formulas, kernel_rates, states
 from rematbench.cost.constants import (
     Calibration,
@@ -18,9 +17,10 @@ from rematbench.cost.constants import (
 )
 from rematbench.cost.kernel_rates import AttentionBackend
 from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel
-from rematbench.layout import Layout
 from rematbench.operators.ops import Comm, Op
-from rematbench.system import System
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.layout import Layout
+from rematbench.spec.system import System
 from rematbench.workload import Workload
 
 Direction = Literal["forward", "backward_input", "backward_weight"]

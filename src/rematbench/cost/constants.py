@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct, field
 
 from rematbench.cost.kernel_rates import KernelRates, load_kernel_rates
-from rematbench.paths import data_dir
+from rematbench.spec.paths import data_dir
 
 FITTED = "fitted"
 FITTED_BUDGET = {"gpus": 4, "networks": 3, "systems": 2}

@@ -14,10 +14,9 @@ from typing import Any, TypeVar, get_args
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from rematbench.cluster import Cluster
-from rematbench.configfile import ConfigError
+from rematbench.choose.outcome import Variant, system_variant
 from rematbench.cost.constants import Calibration
-from rematbench.load import load_cluster, load_system, names
+from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
 from rematbench.published.accuracy import (
     Accuracy,
@@ -30,9 +29,10 @@ from rematbench.published.accuracy import (
     split_of,
 )
 from rematbench.published.sheets import bundle_of
-from rematbench.registry import IDENTITY, Registry
-from rematbench.suite import Variant, system_variant
-from rematbench.system import System
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import load_cluster, load_system, names
+from rematbench.spec.system import System
 
 Made = TypeVar("Made", Cluster, System)
 
