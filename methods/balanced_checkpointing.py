@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from rematbench.plan import Fraction, Plan, Recompute, Rule, Scope, Select, Settings
 from rematbench.problem import Problem
-from rematbench.solve.kept import kept_activations
+from rematbench.solve.kept import holding_inputs, kept_activations
 from rematbench.solve.pareto import cheapest_within, front
 
 PUBLISHED = ("attn_norm_out", "mlp_norm_out", "act_out", "fc2_in")
@@ -47,6 +47,7 @@ class BalancedCheckpointing(Struct, frozen=True, kw_only=True, forbid_unknown_fi
         whole = self.point == "full"
         fate = Recompute(scope="layer" if whole else self.scope, whole=whole)
         select = Select(parts=("layer",), activations=dropped, kept=True)
+        base = holding_inputs(problem, base, dropped, whole)
         return base.with_rules(Rule(select, fate)).noting(dropped=", ".join(dropped))
 
     def _dropped(self, problem: Problem) -> set[str]:

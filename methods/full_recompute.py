@@ -3,15 +3,26 @@
 Claim: activations fall to one tensor per group, for one more forward pass.
 Source: Chen et al. 2016 (arXiv 1604.06174); as Megatron-LM's `--recompute-granularity full` with
 `--recompute-method uniform|block` and `--recompute-num-layers N`; `every` is torchtitan's
-selective checkpointing of whole layers (`selective_ac_option: N`).
+selective checkpointing of whole layers (`selective_ac_option: N`); inputs on the host: DeepSpeed's
+`cpu_checkpointing` (Rasley et al. 2020), which long-context recipes have under names of their own.
 Deviations: groups never cross a chunk (nor do Megatron's); attention's random state is not counted.
 """
 
 from typing import ClassVar, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from rematbench.plan import Group, Plan, Recompute, Rule, Select, Unsupported
+from rematbench.plan import (
+    Group,
+    Offload,
+    Plan,
+    Recompute,
+    Rule,
+    Select,
+    Transfers,
+    Unsupported,
+)
 from rematbench.problem import Problem
 from rematbench.solve.kept import holding_inputs, kept_activations, with_live_rules
 from rematbench.workload import PositiveInt
@@ -20,12 +31,15 @@ from rematbench.workload import PositiveInt
 class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`uniform`: every chunk in groups of `num_layers`, each rebuilt from its first input.
     `block`: the first `num_layers` layers of every chunk, each on its own; the rest is kept.
-    `every` n: only each n-th layer of the model, each on its own (uniform, one layer)."""
+    `every` n: only each n-th layer of the model, each on its own (uniform, one layer).
+    `inputs` host: inputs of groups leave after the next layer's forward and come back a layer ahead
+    of their backward."""
 
     name: ClassVar[str] = "full_recompute"
     method: Literal["uniform", "block"] = "uniform"
     num_layers: PositiveInt = 1
     every: PositiveInt = 1
+    inputs: Literal["device", "host"] = "device"
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
         """Drop what the base keeps of each recomputed layer, but the inputs of the groups."""
@@ -34,9 +48,11 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return Unsupported("`every` goes with method uniform and num_layers 1")
         if self.every > layers:
             return Unsupported(f"every = {self.every} chooses none of {layers} layers")
+        if self.inputs == "host" and (refused := self._host_refusal(problem, base)):
+            return Unsupported(refused)
         kept = kept_activations(problem, base)
         inner = tuple(sorted(kept - {"layer_input"}))
-        base = holding_inputs(problem, base) if inner else base
+        base = holding_inputs(problem, base, inner, whole=True) if inner else base
         made = with_live_rules(problem, base, *self._rules(inner, base, layers)) if inner else base
         if made == base:
             return base.noting(full_recompute="no-op: the base keeps nothing inside layers")
@@ -45,7 +61,16 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 "the base rebuilds tensors of some layers ahead of their backward, where a group's "
                 f"inputs do not exist yet: num_layers 1, not {self.num_layers}"
             )
-        return made
+        return _inputs_on_host(made) if self.inputs == "host" else made
+
+    def _host_refusal(self, problem: Problem, base: Plan) -> str:
+        if "activation_offload" not in problem.system.features:
+            return f"system {problem.system.name} has no activation offload"
+        if (self.every, self.method) != (1, "uniform"):
+            return "inputs on the host go with method uniform and every 1"
+        if base.transfers != Transfers():
+            return "inputs on the host: the base moves tensors in its own way"
+        return ""
 
     def _rules(self, inner: tuple[str, ...], base: Plan, layers: int) -> list[Rule]:
         if self.every > 1:
@@ -57,6 +82,12 @@ class FullRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         groups = [chunk[i : i + self.num_layers] for chunk in _chunks(base)
                   for i in range(0, len(chunk), self.num_layers)]  # fmt: skip
         return [rule for group in groups for rule in _group(inner, group)]
+
+
+def _inputs_on_host(plan: Plan) -> Plan:
+    inputs = Select(parts=("layer",), activations=("layer_input",), kept=True)
+    moved = plan.with_rules(Rule(inputs, Offload()))
+    return replace(moved, transfers=Transfers(granularity="layer"))
 
 
 def _chunks(plan: Plan) -> list[tuple[int, ...]]:

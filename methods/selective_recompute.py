@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from rematbench.plan import Plan, Recompute, Rule, Scope, Select, Unsupported
 from rematbench.problem import Problem
-from rematbench.solve.kept import kept_activations
+from rematbench.solve.kept import holding_inputs, kept_activations
 
 CORE_ATTENTION = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
 
@@ -51,6 +51,7 @@ class SelectiveRecompute(Struct, frozen=True, kw_only=True, forbid_unknown_field
             return base.noting(selective_recompute=f"no-op: {_why(problem, wanted)}")
         select = Select(parts=("layer",), activations=dropped, kept=True)
         rule = Rule(select, Recompute(scope=self.scope))
+        base = holding_inputs(problem, base, dropped, whole=False)
         held = tuple(dict.fromkeys((*base.held, *self.held)))
         return replace(base.with_rules(rule), held=held).noting(dropped=", ".join(dropped))
 

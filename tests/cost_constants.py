@@ -6,6 +6,7 @@ from rematbench.cost.constants import (
     GpuConstants,
     NetworkConstants,
     SystemConstants,
+    shipped_kernels,
 )
 
 GPU = GpuConstants(
@@ -15,17 +16,12 @@ GPU = GpuConstants(
     gemm_efficiency=0.5,
     gemm_tail_waves=0.0,
     gemm_half_k=0.0,
-    flash_forward_efficiency=0.5,
-    flash_backward_efficiency=0.25,
-    flash_half_rows=0.0,
     hbm_efficiency=0.5,
 )
 NETWORK = NetworkConstants(
-    nvlink_efficiency=1.0, nic_efficiency=0.5, ring_nics=8.0, nvlink_mesh=0.0
+    nvlink_efficiency=1.0, nic_efficiency=0.5, ring_nics=8.0, nvlink_mesh=0.0, kernel_scale=1.0
 )
-SYSTEM = SystemConstants(
-    kernel_scale=1.0, attention_scale=1.0, launch_s=0.0, tp_stall=0.5, dp_stall=0.25
-)
+SYSTEM = SystemConstants(kernel_scale=1.0, launch_s=0.0, tp_stall=0.5, dp_stall=0.25)
 COMMON = CommonConstants(
     nccl_base_s=(0.0,),
     nccl_nvlink_hop_s=(0.0,),
@@ -40,4 +36,5 @@ ROUND = Calibration(
     networks={"default": NETWORK},
     systems={"default": SYSTEM},
     common=COMMON,
+    kernels=shipped_kernels(),
 )

@@ -27,7 +27,7 @@ from rematbench.plan import (
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import kept_activations
+from rematbench.solve.kept import holding_inputs, kept_activations
 from rematbench.spec.layout import Layout
 from rematbench.workload import Model, PositiveInt
 
@@ -57,7 +57,9 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         kept = kept_activations(problem, base)
         plan = base
         if self.checkpointing != "none":
-            plan = plan.with_rules(_rebuilt(tuple(sorted(kept - {"layer_input"})), whole=True))
+            inner = tuple(sorted(kept - {"layer_input"}))
+            plan = holding_inputs(problem, plan, inner, whole=True)
+            plan = plan.with_rules(_rebuilt(inner, whole=True))
         if self.checkpointing.endswith("cpu"):
             inputs = Select(parts=("layer",), activations=("layer_input",), kept=True)
             plan = replace(

@@ -29,7 +29,7 @@ from rematbench.plan import (
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.solve.kept import kept_activations
+from rematbench.solve.kept import holding_inputs, kept_activations
 from rematbench.workload import Model, PositiveInt
 
 T = TypeVar("T")
@@ -169,6 +169,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def _full(self, problem: Problem, base: Plan) -> Plan:
         inner = tuple(sorted(kept_activations(problem, base) - {"layer_input"}))
+        base = holding_inputs(problem, base, inner, whole=True)
         chunks = [layers for rank in base.partition for layers in rank]
         if self.method == "block":
             first = tuple(i for chunk in chunks for i in chunk[: self.num_layers])
@@ -320,6 +321,7 @@ def _dropping(problem: Problem, base: Plan, names: tuple[str, ...]) -> Plan:
     dropped = tuple(sorted(set(names) & kept_activations(problem, base)))
     if not dropped:
         return base.noting(megatron_core="no-op: this stack saves nothing inside these modules")
+    base = holding_inputs(problem, base, dropped, whole=False)
     select = Select(parts=("layer",), activations=dropped, kept=True)
     return base.with_rules(Rule(select, Recompute(scope="consumer")))
 

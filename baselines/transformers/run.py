@@ -11,7 +11,7 @@ from baselines.transformers.families import config_of_model, model_class
 from baselines.transformers.policy import Transformers
 from baselines.transformers.step import DTYPES, Kernel, Seen, Setup, run
 from rematbench.packages.process import Job
-from rematbench.problem import AttentionKind
+from rematbench.problem import AttentionChoice
 from rematbench.runs.record import RunSpec
 
 MOMENTS = 2
@@ -74,7 +74,7 @@ def trace(job: Job) -> RankAnswer:
     )
 
 
-def _kernel(config: PreTrainedConfig, attention: AttentionKind) -> Kernel:
+def _kernel(config: PreTrainedConfig, attention: AttentionChoice) -> Kernel:
     """Transformers' name of the project's kernel; a model without SDPA runs flash_attn's."""
     if attention == "unfused":
         return "eager"

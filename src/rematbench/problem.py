@@ -11,6 +11,7 @@ import msgspec
 from rematbench.cost.bind import CostModel
 from rematbench.cost.constants import Calibration
 from rematbench.cost.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
+from rematbench.cost.kernel_rates import AttentionBackend
 from rematbench.operators.block import embedding_table, head_table, layer_table
 from rematbench.operators.ops import Op, OpTable
 from rematbench.plan import Plan, StateFate
@@ -20,6 +21,8 @@ from rematbench.spec.system import System
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]
+AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
+"""What a run may ask for: the stack's own kernel (flash), scores in memory, or a kernel by name."""
 
 
 class Evaluation(Protocol):
@@ -41,8 +44,10 @@ Weigher = Callable[["Problem", Plan], int]
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The only argument of a method.  `evaluator` is the chunk-level evaluator; `weigher` gives the
-    bytes that the fullest rank reserves without simulating time (both memoised)."""
+    """The only argument of a method.  `attention`: whether scores are in memory; `backend`: a fused
+    kernel other than the stack's ("": the stack's).  `evaluator` is the chunk-level evaluator;
+    `weigher` gives the bytes that the fullest rank reserves without simulating time (both
+    memoised).  Raises LayoutError, and RateError for a kernel that the GPUs cannot run."""
 
     workload: Workload
     cluster: Cluster
@@ -52,11 +57,33 @@ class Problem:
     attention: AttentionKind = "flash"
     evaluator: Evaluator | None = None
     weigher: Weigher | None = None
+    backend: AttentionBackend | Literal[""] = ""
     _memo: dict[bytes, Evaluation] = field(default_factory=dict, repr=False)
     _weights: dict[bytes, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        if self.kernel == "unfused":
+            object.__setattr__(self, "attention", "unfused")  # the stack has no other
+        else:
+            self.calibration.kernels.attention(self.cluster.generation, self.kernel)
         check_layout(self.layout, self.workload, self.cluster, self.system)
+
+    @property
+    def kernel(self) -> AttentionBackend:
+        """The attention kernel that runs."""
+        return "unfused" if self.attention == "unfused" else self.backend or self.system.attention
+
+    @property
+    def asked_attention(self) -> AttentionChoice:
+        """The word that asks for this kernel of this stack."""
+        return self.backend or self.attention
+
+    @property
+    def constants(self) -> tuple[str, str, str]:
+        """Which entries of config/calibration.yaml count here: generation, cluster, stack."""
+        found = self.calibration
+        network = found.network_entry(self.cluster.constants)
+        return self.cluster.generation, network, found.system_entry(self.system.constants)
 
     @cached_property
     def cost(self) -> "CostFacade":
@@ -201,6 +228,7 @@ class CostFacade(CostModel):
             layout=problem.layout,
             workload=problem.workload,
             calibration=problem.calibration,
+            attention=problem.kernel,
         )
         self._problem = problem
 

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rematbench.cli import baseline as baseline_command
-from rematbench.cli import points as points_command
 from rematbench.cli.app import app
+from rematbench.cli.app import baseline as baseline_command
+from rematbench.cli.app import points as points_command
 from rematbench.host.console import CommandError
 from rematbench.packages import points as baseline_points
 from rematbench.packages.points import load_points

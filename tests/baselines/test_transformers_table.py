@@ -38,11 +38,9 @@ def read(path: Path) -> dict[str, Any]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
 
 
-def huggingface() -> System:
-    """The stack's facts; its optimizer's scratch is not what these traces show."""
-    return replace(
-        load_system("mst-hf"), norm_keeps_steps=True, eager_operators=True, step_scratch_bytes=0
-    )
+def huggingface(attention: str = "sdpa") -> System:
+    """The shipped stack whose attention a record has."""
+    return load_system("huggingface" if attention == "eager" else "huggingface-flash")
 
 
 def model_of(config: dict[str, Any]) -> Model:
@@ -90,8 +88,9 @@ def test_the_table_keeps_what_the_trace_keeps(path: Path) -> None:
         return
     work = Workload(model=model, seq_len=setup["seq_len"])
     fused = setup["attention"] != "eager"
-    layer = layer_table(work, Layout(), huggingface(), fused_attention=fused, window=0)
-    head = head_table(work, Layout(), huggingface())
+    stack = huggingface(setup["attention"])
+    layer = layer_table(work, Layout(), stack, fused_attention=fused, window=0)
+    head = head_table(work, Layout(), stack)
     inside = [k for k in seen["saved"] if ".layers" in k["module"] and k["function"] != ROPE]
     whole = sum(k["nbytes"] * k["layers"] for k in seen["saved"])
     traced = sum(k["nbytes"] * k["layers"] for k in inside) / model.num_layers
@@ -105,10 +104,9 @@ def problem_of(record: dict[str, Any]) -> Problem:
     return Problem(
         workload=Workload(model=model_of(record["config"]), seq_len=setup["seq_len"]),
         cluster=base.cluster,
-        system=huggingface(),
+        system=huggingface(setup["attention"]),
         layout=Layout(),
         calibration=base.calibration,
-        attention="unfused" if setup["attention"] == "eager" else "flash",
     )
 
 
@@ -163,7 +161,7 @@ def test_repeated_keys_and_held_logits_are_named() -> None:
 def test_a_fused_norm_over_heads_keeps_its_input() -> None:
     model = model_of(read(TRACED / "qwen3-8b.sdpa.4096.jsonl")["config"])
     work = Workload(model=model, seq_len=4096)
-    plain = load_system("mst-hf")
+    plain = replace(load_system("huggingface"), norm_keeps_steps=False)
     with_norms, without = (
         layer_table(
             replace(work, model=replace(model, qk_norm=there)),

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.cli import gpu, measured
+from rematbench.cli.app import gpu, measured
 from rematbench.cli.execute import outcome_of
 from rematbench.runs.measured import Comparison, Measured, largest
 from rematbench.runs.record import Record, read_record, write_record

@@ -16,17 +16,17 @@ from rematbench.plan import Plan, Recompute
 from rematbench.problem import Problem
 from rematbench.simulate.evaluate import program_bytes
 from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_model
-from rematbench.spec.paths import data_dir
+from rematbench.spec.load import load_model, load_system, names
 from rematbench.torch import worker
 from rematbench.torch.case import Case, RankResult
 from rematbench.torch.gather import combine
+from rematbench.torch.model import NotExecutable, require_executable
 from rematbench.torch.trace import trace_rank
 from rematbench.worlds.measure import measured_ranks
 from tests.problems import FULL, rule
 from tests.torch import cases, grid, laws
 
-SYSTEMS = ("deepspeed", "megatron-core", "megatron-lm", "mst-hf", "torchtitan")
+SYSTEMS = ("deepspeed", "megatron-core", "megatron-lm", "torchtitan")
 
 
 def dropping(plan: Plan) -> Plan:
@@ -75,10 +75,12 @@ def test_held_outputs_are_executed() -> None:
     assert plain.plan.held == ()
 
 
-EVERY = sorted(path.stem for path in (data_dir("config") / "systems").glob("*.yaml"))
-OTHER_HEADS = ("llm-foundry", "mst-hf", "deepspeed")
+EVERY = [name for name in names("system") if not load_system(name).norm_keeps_steps]
+"""Stacks whose eager norms keep their steps are held to Transformers' own traces instead
+(tests/baselines): the runtime's norms are one operator each."""
+OTHER_HEADS = ("llm-foundry", "deepspeed")
 """Stacks whose states or losses are far from the runtime's."""
-KEEPING = ("megatron-core", "mst-hf", "torchtitan")
+KEEPING = ("megatron-core", "deepspeed", "torchtitan")
 
 
 def of_a_large_vocabulary(system: str) -> Problem:
@@ -105,6 +107,12 @@ def test_total_peaks_are_held_to_what_the_runtime_runs(system: str, full: bool) 
     assert rank.differing_actions == 0
     assert abs(rank.peak_error) <= 0.02
     assert rank.state_bytes == pytest.approx(rank.simulated_state_bytes, rel=0.02)
+
+
+def test_eager_norms_that_keep_their_steps_are_refused_by_name() -> None:
+    given = of_a_large_vocabulary("mst-hf")
+    with pytest.raises(NotExecutable, match="what mst-hf keeps of eager operators"):
+        require_executable(given, given.base_plan)
 
 
 @pytest.mark.parametrize("system", OTHER_HEADS)

@@ -1,5 +1,6 @@
 """What `compare` tries, and how well it says predictions are validated: rules without names."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -151,6 +152,28 @@ def test_held_out_cells_come_before_in_sample_and_fitted_are_no_evidence() -> No
     assert (alone.grade, alone.error) == ("fitted", None)
     far = cell(seq_len=1024, accepted=0.2)
     assert evidence(p, "memo", [fitted, far], 2.0).rule == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "rule"),
+    [
+        ("cluster", {}, 1),
+        ("cluster", {"name": "mine", "hbm_bytes": 1 << 36}, 1),
+        ("cluster", {"peak_flop_per_s": 1.2e14}, 3),
+        ("cluster", {"constants": ()}, 3),
+        ("system", {"name": "mine"}, 1),
+        ("system", {"constants": ()}, 3),
+        ("system", {"tp_overlap": "none"}, 3),
+        ("system", {"attention": "fa1"}, 3),
+    ],
+)
+def test_cells_are_alike_by_facts_and_constants_not_by_names(
+    section: str, changes: dict[str, Any], rule: int
+) -> None:
+    p = demo()
+    made = replace(getattr(p, section), **changes)
+    given = dataclasses.replace(p, **{section: made})
+    assert evidence(given, "memo", [cell()], 2.0).rule == rule
 
 
 def test_errors_of_predicted_cells_replace_what_is_accepted() -> None:

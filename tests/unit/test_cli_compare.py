@@ -90,7 +90,7 @@ def test_the_csv_says_what_simulate_says(cli: Any, tmp_path: Path) -> None:
     path = tmp_path / "compare.csv"
     ran = cli("compare", *PIPE, "--limit", "60", "-o", str(path))
     assert ran.code == 0
-    assert ran.out.splitlines()[3].startswith("FASTEST: ")
+    assert ran.out.splitlines()[4].startswith("FASTEST: ")
     with path.open(newline="") as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
     assert rows["memo+mst"]["origin"] == "composition"
@@ -179,7 +179,7 @@ def test_long_contexts_fit_where_a_composition_does(
     path = tmp_path / "compare.csv"
     ran = cli("compare", *LONG, "--seq-len", seq_len, "--limit", "60", "-o", str(path))
     assert ran.code == 0
-    first = ran.out.splitlines()[3]
+    first = ran.out.splitlines()[4]
     assert first.startswith("FASTEST: ")
     with path.open(newline="") as file:
         best = next(csv.DictReader(file))
@@ -193,7 +193,7 @@ def test_where_nothing_fits_the_last_line_says_what_would(cli: Any) -> None:
     job = ["--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "1", "--seq-len", "2048"]
     ran = cli("compare", *job, "--global-batch", "1", "--limit", "60")
     assert ran.code == 0
-    assert ran.out.splitlines()[3].startswith("NOTHING FITS: nearest is ")
+    assert ran.out.splitlines()[4].startswith("NOTHING FITS: nearest is ")
     last = ran.out.splitlines()[-1]
     assert last.startswith("WOULD FIT: with ")
     assert "GiB more on each device" in last

@@ -78,6 +78,7 @@ def model(**layout: Any) -> CostModel:
         layout=Layout(**layout),
         workload=work,
         calibration=ROUND,
+        attention="fa2",
     )
 
 
@@ -172,7 +173,8 @@ def test_collectives_broadcast() -> None:
 
 
 def test_the_network_constants_of_an_unknown_cluster_are_the_default() -> None:
-    assert ROUND.network("somewhere") is NETWORK
+    assert ROUND.network_entry(("somewhere", "else")) == "default"
+    assert ROUND.networks["default"] is NETWORK
     with pytest.raises(KeyError, match="no calibration for GPU generation 'pascal'"):
         ROUND.gpu("pascal")
 

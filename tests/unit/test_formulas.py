@@ -30,14 +30,6 @@ def test_batched_gemms_share_waves() -> None:
     assert two == pytest.approx(one * 2 * 1.025 / 1.05)
 
 
-def test_flash_attention() -> None:
-    flop = formulas.flash_flop(pairs=10, heads=3, head_dim=5, batch=2)
-    assert flop == 4 * 10 * 3 * 5 * 2
-    assert formulas.flash_s(flop, 64, 0.5, 1e3, GPU) == pytest.approx(flop / 500)
-    slow = replace(GPU, flash_half_rows=64.0)
-    assert formulas.flash_s(flop, 64, 0.5, 1e3, slow) == pytest.approx(2 * flop / 500)
-
-
 def test_memory_bound_work() -> None:
     assert formulas.memory_s(1e9, HBM, GPU) == pytest.approx(2.0)
     assert formulas.scores_s(1e6, 2.5, 2, HBM, GPU) == pytest.approx(0.01)
@@ -51,11 +43,6 @@ def test_a_collective_slows_compute_only_while_both_run() -> None:
     assert formulas.slowed_s(2.0, 0.0, 1.5) == 2.0
 
 
-def test_saturation_is_half_at_half() -> None:
-    assert formulas.saturation(100.0, 100.0) == 0.5
-    assert formulas.saturation(300.0, 100.0) == 0.75
-
-
 def test_formulas_broadcast() -> None:
     m, k = np.array([[128.0], [4096.0]]), np.array([64.0, 512.0, 8192.0])
     gpu = replace(GPU, gemm_tail_waves=0.5, gemm_half_k=100.0)
@@ -67,6 +54,5 @@ def test_formulas_broadcast() -> None:
             one = formulas.gemm_s(m[i, 0], 512, k[j], 1, 2, 1e10, HBM, gpu)
             assert table[i, j] == pytest.approx(one)
     rows = np.array([128.0, 1024.0])
-    assert np.shape(formulas.flash_s(rows * 8, rows, 0.5, PEAK, GPU)) == (2,)
     assert np.shape(formulas.slowed_s(rows, 1.0, 1.5)) == (2,)
     assert np.shape(copies.host_copy_s(rows, 1e9, COMMON)) == (2,)

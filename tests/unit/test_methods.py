@@ -121,6 +121,29 @@ def test_longer_groups_keep_fewer_inputs() -> None:
     assert kept_bytes == [8 * kept_bytes[2] // 2, 4 * kept_bytes[2] // 2, kept_bytes[2]]
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_inputs_of_groups_leave_and_come_back(every: int) -> None:
+    """The host holds each group's input once, and the device that much less, but for the layers
+    whose copies are under way."""
+    p = problem(model=layers(8), system="rematbench")
+    stay = evaluated(p, "full_recompute", num_layers=every)
+    leave = evaluated(p, "full_recompute", num_layers=every, inputs="host")
+    one = p.layer(0).activations["layer_input"].nbytes
+    assert leave.peak_host_bytes[0] - stay.peak_host_bytes[0] == 8 // every * one
+    assert leave.recompute_flop == stay.recompute_flop
+    assert 0 < stay.peak_device_bytes[0] - leave.peak_device_bytes[0] <= 8 // every * one
+
+
+def test_inputs_on_the_host_are_refused_by_name() -> None:
+    assert refusal(problem(system="megatron-lm"), "full_recompute", inputs="host") == (
+        "full_recompute: system megatron-lm has no activation offload"
+    )
+    block = {"method": "block", "inputs": "host"}
+    assert "method uniform" in refusal(problem(system="rematbench"), "full_recompute", **block)
+    both = refusal(problem(system="rematbench"), "memo+full_recompute", inputs="host")
+    assert "its own way" in both
+
+
 # -- selective recomputation -----------------------------------------------------------------
 
 

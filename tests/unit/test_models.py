@@ -10,6 +10,7 @@ from rematbench.spec.load import load_cluster, load_model, load_system, names
 from rematbench.spec.paths import data_dir
 from rematbench.spec.system import System
 from rematbench.workload import Model, Workload
+from tests.problems import problem
 
 # Totals that the public checkpoints report (model cards, safetensors index), to the parameter.
 EXACT = {
@@ -151,3 +152,16 @@ def test_vocabulary_is_padded_by_the_system() -> None:
     assert load_system("megatron-deepspeed").padded_vocab(50257, 8) == 51200
     assert load_system("megatron-kwai").padded_vocab(32004, 1) == 32128
     assert load_system("torchtitan").padded_vocab(128256, 8) == 128256
+
+
+@pytest.mark.parametrize(
+    ("system", "forward"),
+    [("megatron-lm", 6), ("megatron-core", 10), ("megatron-kwai", 10)],
+)
+def test_bytes_of_a_logit_while_a_megatron_loss_is_made(system: str, forward: int) -> None:
+    """Logits in 16 bits, the saved softmax in fp32, and an fp32 copy where the version has one."""
+    p = problem(system=system)
+    table, elements = p.head, p.workload.seq_len * p.system.padded_vocab(p.workload.model.vocab, 1)
+    loss = table.op("loss")
+    held = sum(table.activations[name].nbytes for name in (*loss.inputs, *loss.outputs))
+    assert (held + loss.scratch_forward_bytes) / elements == forward

@@ -210,6 +210,7 @@ def test_an_unknown_model_is_built_from_its_columns(
         ("balanced", "balanced_checkpointing", {}),
         ("balanced_checkpointing", "balanced_checkpointing", {}),
         ("balanced_checkpointing+pp_offload", "balanced_checkpointing+pp_offload", {}),
+        ("full_recompute+mst:head_chunks=1", "full_recompute+mst:head_chunks=1", {}),
     ],
 )
 def test_policies(words: str, method: str, settings: dict[str, Any]) -> None:

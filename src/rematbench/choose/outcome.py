@@ -11,7 +11,7 @@ from rematbench.cost.constants import Calibration
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition
-from rematbench.problem import AttentionKind, Problem
+from rematbench.problem import AttentionChoice, Problem
 from rematbench.program.allocator import AllocatorPeaks, replay
 from rematbench.program.check import check
 from rematbench.program.program import Program
@@ -76,12 +76,13 @@ def make_problem(
     layout: Layout,
     seq_len: int,
     precision: Precision = "bf16",
-    attention: AttentionKind = "flash",
+    attention: AttentionChoice = "flash",
     constants: Calibration | None = None,
 ) -> Problem:
     """A problem with the chunk-level evaluator bound; names and files are loaded.
 
-    Raises ConfigError for names, LayoutError for layouts: both one clear line.
+    `attention` is flash (the stack's kernel), unfused, or a kernel by name.  Raises ConfigError for
+    names, LayoutError for layouts, RateError for a kernel that the GPUs cannot run: one clear line.
     """
     model = model if isinstance(model, Model) else load_model(model)
     return Problem(
@@ -90,7 +91,8 @@ def make_problem(
         system=system if isinstance(system, System) else load_system(system),
         layout=layout,
         calibration=constants or calibration(),
-        attention=attention,
+        attention="unfused" if attention == "unfused" else "flash",
+        backend="" if attention == "flash" else attention,
         evaluator=evaluate,
         weigher=weigh,
     )

@@ -34,7 +34,9 @@ from rematbench.cli.retrace import retrace
 from rematbench.cli.sheet import predict, validate
 from rematbench.cli.speeds import speeds
 from rematbench.cli.study import claims, study
+from rematbench.cli.systems import systems
 from rematbench.cli.trace import trace
+from rematbench.cost.kernel_rates import RateError
 from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.packages.process import BaselineError
 from rematbench.plan import PlanError
@@ -50,7 +52,7 @@ from rematbench.spec.layout import LayoutError
 
 USER_ERRORS = (
     *(BaselineError, CommandError, ConfigError, LayoutError, MethodError, PlanError),
-    RecordError,
+    *(RateError, RecordError),
 )
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as shells have it."""
@@ -127,7 +129,10 @@ def _check(path: Path, registry: Registry) -> None:
         raise typer.Exit(1) from error
 
 
-COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor, flags)
+COMMANDS = (
+    *(plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor, flags),
+    systems,
+)
 WORKFLOW = (run, collect, sheets, tables, study, claims)
 ARTIFACT = (matrix, matrix_tables, report, expect)
 CELLS = (submit_plan, run_cells, cells, collect_cells, speeds, retry, settle, resume)

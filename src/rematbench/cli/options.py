@@ -19,7 +19,7 @@ from rematbench.packages.process import baselines
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, MethodError
-from rematbench.problem import AttentionKind, Problem
+from rematbench.problem import AttentionChoice, Problem
 from rematbench.spec.layout import Layout, ZeroStage
 from rematbench.workload import Precision
 
@@ -80,7 +80,9 @@ class RunOptions:
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="A parameter of the method (repeatable)."),
     ] = None
-    attention: Annotated[AttentionKind, Option(help="Attention kernel.")] = "flash"
+    attention: Annotated[
+        AttentionChoice, Option(help="Attention kernel (flash: the stack's own).")
+    ] = "flash"
     precision: Annotated[Precision, Option(help="Compute precision.")] = "bf16"
     methods: Annotated[
         list[Path] | None, Option(metavar="DIR", help="More method files (repeatable).")

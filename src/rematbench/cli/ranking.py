@@ -56,7 +56,7 @@ class Ranking:
 
     def table(self, judged: Sequence[Judged]) -> None:
         """Heading, verdict and table."""
-        for text in heading(self.asked)[:2]:
+        for text in heading(self.asked)[:3]:
             self.out.print(plain(text))
         self.out.print()
         self.said = verdict(judged)

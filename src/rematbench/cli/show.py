@@ -13,6 +13,7 @@ from rematbench.cost.flops import model_flop_per_token
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds
 from rematbench.problem import Problem
 from rematbench.published.accuracy import expected_error, load_accuracy
+from rematbench.published.evidence import published_stack
 from rematbench.published.sheets import read_sheet
 from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
 from rematbench.spec.load import load_cluster, names
@@ -76,7 +77,8 @@ def show(out: Console, shown: Shown) -> None:
 
 
 def heading(request: Request) -> list[str]:
-    """Two lines: what is trained on what, and how it is laid out."""
+    """What is trained on what, how it is laid out, which kernels and constants are assumed, and the
+    method."""
     problem = request.problem
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
@@ -86,8 +88,18 @@ def heading(request: Request) -> list[str]:
         f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}  zero "
         f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
         f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
+        assumed(problem),
         f"method {request.method.name}{_typed(request)}",
     ]
+
+
+def assumed(problem: Problem) -> str:
+    """Which kernels and whose constants a prediction rests on."""
+    generation, network, stack = problem.constants
+    return (
+        f"assumes: attention {problem.kernel} on {generation}; constants of cluster {network}, "
+        f"stack {stack}"
+    )
 
 
 def _typed(request: Request) -> str:
@@ -225,7 +237,7 @@ def _trust_line(problem: Problem) -> str:
         if load_cluster(name).generation == problem.cluster.generation
     )
     published = read_sheet(data_dir("published") / "runs.csv")
-    errors = expected_error(published, load_accuracy(), problem.system.name, alike)
+    errors = expected_error(published, load_accuracy(), published_stack(problem), alike)
     if not errors:
         return "accuracy: no published cell of this stack on this GPU generation to compare with"
     listed = ", ".join(f"{percent(error)} ({name})" for name, error in errors.items())

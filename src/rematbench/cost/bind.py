@@ -7,7 +7,7 @@ from functools import cached_property
 from math import fsum
 from typing import Literal
 
-from rematbench.cost import collectives, copies, formulas, states
+from rematbench.cost import collectives, copies, formulas, kernel_rates, states
 from rematbench.cost.constants import (
     Calibration,
     CommonConstants,
@@ -15,6 +15,7 @@ from rematbench.cost.constants import (
     NetworkConstants,
     SystemConstants,
 )
+from rematbench.cost.kernel_rates import AttentionBackend
 from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel
 from rematbench.operators.ops import Comm, Op
 from rematbench.spec.cluster import Cluster
@@ -27,8 +28,6 @@ CopyDirection = Literal["d2h", "h2d"]
 
 FLASH_BACKWARD_LAUNCHES = 3
 """Row sums of dO * O, the main kernel, and the conversion of dQ (Dao 2023)."""
-FLASH_BACKWARD_FLOP = 2.5
-"""Five GEMMs to the forward's two (Dao 2023, arXiv 2307.08691)."""
 
 
 class CostModel:
@@ -42,12 +41,14 @@ class CostModel:
         layout: Layout,
         workload: Workload,
         calibration: Calibration,
+        attention: AttentionBackend,
     ) -> None:
         self.cluster = cluster
         self.system = system
         self.layout = layout
         self.workload = workload
         self.calibration = calibration
+        self.attention = attention
         self._kernels: dict[tuple[Kernel, Direction], float] = {}
         self._ops: dict[tuple[int, Direction, float], tuple[Op, float]] = {}
         self._comms: dict[tuple[Comm, int], float] = {}
@@ -60,12 +61,12 @@ class CostModel:
     @cached_property
     def network(self) -> NetworkConstants:
         """Constants of the cluster's links."""
-        return self.calibration.network(self.cluster.name)
+        return self.calibration.networks[self.calibration.network_entry(self.cluster.constants)]
 
     @cached_property
     def stack(self) -> SystemConstants:
         """Constants of the software stack."""
-        return self.calibration.system(self.system.name)
+        return self.calibration.systems[self.calibration.system_entry(self.system.constants)]
 
     @property
     def common(self) -> CommonConstants:
@@ -94,9 +95,9 @@ class CostModel:
                     busy, launches = self._memory_s(kernel.hbm_bytes), kernel.launches
                 case Attention():
                     busy, launches = self._attention_s(kernel, direction)
-                    busy *= self.stack.attention_scale
             gaps = launches * self.stack.launch_s
-            self._kernels[key] = float(busy * self.stack.kernel_scale + gaps)
+            scale = self.stack.kernel_scale * self.network.kernel_scale
+            self._kernels[key] = float(busy * scale + gaps)
         return self._kernels[key]
 
     def _gemm_s(self, kernel: Gemm) -> formulas.Quantity:
@@ -111,20 +112,32 @@ class CostModel:
     def _attention_s(
         self, kernel: Attention, direction: Direction
     ) -> tuple[formulas.Quantity, int]:
-        """Busy seconds and launches; the backward costs 2.5 forwards at its own efficiency."""
+        """Busy seconds and launches of the backend's kernel, by its published rates."""
         forward = direction == "forward"
         if not kernel.fused:
             return self._unfused_attention_s(kernel, forward)
-        gpu = self.gpu
-        flop = formulas.flash_flop(kernel.pairs, kernel.heads, kernel.head_dim, kernel.batch)
-        busy = formulas.flash_s(
-            flop if forward else FLASH_BACKWARD_FLOP * flop,
-            kernel.q_rows,
-            gpu.flash_forward_efficiency if forward else gpu.flash_backward_efficiency,
-            self.cluster.peak_flop_per_s,
-            gpu,
+        rates, device = self._fused_attention
+        busy = kernel_rates.attention_s(
+            rates,
+            device,
+            backward=not forward,
+            heads=kernel.batch * kernel.heads,
+            head_dim=kernel.head_dim,
+            q_rows=kernel.q_rows,
+            pairs=kernel.pairs,
         )
         return busy, 1 if forward else FLASH_BACKWARD_LAUNCHES
+
+    @cached_property
+    def _fused_attention(self) -> tuple[kernel_rates.AttentionRates, kernel_rates.Device]:
+        """The backend's rates on this generation, and the GPU as its kernels see it."""
+        kernels, generation = self.calibration.kernels, self.cluster.generation
+        device = kernel_rates.Device(
+            peak_flop_per_s=self.cluster.peak_flop_per_s,
+            hbm_bytes_per_s=self.cluster.hbm_bytes_per_s * self.gpu.hbm_efficiency,
+            sm_count=kernels.generation(generation).sm_count,
+        )
+        return kernels.attention(generation, self.attention), device
 
     def _unfused_attention_s(
         self, kernel: Attention, forward: bool

@@ -5,14 +5,19 @@ that were fitted to published rows.  They are budgeted: FITTED_BUDGET says how m
 """
 
 import re
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import Struct, field
 
+from rematbench.cost.kernel_rates import KernelRates, load_kernel_rates
+from rematbench.spec.paths import data_dir
+
 FITTED = "fitted"
-FITTED_BUDGET = {"gpus": 8, "networks": 2, "systems": 2}
+FITTED_BUDGET = {"gpus": 4, "networks": 3, "systems": 2}
 DEFAULT = "default"
 
 
@@ -37,9 +42,6 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gemm_efficiency: float
     gemm_tail_waves: float
     gemm_half_k: float
-    flash_forward_efficiency: float
-    flash_backward_efficiency: float
-    flash_half_rows: float
     hbm_efficiency: float
 
 
@@ -48,21 +50,23 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `ring_nics` is the most NICs of a node that one ring uses; `nvlink_mesh` is 1 where the GPUs of
     a node are linked pairwise, without a switch, so that a small group has only its own pairs.
+    `kernel_scale` multiplies the seconds of all kernels where a part is held below its generation's
+    power limit.
     """
 
     nvlink_efficiency: float
     nic_efficiency: float
     ring_nics: float
     nvlink_mesh: float
+    kernel_scale: float
 
 
 class SystemConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a software stack differs from the generation's kernels: multipliers on the seconds of
-    all kernels and of attention, the gap that launching a kernel leaves, and the share of a hidden
-    collective's seconds that compute beside it loses (tensor- or context-, and data-parallel)."""
+    """How a software stack differs from the generation's kernels: a multiplier on the seconds of
+    all kernels, the gap that launching a kernel leaves, and the share of a hidden collective's
+    seconds that compute beside it loses (tensor- or context-, and data-parallel)."""
 
     kernel_scale: float
-    attention_scale: float
     launch_s: float
     tp_stall: float
     dp_stall: float
@@ -107,13 +111,14 @@ class ShapedBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything config/calibration.yaml says, as plain numbers; `fitted` names the fitted ones
-    as `section.entry.field`."""
+    """Everything config/calibration.yaml says, as plain numbers, and the rates of config/kernels;
+    `fitted` names those fitted to whole steps as `section.entry.field`."""
 
     gpus: dict[str, GpuConstants]
     networks: dict[str, NetworkConstants]
     systems: dict[str, SystemConstants]
     common: CommonConstants
+    kernels: KernelRates
     fitted: tuple[str, ...] = ()
     fit: tuple[FitRule, ...] = ()
     shaped_by: tuple[ShapedBy, ...] = ()
@@ -126,18 +131,25 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise KeyError(f"no calibration for GPU generation {generation!r} (known: {known})")
         return self.gpus[generation]
 
-    def network(self, cluster: str) -> NetworkConstants:
-        """Constants of a cluster's links, or the declared default."""
-        return self.networks.get(cluster, self.networks[DEFAULT])
+    def network_entry(self, names: Sequence[str]) -> str:
+        """The first of a cluster's entries (Cluster.constants) that is there, or `default`."""
+        return next((name for name in names if name in self.networks), DEFAULT)
 
-    def system(self, name: str) -> SystemConstants:
-        """Constants of a stack, or the declared default."""
-        return self.systems.get(name, self.systems[DEFAULT])
+    def system_entry(self, names: Sequence[str]) -> str:
+        """The first of a stack's entries (System.constants) that is there, or `default`."""
+        return next((name for name in names if name in self.systems), DEFAULT)
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Read config/calibration.yaml; an unknown key or a number without a source is an error."""
+    """Read config/calibration.yaml; an unknown key or a number without a source is an error.
+    Rates of kernels are the shipped ones."""
     return parse_calibration(path.read_bytes())
+
+
+@cache
+def shipped_kernels() -> KernelRates:
+    """config/kernels, read once."""
+    return load_kernel_rates(data_dir("config") / "kernels")
 
 
 class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -175,6 +187,7 @@ def parse_calibration(text: bytes) -> Calibration:
         {
             **plain,
             "common": common,
+            "kernels": shipped_kernels(),
             "fitted": fitted,
             "fit": msgspec.to_builtins(raw.fit),
             "shaped_by": msgspec.to_builtins(raw.shaped_by),

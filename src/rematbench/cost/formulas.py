@@ -13,14 +13,6 @@ from rematbench.cost.constants import GpuConstants
 Quantity: TypeAlias = "float | NDArray[np.float64]"
 
 
-def saturation(size: Quantity, half: Quantity) -> Quantity:
-    """size / (size + half): 1/2 at `half`, 1 in the limit.
-
-    Source: Hockney & Jesshope 1981, the n_1/2 law of pipelined machines.
-    """
-    return size / (size + half)
-
-
 def gemm_flop(m: Quantity, n: Quantity, k: Quantity, batch: Quantity = 1.0) -> Quantity:
     """2 m n k batch (a multiply and an add per term)."""
     return 2.0 * m * n * k * batch
@@ -52,30 +44,6 @@ def gemm_s(
     traffic = memory_s(moved, hbm_bytes_per_s, gpu)
     seconds: Quantity = np.maximum(arithmetic, traffic)
     return seconds
-
-
-def flash_flop(pairs: Quantity, heads: Quantity, head_dim: Quantity, batch: Quantity) -> Quantity:
-    """4 head_dim per (query, key) pair, head and sequence: scores and the weighted sum.
-
-    Source: Dao 2023 (arXiv 2307.08691), section 4.1.  The backward has five GEMMs to two: 2.5x.
-    """
-    return 4.0 * pairs * heads * head_dim * batch
-
-
-def flash_s(
-    flop: Quantity,
-    q_rows: Quantity,
-    efficiency: Quantity,
-    peak_flop_per_s: Quantity,
-    gpu: GpuConstants,
-) -> Quantity:
-    """Seconds of a fused attention kernel: flop / (peak e q / (q + half_rows)).
-
-    Source: the rise of flash attention's rate with sequence length, Dao 2023 (arXiv 2307.08691)
-    figures 4-6; Shah et al. 2024 (arXiv 2407.08608) for Hopper.  e and half_rows are fitted.
-    """
-    rate = peak_flop_per_s * efficiency * saturation(q_rows, gpu.flash_half_rows)
-    return flop / rate
 
 
 def memory_s(nbytes: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants) -> Quantity:

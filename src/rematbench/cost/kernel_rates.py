@@ -8,7 +8,7 @@ the HBM rate or of a link's rate.
 """
 
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -16,6 +16,8 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 Quantity: TypeAlias = "float | NDArray[np.float64]"
+AttentionBackend = Literal["unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
+BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 
 OPERATORS = "operators"
 SOURCES = "sources"

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from rematbench.plan import Fraction
 from rematbench.plugins.registry import Composition, Registry, Value
-from rematbench.problem import AttentionKind
+from rematbench.problem import AttentionChoice
 from rematbench.workload import PositiveInt, Precision
 
 
@@ -67,7 +67,7 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     system: str
     tokens_per_step: PositiveInt
     precision: Precision = "bf16"
-    attention: AttentionKind = "flash"
+    attention: AttentionChoice = "flash"
     micro_batch: PositiveInt = 1
     zero_stage: int = 1
     works: tuple[Work, ...]

@@ -28,7 +28,8 @@ class Setup(NamedTuple):
 def setup_of(asked: Problem | RunSpec) -> Setup:
     """The setup of a problem to plan or of a run to start."""
     work = asked.workload if isinstance(asked, Problem) else asked
-    return Setup(work.model, asked.layout, work.seq_len, work.precision, asked.attention)
+    kind: AttentionKind = "unfused" if asked.attention == "unfused" else "flash"
+    return Setup(work.model, asked.layout, work.seq_len, work.precision, kind)
 
 
 def holding(reasons: Iterable[Reason]) -> tuple[str, ...]:

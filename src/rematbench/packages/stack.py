@@ -73,6 +73,7 @@ class Stack(Struct, frozen=True, kw_only=True):
             layout=problem.layout,
             calibration=problem.calibration,
             attention=problem.attention,
+            backend=problem.backend,
             stack=self,
         )
 

@@ -6,11 +6,15 @@ cells, their own mean error.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import combinations
+from typing import Any, TypeVar, get_args
 
 from msgspec import Struct
+from msgspec.structs import asdict, replace
 
+from rematbench.choose.outcome import Variant, system_variant
 from rematbench.cost.constants import Calibration
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
@@ -25,8 +29,12 @@ from rematbench.published.accuracy import (
     split_of,
 )
 from rematbench.published.sheets import bundle_of
+from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
-from rematbench.spec.load import load_cluster, load_system
+from rematbench.spec.load import load_cluster, load_system, names
+from rematbench.spec.system import System
+
+Made = TypeVar("Made", Cluster, System)
 
 SPEED = "tokens_per_s_per_gpu"
 
@@ -119,6 +127,52 @@ def _system_name(name: str) -> str:
     return load_system(name).name
 
 
+NO_SPEED = frozenset(
+    ("name", "version", "gpu", "sources", "constants", "hbm_bytes", "host_bytes", "non_torch_bytes")
+)
+"""Fields of a cluster or stack that change no step's seconds (constants are compared apart)."""
+
+
+def published_cluster(problem: Problem) -> str:
+    """The shipped cluster whose facts of speed and constants these are, whatever the name; "" where
+    there is none."""
+    mine, entry = problem.cluster, problem.calibration.network_entry
+    return _twin(mine, (load_cluster(n) for n in names("cluster")), lambda c: entry(c.constants))
+
+
+def published_stack(problem: Problem) -> str:
+    """The shipped stack whose facts of speed and constants these are, with any of its own options
+    switched on; "" where there is none."""
+    mine, entry = problem.system, problem.calibration.system_entry
+    if problem.attention == "flash":
+        mine = replace(mine, attention=problem.kernel)
+    return _twin(mine, _stacks(), lambda s: entry(s.constants))
+
+
+@cache
+def _stacks() -> tuple[System, ...]:
+    """Shipped stacks, each also with its options."""
+    plain = [load_system(name) for name in names("system")]
+    options: tuple[Variant, ...] = get_args(Variant)
+    chosen = [c for size in range(len(options) + 1) for c in combinations(options, size)]
+    made = (system_variant(system, c) for system in plain for c in chosen)
+    return tuple(system for system in made if isinstance(system, System))
+
+
+def _twin(mine: Made, shipped: Iterable[Made], entry: Callable[[Made], str]) -> str:
+    """Of the shipped ones that are alike, that of the same name, else the first."""
+    alike = [
+        other.name
+        for other in shipped
+        if entry(other) == entry(mine) and _speed(other) == _speed(mine)
+    ]
+    return mine.name if mine.name in alike else next(iter(alike), "")
+
+
+def _speed(thing: Struct) -> dict[str, Any]:
+    return {key: value for key, value in asdict(thing).items() if key not in NO_SPEED}
+
+
 def evidence(
     problem: Problem, family: str, cells: Sequence[Known], context_factor: float
 ) -> Evidence:
@@ -137,14 +191,15 @@ def evidence(
 
 def _tests(problem: Problem, family: str, factor: float) -> tuple[Callable[[Known], bool], ...]:
     """One test per rule, in the order of RULES."""
-    cluster, system = problem.cluster, problem.system.name
+    cluster, system = problem.cluster, published_stack(problem)
+    where = published_cluster(problem)
     length = problem.workload.seq_len
 
     def near(cell: Known) -> bool:
         return length / factor <= cell.seq_len <= length * factor
 
     def place(cell: Known) -> bool:
-        return cell.system == system and cell.cluster == cluster.name
+        return cell.system == system and cell.cluster == where
 
     def generation(cell: Known) -> bool:
         return cell.generation == cluster.generation

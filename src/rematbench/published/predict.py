@@ -24,6 +24,8 @@ COLUMNS = (
     "pred_offload_fraction",
     "pred_status",
     "pred_reason",
+    "pred_attention",
+    "pred_constants",
 )
 Prediction = dict[str, Any]
 Progress = Callable[[int, int], None]
@@ -158,6 +160,8 @@ def _prediction(problem: Problem, outcome: Outcome, assumed: str) -> Prediction:
         plan.fit.get("alpha", 0.0),
         outcome.status,
         reason,
+        problem.kernel,
+        " ".join(problem.constants),
     )
     return dict(zip(COLUMNS, values, strict=True))
 

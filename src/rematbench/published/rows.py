@@ -13,12 +13,13 @@ from msgspec import Struct
 
 from rematbench.choose.outcome import Variant, make_problem, system_variant
 from rematbench.cost.constants import Calibration
+from rematbench.cost.kernel_rates import RateError
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import MethodError, Registry, Value
-from rematbench.problem import AttentionKind, Problem
+from rematbench.problem import AttentionChoice, Problem
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError, ZeroStage
-from rematbench.spec.load import load_cluster, load_model, load_system, names
+from rematbench.spec.load import claim_of_row, load_cluster, load_model, load_system, names
 from rematbench.spec.system import System
 from rematbench.workload import MlpKind, Model, Precision
 
@@ -61,7 +62,7 @@ class Case(Struct, frozen=True, kw_only=True):
     layout: Layout
     seq_len: int
     precision: Precision
-    attention: AttentionKind
+    attention: AttentionChoice
     method: str
     settings: dict[str, Value]
     offload: float | None
@@ -88,13 +89,17 @@ class Case(Struct, frozen=True, kw_only=True):
             )
         except LayoutError as error:
             raise RowError("failed", f"layout: {error}") from error
+        except RateError as error:
+            raise RowError("unsupported", str(error)) from error
 
 
 def read_case(row: Row, registry: Registry) -> Case:
     """The case of a row."""
     system = _system(row)
     layout = _layout(row, system)
-    method, settings = recompute_method(text(row, "recompute"), registry)
+    word = text(row, "recompute")
+    said = claim_of_row(text(row, "system"), text(row, "note"))[1]
+    method, settings = recompute_method(said.get(word.lower(), word), registry)
     if system.compiled and "held" in settings:
         settings = {key: value for key, value in settings.items() if key != "held"}
     if not text(row, "cluster"):
@@ -112,7 +117,7 @@ def read_case(row: Row, registry: Registry) -> Case:
         layout=layout,
         seq_len=whole(row, "seq_len"),
         precision=_choice(row, "precision", "bf16", Precision),
-        attention=_choice(row, "attention", "flash", AttentionKind),
+        attention=_choice(row, "attention", "flash", AttentionChoice),
         method=method,
         settings=settings,
         offload=_fraction(row, "offload_fraction"),
@@ -241,7 +246,7 @@ def _system(row: Row) -> System:
     if not name:
         raise RowError("failed", "column system is missing or empty")
     try:
-        system = load_system(name)
+        system = load_system(claim_of_row(name, text(row, "note"))[0])
     except ConfigError as error:
         raise RowError("unsupported", str(error)) from error
     options: tuple[Variant, ...] = get_args(Variant)
@@ -261,15 +266,18 @@ def _layout(row: Row, system: System) -> Layout:
     stage = whole(row, "zero_stage", default_stage)
     if stage not in get_args(ZeroStage):
         raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
+    cp, dp, ulysses = whole(row, "cp", 1), whole(row, "dp"), whole(row, "ulysses", 1)
+    if system.cp_kind == "ulysses" and ulysses == 1:  # its context-parallel ranks are of dp here
+        cp, dp, ulysses = 1, dp * cp, cp
     layout = Layout(
         tp=tp,
         sp=_flag(row, "sp", tp > 1),
-        cp=whole(row, "cp", 1),
+        cp=cp,
         pp=whole(row, "pp"),
         vpp=whole(row, "vpp", 1),
-        dp=whole(row, "dp"),
+        dp=dp,
         zero_stage=cast(ZeroStage, stage),
-        ulysses=whole(row, "ulysses", 1),
+        ulysses=ulysses,
         micro_batch=whole(row, "micro_batch", 1),
         global_batch=whole(row, "global_batch"),
     )
@@ -311,8 +319,9 @@ def recompute_method(words: str, registry: Registry) -> tuple[str, dict[str, Val
         method = "block" if kind == "block" else "uniform"
         return "full_recompute", {"method": method, "num_layers": count}
     try:
-        return registry.resolve(words).name, {}
+        registry.resolve(words)
     except MethodError:
         known = ", ".join([*filter(None, POLICIES), "uniform N", "block N", "selective(N)"])
         reason = f"recompute {words!r} is not a known policy (known: {known})"
         raise RowError("unsupported", reason) from None
+    return words, {}

@@ -20,7 +20,7 @@ from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import PHASES, resolve
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
-from rematbench.problem import AttentionKind, Problem
+from rematbench.problem import AttentionChoice, Problem
 from rematbench.runs.measured import Measured
 from rematbench.runs.store import write_atomically
 from rematbench.simulate.evaluate import RankBytes
@@ -53,7 +53,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     layout: Layout
     seq_len: int
     precision: Precision
-    attention: AttentionKind
+    attention: AttentionChoice
     world: World = "simulated"
 
     @property
@@ -168,7 +168,8 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def content_hash(value: object) -> str:
     """Short SHA-256 of a value's canonical JSON (keys sorted)."""
-    text = msgspec.json.encode(value, order="sorted")
+    plain = msgspec.to_builtins(value, str_keys=True)
+    text = msgspec.json.encode(plain, order="sorted")
     return hashlib.sha256(text).hexdigest()[:HASH_DIGITS]
 
 
@@ -202,7 +203,7 @@ def run_spec(problem: Problem, method: Composition, world: World = "simulated") 
         layout=problem.layout,
         seq_len=work.seq_len,
         precision=work.precision,
-        attention=problem.attention,
+        attention=problem.asked_attention,
         world=world,
     )
 

@@ -8,9 +8,10 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.choose.outcome import make_problem, run_method
+from rematbench.cost.kernel_rates import RateError
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.plugins.registry import Composition, Registry, Value
-from rematbench.problem import AttentionKind, Problem
+from rematbench.problem import AttentionChoice, Problem
 from rematbench.runs.digests import code_digest, method_digest
 from rematbench.runs.record import (
     Record,
@@ -56,7 +57,7 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ulysses: PositiveInt = 1
     zero_stage: ZeroStage = 1
     precision: Precision = "bf16"
-    attention: AttentionKind = "flash"
+    attention: AttentionChoice = "flash"
     hbm_bytes: PositiveInt | None = None
 
     def problem(self) -> Problem:
@@ -90,7 +91,7 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 precision=self.precision,
                 attention=self.attention,
             )
-        except LayoutError as error:
+        except (LayoutError, RateError) as error:
             raise ConfigError("", self.name, str(error)) from error
 
 

@@ -1,6 +1,6 @@
 """What a plan leaves whole on the device: the only sites a composed method may still change."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import accumulate
 
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ from rematbench.lowering.lower import rank_orders
 from rematbench.lowering.rank_steps import site_kinds
 from rematbench.operators.ops import Part
 from rematbench.plan import Phase, Plan, Rule
-from rematbench.problem import Problem
+from rematbench.problem import Problem, rebuild_ops
 
 
 def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
@@ -55,12 +55,16 @@ def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
     return ""
 
 
-def holding_inputs(problem: Problem, base: Plan) -> Plan:
+def holding_inputs(problem: Problem, base: Plan, dropped: Collection[str], whole: bool) -> Plan:
     """The base with the inputs of layers held where the stack saves none (eager norms keep copies
-    of their own): what rebuilds whole layers starts from them."""
-    if all("layer_input" in table.saved for table in problem.layer_kinds):
-        return base
-    return replace(base, held=tuple(dict.fromkeys((*base.held, "layer_input"))))
+    of their own) and rebuilding what is dropped, or `whole` layers, starts from them."""
+    rest = kept_activations(problem, base) - set(dropped)
+    for table in problem.layer_kinds:
+        wanted = frozenset(dropped) & table.activations.keys()
+        again = table.ops if whole else rebuild_ops(table, wanted, rest)
+        if "layer_input" not in table.saved and any("layer_input" in op.inputs for op in again):
+            return replace(base, held=tuple(dict.fromkeys((*base.held, "layer_input"))))
+    return base
 
 
 def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:

@@ -16,7 +16,8 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `host_bytes` is the memory of a node; `non_torch_bytes` is what the CUDA context, NCCL and
     workspaces take from `hbm_bytes` before the allocator sees any; `pcie_gpus_per_link` is how
-    many GPUs share one host link.
+    many GPUs share one host link.  `constants`: entries of config/calibration.yaml that are this
+    cluster's, the first that is there counts (load.py sets it).
     """
 
     name: str
@@ -34,6 +35,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pcie_gpus_per_link: Count = 1
     numa_nodes: Count = 2
     host_bytes: Bytes
+    constants: tuple[str, ...] = ()
     sources: dict[str, str] = {}
 
     @property

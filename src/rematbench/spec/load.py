@@ -4,6 +4,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from rematbench.cost.constants import Calibration, load_calibration
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError, closest, convert, flatten, read_mapping
@@ -69,10 +72,9 @@ def _model(path: Path) -> Model:
 
 def _cluster(path: Path) -> Cluster:
     label = _label(path)
-    data = read_mapping(path, label)
-    data.pop("slurm", None)  # how to ask for its nodes: rematbench.slurm.settings
-    values, sources = flatten(data, label)
+    values, sources, bases = _inherited("cluster", path)
     cluster = convert({**values, "sources": sources}, Cluster, label)
+    cluster = replace(cluster, constants=_constants(path, cluster.name, bases))
     _one_of(cluster.generation, tuple(calibration().gpus), label, "generation")
     if cluster.non_torch_bytes >= cluster.hbm_bytes:
         raise ConfigError(label, "non_torch_bytes", "leaves no device memory to the framework")
@@ -81,12 +83,68 @@ def _cluster(path: Path) -> Cluster:
 
 def _system(path: Path) -> System:
     label = _label(path)
-    values, sources = flatten(read_mapping(path, label), label)
-    values.pop("aliases", None)
+    values, sources, bases = _inherited("system", path)
     system = convert({**values, "sources": sources}, System, label)
+    system = replace(system, constants=_constants(path, system.name, bases))
     for feature in system.features:
         _one_of(feature, _FEATURES, label, "features")
     return system
+
+
+NOT_FACTS: dict[Kind, tuple[str, ...]] = {
+    "model": (),
+    "cluster": ("slurm",),  # how to ask for its nodes: rematbench.slurm.settings
+    "system": ("aliases", "rows"),
+}
+"""Keys of a file that say how it is found or used, and are nobody's to inherit."""
+OWN_KEYS = ("name", "version", "source", "base")
+"""Keys of a file with a `base` that override no fact."""
+
+
+def _inherited(
+    kind: Kind, path: Path, below: tuple[Path, ...] = ()
+) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
+    """A file's values and their sources on top of those of its `base`, and the names of its bases,
+    the nearest first; ConfigError for an override without a source, or a circle of bases."""
+    label = _label(path)
+    data = read_mapping(path, label)
+    for key in (*NOT_FACTS[kind], "constants", "sources"):
+        if key in data and key not in NOT_FACTS[kind]:
+            raise ConfigError(label, key, "is set by what reads the file")
+        data.pop(key, None)
+    base = data.pop("base", "")
+    values, sources = flatten(data, label)
+    if not base:
+        return values, sources, ()
+    if not isinstance(base, str):
+        raise ConfigError(label, "base", f"expected the name or file of a {kind}")
+    above = located(kind, base)
+    if above.resolve() in (path.resolve(), *(other.resolve() for other in below)):
+        raise ConfigError(label, "base", f"{base!r} is based on this file")
+    given, known, bases = _inherited(kind, above, (*below, path))
+    sources = {**sources, **_reasons(data, label)}
+    return {**given, **values}, {**known, **sources}, (str(given["name"]), *bases)
+
+
+def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:
+    """Why each override is as it is: its own source, or that of the file."""
+    everywhere = str(data.get("source", ""))
+    found: dict[str, str] = {}
+    for key, entry in data.items():
+        if key in OWN_KEYS:
+            continue
+        told = isinstance(entry, dict)
+        found[key] = str(entry.get("source", "fitted")) if told else everywhere
+        if not found[key]:
+            problem = "overrides its base without a source: {value: ..., source: ...}, or mine"
+            raise ConfigError(label, key, problem)
+    return found
+
+
+def _constants(path: Path, name: str, bases: tuple[str, ...]) -> tuple[str, ...]:
+    """Entries of config/calibration.yaml that belong to a file: a shipped file's own, and those of
+    its bases.  A name gives a user's file none, for its facts may be others."""
+    return (name, *bases) if _is_shipped(path) else bases
 
 
 # Shipped files do not change while a program runs; a user's own file may, and is read anew.
@@ -131,6 +189,37 @@ def _aliases() -> dict[str, str]:
         path = _folder("system") / f"{stem}.yaml"
         data = read_mapping(path, _label(path))
         found.update(dict.fromkeys(data.get("aliases", ()), stem))
+    return found
+
+
+class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which published rows are of a stack: those of the family `system` whose note has the text
+    `note`; `recompute`: what this stack runs where such a row's recompute column has a word."""
+
+    system: str
+    note: str
+    recompute: dict[str, str] = field(default_factory=dict)
+    source: str = ""
+
+
+def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
+    """The stack of a published row, by the first file that claims it under `rows`, or what the row
+    calls it; and that stack's methods by the row's words."""
+    for stem, claim in _claimed_rows().items():
+        if system == claim.system and claim.note in note:
+            return stem, claim.recompute
+    return system, {}
+
+
+@cache
+def _claimed_rows() -> dict[str, RowClaim]:
+    """`{file stem: its claim}` of the stacks that claim rows."""
+    found: dict[str, RowClaim] = {}
+    for stem in names("system"):
+        path = _folder("system") / f"{stem}.yaml"
+        claim = read_mapping(path, _label(path)).get("rows")
+        if claim is not None:
+            found[stem] = convert(claim, RowClaim, _label(path))
     return found
 
 

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from rematbench.cost.kernel_rates import AttentionBackend
+
 StateBytes = Annotated[int, Meta(ge=0, le=1 << 10)]
 """Of one parameter."""
 Multiple = Annotated[int, Meta(gt=0, le=1 << 24)]
@@ -33,6 +35,10 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `step_scratch_bytes`: what the optimizer step holds per updated parameter, and frees again.
     `fused_norm`, `fused_rope`: RMSNorm, RoPE run as single kernels (else as eager torch operators,
     unless `compiled`).
+    `attention`: the kernel that runs where a run asks for `flash`, by its name in config/kernels
+    (`unfused`: the stack has no other).
+    `constants`: entries of config/calibration.yaml that are this stack's, the first that is there
+    counts: a shipped stack's own, then those of its bases (load.py sets it).
     `norm_keeps_steps`: an eager RMSNorm keeps, instead of its input, that input in fp32, its
     reciprocal root mean square and the normalised input (in fp32 where the weight is added to one).
     `repeats_kv`: fused attention is given keys and values once per query head, and keeps those.
@@ -57,6 +63,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     optimizer_bytes: StateBytes
     reduce_bytes: StateBytes
     gather_bytes: StateBytes
+    attention: AttentionBackend
     fused_swiglu: bool
     fused_linears: bool = True
     fused_loss: bool
@@ -84,6 +91,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reported_peak: ReportedPeak = "allocated"
     rank_order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
     features: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
     sources: dict[str, str] = {}
 
     def padded_vocab(self, vocab: int, tp: int) -> int:

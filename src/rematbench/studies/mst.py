@@ -57,7 +57,7 @@ def mst_longest(answers: list[Answer], told: Told) -> Table:
         note=SIMULATED
         + "Early update is optimizer-in-backward; ratios compare rows that both have "
         "it or both lack it. Published lengths are in thousands of tokens. Not modelled, and bytes "
-        "that the real stack has: the fp32 copies that eager RMSNorm and RoPE save.",
+        "that the real stack has: what the allocator loses to fragmentation.",
     )
 
 

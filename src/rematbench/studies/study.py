@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from rematbench.choose.outcome import make_problem
-from rematbench.problem import AttentionKind, Problem
+from rematbench.problem import AttentionChoice, Problem
 from rematbench.runs.suite import Variant
 from rematbench.spec.configfile import (
     ConfigError,
@@ -74,7 +74,7 @@ class StudyWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     seq_len: PositiveInt
     global_batch: PositiveInt = 1
     precision: Precision = "bf16"
-    attention: AttentionKind = "flash"
+    attention: AttentionChoice = "flash"
     layouts: tuple[Degrees, ...] = (Degrees(),)
 
     def problem(self, degrees: Degrees, seq_len: int = 0) -> Problem:

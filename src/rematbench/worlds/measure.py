@@ -45,6 +45,7 @@ def as_run(problem: Problem) -> Problem:
         layout=problem.layout,
         calibration=problem.calibration,
         attention=problem.attention,
+        backend=problem.backend,
     )
 
 

@@ -1,0 +1,53 @@
+"""The command that lists and explains software stacks: systems."""
+
+from typing import Annotated
+
+from rich.table import Table
+from typer import Argument
+
+from rematbench.host.console import console, grid, left, plain
+from rematbench.spec.load import calibration, load_system
+from rematbench.spec.stackfacts import Fact, chain, facts, listed
+
+
+def systems(
+    name: Annotated[str, Argument(metavar="[NAME]", help="A stack to explain, or its file.")] = "",
+) -> None:
+    """List the stacks and what differs from their base; with a NAME, each fact with its source.
+
+    \b
+    Example:
+      rematbench systems
+      rematbench systems nemo-24.12
+    """
+    out = console()
+    if not name:
+        out.print(_all())
+        return
+    system = load_system(name)
+    bases = [file for file, _ in chain(name)[1:]]
+    entry = calibration().system_entry(system.constants)
+    based = f", based on {', then '.join(bases)}" if bases else ""
+    out.print(plain(f"{system.name} ({system.version}){based}"), style="bold")
+    out.print(plain(f"constants of config/calibration.yaml: {entry}"))
+    out.print(_facts(facts(name)))
+    for file, data in chain(name):
+        if data.get("source"):
+            out.print(plain(f"(*) {file}: {' '.join(str(data['source']).split())}"))
+
+
+def _all() -> Table:
+    table = left(grid("stack", "version", "base", "attention", "differs from its base"), 1, 2, 3, 4)
+    for name, version, base, changed in listed():
+        told = ", ".join(f"{key} {fact.value}" for key, fact in changed.items())
+        cells = (name, version, base or "-", load_system(name).attention, told)
+        table.add_row(*(plain(cell) for cell in cells))
+    return table
+
+
+def _facts(found: dict[str, Fact]) -> Table:
+    table = left(grid("fact", "value", "said by", "source"), 1, 2, 3)
+    for key, fact in found.items():
+        cells = (key, str(fact.value), fact.file, " ".join(fact.source.split()) or "(*) below")
+        table.add_row(*(plain(cell) for cell in cells))
+    return table

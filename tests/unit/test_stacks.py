@@ -1,0 +1,131 @@
+"""Stacks and clusters with a base, kernels by name, and whose constants count."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from rematbench.choose.outcome import make_problem
+from rematbench.cli.app import app
+from rematbench.cost.kernel_rates import RateError
+from rematbench.problem import Problem
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_system
+from rematbench.spec.stackfacts import differences, facts
+
+
+def stack(folder: Path, text: str, name: str = "mine") -> Path:
+    path = folder / f"{name}.yaml"
+    path.write_text(f"name: {name}\nversion: here\n{text}", encoding="utf-8")
+    return path
+
+
+def made(**changes: Any) -> Problem:
+    given: dict[str, Any] = {
+        "model": "llama-7b",
+        "cluster": "h100-80gb",
+        "system": "megatron-core",
+        "layout": Layout(tp=2, sp=True),
+        "seq_len": 4096,
+    }
+    return make_problem(**(given | changes))
+
+
+def test_a_file_has_its_base_but_for_what_it_says(tmp_path: Path) -> None:
+    text = "base: nemo-24.12\ntp_overlap: {value: backward, source: mine}\n"
+    mine, base = load_system(stack(tmp_path, text)), load_system("nemo-24.12")
+    assert mine.constants == ("nemo-24.12", "megatron-core")
+    assert mine.sources["tp_overlap"] == "mine"
+    same = {"name": base.name, "version": base.version, "constants": base.constants}
+    assert replace(mine, **same, tp_overlap="gemm", sources=base.sources) == base
+
+
+def test_an_override_needs_a_source(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="attention: overrides its base without a source"):
+        load_system(stack(tmp_path, "base: megatron-core\nattention: fa3\n"))
+
+
+def test_bases_do_not_go_round(tmp_path: Path) -> None:
+    first = stack(tmp_path, f"base: {tmp_path}/second.yaml\n", "first")
+    stack(tmp_path, f"base: {first}\n", "second")
+    with pytest.raises(ConfigError, match="is based on this file"):
+        load_system(first)
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "other"])
+def test_a_copy_has_the_constants_of_its_base_under_any_name(tmp_path: Path, name: str) -> None:
+    found = made(system=stack(tmp_path, "base: torchtitan\n", name))
+    assert found.constants[2] == "torchtitan"
+    assert found.cost.stack == calibration().systems["torchtitan"]
+
+
+def test_a_name_alone_gives_a_users_file_no_constants(tmp_path: Path) -> None:
+    text = Path("config/clusters/h100-80gb.yaml").read_text(encoding="utf-8")
+    copied = tmp_path / "h100-80gb.yaml"
+    copied.write_text(text, encoding="utf-8")
+    assert load_cluster(copied).constants == ()
+    assert made(cluster=copied).constants[1] == "default"
+    based = tmp_path / "based.yaml"
+    based.write_text(
+        "name: slow\nbase: h100-80gb\npeak_flop_per_s: {value: 4e14, source: mine}\n",
+        encoding="utf-8",
+    )
+    found = made(cluster=based)
+    assert found.constants[1] == "h100-80gb"
+    assert found.cluster.peak_flop_per_s == 4e14
+
+
+def test_the_power_limit_is_the_clusters() -> None:
+    scales = {name: entry.kernel_scale for name, entry in calibration().networks.items()}
+    assert {name for name, scale in scales.items() if scale != 1} == {"h100-96gb-hbm2e"}
+    assert calibration().systems["torchtitan"].kernel_scale == 1
+
+
+def test_a_kernel_by_name_has_its_own_speed() -> None:
+    table = made().layer(0)
+    op = next(op for op in table.ops if op.name == "attention")
+    times = {name: made(attention=name).cost.op_s(op, "forward") for name in ("fa1", "fa2", "fa3")}
+    assert times["fa1"] > times["fa2"] > times["fa3"]
+    assert made().cost.op_s(op, "forward") == times["fa2"]
+    assert made(attention="fa3").asked_attention == "fa3"
+    assert made(attention="unfused").kernel == "unfused"
+    assert made(system="huggingface", layout=Layout()).attention == "unfused"
+    assert made(system="huggingface", layout=Layout(), attention="fa2").attention == "flash"
+
+
+def test_a_kernel_that_the_gpu_cannot_run_is_refused_by_name() -> None:
+    with pytest.raises(RateError, match=r"attention 'fa3' on ampere: .*Hopper"):
+        made(cluster="a100-80gb-selene", attention="fa3")
+    words = ["simulate", "keep_all", "--model", "llama-7b", "--cluster", "a100-80gb-selene"]
+    words += ["--gpus", "8", "--seq-len", "4096", "--global-batch", "8", "--tp", "8"]
+    refused = CliRunner().invoke(app, [*words, "--attention", "fa3"])
+    assert isinstance(refused.exception, RateError)
+    shown = CliRunner().invoke(app, words)
+    assert "attention fa2 on ampere; constants of cluster a100-80gb-selene" in shown.output
+
+
+def test_a_row_whose_note_names_a_release_is_of_that_stack() -> None:
+    assert claim_of_row("megatron-core", "NeMo 24.12, seconds per step") == ("nemo-24.12", {})
+    assert claim_of_row("megatron-core", "Fujii") == ("megatron-core", {})
+    assert claim_of_row("megatron-lm", "NeMo 24.12") == ("megatron-lm", {})
+
+
+def test_facts_say_who_says_them() -> None:
+    found = facts("nemo-24.12")
+    assert found["attention"].file == "nemo-24.12"
+    assert found["vocab_multiple"].file == "megatron-core"
+    changed = differences("nemo-24.12")
+    assert all(getattr(load_system("megatron-core"), k) != f.value for k, f in changed.items())
+    assert differences("megatron-core") == {}
+
+
+def test_systems_are_listed_and_explained() -> None:
+    listed = CliRunner().invoke(app, ["systems"])
+    assert listed.exit_code == 0
+    assert "huggingface-flash" in listed.output
+    told = CliRunner().invoke(app, ["systems", "nemo-24.12"])
+    assert "constants of config/calibration.yaml: megatron-core" in told.output
+    assert "ub_tp_comm_overlap" in told.output
