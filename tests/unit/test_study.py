@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.cli.app import app as cli
+from rematbench.cli import app as cli
 from rematbench.plugins.discover import discover
 from rematbench.spec.configfile import ConfigError
 from rematbench.studies.answers import Answer, ask_study, dump, read_answers

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from rematbench.choose import outcome as suite
-from rematbench.cli.app import converge, main, measured
-from rematbench.cli.app import study as study_command
+from rematbench.cli import converge, measured
+from rematbench.cli import study as study_command
+from rematbench.cli.app import main
 from rematbench.cli.launched import is_launched
 from rematbench.cli.targets import need_file, need_folder
 from rematbench.host.console import CommandError

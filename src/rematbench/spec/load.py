@@ -1,5 +1,6 @@
 """Models, clusters and systems by name, by YAML file, or (models) by Hugging Face config.json."""
 
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -74,7 +75,8 @@ def _cluster(path: Path) -> Cluster:
     label = _label(path)
     values, sources, bases = _inherited("cluster", path)
     cluster = convert({**values, "sources": sources}, Cluster, label)
-    cluster = replace(cluster, constants=_constants(path, cluster.name, bases))
+    entries = calibration().networks
+    cluster = replace(cluster, constants=_constants(path, cluster.name, bases, entries))
     _one_of(cluster.generation, tuple(calibration().gpus), label, "generation")
     if cluster.non_torch_bytes >= cluster.hbm_bytes:
         raise ConfigError(label, "non_torch_bytes", "leaves no device memory to the framework")
@@ -85,7 +87,7 @@ def _system(path: Path) -> System:
     label = _label(path)
     values, sources, bases = _inherited("system", path)
     system = convert({**values, "sources": sources}, System, label)
-    system = replace(system, constants=_constants(path, system.name, bases))
+    system = replace(system, constants=_constants(path, system.name, bases, calibration().systems))
     for feature in system.features:
         _one_of(feature, _FEATURES, label, "features")
     return system
@@ -141,10 +143,13 @@ def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:
     return found
 
 
-def _constants(path: Path, name: str, bases: tuple[str, ...]) -> tuple[str, ...]:
-    """Entries of config/calibration.yaml that belong to a file: a shipped file's own, and those of
-    its bases.  A name gives a user's file none, for its facts may be others."""
-    return (name, *bases) if _is_shipped(path) else bases
+def _constants(
+    path: Path, name: str, bases: tuple[str, ...], entries: Collection[str]
+) -> tuple[str, ...]:
+    """Which `entries` of config/calibration.yaml belong to a file: a shipped file's own, and those
+    of its bases.  A name gives a user's file none, for its facts may be others."""
+    names = (name, *bases) if _is_shipped(path) else bases
+    return tuple(name for name in names if name in entries)
 
 
 # Shipped files do not change while a program runs; a user's own file may, and is read anew.
