@@ -54,7 +54,7 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         """The layout; LayoutError where the ranks do not divide the GPUs."""
         ranks = self.tp * self.cp * self.pp
         dp, rest = divmod(self.gpus, ranks)
-        if rest or dp == 0:
+        if rest:
             near = max(1, round(self.gpus / ranks)) * ranks
             raise LayoutError(
                 f"gpus {self.gpus} must be a multiple of tp x cp x pp = {self.tp} x {self.cp} x "
