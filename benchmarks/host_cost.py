@@ -19,6 +19,7 @@ from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.program.action import Action
 from rematbench.spec.layout import Layout
+from rematbench.spec.problemspec import ProblemSpec
 from rematbench.torch import executor, trace
 
 METHODS = ("keep_all", "full_recompute", "memo", "mst")
@@ -35,9 +36,10 @@ def measured(method: str) -> dict[str, tuple[int, float]]:
         spent[action.kind.value].append(time.perf_counter() - start)
 
     layout = Layout(tp=2, sp=True, pp=2, dp=1, global_batch=16)
-    problem = make_problem(
-        model="llama-7b", cluster="h800-80gb", system="rematbench", layout=layout, seq_len=4096
+    spec = ProblemSpec.at(
+        layout, model="llama-7b", cluster="h800-80gb", system="rematbench", seq_len=4096
     )
+    problem = make_problem(spec)
     plan = discover().resolve(method).plan(problem)
     assert isinstance(plan, Plan), plan
     executor.Executor._act = timed  # type: ignore[method-assign]  # a probe of this script only

@@ -56,7 +56,7 @@ def searches(study: Study) -> list[float]:
     heuristic = []
     sys.stdout.write("problem, heuristic s, optimum s, heuristic / optimum\n")
     for workload in study.workloads:
-        problem = workload.problem(workload.layouts[0])
+        problem = workload.at_layouts()[0].problem()
         fast, slow = (
             seconds(lambda p=problem, e=exact: policies(p, exact=e)) for exact in (False, True)
         )
@@ -72,7 +72,7 @@ def plans(study: Study) -> None:
     for workload in study.workloads:
         if "average" in workload.name or workload.system == "deepspeed" or workload.gpus != 8:
             continue
-        problem = workload.problem(workload.layouts[0])
+        problem = workload.at_layouts()[0].problem()
         plan = method.plan(problem)
         assert isinstance(plan, Plan)
         rank = lower(plan, problem).ranks[0]

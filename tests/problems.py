@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from rematbench.choose import outcome
 from rematbench.cost.constants import Calibration, load_calibration
 from rematbench.plan import (
     ByteBudget,
@@ -23,6 +24,7 @@ from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_system
 from rematbench.spec.paths import data_dir
+from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Model, Workload
 
 LLAMA = replace(contract.LLAMA, name="test-llama")
@@ -53,6 +55,11 @@ def problem(
         calibration(),
         attention,
     )
+
+
+def make_problem(*, layout: Layout, **others: Any) -> Problem:
+    """A problem with its evaluator, at a whole layout."""
+    return outcome.make_problem(ProblemSpec.at(layout, **others))
 
 
 def layers(num_layers: int, model: Model = LLAMA) -> Model:

@@ -21,6 +21,7 @@ RUN = {
     "--seq-len": "4096", "--global-batch": "8", "--micro-batch": "1", "--tp": "2", "--cp": "1",
     "--pp": "2", "--vpp": "1", "--ulysses": "1", "--zero": "1", "--partition": "16,16",
     "--attention": "flash", "--precision": "bf16", "--set": "alpha=0.5", "--methods": "methods",
+    "--hbm-bytes": "80000000000",
 }  # fmt: skip
 """Options of a run that is right (but for --set, which some methods do not have)."""
 METHODS = (

@@ -3,13 +3,13 @@
 from random import Random
 from typing import Any, NamedTuple
 
-from rematbench.choose.outcome import make_problem
 from rematbench.packages.process import policy
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.workload import Model
+from tests.problems import make_problem
 
 CHECKPOINTING = ("none", "none", "plain", "plain", "partitioned", "cpu", "partitioned_cpu")
 

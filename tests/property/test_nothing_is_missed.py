@@ -14,7 +14,7 @@ from rematbench.choose.bench import Bench
 from rematbench.choose.candidates import Candidate, load_compare
 from rematbench.choose.compare import Comparing
 from rematbench.choose.entry import Comparison, Entry
-from rematbench.choose.outcome import make_problem, reserved_bytes, run_plan
+from rematbench.choose.outcome import reserved_bytes, run_plan
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
@@ -24,6 +24,7 @@ from rematbench.simulate.evaluate import program_bytes
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster
 from rematbench.workload import Model
+from tests.problems import make_problem
 
 POINTS = ("published", "published+fc1", "all")
 SCOPES = ("consumer", "layer")

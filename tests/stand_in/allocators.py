@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import make_problem
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
@@ -22,7 +21,7 @@ from rematbench.torch.groups import Groups
 from rematbench.torch.launch import execute_cases
 from rematbench.torch.model import RankModel
 from rematbench.torch.trace import fake_job, rank_at
-from tests.problems import LLAMA
+from tests.problems import LLAMA, make_problem
 
 WIDE = replace(
     LLAMA, name="wide", num_layers=4, hidden=1024, num_heads=8, num_kv_heads=8, head_dim=128,

@@ -19,7 +19,6 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.choose.outcome import make_problem
 from rematbench.spec.layout import Layout
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
@@ -27,6 +26,7 @@ from rematbench.torch.gather import combine
 from rematbench.torch.parameters import AdamW, Parameter
 from rematbench.workload import Precision
 from rematbench.worlds.measure import norm_error
+from tests.problems import make_problem
 from tests.torch import cases, grid, laws
 from tests.torch.test_faults import edited, skip_a_piece
 

@@ -10,7 +10,6 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import make_problem
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Recompute
 from rematbench.problem import Problem
@@ -23,7 +22,7 @@ from rematbench.torch.gather import combine
 from rematbench.torch.model import NotExecutable, require_executable
 from rematbench.torch.trace import trace_rank
 from rematbench.worlds.measure import measured_ranks
-from tests.problems import FULL, rule
+from tests.problems import FULL, make_problem, rule
 from tests.torch import cases, grid, laws
 
 SYSTEMS = ("deepspeed", "megatron-core", "megatron-lm", "torchtitan")

@@ -6,12 +6,12 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.choose.outcome import make_problem
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.spec.layout import Layout
 from rematbench.torch.case import Case, Result
 from rematbench.worlds.measure import measured_ranks
+from tests.problems import make_problem
 from tests.torch import laws
 
 LAYOUTS = {

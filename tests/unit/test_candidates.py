@@ -18,7 +18,6 @@ from rematbench.choose.candidates import (
     load_compare,
     present,
 )
-from rematbench.choose.outcome import make_problem
 from rematbench.cost.constants import FitRule
 from rematbench.plan import (
     MiniSequence,
@@ -36,6 +35,7 @@ from rematbench.published.accuracy import Accuracy, Group, Promise
 from rematbench.published.evidence import Known, evidence, known_cells
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration
+from tests.problems import make_problem
 
 
 def demo(system: str = "megatron-kwai") -> Problem:

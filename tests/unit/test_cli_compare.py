@@ -14,7 +14,7 @@ from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
 from rematbench.cli.app import main
 from rematbench.cli.compare import judge, published_cells
-from rematbench.cli.options import RunOptions, request
+from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import Ranking
 from rematbench.cost.estimators import fujii_estimate
 from rematbench.plan import Plan, Unsupported
@@ -143,12 +143,16 @@ host_bytes: 500000000000
 """
 
 
+def asked_of(**problem: Any) -> Request:
+    return request(RunOptions(method="keep_all", problem={"system": "megatron-core", **problem}))
+
+
 @pytest.mark.parametrize("width", [100, 160])
 def test_the_table_is_not_cut(width: int) -> None:
     """No cell loses letters at the width of a terminal or of a pipe."""
     options = dict(zip((w[2:].replace("-", "_") for w in PIPE[::2]), PIPE[1::2], strict=True))
     numbers = {k: int(v) for k, v in options.items() if v.isdigit()}
-    asked = request(RunOptions(method="keep_all", **{**options, **numbers}))  # type: ignore[arg-type]
+    asked = asked_of(**{**options, **numbers})
     config = replace(load_compare(), policies=load_compare().policies[-2:])
     found = Comparing(asked.problem, asked.base, config, limit_s=60).everything()
     judged = judge(found, asked, published_cells([], ()), config)
@@ -210,8 +214,8 @@ def test_fujii_stands_beside_the_ledger(cli: Any) -> None:
     assert ran.code == 0
     assert "80 % rule: " in ran.out
     found = json.loads(cli("simulate", *words, "--json").out)["estimate"]
-    asked = request(RunOptions(method="keep_all", model="llama-7b", cluster="a800-80gb", gpus=4,
-                               seq_len=4096, global_batch=8, pp=2, tp=2))  # fmt: skip
+    asked = asked_of(model="llama-7b", cluster="a800-80gb", gpus=4, seq_len=4096, global_batch=8,
+                     pp=2, tp=2)  # fmt: skip
     form = fujii_estimate(asked.problem.workload.model, asked.problem.layout, 4096)
     assert found["total_bytes"] == form.total_bytes
     assert found["state_bytes"] + found["activation_bytes"] == pytest.approx(form.total_bytes)
@@ -221,9 +225,8 @@ def test_fujii_stands_beside_the_ledger(cli: Any) -> None:
 def test_atc24_is_the_estimate_that_the_method_asks(cli: Any) -> None:
     """The alpha that `fit: paper` chooses is the smallest whose estimate is below its cap."""
     method = discover().resolve("balanced_checkpointing+pp_offload", {"fit": "paper"})
-    asked = request(RunOptions(method="keep_all", model="llama-7b", cluster="a800-80gb", gpus=4,
-                               seq_len=16384, global_batch=8, pp=4, vpp=2,
-                               system="megatron-kwai"))  # fmt: skip
+    asked = asked_of(model="llama-7b", cluster="a800-80gb", gpus=4, seq_len=16384, global_batch=8,
+                     pp=4, vpp=2, system="megatron-kwai")  # fmt: skip
     plan = method.plan(asked.problem)
     assert isinstance(plan, Plan)
     assert 0 < float(plan.fit["alpha"]) < 1

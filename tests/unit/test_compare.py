@@ -16,7 +16,7 @@ from rematbench.choose.candidates import (
 )
 from rematbench.choose.compare import Comparing
 from rematbench.choose.entry import Comparison, Entry
-from rematbench.choose.outcome import make_problem, run_method
+from rematbench.choose.outcome import run_method
 from rematbench.cli.compare import tied
 from rematbench.cli.ranking import Judged, texts, verdict
 from rematbench.host.workers import Pool
@@ -29,6 +29,7 @@ from rematbench.simulate.breakdown import PARTS, Spared, parts_of
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
 from rematbench.spec.layout import Layout
+from tests.problems import make_problem
 
 DEMO = Layout(pp=4, vpp=2, global_batch=8, zero_stage=1)
 

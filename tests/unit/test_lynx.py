@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import make_problem
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Recompute, Unsupported
 from rematbench.plugins.discover import discover
@@ -33,7 +32,7 @@ from rematbench.solve.partition import balance, contiguous
 from rematbench.solve.relocate import Relocation
 from rematbench.solve.windows import Job, LayerWindows, Slot, idle_s, layer_windows
 from rematbench.spec.layout import Layout
-from tests.problems import layers, problem
+from tests.problems import layers, make_problem, problem
 from tests.twin.interpreter import interpret
 
 REGISTRY = discover()

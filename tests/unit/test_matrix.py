@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import make_problem, run_method
+from rematbench.choose.outcome import run_method
 from rematbench.matrix.layouts import KEPT, RULES, candidates
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import BEST, NOT_RUN, SAME, Line, run_matrix
@@ -20,6 +20,7 @@ from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import calibration, load_cluster, load_model, load_system
 from rematbench.spec.paths import data_dir
 from rematbench.studies.front import pareto_table
+from tests.problems import make_problem
 
 REGISTRY = discover()
 ARMS = ("keep all", "full recomputation", "balanced", "balanced + offload", "mst")

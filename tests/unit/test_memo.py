@@ -5,7 +5,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from rematbench.choose.outcome import make_problem
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Recompute, Rule, Select, Unsupported
 from rematbench.plugins.discover import discover
@@ -19,7 +18,7 @@ from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
 from rematbench.spec.layout import Layout
-from tests.problems import GPT, layers, problem
+from tests.problems import GPT, layers, make_problem, problem
 from tests.twin.interpreter import interpret
 
 REGISTRY = discover()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from rematbench.choose.outcome import make_problem
 from rematbench.lowering.lower import lower
 from rematbench.plan import ByteBudget, Group, Keep, Plan, Recompute, Rule, Select, Unsupported
 from rematbench.plugins.discover import discover
@@ -19,7 +18,7 @@ from rematbench.solve.kept import kept_activations, kept_layer_bytes
 from rematbench.solve.pareto import cheapest_within, front, point
 from rematbench.solve.search import smallest_feasible
 from rematbench.spec.layout import Layout
-from tests.problems import GPT, layers, problem
+from tests.problems import GPT, layers, make_problem, problem
 
 REGISTRY = discover()
 PUBLISHED = ("act_out", "attn_norm_out", "fc2_in", "mlp_norm_out")

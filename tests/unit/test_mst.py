@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import make_problem
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover
@@ -21,7 +20,7 @@ from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
 from rematbench.spec.layout import Layout
 from rematbench.studies.longest import longest_sequence
-from tests.problems import LLAMA, layers, problem
+from tests.problems import LLAMA, layers, make_problem, problem
 from tests.twin.interpreter import interpret
 
 REGISTRY = discover()

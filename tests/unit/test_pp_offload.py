@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from rematbench.choose.outcome import make_problem
 from rematbench.cost.estimators import PipelineOffloadEstimator
 from rematbench.lowering.lower import lower
 from rematbench.lowering.schedule import in_flight, passes
@@ -18,7 +17,7 @@ from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.kept import kept_activations
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster
-from tests.problems import layers, problem
+from tests.problems import layers, make_problem, problem
 
 REGISTRY = discover()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rematbench.plugins.discover import discover
-from rematbench.slurm.cells import Campaign, run_words
+from rematbench.slurm.cells import Campaign
 from rematbench.slurm.launch import Allocation, torchrun
 from rematbench.slurm.resources import executed_resources
 from rematbench.slurm.settings import load_site
@@ -71,8 +71,9 @@ def test_resources_of_one_and_of_several_nodes(tmp_path: Path) -> None:
 
 
 def test_the_command_of_a_cell_is_what_a_person_types(tmp_path: Path) -> None:
-    words = run_words(campaign(tmp_path).cells[0])
-    assert words[0] == "keep_all"
+    made = campaign(tmp_path)
+    words = made.words(made.cells[0])
+    assert words[:2] == ["execute", "keep_all"]
     assert words[words.index("--seq-len") + 1] == "64"
     assert "--no-sp" not in words
 

@@ -1,7 +1,6 @@
 """Problems from plain inputs, one method on one problem, and the verdict: fits, or what binds."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
@@ -11,7 +10,7 @@ from rematbench.cost.constants import Calibration
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition
-from rematbench.problem import AttentionChoice, Problem
+from rematbench.problem import Problem
 from rematbench.program.allocator import AllocatorPeaks, replay
 from rematbench.program.check import check
 from rematbench.program.program import Program
@@ -23,10 +22,11 @@ from rematbench.simulate.evaluate import (
     program_bytes,
 )
 from rematbench.spec.cluster import Cluster
-from rematbench.spec.layout import Layout, LayoutError
+from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import calibration, load_cluster, load_model, load_system
+from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import System
-from rematbench.workload import Model, Precision, Workload
+from rematbench.workload import Model, Workload
 
 Status = Literal["ok", "oom", "unsupported", "failed"]
 Variant = Literal["compile", "async_tp"]
@@ -68,31 +68,25 @@ def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Un
     return system
 
 
-def make_problem(
-    *,
-    model: str | Path | Model,
-    cluster: str | Path | Cluster,
-    system: str | Path | System,
-    layout: Layout,
-    seq_len: int,
-    precision: Precision = "bf16",
-    attention: AttentionChoice = "flash",
-    constants: Calibration | None = None,
-) -> Problem:
+def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Problem:
     """A problem with the chunk-level evaluator bound; names and files are loaded.
 
     `attention` is flash (the stack's kernel), unfused, or a kernel by name.  Raises ConfigError for
     names, LayoutError for layouts, RateError for a kernel that the GPUs cannot run: one clear line.
     """
-    model = model if isinstance(model, Model) else load_model(model)
+    layout = spec.layout
+    model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
+    cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
+    if spec.hbm_bytes is not None:
+        cluster = replace(cluster, hbm_bytes=spec.hbm_bytes)
     return Problem(
-        workload=Workload(model=model, seq_len=seq_len, precision=precision),
-        cluster=cluster if isinstance(cluster, Cluster) else load_cluster(cluster),
-        system=system if isinstance(system, System) else load_system(system),
+        workload=Workload(model=model, seq_len=spec.seq_len, precision=spec.precision),
+        cluster=cluster,
+        system=spec.system if isinstance(spec.system, System) else load_system(spec.system),
         layout=layout,
         calibration=constants or calibration(),
-        attention="unfused" if attention == "unfused" else "flash",
-        backend="" if attention == "flash" else attention,
+        attention="unfused" if spec.attention == "unfused" else "flash",
+        backend="" if spec.attention == "flash" else spec.attention,
         evaluator=evaluate,
         weigher=weigh,
     )

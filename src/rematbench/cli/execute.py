@@ -85,13 +85,15 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
 
 def _with_defaults(run: RunOptions) -> RunOptions:
     """A length and a batch for a first try."""
-    ranks = run.tp * run.cp * run.pp
-    replicas = max(1, (run.gpus or ranks) // ranks)
-    return dataclasses.replace(
-        run,
-        seq_len=run.seq_len or SEQ_LEN,
-        global_batch=run.global_batch or 2 * run.pp * replicas * run.micro_batch,
-    )
+    given = run.problem
+    ranks = given["tp"] * given["cp"] * given["pp"]
+    replicas = max(1, (given["gpus"] or ranks) // ranks)
+    usual = {
+        "seq_len": SEQ_LEN,
+        "global_batch": 2 * given["pp"] * replicas * given["micro_batch"],
+    }
+    filled = {key: given[key] or value for key, value in usual.items()}
+    return dataclasses.replace(run, problem={**given, **filled})
 
 
 def _given(

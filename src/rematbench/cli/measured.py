@@ -24,7 +24,7 @@ from rematbench.problem import Problem
 from rematbench.runs.collect import read_records
 from rematbench.runs.measured import Measured
 from rematbench.runs.record import Record, read_record, write_record
-from rematbench.runs.suite import ProblemSpec, Suite, Variant, bundles, load_suite
+from rematbench.runs.suite import NamedProblem, Suite, Variant, bundles, load_suite
 from rematbench.tables.worlds import differing, worlds_table
 from rematbench.worlds.again import differences
 from rematbench.worlds.measure import activation_bytes, compared, measured, measured_record
@@ -110,7 +110,7 @@ def cell_names(suite: Suite, only: Sequence[str] = ()) -> list[str]:
 
 def _asked(
     suite: Suite, registry: Registry, only: Sequence[str]
-) -> Iterator[tuple[str, ProblemSpec, Variant]]:
+) -> Iterator[tuple[str, NamedProblem, Variant]]:
     for spec in suite.problems:
         for bundle, variants in bundles(suite, registry).items():
             for number, variant in enumerate(variants):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from itertools import pairwise
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import fields, replace
 from typer import Argument, Option
 
 from rematbench.choose.outcome import make_problem
@@ -19,9 +19,8 @@ from rematbench.packages.process import baselines
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, MethodError
-from rematbench.problem import AttentionChoice, Problem
-from rematbench.spec.layout import Layout, ZeroStage
-from rematbench.workload import Precision
+from rematbench.problem import Problem
+from rematbench.spec.problemspec import ProblemSpec, flag
 
 MOST_S = 7 * 86_400.0
 """A week; far longer times are more milliseconds than torch's timeouts can count."""
@@ -30,46 +29,44 @@ MOST_S = 7 * 86_400.0
 Timeout = Annotated[
     float, Option(min=1, max=MOST_S, help="Seconds without a result until given up.")
 ]
-REQUIRED = ("model", "cluster", "gpus", "seq_len", "global_batch")
+
+_OPTIONS = {
+    "model": Option(
+        metavar="M",
+        show_default=False,
+        help="Name, YAML file or Hugging Face config.json (required).",
+    ),
+    "cluster": Option(metavar="C", show_default=False, help="Name or YAML file (required)."),
+    "system": Option(metavar="Y", help="Software stack: name or file."),
+    "gpus": Option(min=1, metavar="N", show_default=False, help="In all (required)."),
+    "seq_len": Option(min=1, metavar="S", show_default=False, help="Tokens (required)."),
+    "global_batch": Option(
+        min=1, metavar="B", show_default=False, help="Sequences per step (required)."
+    ),
+    "micro_batch": Option(min=1, metavar="b", help="Sequences per pass."),
+    "tp": Option(min=1, help="Tensor parallel ranks."),
+    "cp": Option(min=1, help="Context parallel ranks."),
+    "pp": Option(min=1, help="Pipeline parallel ranks."),
+    "vpp": Option(min=1, help="Model chunks per pipeline rank."),
+    "ulysses": Option(min=1, help="All-to-all sequence ranks, of dp."),
+    "zero_stage": Option("--zero", min=0, max=3, help="ZeRO stage (3: as FSDP full shard)."),
+    "sp": Option("--no-sp", help="No sequence parallelism beside tp."),
+    "attention": Option(help="Attention kernel."),
+    "precision": Option(help="Compute precision."),
+    "hbm_bytes": Option(
+        min=1, max=1 << 60, metavar="H", help="Memory of a device, where not the cluster's."
+    ),
+}
+"""How the command line asks for each field of a ProblemSpec."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """One run as typed on the command line; every field is an option of the same name."""
+    """One run as typed: the fields of its ProblemSpec, and what becomes of the problem; every other
+    field is an option of the same name."""
 
+    problem: dict[str, Any]
     method: Annotated[str, Argument(metavar="METHOD", help="A method or a+b (see `methods`).")]
-    model: Annotated[
-        str,
-        Option(
-            metavar="M",
-            show_default=False,
-            help="Name, YAML file or Hugging Face config.json (required).",
-        ),
-    ] = ""
-    cluster: Annotated[
-        str, Option(metavar="C", show_default=False, help="Name or YAML file (required).")
-    ] = ""
-    system: Annotated[str, Option(metavar="Y", help="Software stack: name or file.")] = (
-        "megatron-core"
-    )
-    gpus: Annotated[
-        int | None, Option(min=1, metavar="N", show_default=False, help="In all (required).")
-    ] = None
-    seq_len: Annotated[
-        int | None, Option(min=1, metavar="S", show_default=False, help="Tokens (required).")
-    ] = None
-    global_batch: Annotated[
-        int | None,
-        Option(min=1, metavar="B", show_default=False, help="Sequences per step (required)."),
-    ] = None
-    micro_batch: Annotated[int, Option(min=1, metavar="b", help="Sequences per pass.")] = 1
-    tp: Annotated[int, Option(min=1, help="Tensor parallel ranks.")] = 1
-    cp: Annotated[int, Option(min=1, help="Context parallel ranks.")] = 1
-    pp: Annotated[int, Option(min=1, help="Pipeline parallel ranks.")] = 1
-    vpp: Annotated[int, Option(min=1, help="Model chunks per pipeline rank.")] = 1
-    ulysses: Annotated[int, Option(min=1, help="All-to-all sequence ranks, of dp.")] = 1
-    zero: Annotated[int, Option(min=0, max=3, help="ZeRO stage (3: as FSDP full shard).")] = 1
-    no_sp: Annotated[bool, Option("--no-sp", help="No sequence parallelism beside tp.")] = False
     partition: Annotated[
         str, Option(metavar="9,8,..", help="Layers of each of the pp x vpp chunks, in order.")
     ] = ""
@@ -80,10 +77,6 @@ class RunOptions:
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="A parameter of the method (repeatable)."),
     ] = None
-    attention: Annotated[
-        AttentionChoice, Option(help="Attention kernel (flash: the stack's own).")
-    ] = "flash"
-    precision: Annotated[Precision, Option(help="Compute precision.")] = "bf16"
     methods: Annotated[
         list[Path] | None, Option(metavar="DIR", help="More method files (repeatable).")
     ] = None
@@ -110,12 +103,14 @@ def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
 def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[..., None]:
     own = list(inspect.signature(command).parameters.values())[1:]
     hints = get_type_hints(RunOptions, include_extras=True)
-    fields = [f for f in dataclasses.fields(RunOptions) if f.name not in fixed]
+    kept = [f for f in dataclasses.fields(RunOptions) if f.name not in {"problem", *fixed}]
 
     @wraps(command)
     def run(**given: Any) -> None:
-        options = {f.name: given.pop(f.name) for f in fields}
-        command(RunOptions(**options, **fixed), **given)
+        problem = {name: given.pop(name) for name in _OPTIONS}
+        problem["sp"] = False if problem["sp"] else None
+        typed = {f.name: given.pop(f.name) for f in kept}
+        command(RunOptions(problem=problem, **typed, **fixed), **given)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     empty = inspect.Parameter.empty
@@ -126,53 +121,44 @@ def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[...,
             annotation=hints[f.name],
             default=empty if f.default is dataclasses.MISSING else f.default,
         )
-        for f in fields
+        for f in kept
     ]
     own_hints = get_type_hints(command, include_extras=True)
     extra = [p.replace(kind=keyword, annotation=own_hints[p.name]) for p in own]
-    signature = inspect.Signature([*options, *extra])
+    signature = inspect.Signature([*_problem_options(keyword), *options, *extra])
     run.__signature__ = signature  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     del run.__wrapped__  # or inspect looks through to the command
     return run
 
 
+def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
+    """The fields of a ProblemSpec as options; what is required may still be filled in by a command,
+    so that None stands for it."""
+    named = {"model": str, "cluster": str, "system": str, "zero_stage": int, "sp": bool}
+    hints = get_type_hints(ProblemSpec) | named
+    for field in fields(ProblemSpec):
+        default = None if field.required else field.default
+        default = "megatron-core" if field.name == "system" else default
+        kind = hints[field.name] if default is not None else hints[field.name] | None
+        option = Annotated[kind, _OPTIONS[field.name]]  # type: ignore[valid-type]  # typer reads it
+        yield inspect.Parameter(field.name, keyword, annotation=option, default=default)
+
+
 def request(options: RunOptions) -> Request:
     """Load names and files, derive dp; CommandError and the loaders' errors are one line each."""
-    missing = [f"--{name.replace('_', '-')}" for name in REQUIRED if not getattr(options, name)]
+    given = options.problem
+    missing = [flag(f.name) for f in fields(ProblemSpec) if f.required and not given.get(f.name)]
     if missing:
         raise CommandError(f"missing option: {', '.join(missing)}")
-    assert options.gpus is not None
-    assert options.seq_len is not None
-    assert options.global_batch is not None
     method = _method(options)
-    layout = Layout(
-        tp=options.tp,
-        sp=not options.no_sp and options.tp > 1,
-        cp=options.cp,
-        pp=options.pp,
-        vpp=options.vpp,
-        dp=_data_parallel(options, options.gpus),
-        zero_stage=_zero(options.zero),
-        ulysses=options.ulysses,
-        micro_batch=options.micro_batch,
-        global_batch=options.global_batch,
-    )
-    problem = make_problem(
-        model=options.model,
-        cluster=options.cluster,
-        system=options.system,
-        layout=layout,
-        seq_len=options.seq_len,
-        precision=options.precision,
-        attention=options.attention,
-    )
+    problem = make_problem(ProblemSpec(**given))
     base = problem.base_plan
     if options.partition:
         base = replace(base, partition=_partition(options.partition, problem))
     if options.gpipe:
-        if layout.vpp > 1:
-            raise CommandError(f"--gpipe has one chunk per rank, --vpp is {layout.vpp}")
+        if problem.layout.vpp > 1:
+            raise CommandError(f"--gpipe has one chunk per rank, --vpp is {problem.layout.vpp}")
         base = replace(base, schedule="gpipe")
     return Request(problem=problem, method=method, base=base)
 
@@ -191,23 +177,6 @@ def _method(options: RunOptions) -> Composition:
             f"{name} is a baseline and no method: `rematbench baseline run {name}` executes it, "
             f"`rematbench baseline predict {name}` simulates its policy"
         ) from error
-
-
-def _data_parallel(options: RunOptions, gpus: int) -> int:
-    ranks = options.tp * options.cp * options.pp
-    dp, rest = divmod(gpus, ranks)
-    if rest or dp == 0:
-        near = max(1, round(gpus / ranks)) * ranks
-        raise CommandError(
-            f"--gpus {gpus} must be a multiple of tp x cp x pp = {options.tp} x "
-            f"{options.cp} x {options.pp} = {ranks} (for example {near})"
-        )
-    return dp
-
-
-def _zero(stage: int) -> ZeroStage:
-    stages: tuple[ZeroStage, ...] = (0, 1, 2, 3)
-    return stages[stage]
 
 
 def settings_of(given: list[str] | None) -> dict[str, str]:

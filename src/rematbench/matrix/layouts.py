@@ -11,11 +11,12 @@ from msgspec.structs import replace
 
 from rematbench.choose.outcome import make_problem
 from rematbench.cost.states import shard
-from rematbench.matrix.spec import MatrixSpec, Work
+from rematbench.matrix.spec import Grid, MatrixSpec, Work
 from rematbench.problem import Problem, rank_parameters
 from rematbench.solve.layers import backward_s, forward_s
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError
+from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import System
 from rematbench.workload import Model
 
@@ -61,10 +62,8 @@ def candidates(
     spec: MatrixSpec, work: Work, model: Model, cluster: Cluster, system: System, seq_len: int
 ) -> list[Candidate]:
     """The whole list with the fate of each, in a fixed order."""
-    made = [
-        _made(spec, layout, model, cluster, system, seq_len)
-        for layout in listed(spec, work, model.num_layers, spec.tokens_per_step // seq_len)
-    ]
+    asked = spec.problem(seq_len, model=model, cluster=cluster, system=system, gpus=work.gpus)
+    made = [_made(spec.layouts, one) for one in listed(spec.layouts, asked, model.num_layers)]
     alive = [(guess, i) for i, (_, guess) in enumerate(made) if guess is not None]
     chosen = _chosen(spec, alive, [candidate.layout.pp for candidate, _ in made])
     found = []
@@ -79,46 +78,26 @@ def candidates(
     return found
 
 
-def listed(spec: MatrixSpec, work: Work, num_layers: int, global_batch: int) -> Iterator[Layout]:
+def listed(grid: Grid, asked: ProblemSpec, num_layers: int) -> Iterator[ProblemSpec]:
     """The product of the declared degrees that uses all GPUs, before any rule."""
-    grid = spec.layouts
     for tp, cp, pp in product(grid.tp, grid.cp, grid.pp):
-        if work.gpus % (tp * cp * pp):
+        if asked.gpus % (tp * cp * pp):
             continue
         for layers in grid.layers_per_chunk:
             vpp = 1 if layers == 0 else num_layers // (pp * layers)
             if layers and (pp == 1 or vpp < 2 or num_layers % (pp * layers)):
                 continue
-            yield Layout(
-                tp=tp,
-                sp=tp > 1,
-                cp=cp,
-                pp=pp,
-                vpp=vpp,
-                dp=work.gpus // (tp * cp * pp),
-                zero_stage=spec.zero_stage,  # type: ignore[arg-type]  # checked by the layout
-                micro_batch=spec.micro_batch,
-                global_batch=global_batch,
-            )
+            yield replace(asked, tp=tp, cp=cp, pp=pp, vpp=vpp)
 
 
-def _made(
-    spec: MatrixSpec, layout: Layout, model: Model, cluster: Cluster, system: System, seq_len: int
-) -> tuple[Candidate, Estimate | None]:
+def _made(grid: Grid, asked: ProblemSpec) -> tuple[Candidate, Estimate | None]:
     """A candidate after the rules that need no other candidate, and its estimate."""
-    local = seq_len * layout.micro_batch // (layout.tp * layout.cp)
-    if not spec.layouts.least_tokens <= local <= spec.layouts.most_tokens:
+    layout = asked.layout
+    local = asked.seq_len * layout.micro_batch // (layout.tp * layout.cp)
+    if not grid.least_tokens <= local <= grid.most_tokens:
         return Candidate(layout=layout, fate=RULES[1]), None
     try:
-        problem = make_problem(
-            model=model,
-            cluster=cluster,
-            system=system,
-            layout=layout,
-            seq_len=seq_len,
-            precision=spec.precision,
-            attention=spec.attention,
-        )
+        problem = make_problem(asked)
     except LayoutError:
         return Candidate(layout=layout, fate=RULES[0]), None
     guess = estimate(problem)

@@ -7,6 +7,8 @@ from msgspec import Struct
 from rematbench.plan import Fraction
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import AttentionChoice
+from rematbench.spec.layout import ZeroStage
+from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import PositiveInt, Precision
 
 
@@ -69,7 +71,7 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     precision: Precision = "bf16"
     attention: AttentionChoice = "flash"
     micro_batch: PositiveInt = 1
-    zero_stage: int = 1
+    zero_stage: ZeroStage = 1
     works: tuple[Work, ...]
     clusters: tuple[str, ...]
     seq_lens: tuple[PositiveInt, ...]
@@ -77,6 +79,14 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     baseline: str
     same_layout_pp: PositiveInt
     arms: tuple[Arm, ...]
+
+    def problem(self, seq_len: int, **others: Any) -> ProblemSpec:
+        """The problem of a cell: `others` are its model, cluster, GPUs and degrees, and what is not
+        as declared here."""
+        same = ("system", "precision", "attention", "micro_batch", "zero_stage")
+        own = {key: getattr(self, key) for key in same}
+        own["global_batch"] = self.tokens_per_step // seq_len
+        return ProblemSpec(**{**own, "seq_len": seq_len, **others})
 
     def all_arms(self, registry: Registry) -> tuple[Arm, ...]:
         """The declared arms, then every discovered method that no arm runs alone."""

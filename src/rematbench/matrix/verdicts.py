@@ -14,7 +14,6 @@ from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 from rematbench.published.accuracy import number
 from rematbench.published.evidence import Evidence, Known, evidence, family_of
-from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster
 
 Line = dict[str, Any]
@@ -104,22 +103,10 @@ def _outside(row: Row, covered: Mapping[str, Range]) -> str:
 
 
 def _problem(row: Row, spec: MatrixSpec) -> Problem:
-    degrees = {key: int(row[key]) for key in DEGREES}
-    layout = Layout(
-        **degrees,
-        sp=degrees["tp"] > 1,
-        zero_stage=spec.zero_stage,  # type: ignore[arg-type]  # checked by the layout
-        micro_batch=spec.micro_batch,
-        global_batch=int(row["global_batch"]),
-    )
+    whole = ("gpus", "global_batch", *DEGREES)
+    numbers = {key: int(row[key]) for key in whole if key != "dp"}
     return make_problem(
-        model=row["model"],
-        cluster=row["cluster"],
-        system=spec.system,
-        layout=layout,
-        seq_len=int(row["seq_len"]),
-        precision=spec.precision,
-        attention=spec.attention,
+        spec.problem(int(row["seq_len"]), model=row["model"], cluster=row["cluster"], **numbers)
     )
 
 

@@ -17,7 +17,8 @@ from rematbench.problem import Problem
 from rematbench.runs.measured import BOUNDS, first_errors
 from rematbench.runs.record import Observed, Record, provenance, read_record, run_spec
 from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_cluster, load_model
+from rematbench.spec.load import load_cluster
+from rematbench.spec.problemspec import ProblemSpec
 from rematbench.tables.table import Column, Table
 from rematbench.workload import Precision
 
@@ -59,14 +60,15 @@ ROWS: dict[str, tuple[Row, ...]] = {
 
 def problem(layout: dict[str, Any], precision: Precision) -> Problem:
     """tiny-llama, 64 tokens, four sequences a step, on one-GPU nodes."""
-    return make_problem(
-        model=load_model("tiny-llama"),
+    spec = ProblemSpec.at(
+        Layout(**{"global_batch": 4, **layout}),
+        model="tiny-llama",
         cluster=replace(load_cluster("h800-80gb"), gpus_per_node=1),
         system="deepspeed" if "ulysses" in layout else "rematbench",
-        layout=Layout(**{"global_batch": 4, **layout}),
         seq_len=64,
         precision=precision,
     )
+    return make_problem(spec)
 
 
 def agreement_records(device: Device = "cpu", gpus: int = 0) -> dict[str, Record]:

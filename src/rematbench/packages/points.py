@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import make_problem
@@ -12,17 +12,18 @@ from rematbench.packages.process import Job, job, policy, run_jobs
 from rematbench.packages.stack import Stack, StackProblem, activation_peak, stack_of
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Composition
-from rematbench.problem import AttentionKind, Problem
+from rematbench.problem import Problem
 from rematbench.published.sheets import read_sheet
 from rematbench.runs.record import Record, read_record, write_record
 from rematbench.simulate.evaluate import program_bytes
 from rematbench.spec.configfile import ConfigError, convert, read_mapping
 from rematbench.spec.layout import Layout
 from rematbench.spec.paths import data_dir
-from rematbench.workload import NonNegativeInt, Precision
+from rematbench.spec.problemspec import ProblemSpec, degrees
+from rematbench.workload import NonNegativeInt
 
 
-class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Point(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One traced run: a problem, a policy's settings, a rank, and what is published beside it.
 
     That is a `cell` of runs.csv, or a `claim`: the longest sequence in tokens, as the row's id in
@@ -33,11 +34,7 @@ class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: str
     cluster: str
     system: str
-    layout: Layout
-    seq_len: int
-    attention: AttentionKind = "flash"
-    precision: Precision = "bf16"
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = field(default_factory=dict)
     baseline: str = "megatron_core"
     rank: int = 0
     cell: tuple[Any, ...] = ()
@@ -46,15 +43,7 @@ class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def problem(self) -> Problem:
         """The problem."""
-        return make_problem(
-            model=self.model,
-            cluster=self.cluster,
-            system=self.system,
-            layout=self.layout,
-            seq_len=self.seq_len,
-            precision=self.precision,
-            attention=self.attention,
-        )
+        return make_problem(self)
 
     @property
     def words(self) -> str:
@@ -63,16 +52,27 @@ class Point(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file of points."""
+    """The file of points; each gives its `layout` whole."""
 
     source: str
-    points: tuple[Point, ...]
+    points: tuple[dict[str, Any], ...]
+
+
+class _Whole(Struct, frozen=True):
+    layout: Layout
 
 
 def load_points(path: Path | None = None) -> tuple[Point, ...]:
     """The shipped points, or a file's; ConfigError with its path for anything else."""
     path = path or data_dir("config") / "baseline_points.yaml"
-    return convert(read_mapping(path, str(path)), Points, str(path)).points
+    listed = convert(read_mapping(path, str(path)), Points, str(path)).points
+    return tuple(_point(values, f"{path}: points: {i}") for i, values in enumerate(listed))
+
+
+def _point(values: dict[str, Any], label: str) -> Point:
+    others = {key: value for key, value in values.items() if key != "layout"}
+    layout = convert({"layout": values.get("layout")}, _Whole, label).layout
+    return convert({**degrees(layout), **others}, Point, label)
 
 
 def trace_points(points: tuple[Point, ...], folder: Path, timeout_s: float = 600.0) -> list[Record]:

@@ -117,7 +117,7 @@ def _shortened(
 ) -> tuple[Case, Program]:
     lay = case.layout
     batch = rounds * lay.pp * lay.micro_batch * lay.dp
-    shorter = replace(case, layout=replace(lay, global_batch=batch))
+    shorter = replace(case, global_batch=batch)
     return shorter, lower(plan, shorter.problem(calibration))
 
 

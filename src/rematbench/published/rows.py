@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, cast, get_args
 
 import msgspec
-from msgspec import Struct
 
 from rematbench.choose.outcome import Variant, make_problem, system_variant
 from rematbench.cost.constants import Calibration
@@ -20,6 +19,7 @@ from rematbench.problem import AttentionChoice, Problem
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError, ZeroStage
 from rematbench.spec.load import claim_of_row, load_cluster, load_model, load_system, names
+from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import System
 from rematbench.workload import MlpKind, Model, Precision
 
@@ -53,16 +53,11 @@ class RowError(ValueError):
         self.status = status
 
 
-class Case(Struct, frozen=True, kw_only=True):
+class Case(ProblemSpec, frozen=True, kw_only=True):
     """A row read: equal cases have equal predictions.  `assumed`: what the row did not say."""
 
     model: Model
-    cluster: str
     system: System
-    layout: Layout
-    seq_len: int
-    precision: Precision
-    attention: AttentionChoice
     method: str
     settings: dict[str, Value]
     offload: float | None
@@ -77,16 +72,7 @@ class Case(Struct, frozen=True, kw_only=True):
         """The problem, with the shipped constants or others; RowError where the layout breaks a
         rule."""
         try:
-            return make_problem(
-                model=self.model,
-                cluster=self.cluster,
-                system=self.system,
-                layout=self.layout,
-                seq_len=self.seq_len,
-                precision=self.precision,
-                attention=self.attention,
-                constants=constants,
-            )
+            return make_problem(self, constants)
         except LayoutError as error:
             raise RowError("failed", f"layout: {error}") from error
         except RateError as error:
@@ -109,12 +95,12 @@ def read_case(row: Row, registry: Registry) -> Case:
     except ConfigError as error:
         raise RowError("unsupported", str(error)) from error
     model, assumed = _model(row)
-    return Case(
+    return Case.at(
+        layout,
         model=model,
         assumed=assumed,
         cluster=text(row, "cluster"),
         system=system,
-        layout=layout,
         seq_len=whole(row, "seq_len"),
         precision=_choice(row, "precision", "bf16", Precision),
         attention=_choice(row, "attention", "flash", AttentionChoice),

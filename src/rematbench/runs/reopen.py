@@ -12,6 +12,7 @@ from rematbench.simulate.evaluate import PlanEvaluation, evaluate_program
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster, load_system
+from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import System
 from rematbench.tables.table import GIB
 
@@ -60,15 +61,16 @@ def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = F
 def recorded_problem(record: Record, cluster: str = "") -> Problem:
     """The problem of a record, from the same cluster, system and constants."""
     spec = record.spec
-    problem = make_problem(
+    asked = ProblemSpec.at(
+        spec.layout,
         model=spec.model,
         cluster=_cluster(record, cluster or record.spec.cluster),
         system=_system(record),
-        layout=spec.layout,
         seq_len=spec.seq_len,
         precision=spec.precision,
         attention=spec.attention,
     )
+    problem = make_problem(asked)
     if content_hash(problem.calibration) != spec.calibration_hash:
         _changed(record, "the constants of config/calibration.yaml have")
     return problem

@@ -11,7 +11,7 @@ from rematbench.choose.outcome import make_problem, run_method
 from rematbench.cost.kernel_rates import RateError
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.plugins.registry import Composition, Registry, Value
-from rematbench.problem import AttentionChoice, Problem
+from rematbench.problem import Problem
 from rematbench.runs.digests import code_digest, method_digest
 from rematbench.runs.record import (
     Record,
@@ -31,66 +31,23 @@ from rematbench.spec.configfile import (
     require_known,
     require_unique,
 )
-from rematbench.spec.layout import Layout, LayoutError, ZeroStage
-from rematbench.spec.load import load_cluster
-from rematbench.workload import PositiveInt, Precision
+from rematbench.spec.layout import LayoutError
+from rematbench.spec.problemspec import ProblemSpec
 
 
-class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One problem by names; `dp` is derived from `gpus`.  `why` says what it stands for;
-    `hbm_bytes` is a device's memory where it is not the cluster's."""
+class NamedProblem(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One problem of a file, by names only.  `why` says what it stands for."""
 
     name: str
     why: str
     model: str
     cluster: str
     system: str
-    gpus: PositiveInt
-    seq_len: PositiveInt
-    global_batch: PositiveInt
-    micro_batch: PositiveInt = 1
-    tp: PositiveInt = 1
-    sp: bool = True
-    cp: PositiveInt = 1
-    pp: PositiveInt = 1
-    vpp: PositiveInt = 1
-    ulysses: PositiveInt = 1
-    zero_stage: ZeroStage = 1
-    precision: Precision = "bf16"
-    attention: AttentionChoice = "flash"
-    hbm_bytes: PositiveInt | None = None
 
     def problem(self) -> Problem:
         """The problem; ConfigError where its layout breaks a rule."""
-        ranks = self.tp * self.cp * self.pp
-        if self.gpus % ranks:
-            text = f"gpus {self.gpus} must be a multiple of tp x cp x pp = {ranks}"
-            raise ConfigError("", self.name, text)
-        layout = Layout(
-            tp=self.tp,
-            sp=self.sp and self.tp > 1,
-            cp=self.cp,
-            pp=self.pp,
-            vpp=self.vpp,
-            dp=self.gpus // ranks,
-            ulysses=self.ulysses,
-            zero_stage=self.zero_stage,
-            micro_batch=self.micro_batch,
-            global_batch=self.global_batch,
-        )
-        cluster = load_cluster(self.cluster)
-        if self.hbm_bytes is not None:
-            cluster = msgspec.structs.replace(cluster, hbm_bytes=self.hbm_bytes)
         try:
-            return make_problem(
-                model=self.model,
-                cluster=cluster,
-                system=self.system,
-                layout=layout,
-                seq_len=self.seq_len,
-                precision=self.precision,
-                attention=self.attention,
-            )
+            return make_problem(self)
         except (LayoutError, RateError) as error:
             raise ConfigError("", self.name, str(error)) from error
 
@@ -109,12 +66,20 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
         return self.name or (f"{self.method} ({settings})" if settings else self.method)
 
+    def to_arguments(self, spec: ProblemSpec) -> list[str]:
+        """What a person types after a command to run it on a problem: METHOD and options."""
+        words = [self.method, *spec.to_arguments()]
+        for key, value in self.settings.items():
+            text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+            words += ["--set", f"{key}={text}"]
+        return words
+
 
 class Suite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every discovered method runs on every problem, and so do the `variants`; `matrix` is the
     table of models x lengths x clusters, where a suite has one."""
 
-    problems: tuple[ProblemSpec, ...]
+    problems: tuple[NamedProblem, ...]
     variants: tuple[Variant, ...] = ()
     matrix: MatrixSpec | None = None
 

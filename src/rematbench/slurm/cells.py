@@ -2,9 +2,8 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -14,7 +13,7 @@ from rematbench.problem import Problem
 from rematbench.runs.digests import code_digest
 from rematbench.runs.measured import TIMED_STEPS
 from rematbench.runs.record import content_hash, run_spec
-from rematbench.runs.suite import ProblemSpec, Suite, Variant, check_names
+from rematbench.runs.suite import NamedProblem, Suite, Variant, check_names
 from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.slurm.engines import code_of, engine_name, is_baseline, on_own_stack, resolve
 from rematbench.slurm.settings import Site, load_site
@@ -46,7 +45,7 @@ class Measurement(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Cell(Struct, frozen=True, kw_only=True):
     """One variant of a method on one problem."""
 
-    spec: ProblemSpec
+    spec: NamedProblem
     variant: Variant
     number: int
 
@@ -146,7 +145,7 @@ class Campaign:
             raise ConfigError("", "bundle", f"{name!r} is no bundle{hint} (known: {known})")
         return self.bundles[name]
 
-    def problem(self, spec: ProblemSpec) -> Problem:
+    def problem(self, spec: NamedProblem) -> Problem:
         """A problem on its stack, made once."""
         key = (spec.name, spec.system)
         if key not in self._problems:
@@ -180,11 +179,10 @@ class Campaign:
 
     def words(self, cell: Cell) -> list[str]:
         """The command of rematbench that runs a cell in each of its processes, without `--out`."""
-        steps = ["--steps", str(self.suite.steps)]
+        words = [*cell.variant.to_arguments(cell.spec), "--steps", str(self.suite.steps)]
         if self.is_baseline(cell):
-            warmup = ["--warmup", str(self.suite.warmup)]
-            return ["baseline", "run", *run_words(cell), *steps, *warmup]
-        return ["execute", *run_words(cell), *steps]
+            return ["baseline", "run", *words, "--warmup", str(self.suite.warmup)]
+        return ["execute", *words]
 
     def simulated(self, cell: Cell) -> PlanEvaluation | None:
         """A cell's step as simulated; None where the method gives no plan.
@@ -222,27 +220,3 @@ def load_measurement(path: Path) -> Measurement:
         if "." in name or "/" in name:
             raise ConfigError(label, "problems", f"name {name!r} must hold no dot and no slash")
     return suite
-
-
-def settings_words(settings: dict[str, Any]) -> list[str]:
-    """Parameters as `--set` options."""
-    found = []
-    for key, value in settings.items():
-        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        found += ["--set", f"{key}={text}"]
-    return found
-
-
-def run_words(cell: Cell) -> list[str]:
-    """A cell as the arguments of `execute` and `baseline run`: what a person would type."""
-    spec = cell.spec
-    words = [cell.variant.method]
-    for key in ("model", "cluster", "system", "gpus", "seq_len", "global_batch", "micro_batch"):
-        words += [f"--{key.replace('_', '-')}", str(getattr(spec, key))]
-    for key in ("tp", "cp", "pp", "vpp", "ulysses"):
-        words += [f"--{key}", str(getattr(spec, key))]
-    words += ["--zero", str(spec.zero_stage), "--attention", spec.attention]
-    words += ["--precision", spec.precision]
-    if spec.tp > 1 and not spec.sp:
-        words.append("--no-sp")
-    return words + settings_words(cell.variant.settings)

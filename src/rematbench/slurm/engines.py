@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from rematbench.packages.process import baselines, policy
 from rematbench.plugins.registry import Composition, MethodError, Registry, Value
 from rematbench.runs.digests import digest, method_digest
-from rematbench.runs.suite import ProblemSpec
+from rematbench.runs.suite import NamedProblem
 from rematbench.slurm.shown import OURS
 from rematbench.spec.configfile import closest
 from rematbench.spec.paths import data_dir
@@ -41,7 +41,7 @@ def resolve(registry: Registry, name: str, settings: Mapping[str, Value]) -> Com
     return registry.resolve(name, settings)
 
 
-def on_own_stack(registry: Registry, name: str, spec: ProblemSpec) -> ProblemSpec:
+def on_own_stack(registry: Registry, name: str, spec: NamedProblem) -> NamedProblem:
     """A problem as who runs it plans it: a baseline under the system of its own name, if there is
     one; the problem's `system` is that of methods."""
     own = name.replace("_", "-")

@@ -1,5 +1,6 @@
 """Ask a study's questions: one answer per workload, layout and method, whatever happens."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -7,11 +8,13 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import Outcome, Status, run_method
+from rematbench.choose.outcome import Outcome, Status, make_problem, run_method
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
+from rematbench.runs.suite import NamedProblem
 from rematbench.spec.layout import LayoutError
+from rematbench.spec.problemspec import ProblemSpec
 from rematbench.studies.longest import longest_sequence
 from rematbench.studies.measures import (
     attention_share,
@@ -24,11 +27,10 @@ from rematbench.studies.measures import (
 from rematbench.studies.study import (
     Ask,
     Contender,
-    Degrees,
     Question,
     Study,
     StudyWorkload,
-    simulate_command,
+    layout_label,
 )
 
 Number = int | float | str
@@ -75,34 +77,31 @@ def ask_study(study: Study, registry: Registry, path: str) -> list[Answer]:
 def _ask(
     study: str, question: Question, workload: StudyWorkload, registry: Registry, path: str
 ) -> Iterator[Answer]:
-    for degrees in workload.layouts:
+    for spec in workload.at_layouts():
         for contender in question.methods:
             blank = Answer(
                 study=study,
                 ask=question.ask,
                 workload=workload.name,
                 method=contender.label,
-                layout=degrees.label,
+                layout=layout_label(spec),
                 model=workload.model,
                 cluster=workload.cluster,
-                command=_command(path, question.ask, workload, degrees, contender),
+                command=_command(path, question.ask, spec, contender),
             )
-            yield _answer(blank, question, workload, degrees, contender, registry)
+            yield _answer(blank, question, spec, contender, registry)
 
 
-def _command(
-    path: str, ask: Ask, workload: StudyWorkload, degrees: Degrees, contender: Contender
-) -> str:
+def _command(path: str, ask: Ask, spec: NamedProblem, contender: Contender) -> str:
     if ask == "run" and not contender.fewest:
-        return simulate_command(workload, degrees, contender)
-    return f"rematbench study {path} --workload {workload.name} --method '{contender.label}'"
+        return shlex.join(["rematbench", "simulate", *contender.to_arguments(spec)])
+    return f"rematbench study {path} --workload {spec.name} --method '{contender.label}'"
 
 
 def _answer(
     blank: Answer,
     question: Question,
-    workload: StudyWorkload,
-    degrees: Degrees,
+    spec: ProblemSpec,
     contender: Contender,
     registry: Registry,
 ) -> Answer:
@@ -111,8 +110,8 @@ def _answer(
     try:
         if question.ask in SEARCHES:
             method = registry.resolve(contender.method, settings)
-            return SEARCHES[question.ask](blank, question, workload, degrees, method)
-        return _at_length(blank, workload.problem(degrees), question.ask, contender, registry)
+            return SEARCHES[question.ask](blank, question, spec, method)
+        return _at_length(blank, make_problem(spec), question.ask, contender, registry)
     except (PlanError, LayoutError) as error:
         return replace(blank, status="failed", reason=str(error))
 
@@ -182,15 +181,9 @@ def _fewest(blank: Answer, problem: Problem, contender: Contender, registry: Reg
     return replace(answer, values={**answer.values, contender.fewest: high})
 
 
-def _longest(
-    blank: Answer,
-    question: Question,
-    workload: StudyWorkload,
-    degrees: Degrees,
-    method: Composition,
-) -> Answer:
+def _longest(blank: Answer, question: Question, spec: ProblemSpec, method: Composition) -> Answer:
     found = longest_sequence(
-        lambda seq_len: workload.problem(degrees, seq_len),
+        lambda seq_len: make_problem(replace(spec, seq_len=seq_len)),
         method,
         granularity=question.granularity,
         limit=question.limit,
@@ -200,14 +193,10 @@ def _longest(
 
 
 def _hidden_from(
-    blank: Answer,
-    question: Question,
-    workload: StudyWorkload,
-    degrees: Degrees,
-    method: Composition,
+    blank: Answer, question: Question, spec: ProblemSpec, method: Composition
 ) -> Answer:
     found = hidden_from(
-        lambda seq_len: workload.problem(degrees, seq_len),
+        lambda seq_len: make_problem(replace(spec, seq_len=seq_len)),
         method,
         granularity=question.granularity,
         limit=question.limit,
@@ -217,7 +206,7 @@ def _hidden_from(
     return replace(blank, values={"seq_len": found})
 
 
-SEARCHES: dict[Ask, Callable[[Answer, Question, StudyWorkload, Degrees, Composition], Answer]] = {
+SEARCHES: dict[Ask, Callable[[Answer, Question, ProblemSpec, Composition], Answer]] = {
     "longest": _longest,
     "hidden_from": _hidden_from,
 }

@@ -5,8 +5,6 @@ from rematbench.matrix.spec import MatrixSpec
 from rematbench.problem import Problem
 from rematbench.solve.layers import backward_s, forward_s
 from rematbench.solve.pareto import Point, front, point
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_model
 from rematbench.tables.table import Column, Table, percent, whole
 
 TP = 8
@@ -21,15 +19,8 @@ RUNGS: dict[str, tuple[str, ...]] = {
 
 def layer_problem(spec: MatrixSpec, model: str) -> Problem:
     """One layer's shapes: tensor-parallel over a node, the first cluster of the matrix."""
-    return make_problem(
-        model=load_model(model),
-        cluster=spec.clusters[0],
-        system=spec.system,
-        layout=Layout(tp=TP, global_batch=1),
-        seq_len=SEQ_LEN,
-        precision=spec.precision,
-        attention=spec.attention,
-    )
+    node = {"cluster": spec.clusters[0], "gpus": TP, "tp": TP, "global_batch": 1, "micro_batch": 1}
+    return make_problem(spec.problem(SEQ_LEN, model=model, **node))
 
 
 def pareto_table(spec: MatrixSpec) -> Table:

@@ -5,16 +5,13 @@ longest sequence, the bytes of one operator, what an allocator wastes) and lets 
 question have the same candidate layouts, so that best can be set against best.
 """
 
-import shlex
 from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
-from rematbench.choose.outcome import make_problem
-from rematbench.problem import AttentionChoice, Problem
-from rematbench.runs.suite import Variant
+from rematbench.runs.suite import NamedProblem, Variant
 from rematbench.spec.configfile import (
     ConfigError,
     closest,
@@ -23,8 +20,8 @@ from rematbench.spec.configfile import (
     require_known,
     require_unique,
 )
-from rematbench.spec.layout import Layout, LayoutError, ZeroStage
-from rematbench.workload import PositiveInt, Precision
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.workload import PositiveInt
 
 Ask = Literal[
     "run",
@@ -38,61 +35,26 @@ Ask = Literal[
 ]
 
 
-class Degrees(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One candidate layout; `dp` is derived from the workload's GPUs."""
+class StudyWorkload(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A problem with the layouts that every method may choose from, each the fields that it
+    changes; `why` also says where the numbers come from."""
 
-    tp: PositiveInt = 1
-    sp: bool = True
-    cp: PositiveInt = 1
-    pp: PositiveInt = 1
-    vpp: PositiveInt = 1
-    ulysses: PositiveInt = 1
-    zero_stage: ZeroStage = 1
-    micro_batch: PositiveInt = 1
-
-    @property
-    def label(self) -> str:
-        """What differs from one rank with micro-batch 1: `tp 4, pp 2, micro-batch 8`."""
-        names = ("tp", "cp", "pp", "vpp", "ulysses", "micro_batch")
-        degrees = {name: getattr(self, name) for name in names}
-        found = [f"{key.replace('_', '-')} {value}" for key, value in degrees.items() if value > 1]
-        return ", ".join([*found, f"zero {self.zero_stage}"])
-
-
-class StudyWorkload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model on a cluster, with the layouts that every method may choose from.
-
-    `why` says what it stands for and where its numbers come from.
-    """
-
-    name: str
-    why: str
-    model: str
-    cluster: str
-    system: str
-    gpus: PositiveInt
-    seq_len: PositiveInt
     global_batch: PositiveInt = 1
-    precision: Precision = "bf16"
-    attention: AttentionChoice = "flash"
-    layouts: tuple[Degrees, ...] = (Degrees(),)
+    layouts: tuple[dict[str, Any], ...] = ({},)
 
-    def problem(self, degrees: Degrees, seq_len: int = 0) -> Problem:
-        """The problem at one layout (and another sequence length); LayoutError if a rule breaks."""
-        ranks = degrees.tp * degrees.cp * degrees.pp
-        if self.gpus % ranks:
-            raise LayoutError(f"gpus {self.gpus} must be a multiple of tp x cp x pp = {ranks}")
-        own = asdict(degrees) | {"sp": degrees.sp and degrees.tp > 1}
-        layout = Layout(**own, dp=self.gpus // ranks, global_batch=self.global_batch)
-        return make_problem(
-            model=self.model,
-            cluster=self.cluster,
-            system=self.system,
-            layout=layout,
-            seq_len=seq_len or self.seq_len,
-            precision=self.precision,
-            attention=self.attention,
-        )
+    def at_layouts(self, label: str = "") -> tuple[NamedProblem, ...]:
+        """The problem at each layout; ConfigError, in the words of file `label`, for what is no
+        field of a problem."""
+        own = {name: getattr(self, name) for name in NamedProblem.__struct_fields__}
+        return tuple(convert({**own, **fields}, NamedProblem, label) for fields in self.layouts)
+
+
+def layout_label(spec: ProblemSpec) -> str:
+    """What differs from one rank with micro-batch 1: `tp 4, pp 2, micro-batch 8`."""
+    names = ("tp", "cp", "pp", "vpp", "ulysses", "micro_batch")
+    degrees = {name.replace("_", "-"): getattr(spec, name) for name in names}
+    found = [f"{key} {value}" for key, value in degrees.items() if value > 1]
+    return ", ".join([*found, f"zero {spec.zero_stage}"])
 
 
 class Contender(Variant, frozen=True, kw_only=True):
@@ -134,6 +96,8 @@ def load_study(path: Path) -> Study:
     study = convert(read_mapping(path, label), Study, label)
     names = [workload.name for workload in study.workloads]
     require_unique(names, label, "workloads")
+    for workload in study.workloads:
+        workload.at_layouts(f"{label}: {workload.name}: layouts")
     for question in study.questions:
         where = (label, f"questions: {question.ask}", "workload")
         require_known(question.workloads, names, where)
@@ -159,25 +123,3 @@ def narrowed(study: Study, workload: str, method: str) -> Study:
         for question in study.questions
     ]
     return replace(study, questions=tuple(q for q in questions if q.workloads and q.methods))
-
-
-def simulate_command(workload: StudyWorkload, degrees: Degrees, method: Variant) -> str:
-    """The command that simulates one cell."""
-    plain = Degrees()
-    words = ["rematbench", "simulate", method.method]
-    for key in ("model", "cluster", "system", "gpus", "seq_len", "global_batch"):
-        words += [f"--{key.replace('_', '-')}", str(getattr(workload, key))]
-    for key in ("tp", "cp", "pp", "vpp", "ulysses", "micro_batch"):
-        if getattr(degrees, key) != getattr(plain, key):
-            words += [f"--{key.replace('_', '-')}", str(getattr(degrees, key))]
-    if degrees.zero_stage != plain.zero_stage:
-        words += ["--zero", str(degrees.zero_stage)]
-    if degrees.tp > 1 and not degrees.sp:
-        words.append("--no-sp")
-    for key, default in (("attention", "flash"), ("precision", "bf16")):
-        if getattr(workload, key) != default:
-            words += [f"--{key}", getattr(workload, key)]
-    settings: dict[str, Any] = method.settings
-    for key, value in settings.items():
-        words += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
-    return shlex.join(words)

@@ -1,0 +1,89 @@
+"""What is asked of every method: a model on a cluster under a system, a layout, a length."""
+
+from typing import Any, Self
+
+from msgspec import Struct
+from msgspec.structs import fields
+
+from rematbench.problem import AttentionChoice
+from rematbench.spec.cluster import Bytes, Cluster
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.layout import Layout, LayoutError, ZeroStage
+from rematbench.spec.system import System
+from rematbench.workload import Model, PositiveInt, Precision
+
+SHARED = tuple(name for name in Layout.__struct_fields__ if name != "dp")
+"""Fields that a layout has too."""
+_FLAGS = {"zero_stage": "--zero", "sp": "--no-sp"}
+
+
+class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One planning problem, as files, the command line and code give it.
+
+    `model`, `cluster` and `system` are each a name, the path of a file, or the thing itself.
+    `gpus` counts all; data parallelism takes what tp x cp x pp leave.  `sp`: None stands for
+    wherever tp > 1.  `seq_len` is in tokens, batches count sequences; `hbm_bytes` is a device's
+    memory where it is not the cluster's.
+    """
+
+    model: str | Model
+    cluster: str | Cluster
+    system: str | System
+    gpus: PositiveInt
+    seq_len: PositiveInt
+    global_batch: PositiveInt
+    tp: PositiveInt = 1
+    cp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1
+    ulysses: PositiveInt = 1
+    micro_batch: PositiveInt = 1
+    zero_stage: ZeroStage = 1
+    sp: bool | None = None
+    attention: AttentionChoice = "flash"
+    precision: Precision = "bf16"
+    hbm_bytes: Bytes | None = None
+
+    @classmethod
+    def at(cls, layout: Layout, **others: Any) -> Self:
+        """The problem of a whole layout; `others` are the fields that a layout does not have."""
+        return cls(**degrees(layout), **others)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout; LayoutError where the ranks do not divide the GPUs."""
+        ranks = self.tp * self.cp * self.pp
+        dp, rest = divmod(self.gpus, ranks)
+        if rest:
+            near = max(1, round(self.gpus / ranks)) * ranks
+            raise LayoutError(
+                f"gpus {self.gpus} must be a multiple of tp x cp x pp = {self.tp} x {self.cp} x "
+                f"{self.pp} = {ranks} (for example {near})"
+            )
+        own = {name: getattr(self, name) for name in SHARED}
+        return Layout(**{**own, "dp": dp, "sp": self.tp > 1 if self.sp is None else self.sp})
+
+    def to_arguments(self) -> list[str]:
+        """The options of the command line that mean this problem; what is as usual is left out.
+
+        ConfigError where the model, the cluster or the system has no name that a command can say.
+        """
+        words = []
+        for field in fields(ProblemSpec):
+            value = getattr(self, field.name)
+            if not field.required and (value is True or value == field.default):
+                continue
+            if isinstance(value, Struct):
+                raise ConfigError("", field.name, "is no name or file that a command could give")
+            words += [flag(field.name)] if value is False else [flag(field.name), str(value)]
+        return words
+
+
+def flag(field: str) -> str:
+    """The option of a field."""
+    return _FLAGS.get(field, f"--{field.replace('_', '-')}")
+
+
+def degrees(layout: Layout) -> dict[str, Any]:
+    """A layout as the fields of a ProblemSpec."""
+    return {"gpus": layout.gpus, **{name: getattr(layout, name) for name in SHARED}}
