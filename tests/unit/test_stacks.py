@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.choose.outcome import make_problem
+from tests.problems import make_problem
 from rematbench.cli.app import app
 from rematbench.cost.kernel_rates import RateError
 from rematbench.problem import Problem
