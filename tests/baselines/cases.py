@@ -14,8 +14,8 @@ import torch
 from msgspec.structs import replace
 
 from rematbench.baselines.process import Job, job, policy, run_jobs
-from rematbench.baselines.stack import activation_peak, stack_of
-from rematbench.evaluate import program_bytes
+from rematbench.baselines.stack import StackProblem, activation_peak, packaged
+from rematbench.evaluate import RankBytes, program_bytes
 from rematbench.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
@@ -168,14 +168,13 @@ def assert_equal(asked: Asked, ran: Ran, tolerance: float) -> None:
         assert not gradient[rows:].any(), name
 
 
-def weighed(baseline: str, method: Composition, problem: Problem, stage: int = 0) -> int:
-    """The activation peak of a policy's plan with the tensors of the baseline's stack."""
-    policy_ = method.methods[0]
-    stack = stack_of(baseline, policy_, problem)
-    assert stack is not None
-    here = stack.problem(problem)
+def weighed(method: Composition, problem: Problem, stage: int = 0) -> RankBytes:
+    """Bytes of a rank under a baseline's policy as its package holds them."""
+    here = packaged(method, problem)
+    assert isinstance(here, StackProblem)
     plan = method.plan(here)
     assert isinstance(plan, Plan)
     program = lower(plan, here)
-    ledger = program_bytes(here, plan, program)[stage].activation_peak
-    return activation_peak(baseline, policy_, here, program.ranks[stage], ledger)
+    held = program_bytes(here, plan, program)[stage]
+    peak = activation_peak(method.methods[0], here, program.ranks[stage], held)
+    return replace(held, activation_peak=peak)

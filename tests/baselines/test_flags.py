@@ -79,7 +79,8 @@ def printed_job(baseline: str, answer: Answer, world: World = "executed") -> Job
 
 def said(settings: dict[str, Any]) -> int:
     """The activation peak of Megatron-core's policy with the tensors of its stack."""
-    return weighed("megatron_core", policy("megatron_core", settings), asked_problem(Asked("one")))
+    problem = asked_problem(Asked("one"))
+    return weighed(policy("megatron_core", settings), problem).activation_peak
 
 
 def of_method(method: str, settings: dict[str, Any], baseline: str) -> list[Job]:

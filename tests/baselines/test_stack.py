@@ -195,7 +195,7 @@ def without_a_plan(cases: list[Whole], folder: Path) -> list[int]:
         assert record.observed is not None, record.reason
         drops = cases[number].asked.model.dropout > 0 and cases[number].attention == "flash"
         assert ("flash" in record.observed.shim) == drops
-        said = weighed("megatron_core", policies[number], problems[number], cases[number].stage)
+        said = weighed(policies[number], problems[number], cases[number].stage).activation_peak
         rest.append(record.observed.activation_peak_bytes[0] - said)
     return rest
 
@@ -249,7 +249,7 @@ def check_deepspeed(cases: list[Traced], folder: Path) -> None:
     for number, record in enumerate(run_jobs("deepspeed", jobs, folder)):
         assert record.observed is not None, record.reason
         traced.append(record.observed.activation_peak_bytes[0])
-        known = weighed("deepspeed", policies[number], problems[number])
+        known = weighed(policies[number], problems[number]).activation_peak
         gradients = made_on_the_way(policies[number].methods[0], problems[number])  # type: ignore[arg-type]
         said.append(known + gradients)  # traced, they are no state
     layers = [b - a for a, b in zip(traced[::2], traced[1::2], strict=True)]

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.baselines.stack import packaged
 from rematbench.configfile import ConfigError, closest, convert, read_mapping
 from rematbench.digests import code_digest
 from rematbench.evaluate import PlanEvaluation
@@ -187,12 +188,15 @@ class Campaign:
         return ["execute", *run_words(cell), *steps]
 
     def simulated(self, cell: Cell) -> PlanEvaluation | None:
-        """A cell's step as simulated; None where the method gives no plan.
+        """A cell's step as simulated, a baseline's with what its package holds; None where the
+        method gives no plan.
 
         PlanError where its plan is none.
         """
-        problem = self.problem(cell.spec)
-        plan = self.method(cell).plan(problem)
+        problem, method = self.problem(cell.spec), self.method(cell)
+        if self.is_baseline(cell):
+            problem = packaged(method, problem)
+        plan = method.plan(problem)
         if isinstance(plan, Unsupported):
             return None
         found = problem.cost.evaluate(plan)
