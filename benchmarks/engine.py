@@ -12,20 +12,20 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rematbench.check import check
-from rematbench.chunk import simulate_chunks
+from rematbench.choose.outcome import reserved_bytes
 from rematbench.cost.constants import load_calibration
-from rematbench.evaluate import evaluate, program_bytes
-from rematbench.layout import Layout
-from rematbench.ledger import issue_order
-from rematbench.load import load_cluster, load_model, load_system
-from rematbench.lower import lower
-from rematbench.paths import data_dir
+from rematbench.lowering.lower import lower
 from rematbench.plan import ByteBudget, Keep, Plan, Rule, Select
 from rematbench.problem import Problem
-from rematbench.seconds import action_seconds
-from rematbench.simulate import simulate
-from rematbench.suite import reserved_bytes
+from rematbench.program.check import check
+from rematbench.program.ledger import issue_order
+from rematbench.simulate.evaluate import evaluate, program_bytes
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.seconds import action_seconds
+from rematbench.simulate.step import simulate
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_cluster, load_model, load_system
+from rematbench.spec.paths import data_dir
 from rematbench.workload import Workload
 
 REPEATS = 5

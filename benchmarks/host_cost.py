@@ -14,11 +14,11 @@ from collections import defaultdict
 
 import torch
 
-from rematbench.action import Action
-from rematbench.discover import discover
-from rematbench.layout import Layout
+from rematbench.choose.outcome import make_problem
 from rematbench.plan import Plan
-from rematbench.suite import make_problem
+from rematbench.plugins.discover import discover
+from rematbench.program.action import Action
+from rematbench.spec.layout import Layout
 from rematbench.torch import executor, trace
 
 METHODS = ("keep_all", "full_recompute", "memo", "mst")

@@ -21,18 +21,18 @@ from statistics import median
 from typing import Any, NamedTuple
 from unittest import mock
 
-from rematbench.baselines.process import policy
-from rematbench.baselines.stack import StackProblem, _module, activation_peak, packaged
-from rematbench.configfile import ConfigError
-from rematbench.evaluate import RankBytes, program_bytes
-from rematbench.layout import Layout, LayoutError
-from rematbench.load import load_model
-from rematbench.lower import lower
-from rematbench.paths import data_dir
+from rematbench.choose.outcome import make_problem
+from rematbench.lowering.lower import lower
+from rematbench.packages.process import policy
+from rematbench.packages.stack import StackProblem, _module, activation_peak, packaged
 from rematbench.plan import Unsupported
-from rematbench.program import RankProgram
-from rematbench.registry import Method
-from rematbench.suite import make_problem
+from rematbench.plugins.registry import Method
+from rematbench.program.program import RankProgram
+from rematbench.simulate.evaluate import RankBytes, program_bytes
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.layout import Layout, LayoutError
+from rematbench.spec.load import load_model
+from rematbench.spec.paths import data_dir
 
 JOBS, SEED = 100, 21
 WORST, MEDIAN = 2.0, 0.5

@@ -15,13 +15,13 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from rematbench.discover import discover
-from rematbench.lower import lower
-from rematbench.paths import data_dir
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.solve.memory_plan import memory_plan
 from rematbench.solve.relocate import Relocation
+from rematbench.spec.paths import data_dir
 from rematbench.studies.study import Study, load_study
 
 REPEATS = 3

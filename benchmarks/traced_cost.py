@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from rematbench.commands.measured import cell_names, cells, request_of
-from rematbench.commands.trace import traced
-from rematbench.suitefile import load_suite
+from rematbench.cli.measured import cell_names, cells, request_of
+from rematbench.cli.trace import traced
+from rematbench.runs.suite import load_suite
 
 SUITE = Path(__file__).resolve().parents[1] / "config" / "traced.yaml"
 COLUMNS = ("cell", "cpu_s", "wall_s", "peak_rss_bytes", "status", "date", "python", "torch")

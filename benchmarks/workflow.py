@@ -124,9 +124,10 @@ def run(folder: Path, words: list[str], environment: dict[str, str] | None = Non
 def bare(folder: Path) -> Cost:
     """The same cells in one process, without Snakemake."""
     code = (
-        "import sys; from pathlib import Path; from rematbench.discover import discover; "
-        "from rematbench.suitefile import load_suite, run_bundle; from rematbench.store import "
-        "Store; r = discover(); s = load_suite(Path('config/smoke.yaml')); "
+        "import sys; from pathlib import Path; from rematbench.plugins.discover import discover; "
+        "from rematbench.runs.suite import load_suite, run_bundle; "
+        "from rematbench.runs.store import Store; "
+        "r = discover(); s = load_suite(Path('config/smoke.yaml')); "
         "[run_bundle(s, m, r, Path('bare') / m, Store(Path('barestore'))) for m in r.methods]"
     )
     return run(folder, [sys.executable, "-c", code])

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rematbench.discover import discover
+from rematbench.plugins.discover import discover
 from rematbench.slurm.cells import Campaign, load_measurement
 from rematbench.slurm.nodefacts import NodeFacts
 from rematbench.slurm.queue import UNLIMITED, Node

@@ -5,11 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench import contract
 from rematbench.cost.constants import Calibration, load_calibration
-from rematbench.layout import Layout
-from rematbench.load import load_cluster, load_system
-from rematbench.paths import data_dir
 from rematbench.plan import (
     ByteBudget,
     Fate,
@@ -22,7 +18,11 @@ from rematbench.plan import (
     Split,
     Transfers,
 )
+from rematbench.plugins import contract
 from rematbench.problem import Problem
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_cluster, load_system
+from rematbench.spec.paths import data_dir
 from rematbench.workload import Model, Workload
 
 LLAMA = replace(contract.LLAMA, name="test-llama")

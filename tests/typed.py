@@ -6,7 +6,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import NamedTuple
 from unittest.mock import patch
 
-from rematbench.cli import main
+from rematbench.cli.app import main
 
 
 class Ran(NamedTuple):

@@ -1,12 +1,12 @@
 """What the cluster file and a measurement suite say about jobs: inputs and resources of rules."""
 
-from rematbench.console import CommandError
+from rematbench.host.console import CommandError
 from rematbench.slurm.cellrecord import is_final
 from rematbench.slurm.cells import Campaign, load_measurement
 from rematbench.slurm.patience import be_patient
 from rematbench.slurm.resources import executed_resources
 from rematbench.slurm.submissions import announce, refuse_simulated
-from rematbench.store import Store
+from rematbench.runs.store import Store
 
 
 include: "placement.smk"

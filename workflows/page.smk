@@ -38,7 +38,7 @@ rule page:
     input:
         suite="config/paper.yaml",
         texts="config/report.yaml",
-        template="src/rematbench/report/page.html.jinja",
+        template="src/rematbench/tables/page.html.jinja",
         tables=rules.tables.output.tables,
         matrix=rules.matrix_tables.output,
         methods="results/paper/tables/methods.md",

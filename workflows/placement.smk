@@ -2,7 +2,7 @@
 
 from shutil import which
 
-from rematbench.configfile import ConfigError
+from rematbench.spec.configfile import ConfigError
 from rematbench.slurm.resources import KEYS, simulated_resources
 from rematbench.slurm.settings import load_site
 

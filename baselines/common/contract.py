@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rematbench.baselines.process import Job
+from rematbench.packages.process import Job
 
 
 @dataclass(kw_only=True)

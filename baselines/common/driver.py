@@ -22,9 +22,9 @@ from baselines.common import gpu
 from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
 from baselines.common.memory import check_memory
 from baselines.common.records import write
-from rematbench.baselines.process import Job
-from rematbench.rank_error import NO_MEETING, RankError, of_exits, of_job, recorded
-from rematbench.suite import Status
+from rematbench.choose.outcome import Status
+from rematbench.packages.process import Job
+from rematbench.runs.rank_error import NO_MEETING, RankError, of_exits, of_job, recorded
 from rematbench.torch.devices import prepare
 from rematbench.torch.failures import failure
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from baselines.common.contract import NotRunnable
-from rematbench.baselines.process import Job
+from rematbench.packages.process import Job
 from rematbench.torch.canary import gpus_seen
 from rematbench.torch.devices import choose_device, empty_pinned
 

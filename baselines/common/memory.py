@@ -1,8 +1,8 @@
 """What this machine cannot hold is not started."""
 
 from baselines.common.contract import NotRunnable
-from rematbench.baselines.process import Job
-from rematbench.hostmemory import free_bytes
+from rematbench.host.memory import free_bytes
+from rematbench.packages.process import Job
 
 
 def check_memory(job: Job) -> None:

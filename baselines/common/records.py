@@ -6,9 +6,9 @@ import torch
 
 from baselines.common import gpu
 from baselines.common.contract import RankAnswer, Runner
-from rematbench.baselines.process import Job
-from rematbench.record import Observed, Record, provenance, write_record
-from rematbench.suite import Status
+from rematbench.choose.outcome import Status
+from rematbench.packages.process import Job
+from rematbench.runs.record import Observed, Record, provenance, write_record
 
 
 def write(

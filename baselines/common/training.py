@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baselines.common.contract import RankAnswer
 from baselines.common.meter import Meter
-from rematbench.baselines.process import Job
+from rematbench.packages.process import Job
 from rematbench.torch.devices import forget_peaks, pinned_peak
 from rematbench.torch.failures import NotFinite
 

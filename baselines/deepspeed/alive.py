@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from rematbench.action import HOST, Action, Kind
+from rematbench.program.action import HOST, Action, Kind
 
 if TYPE_CHECKING:
     from baselines.deepspeed.sizes import Sizes

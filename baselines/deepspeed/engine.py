@@ -20,8 +20,8 @@ from baselines.deepspeed.options import read
 from baselines.deepspeed.places import SHIM, apart, moves
 from baselines.deepspeed.plan import DeepSpeed
 from baselines.deepspeed.stack import ZERO_3
-from rematbench.baselines.process import Job
-from rematbench.record import RunSpec
+from rematbench.packages.process import Job
+from rematbench.runs.record import RunSpec
 from rematbench.torch.batch import Batch, make_batch
 from rematbench.torch.parameters import AdamW, square_sum
 from rematbench.workload import Workload

@@ -37,7 +37,7 @@ from baselines.deepspeed import engine as ds
 from baselines.deepspeed.model import Decoder
 from baselines.deepspeed.plan import DeepSpeed
 from baselines.deepspeed.stack import ZERO_3
-from rematbench.baselines.process import Job
+from rematbench.packages.process import Job
 
 _tiled_backward = TiledFusedLogitsLoss.backward
 _has_inf_or_nan = stage_1_and_2.has_inf_or_nan

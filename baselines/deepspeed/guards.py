@@ -2,8 +2,8 @@
 
 from baselines.common.contract import NotRunnable
 from baselines.deepspeed.plan import DeepSpeed
-from rematbench.baselines.limits import holding, setup_of
-from rematbench.baselines.process import Job
+from rematbench.packages.limits import holding, setup_of
+from rematbench.packages.process import Job
 
 
 def check(job: Job, policy: DeepSpeed) -> None:

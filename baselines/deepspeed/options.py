@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
 from baselines.deepspeed.plan import DeepSpeed
-from rematbench.baselines.limits import overruled
-from rematbench.baselines.process import Job
-from rematbench.record import RunSpec
+from rematbench.packages.limits import overruled
+from rematbench.packages.process import Job
+from rematbench.runs.record import RunSpec
 
 SAID = ("checkpointing", "offload_optimizer", "offload_param", "overlap_comm")
 """Settings of a policy that a configuration says: tiles are code."""

@@ -14,8 +14,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.baselines.limits import Reason, Setup, holding, setup_of
-from rematbench.layout import Layout
+from rematbench.packages.limits import Reason, Setup, holding, setup_of
 from rematbench.plan import (
     MiniSequence,
     Offload,
@@ -29,6 +28,7 @@ from rematbench.plan import (
 )
 from rematbench.problem import Problem
 from rematbench.solve.kept import kept_activations
+from rematbench.spec.layout import Layout
 from rematbench.workload import Model, PositiveInt
 
 BUCKET_ELEMENTS = 500_000_000

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rematbench.discover import load_module
+from rematbench.plugins.discover import load_module
 from rematbench.workload import Model
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from baselines.common.training import train
 from baselines.deepspeed.guards import check
 from baselines.deepspeed.options import accepted, policy_of, read
 from baselines.deepspeed.plan import DeepSpeed
-from rematbench.baselines.process import Job
+from rematbench.packages.process import Job
 from rematbench.torch.batch import Batch
 
 if not torch.cuda.is_available() or not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rematbench.discover import load_module
+from rematbench.plugins.discover import load_module
 
 if TYPE_CHECKING:
     from baselines.deepspeed.weights import KEPT_WHOLE

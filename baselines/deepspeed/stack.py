@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rematbench.baselines.stack import Extra, Stack
-from rematbench.discover import load_module
 from rematbench.operators.ops import Part
+from rematbench.packages.stack import Extra, Stack
+from rematbench.plugins.discover import load_module
 from rematbench.problem import Problem
-from rematbench.program import RankProgram
-from rematbench.shapes import shapes
+from rematbench.program.program import RankProgram
+from rematbench.spec.shapes import shapes
 
 if TYPE_CHECKING:
     from baselines.deepspeed import sizes, weights, zero_peaks

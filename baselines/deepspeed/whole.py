@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rematbench.discover import load_module
+from rematbench.plugins.discover import load_module
 
 if TYPE_CHECKING:
     from baselines.deepspeed.sizes import Sizes

@@ -11,9 +11,9 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rematbench.action import Action
-from rematbench.discover import load_module
-from rematbench.program import RankProgram
+from rematbench.plugins.discover import load_module
+from rematbench.program.action import Action
+from rematbench.program.program import RankProgram
 from rematbench.workload import Model
 
 if TYPE_CHECKING:

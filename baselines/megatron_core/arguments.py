@@ -18,8 +18,8 @@ from baselines.megatron_core.plan import (
     RecomputeModule,
     fusion_argument,
 )
-from rematbench.layout import Layout
-from rematbench.record import RunSpec
+from rematbench.runs.record import RunSpec
+from rematbench.spec.layout import Layout
 
 NOT_FUSED = ("no_bias_swiglu_fusion", "no_bias_gelu_fusion")
 SAID = (

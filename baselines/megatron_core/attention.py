@@ -4,9 +4,9 @@ materialised scores, or under context parallelism ours (layers.GatheredAttention
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rematbench.baselines.stack import Extra
+from rematbench.packages.stack import Extra
 from rematbench.problem import Problem
-from rematbench.shapes import shapes
+from rematbench.spec.shapes import shapes
 
 if TYPE_CHECKING:
     from baselines.megatron_core.plan import MegatronCore

@@ -17,8 +17,8 @@ from baselines.common.meter import Meter
 from baselines.megatron_core import step as engine
 from baselines.megatron_core.config import uses_distributed_optimizer
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.baselines.process import Job
-from rematbench.record import RunSpec
+from rematbench.packages.process import Job
+from rematbench.runs.record import RunSpec
 from rematbench.torch.batch import MicroBatch
 
 MASTER_AND_MOMENTS = {"bf16": 12, "fp32": 8}

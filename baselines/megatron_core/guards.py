@@ -7,9 +7,9 @@ import msgspec
 from baselines.common.contract import NotRunnable
 from baselines.megatron_core.arguments import SAID
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.baselines.limits import Reason, overruled, setup_of
-from rematbench.baselines.process import Job
-from rematbench.record import RunSpec
+from rematbench.packages.limits import Reason, overruled, setup_of
+from rematbench.packages.process import Job
+from rematbench.runs.record import RunSpec
 
 
 def check(job: Job, policy: MegatronCore) -> None:

@@ -9,9 +9,9 @@ traces at their peaks:
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rematbench.action import HOST
-from rematbench.discover import load_module
-from rematbench.program import RankProgram
+from rematbench.plugins.discover import load_module
+from rematbench.program.action import HOST
+from rematbench.program.program import RankProgram
 
 if TYPE_CHECKING:
     from baselines.megatron_core import offloads

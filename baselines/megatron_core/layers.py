@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from baselines.megatron_core.guards import has_transformer_engine
-from rematbench.baselines.process import Job
-from rematbench.record import RunSpec
+from rematbench.packages.process import Job
+from rematbench.runs.record import RunSpec
 from rematbench.torch.attention import attend, attend_backward
 from rematbench.torch.groups import Group
 

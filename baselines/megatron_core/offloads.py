@@ -6,8 +6,8 @@ group's backward the last one committed of those that are away comes back, or, i
 the next chunk (ChunkOffloadHandler.bulk_reload).
 """
 
-from rematbench.action import Action, Alloc, Kind, place
-from rematbench.program import RankProgram
+from rematbench.program.action import Action, Alloc, Kind, place
+from rematbench.program.program import RankProgram
 
 Where = tuple[int, int]
 """A micro-batch and a chunk."""

@@ -15,7 +15,8 @@ from typing import ClassVar, Literal, TypeVar, get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.baselines.limits import Reason, Setup, holding, setup_of
+from rematbench.lowering.schedule import interleaved
+from rematbench.packages.limits import Reason, Setup, holding, setup_of
 from rematbench.plan import (
     Group,
     Offload,
@@ -28,7 +29,6 @@ from rematbench.plan import (
     Unsupported,
 )
 from rematbench.problem import Problem
-from rematbench.schedule import interleaved
 from rematbench.solve.kept import kept_activations
 from rematbench.workload import Model, PositiveInt
 

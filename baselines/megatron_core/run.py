@@ -19,7 +19,7 @@ from baselines.megatron_core import shim
 from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.guards import check, has_transformer_engine
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.baselines.process import Job
+from rematbench.packages.process import Job
 from rematbench.torch.batch import MicroBatch
 
 

@@ -29,7 +29,7 @@ from baselines.megatron_core.config import (
 )
 from baselines.megatron_core.layers import layer_spec, mask_padding
 from baselines.megatron_core.plan import MegatronCore
-from rematbench.baselines.process import Job
+from rematbench.packages.process import Job
 from rematbench.torch.batch import MicroBatch, make_batch, micro_batches, positions
 from rematbench.torch.groups import Coordinates, is_gloo
 from rematbench.torch.kernels import IGNORED

@@ -10,9 +10,9 @@ from baselines.common.contract import NotRunnable, Rank, RankAnswer
 from baselines.transformers.families import config_of_model, model_class
 from baselines.transformers.policy import Transformers
 from baselines.transformers.step import DTYPES, Kernel, Seen, Setup, run
-from rematbench.baselines.process import Job
+from rematbench.packages.process import Job
 from rematbench.problem import AttentionKind
-from rematbench.record import RunSpec
+from rematbench.runs.record import RunSpec
 
 MOMENTS = 2
 """AdamW's, each as large as its parameter and of its dtype."""

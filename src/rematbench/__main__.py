@@ -1,6 +1,6 @@
 """`python -m rematbench`."""
 
-from rematbench.cli import main
+from rematbench.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -8,15 +8,15 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from rematbench.cluster import Cluster
 from rematbench.cost.bind import CostModel
 from rematbench.cost.constants import Calibration
 from rematbench.cost.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
-from rematbench.layout import Layout, check_layout
 from rematbench.operators.block import embedding_table, head_table, layer_table
 from rematbench.operators.ops import Op, OpTable
 from rematbench.plan import Plan, StateFate
-from rematbench.system import System
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.layout import Layout, check_layout
+from rematbench.spec.system import System
 from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]

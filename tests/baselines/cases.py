@@ -13,14 +13,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rematbench.baselines.process import Job, job, policy, run_jobs
-from rematbench.baselines.stack import StackProblem, activation_peak, packaged
-from rematbench.evaluate import RankBytes, program_bytes
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
+from rematbench.packages.process import Job, job, policy, run_jobs
+from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Plan
+from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.record import Record
-from rematbench.registry import Composition
+from rematbench.runs.record import Record
+from rematbench.simulate.evaluate import RankBytes, program_bytes
 from rematbench.torch.case import Case, Result
 from rematbench.torch.launch import execute_cases
 from rematbench.workload import Model, Precision

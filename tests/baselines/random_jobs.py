@@ -3,12 +3,12 @@
 from random import Random
 from typing import Any, NamedTuple
 
-from rematbench.baselines.process import policy
-from rematbench.configfile import ConfigError
-from rematbench.layout import Layout, LayoutError
+from rematbench.choose.outcome import make_problem
+from rematbench.packages.process import policy
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
-from rematbench.suite import make_problem
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.layout import Layout, LayoutError
 from rematbench.workload import Model
 
 CHECKPOINTING = ("none", "none", "plain", "plain", "partitioned", "cpu", "partitioned_cpu")

@@ -21,7 +21,7 @@ TIMELESS = (
 
 def rematbench(*words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "rematbench.cli", *words],
+        [sys.executable, "-m", "rematbench.cli.app", *words],
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

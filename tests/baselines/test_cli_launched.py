@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("torch", reason="baselines need torch")
 pytest.importorskip("megatron.core", reason="the real package is what is launched")
 
-from rematbench import rank_error
-from rematbench.paths import data_dir
-from rematbench.rank_error import RankError
-from rematbench.record import Record, read_record
+from rematbench.runs import rank_error
+from rematbench.runs.rank_error import RankError
+from rematbench.runs.record import Record, read_record
+from rematbench.spec.paths import data_dir
 
-RUN = "from rematbench.cli import main; main()"
+RUN = "from rematbench.cli.app import main; main()"
 WORDS = (
     "baseline", "run", "megatron_core", "--model", "tiny-llama", "--cluster", "this-machine",
     "--gpus", "2", "--tp", "2", "--seq-len", "64", "--global-batch", "2", "--precision", "fp32",
@@ -87,7 +87,7 @@ def after_a_death(tmp_path: Path, dies: int, end: str) -> tuple[Record, list[str
 @pytest.mark.full
 def test_torchrun_gives_one_record_and_one_answer(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
-    launch = ["--standalone", "--nproc-per-node", "2", "-m", "rematbench.cli"]
+    launch = ["--standalone", "--nproc-per-node", "2", "-m", "rematbench.cli.app"]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *launch, *WORDS, "--out", str(out)],
         capture_output=True, text=True, check=False, timeout=300,

@@ -7,16 +7,16 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rematbench.baselines import points as baseline_points
-from rematbench.baselines.points import load_points
-from rematbench.baselines.process import Job, NotInstalled
-from rematbench.cli import app
-from rematbench.commands import baseline as baseline_command
-from rematbench.commands import points as points_command
-from rematbench.console import CommandError
-from rematbench.load import load_cluster
-from rematbench.record import Record, read_record, write_record
+from rematbench.cli import baseline as baseline_command
+from rematbench.cli import points as points_command
+from rematbench.cli.app import app
+from rematbench.host.console import CommandError
+from rematbench.packages import points as baseline_points
+from rematbench.packages.points import load_points
+from rematbench.packages.process import Job, NotInstalled
+from rematbench.runs.record import Record, read_record, write_record
 from rematbench.slurm.cells import settings_words
+from rematbench.spec.load import load_cluster
 from rematbench.worlds.again import differences
 
 TRACED = Path(__file__).resolve().parents[2] / "results" / "measured" / "traced" / "baselines"

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.baselines.agreement import EXECUTOR, ROWS, agreement_table
-from rematbench.baselines.points import load_points, published, rows
-from rematbench.configfile import ConfigError
-from rematbench.record import read_record
+from rematbench.packages.agreement import EXECUTOR, ROWS, agreement_table
+from rematbench.packages.points import load_points, published, rows
+from rematbench.runs.record import read_record
+from rematbench.spec.configfile import ConfigError
 from rematbench.worlds.again import differences
 
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"

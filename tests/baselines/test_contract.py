@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from rematbench.baselines.flags import flags_of
-from rematbench.baselines.process import baselines, policy
-from rematbench.check import check
-from rematbench.evaluate import evaluate
-from rematbench.lower import lower
-from rematbench.paths import data_dir
+from rematbench.lowering.lower import lower
+from rematbench.packages.flags import flags_of
+from rematbench.packages.process import baselines, policy
 from rematbench.plan import Unsupported
 from rematbench.problem import Problem
-from rematbench.record import run_spec
+from rematbench.program.check import check
+from rematbench.runs.record import run_spec
+from rematbench.simulate.evaluate import evaluate
+from rematbench.spec.paths import data_dir
 from tests.problems import GPT, problem
 
 NAMES = sorted(path.parent.name for path in data_dir("baselines").glob("*/plan.py"))
@@ -108,7 +108,7 @@ def test_an_unknown_baseline_or_setting_is_one_clear_line() -> None:
 
 
 def test_the_shipped_points_load_and_have_their_cells() -> None:
-    from rematbench.baselines.points import load_points, published  # noqa: PLC0415
+    from rematbench.packages.points import load_points, published  # noqa: PLC0415
 
     points = load_points()
     assert len({point.name for point in points}) == len(points)

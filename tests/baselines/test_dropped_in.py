@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rematbench import paths
-from rematbench.baselines.process import (
+from rematbench.lowering.lower import lower
+from rematbench.packages.process import (
     BaselineError,
     NotInstalled,
     baselines,
@@ -15,10 +15,10 @@ from rematbench.baselines.process import (
     policy,
     run_jobs,
 )
-from rematbench.check import check
-from rematbench.lower import lower
-from rematbench.paths import data_dir
 from rematbench.plan import Plan
+from rematbench.program.check import check
+from rematbench.spec import paths
+from rematbench.spec.paths import data_dir
 from tests.baselines import test_contract as contract
 from tests.problems import problem
 

@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore
-from rematbench.baselines.flags import Answer, flags_of
-from rematbench.baselines.process import Job, baselines, policy, run_jobs
-from rematbench.baselines.process import job as make_job
-from rematbench.discover import discover
-from rematbench.evaluate import RankBytes
+from rematbench.packages.flags import Answer, flags_of
+from rematbench.packages.process import Job, baselines, policy, run_jobs
+from rematbench.packages.process import job as make_job
 from rematbench.plan import Plan, Unsupported
-from rematbench.record import Record, World
+from rematbench.plugins.discover import discover
+from rematbench.runs.record import Record, World
+from rematbench.simulate.evaluate import RankBytes
 from rematbench.torch.case import Case, Result
 from rematbench.torch.launch import execute_cases
 from tests.baselines.cases import LEFT_OUT, STEPS, TINY, Asked, asked_problem, weighed

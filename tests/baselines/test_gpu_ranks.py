@@ -19,10 +19,10 @@ from baselines.common import driver, gpu, training
 from baselines.common.contract import NotRunnable, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.records import write
-from rematbench.baselines.process import Job
-from rematbench.paths import data_dir
-from rematbench.rank_error import KILLED, of_job
-from rematbench.record import read_record
+from rematbench.packages.process import Job
+from rematbench.runs.rank_error import KILLED, of_job
+from rematbench.runs.record import read_record
+from rematbench.spec.paths import data_dir
 from rematbench.torch.failures import NotFinite
 from tests.baselines.cases import Asked, Ran, asked_job, assert_equal
 

@@ -14,8 +14,8 @@ from baselines.deepspeed.plan import DeepSpeed, pieces
 from baselines.megatron_core import guards as megatron
 from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.plan import MegatronCore, OffloadModule
-from rematbench.baselines.limits import setup_of
-from rematbench.baselines.process import Job
+from rematbench.packages.limits import setup_of
+from rematbench.packages.process import Job
 from tests.baselines.cases import GPT, TINY, Asked, asked_job, asked_problem
 
 Changes = Mapping[str, Any]

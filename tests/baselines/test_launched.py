@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from rematbench.baselines.process import Job
-from rematbench.paths import data_dir
-from rematbench.record import Record, read_record
+from rematbench.packages.process import Job
+from rematbench.runs.record import Record, read_record
+from rematbench.spec.paths import data_dir
 from tests.baselines.cases import Asked, Ran, asked_job, assert_equal
 
 PACKAGES = {"megatron_core": "megatron.core", "deepspeed": "deepspeed"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rematbench.baselines.process import job, policy, run_jobs
+from rematbench.packages.process import job, policy, run_jobs
 from tests.baselines.cases import (
     GPT,
     ODD,

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from baselines.deepspeed.stack import made_on_the_way
-from rematbench.baselines.process import job as make_job
-from rematbench.baselines.process import policy, run_jobs
-from rematbench.baselines.stack import layer_tensors, stack_of
+from rematbench.packages.process import job as make_job
+from rematbench.packages.process import policy, run_jobs
+from rematbench.packages.stack import layer_tensors, stack_of
 from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Precision
 from tests.baselines.cases import GPT, LEFT_OUT, SEQ, TINY, Asked, asked_problem, weighed

@@ -6,9 +6,9 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from rematbench.baselines.process import Job, policy, run_jobs
-from rematbench.baselines.process import job as make_job
-from rematbench.record import Record
+from rematbench.packages.process import Job, policy, run_jobs
+from rematbench.packages.process import job as make_job
+from rematbench.runs.record import Record
 from tests.baselines.cases import GPT, Asked, asked_problem
 
 Bytes = tuple[int, int, int, int]

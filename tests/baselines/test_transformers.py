@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from rematbench.baselines.process import Job
-from rematbench.layout import Layout
-from rematbench.record import Record, RunSpec
+from rematbench.packages.process import Job
+from rematbench.runs.record import Record, RunSpec
+from rematbench.spec.layout import Layout
 from tests.problems import LLAMA
 
 pytest.importorskip("transformers")

@@ -7,16 +7,16 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from rematbench.discover import load_module
-from rematbench.evaluate import program_bytes
-from rematbench.layout import Layout
-from rematbench.load import load_system
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.operators.block import head_table, layer_table
-from rematbench.paths import data_dir
 from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.discover import load_module
 from rematbench.problem import Problem
-from rematbench.system import System
+from rematbench.simulate.evaluate import program_bytes
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_system
+from rematbench.spec.paths import data_dir
+from rematbench.spec.system import System
 from rematbench.workload import Model, Workload
 from tests.problems import problem
 

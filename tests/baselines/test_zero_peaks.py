@@ -11,13 +11,13 @@ from baselines.deepspeed import reducing, zero_peaks
 from baselines.deepspeed.sizes import Sizes
 from baselines.deepspeed.weights import Weight, by_operator, head_weight, parameters
 from baselines.deepspeed.whole import Whole, modules
-from rematbench.baselines.process import job, policy, run_jobs
-from rematbench.baselines.stack import stack_of
-from rematbench.load import load_model
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
+from rematbench.packages.process import job, policy, run_jobs
+from rematbench.packages.stack import stack_of
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.program import RankProgram
+from rematbench.program.program import RankProgram
+from rematbench.spec.load import load_model
 from rematbench.workload import Model, Precision
 from tests.baselines.cases import GPT, LAYOUTS, SEQ, TINY
 from tests.problems import problem

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import to_text
-from rematbench.check import check
-from rematbench.discover import discover
-from rematbench.evaluate import evaluate
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Plan, Split
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program import Block, Program
+from rematbench.program.action import to_text
+from rematbench.program.check import check
+from rematbench.program.program import Block, Program
+from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.relocate import Relocation
 from tests.cost_constants import ROUND
 from tests.problems import BALANCED, FULL, by_layer, half, layers, problem, rule, transfers

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.commands.converge import chosen, curves
-from rematbench.commands.measured import Cell, cell_names, cells, worlds
-from rematbench.evaluate import evaluate, program_bytes
-from rematbench.ledger import live_bytes
-from rematbench.lower import lower
-from rematbench.measured import RankMeasured
+from rematbench.cli.converge import chosen, curves
+from rematbench.cli.measured import Cell, cell_names, cells, worlds
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
-from rematbench.record import Record, plan_hash, read_record
-from rematbench.suitefile import load_suite
+from rematbench.program.ledger import live_bytes
+from rematbench.runs.measured import RankMeasured
+from rematbench.runs.record import Record, plan_hash, read_record
+from rematbench.runs.suite import load_suite
+from rematbench.simulate.evaluate import evaluate, program_bytes
 from rematbench.worlds.again import CURVE_BOUND
 from rematbench.worlds.measure import as_run
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.commands.measured import as_committed
-from rematbench.measured import Comparison, Measured
-from rematbench.record import Record, read_record, write_record
+from rematbench.cli.measured import as_committed
+from rematbench.runs.measured import Comparison, Measured
+from rematbench.runs.record import Record, read_record, write_record
 from rematbench.worlds.again import curve_differences, differences
 
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"

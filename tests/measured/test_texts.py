@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.measured import Comparison
-from rematbench.record import Record, read_record
+from rematbench.runs.measured import Comparison
+from rematbench.runs.record import Record, read_record
 from tests.measured.test_records import MEASURED, PATHS, ROOT, record
 
 EXECUTED = re.sub(r"\s+", " ", (ROOT / "docs" / "executed.md").read_text(encoding="utf-8"))

@@ -3,8 +3,8 @@
 import csv
 from pathlib import Path
 
-from rematbench.commands.measured import cell_names
-from rematbench.suitefile import load_suite
+from rematbench.cli.measured import cell_names
+from rematbench.runs.suite import load_suite
 
 ROOT = Path(__file__).resolve().parents[2]
 

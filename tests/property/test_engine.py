@@ -8,17 +8,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.action import Action
-from rematbench.check import check
-from rematbench.chunk import simulate_chunks
-from rematbench.ledger import issue_order, live_bytes, pool_bytes
-from rematbench.lower import lower, rank_orders
+from rematbench.lowering.lower import lower, rank_orders
+from rematbench.lowering.schedule import in_flight
 from rematbench.plan import ByteBudget, Plan, Rule, Select
 from rematbench.problem import Problem
-from rematbench.program import Program, parse_program
-from rematbench.schedule import in_flight
-from rematbench.seconds import action_seconds
-from rematbench.simulate import simulate
+from rematbench.program.action import Action
+from rematbench.program.check import check
+from rematbench.program.ledger import issue_order, live_bytes, pool_bytes
+from rematbench.program.program import Program, parse_program
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.seconds import action_seconds
+from rematbench.simulate.step import simulate
 from tests.problems import BALANCED, layers, problem, transfers
 from tests.strategies import SYSTEMS, cases
 from tests.twin.interpreter import EARLY, interpret

@@ -14,15 +14,15 @@ from rematbench.choose.bench import Bench
 from rematbench.choose.candidates import Candidate, load_compare
 from rematbench.choose.compare import Comparing
 from rematbench.choose.entry import Comparison, Entry
-from rematbench.discover import discover
-from rematbench.evaluate import program_bytes
-from rematbench.layout import Layout
-from rematbench.load import load_cluster
-from rematbench.lower import lower
+from rematbench.choose.outcome import make_problem, reserved_bytes, run_plan
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
-from rematbench.registry import Registry
-from rematbench.suite import make_problem, reserved_bytes, run_plan
+from rematbench.simulate.evaluate import program_bytes
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_cluster
 from rematbench.workload import Model
 
 POINTS = ("published", "published+fc1", "all")

@@ -5,10 +5,10 @@ import csv
 
 import pytest
 
-from rematbench.discover import discover
-from rematbench.paths import data_dir
 from rematbench.plan import Plan
+from rematbench.plugins.discover import discover
 from rematbench.published.rows import read_case
+from rematbench.spec.paths import data_dir
 
 REGISTRY = discover()
 with (data_dir("published") / "runs.csv").open(newline="") as file:

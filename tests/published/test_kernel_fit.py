@@ -14,7 +14,6 @@ from rematbench.cost.kernel_rates import (
     fitted_parameters,
     load_kernel_rates,
 )
-from rematbench.paths import data_dir
 from rematbench.published import kernel_attention
 from rematbench.published.kernel_attention import attention_fraction
 from rematbench.published.kernel_fit import as_text, curve_table, fit_share, refit
@@ -26,6 +25,7 @@ from rematbench.published.kernel_sources import (
     load_sources,
     outliers,
 )
+from rematbench.spec.paths import data_dir
 
 FOLDER = data_dir("config") / "kernels"
 PUBLISHED = data_dir("published") / "kernels.csv"

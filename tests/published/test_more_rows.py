@@ -4,9 +4,9 @@ import csv
 import math
 from collections import Counter
 
-from rematbench.discover import discover
-from rematbench.paths import data_dir
+from rematbench.plugins.discover import discover
 from rematbench.published.rows import RowError, read_case
+from rematbench.spec.paths import data_dir
 
 
 def rows(name: str) -> list[dict[str, str]]:

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 
-from rematbench.discover import discover
-from rematbench.paths import data_dir
+from rematbench.plugins.discover import discover
 from rematbench.published.predict import predict_case
 from rematbench.published.rows import read_case
+from rematbench.spec.paths import data_dir
 
 Row = dict[str, str]
 REGISTRY = discover()

@@ -4,12 +4,12 @@ from functools import cache
 
 import pytest
 
-from rematbench.load import calibration
-from rematbench.paths import data_dir
 from rematbench.published.accuracy import load_accuracy
 from rematbench.published.predict import predict_rows
 from rematbench.published.sheets import read_sheet
 from rematbench.published.validate import Report, validate
+from rematbench.spec.load import calibration
+from rematbench.spec.paths import data_dir
 
 ACCURACY = load_accuracy()
 PROMISES = [(group.name, name) for group in ACCURACY.groups for name in group.promises]

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from rematbench.allocator import AllocatorPeaks, replay
-from rematbench.discover import discover
-from rematbench.layout import Layout
-from rematbench.lower import lower
+from rematbench.choose.outcome import make_problem
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program import RankProgram
-from rematbench.suite import make_problem
+from rematbench.program.allocator import AllocatorPeaks, replay
+from rematbench.program.program import RankProgram
+from rematbench.spec.layout import Layout
 from rematbench.torch.case import Case
 from rematbench.torch.executor import Executor
 from rematbench.torch.groups import Groups

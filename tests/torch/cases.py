@@ -6,8 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.evaluate import evaluate, program_bytes
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import (
     MiniSequence,
     Offload,
@@ -20,6 +19,7 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
+from rematbench.simulate.evaluate import evaluate, program_bytes
 from rematbench.torch.case import Case
 from rematbench.workload import Model, Precision
 from tests.problems import FULL, GPT, LLAMA, SKELETAL, by_layer, half, problem, rule, transfers

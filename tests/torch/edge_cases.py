@@ -10,9 +10,9 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor
 
-from rematbench.check import check
-from rematbench.lower import lower
-from rematbench.program import Program
+from rematbench.lowering.lower import lower
+from rematbench.program.check import check
+from rematbench.program.program import Program
 from rematbench.torch import beside, trace
 from rematbench.torch.batch import MicroBatch
 from rematbench.torch.case import Case

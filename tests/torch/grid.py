@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from rematbench.action import Kind
-from rematbench.discover import discover
-from rematbench.lower import lower
-from rematbench.registry import Composition
+from rematbench.lowering.lower import lower
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import Composition
+from rematbench.program.action import Kind
 from rematbench.torch.case import Case, Result
 from tests.torch import cases, laws
 

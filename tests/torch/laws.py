@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from rematbench.ledger import live_bytes
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
+from rematbench.program.ledger import live_bytes
 from rematbench.torch.batch import Batch, make_batch
 from rematbench.torch.case import Case, Result
 from rematbench.torch.launch import execute_cases

@@ -5,9 +5,9 @@ communicator runs in the order of its issue.  Streams of all ranks are walked un
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from rematbench.action import Kind, is_local
-from rematbench.layout import Layout
-from rematbench.program import Program
+from rematbench.program.action import Kind, is_local
+from rematbench.program.program import Program
+from rematbench.spec.layout import Layout
 from rematbench.torch.groups import Channel
 from rematbench.torch.messages import message
 

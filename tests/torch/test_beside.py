@@ -6,7 +6,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.torch import beside
 from rematbench.torch.batch import make_batch, micro_batches
 from rematbench.torch.executor import Executor

@@ -15,12 +15,12 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
-from rematbench.commands.measured import Cell, cells
-from rematbench.evaluate import evaluate
-from rematbench.measured import BOUNDS
+from rematbench.cli.measured import Cell, cells
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.suitefile import load_suite
+from rematbench.runs.measured import BOUNDS
+from rematbench.runs.suite import load_suite
+from rematbench.simulate.evaluate import evaluate
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.gather import combine

@@ -10,9 +10,9 @@ from collections.abc import Hashable
 
 from msgspec.structs import replace
 
-from rematbench.action import Kind
-from rematbench.lower import lower
-from rematbench.program import Program
+from rematbench.lowering.lower import lower
+from rematbench.program.action import Kind
+from rematbench.program.program import Program
 from rematbench.torch.case import Case
 from rematbench.torch.groups import Channel, channels
 from rematbench.torch.launch import execute_cases

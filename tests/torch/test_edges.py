@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.check import CheckError, check
+from rematbench.program.check import CheckError, check
 from tests.torch import edges
 from tests.torch.edge_cases import case_of, stages
 from tests.torch.fake_cuda import first_fault

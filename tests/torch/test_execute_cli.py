@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.cli import main
-from rematbench.commands.converge import converge
-from rematbench.console import CommandError
-from rematbench.paths import data_dir
-from rematbench.record import Record, read_record
+from rematbench.cli.app import main
+from rematbench.cli.converge import converge
+from rematbench.host.console import CommandError
+from rematbench.runs.record import Record, read_record
+from rematbench.spec.paths import data_dir
 from rematbench.torch import job
 
 Here = Callable[..., tuple[object, str, str]]
@@ -47,7 +47,7 @@ class DropNorms(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def rematbench(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from rematbench.cli import main; main()"
+    code = "import sys; from rematbench.cli.app import main; main()"
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, *words],
         capture_output=True,
@@ -157,7 +157,7 @@ def test_a_launcher_with_another_number_of_processes_is_said(
 def test_without_torch_one_line_says_what_to_install() -> None:
     code = (
         "import importlib.util as u; u.find_spec = lambda name: None\n"
-        "from rematbench.cli import main; main()"
+        "from rematbench.cli.app import main; main()"
     )
     words = [sys.executable, "-c", code, "execute", "keep_all", *TINY, "--gpus", "1"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -169,7 +169,7 @@ def test_without_torch_one_line_says_what_to_install() -> None:
 @pytest.mark.soak
 def test_torchrun_gives_the_processes(tmp_path: Path) -> None:
     out = tmp_path / "record.json"
-    code = "from rematbench.cli import main; main()"
+    code = "from rematbench.cli.app import main; main()"
     script = tmp_path / "run.py"
     script.write_text(code)
     words = ("--gpus", "2", "--pp", "2", "--seq-len", "32", "--out", str(out))

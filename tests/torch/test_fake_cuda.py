@@ -10,9 +10,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from rematbench.action import Action, Kind
-from rematbench.ledger import live_bytes
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
+from rematbench.program.action import Action, Kind
+from rematbench.program.ledger import live_bytes
 from rematbench.torch import memory, operators_attention
 from rematbench.torch.case import Case
 from rematbench.torch.streams import CudaStreams

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.commands import gpu, measured
-from rematbench.commands.execute import outcome_of
-from rematbench.measured import Comparison, Measured, largest
-from rematbench.paths import data_dir
-from rematbench.record import Record, read_record, write_record
+from rematbench.cli import gpu, measured
+from rematbench.cli.execute import outcome_of
+from rematbench.runs.measured import Comparison, Measured, largest
+from rematbench.runs.record import Record, read_record, write_record
+from rematbench.spec.paths import data_dir
 from rematbench.worlds.gpu_checks import Finding, Ran, findings
 from tests.torch.test_measure_gpu import CELLS, suite
 

@@ -12,11 +12,11 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench import hostmemory
-from rematbench.cli import main
-from rematbench.ledger import issue_order
-from rematbench.lower import lower
-from rematbench.record import read_record
+from rematbench.cli.app import main
+from rematbench.host import memory as hostmemory
+from rematbench.lowering.lower import lower
+from rematbench.program.ledger import issue_order
+from rematbench.runs.record import read_record
 from rematbench.torch import hostroom, job, model, parameters
 from rematbench.torch.case import Case
 from rematbench.torch.groups import Coordinates

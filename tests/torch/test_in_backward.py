@@ -7,10 +7,10 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
-from rematbench.action import Action, Kind
-from rematbench.discover import discover
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, StateFate
+from rematbench.plugins.discover import discover
+from rematbench.program.action import Action, Kind
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.gather import combine

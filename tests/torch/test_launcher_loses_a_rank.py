@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench import rank_error
-from rematbench.cli import main
-from rematbench.rank_error import RankError
-from rematbench.record import read_record
+from rematbench.cli.app import main
+from rematbench.runs import rank_error
+from rematbench.runs.rank_error import RankError
+from rematbench.runs.record import read_record
 from rematbench.torch import job
 
 MEETS_AND_DIES = """
@@ -23,7 +23,7 @@ dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
 dist.new_group(backend="gloo")
 os._exit(9)
 """
-EXECUTE = "from rematbench.cli import main; main()"
+EXECUTE = "from rematbench.cli.app import main; main()"
 WORDS = (
     "execute", "keep_all", "--model", "tiny-llama", "--cluster", "this-machine", "--device", "cpu",
     "--gpus", "2", "--tp", "2", "--seq-len", "32", "--steps", "1", "--timeout", "60",
@@ -72,7 +72,7 @@ def test_a_killed_rank_0_leaves_a_record_by_the_other(tmp_path: Path) -> None:
 
 NOTES = """
 from pathlib import Path
-from rematbench import rank_error
+from rematbench.runs import rank_error
 {before}
 rank_error.note(Path({out!r}), 1, rank_error.RankError("oom", "HBM is full"))
 """

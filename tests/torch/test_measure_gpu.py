@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.commands.real import timing, verdict
-from rematbench.measured import Comparison
-from rematbench.paths import data_dir
-from rematbench.record import Record, read_record, write_record
+from rematbench.cli.real import timing, verdict
+from rematbench.runs.measured import Comparison
+from rematbench.runs.record import Record, read_record, write_record
+from rematbench.spec.paths import data_dir
 from rematbench.worlds.gpu_checks import Ran, Summary, findings
 from tests.torch.test_execute_cli import rematbench
 

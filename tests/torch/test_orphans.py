@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 from tests.torch.test_execute_cli import TINY
 
 PATIENCE_S = 60.0
-CODE = "import sys; from rematbench.cli import main; main()"
+CODE = "import sys; from rematbench.cli.app import main; main()"
 
 
 def ranks_of(pid: int) -> list[int]:

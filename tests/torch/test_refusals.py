@@ -9,7 +9,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
-from rematbench.layout import LayoutError
+from rematbench.spec.layout import LayoutError
 from rematbench.torch.batch import make_batch, micro_batches
 from rematbench.torch.failures import NotFinite, failure
 from rematbench.torch.groups import Coordinates

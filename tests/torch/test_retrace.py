@@ -13,11 +13,11 @@ pytest.importorskip("torch", reason="the traced world needs torch")
 import typer
 from msgspec.structs import replace
 
-from rematbench.commands.measured import cells, request_of
-from rematbench.commands.retrace import retrace
-from rematbench.commands.trace import traced
-from rematbench.record import read_record, write_record
-from rematbench.suitefile import load_suite
+from rematbench.cli.measured import cells, request_of
+from rematbench.cli.retrace import retrace
+from rematbench.cli.trace import traced
+from rematbench.runs.record import read_record, write_record
+from rematbench.runs.suite import load_suite
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACED = ROOT / "config" / "traced.yaml"

@@ -19,8 +19,8 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.layout import Layout
-from rematbench.suite import make_problem
+from rematbench.choose.outcome import make_problem
+from rematbench.spec.layout import Layout
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.gather import combine

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.action import Action, Kind
+from rematbench.program.action import Action, Kind
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.failures import NotFinite

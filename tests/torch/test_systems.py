@@ -10,14 +10,14 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
-from rematbench.evaluate import program_bytes
-from rematbench.layout import Layout
-from rematbench.load import load_model
-from rematbench.lower import lower
-from rematbench.paths import data_dir
+from rematbench.choose.outcome import make_problem
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Recompute
 from rematbench.problem import Problem
-from rematbench.suite import make_problem
+from rematbench.simulate.evaluate import program_bytes
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_model
+from rematbench.spec.paths import data_dir
 from rematbench.torch import worker
 from rematbench.torch.case import Case, RankResult
 from rematbench.torch.gather import combine

@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.discover import discover
-from rematbench.layout import Layout
+from rematbench.choose.outcome import make_problem
 from rematbench.plan import Plan
-from rematbench.suite import make_problem
+from rematbench.plugins.discover import discover
+from rematbench.spec.layout import Layout
 from rematbench.torch.case import Case, Result
 from rematbench.worlds.measure import measured_ranks
 from tests.torch import laws

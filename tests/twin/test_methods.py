@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.action import Kind
-from rematbench.check import CheckError, check
-from rematbench.discover import discover
-from rematbench.evaluate import evaluate
-from rematbench.ledger import issue_order, live_bytes, pool_bytes
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program import Block, Program
+from rematbench.program.action import Kind
+from rematbench.program.check import CheckError, check
+from rematbench.program.ledger import issue_order, live_bytes, pool_bytes
+from rematbench.program.program import Block, Program
+from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.relocate import Relocation
 from tests.problems import layers, problem
 from tests.strategies import problems

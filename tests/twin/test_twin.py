@@ -5,11 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import Kind
-from rematbench.check import check
-from rematbench.evaluate import evaluate
-from rematbench.ledger import issue_order, live_bytes, pool_bytes
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import (
     Keep,
     MiniSequence,
@@ -22,6 +18,10 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
+from rematbench.program.action import Kind
+from rematbench.program.check import check
+from rematbench.program.ledger import issue_order, live_bytes, pool_bytes
+from rematbench.simulate.evaluate import evaluate
 from tests.problems import (
     BALANCED,
     FULL,

@@ -3,7 +3,10 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import (
+from rematbench.lowering.lower import lower
+from rematbench.operators.ops import Comm
+from rematbench.plan import MiniSequence
+from rematbench.program.action import (
     COPY,
     KEPT,
     OFFLOADED,
@@ -23,11 +26,8 @@ from rematbench.action import (
     place,
     to_text,
 )
-from rematbench.lower import lower
-from rematbench.operators.ops import Comm
-from rematbench.plan import MiniSequence
-from rematbench.program import parse_program
-from rematbench.simulate import simulate
+from rematbench.program.program import parse_program
+from rematbench.simulate.step import simulate
 from tests.problems import BALANCED, FULL, LLAMA, SKELETAL, by_layer, half, problem, transfers
 
 LINES = [

@@ -3,11 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.allocator import MIB, AllocatorPeaks, Mode, replay, rounded
-from rematbench.evaluate import evaluate_program
-from rematbench.lower import lower
-from rematbench.program import RankProgram, parse_program
-from rematbench.suite import unpressed
+from rematbench.choose.outcome import unpressed
+from rematbench.lowering.lower import lower
+from rematbench.program.allocator import MIB, AllocatorPeaks, Mode, replay, rounded
+from rematbench.program.program import RankProgram, parse_program
+from rematbench.simulate.evaluate import evaluate_program
 from tests.problems import BALANCED, LLAMA, half, layers, problem, transfers
 
 

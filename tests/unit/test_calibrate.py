@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 
 from rematbench.cost.fit import PRIORS, fit_rows, with_values
-from rematbench.discover import discover
-from rematbench.load import calibration
-from rematbench.paths import data_dir
+from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import load_accuracy, load_left_out
 from rematbench.published.calibrate import StepModel, _lowered, _seconds, without_source
 from rematbench.published.predict import predict_rows
 from rematbench.published.rows import read_case
 from rematbench.published.sheets import read_sheet
 from rematbench.published.validate import SPEED
+from rematbench.spec.load import calibration
+from rematbench.spec.paths import data_dir
 
 ROWS = read_sheet(data_dir("published") / "runs.csv")
 

@@ -17,10 +17,8 @@ from rematbench.choose.candidates import (
     load_compare,
     present,
 )
+from rematbench.choose.outcome import make_problem
 from rematbench.cost.constants import FitRule
-from rematbench.discover import discover
-from rematbench.layout import Layout
-from rematbench.load import calibration
 from rematbench.plan import (
     MiniSequence,
     Offload,
@@ -31,10 +29,12 @@ from rematbench.plan import (
     Split,
     Transfers,
 )
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.published.accuracy import Accuracy, Group, Promise
 from rematbench.published.evidence import Known, evidence, known_cells
-from rematbench.suite import make_problem
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import calibration
 
 
 def demo(system: str = "megatron-kwai") -> Problem:

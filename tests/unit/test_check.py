@@ -4,10 +4,10 @@ from itertools import groupby
 
 import pytest
 
-from rematbench.check import CheckError, check, host_tensors
-from rematbench.lower import lower
-from rematbench.program import Program, parse_program
-from rematbench.simulate import DeadlockError
+from rematbench.lowering.lower import lower
+from rematbench.program.check import CheckError, check, host_tensors
+from rematbench.program.program import Program, parse_program
+from rematbench.simulate.step import DeadlockError
 from tests.problems import half, problem
 
 

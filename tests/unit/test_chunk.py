@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import Action, Kind
-from rematbench.chunk import macro_of, simulate_chunks
-from rematbench.lower import lower
-from rematbench.program import parse_program
-from rematbench.seconds import action_seconds
-from rematbench.simulate import DeadlockError, compile_block, simulate
+from rematbench.lowering.lower import lower
+from rematbench.program.action import Action, Kind
+from rematbench.program.program import parse_program
+from rematbench.simulate.max_plus import macro_of, simulate_chunks
+from rematbench.simulate.seconds import action_seconds
+from rematbench.simulate.step import DeadlockError, compile_block, simulate
 from tests.problems import BALANCED, FULL, LLAMA, SKELETAL, half, layers, problem, transfers
 
 LAYOUTS: list[dict[str, Any]] = [

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.configfile import ConfigError
-from rematbench.discover import discover
-from rematbench.paths import data_dir
+from rematbench.plugins.discover import discover
 from rematbench.published.sheets import read_sheet
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.paths import data_dir
 from rematbench.studies.answers import Answer
 from rematbench.studies.claim_ledger import OUTSIDE, WITHIN, claims_table, prediction_answers
 from rematbench.studies.claims import (

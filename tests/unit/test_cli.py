@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rematbench.cli import COMMANDS, WORKFLOW, main
-from rematbench.commands.doctor import cluster_yaml
-from rematbench.record import read_record
+from rematbench.cli.app import COMMANDS, WORKFLOW, main
+from rematbench.cli.doctor import cluster_yaml
+from rematbench.runs.record import read_record
 
 DEMO = [
     *("--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4"),

@@ -10,18 +10,18 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from rematbench.binding import PARTS
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
-from rematbench.cli import main
-from rematbench.commands.compare import judge, published_cells
-from rematbench.commands.options import RunOptions, request
-from rematbench.commands.ranking import Ranking
+from rematbench.cli.app import main
+from rematbench.cli.compare import judge, published_cells
+from rematbench.cli.options import RunOptions, request
+from rematbench.cli.ranking import Ranking
 from rematbench.cost.estimators import fujii_estimate
-from rematbench.discover import discover
 from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.discover import discover
 from rematbench.published.closed_forms import closed_form
 from rematbench.published.rule80 import rule_table, scored_cells
+from rematbench.simulate.breakdown import PARTS
 
 DEMO = [
     *("--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4"),

@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from rematbench.cost import collectives as c
 from rematbench.cost.bind import CostModel
-from rematbench.layout import Layout
-from rematbench.load import load_cluster, load_model, load_system
 from rematbench.operators.ops import Comm, CommKind
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.workload import Workload
 from tests.cost_constants import COMMON, NETWORK, ROUND
 

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import Kind
-from rematbench.binding import PARTS, Spared, parts_of
 from rematbench.choose.bench import Bench
 from rematbench.choose.candidates import (
     Candidate,
@@ -18,17 +16,19 @@ from rematbench.choose.candidates import (
 )
 from rematbench.choose.compare import Comparing
 from rematbench.choose.entry import Comparison, Entry
-from rematbench.commands.compare import tied
-from rematbench.commands.ranking import Judged, texts, verdict
-from rematbench.discover import discover
-from rematbench.layout import Layout
-from rematbench.lower import lower
+from rematbench.choose.outcome import make_problem, run_method
+from rematbench.cli.compare import tied
+from rematbench.cli.ranking import Judged, texts, verdict
+from rematbench.host.workers import Pool
+from rematbench.lowering.lower import lower
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
+from rematbench.program.action import Kind
 from rematbench.published.evidence import Evidence
-from rematbench.seconds import action_seconds
-from rematbench.simulate import simulate
-from rematbench.suite import make_problem, run_method
-from rematbench.workers import Pool
+from rematbench.simulate.breakdown import PARTS, Spared, parts_of
+from rematbench.simulate.seconds import action_seconds
+from rematbench.simulate.step import simulate
+from rematbench.spec.layout import Layout
 
 DEMO = Layout(pp=4, vpp=2, global_batch=8, zero_stage=1)
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import Kind
-from rematbench.check import check
-from rematbench.discover import discover
-from rematbench.evaluate import evaluate
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import Fate, Offload, Plan, Recompute, Rule, Select, Split, Unsupported
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
+from rematbench.program.action import Kind
+from rematbench.program.check import check
+from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.kept import kept_activations, parted_activations
 from tests.problems import layers, problem, rule
 

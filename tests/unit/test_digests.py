@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import typer
 
-from rematbench import digests
-from rematbench.cli import app
-from rematbench.digests import command_digest
+from rematbench.cli.app import app
+from rematbench.runs import digests
+from rematbench.runs.digests import command_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = sorted((ROOT / "methods").glob("*.py"))
@@ -92,8 +92,7 @@ def functions() -> dict[str, str]:
     ]
     return {
         f"{before}{info.name or info.callback.__name__.replace('_', '-')}": (
-            f"{info.callback.__module__.removeprefix('rematbench.commands.')}"
-            f".{info.callback.__name__}"
+            f"{info.callback.__module__.removeprefix('rematbench.cli.')}.{info.callback.__name__}"
         )
         for one, before in groups
         if isinstance(one, typer.Typer)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from rematbench.discover import discover
 from rematbench.plan import Plan, Unsupported
-from rematbench.registry import MethodError, Registry
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import MethodError, Registry
 from tests.problems import problem
 
 GOOD = '''"""mine: drop the queries.

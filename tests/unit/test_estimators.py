@@ -10,8 +10,8 @@ from rematbench.cost.estimators import (
     korthikanti_activation_bytes,
     korthikanti_layer_bytes,
 )
-from rematbench.layout import Layout
-from rematbench.load import load_model
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_model
 from tests.problems import GPT, layers, problem
 
 GIB = 1 << 30

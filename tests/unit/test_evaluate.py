@@ -6,11 +6,11 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.cost.flops import model_flop_per_token
-from rematbench.evaluate import evaluate, evaluate_program
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Recompute, Rule, Select, StateFate
 from rematbench.problem import Problem
-from rematbench.shapes import causal_pairs
+from rematbench.simulate.evaluate import evaluate, evaluate_program
+from rematbench.spec.shapes import causal_pairs
 from rematbench.workload import Model
 from tests.problems import (
     BALANCED,

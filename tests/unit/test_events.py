@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rematbench.action import STREAMS
-from rematbench.evaluate import evaluate_program
-from rematbench.events import WAIT_THREAD, exposed_waits, trace_events, write_trace
-from rematbench.lower import lower
-from rematbench.program import parse_program
-from rematbench.simulate import simulate
+from rematbench.lowering.lower import lower
+from rematbench.program.action import STREAMS
+from rematbench.program.program import parse_program
+from rematbench.simulate.evaluate import evaluate_program
+from rematbench.simulate.perfetto import WAIT_THREAD, exposed_waits, trace_events, write_trace
+from rematbench.simulate.step import simulate
 from tests.problems import BALANCED, half, problem, transfers
 
 

@@ -15,7 +15,7 @@ from rematbench.cost.constants import (
     updated_text,
 )
 from rematbench.cost.fit import fit, fit_rows, matches, one_by_one, published_step_s
-from rematbench.paths import data_dir
+from rematbench.spec.paths import data_dir
 from tests.cost_constants import ROUND
 
 RESULTS = ("tokens_per_s_per_gpu", "tflops_per_gpu_as_published", "mfu_pct_as_published", "status")

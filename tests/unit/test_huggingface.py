@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from msgspec.structs import asdict
 
-from rematbench.configfile import ConfigError
-from rematbench.load import load_model
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import load_model
 
 LLAMA = {
     "model_type": "llama",

@@ -26,7 +26,7 @@ from rematbench.cost.kernel_rates import (
     load_kernel_rates,
     unfused_attention_s,
 )
-from rematbench.paths import data_dir
+from rematbench.spec.paths import data_dir
 
 NONE = Evidence()
 ATTENTION = AttentionRates(

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.layout import Layout, LayoutError, check_layout
-from rematbench.load import load_cluster, load_model, load_system
+from rematbench.spec.layout import Layout, LayoutError, check_layout
+from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.workload import Workload
 
 LLAMA = load_model("llama-65b")

@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.ledger import (
+from rematbench.lowering.lower import lower
+from rematbench.plan import Offload, Recompute, Rule
+from rematbench.problem import Problem
+from rematbench.program.ledger import (
     issue_order,
     live_at_peak,
     live_bytes,
@@ -14,11 +17,8 @@ from rematbench.ledger import (
     program_profiles,
     timeline,
 )
-from rematbench.lower import lower
-from rematbench.plan import Offload, Recompute, Rule
-from rematbench.problem import Problem
-from rematbench.program import parse_program
-from rematbench.simulate import simulate
+from rematbench.program.program import parse_program
+from rematbench.simulate.step import simulate
 from tests.problems import (
     BALANCED,
     FULL,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from rematbench.configfile import ConfigError, read_mapping
-from rematbench.load import Kind, calibration, load_cluster, load_model, load_system, names
-from rematbench.paths import data_dir
+from rematbench.spec.configfile import ConfigError, read_mapping
+from rematbench.spec.load import Kind, calibration, load_cluster, load_model, load_system, names
+from rematbench.spec.paths import data_dir
 
 KINDS: tuple[Kind, ...] = ("model", "cluster", "system")
 LOADERS: dict[Kind, Callable[[str | Path], Any]] = {
@@ -220,7 +220,7 @@ def test_a_new_generation_is_a_section_of_numbers(
     (config / "calibration.yaml").write_text(made, encoding="utf-8")
     path = changed("cluster", "h800-80gb", "generation: hopper", "generation: feynman", tmp_path)
     assert "'feynman' (allowed: hopper, ampere, cpu)" in error_of("cluster", path)
-    monkeypatch.setattr("rematbench.load.data_dir", lambda kind: tmp_path / kind)
+    monkeypatch.setattr("rematbench.spec.load.data_dir", lambda kind: tmp_path / kind)
     assert load_cluster(path).generation == "feynman"
     new = calibration()
     assert new.gpu("feynman") == new.gpu("ampere")

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import HOST, Action, Kind
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import (
     Group,
     Offload,
@@ -21,7 +20,8 @@ from rematbench.plan import (
     Window,
 )
 from rematbench.problem import Problem
-from rematbench.program import Program
+from rematbench.program.action import HOST, Action, Kind
+from rematbench.program.program import Program
 from tests.problems import (
     BALANCED,
     FULL,

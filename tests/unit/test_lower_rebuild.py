@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import Action, Kind
-from rematbench.check import check
-from rematbench.discover import discover
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import Group, MiniSequence, Plan, PlanError, Recompute, Rule, Select, Window
-from rematbench.program import Program
+from rematbench.plugins.discover import discover
+from rematbench.program.action import Action, Kind
+from rematbench.program.check import check
+from rematbench.program.program import Program
 from tests.problems import LLAMA, half, layers, problem, rule, transfers
 
 MLP = ("mlp_norm", "fc1", "act", "mul", "fc2")

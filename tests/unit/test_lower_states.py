@@ -3,11 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import Action, Kind
-from rematbench.check import check
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import MiniSequence, Pass, Plan, PlanError, Split, StateFate
-from rematbench.program import Program
+from rematbench.program.action import Action, Kind
+from rematbench.program.check import check
+from rematbench.program.program import Program
 from tests.problems import FULL, LLAMA, layers, problem, rule
 
 

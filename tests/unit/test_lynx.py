@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from rematbench.action import Kind
-from rematbench.check import check
-from rematbench.chunk import simulate_chunks
-from rematbench.discover import discover
-from rematbench.evaluate import evaluate
-from rematbench.layout import Layout
-from rematbench.lower import lower
+from rematbench.choose.outcome import make_problem
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Recompute, Unsupported
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program import Block
-from rematbench.seconds import action_seconds
-from rematbench.simulate import simulate
+from rematbench.program.action import Kind
+from rematbench.program.check import check
+from rematbench.program.program import Block
+from rematbench.simulate.evaluate import evaluate
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.seconds import action_seconds
+from rematbench.simulate.step import simulate
 from rematbench.solve.lynx import (
     Group,
     Policy,
@@ -32,7 +32,7 @@ from rematbench.solve.lynx import (
 from rematbench.solve.partition import balance, contiguous
 from rematbench.solve.relocate import Relocation
 from rematbench.solve.windows import Job, LayerWindows, Slot, idle_s, layer_windows
-from rematbench.suite import make_problem
+from rematbench.spec.layout import Layout
 from tests.problems import layers, problem
 from tests.twin.interpreter import interpret
 

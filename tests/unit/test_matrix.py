@@ -5,21 +5,21 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.configfile import ConfigError
-from rematbench.discover import discover
-from rematbench.load import calibration, load_cluster, load_model, load_system
+from rematbench.choose.outcome import make_problem, run_method
 from rematbench.matrix.layouts import KEPT, RULES, candidates
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import BEST, NOT_RUN, SAME, Line, run_matrix
 from rematbench.matrix.tables import fastest_table, matrix_tables, shortage
 from rematbench.matrix.verdicts import by_cell, judged, outcome, ranges, speed
-from rematbench.paths import data_dir
+from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import load_accuracy
 from rematbench.published.evidence import Known, known_cells
 from rematbench.published.sheets import read_sheet
+from rematbench.runs.suite import load_suite
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import calibration, load_cluster, load_model, load_system
+from rematbench.spec.paths import data_dir
 from rematbench.studies.front import pareto_table
-from rematbench.suite import make_problem, run_method
-from rematbench.suitefile import load_suite
 
 REGISTRY = discover()
 ARMS = ("keep all", "full recomputation", "balanced", "balanced + offload", "mst")

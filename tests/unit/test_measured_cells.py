@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from rematbench.commands.measured import cells
+from rematbench.cli.measured import cells
 from rematbench.plan import Plan, Unsupported
-from rematbench.suitefile import load_suite
+from rematbench.runs.suite import load_suite
 
 METHOD = '''"""no_plan: raises.
 

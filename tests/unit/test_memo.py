@@ -5,20 +5,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from rematbench.action import Kind
-from rematbench.check import CheckError, check
-from rematbench.chunk import simulate_chunks
-from rematbench.discover import discover
-from rematbench.evaluate import evaluate
-from rematbench.layout import Layout
-from rematbench.ledger import issue_order, pool_bytes
-from rematbench.lower import lower
+from rematbench.choose.outcome import make_problem
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Recompute, Rule, Select, Unsupported
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program import Block, Program
-from rematbench.seconds import action_seconds
-from rematbench.simulate import simulate
-from rematbench.suite import make_problem
+from rematbench.program.action import Kind
+from rematbench.program.check import CheckError, check
+from rematbench.program.ledger import issue_order, pool_bytes
+from rematbench.program.program import Block, Program
+from rematbench.simulate.evaluate import evaluate
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.seconds import action_seconds
+from rematbench.simulate.step import simulate
+from rematbench.spec.layout import Layout
 from tests.problems import GPT, layers, problem
 from tests.twin.interpreter import interpret
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from rematbench.action import Kind
-from rematbench.discover import discover
-from rematbench.evaluate import PlanEvaluation, evaluate, kernel_flop
-from rematbench.layout import Layout
-from rematbench.ledger import issue_order
-from rematbench.lower import lower
+from rematbench.choose.outcome import make_problem
+from rematbench.lowering.lower import lower
 from rematbench.plan import ByteBudget, Group, Keep, Plan, Recompute, Rule, Select, Unsupported
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
+from rematbench.program.action import Kind
+from rematbench.program.ledger import issue_order
+from rematbench.simulate.evaluate import PlanEvaluation, evaluate, kernel_flop
 from rematbench.solve.kept import kept_activations, kept_layer_bytes
 from rematbench.solve.pareto import cheapest_within, front, point
 from rematbench.solve.search import smallest_feasible
-from rematbench.suite import make_problem
+from rematbench.spec.layout import Layout
 from tests.problems import GPT, layers, problem
 
 REGISTRY = discover()

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 
-from rematbench.load import load_cluster, load_model, load_system, names
-from rematbench.paths import data_dir
-from rematbench.system import System
+from rematbench.spec.load import load_cluster, load_model, load_system, names
+from rematbench.spec.paths import data_dir
+from rematbench.spec.system import System
 from rematbench.workload import Model, Workload
 
 # Totals that the public checkpoints report (model cards, safetensors index), to the parameter.

@@ -7,20 +7,20 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import Action, Kind
-from rematbench.check import check
-from rematbench.chunk import simulate_chunks
-from rematbench.discover import discover
-from rematbench.evaluate import evaluate
-from rematbench.layout import Layout
-from rematbench.ledger import issue_order
-from rematbench.lower import lower
+from rematbench.choose.outcome import make_problem
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.seconds import action_seconds
-from rematbench.simulate import simulate
+from rematbench.program.action import Action, Kind
+from rematbench.program.check import check
+from rematbench.program.ledger import issue_order
+from rematbench.simulate.evaluate import evaluate
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.seconds import action_seconds
+from rematbench.simulate.step import simulate
+from rematbench.spec.layout import Layout
 from rematbench.studies.longest import longest_sequence
-from rematbench.suite import make_problem
 from tests.problems import LLAMA, layers, problem
 from tests.twin.interpreter import interpret
 

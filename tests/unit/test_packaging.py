@@ -99,7 +99,7 @@ def test_pre_commit_runs_the_checks_of_bench() -> None:
 
 def test_console_script_exists() -> None:
     (script,) = entry_points(group="console_scripts", name="rematbench")
-    assert script.value == "rematbench.cli:main"
+    assert script.value == "rematbench.cli.app:main"
     command = Path(sys.executable).with_name("rematbench")
     done = subprocess.run([command, "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -116,8 +116,8 @@ def test_wheel_works_from_any_directory(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps"]
     subprocess.run([*pip, "--target", site, wheel], check=True, capture_output=True)
     code = """
-from rematbench.cli import main
-from rematbench.paths import data_dir
+from rematbench.cli.app import main
+from rematbench.spec.paths import data_dir
 for kind in ("config", "methods", "published"):
     print(data_dir(kind), len(list(data_dir(kind).iterdir())) > 0)
 main()

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rematbench.discover import discover
-from rematbench.evaluate import evaluate
-from rematbench.ledger import issue_order, pool_bytes
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program import Program
+from rematbench.program.ledger import issue_order, pool_bytes
+from rematbench.program.program import Program
+from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.memory_plan import memory_plan
 from rematbench.solve.packing import Packing, Tensor, best_fit, live_peak, pack
 from rematbench.studies.fragmentation import fragmentation

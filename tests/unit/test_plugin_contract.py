@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from rematbench.contract import check_file, check_on_top, check_plan, problems
-from rematbench.discover import discover
-from rematbench.methodfile import TO_READ, TO_RUN, MethodFile, problem_of
-from rematbench.paths import data_dir
-from rematbench.registry import MethodError
+from rematbench.plugins.contract import check_file, check_on_top, check_plan, problems
+from rematbench.plugins.discover import discover
+from rematbench.plugins.file import TO_READ, TO_RUN, MethodFile, problem_of
+from rematbench.plugins.registry import MethodError
+from rematbench.spec.paths import data_dir
 from tests.typed import typed
 
 FILES = sorted(path for path in data_dir("methods").glob("*.py") if path.name[0] != "_")

@@ -7,17 +7,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from rematbench.choose.outcome import make_problem
 from rematbench.cost.estimators import PipelineOffloadEstimator
-from rematbench.discover import discover
-from rematbench.evaluate import evaluate
-from rematbench.layout import Layout
-from rematbench.load import load_cluster
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
+from rematbench.lowering.schedule import in_flight, passes
 from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.schedule import in_flight, passes
+from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.kept import kept_activations
-from rematbench.suite import make_problem
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_cluster
 from tests.problems import layers, problem
 
 REGISTRY = discover()

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from rematbench.commands.sheet import predict as predict_sheet
-from rematbench.commands.sheet import read
-from rematbench.console import CommandError
-from rematbench.discover import discover
-from rematbench.paths import data_dir
+from rematbench.cli.sheet import predict as predict_sheet
+from rematbench.cli.sheet import read
+from rematbench.host.console import CommandError
+from rematbench.plugins.discover import discover
 from rematbench.published.predict import COLUMNS, predict_case, predict_rows
 from rematbench.published.reported import layer_bytes_in_flight
 from rematbench.published.rows import Case, RowError, read_case, recompute_method
+from rematbench.spec.paths import data_dir
 
 REGISTRY = discover()
 ROW = {

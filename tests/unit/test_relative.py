@@ -2,7 +2,7 @@
 
 import math
 
-from rematbench.measured import relative
+from rematbench.runs.measured import relative
 
 
 def test_nothing_is_divided_by_zero() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.report.expected import Bound, check, differences, load_artifact, measured
-from rematbench.report.html import page_html
-from rematbench.report.page import (
+from rematbench.tables.expected import Bound, check, differences, load_artifact, measured
+from rematbench.tables.html import page_html
+from rematbench.tables.page import (
     Page,
     gather,
     load_report,
@@ -17,7 +17,7 @@ from rematbench.report.page import (
     report_markdown,
     table_html,
 )
-from rematbench.table import Column, Table, gib, whole
+from rematbench.tables.table import Column, Table, gib, whole
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from rematbench.chunk import simulate_chunks
-from rematbench.lower import lower
 from rematbench.lowering.fates import ChunkSites, covered
+from rematbench.lowering.lower import lower
 from rematbench.operators.ops import Activation
 from rematbench.plan import Keep, Rule, Select
 from rematbench.problem import Problem
-from rematbench.seconds import ActionCosts
-from rematbench.simulate import RankedSeconds, simulate
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.seconds import ActionCosts
+from rematbench.simulate.step import RankedSeconds, simulate
 from tests.problems import BALANCED, half, problem, transfers
 
 LAYOUTS: list[dict[str, Any]] = [

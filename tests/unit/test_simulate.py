@@ -3,12 +3,12 @@
 import pytest
 from msgspec.structs import replace
 
-from rematbench.action import Action, Kind
-from rematbench.chunk import simulate_chunks
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Pass
-from rematbench.program import parse_program
-from rematbench.simulate import DeadlockError, simulate
+from rematbench.program.action import Action, Kind
+from rematbench.program.program import parse_program
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.step import DeadlockError, simulate
 from tests.problems import layers, problem, rule
 
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.configfile import ConfigError
-from rematbench.discover import discover
+from rematbench.plugins.discover import discover
 from rematbench.slurm.cells import Campaign, run_words
 from rematbench.slurm.launch import Allocation, torchrun
 from rematbench.slurm.resources import executed_resources
 from rematbench.slurm.settings import load_site
+from rematbench.spec.configfile import ConfigError
 from tests.campaigns import ROOT, campaign, site_file
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.paths import data_dir
-from rematbench.record import read_record
-from rematbench.registry import MethodError
+from rematbench.plugins.registry import MethodError
+from rematbench.runs.record import read_record
+from rematbench.runs.store import Store
 from rematbench.slurm import engines
 from rematbench.slurm.cells import TIMED_STEPS, Campaign, Cell
 from rematbench.slurm.rows import cell_rows, number_rows
 from rematbench.slurm.submissions import submissions
-from rematbench.store import Store
+from rematbench.spec.paths import data_dir
 from tests.campaigns import ROOT, campaign
 
 FULL = {"method": "megatron_core", "settings": {"recompute": "full"}}

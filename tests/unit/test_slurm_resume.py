@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rematbench.cli import app
-from rematbench.console import CommandError
+from rematbench.cli.app import app
+from rematbench.host.console import CommandError
 from rematbench.slurm import queue
 from rematbench.slurm.queue import Left, Unreachable
 

@@ -8,19 +8,19 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from rematbench.commands.baseline import show
-from rematbench.commands.real import speed_text, timing
+from rematbench.choose.outcome import run_method
+from rematbench.cli.baseline import show
+from rematbench.cli.real import speed_text, timing
 from rematbench.cost.flops import model_flop_per_token
-from rematbench.discover import discover
-from rematbench.load import load_cluster
-from rematbench.measured import Measured, RankMeasured
-from rematbench.record import Observed, make_record
+from rematbench.plugins.discover import discover
+from rematbench.runs.measured import Measured, RankMeasured
+from rematbench.runs.record import Observed, make_record
+from rematbench.runs.store import Store
 from rematbench.slurm.cellrecord import CellRecord, encode, is_final
 from rematbench.slurm.cells import Campaign
 from rematbench.slurm.rows import number_rows
 from rematbench.slurm.shown import COLUMNS, engine_of
-from rematbench.store import Store
-from rematbench.suite import run_method
+from rematbench.spec.load import load_cluster
 from rematbench.worlds.speed import has_peak_of, measured_speed
 from tests.campaigns import campaign
 

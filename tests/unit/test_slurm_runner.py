@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.console import CommandError
+from rematbench.host.console import CommandError
+from rematbench.runs.store import Store
 from rematbench.slurm import runner as runner_module
 from rematbench.slurm.again import forget
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, decode, is_final
@@ -16,7 +17,6 @@ from rematbench.slurm.cells import Campaign
 from rematbench.slurm.launch import Allocation
 from rematbench.slurm.nodefacts import NodeFacts
 from rematbench.slurm.runner import Runner
-from rematbench.store import Store
 from tests.campaigns import FACTS, campaign, site_file
 
 FAKE = """

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from rematbench.configfile import ConfigError
-from rematbench.load import load_cluster
-from rematbench.record import content_hash
+from rematbench.runs.record import content_hash
 from rematbench.slurm.settings import load_site
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import load_cluster
 from tests.campaigns import site_file
 
 

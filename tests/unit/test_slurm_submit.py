@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from rematbench.console import CommandError
+from rematbench.host.console import CommandError
+from rematbench.runs.store import Store
 from rematbench.slurm.queue import UNLIMITED, Node, minutes
 from rematbench.slurm.requests import check_request, executed_request, simulated_request
 from rematbench.slurm.settings import load_site
 from rematbench.slurm.submissions import refuse, submissions
-from rematbench.store import Store
 from tests.campaigns import campaign, node, site_file
 
 

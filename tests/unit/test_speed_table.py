@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.commands.speeds import speeds
-from rematbench.console import CommandError
+from rematbench.cli.speeds import speeds
+from rematbench.host.console import CommandError
 from rematbench.published.sheets import read_sheet, write_sheet
-from rematbench.worlds.speed_table import speed_table
+from rematbench.tables.speed import speed_table
 from tests.campaigns import ROOT
 
 FIGURE = ROOT / "figures/measured_speed.py"

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.cost import states
-from rematbench.layout import Layout
-from rematbench.load import load_system
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_system
 from tests.cost_constants import COMMON
 
 MEGATRON = load_system("megatron-core")  # 2 + 4 bytes a parameter, optimizer 12

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rematbench import cli
-from rematbench.configfile import ConfigError
-from rematbench.discover import discover
+from rematbench.cli import app as cli
+from rematbench.plugins.discover import discover
+from rematbench.spec.configfile import ConfigError
 from rematbench.studies.answers import Answer, ask_study, dump, read_answers
 from rematbench.studies.measures import part_peak_bytes, saved_layer_bytes
 from rematbench.studies.study import load_study, narrowed

@@ -7,10 +7,12 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from rematbench.discover import discover
+from rematbench.choose.outcome import Outcome, evaluate, run_method, run_plan
 from rematbench.plan import Plan, Recompute, Rule, Select
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.record import (
+from rematbench.runs.record import (
     Record,
     RecordError,
     make_record,
@@ -19,8 +21,6 @@ from rematbench.record import (
     run_spec,
     write_record,
 )
-from rematbench.registry import Composition
-from rematbench.suite import Outcome, evaluate, run_method, run_plan
 from tests.problems import layers, problem
 
 REGISTRY = discover()

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.configfile import ConfigError
-from rematbench.discover import discover
-from rematbench.paths import data_dir
+from rematbench.plugins.discover import discover
 from rematbench.published.sheets import (
     all_cells,
     bundle_of,
@@ -15,9 +13,11 @@ from rematbench.published.sheets import (
     read_sheet,
     write_sheet,
 )
-from rematbench.suitefile import bundles as suite_bundles
-from rematbench.suitefile import load_suite
-from rematbench.table import Column, Table, gib, signed_percent
+from rematbench.runs.suite import bundles as suite_bundles
+from rematbench.runs.suite import load_suite
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.paths import data_dir
+from rematbench.tables.table import Column, Table, gib, signed_percent
 
 TABLE = Table(
     name="t",

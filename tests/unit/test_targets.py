@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from rematbench import suite
-from rematbench.check import CheckError
-from rematbench.cli import main
-from rematbench.commands import converge, measured
-from rematbench.commands import study as study_command
-from rematbench.commands.launched import is_launched
-from rematbench.commands.targets import need_file, need_folder
-from rematbench.console import CommandError
-from rematbench.ledger import LedgerError
-from rematbench.paths import data_dir
-from rematbench.simulate import DeadlockError
+from rematbench.choose import outcome as suite
+from rematbench.cli import converge, measured
+from rematbench.cli import study as study_command
+from rematbench.cli.app import main
+from rematbench.cli.launched import is_launched
+from rematbench.cli.targets import need_file, need_folder
+from rematbench.host.console import CommandError
+from rematbench.program.check import CheckError
+from rematbench.program.ledger import LedgerError
+from rematbench.simulate.step import DeadlockError
+from rematbench.spec.paths import data_dir
 
 CONFIG = data_dir("config")
 TINY = ("--model", "tiny-llama", "--cluster", "this-machine", "--gpus", "1")

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 from rematbench.choose.bench import Bench
 from rematbench.choose.candidates import Candidate
 from rematbench.choose.entry import Entry
+from rematbench.choose.outcome import make_problem, run_plan
 from rematbench.choose.would_fit import GIB, MIB, STEP_BYTES, would_fit
-from rematbench.discover import discover
-from rematbench.layout import Layout
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.suite import make_problem, run_plan
+from rematbench.spec.layout import Layout
 
 
 def short(**cluster: int) -> Problem:

@@ -11,13 +11,13 @@ from urllib.parse import urlparse
 import pytest
 from typer.testing import CliRunner
 
-from rematbench.cli import app
-from rematbench.discover import discover
+from rematbench.choose.outcome import run_method
+from rematbench.cli.app import app
+from rematbench.plugins.discover import discover
 from rematbench.published.sheets import read_sheet, write_sheet
-from rematbench.report.html import page_html
-from rematbench.report.page import Page, gather, load_report
 from rematbench.slurm.cells import Campaign, load_measurement
-from rematbench.suite import run_method
+from rematbench.tables.html import page_html
+from rematbench.tables.page import Page, gather, load_report
 from tests.workflow.checkout import ROOT
 
 BROWSER = next(
@@ -126,7 +126,7 @@ def made_bytes(python: str, folder: Path) -> bytes:
         ["predict", sheet, "-o", predicted],
     ):
         subprocess.run(
-            [python, "-m", "rematbench.cli", *words],
+            [python, "-m", "rematbench.cli.app", *words],
             env=environment, cwd=ROOT, check=True, capture_output=True,
         )  # fmt: skip
     made = (matrix, matrix.with_suffix(".candidates.csv"), predicted)

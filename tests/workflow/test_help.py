@@ -66,7 +66,7 @@ def reads(line: str) -> list[str]:
 
 def test_every_command_shows_an_example() -> None:
     helped = subprocess.run(
-        [sys.executable, "-m", "rematbench.cli", "--help"],
+        [sys.executable, "-m", "rematbench.cli.app", "--help"],
         capture_output=True,
         text=True,
         check=True,
@@ -92,7 +92,7 @@ def test_examples_run_one_after_the_other(tmp_path: Path) -> None:
         if name_of(line) in ELSEWHERE or reads(line) or (name_of(line) in TORCH and not torch):
             continue
         done = subprocess.run(
-            [sys.executable, "-m", "rematbench.cli", *shlex.split(line)[1:]],
+            [sys.executable, "-m", "rematbench.cli.app", *shlex.split(line)[1:]],
             cwd=tmp_path,
             env={**os.environ, "COLUMNS": "200"},
             capture_output=True,

@@ -37,10 +37,10 @@ variants:
 """
 FINISH = """
 from pathlib import Path
-from rematbench.discover import discover
+from rematbench.plugins.discover import discover
 from rematbench.slurm.cellrecord import CellRecord, encode
 from rematbench.slurm.cells import Campaign, load_measurement
-from rematbench.store import Store
+from rematbench.runs.store import Store
 made = Campaign(load_measurement(Path("config/measure.yaml")), discover())
 store = Store(Path("results/measure/cells"))
 for cell in made.cells:

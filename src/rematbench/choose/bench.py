@@ -7,18 +7,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.binding import parts_of
 from rematbench.choose.candidates import Candidate, clash, present
 from rematbench.choose.entry import UNPLANNED, Entry
-from rematbench.collector import collect_rarely
-from rematbench.discover import discover
-from rematbench.layout import LayoutError
-from rematbench.lower import lower
+from rematbench.choose.outcome import run_plan
+from rematbench.host.garbage import collect_rarely
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import MethodError, typed
 from rematbench.problem import Problem
-from rematbench.registry import MethodError, typed
+from rematbench.simulate.breakdown import parts_of
 from rematbench.solve.search import smallest_feasible
-from rematbench.suite import run_plan
+from rematbench.spec.layout import LayoutError
 
 FRAGMENTS = 0.1
 """Share of a device that an allocator's fragments may take in one plan and not in another."""

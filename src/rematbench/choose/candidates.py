@@ -16,12 +16,12 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from rematbench.configfile import convert, read_mapping
-from rematbench.paths import data_dir
 from rematbench.plan import ByteBudget, Fate, Offload, Plan, Recompute, Settings, Split
+from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
-from rematbench.registry import Registry
 from rematbench.solve.kept import overruled
+from rematbench.spec.configfile import convert, read_mapping
+from rematbench.spec.paths import data_dir
 from rematbench.workload import PositiveInt
 
 Kind = Literal["partition", "rebuild", "offload", "states", "ends", "pieces"]

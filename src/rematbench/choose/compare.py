@@ -17,10 +17,10 @@ from rematbench.choose.candidates import (
 )
 from rematbench.choose.entry import Comparison, Entry, as_made
 from rematbench.choose.variants import best_variants
-from rematbench.discover import discover
+from rematbench.host.workers import Lost, Pool
 from rematbench.plan import Plan
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.workers import Lost, Pool
 
 
 class Comparing:

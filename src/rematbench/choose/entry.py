@@ -5,9 +5,9 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from rematbench.choose.candidates import TUNED, Candidate, Made, changed_kinds
-from rematbench.evaluate import PlanEvaluation
+from rematbench.choose.outcome import Verdict
 from rematbench.plan import Plan
-from rematbench.suite import Verdict
+from rematbench.simulate.evaluate import PlanEvaluation
 
 Status = Literal["ok", "oom", "unsupported", "failed", "timed out"]
 

@@ -22,8 +22,8 @@ from rematbench.choose.candidates import (
 )
 from rematbench.choose.entry import Entry, as_made
 from rematbench.plan import Plan, Settings
+from rematbench.plugins.registry import MethodEntry, Registry, typed
 from rematbench.problem import Problem
-from rematbench.registry import MethodEntry, Registry, typed
 from rematbench.solve.kept import resident_bytes
 
 Ask = Callable[[Sequence[Candidate]], list[Entry]]

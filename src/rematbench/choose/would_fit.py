@@ -6,13 +6,13 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from rematbench.choose.entry import Entry
-from rematbench.cluster import Cluster
-from rematbench.layout import Layout, LayoutError
+from rematbench.choose.outcome import Outcome, run_plan
 from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
-from rematbench.registry import MethodError, Registry
 from rematbench.solve.search import smallest_feasible
-from rematbench.suite import Outcome, run_plan
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.layout import Layout, LayoutError
 
 NEAREST = 4
 """Entries, nearest to fitting first, that are tried at twice the GPUs."""

@@ -7,7 +7,6 @@ from functools import cached_property
 from math import fsum
 from typing import Literal
 
-from rematbench.cluster import Cluster
 from rematbench.cost import collectives, copies, formulas, states
 from rematbench.cost.constants import (
     Calibration,
@@ -17,9 +16,10 @@ from rematbench.cost.constants import (
     SystemConstants,
 )
 from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel
-from rematbench.layout import Layout
 from rematbench.operators.ops import Comm, Op
-from rematbench.system import System
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.layout import Layout
+from rematbench.spec.system import System
 from rematbench.workload import Workload
 
 Direction = Literal["forward", "backward_input", "backward_weight"]

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from rematbench.cost.constants import CommonConstants
 from rematbench.cost.formulas import Quantity
-from rematbench.layout import Layout
+from rematbench.spec.layout import Layout
 
 
 class GroupShape(Struct, frozen=True):

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from rematbench.layout import Layout
+from rematbench.spec.layout import Layout
 from rematbench.workload import Model
 
 MIB = 1 << 20

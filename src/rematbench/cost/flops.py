@@ -2,7 +2,7 @@
 
 from math import fsum
 
-from rematbench.shapes import causal_pairs
+from rematbench.spec.shapes import causal_pairs
 from rematbench.workload import Model
 
 FORWARD_AND_BACKWARD = 3

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from rematbench.cost.constants import CommonConstants
 from rematbench.cost.formulas import Quantity
-from rematbench.layout import Layout
-from rematbench.system import System
+from rematbench.spec.layout import Layout
+from rematbench.spec.system import System
 
 OPTIMIZER_STAGE, GRADIENT_STAGE, PARAMETER_STAGE = 1, 2, 3
 

@@ -1,1 +1,1 @@
-"""What `rematbench.lower` is made of: fates, a chunk's operators, and the blocks of actions."""
+"""Plan -> actions: `lower`, and what it is made of: fates, operators of a chunk, blocks."""

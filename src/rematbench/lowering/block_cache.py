@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.step_blocks import Storages
-from rematbench.program import Block
+from rematbench.program.program import Block
 
 
 class SiteClass(NamedTuple):

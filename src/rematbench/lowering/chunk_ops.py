@@ -3,12 +3,12 @@
 from functools import cached_property
 from typing import NamedTuple
 
-from rematbench.action import KEPT, OFFLOADED
 from rematbench.lowering.fates import ChunkSites, Resolved, Site
 from rematbench.lowering.mini import MiniRun, mini_runs
 from rematbench.operators.ops import Activation, OpTable, holding
 from rematbench.plan import MiniSequence, PlanError
 from rematbench.problem import Problem, head_parameters
+from rematbench.program.action import KEPT, OFFLOADED
 
 
 class Unit(NamedTuple):

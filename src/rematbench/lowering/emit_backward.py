@@ -1,6 +1,5 @@
 """Write a chunk's backward block: gradients, collectives, reductions."""
 
-from rematbench.action import Action, Alloc, Kind, gradient_of
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import emit_alloc
@@ -12,7 +11,8 @@ from rematbench.lowering.mini import MiniRun
 from rematbench.lowering.writer import COMPUTE, WHOLE, BlockWriter, Share
 from rematbench.operators.ops import Op
 from rematbench.plan import Transfers
-from rematbench.program import Block
+from rematbench.program.action import Action, Alloc, Kind, gradient_of
+from rematbench.program.program import Block
 
 
 class BackwardEmitter:

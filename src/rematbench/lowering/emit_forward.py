@@ -1,6 +1,5 @@
 """Write a chunk's forward block: operators, collectives, gathers, splits, layer copies."""
 
-from rematbench.action import HOST, Action, Alloc, Kind, layer_slot, place
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, stored_parts
 from rematbench.lowering.emit_op import Names, emit_alloc, emit_copies_out, emit_op
 from rematbench.lowering.emit_states import ParameterGatherer
@@ -8,7 +7,8 @@ from rematbench.lowering.fates import Resolved, Site
 from rematbench.lowering.mini import MiniRun, Piece
 from rematbench.lowering.writer import COMPUTE, BlockWriter, Share
 from rematbench.plan import Transfers
-from rematbench.program import Block
+from rematbench.program.action import HOST, Action, Alloc, Kind, layer_slot, place
+from rematbench.program.program import Block
 
 Fates = dict[Site, Resolved]
 

@@ -1,11 +1,11 @@
 """Bring back in a backward block what the forward sent to the host."""
 
-from rematbench.action import HOST, Action, Kind, layer_slot, place
 from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.lowering.emit_forward import Fates, stays_in_slots
 from rematbench.lowering.emit_op import emit_copies_in
 from rematbench.lowering.writer import COMPUTE, BlockWriter
 from rematbench.plan import Transfers
+from rematbench.program.action import HOST, Action, Kind, layer_slot, place
 
 
 class Reloader:

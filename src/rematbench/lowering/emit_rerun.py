@@ -1,6 +1,5 @@
 """Bring saved tensors back in a backward block: operators run again, whole or by piece; joins."""
 
-from rematbench.action import Action, Alloc, Kind, place
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, rows_of, stored_parts
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import Names, emit_alloc, emit_op
@@ -10,6 +9,7 @@ from rematbench.lowering.writer import COMPUTE, BlockWriter, Share
 from rematbench.operators.ops import Op
 from rematbench.plan import PlanError
 from rematbench.problem import rebuild_ops
+from rematbench.program.action import Action, Alloc, Kind, place
 
 
 class Rerunner:

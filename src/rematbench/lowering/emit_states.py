@@ -1,12 +1,12 @@
 """Write parameter gathers and gradient reductions inside a chunk's blocks (ZeRO, FSDP, overlap)."""
 
-from rematbench.action import COMM_KIND, Action, Alloc, Kind, gradient_buffer
-from rematbench.layout import Layout
 from rematbench.lowering.chunk_ops import Unit
 from rematbench.lowering.writer import COMPUTE, BlockWriter
 from rematbench.operators.ops import Comm, CommKind
 from rematbench.plan import StateFate
-from rematbench.system import System
+from rematbench.program.action import COMM_KIND, Action, Alloc, Kind, gradient_buffer
+from rematbench.spec.layout import Layout
+from rematbench.spec.system import System
 
 
 class ParameterGatherer:

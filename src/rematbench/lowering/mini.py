@@ -6,9 +6,9 @@ read and its output written as slices of whole storages.  A ragged tail is a sma
 
 from typing import NamedTuple
 
-from rematbench.action import piece_tag
 from rematbench.operators.ops import Op, OpTable
 from rematbench.plan import MiniSequence, PlanError
+from rematbench.program.action import piece_tag
 
 
 class Piece(NamedTuple):

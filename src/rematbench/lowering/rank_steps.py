@@ -7,9 +7,9 @@ order is worked out from the few facts it depends on, once for all plans that ag
 from functools import lru_cache
 from typing import NamedTuple
 
+from rematbench.lowering.schedule import phases
 from rematbench.plan import Pass, Phase
-from rematbench.program import Step
-from rematbench.schedule import phases
+from rematbench.program.program import Step
 
 Key = tuple[object, ...]
 """What a block is: its kind, then the class of sites, storage or slot that it is about."""

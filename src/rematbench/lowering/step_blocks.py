@@ -1,10 +1,10 @@
 """The small blocks between passes: receives, sends, copies, releases, end-of-step exchanges."""
 
-from rematbench.action import Action, Alloc, Kind, gradient_of
 from rematbench.lowering.emit_op import emit_copies_in, emit_copies_out
 from rematbench.lowering.writer import COMPUTE, BlockWriter
 from rematbench.operators.ops import Activation, Comm
-from rematbench.program import Block
+from rematbench.program.action import Action, Alloc, Kind, gradient_of
+from rematbench.program.program import Block
 
 Storages = list[tuple[str, int]]
 """(storage name, bytes)."""

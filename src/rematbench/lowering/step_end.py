@@ -19,7 +19,7 @@ from rematbench.lowering.step_blocks import (
 from rematbench.operators.ops import Comm, CommKind
 from rematbench.plan import Pass, Plan
 from rematbench.problem import Problem, rank_parameters
-from rematbench.program import Block
+from rematbench.program.program import Block
 
 
 class Steps(Protocol):

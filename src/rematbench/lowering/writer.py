@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from rematbench.action import COMM_KIND, Action, Alloc, Kind, local_event
 from rematbench.operators.ops import Comm, Op
+from rematbench.program.action import COMM_KIND, Action, Alloc, Kind, local_event
 
 COMPUTE = "compute"
 

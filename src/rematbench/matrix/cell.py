@@ -11,25 +11,25 @@ from typing import NamedTuple
 import msgspec
 from msgspec import Struct
 
-from rematbench.allocator import AllocatorPeaks
-from rematbench.binding import parts_of
 from rematbench.choose.candidates import same_plan
-from rematbench.evaluate import (
+from rematbench.choose.outcome import Status, reserved_bytes, unpressed
+from rematbench.lowering.lower import lower
+from rematbench.matrix.layouts import KEPT, Candidate, state_bytes
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plugins.registry import IDENTITY, Composition, Registry
+from rematbench.problem import Problem
+from rematbench.program.allocator import AllocatorPeaks
+from rematbench.program.program import Program
+from rematbench.simulate.breakdown import parts_of
+from rematbench.simulate.evaluate import (
     PlanEvaluation,
     RankBytes,
     evaluate_program,
     host_node_bytes,
     program_bytes,
 )
-from rematbench.layout import LayoutError
-from rematbench.lower import lower
-from rematbench.matrix.layouts import KEPT, Candidate, state_bytes
-from rematbench.plan import Plan, PlanError, Unsupported
-from rematbench.problem import Problem
-from rematbench.program import Program
-from rematbench.registry import IDENTITY, Composition, Registry
-from rematbench.suite import Status, reserved_bytes, unpressed
-from rematbench.table import GIB
+from rematbench.spec.layout import LayoutError
+from rematbench.tables.table import GIB
 
 SLACK = 1.1
 """How far over the device an estimate of bytes may lie before a candidate is not tried."""

@@ -9,14 +9,14 @@ from itertools import product
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.cluster import Cluster
+from rematbench.choose.outcome import make_problem
 from rematbench.cost.states import shard
-from rematbench.layout import Layout, LayoutError
 from rematbench.matrix.spec import MatrixSpec, Work
 from rematbench.problem import Problem, rank_parameters
 from rematbench.solve.layers import backward_s, forward_s
-from rematbench.suite import make_problem
-from rematbench.system import System
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.layout import Layout, LayoutError
+from rematbench.spec.system import System
 from rematbench.workload import Model
 
 KEPT = "tried"

@@ -5,8 +5,8 @@ from typing import Any
 from msgspec import Struct
 
 from rematbench.plan import Fraction
+from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import AttentionKind
-from rematbench.registry import Composition, Registry, Value
 from rematbench.workload import PositiveInt, Precision
 
 

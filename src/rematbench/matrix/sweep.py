@@ -6,14 +6,14 @@ The two tables are never mixed: the first isolates a method, the second is what 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from rematbench.binding import busiest
-from rematbench.collector import collect_rarely
-from rematbench.configfile import ConfigError
-from rematbench.load import load_cluster, load_model, load_system
+from rematbench.host.garbage import collect_rarely
 from rematbench.matrix.cell import Cell, Programs, Tried
 from rematbench.matrix.layouts import Candidate, candidates
 from rematbench.matrix.spec import MatrixSpec, Work
-from rematbench.registry import Composition, Registry
+from rematbench.plugins.registry import Composition, Registry
+from rematbench.simulate.breakdown import busiest
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import load_cluster, load_model, load_system
 
 SAME, BEST = "same layout", "best layout"
 TABLES = (SAME, BEST)

@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rematbench.binding import PARTS
-from rematbench.load import load_system
 from rematbench.matrix.layouts import KEPT, RULES
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import BEST, DEGREES, NOT_RUN, SAME
 from rematbench.matrix.verdicts import CELL, Line, by_cell, outcome, speed
 from rematbench.published.accuracy import number
 from rematbench.published.evidence import RULES as EVIDENCE_RULES
-from rematbench.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.simulate.breakdown import PARTS
+from rematbench.spec.load import load_system
+from rematbench.tables.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
 
 NAMES = {SAME: "matrix_same_layout", BEST: "matrix_best_layout"}
 SHOWN = 40

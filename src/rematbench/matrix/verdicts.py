@@ -7,15 +7,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from rematbench.layout import Layout
-from rematbench.load import load_cluster
+from rematbench.choose.outcome import make_problem
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import BEST, DEGREES
+from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 from rematbench.published.accuracy import number
 from rematbench.published.evidence import Evidence, Known, evidence, family_of
-from rematbench.registry import IDENTITY
-from rematbench.suite import make_problem
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_cluster
 
 Line = dict[str, Any]
 Row = Mapping[str, Any]

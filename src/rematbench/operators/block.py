@@ -1,10 +1,10 @@
 """The operator tables of a model on one rank: embedding, decoder layer, head with loss."""
 
 from rematbench.cost.kernels import Elementwise, Kernel
-from rematbench.layout import Layout
 from rematbench.operators.builder import Builder
 from rematbench.operators.ops import Comm, Op, OpTable, moved
-from rematbench.system import System
+from rematbench.spec.layout import Layout
+from rematbench.spec.system import System
 from rematbench.workload import Workload
 
 

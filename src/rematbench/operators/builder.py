@@ -3,10 +3,10 @@
 from msgspec import Struct
 
 from rematbench.cost.kernels import Attention, Gemm, Kernel
-from rematbench.layout import Layout
 from rematbench.operators.ops import Activation, Comm, CommKind, Op, OpTable, Part, moved
-from rematbench.shapes import causal_pairs, shapes
-from rematbench.system import System
+from rematbench.spec.layout import Layout
+from rematbench.spec.shapes import causal_pairs, shapes
+from rematbench.spec.system import System
 from rematbench.workload import Model, Workload
 
 FP32 = 4

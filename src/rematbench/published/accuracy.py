@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from rematbench.configfile import ConfigError
 from rematbench.cost.constants import Calibration, FitRule
 from rematbench.cost.fit import is_fit, matches
-from rematbench.paths import data_dir
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.paths import data_dir
 
 Row: TypeAlias = Mapping[str, Any]
 Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict"]

@@ -16,21 +16,21 @@ from typing import Any, Self
 import msgspec
 from msgspec.structs import replace
 
-from rematbench.chunk import simulate_chunks
-from rematbench.collector import collect_rarely
 from rematbench.cost.constants import Calibration
 from rematbench.cost.fit import PRIORS, FitReport, Row, fit, fit_rows, with_values
-from rematbench.discover import discover
-from rematbench.load import load_cluster
-from rematbench.lower import lower
+from rematbench.host.garbage import collect_rarely
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program import Program
+from rematbench.program.program import Program
 from rematbench.published.accuracy import Accuracy, Group, LeftOut, errors_of, members, split_of
 from rematbench.published.predict import predict_rows, run_case
 from rematbench.published.rows import Case, read_case
 from rematbench.published.validate import SPEED
-from rematbench.seconds import action_seconds
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.seconds import action_seconds
+from rematbench.spec.load import load_cluster
 
 WARM, LONG = 2, 3
 """Rounds of pp micro-batches after which a 1F1B step only repeats itself: a step of many is that

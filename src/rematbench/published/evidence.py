@@ -11,9 +11,8 @@ from functools import cache
 
 from msgspec import Struct
 
-from rematbench.configfile import ConfigError
 from rematbench.cost.constants import Calibration
-from rematbench.load import load_cluster, load_system
+from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
 from rematbench.published.accuracy import (
     Accuracy,
@@ -26,7 +25,8 @@ from rematbench.published.accuracy import (
     split_of,
 )
 from rematbench.published.sheets import bundle_of
-from rematbench.registry import IDENTITY, Registry
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import load_cluster, load_system
 
 SPEED = "tokens_per_s_per_gpu"
 

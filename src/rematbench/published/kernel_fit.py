@@ -25,7 +25,6 @@ from rematbench.cost.kernel_rates import (
     gemm_share,
     load_kernel_rates,
 )
-from rematbench.paths import data_dir
 from rematbench.published.kernel_attention import fit_attention, fit_half_waves
 from rematbench.published.kernel_bytes import fit_operators
 from rematbench.published.kernel_numbers import (
@@ -44,6 +43,7 @@ from rematbench.published.kernel_sources import (
     load_sources,
     unclaimed,
 )
+from rematbench.spec.paths import data_dir
 
 TILE_ROWS, TILE_COLUMNS = 128.0, 256.0
 TILE_SOURCE = "tiles: 128 x 256 of cuBLAS and CUTLASS, NVIDIA DU-09798"

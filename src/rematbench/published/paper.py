@@ -5,7 +5,7 @@ from typing import Any
 
 from rematbench.published.accuracy import number
 from rematbench.published.sheets import LAYOUTS, LEDGER_ALPHA, PAPER_ALPHA, PUBLISHED, WATERFALL
-from rematbench.table import Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 Row = Mapping[str, Any]
 Line = dict[str, Any]

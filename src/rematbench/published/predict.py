@@ -6,14 +6,14 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from rematbench.collector import collect_rarely
+from rematbench.choose.outcome import Outcome, run_method
 from rematbench.cost.constants import Calibration
-from rematbench.discover import discover
+from rematbench.host.garbage import collect_rarely
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import Composition, Registry
 from rematbench.problem import Problem
 from rematbench.published.reported import reported_peak_bytes
 from rematbench.published.rows import Case, Row, RowError, read_case
-from rematbench.registry import Composition, Registry
-from rematbench.suite import Outcome, run_method
 
 COLUMNS = (
     "pred_tokens_per_s_per_gpu",

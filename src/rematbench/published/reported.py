@@ -1,12 +1,12 @@
 """Peak device bytes as publications count them: allocated, reserved, or layers alone."""
 
 from rematbench.cost.states import state_bytes
-from rematbench.evaluate import PlanEvaluation
-from rematbench.lower import rank_orders
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import resolve
+from rematbench.lowering.lower import rank_orders
 from rematbench.plan import Plan
 from rematbench.problem import Problem
+from rematbench.simulate.evaluate import PlanEvaluation
 
 
 def reported_peak_bytes(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> int:

@@ -11,15 +11,15 @@ from typing import Any, Literal, cast, get_args
 import msgspec
 from msgspec import Struct
 
-from rematbench.configfile import ConfigError
+from rematbench.choose.outcome import Variant, make_problem, system_variant
 from rematbench.cost.constants import Calibration
-from rematbench.layout import Layout, LayoutError, ZeroStage
-from rematbench.load import load_cluster, load_model, load_system, names
 from rematbench.plan import Unsupported
+from rematbench.plugins.registry import MethodError, Registry, Value
 from rematbench.problem import AttentionKind, Problem
-from rematbench.registry import MethodError, Registry, Value
-from rematbench.suite import Variant, make_problem, system_variant
-from rematbench.system import System
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.layout import Layout, LayoutError, ZeroStage
+from rematbench.spec.load import load_cluster, load_model, load_system, names
+from rematbench.spec.system import System
 from rematbench.workload import MlpKind, Model, Precision
 
 Row = Mapping[str, str]

@@ -8,14 +8,14 @@ only a layout that nobody tried.  Fujii's dashes have no published cause and are
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rematbench.configfile import ConfigError
 from rematbench.cost.estimators import SAFE_SHARE, fujii_estimate
-from rematbench.discover import discover
-from rematbench.layout import LayoutError
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import Registry
 from rematbench.published.closed_forms import fujii_refusal
 from rematbench.published.rows import RowError, read_case
-from rematbench.registry import Registry
-from rematbench.table import Column, Table, percent, whole
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.layout import LayoutError
+from rematbench.tables.table import Column, Table, percent, whole
 
 Row = Mapping[str, Any]
 CALLED = {True: "safe", False: "not safe"}

@@ -6,7 +6,7 @@ from typing import Any
 from rematbench.cost.constants import Calibration
 from rematbench.published.accuracy import Accuracy, Row, members, number, ratio_error, split_of
 from rematbench.published.validate import Report, Verdicts
-from rematbench.table import Column, Table, gib, percent, signed_percent, whole
+from rematbench.tables.table import Column, Table, gib, percent, signed_percent, whole
 
 READ = (
     "Errors are of predictions only (fitted cells left out); n counts in-sample and held-out "

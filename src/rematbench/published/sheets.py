@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product, zip_longest
 from pathlib import Path
 
-from rematbench.configfile import ConfigError, require_unique
+from rematbench.plugins.registry import Registry
 from rematbench.published.rows import RowError, recompute_method, text, whole
-from rematbench.registry import Registry
+from rematbench.spec.configfile import ConfigError, require_unique
 
 Cell = dict[str, str]
 PUBLISHED, PAPER_ALPHA, LEDGER_ALPHA = "published", "alpha: paper", "alpha: ledger"

@@ -7,9 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from rematbench.configfile import ConfigError
 from rematbench.cost.constants import Calibration, FitRule
-from rematbench.load import load_cluster, load_system
 from rematbench.published.accuracy import (
     OVER_ERRORS,
     OVER_ROWS,
@@ -24,6 +22,8 @@ from rematbench.published.accuracy import (
     split_of,
     statistic,
 )
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import load_cluster, load_system
 
 Status = Literal["met", "accepted", "FAIL", "-"]
 SPEED = "tokens_per_s_per_gpu"

@@ -4,11 +4,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import get_args
 
-from rematbench.configfile import closest
-from rematbench.console import CommandError
+from rematbench.host.console import CommandError
+from rematbench.runs.store import Store
 from rematbench.slurm.cellrecord import decode
 from rematbench.slurm.cells import Campaign, CellStatus
-from rematbench.store import Store
+from rematbench.spec.configfile import closest
 
 STATUSES: tuple[str, ...] = get_args(CellStatus)
 

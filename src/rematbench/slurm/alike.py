@@ -10,7 +10,7 @@ a wrong gradient seldom hides from them.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rematbench.measured import BOUNDS, first_errors
+from rematbench.runs.measured import BOUNDS, first_errors
 from rematbench.slurm.shown import OURS, Shown
 from rematbench.workload import Precision
 

@@ -8,18 +8,18 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.baselines.stack import packaged
-from rematbench.configfile import ConfigError, closest, convert, read_mapping
-from rematbench.digests import code_digest
-from rematbench.evaluate import PlanEvaluation
-from rematbench.measured import TIMED_STEPS
+from rematbench.packages.stack import packaged
 from rematbench.plan import Unsupported
+from rematbench.plugins.registry import IDENTITY, Composition, Registry, Value
 from rematbench.problem import Problem
-from rematbench.record import content_hash, run_spec
-from rematbench.registry import IDENTITY, Composition, Registry, Value
+from rematbench.runs.digests import code_digest
+from rematbench.runs.measured import TIMED_STEPS
+from rematbench.runs.record import content_hash, run_spec
+from rematbench.runs.suite import ProblemSpec, Suite, Variant, check_names
+from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.slurm.engines import code_of, engine_name, is_baseline, on_own_stack, resolve
 from rematbench.slurm.settings import Site, load_site
-from rematbench.suitefile import ProblemSpec, Suite, Variant, check_names
+from rematbench.spec.configfile import ConfigError, closest, convert, read_mapping
 from rematbench.workload import PositiveInt
 
 CellStatus = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported", "preempted"]

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from rematbench.baselines.process import baselines, policy
-from rematbench.configfile import closest
-from rematbench.digests import digest, method_digest
-from rematbench.paths import data_dir
-from rematbench.registry import Composition, MethodError, Registry, Value
+from rematbench.packages.process import baselines, policy
+from rematbench.plugins.registry import Composition, MethodError, Registry, Value
+from rematbench.runs.digests import digest, method_digest
+from rematbench.runs.suite import ProblemSpec
 from rematbench.slurm.shown import OURS
-from rematbench.suitefile import ProblemSpec
+from rematbench.spec.configfile import closest
+from rematbench.spec.paths import data_dir
 
 
 def is_baseline(registry: Registry, name: str) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from rematbench.cpulist import cpu_set
-from rematbench.hostmemory import cgroup_limit, meminfo
+from rematbench.host.cpus import cpu_set
+from rematbench.host.memory import cgroup_limit, meminfo
 
 MEMORY_SLACK = 0.05
 """Share of a node's memory that is the system's own: pinned bytes must fit into the rest."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from rematbench.console import CommandError
+from rematbench.host.console import CommandError
 from rematbench.slurm.cells import Bundle
 from rematbench.slurm.queue import Node
 from rematbench.slurm.resources import simulated_resources

@@ -4,13 +4,13 @@ from typing import Any
 
 import msgspec
 
-from rematbench.evaluate import PlanEvaluation
 from rematbench.plan import PlanError
+from rematbench.runs.store import Store
+from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.slurm.alike import Ran, alike
 from rematbench.slurm.cellrecord import CellRecord, decode
 from rematbench.slurm.cells import Campaign, Cell
 from rematbench.slurm.shown import columns, shown
-from rematbench.store import Store
 
 
 def cell_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 
 from rematbench.plan import PlanError
-from rematbench.rank_error import KILLED, first_cause, noted, of_record
+from rematbench.runs.rank_error import KILLED, first_cause, noted, of_record
+from rematbench.runs.store import Lease, Store, write_atomically
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode
 from rematbench.slurm.cells import Bundle, Campaign, Cell, CellStatus
 from rematbench.slurm.launch import (
@@ -31,7 +32,6 @@ from rematbench.slurm.launch import (
     torchrun,
 )
 from rematbench.slurm.nodefacts import NodeFacts, oddities, shortages
-from rematbench.store import Lease, Store, write_atomically
 
 EXIT_AGAIN = 75
 """sysexits' EX_TEMPFAIL: run the same command again."""
@@ -141,7 +141,7 @@ class Runner:
         limit = min(60.0 * self.campaign.suite.cell_minutes, left)
         out = folder / "record.json"
         words = [*self.campaign.words(cell), "--out", str(out), "--timeout", f"{limit:g}"]
-        command = torchrun(self.allocation, ["rematbench.cli", *words])
+        command = torchrun(self.allocation, ["rematbench.cli.app", *words])
         ended = run_limited(command, folder / "log", limit, lambda: bool(self.stop))
         record = None
         if out.exists():

@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from rematbench.cluster import Cluster
-from rematbench.configfile import ConfigError, closest, convert, read_mapping
-from rematbench.load import load_cluster, located
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.configfile import ConfigError, closest, convert, read_mapping
+from rematbench.spec.load import load_cluster, located
 from rematbench.workload import NonNegativeInt, PositiveInt
 
 CanarySeconds = Annotated[float, Meta(ge=0.0, le=60.0)]

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from rematbench.evaluate import PlanEvaluation
-from rematbench.measured import Measured
 from rematbench.problem import Problem
-from rematbench.record import Observed, Provenance
+from rematbench.runs.measured import Measured
+from rematbench.runs.record import Observed, Provenance
+from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.worlds.speed import measured_speed
 
 OURS = "rematbench"

@@ -7,14 +7,14 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from rematbench.console import CommandError
+from rematbench.host.console import CommandError
 from rematbench.plan import PlanError
 from rematbench.published.sheets import write_sheet
+from rematbench.runs.store import Store
 from rematbench.slurm.cells import Bundle, Campaign, Cell
 from rematbench.slurm.queue import Node, Unreachable, partitions
 from rematbench.slurm.requests import check_request, executed_request, simulated_request
 from rematbench.slurm.settings import Site
-from rematbench.store import Store
 
 STARTUP_S = 60.0
 """Of a cell beside its steps: imports, communicators, the model's allocation.  Our estimate."""

@@ -5,9 +5,9 @@ from itertools import accumulate
 
 from msgspec.structs import replace
 
-from rematbench.lower import rank_orders
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, Site, covered, resolve
+from rematbench.lowering.lower import rank_orders
 from rematbench.lowering.rank_steps import site_kinds
 from rematbench.operators.ops import Part
 from rematbench.plan import Phase, Plan, Rule

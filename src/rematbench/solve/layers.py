@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from math import fsum
 
-from rematbench.lower import rank_orders
+from rematbench.lowering.lower import rank_orders
 from rematbench.operators.ops import OpTable
 from rematbench.plan import Plan
 from rematbench.problem import Problem

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from rematbench.action import HOST, Action, Kind, tenant
-from rematbench.program import RankProgram
+from rematbench.program.action import HOST, Action, Kind, tenant
+from rematbench.program.program import RankProgram
 from rematbench.solve.packing import Packing, Tensor, live_peak, pack
 
 KERNELS = frozenset((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE))

@@ -11,10 +11,10 @@ from math import fsum
 
 from msgspec.structs import replace
 
-from rematbench.lower import rank_orders
+from rematbench.lowering.lower import rank_orders
+from rematbench.lowering.schedule import phases
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.problem import Evaluation, Problem
-from rematbench.schedule import phases
 from rematbench.solve.kept import kept_activations, with_live_rules
 from rematbench.solve.layers import layers_in_flight
 from rematbench.solve.lynx import Group, Placed, Policy, heuristic, optimum, policy_front

@@ -7,10 +7,11 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.layout import LayoutError
+from rematbench.choose.outcome import Outcome, Status, run_method
 from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
-from rematbench.registry import Composition, Registry, Value
+from rematbench.spec.layout import LayoutError
 from rematbench.studies.longest import longest_sequence
 from rematbench.studies.measures import (
     attention_share,
@@ -29,7 +30,6 @@ from rematbench.studies.study import (
     StudyWorkload,
     simulate_command,
 )
-from rematbench.suite import Outcome, Status, run_method
 
 Number = int | float | str
 Values = dict[str, Number]

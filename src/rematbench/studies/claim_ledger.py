@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rematbench.discover import discover
+from rematbench.choose.outcome import Status
+from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import number
 from rematbench.published.rule80 import scored_cells
 from rematbench.published.sheets import LAYOUTS, PUBLISHED
@@ -17,8 +18,7 @@ from rematbench.studies.claims import (
     evaluate_query,
     published,
 )
-from rematbench.suite import Status
-from rematbench.table import Column, Table, signed_percent
+from rematbench.tables.table import Column, Table, signed_percent
 
 Row = Mapping[str, str]
 WITHIN, OUTSIDE = "within tolerance", "outside"

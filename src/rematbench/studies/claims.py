@@ -11,8 +11,8 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.configfile import ConfigError, convert, read_mapping
-from rematbench.paths import data_dir
+from rematbench.spec.configfile import ConfigError, convert, read_mapping
+from rematbench.spec.paths import data_dir
 from rematbench.studies.answers import Answer
 from rematbench.studies.study import Ask
 

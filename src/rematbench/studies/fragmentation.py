@@ -2,11 +2,11 @@
 
 from msgspec import Struct
 
-from rematbench.allocator import replay
-from rematbench.evaluate import fullest_rank, program_bytes
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
+from rematbench.program.allocator import replay
+from rematbench.simulate.evaluate import fullest_rank, program_bytes
 from rematbench.solve.memory_plan import memory_plan
 
 

@@ -1,13 +1,13 @@
 """The Pareto front of recompute cost against kept bytes, one layer of each model of the matrix."""
 
-from rematbench.layout import Layout
-from rematbench.load import load_model
+from rematbench.choose.outcome import make_problem
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.problem import Problem
 from rematbench.solve.layers import backward_s, forward_s
 from rematbench.solve.pareto import Point, front, point
-from rematbench.suite import make_problem
-from rematbench.table import Column, Table, percent, whole
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_model
+from rematbench.tables.table import Column, Table, percent, whole
 
 TP = 8
 SEQ_LEN = 8192

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from rematbench.layout import LayoutError
+from rematbench.choose.outcome import Outcome, run_method
 from rematbench.plan import Plan
+from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.registry import Composition
-from rematbench.suite import Outcome, run_method
+from rematbench.spec.layout import LayoutError
 
 Factory = Callable[[int], Problem]
 """The problem at a sequence length (raises LayoutError where the layout does not allow it)."""

@@ -14,7 +14,7 @@ from rematbench.studies.rows import (
     ratio,
     speed,
 )
-from rematbench.table import Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 RIVALS = ("selective", "full (uniform)", "full (block)")
 LYNX = ("lynx_heu", "lynx_opt")

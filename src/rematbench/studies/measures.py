@@ -6,12 +6,12 @@ from typing import TypeAlias
 
 from rematbench.cost.estimators import fujii_estimate
 from rematbench.cost.kernels import Attention
-from rematbench.lower import lower
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import resolve
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.registry import Composition
 from rematbench.solve.layers import forward_s
 from rematbench.studies.fragmentation import fragmentation
 

@@ -14,7 +14,7 @@ from rematbench.studies.rows import (
     ratio,
     told_of,
 )
-from rematbench.table import Column, Table, fixed, gib, percent, signed_percent, whole
+from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 
 def memo_lengths(answers: list[Answer], told: Told) -> Table:

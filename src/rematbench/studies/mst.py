@@ -12,7 +12,7 @@ from rematbench.studies.rows import (
     ratio,
     told_of,
 )
-from rematbench.table import Column, Show, Table, fixed, gib, signed_percent, whole
+from rematbench.tables.table import Column, Show, Table, fixed, gib, signed_percent, whole
 
 EARLY = ", early update"
 

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 from rematbench.studies.answers import Answer
 from rematbench.studies.claims import Claims, published
-from rematbench.table import Column, fixed
+from rematbench.tables.table import Column, fixed
 
 Line = dict[str, Any]
 Told: TypeAlias = Mapping[tuple[str, str, str, str, str], float]

@@ -12,7 +12,10 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
-from rematbench.configfile import (
+from rematbench.choose.outcome import make_problem
+from rematbench.problem import AttentionKind, Problem
+from rematbench.runs.suite import Variant
+from rematbench.spec.configfile import (
     ConfigError,
     closest,
     convert,
@@ -20,10 +23,7 @@ from rematbench.configfile import (
     require_known,
     require_unique,
 )
-from rematbench.layout import Layout, LayoutError, ZeroStage
-from rematbench.problem import AttentionKind, Problem
-from rematbench.suite import make_problem
-from rematbench.suitefile import Variant
+from rematbench.spec.layout import Layout, LayoutError, ZeroStage
 from rematbench.workload import PositiveInt, Precision
 
 Ask = Literal[

@@ -8,7 +8,7 @@ from rematbench.studies.lynx import lynx_ladder, lynx_layouts
 from rematbench.studies.memo import fragmentation_table, memo_average, memo_lengths, memo_longest
 from rematbench.studies.mst import mst_longest, mst_memory
 from rematbench.studies.rows import Told, published_numbers
-from rematbench.table import Table
+from rematbench.tables.table import Table
 
 
 def study_tables(

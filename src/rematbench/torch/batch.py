@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.layout import Layout
+from rematbench.spec.layout import Layout
 from rematbench.torch.failures import NotFinite
 from rematbench.torch.groups import Coordinates
 from rematbench.torch.kernels import IGNORED

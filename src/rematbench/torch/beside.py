@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from msgspec import Struct
 
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.torch.batch import make_batch, micro_batches

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from rematbench.layout import Layout
+from rematbench.spec.layout import Layout
 from rematbench.torch.case import Case, GradientShard, RankResult, Result
 from rematbench.torch.groups import state_rank
 

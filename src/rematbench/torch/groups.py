@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rematbench.cost.collectives import degrees
-from rematbench.layout import Layout
+from rematbench.spec.layout import Layout
 
 SETTLE_S = 1.0
 

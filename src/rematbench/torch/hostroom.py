@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from rematbench.hostmemory import free_bytes
+from rematbench.host.memory import free_bytes
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.problem import rank_parameters
 from rematbench.torch.case import Case

@@ -13,9 +13,9 @@ from typing import cast
 
 import torch
 
-from rematbench import rank_error
-from rematbench.rank_error import RankError
-from rematbench.scratch import scratch
+from rematbench.host.scratch import scratch
+from rematbench.runs import rank_error
+from rematbench.runs.rank_error import RankError
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result, Status
 from rematbench.torch.gather import combine

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.action import Action
-from rematbench.program import RankProgram
+from rematbench.program.action import Action
+from rematbench.program.program import RankProgram
 from rematbench.torch.streams import Mark
 
 Key = tuple[str, int, int]

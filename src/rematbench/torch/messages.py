@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rematbench.action import Action, Kind
-from rematbench.layout import Layout
-from rematbench.program import Program
+from rematbench.program.action import Action, Kind
+from rematbench.program.program import Program
+from rematbench.spec.layout import Layout
 from rematbench.torch.groups import STEP, Channel, Groups
 from rematbench.torch.memory import Memory, Site, Value
 from rematbench.torch.model import RankModel

@@ -9,7 +9,7 @@ from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.operators.ops import Activation
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.shapes import Shapes, shapes
+from rematbench.spec.shapes import Shapes, shapes
 from rematbench.torch.attention import Shape
 from rematbench.torch.batch import MicroBatch, positions, slices
 from rematbench.torch.draws import Draws

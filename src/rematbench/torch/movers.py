@@ -6,8 +6,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rematbench.action import Action, Alloc, identity, is_gradient, is_gradient_buffer, place
 from rematbench.operators.ops import Activation
+from rematbench.program.action import (
+    Action,
+    Alloc,
+    identity,
+    is_gradient,
+    is_gradient_buffer,
+    place,
+)
 from rematbench.torch.kernels import wide
 from rematbench.torch.memory import (
     Block,

@@ -7,9 +7,9 @@ chunk; what is left of an action on the host is to look storages up and to issue
 from itertools import takewhile
 from typing import NamedTuple
 
-from rematbench.action import Action, Kind, identity, is_gradient
 from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.operators.ops import Op
+from rematbench.program.action import Action, Kind, identity, is_gradient
 from rematbench.torch.model import RankModel
 
 

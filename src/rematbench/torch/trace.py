@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rematbench.layout import Layout
-from rematbench.lower import lower
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
+from rematbench.spec.layout import Layout
 from rematbench.torch.batch import MicroBatch
 from rematbench.torch.case import RankResult
 from rematbench.torch.executor import Executor

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from rematbench.measured import BOUNDS, Measured
-from rematbench.record import Observed, Record
+from rematbench.runs.measured import BOUNDS, Measured
+from rematbench.runs.record import Observed, Record
 
 CURVE_BOUND = 1e-4
 """Of a training run's losses, relative: rounding grows over hundreds of steps (mst's to 8e-6)."""

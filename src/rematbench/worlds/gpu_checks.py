@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.baselines.agreement import disagreements
-from rematbench.record import Record, RecordError, read_record
+from rematbench.packages.agreement import disagreements
+from rematbench.runs.record import Record, RecordError, read_record
 
 STEP_LIMIT = 1.02
 """The executor's step over the hand-written one's (the project's own bound)."""

@@ -4,17 +4,17 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from rematbench.evaluate import RankBytes, program_bytes
-from rematbench.ledger import live_bytes
-from rematbench.load import load_system
-from rematbench.lower import lower
-from rematbench.measured import BOUNDS, Comparison, Measured, RankMeasured, largest, relative
+from rematbench.choose.outcome import Status
+from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
+from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.program import Program
-from rematbench.record import Record, World, plan_hash, provenance, run_spec
-from rematbench.registry import Composition
-from rematbench.suite import Status
+from rematbench.program.ledger import live_bytes
+from rematbench.program.program import Program
+from rematbench.runs.measured import BOUNDS, Comparison, Measured, RankMeasured, largest, relative
+from rematbench.runs.record import Record, World, plan_hash, provenance, run_spec
+from rematbench.simulate.evaluate import RankBytes, program_bytes
+from rematbench.spec.load import load_system
 from rematbench.workload import Model
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from rematbench.cluster import Cluster
-from rematbench.evaluate import speed
 from rematbench.problem import Problem
+from rematbench.simulate.evaluate import speed
+from rematbench.spec.cluster import Cluster
 
 
 class MeasuredSpeed(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,205 @@
+"""Problems from plain inputs, one method on one problem, and the verdict: fits, or what binds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.cost.constants import Calibration
+from rematbench.lowering.lower import lower
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plugins.registry import Composition
+from rematbench.problem import AttentionKind, Problem
+from rematbench.program.allocator import AllocatorPeaks, replay
+from rematbench.program.check import check
+from rematbench.program.program import Program
+from rematbench.simulate.evaluate import (
+    PlanEvaluation,
+    RankBytes,
+    evaluate_program,
+    fullest_rank,
+    program_bytes,
+)
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.layout import Layout, LayoutError
+from rematbench.spec.load import calibration, load_cluster, load_model, load_system
+from rematbench.spec.system import System
+from rematbench.workload import Model, Precision, Workload
+
+Status = Literal["ok", "oom", "unsupported", "failed"]
+Variant = Literal["compile", "async_tp"]
+
+
+class Verdict(Struct, frozen=True, kw_only=True):
+    """Whether a plan fits.  `headroom_bytes` is usable less needed device bytes on the rank that
+    has least (negative: out of memory); `binds` names what is short, or the tightest."""
+
+    fits: bool
+    headroom_bytes: int
+    host_headroom_bytes: int
+    binds: str
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """One method on one problem: always a row, whatever happened."""
+
+    status: Status
+    reason: str = ""
+    plan: Plan | None = None
+    evaluation: PlanEvaluation | None = None
+    verdict: Verdict | None = None
+
+
+def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:
+    """A stack with an option of its own switched on; Unsupported names what it does not have.
+
+    compile: torch.compile fuses SiLU with the product.  async_tp: sequence-parallel collectives
+    run beside the GEMMs they feed.
+    """
+    for variant in variants:
+        if variant not in system.features:
+            return Unsupported(f"system {system.name} has no {variant}")
+    if "compile" in variants:
+        system = replace(system, compiled=True, fused_swiglu=True)
+    if "async_tp" in variants:
+        system = replace(system, tp_overlap="gemm")
+    return system
+
+
+def make_problem(
+    *,
+    model: str | Path | Model,
+    cluster: str | Path | Cluster,
+    system: str | Path | System,
+    layout: Layout,
+    seq_len: int,
+    precision: Precision = "bf16",
+    attention: AttentionKind = "flash",
+    constants: Calibration | None = None,
+) -> Problem:
+    """A problem with the chunk-level evaluator bound; names and files are loaded.
+
+    Raises ConfigError for names, LayoutError for layouts: both one clear line.
+    """
+    model = model if isinstance(model, Model) else load_model(model)
+    return Problem(
+        workload=Workload(model=model, seq_len=seq_len, precision=precision),
+        cluster=cluster if isinstance(cluster, Cluster) else load_cluster(cluster),
+        system=system if isinstance(system, System) else load_system(system),
+        layout=layout,
+        calibration=constants or calibration(),
+        attention=attention,
+        evaluator=evaluate,
+        weigher=weigh,
+    )
+
+
+def run_method(problem: Problem, method: Composition, *, checked: bool = False) -> Outcome:
+    """Plan, lower, evaluate, judge; `checked` also proves the lowered program safe."""
+    try:
+        plan = method.plan(problem)
+        if isinstance(plan, Unsupported):
+            return Outcome(status="unsupported", reason=plan.reason)
+        return run_plan(problem, plan, checked=checked)
+    except (PlanError, LayoutError) as error:
+        return Outcome(status="failed", reason=f"{method.name}: {error}")
+
+
+def run_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Outcome:
+    """Evaluate a plan and judge it.  Raises PlanError if it cannot be lowered."""
+    if checked:
+        program = lower(plan, problem)
+        check(program)
+        evaluation = evaluated(problem, plan, program)
+    else:
+        found = problem.cost.evaluate(plan)
+        assert isinstance(found, PlanEvaluation)
+        evaluation = found
+    verdict = judge(problem, evaluation)
+    return Outcome(
+        status="ok" if verdict.fits else "oom",
+        reason="" if verdict.fits else verdict.binds,
+        plan=plan,
+        evaluation=evaluation,
+        verdict=verdict,
+    )
+
+
+def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
+    """Chunk-level evaluation with the allocator's bytes: the evaluator of a suite's problems."""
+    return evaluated(problem, plan, lower(plan, problem))
+
+
+def evaluated(problem: Problem, plan: Plan, program: Program) -> PlanEvaluation:
+    """The evaluation of a lowered plan with the allocator's bytes."""
+    found = evaluate_program(problem, plan, program)
+    return replace(found, reserved_bytes=reserved_bytes(problem, program, found.ranks))
+
+
+def weigh(problem: Problem, plan: Plan) -> int:
+    """Bytes that a plan's fullest rank reserves."""
+    program = lower(plan, problem)
+    return reserved_bytes(problem, program, program_bytes(problem, plan, program))
+
+
+def unpressed(program: Program, ranks: Sequence[RankBytes]) -> AllocatorPeaks:
+    """The fullest rank's allocator on a device without an end."""
+    return _replayed(program, ranks, None)
+
+
+def _replayed(
+    program: Program, ranks: Sequence[RankBytes], capacity_bytes: int | None
+) -> AllocatorPeaks:
+    """The fullest rank's allocator, up to twice the steps that lead to the peak: the schedule has
+    then run for as long as its warm-up, more than a period, and the pattern of blocks repeats
+    (tests compare with all)."""
+    rank = fullest_rank(ranks)
+    held = ranks[rank]
+    states = (held.parameter, held.gradient, held.optimizer, held.pools)
+    resident = tuple(nbytes for nbytes in states if nbytes)
+    return replay(program.ranks[rank], resident, capacity_bytes, num_steps=2 * held.peak_step + 1)
+
+
+def reserved_bytes(
+    problem: Problem,
+    program: Program,
+    ranks: Sequence[RankBytes],
+    known: AllocatorPeaks | None = None,
+) -> int:
+    """What the fullest rank's allocator holds, replayed (`known`: as `unpressed` found it).
+
+    An allocator that meets the usable bytes gives cached segments back and tries again: only where
+    that fails too is the rank out of memory, and its unlimited need is what counts.
+    """
+    usable = problem.cluster.usable_bytes
+    found = known or unpressed(program, ranks)
+    if found.reserved_bytes > usable >= found.allocated_bytes:
+        pressed = _replayed(program, ranks, usable)
+        found = found if pressed.oom_at is not None else pressed
+    return found.reserved_bytes
+
+
+def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
+    """What the fullest rank reserves against the usable bytes, pinned bytes of a node against its
+    host memory."""
+    cluster = problem.cluster
+    rank = fullest_rank(evaluation.ranks)
+    device = cluster.usable_bytes - evaluation.reserved_bytes
+    host = cluster.host_bytes - evaluation.host_node_bytes
+    short = []
+    if device < 0:
+        short.append(f"device memory of pipeline rank {rank}: {_gib(-device)} GiB short")
+    if host < 0:
+        short.append(f"host memory of a node: {_gib(-host)} GiB short")
+    return Verdict(
+        fits=not short,
+        headroom_bytes=device,
+        host_headroom_bytes=host,
+        binds="; ".join(short) or "nothing",
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f}"

@@ -1,0 +1,291 @@
+"""`rematbench baseline`: list, run, trace, predict; and what is done to all points at once."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+from typer import Option
+
+from rematbench.choose.outcome import run_method
+from rematbench.cli.launched import Address, Port, Rank, Size, is_launched, leave
+from rematbench.cli.options import (
+    Request,
+    RunOptions,
+    Timeout,
+    request,
+    settings_of,
+    takes_run,
+)
+from rematbench.cli.points import (
+    compare_engines,
+    trace_again,
+    trace_shipped_points,
+    write_tables,
+)
+from rematbench.cli.real import has_gpu, speed_text, timing
+from rematbench.cli.targets import need_file
+from rematbench.host.console import CommandError, console, gib, grid, left, plain
+from rematbench.packages.process import (
+    Job,
+    baselines,
+    job,
+    policy,
+    run_jobs,
+    run_rank,
+)
+from rematbench.packages.stack import packaged
+from rematbench.plan import Unsupported
+from rematbench.plugins.registry import IDENTITY
+from rematbench.problem import Problem
+from rematbench.runs.measured import TIMED_STEPS
+from rematbench.runs.record import Record, encode_record, make_record, write_record
+from rematbench.simulate.evaluate import fullest
+from rematbench.worlds.speed import measured_speed
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command("list")
+def list_baselines() -> None:
+    """List the baselines: what each claims, its settings and its file.
+
+    \b
+    Example:
+      rematbench baseline list
+    """
+    table = left(grid("baseline", "claim", "settings"), 1, 2)
+    for entry in baselines().values():
+        settings = ", ".join(f"{key}={value}" for key, value in entry.parameters.items())
+        table.add_row(entry.name, plain(entry.claim.partition(": ")[2]), plain(settings))
+    console().print(table)
+
+
+def asked(options: RunOptions) -> Request:
+    """The problem of the options, with the baseline's policy as its method (a method of no settings
+    stands in for it until the problem is there)."""
+    method = policy(options.method, settings_of(options.settings))
+    plain_options = RunOptions(
+        **{**vars(options), "method": IDENTITY, "settings": None},
+    )
+    made = request(plain_options)
+    if made.base != made.problem.base_plan:
+        given = "--partition" if options.partition else "--gpipe"
+        raise CommandError(f"{given}: {options.method} runs even chunks under 1F1B only")
+    return msgspec.structs.replace(made, method=method)
+
+
+@app.command("predict")
+@takes_run
+def predict_baseline(
+    run: RunOptions,
+    out: Annotated[
+        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
+    ] = None,
+) -> None:
+    """Predict a baseline's policy with the simulator: labelled simulated, never measured.
+
+    Bytes are those that the package itself holds (docs/baselines.md).  METHOD is a baseline (see
+    `rematbench baseline list`).
+
+    \b
+    Example:
+      rematbench baseline predict megatron_core --model gpt-22b --cluster a100-80gb-selene
+        --gpus 8 --seq-len 2048 --global-batch 4 --micro-batch 4 --tp 8 --set recompute=selective
+    """
+    need_file("--out", out)
+    made = asked(run)
+    here = packaged(made.method, made.problem)
+    outcome = run_method(here, made.method)
+    record = make_record(here, made.method, outcome, asked=made.problem)
+    if out is not None:
+        write_record(record, out)
+    typer.echo(f"{run.method} policy (simulated): {record.status} {record.reason}".rstrip())
+    for rank, nbytes in enumerate(
+        outcome.evaluation.peak_device_bytes if outcome.evaluation else ()
+    ):
+        host = outcome.evaluation.peak_host_bytes[rank] if outcome.evaluation else 0
+        typer.echo(f"  stage {rank}: peak {gib(nbytes)} GiB, host {gib(host)} GiB")
+
+
+@app.command("run")
+@takes_run
+def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line each
+    run: RunOptions,
+    steps: Annotated[int, Option(min=1, help="Steps with losses, gradients and bytes.")] = 2,
+    warmup: Annotated[int, Option(min=1, help="GPUs: more steps before the timed ones.")] = 1,
+    timed_steps: Annotated[int, Option(min=0, help="GPUs: steps for their seconds.")] = TIMED_STEPS,
+    device: Annotated[
+        str, Option(metavar="cpu|cuda", help="Where to run (default: cuda where there is one).")
+    ] = "",
+    timeout: Timeout = 600,
+    options: Annotated[
+        Path | None, Option(metavar="FILE", help="Configure it from what `flags` printed.")
+    ] = None,
+    out: Annotated[
+        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
+    ] = None,
+    rank: Rank = None,
+    world_size: Size = None,
+    address: Address = "",
+    port: Port = 0,
+) -> None:
+    """Execute a baseline: the real package in processes of its own (gloo on a CPU, NCCL on GPUs).
+
+    Starts a process for each of --gpus; under torchrun or srun it is one of theirs, and rank 0
+    writes and prints the record.
+
+    \b
+    Example:
+      rematbench baseline run megatron_core --model tiny-llama --cluster this-machine --gpus 2
+        --seq-len 128 --global-batch 4 --tp 2 --precision fp32 --set recompute=full
+    """
+    if device not in ("", "cpu", "cuda"):
+        raise CommandError(f"--device {device}: expected cpu or cuda")
+    need_file("--out", out)
+    made = asked(run)
+    launched = is_launched(rank, world_size, (address, port), made.problem.layout.gpus)
+    try:
+        printed = options.read_text() if options else ""
+    except OSError as error:
+        raise CommandError(f"--options {options}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise CommandError(f"--options {options}: is no text, as `flags` prints it") from error
+    if options and not printed.strip():
+        raise CommandError(f"--options {options}: is empty; give it what `flags` prints")
+    found = _job(
+        made,
+        "executed",
+        steps=steps,
+        warmup=warmup,
+        timed_steps=timed_steps,
+        device=device or ("cuda" if has_gpu() else "cpu"),
+        timeout_s=timeout,
+        options=printed,
+    )
+    if launched and rank is not None:
+        _finish_rank(run.method, found, rank, out, made.problem)
+    else:
+        _finish(run.method, [found], out, problem=made.problem)
+
+
+@app.command("trace")
+@takes_run
+def trace_baseline(
+    run: RunOptions,
+    rank: Annotated[int, Option(min=0, help="The global rank to follow.")] = 0,
+    out: Annotated[
+        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
+    ] = None,
+) -> None:
+    """Trace one rank of a baseline on fake tensors, at any scale, without hardware.
+
+    `rematbench trace` does the same for a pipeline rank.
+
+    \b
+    Example:
+      rematbench baseline trace megatron_core --model gpt-22b --cluster a100-80gb-selene --gpus 8
+        --seq-len 2048 --global-batch 4 --micro-batch 4 --tp 8 --attention unfused
+        --set recompute=selective
+    """
+    need_file("--out", out)
+    made = asked(run)
+    if rank >= made.problem.layout.gpus:
+        raise CommandError(
+            f"--rank {rank}: the layout has ranks 0 to {made.problem.layout.gpus - 1}"
+        )
+    _finish(run.method, [_job(made, "traced", rank=rank)], out)
+
+
+def trace_stage(run: RunOptions, stage: int | None, out: Path | None, *, json: bool) -> None:
+    """`rematbench trace` of a baseline: the first rank of a pipeline rank (default: the fullest of
+    the baseline's own plan)."""
+    made = asked(run)
+    lay = made.problem.layout
+    if stage is None:
+        plan = made.method.plan(made.problem, made.base)
+        stage = 0 if isinstance(plan, Unsupported) else fullest(made.problem, plan)
+    if stage >= lay.pp:
+        raise CommandError(f"--stage {stage}: the pipeline has ranks 0 to {lay.pp - 1}")
+    first = stage * lay.tp * lay.cp * lay.dp
+    _finish(run.method, [_job(made, "traced", rank=first)], out, json=json)
+
+
+app.command("points")(trace_shipped_points)
+app.command("again")(trace_again)
+app.command("agree")(compare_engines)
+app.command("tables")(write_tables)
+
+
+def _job(
+    made: Request, world: Literal["executed", "traced"], **options: int | float | bool | str
+) -> Job:
+    return job(made.problem, made.method, world, **{"timeout_s": 600.0, **options})
+
+
+def _finish_rank(name: str, asked_job: Job, rank: int, out: Path | None, problem: Problem) -> None:
+    """One of a launcher's ranks: rank 0 writes and prints the record, the others say nothing while
+    all is well.  One that fails leaves its error beside `out`, and ends with 1."""
+    started = time.time()
+    record = run_rank(name, asked_job)
+    if record is None:
+        return
+    if out is not None:
+        record = leave(record, out, rank, started)
+    failed = record.status in ("failed", "oom")
+    if rank == 0:
+        show(record, problem)
+    elif failed:
+        typer.echo(f"rank {rank}: {record.status}: {record.reason}", err=True)
+    if record.status != "ok":
+        raise typer.Exit(1)
+
+
+def _finish(
+    name: str,
+    jobs: list[Job],
+    out: Path | None,
+    *,
+    json: bool = False,
+    problem: Problem | None = None,
+) -> None:
+    (record,) = run_jobs(name, jobs)
+    if out is not None:
+        write_record(record, out)
+    if json:
+        typer.echo(encode_record(record).decode())
+    else:
+        show(record, problem)
+    if record.status != "ok":
+        raise typer.Exit(1)
+
+
+def show(record: Record, problem: Problem | None = None) -> None:
+    """Print a record; with the problem also what the seconds of a GPU's steps mean."""
+    seen = record.observed
+    if seen is None:
+        typer.echo(f"{record.status.upper()}: {record.reason}")
+        return
+    typer.echo(f"{seen.label} ({record.world}; {_versions(seen.stack)}; {seen.backend})")
+    for name, kernel in seen.kernels.items():
+        typer.echo(f"  {name}: {kernel}")
+    if seen.shim:
+        typer.echo(f"  shim: {', '.join(seen.shim)}")
+    for step, loss in enumerate(seen.losses):
+        typer.echo(f"  step {step}: loss {loss:.6f}, gradient norm {seen.gradient_norm[step]:.6f}")
+    ranks = seen.traced_ranks or tuple(range(len(seen.activation_peak_bytes)))
+    for index, rank in enumerate(ranks):
+        live, host = seen.activation_peak_bytes[index], seen.host_peak_bytes[index]
+        words = f"activations {gib(live)} GiB, host {gib(host)} GiB"
+        away = seen.host_state_bytes[index] if seen.host_state_bytes else 0
+        beside = f" and {gib(away)} GiB on the host" if away else ""
+        typer.echo(f"  rank {rank}: {words}, states {gib(seen.state_bytes[index])} GiB{beside}")
+    slowest = seen.slowest_s
+    if problem is not None and slowest:
+        typer.echo(f"  {timing(slowest)}")
+        typer.echo(f"  {speed_text(measured_speed(problem, slowest, seen.device))}")
+
+
+def _versions(stack: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in stack.items())

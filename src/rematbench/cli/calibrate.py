@@ -1,0 +1,77 @@
+"""The command that fits the constants: calibrate."""
+
+from math import fsum
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.table import Table as RichTable
+from typer import Option
+
+from rematbench.cli.sheet import PROCESSES, read
+from rematbench.cli.targets import need_file
+from rematbench.cost.constants import Calibration, updated_text
+from rematbench.cost.fit import FitReport
+from rematbench.host.console import console, grid
+from rematbench.published.accuracy import load_accuracy
+from rematbench.published.calibrate import calibrate as fitted
+from rematbench.published.calibrate import leave_one_out, moved
+from rematbench.spec.load import calibration
+from rematbench.spec.paths import data_dir
+
+
+def calibrate(
+    output: Annotated[
+        Path | None, Option("-o", "--output", metavar="FILE", help="Write the outcome as YAML.")
+    ] = None,
+    leave_out: Annotated[
+        bool, Option("--leave-one-out", help="Refit without each source and predict its cells.")
+    ] = False,
+    processes: PROCESSES = 2,
+) -> None:
+    """Refit the `fitted` constants to the declared FIT rows, from their present values.
+
+    Minutes of CPU time.  Nothing is changed without --output; the outcome of a plain fit has the
+    form of config/calibration.yaml, that of --leave-one-out the form of config/left_out.yaml.
+
+    \b
+    Example:
+      rematbench calibrate
+      rematbench calibrate --leave-one-out -o config/left_out.yaml
+    """
+    need_file("-o", output)
+    rows = read(data_dir("published") / "runs.csv", "runs.csv")
+    start = calibration()
+    if leave_out:
+        found = leave_one_out(rows, start, load_accuracy(), processes)
+        console().print(_left_out_table(found.errors))
+        text = msgspec.yaml.encode(found).decode()
+    else:
+        report = fitted(rows, start, processes)
+        _show(start, report)
+        shipped = (data_dir("config") / "calibration.yaml").read_text(encoding="utf-8")
+        text = updated_text(shipped, report.calibration)
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+        typer.echo(f"{output}: written")
+
+
+def _left_out_table(errors: dict[str, float]) -> RichTable:
+    table = grid("cells", "mean %", title="Mean error with constants that never saw the source")
+    for name, error in errors.items():
+        table.add_row(name, f"{100 * error:.1f}")
+    return table
+
+
+def _show(start: Calibration, report: FitReport) -> None:
+    table = grid("constant", "shipped", "refitted", title="Fitted constants")
+    for name, before, after in moved(start, report.calibration):
+        table.add_row(name, f"{before:.4g}", f"{after:.4g}")
+    errors = grid("source", "FIT rows", "mean %", title="Errors on the fitted rows")
+    for source, logs in report.errors.items():
+        mean = fsum(abs(value) for value in logs) / len(logs)
+        errors.add_row(source, str(len(logs)), f"{100 * mean:.1f}")
+    out = console()
+    out.print(table)
+    out.print(errors)

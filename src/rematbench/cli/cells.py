@@ -1,0 +1,243 @@
+"""The commands of executed cells: submit-plan, run-cells, cells, collect-cells, retry,
+settle, resume."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from shutil import which
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from rematbench.cli.targets import need_file
+from rematbench.host.console import CommandError, console, grid, left, plain
+from rematbench.plugins.discover import discover
+from rematbench.published.sheets import write_sheet
+from rematbench.runs.store import Store
+from rematbench.slurm.again import forget
+from rematbench.slurm.cellrecord import is_final
+from rematbench.slurm.cells import Campaign, load_measurement
+from rematbench.slurm.launch import Allocation
+from rematbench.slurm.queue import PATIENCE_MINUTES, Silent, job_alive, settle_jobs
+from rematbench.slurm.rows import cell_rows, number_rows
+from rematbench.slurm.runner import Runner, finish
+from rematbench.slurm.submissions import refuse, refuse_simulated, submissions, summary, write_plan
+
+SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods to execute.")]
+STORE = Annotated[Path, Option("--store", metavar="DIR", help="Where finished cells are.")]
+CLUSTER = Annotated[
+    str, Option(metavar="C", help="Name or YAML file, in place of the suite's cluster.")
+]
+METHODS = Annotated[
+    list[Path] | None, Option("--methods", metavar="DIR", help="More method files (repeatable).")
+]
+PATIENCE = Annotated[
+    float,
+    Option(
+        min=0.01, metavar="MINUTES", help="How long Slurm may not answer before it is given up."
+    ),
+]
+
+
+def _campaign(suite: Path, cluster: str, methods: list[Path] | None) -> Campaign:
+    return Campaign(load_measurement(suite), discover(methods or ()), cluster)
+
+
+def submit_plan(
+    suite: SUITE,
+    store: STORE,
+    cluster: CLUSTER = "",
+    max_gpu_hours: Annotated[
+        float, Option(min=0.0, metavar="H", help="Refuse more predicted GPU-hours (0: no limit).")
+    ] = 0.0,
+    output: Annotated[
+        Path | None, Option("-o", "--output", metavar="PLAN.csv", help="Write it as a table too.")
+    ] = None,
+    slurm: Annotated[
+        bool, Option("--slurm/--no-slurm", help="Ask Slurm's nodes and partitions, if it is here.")
+    ] = True,
+    methods: METHODS = None,
+) -> None:
+    """Every submission that is left to do, with its predicted GPU-hours; submits nothing.
+
+    \b
+    Example:
+      rematbench submit-plan config/measure.yaml --store results/measure/cells --max-gpu-hours 8
+    """
+    need_file("-o", output)
+    campaign = _campaign(suite, cluster, methods)
+    rows = submissions(campaign, Store(store, is_final=is_final))
+    out = console()
+    table = left(grid("bundle", "nodes", "GPUs", "cells", "limit min", "GPU-h", "at most"), 0)
+    for row in rows:
+        table.add_row(
+            row.bundle,
+            str(row.nodes),
+            str(row.gpus),
+            str(row.cells),
+            str(row.minutes),
+            f"{row.gpu_hours:.3f}",
+            f"{row.most_gpu_hours:.2f}",
+        )
+    out.print(table)
+    out.print(plain(summary(campaign, rows)))
+    refuse(campaign, rows, max_gpu_hours=max_gpu_hours, ask_slurm=slurm)
+    if slurm and campaign.site.slurm.cpu_partition:
+        refuse_simulated(campaign.site)
+    if output is not None:
+        write_plan(rows, output)
+
+
+def run_cells(
+    suite: SUITE,
+    store: STORE,
+    bundle: Annotated[str, Option(help="A bundle of submit-plan.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="DONE.json", help="Its manifest.")],
+    cluster: CLUSTER = "",
+    job_id: Annotated[str, Option(metavar="ID", help="The Slurm job this runs in.")] = "",
+    minutes: Annotated[int, Option(min=0, help="The job's time limit (0: none).")] = 0,
+    methods: METHODS = None,
+) -> None:
+    """Execute a bundle's unfinished cells, in a Slurm job or on this machine.
+
+    \b
+    Example:
+      rematbench run-cells config/measure.yaml --store results/measure/cells
+        --bundle keep_all.1x2.0 -o results/measure/bundles/keep_all.1x2.0.json
+    """
+    need_file("-o", output)
+    campaign = _campaign(suite, cluster, methods)
+    found = campaign.bundle(bundle)
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError("torch is not installed in this environment (docs/slurm.md)")
+    held = Store(store, job_id=job_id, job_alive=job_alive, say=typer.echo, is_final=is_final)
+    allocation = Allocation(nodes=found.nodes, gpus_per_node=found.gpus_per_node, job_id=job_id)
+    runner = Runner(campaign, found, held, allocation, minutes=minutes, say=typer.echo)
+    finish(runner, output)
+
+
+def cells(suite: SUITE, store: STORE, cluster: CLUSTER = "", methods: METHODS = None) -> None:
+    """How far a measurement is: every cell and its state.
+
+    \b
+    Example:
+      rematbench cells config/measure.yaml --store results/measure/cells
+    """
+    campaign = _campaign(suite, cluster, methods)
+    table = left(grid("cell", "state", "attempts", "job", "hosts", "reason"), 1, 3, 4, 5)
+    for row in cell_rows(campaign, Store(store, job_alive=job_alive, is_final=is_final)):
+        keys = ("cell", "status", "attempts", "job_id", "hosts", "reason")
+        table.add_row(*(plain(str(row[key])) for key in keys))
+    console().print(table)
+
+
+def collect_cells(
+    suite: SUITE,
+    store: STORE,
+    output: Annotated[Path, Option("-o", "--output", metavar="EXECUTED.csv")],
+    cluster: CLUSTER = "",
+    methods: METHODS = None,
+) -> None:
+    """Every cell as a row, with its status and numbers, measured beside simulated; cells that are
+    not finished have a row too, and times are of GPUs only.
+
+    \b
+    Example:
+      rematbench collect-cells config/measure.yaml --store results/measure/cells
+        -o results/measure/executed.csv
+    """
+    need_file("-o", output)
+    campaign = _campaign(suite, cluster, methods)
+    rows = number_rows(campaign, Store(store, job_alive=job_alive, is_final=is_final))
+    write_sheet(output, rows)
+    done = sum(row["status"] == "ok" for row in rows)
+    typer.echo(f"{output}: {len(rows)} cells, {done} ok")
+
+
+def retry(
+    suite: SUITE,
+    store: STORE,
+    status: Annotated[
+        list[str] | None, Option(metavar="S", help="Which results (repeatable; default: failed).")
+    ] = None,
+    cell: Annotated[
+        list[str] | None, Option(metavar="NAME", help="Only these cells (repeatable).")
+    ] = None,
+    cluster: CLUSTER = "",
+    methods: METHODS = None,
+) -> None:
+    """Forget finished cells, so that the next run starts them again: after a repair of the nodes
+    or of the environment, which no record can know of.
+
+    Removes their records and, beside the store, what Snakemake made of them: the manifests of their
+    bundles and executed.csv.
+
+    \b
+    Example:
+      rematbench retry config/measure.yaml --store results/measure/cells --status timeout
+    """
+    campaign = _campaign(suite, cluster, methods)
+    held = Store(store, job_alive=job_alive, is_final=is_final)
+    results = store.resolve().parent
+    found = forget(campaign, held, results, statuses=status or ["failed"], names=cell or ())
+    for name, was in found.items():
+        typer.echo(f"{name}: was {was}, will be run again")
+    typer.echo(f"{len(found)} of {len(campaign.cells)} cells to run again")
+
+
+def settle(
+    cancel: Annotated[
+        bool, Option("--cancel", help="End live jobs; without it they are waited for.")
+    ] = False,
+    folder: Annotated[
+        Path, Option("--folder", metavar="DIR", help="The folder Snakemake runs in.")
+    ] = Path(),
+    patience: PATIENCE = PATIENCE_MINUTES,
+) -> None:
+    """End what an interrupted run left in Slurm's queue: pending jobs are cancelled, running ones
+    finish their cells (or are cancelled with --cancel).
+
+    \b
+    Example:
+      rematbench settle
+    """
+    _settle(folder, cancel, patience)
+
+
+def _settle(folder: Path, cancel: bool, patience: float) -> None:
+    try:
+        settle_jobs(folder.resolve(), cancel=cancel, patience_s=60 * patience, say=typer.echo)
+    except Silent as error:
+        more = "run the same command again when it does; --patience MINUTES waits longer"
+        raise CommandError(f"{error}; nothing is lost: {more}") from error
+
+
+def resume(
+    words: Annotated[
+        list[str] | None,
+        Argument(metavar="[TARGET...]", help="Targets (default: measure); options after `--`."),
+    ] = None,
+    cancel: Annotated[bool, Option("--cancel", help="End live jobs, not wait for them.")] = False,
+    patience: PATIENCE = PATIENCE_MINUTES,
+) -> None:
+    """Go on after `snakemake --profile slurm` was interrupted or killed, in the folder it ran in.
+
+    Settles the queue, removes Snakemake's lock, and becomes `snakemake --profile slurm TARGET...`.
+
+    \b
+    Example:
+      rematbench resume measure
+      rematbench resume -- smoke --config simulate_on=slurm
+    """
+    if not Path("Snakefile").is_file():
+        raise CommandError(f"no Snakefile in {Path.cwd()}: resume where the run was started")
+    if which("squeue") is None:
+        raise CommandError("no Slurm here: squeue is not on PATH")
+    _settle(Path(), cancel, patience)
+    begin = ["snakemake", *(words or ["measure"]), "--profile", "slurm"]
+    subprocess.run([*begin, "--unlock"], check=False, capture_output=True)  # fails if not locked
+    sys.stdout.flush()
+    os.execvp(begin[0], begin)

@@ -1,0 +1,153 @@
+"""The command `compare`: every method and baseline for one job in one table."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+from rematbench.choose.candidates import CompareConfig, load_compare
+from rematbench.choose.compare import Comparing
+from rematbench.choose.entry import Comparison, Entry
+from rematbench.choose.would_fit import would_fit
+from rematbench.cli.options import Request, RunOptions, request, takes_problem
+from rematbench.cli.ranking import Judged, Ranking
+from rematbench.cli.sheet import read
+from rematbench.cli.targets import need_file
+from rematbench.host.console import console
+from rematbench.plugins.discover import discover
+from rematbench.published.accuracy import load_accuracy
+from rematbench.published.evidence import RULES, Known, evidence, known_cells
+from rematbench.published.sheets import write_sheet
+from rematbench.simulate.breakdown import PARTS
+from rematbench.spec.load import calibration
+from rematbench.spec.paths import data_dir
+
+
+@takes_problem
+def compare(
+    run: RunOptions,
+    output: Annotated[
+        Path | None, Option("-o", "--output", metavar="FILE.csv", help="Also write every number.")
+    ] = None,
+    predictions: Annotated[
+        Path | None,
+        Option(metavar="PRED.csv", help="Errors of the published cells themselves (`predict`)."),
+    ] = None,
+    limit: Annotated[int, Option(min=1, metavar="S", help="CPU seconds for one candidate.")] = 4,
+    processes: Annotated[int, Option(min=1, help="Worker processes.")] = 2,
+) -> None:
+    """Compare all methods, their compositions and the baseline policies on one job.
+
+    Those that fit come first, by tokens/s; a method that refuses says why below the table.
+
+    \b
+    Example:
+      rematbench compare --model llama-65b --cluster h800-80gb --system megatron-kwai
+        --gpus 64 --seq-len 4096 --global-batch 256 --tp 4 --pp 4 --vpp 5 -o compare.csv
+    """
+    need_file("-o", output)
+    asked = request(run)
+    config = load_compare()
+    source = predictions or data_dir("published") / "runs.csv"
+    cells = read(source, "--predictions", "pred_status" if predictions else "source")
+    comparing = Comparing(
+        asked.problem,
+        asked.base,
+        config,
+        methods=run.methods or (),
+        processes=processes,
+        limit_s=limit,
+    )
+    known = published_cells(cells, run.methods or ())
+    found = comparing.quick()
+    printed = Ranking(console(), asked, config.shown_share)
+    printed.table(judge(found, asked, known, config))
+    for entry in comparing.late():
+        found = comparing.comparison()
+        printed.late([i for i in judge(found, asked, known, config) if i.entry.name == entry.name])
+    found = comparing.comparison()
+    judged = judge(found, asked, known, config)
+    fits = any(entry.status == "ok" for entry in found.entries)
+    changes = () if fits else would_fit(asked.problem, found.entries, comparing.registry)
+    printed.notes(found, judged, changes)
+    if output is not None:
+        write_sheet(output, [line(item) for item in judged])
+
+
+def published_cells(cells: Sequence[Mapping[str, Any]], methods: Sequence[Path]) -> Sequence[Known]:
+    """What is known of published cells (rows that are ours left out)."""
+    published = [cell for cell in cells if cell.get("cell", "published") == "published"]
+    return known_cells(published, load_accuracy(), calibration(), discover(methods))
+
+
+def judge(
+    found: Comparison, asked: Request, known: Sequence[Known], config: CompareConfig
+) -> list[Judged]:
+    """Entries with their evidence; an equal plan has the evidence of the plan it equals."""
+    family = {entry.name: entry.candidate.family for entry in found.entries}
+    judged = [
+        Judged(
+            entry,
+            evidence(
+                asked.problem,
+                family.get(entry.same_as, entry.candidate.family),
+                known,
+                config.context_factor,
+            ),
+        )
+        for entry in found.entries
+    ]
+    return tied(judged)
+
+
+def tied(judged: Sequence[Judged]) -> list[Judged]:
+    """Mark fitting entries whose speed is within the error of predictions of the fastest's: the
+    larger error of the two counts; without any error nothing is marked."""
+    best = next((item for item in judged if item.entry.status == "ok"), None)
+    if best is None:
+        return list(judged)
+    fastest = _speed(best.entry)
+    found = []
+    for item in judged:
+        errors = [e for e in (best.evidence.error, item.evidence.error) if e is not None]
+        near = item.entry.status == "ok" and item is not best and bool(errors)
+        equal = near and _speed(item.entry) >= fastest * (1 - max(errors))
+        found.append(Judged(item.entry, item.evidence, equal))
+    return found
+
+
+def _speed(entry: Entry) -> float:
+    assert entry.evaluation is not None
+    return entry.evaluation.tokens_per_s_per_gpu
+
+
+def line(item: Judged) -> dict[str, Any]:
+    """Every number of an entry, for the CSV: base SI units, fractions; empty where there is none.
+    Speeds of a plan that does not fit are those it would have if it did."""
+    entry, found = item.entry, item.evidence
+    evaluation, verdict = entry.evaluation, entry.verdict
+    speeds = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
+    amounts = ("recompute_flop", "offload_bytes", "reserved_bytes", "host_node_bytes")
+    rooms = ("headroom_bytes", "host_headroom_bytes", "binds")
+    hours = entry.gpu_hours_per_1e9_tokens
+    return {
+        "name": entry.name,
+        "origin": entry.candidate.origin,
+        "same_as": entry.same_as,
+        "status": entry.status,
+        "reason": entry.reason,
+        **{key: getattr(evaluation, key, "") for key in speeds},
+        "gpu_hours_per_1e9_tokens": "" if hours is None else hours,
+        "peak_device_bytes": max(evaluation.peak_device_bytes) if evaluation else "",
+        **{key: getattr(evaluation, key, "") for key in amounts},
+        **{key: getattr(verdict, key, "") for key in rooms},
+        **{f"{part}_s": entry.parts_s.get(part, "") for part in PARTS},
+        "plan": "; ".join(f"{k}={v}" for k, v in (entry.plan.fit if entry.plan else {}).items()),
+        "evidence": found.grade or "none",
+        "evidence_rule": RULES[found.rule - 1] if found.rule else "",
+        "evidence_cells": found.cells,
+        "evidence_error": "" if found.error is None else found.error,
+        "evidence_groups": "; ".join(found.groups),
+        "tied_with_best": "yes" if item.tied else "no",
+    }

@@ -1,0 +1,49 @@
+"""`rematbench flags`: a plan in the words of a baseline."""
+
+from typing import Annotated
+
+import msgspec
+import typer
+from typer import Option
+
+from rematbench.cli.options import RunOptions, request, takes_run
+from rematbench.host.console import CommandError
+from rematbench.packages.flags import flags_of
+from rematbench.packages.process import BaselineError, baselines
+from rematbench.plan import Unsupported
+
+
+@takes_run
+def flags(
+    run: RunOptions,
+    baseline: Annotated[str, Option(metavar="B", help="Whose flags.")] = "megatron_core",
+    json: Annotated[bool, Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """Print a baseline's options equal to a method's plan, or name what is missing there.
+
+    megatron_core: arguments of Megatron-LM's script; deepspeed: its configuration as JSON.  Exit
+    code 0 if equal, 1 if something is missing.
+
+    \b
+    Example:
+      rematbench flags full_recompute --set num_layers=2 --model llama-7b --cluster a800-80gb
+        --gpus 8 --seq-len 8192 --global-batch 16 --tp 2 --pp 4
+      rematbench flags full_recompute --baseline deepspeed --system deepspeed --model llama2-7b
+        --cluster a800-80gb --gpus 8 --seq-len 4096 --global-batch 8 --zero 3
+    """
+    if baseline not in baselines():
+        raise BaselineError(f"--baseline {baseline}: one of {', '.join(baselines())}")
+    made = request(run)
+    plan = made.method.plan(made.problem, made.base)
+    if isinstance(plan, Unsupported):
+        raise CommandError(f"unsupported: {plan.reason}")
+    answer = flags_of(made.problem, plan, baseline)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+    elif answer.missing:
+        typer.echo(f"{baseline} has no options equal to {run.method}; missing there:")
+        for line in answer.missing:
+            typer.echo(f"  {line}")
+    else:
+        typer.echo(answer.flags)
+    raise typer.Exit(1 if answer.missing else 0)

@@ -1,0 +1,96 @@
+"""The commands of the paper artifact: matrix, matrix-tables, report, expect."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from rematbench.choose.candidates import load_compare
+from rematbench.cli.sheet import read
+from rematbench.cli.targets import need_file, need_folder
+from rematbench.host.console import CommandError
+from rematbench.matrix.spec import MatrixSpec
+from rematbench.matrix.sweep import run_matrix
+from rematbench.matrix.tables import matrix_tables as tables_of
+from rematbench.matrix.verdicts import judged, outcome
+from rematbench.plugins.discover import discover
+from rematbench.published.accuracy import load_accuracy
+from rematbench.published.evidence import known_cells
+from rematbench.published.sheets import read_sheet, write_sheet
+from rematbench.runs.suite import load_suite
+from rematbench.spec.load import calibration
+from rematbench.studies.front import pareto_table
+
+SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="A suite with a matrix.")]
+CANDIDATES = "candidates.csv"
+
+
+def declared(suite: Path) -> MatrixSpec:
+    """The matrix of a suite file."""
+    spec = load_suite(suite).matrix
+    if spec is None:
+        raise CommandError(f"{suite}: declares no matrix")
+    return spec
+
+
+def lines_of(path: Path, column: str) -> list[dict[str, str]]:
+    """The rows of a CSV file that has a column; one clear line where it is another file."""
+    return read_sheet(path, [column])
+
+
+def matrix(
+    suite: SUITE,
+    output: Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Results.")],
+    model: Annotated[list[str] | None, Option(help="Only this model (repeatable).")] = None,
+    seq_len: Annotated[list[int] | None, Option(help="Only this length (repeatable).")] = None,
+) -> None:
+    """Simulate the grand matrix: every arm at one layout and at its best layout.
+
+    Beside FILE.csv, FILE.candidates.csv tells what became of every candidate layout.
+
+    \b
+    Example:
+      rematbench matrix config/paper.yaml --model llama3-8b -o results/paper/matrix/llama3-8b.csv
+    """
+    need_file("-o", output)
+    spec, registry = declared(suite), discover()
+    lines, told = [], []
+    began = time.process_time()
+    for found, candidates in run_matrix(spec, registry, model or (), seq_len or ()):
+        lines += found
+        told += candidates
+        at = f"{found[0]['model']} {found[0]['cluster']} {found[0]['seq_len']}"
+        typer.echo(f"{at}: {time.process_time() - began:.0f} CPU s so far", err=True)
+    write_sheet(output, lines)
+    write_sheet(output.with_suffix(f".{CANDIDATES}"), told)
+    typer.echo(f"{output}: {len(lines)} results, {len(told)} candidates")
+
+
+def matrix_tables(
+    suite: SUITE,
+    results: Annotated[list[Path], Argument(metavar="FILE.csv...", help="From matrix.")],
+    predictions: Annotated[Path, Option(metavar="PRED.csv", help="Predicted published cells.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")],
+) -> None:
+    """Tables of the matrix, with evidence, validated range and ties; and the Pareto front.
+
+    \b
+    Example:
+      rematbench matrix-tables config/paper.yaml results/paper/matrix/llama3-8b.csv
+        --predictions results/paper/predictions.csv -o results/paper/tables
+    """
+    need_folder("-o", output)
+    spec, registry = declared(suite), discover()
+    rows = [row for path in results for row in lines_of(path, "arm")]
+    told = [row for path in results for row in lines_of(path.with_suffix(f".{CANDIDATES}"), "fate")]
+    cells = read(predictions, "--predictions", "pred_status")
+    published = [cell for cell in cells if cell.get("cell", "published") == "published"]
+    known = known_cells(published, load_accuracy(), calibration(), registry)
+    lines = judged(rows, spec, known, load_compare().context_factor)
+    made = [*tables_of(lines, told, spec), pareto_table(spec)]
+    for table in made:
+        table.write(output)
+    typer.echo(f"{output}: {', '.join(table.name for table in made)}")
+    typer.echo(outcome(lines, spec.baseline).sentence)

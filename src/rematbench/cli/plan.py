@@ -1,0 +1,218 @@
+"""The commands about one run: plan, simulate, timeline."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from msgspec.structs import replace
+from rich.table import Table
+from typer import Option
+
+from rematbench.choose.outcome import Outcome, run_plan
+from rematbench.cli.estimate import estimate_result, estimated, show_estimate
+from rematbench.cli.options import Request, RunOptions, request, takes_run
+from rematbench.cli.show import Shown, heading, result, show
+from rematbench.cli.targets import need_file
+from rematbench.host.console import CommandError, console, grid, left, plain, seconds
+from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.fates import Resolved, resolve
+from rematbench.lowering.lower import lower
+from rematbench.plan import Phase, Plan, Unsupported
+from rematbench.published.closed_forms import EstimatorName
+from rematbench.runs.record import make_record, read_record, write_record
+from rematbench.runs.reopen import Replay, replay, replay_plan
+from rematbench.simulate.evaluate import PlanEvaluation
+from rematbench.simulate.perfetto import write_trace
+
+PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
+
+
+@takes_run
+def simulate(
+    run: RunOptions,
+    json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
+    check: Annotated[bool, Option("--check", help="Also prove the lowered plan safe.")] = False,
+    out: Annotated[
+        Path | None, Option(metavar="RECORD.json", help="Also write the run's record.")
+    ] = None,
+    estimator: Annotated[
+        EstimatorName, Option(help="A paper's closed-form bytes beside the ledger's.")
+    ] = "ledger",
+) -> None:
+    """Simulate one method on one problem: does it fit, how fast, what does it free?
+
+    Out of memory and unsupported are results (exit code 0; see `status` with --json).
+
+    \b
+    Example:
+      rematbench simulate balanced_checkpointing+pp_offload --model llama-175b
+        --cluster h800-80gb --system megatron-kwai --gpus 256 --seq-len 8192
+        --global-batch 256 --tp 4 --pp 8 --vpp 6 --set alpha=0.63
+    """
+    need_file("--out", out)
+    asked = request(run)
+    outcome = evaluated(asked, checked=check)
+    form = estimated(asked, outcome, estimator)
+    shown = Shown(request=asked, outcome=outcome, keep_all=_keep_all(asked, outcome))
+    if out is not None:
+        _write(asked, outcome, out)
+    if json:
+        values = result(shown) | ({"estimate": estimate_result(form)} if form else {})
+        typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
+    else:
+        show(console(), shown)
+        if form is not None:
+            show_estimate(console(), shown, form)
+    if outcome.status == "failed":
+        raise typer.Exit(1)
+
+
+def evaluated(asked: Request, *, checked: bool = False) -> Outcome:
+    """Plan from the request's base, evaluate, judge."""
+    plan = asked.method.plan(asked.problem, asked.base)
+    if isinstance(plan, Unsupported):
+        return Outcome(status="unsupported", reason=plan.reason)
+    return run_plan(asked.problem, plan, checked=checked)
+
+
+def _write(asked: Request, outcome: Outcome, path: Path) -> None:
+    record = make_record(asked.problem, asked.method, outcome)
+    usual = asked.problem.base_plan
+    other = {key: getattr(asked.base, key) for key in ("partition", "schedule")}
+    other = {key: value for key, value in other.items() if value != getattr(usual, key)}
+    if other:  # another run, another id
+        parameters = {**record.spec.parameters, "base": other}
+        spec = replace(record.spec, parameters=parameters)
+        record = replace(record, spec=spec, run_id=spec.run_id)
+    write_record(record, path)
+
+
+def _keep_all(asked: Request, outcome: Outcome) -> PlanEvaluation | None:
+    if outcome.evaluation is None:
+        return None
+    found = asked.problem.cost.evaluate(asked.base)
+    return found if isinstance(found, PlanEvaluation) else None
+
+
+@takes_run
+def plan(
+    run: RunOptions,
+    json: Annotated[bool, Option("--json", help="Print the plan as JSON.")] = False,
+    actions: Annotated[bool, Option("--actions", help="Print a rank's lowered actions.")] = False,
+    rank: Annotated[int, Option(min=0, help="The pipeline rank to show.")] = 0,
+) -> None:
+    """Show the resolved plan: the fate of every saved tensor, or a rank's actions.
+
+    \b
+    Example:
+      rematbench plan full_recompute --model llama-7b --cluster a800-80gb --gpus 4
+        --seq-len 12288 --global-batch 16 --pp 4 --vpp 8 --actions --rank 1
+    """
+    asked = request(run)
+    lay = asked.problem.layout
+    if rank >= lay.pp:
+        raise CommandError(f"--rank {rank}: the pipeline has ranks 0 to {lay.pp - 1}")
+    made = asked.method.plan(asked.problem, asked.base)
+    if isinstance(made, Unsupported):
+        console().print(plain(f"UNSUPPORTED: {made.reason}"))
+        return
+    if actions:
+        typer.echo(lower(made, asked.problem).ranks[rank].text(), nl=False)
+    elif json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(made)).decode())
+    else:
+        _show_plan(asked, made, rank)
+
+
+def _show_plan(asked: Request, made: Plan, rank: int) -> None:
+    out = console()
+    for line in (*heading(asked), *_facts(made, rank)):
+        out.print(plain(line))
+    for chunk in range(len(made.partition[rank])):
+        for phases, table in _fate_tables(asked, made, rank, chunk):
+            out.print()
+            where = f"rank {rank}, chunk {chunk}, {' and '.join(phases)}"
+            out.print(plain(f"{where}: MiB of one micro-batch"))
+            out.print(table)
+
+
+def _facts(made: Plan, rank: int) -> Iterable[str]:
+    layers = " | ".join(_span(chunk) for chunk in made.partition[rank])
+    yield f"schedule {made.schedule}; rank {rank} holds layers {layers}"
+    moves = made.transfers
+    yield f"copies per {moves.granularity}, {len(made.rules)} rules"
+    for state in made.states:
+        words = f"{state.kind}: {state.shards} shards, home {state.home}, gather {state.gather}"
+        yield f"{words}, update {state.update}" if state.kind == "optimizer" else words
+    for key, value in made.fit.items():
+        yield f"{key}: {value}"
+
+
+def _span(layers: tuple[int, ...]) -> str:
+    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
+
+
+def _fate_tables(
+    asked: Request, made: Plan, rank: int, chunk: int
+) -> list[tuple[list[Phase], Table]]:
+    """One table per distinct resolution over the phases."""
+    ops = ChunkOps(asked.problem, rank, chunk, made.partition[rank][chunk])
+    found: list[tuple[list[Phase], dict[Any, Resolved]]] = []
+    for phase in PHASES:
+        fates, _ = resolve(made, ops.sites, phase, 0)
+        same = next((phases for phases, seen in found if seen == fates), None)
+        if same is None:
+            found.append(([phase], fates))
+        else:
+            same.append(phase)
+    return [(phases, _fate_table(fates)) for phases, fates in found]
+
+
+def _fate_table(fates: dict[Any, Resolved]) -> Table:
+    """Activations of equal name and fate are one line."""
+    lines: dict[tuple[str, str, Resolved], int] = {}
+    for (part, _, name), fate in fates.items():
+        lines[(part, name, fate)] = lines.get((part, name, fate), 0) + 1
+    table = left(grid("part", "activation", "layers", "kept", "offloaded", "rebuilt", "scope"), 1)
+    for (part, name, fate), count in lines.items():
+        sizes = (fate.keep_bytes, fate.offload_bytes, fate.recompute_bytes)
+        scope = str(fate.scope) if fate.recompute_bytes else "-"
+        shown = (f"{size / 2**20:,.2f}" if size else "-" for size in sizes)
+        table.add_row(part, name, str(count), *shown, scope)
+    return table
+
+
+@takes_run
+def timeline(
+    run: RunOptions,
+    output: Annotated[Path, Option("-o", "--output", metavar="TRACE.json")],
+) -> None:
+    """Write one step as a trace that ui.perfetto.dev and chrome://tracing open.
+
+    METHOD with the options of a run, or RECORD.json from `simulate --out` or `run`.
+
+    \b
+    Example:
+      rematbench timeline run.json -o trace.json
+      rematbench timeline keep_all --model llama-7b --cluster a800-80gb --gpus 4
+        --seq-len 4096 --global-batch 16 --pp 4 -o trace.json
+    """
+    need_file("-o", output)
+    again = _replayed(run)
+    write_trace(again, output)
+    step = seconds(again.evaluation.step_s)
+    typer.echo(f"{output}: one step of {step}; open it at https://ui.perfetto.dev")
+
+
+def _replayed(run: RunOptions) -> Replay:
+    """The run of a record file, or of a method with its options."""
+    path = Path(run.method)
+    if path.suffix or path.is_file():
+        return replay(read_record(path), cluster=run.cluster, timeline=True)
+    asked = request(run)
+    made = asked.method.plan(asked.problem, asked.base)
+    if isinstance(made, Unsupported):
+        raise CommandError(f"unsupported: {made.reason}")
+    return replay_plan(asked.problem, made, asked.method.name, timeline=True)

@@ -1,0 +1,228 @@
+"""A comparison for a person: the verdict, one table, and how to read it."""
+
+import re
+from collections.abc import Sequence
+
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Column, Table
+
+from rematbench import __version__
+from rematbench.choose.entry import Comparison, Entry
+from rematbench.cli.options import Request
+from rematbench.cli.show import heading, nominal
+from rematbench.host.console import gib, percent, plain, rounded
+from rematbench.published.evidence import RULES, Evidence
+
+WIDE = 150
+"""From this width on names and parts of the step stand on one line."""
+
+LONGEST = 48
+"""Characters of a name that stand on one line."""
+
+MOST_PARTS = 3
+"""Parts of the step named in the table (the CSV has all)."""
+
+HEADS = (
+    "method",
+    "fits",
+    "headroom\nGiB",
+    "step s",
+    "tokens/s\n/GPU",
+    "MFU %\ncausal",
+    "MFU %\ndense",
+    "GPU-h\nper 1e9\ntokens",
+    "where the\nstep goes\n%",
+    "validated\n(rule)",
+)
+TEXTS = (0, 1, 8, 9)
+
+
+class Judged(Struct, frozen=True):
+    """An entry, its evidence, and whether it is within the error of the best (`tied`)."""
+
+    entry: Entry
+    evidence: Evidence
+    tied: bool = False
+
+
+class Ranking:
+    """A comparison as it is printed: the table of what is quick, planners as they end, notes."""
+
+    def __init__(self, out: Console, asked: Request, share: float) -> None:
+        self.out, self.asked, self.share = out, asked, share
+        self.wide = out.width >= WIDE
+        self.said, self.widths = "", [0] * len(HEADS)
+
+    def table(self, judged: Sequence[Judged]) -> None:
+        """Heading, verdict and table."""
+        for text in heading(self.asked)[:2]:
+            self.out.print(plain(text))
+        self.out.print()
+        self.said = verdict(judged)
+        self.out.print(plain(self.said), style="bold")
+        self.out.print()
+        made = table(judged, self.share, wide=self.wide)
+        self.widths = [_width(self.out, column) for column in made.columns]
+        self.out.print(made)
+
+    def late(self, judged: Sequence[Judged]) -> None:
+        """A planner's row, under the same columns."""
+        row = table(judged, self.share, wide=self.wide, widths=self.widths)
+        if row.row_count:
+            self.out.print(row)
+
+    def notes(
+        self, found: Comparison, judged: Sequence[Judged], would_fit: Sequence[str] = ()
+    ) -> None:
+        """How to read the table, what is not in it, and the verdict where planners changed it."""
+        self.out.print()
+        if verdict(judged) != self.said:
+            self.out.print(plain(f"{verdict(judged)} (a planner)"), style="bold")
+        for text in (*notes(judged), *left_out(found, judged), *nominal(self.asked.problem)):
+            self.out.print(plain(text))
+        date = self.asked.problem.calibration.date
+        self.out.print(plain(f"world: simulated (rematbench {__version__}, constants of {date})"))
+        if would_fit:
+            text = f"WOULD FIT: {'; or '.join(would_fit)}"
+            self.out.print(plain(text), style="bold", soft_wrap=True)
+
+
+def _width(out: Console, column: Column) -> int:
+    """Characters that a column takes, padding apart."""
+    return max(out.measure(text).maximum for text in (column.header, *column.cells))
+
+
+def verdict(judged: Sequence[Judged]) -> str:
+    """The best in one line, or the nearest to fitting."""
+    best = judged[0].entry if judged else None
+    if best is None or best.verdict is None or best.evaluation is None:
+        return "NOTHING FITS: no method has a plan"
+    if best.status == "oom":
+        return f"NOTHING FITS: nearest is {best.name}, {best.reason}"
+    speed = rounded(best.evaluation.tokens_per_s_per_gpu)
+    return (
+        f"FASTEST: {best.name}, {speed} tokens/s/GPU, {gib(best.verdict.headroom_bytes)} GiB left"
+    )
+
+
+def table(
+    judged: Sequence[Judged], share: float, *, wide: bool, widths: Sequence[int] = ()
+) -> Table:
+    """Fitting plans by speed, then those that do not fit; refusals are lines below.  `widths`: of
+    the columns of the table that these rows continue, which has the heads."""
+    padding = (0, 2 if wide else 1, 0, 0)
+    made = Table(box=None, pad_edge=False, padding=padding, show_header=not widths)
+    for index, head in enumerate(HEADS):
+        made.add_column(
+            head,
+            justify="left" if index in TEXTS else "right",
+            no_wrap=True,
+            min_width=widths[index] if widths else None,
+        )
+    for item in judged:
+        if item.entry.verdict is not None:
+            made.add_row(*(plain(text) for text in texts(item, share, wide=wide)))
+    return made
+
+
+def texts(item: Judged, share: float, *, wide: bool) -> list[str]:
+    """The cells of one row."""
+    entry = item.entry
+    assert entry.evaluation is not None
+    assert entry.verdict is not None
+    found, fits = entry.evaluation, entry.status == "ok"
+    name = entry.name if wide and len(entry.name) <= LONGEST else _folded(entry)
+    device, host = entry.verdict.headroom_bytes, entry.verdict.host_headroom_bytes
+    short = host < 0 <= device
+    fit = "yes" if fits else ("host" if short else "no")
+    room = gib(host if short else device)
+    if entry.same_as:
+        return [name, fit, room, *["-"] * 5, f"plan of {entry.same_as}", "-"]
+    if not fits:
+        return [name, fit, room, *["-"] * 7]
+    return [
+        name,
+        fit,
+        room,
+        f"{found.step_s:.4g}",
+        rounded(found.tokens_per_s_per_gpu) + ("=" if item.tied else " "),
+        f"{100 * found.mfu_causal:.1f}",
+        f"{100 * found.mfu_dense:.1f}",
+        rounded(entry.gpu_hours_per_1e9_tokens or 0.0),
+        parts(entry, share, ", " if wide else "\n"),
+        validated(item.evidence, " " if wide else "\n"),
+    ]
+
+
+def _folded(entry: Entry) -> str:
+    """A name with a line for each method and its settings; a plus inside a value stays."""
+    methods = "|".join(re.escape(name) for name in entry.candidate.methods)
+    lines = re.split(rf"\+(?=(?:{methods})(?:[:+]|$))", entry.name)
+    return "\n+".join(lines).replace(":", ":\n  ").replace(",", ",\n  ")
+
+
+def parts(entry: Entry, least: float, between: str = ", ") -> str:
+    """The step's largest parts in percent, those of at least a share."""
+    assert entry.evaluation is not None
+    shares = {part: value / entry.evaluation.step_s for part, value in entry.parts_s.items()}
+    largest = sorted((-share, part) for part, share in shares.items() if share >= least)
+    return between.join(f"{part} {-100 * share:.0f}" for share, part in largest[:MOST_PARTS])
+
+
+def validated(found: Evidence, between: str = " ") -> str:
+    """Grade, error and rule."""
+    if found.grade is None:
+        return "no cell"
+    error = "" if found.error is None else f"{percent(found.error)} "
+    return f"{found.grade}{between}{error}({found.rule})"
+
+
+def notes(judged: Sequence[Judged]) -> list[str]:
+    """How to read the table: ties, parts, rules of the evidence."""
+    fitting = [item for item in judged if item.entry.status == "ok"]
+    if not fitting:
+        return []
+    lines = [*_tie_lines(fitting)]
+    lines.append(
+        "where the step goes: compute and recompute of the busiest rank, its pipeline bubble, and "
+        "what copies, tp, cp, dp and pp traffic add to the step (exposed, not their length)"
+    )
+    lines.append(
+        "validated: error in speed of published cells that share (rule) with the row (their mean "
+        "with --predictions, else the accepted error of their groups); "
+        "held-out, in-sample (its source shaped a formula) or fitted (no evidence)"
+    )
+    for rule in sorted({item.evidence.rule for item in fitting} - {0}):
+        items = [item.evidence for item in fitting if item.evidence.rule == rule]
+        groups = dict.fromkeys(group for found in items for group in found.groups)
+        lines.append(f"  ({rule}) same {RULES[rule - 1]}: {'; '.join(groups)}")
+    return lines
+
+
+def _tie_lines(fitting: Sequence[Judged]) -> list[str]:
+    best = fitting[0]
+    equal = [item for item in fitting if item.tied and not item.entry.same_as]
+    if equal:
+        known = [item.evidence for item in (best, *equal) if item.evidence.error is not None]
+        most = max(known, key=lambda found: found.error or 0.0)
+        return [
+            f"= a tie: slower than {best.entry.name} by less than the error of such predictions "
+            f"({most.grade}, {percent(most.error)})"
+        ]
+    if best.evidence.error is None:
+        return ["no published cell says which differences mean anything here"]
+    return []
+
+
+def left_out(found: Comparison, judged: Sequence[Judged]) -> list[str]:
+    """What is not in the table, and why."""
+    lines = [
+        f"{item.entry.status}: {item.entry.name}: {item.entry.reason}"
+        for item in judged
+        if item.entry.verdict is None
+    ]
+    lines += [f"unavailable: {path}: {reason}" for path, reason in found.unavailable.items()]
+    if found.repeated:
+        lines.append(f"left out: {found.repeated} with the plan of a row above")
+    return lines

@@ -1,0 +1,140 @@
+"""What the commands of real code share: they need torch, and write and print a record."""
+
+import importlib.util
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.table import Table
+
+from rematbench.cli.options import Request
+from rematbench.cli.show import heading
+from rematbench.host.console import CommandError, console, gib, grid, left, plain
+from rematbench.runs.measured import Comparison, Measured
+from rematbench.runs.record import Record, write_record
+from rematbench.worlds.measure import RUNTIME
+from rematbench.worlds.speed import MeasuredSpeed, measured_speed
+
+TORCH = "2.10"
+NO_TORCH = (
+    f"torch is not installed: `./bench test` installs it, or `pip install 'torch>={TORCH}'` in "
+    "the environment that runs rematbench"
+)
+
+
+def need_torch() -> None:
+    """One clear line where torch is missing."""
+    if importlib.util.find_spec("torch") is None:
+        raise CommandError(NO_TORCH)
+
+
+def need_gpu(device: str) -> None:
+    """One clear line where CUDA is asked for and torch can use none."""
+    if device == "cuda" and not has_gpu():
+        raise CommandError("--device cuda: torch sees no GPU here")
+
+
+def gpus_here() -> int:
+    """How many GPUs torch can use on this machine."""
+    from rematbench.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
+
+    return gpus_seen()[1]
+
+
+def has_gpu() -> bool:
+    """Whether torch is here and can use a GPU."""
+    return importlib.util.find_spec("torch") is not None and gpus_here() > 0
+
+
+def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:
+    """Write and print a record."""
+    if out is not None:
+        write_record(record, out)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(record, order="sorted")).decode())
+        return
+    for line in (*heading(asked), _banner(record)):
+        console().print(plain(line))
+    if record.measured is None:
+        return
+    if record.measured.losses:
+        console().print(_steps(record.measured))
+    console().print(_bytes(record.measured, record.spec.precision))
+    stack = asked.problem.system.name
+    if stack != RUNTIME:
+        console().print(
+            f"Totals: saved tensors as {stack} has them, states and kernels of this runtime."
+        )
+    if record.measured.step_s:
+        seconds, device = record.measured.step_s, record.provenance.device
+        console().print(plain(timing(seconds)))
+        console().print(plain(speed_text(measured_speed(asked.problem, seconds, device))))
+    if record.measured.comparison:
+        console().print(plain(verdict(record.measured.comparison)))
+
+
+def _banner(record: Record) -> str:
+    made = record.provenance
+    if record.status != "ok":
+        return f"{record.status.upper()}: {record.reason}"
+    return f"{record.world.upper()} on {made.device}, torch {made.torch}"
+
+
+def timing(step_s: Sequence[float]) -> str:
+    """Seconds of a GPU's steps."""
+    many = f"{len(step_s)} steps after those, which nothing observed"
+    return f"step {statistics.median(step_s):.4g} s (median of {many}: {max(step_s):.4g} s at most)"
+
+
+def speed_text(found: MeasuredSpeed) -> str:
+    """Tokens/s per GPU, and MFU where the cluster's peak is that of the GPU."""
+    rate = f"{found.tokens_per_s_per_gpu:,.1f} tokens/s/GPU"
+    if found.mfu_causal is None or found.mfu_dense is None:
+        return f"{rate} ({found.no_mfu})"
+    ways = f"{100 * found.mfu_causal:.1f} % causal, {100 * found.mfu_dense:.1f} % dense"
+    return f"{rate}, MFU {ways} ({found.peak})"
+
+
+def verdict(found: Comparison) -> str:
+    """Lossless or not, and by how much."""
+    word = "yes" if found.lossless else "NO"
+    how = "losses and gradients are bitwise equal"
+    if not found.bitwise:
+        error = f"gradient error {found.gradient_error:.2g}"
+        first = found.first_gradient_error
+        if first is not None and (found.first_only or first <= found.bound < found.gradient_error):
+            error = (
+                f"gradient error at the first step {first:.2g}, at any "
+                f"{found.gradient_error:.2g} (AdamW amplifies rounding)"
+            )
+        how = f"largest norm-wise {error}, loss error {found.loss_error:.2g}, bound {found.bound:g}"
+    return f"lossless against {found.against}: {word} ({how})"
+
+
+def _steps(found: Measured) -> Table:
+    table = grid("step", "loss", "gradient norm")
+    for step, (loss, norm) in enumerate(zip(found.losses, found.gradient_norms, strict=True)):
+        table.add_row(str(step), f"{loss:.9g}", f"{norm:.9g}")
+    return table
+
+
+def _bytes(found: Measured, precision: str) -> Table:
+    """Measured beside expected, per rank: activations to the byte, totals within rounding (in bf16:
+    simulated states are those of bf16 training)."""
+    heads = ("activation peak", "ledger", "differing actions", "offloaded bytes")
+    totals = ("total peak GiB", "simulated GiB", "error")
+    table = left(grid("rank (tp cp dp pp)", *heads, *totals), 0)
+    for rank in found.ranks:
+        table.add_row(
+            f"{rank.tp} {rank.cp} {rank.dp} {rank.pp}",
+            f"{rank.boundary_peak_bytes:,}",
+            f"{rank.ledger_boundary_peak_bytes:,}",
+            f"{rank.differing_actions} of {rank.actions}",
+            f"{rank.offload_bytes:,}",
+            gib(rank.peak_bytes),
+            gib(rank.simulated_peak_bytes),
+            f"{100 * rank.peak_error:+.2f} %" if precision == "bf16" else f"not of {precision}",
+        )
+    return table

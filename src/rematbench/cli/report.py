@@ -1,0 +1,100 @@
+"""The commands that end `./bench reproduce`: report and expect."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from rematbench import __version__
+from rematbench.cli.matrix import SUITE, declared, lines_of
+from rematbench.host.console import CommandError
+from rematbench.matrix.sweep import TABLES
+from rematbench.matrix.tables import NAMES, equal_terms
+from rematbench.matrix.verdicts import outcome
+from rematbench.published.sheets import read_sheet
+from rematbench.spec.load import calibration
+from rematbench.tables.expected import check, load_artifact
+from rematbench.tables.html import matrix_grids, page_html
+from rematbench.tables.page import Page, facts, gather, load_report, report_markdown
+
+RESULTS = Path("results")
+MOST_BYTES = 5_000_000
+
+
+def report(
+    suite: SUITE,
+    results: Annotated[Path, Option(metavar="DIR", help="Where tables and figures lie.")] = RESULTS,
+) -> None:
+    """Write results/index.html (one self-contained page) and results/REPORT.md.
+
+    \b
+    Example:
+      rematbench report config/paper.yaml
+    """
+    spec, config = declared(suite), load_report()
+    tables = results / suite.stem / "tables"
+    lines = [
+        {**line, "table": table}
+        for table in TABLES
+        for line in lines_of(tables / f"{NAMES[table]}.csv", "arm")
+    ]
+    constants = calibration()
+    counts = {
+        "Published": f"{_rows(results / 'published' / 'runs.csv')} cells transcribed from papers "
+        "and artifacts (nothing was run)",
+        "Simulated": f"{_rows(results / suite.stem / 'runs.csv')} runs of methods, "
+        f"{len(lines)} results of the matrix, {_rows(results / suite.stem / 'predictions.csv')} "
+        "predicted cells; on a CPU",
+        "Traced": _count(results / "measured/traced", "records of the real code on fake tensors"),
+        "Executed": _count(results / "measured" / "executed", "records of the real code"),
+        "Equal terms": equal_terms(spec),
+        "Versions": f"rematbench {__version__}, constants of {constants.date}",
+    }
+    page = Page(
+        config=config,
+        outcome=outcome(lines, spec.baseline).sentence,
+        facts=facts(counts, results),
+        sections=tuple(gather(config, results)),
+        grids=matrix_grids(tables),
+    )
+    text = page_html(page)
+    if len(text.encode()) > MOST_BYTES:
+        raise CommandError(f"the page has {len(text.encode()):,} bytes, allowed {MOST_BYTES:,}")
+    for name, content in (("index.html", text), ("REPORT.md", report_markdown(page, results))):
+        (results / name).write_text(content, encoding="utf-8")
+    typer.echo(f"{results / 'index.html'}: {len(text.encode()) / 1e6:.1f} MB; {page.outcome}")
+
+
+def _rows(path: Path) -> int:
+    return len(read_sheet(path)) if path.is_file() else 0
+
+
+def _count(folder: Path, what: str) -> str:
+    found = len(list(folder.rglob("*.json"))) if folder.is_dir() else 0
+    return f"{found} {what} (committed)" if found else "nothing in this checkout"
+
+
+def expect(
+    tables: Annotated[Path, Argument(metavar="TABLES", help="results/paper/tables")],
+    expected: Annotated[Path, Argument(metavar="EXPECTED", help="results/expected")],
+    update: Annotated[bool, Option("--update", help="Take these tables as expected.")] = False,
+) -> None:
+    """Check the artifact's claims against the committed tables; exit code 1 if one fails.
+
+    \b
+    Example:
+      rematbench expect results/paper/tables results/expected
+    """
+    artifact = load_artifact()
+    if update:
+        expected.mkdir(parents=True, exist_ok=True)
+        for name in dict.fromkeys(name for claim in artifact.claims for name in claim.tables):
+            (expected / f"{name}.csv").write_bytes((tables / f"{name}.csv").read_bytes())
+    findings = check(artifact, tables, expected)
+    for finding in findings:
+        typer.echo(finding.line)
+    failed = [finding for finding in findings if finding.problems]
+    typer.echo(f"{len(findings) - len(failed)} of {len(findings)} claims pass")
+    if failed:
+        raise typer.Exit(1)

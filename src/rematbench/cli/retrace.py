@@ -1,0 +1,54 @@
+"""`retrace`: one committed traced cell, traced again where torch is installed."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from rematbench.cli.measured import cells, request_of
+from rematbench.cli.targets import need_file
+from rematbench.cli.trace import traced
+from rematbench.host.console import CommandError
+from rematbench.runs.record import read_record
+from rematbench.runs.store import write_atomically
+from rematbench.runs.suite import load_suite
+from rematbench.worlds.again import differences
+
+
+def retrace(
+    suite: Annotated[Path, Argument(metavar="SUITE.yaml", help="The suite of the traced grid.")],
+    cell: Annotated[str, Argument(metavar="PROBLEM.METHOD.NUMBER", help="The record's name.")],
+    committed: Annotated[Path, Option(metavar="DIR", help="Folder of the committed records.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="FILE", help="One line: what was.")],
+) -> None:
+    """Trace one cell again and compare it with its committed record; exit code 1 if it differs.
+
+    Without torch nothing is traced, and the line says so.
+
+    \b
+    Example:
+      rematbench retrace config/traced.yaml llama-65b-figure7.keep_all.0
+        --committed results/measured/traced -o build/retraced.txt
+    """
+    need_file("-o", output)
+    if importlib.util.find_spec("torch") is None:
+        line = "Nothing was traced again: torch is not installed (`./bench test` always does)."
+    else:
+        line = _again(suite, cell, committed)
+    write_atomically(output, f"{line}\n".encode())
+    typer.echo(line)
+
+
+def _again(suite: Path, cell: str, committed: Path) -> str:
+    found = cells(load_suite(suite), [], [cell])
+    if len(found) != 1:
+        raise CommandError(f"{cell}: {len(found)} cells of {suite} have that name, one is needed")
+    record = traced(request_of(found[0]))
+    lines = differences(record, read_record(committed / f"{cell}.json"))
+    for line in lines:
+        typer.echo(f"{cell}: {line}", err=True)
+    if lines:
+        raise typer.Exit(1)
+    return f"Traced again: {cell}, with torch {record.provenance.torch}, as committed."

@@ -1,0 +1,246 @@
+"""A run for a person: the verdict first, then speed, bytes per stage, what the policy frees."""
+
+from typing import Any
+
+from msgspec import Struct
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+from rematbench import __version__
+from rematbench.choose.outcome import Outcome
+from rematbench.cli.options import Request
+from rematbench.cost.flops import model_flop_per_token
+from rematbench.host.console import gib, grid, percent, plain, rounded, seconds
+from rematbench.problem import Problem
+from rematbench.published.accuracy import expected_error, load_accuracy
+from rematbench.published.sheets import read_sheet
+from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
+from rematbench.spec.load import load_cluster, names
+from rematbench.spec.paths import data_dir
+
+BANNERS = {
+    "ok": "FITS",
+    "oom": "OUT OF MEMORY",
+    "unsupported": "UNSUPPORTED",
+    "failed": "FAILED",
+}
+
+
+class Shown(Struct, frozen=True, kw_only=True):
+    """A run, its outcome, and keep_all on the same problem to compare with."""
+
+    request: Request
+    outcome: Outcome
+    keep_all: PlanEvaluation | None = None
+
+
+def result(shown: Shown) -> dict[str, Any]:
+    """The JSON of a run; null where there is no plan to evaluate."""
+    outcome = shown.outcome
+    evaluation, verdict = outcome.evaluation, outcome.verdict
+    speeds = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
+    values: dict[str, Any] = {key: getattr(evaluation, key, None) for key in speeds}
+    peaks = evaluation.peak_device_bytes if evaluation else None
+    values["peak_device_bytes"] = peaks and {"per_rank": list(peaks), "max": max(peaks)}
+    values["peak_host_bytes"] = max(evaluation.peak_host_bytes) if evaluation else None
+    values["recompute_flop"] = evaluation.recompute_flop if evaluation else None
+    values["offload_bytes"] = evaluation.offload_bytes if evaluation else None
+    values["parameters"] = resolved_parameters(shown)
+    values["headroom_bytes"] = verdict.headroom_bytes if verdict else None
+    values["binds"] = verdict.binds if verdict else None
+    return {**values, "status": outcome.status, "reason": outcome.reason}
+
+
+def resolved_parameters(shown: Shown) -> dict[str, Any]:
+    """The method's parameters, with what the plan found on top (alpha, ...)."""
+    plan = shown.outcome.plan
+    found = dict(plan.fit) if plan else {}
+    return {**shown.request.method.parameters, **found}
+
+
+def show(out: Console, shown: Shown) -> None:
+    """Print everything about a run."""
+    for line in heading(shown.request):
+        out.print(plain(line))
+    out.print()
+    out.print(plain(banner(shown)), style="bold")
+    evaluation = shown.outcome.evaluation
+    if evaluation is None:
+        return
+    for part in (speeds(shown, evaluation), stages(shown, evaluation)):
+        out.print()
+        out.print(part)
+    out.print()
+    for line in footer(shown, evaluation):
+        out.print(plain(line))
+
+
+def heading(request: Request) -> list[str]:
+    """Two lines: what is trained on what, and how it is laid out."""
+    problem = request.problem
+    lay, work, cluster = problem.layout, problem.workload, problem.cluster
+    sp = " (sp)" if lay.sequence_parallel else ""
+    return [
+        f"{work.model.name}, {work.seq_len:,} tokens, {work.precision}, on {lay.gpus} x "
+        f"{cluster.gpu} ({cluster.name}), stack {problem.system.name}",
+        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}  zero "
+        f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
+        f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
+        f"method {request.method.name}{_typed(request)}",
+    ]
+
+
+def _typed(request: Request) -> str:
+    named = [
+        f"{key}={value}"
+        for method in request.method.parameters.values()
+        for key, value in method.items()
+        if value is not None
+    ]
+    return f" ({', '.join(named)})" if named else ""
+
+
+def banner(shown: Shown) -> str:
+    """The verdict in one line."""
+    outcome = shown.outcome
+    word = BANNERS[outcome.status]
+    if outcome.status != "ok" or outcome.verdict is None or outcome.evaluation is None:
+        return f"{word}: {outcome.reason}"
+    peaks = outcome.evaluation.peak_device_bytes
+    rank = peaks.index(max(peaks))
+    spare = gib(outcome.verdict.headroom_bytes)
+    return f"{word}: {spare} GiB of headroom on the fullest rank ({rank})"
+
+
+def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
+    """Step, tokens/s/GPU, the two MFUs by name, HFU, and what the policy costs."""
+    problem = shown.request.problem
+    tokens = problem.layout.global_batch * problem.workload.seq_len
+    flop = tokens * model_flop_per_token(problem.workload.model, problem.workload.seq_len)
+    again = evaluation.recompute_flop
+    table = Table.grid(padding=(0, 2))
+    rows = [
+        ("step", seconds(evaluation.step_s)),
+        ("tokens/s/GPU", rounded(evaluation.tokens_per_s_per_gpu)),
+        ("MFU, causal attention", percent(evaluation.mfu_causal)),
+        ("MFU, dense attention", percent(evaluation.mfu_dense)),
+        ("HFU (recompute counted)", percent(evaluation.hfu)),
+        ("recomputed", f"{percent(again / flop)} of the model's FLOP"),
+        ("offloaded", f"{evaluation.offload_bytes / 2**40:.3f} TiB per step, all ranks"),
+    ]
+    plan = shown.outcome.plan
+    rows += [("plan", f"{key}: {value}") for key, value in (plan.fit if plan else {}).items()]
+    for name, value in rows:
+        table.add_row(name, plain(value))
+    return table
+
+
+def stages(shown: Shown, evaluation: PlanEvaluation) -> Table:
+    """Peak bytes of every pipeline rank with what is left of the device."""
+    usable = shown.request.problem.cluster.usable_bytes
+    table = grid(
+        "rank (GiB)",
+        "parameters",
+        "gradients",
+        "optimizer",
+        "activations",
+        "staging",
+        "peak",
+        "unallocated",
+        "freed",
+        "pinned host",
+    )
+    for first, last in runs(evaluation, shown.keep_all):
+        rank = evaluation.ranks[first]
+        freed = freed_bytes(shown, first)
+        table.add_row(
+            str(first) if first == last else f"{first}-{last}",
+            *(gib(value) for value in _parts(rank)),
+            gib(rank.device_peak),
+            gib(usable - rank.device_peak),
+            "-" if freed is None else gib(freed),
+            gib(rank.host_peak),
+        )
+    return table
+
+
+def runs(evaluation: PlanEvaluation, other: PlanEvaluation | None) -> list[tuple[int, int]]:
+    """First and last of neighbouring ranks that look the same in the table."""
+
+    def look(rank: int) -> tuple[object, ...]:
+        beside = other.ranks[rank].device_peak if other else 0
+        here = evaluation.ranks[rank]
+        return (*_parts(here), here.host_peak, beside)
+
+    found: list[tuple[int, int]] = []
+    for rank in range(len(evaluation.ranks)):
+        if found and look(found[-1][1]) == look(rank):
+            found[-1] = (found[-1][0], rank)
+        else:
+            found.append((rank, rank))
+    return found
+
+
+def _parts(rank: RankBytes) -> tuple[int, ...]:
+    return (rank.parameter, rank.gradient, rank.optimizer, rank.activation_peak, rank.pools)
+
+
+def freed_bytes(shown: Shown, rank: int) -> int | None:
+    """Device bytes of a rank that keep_all would need and this plan does not."""
+    if shown.keep_all is None or shown.outcome.evaluation is None:
+        return None
+    before = shown.keep_all.ranks[rank].device_peak
+    return before - shown.outcome.evaluation.ranks[rank].device_peak
+
+
+def nominal(problem: Problem) -> list[str]:
+    """A warning where seconds mean nothing."""
+    if problem.cluster.generation != "cpu":
+        return []
+    return ["times are nominal: a CPU cluster is for tests, never for performance"]
+
+
+def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
+    """Host bytes per node, bytes freed, and where the numbers come from."""
+    problem = shown.request.problem
+    host, memory = evaluation.host_node_bytes, problem.cluster.host_bytes
+    reserved, peak = evaluation.reserved_bytes, max(evaluation.peak_device_bytes)
+    usable = problem.cluster.usable_bytes
+    return [
+        f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
+        f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; default segments)",
+        f"host memory per node: {gib(host)} of {gib(memory)} GiB pinned at the peak",
+        _freed_line(shown, evaluation),
+        *(nominal(problem) or [_trust_line(problem)]),
+        f"world: simulated (rematbench {__version__}, constants of "
+        f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
+    ]
+
+
+def _trust_line(problem: Problem) -> str:
+    """How far predictions for this stack and GPU generation were off on published cells."""
+    alike = frozenset(
+        name
+        for name in names("cluster")
+        if load_cluster(name).generation == problem.cluster.generation
+    )
+    published = read_sheet(data_dir("published") / "runs.csv")
+    errors = expected_error(published, load_accuracy(), problem.system.name, alike)
+    if not errors:
+        return "accuracy: no published cell of this stack on this GPU generation to compare with"
+    listed = ", ".join(f"{percent(error)} ({name})" for name, error in errors.items())
+    return f"accuracy of the speed, accepted on published cells of this stack: {listed}"
+
+
+def _freed_line(shown: Shown, evaluation: PlanEvaluation) -> str:
+    if shown.keep_all is None:
+        return "freed against keep_all: not compared"
+    before, after = max(shown.keep_all.peak_device_bytes), max(evaluation.peak_device_bytes)
+    freed = [freed_bytes(shown, rank) for rank in range(len(evaluation.ranks))]
+    slower = evaluation.step_s / shown.keep_all.step_s - 1
+    if not any(freed):
+        return "freed against keep_all: nothing; this policy is a no-op here"
+    return (
+        f"freed against keep_all: {gib(before - after)} GiB of the largest peak "
+        f"({gib(before)} -> {gib(after)}), step {100 * slower:+.1f} %"
+    )

@@ -1,0 +1,1 @@
+"""The machine below: memory, CPUs, worker processes, scratch folders."""

@@ -1,0 +1,272 @@
+"""Plan -> actions: the only place that expands a plan.  Both readers see nothing else."""
+
+from collections.abc import Callable
+from functools import partial
+
+from rematbench.lowering.block_cache import BlockCache, SiteClass
+from rematbench.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.lowering.emit_backward import BackwardEmitter
+from rematbench.lowering.emit_forward import Fates, ForwardEmitter
+from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
+from rematbench.lowering.fates import covered, resolve, unmatched
+from rematbench.lowering.mini import unused
+from rematbench.lowering.rank_steps import (
+    Class,
+    Ends,
+    Key,
+    SiteKind,
+    StepFacts,
+    Window,
+    rank_steps,
+    site_kinds,
+)
+from rematbench.lowering.schedule import passes
+from rematbench.lowering.step_blocks import (
+    Storages,
+    d2h_block,
+    h2d_block,
+    recv_block,
+    release_block,
+    send_block,
+    wait_block,
+)
+from rematbench.lowering.step_end import emit_step_end
+from rematbench.plan import Pass, Plan, PlanError
+from rematbench.problem import Problem, completed_after_backward, tied_on_one_rank
+from rematbench.program.program import Block, Program, RankProgram, Step
+
+
+def lower(plan: Plan, problem: Problem) -> Program:
+    """Expand a plan into every rank's actions; PlanError names what cannot be lowered."""
+    _check_plan(plan, problem)
+    shared = BlockCache()
+    lowerings = [_RankLowering(plan, problem, rank, shared) for rank in range(problem.layout.pp)]
+    program = Program(ranks=tuple(lowering.run() for lowering in lowerings))
+    matched = {index for lowering in lowerings for index in lowering.matched}
+    idle = unmatched(plan, matched)
+    if idle:
+        raise PlanError(f"rule matches no saved tensor: {idle[0].select}")
+    return program
+
+
+def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
+    """The passes of every rank."""
+    lay = problem.layout
+    if plan.orders:
+        return plan.orders
+    return tuple(
+        passes(plan.schedule, rank, lay.pp, lay.vpp, lay.num_micro_batches)
+        for rank in range(lay.pp)
+    )
+
+
+def _check_plan(plan: Plan, problem: Problem) -> None:
+    lay = problem.layout
+    shape = [len(chunks) for chunks in plan.partition]
+    if shape != [lay.vpp] * lay.pp:
+        raise PlanError(f"partition has chunks per rank {shape}, layout wants {[lay.vpp] * lay.pp}")
+    virtual = [plan.partition[r][c] for c in range(lay.vpp) for r in range(lay.pp)]
+    layers = [layer for chunk in virtual for layer in chunk]
+    if layers != list(range(problem.workload.model.num_layers)):
+        raise PlanError("partition must hold every layer once, in order, over the virtual stages")
+    if any(not chunk for chunk in virtual):
+        raise PlanError("partition has an empty chunk: every chunk needs a layer")
+    parameter = plan.state("parameter")
+    if lay.state_shards > 1 and (parameter.gather, parameter.release) == ("layer", "never"):
+        raise PlanError(
+            "parameters gathered per layer are released by the forward or the backward, not never"
+        )
+    late = completed_after_backward(problem)
+    if late and plan.state("optimizer").update == "backward":
+        raise PlanError(late)
+    transfers = plan.transfers
+    if transfers.granularity == "chunk" and transfers.reload_slots == 1:
+        raise PlanError(
+            "reload_slots 1: a chunk's tensors come back while those of the one before are in use; "
+            "0 (fresh memory) or at least 2 slots"
+        )
+    idle = unused(plan.mini_sequences, [*problem.layer_kinds, problem.head])
+    if idle:
+        raise PlanError(f"mini-sequence of {idle.ops} names no operator of this model")
+
+
+def _at_once(order: tuple[Pass, ...], chunk: int) -> bool:
+    """Whether each forward of a chunk is followed by its own backward with nothing in between."""
+    return all(
+        item.chunk != chunk or not item.forward or after == Pass(False, item.micro_batch, chunk)
+        for item, after in zip(order, [*order[1:], None], strict=True)
+    )
+
+
+class _RankLowering:
+    """Builds one rank's blocks (shared by equal micro-batches) and its steps."""
+
+    def __init__(self, plan: Plan, problem: Problem, rank: int, shared: BlockCache) -> None:
+        self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
+        lay, system = problem.layout, problem.system
+        self.order = rank_orders(plan, problem)[rank]
+        self.chunks = [
+            ChunkOps(problem, rank, c, plan.partition[rank][c], plan.mini_sequences, plan.held)
+            for c in range(lay.vpp)
+        ]
+        for chunk in self.chunks:
+            chunk.at_once = _at_once(self.order, chunk.chunk)
+        self.blocks: list[Block] = []
+        self.block_index: dict[Key, int] = {}
+        self.steps: list[Step] = []
+        self.matched: set[int] = set()
+        self.holders: dict[int, tuple[ChunkOps, SiteClass]] = {}
+        parameter, peers = plan.state("parameter"), lay.state_shards > 1
+        self.update_in_backward = plan.state("optimizer").update == "backward"
+        self.transient_gradients = plan.state("gradient").shards > 1 or self.update_in_backward
+        self.overlap_reduce = system.reduce_overlap and peers
+        self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
+        self.layerwise = parameter.gather == "layer" and peers
+
+    def run(self) -> RankProgram:
+        """All steps of one optimizer step."""
+        found = rank_steps(self._facts())
+        for key in found.keys:
+            self._place(key, partial(self._block, key))
+        self.steps += found.steps
+        emit_step_end(self, self.plan, self.problem)
+        return RankProgram(rank=self.rank, blocks=tuple(self.blocks), steps=tuple(self.steps))
+
+    def add(self, key: Key, build: Callable[[], Block], site: Pass) -> None:
+        """Append a step of the step's end, building its block at first use on any rank."""
+        if key not in self.block_index:
+            self._place(key, build)
+        self.steps.append(Step(self.block_index[key], site.micro_batch, site.chunk))
+
+    def _place(self, key: Key, build: Callable[[], Block]) -> None:
+        if key not in self.shared.blocks:
+            self.shared.blocks[key] = build()
+        self.block_index[key] = len(self.blocks)
+        self.blocks.append(self.shared.blocks[key])
+
+    # -- what the order depends on ------------------------------------------------------------
+
+    def _facts(self) -> StepFacts:
+        rules, transfers = self.plan.rules, self.plan.transfers
+        windows = tuple(w for rule in rules if (w := rule.select.micro_batches) is not None)
+        lay, overlap = self.problem.layout, self.problem.system.p2p_overlap
+        return StepFacts(
+            order=self.order,
+            windows=windows,
+            chunks=tuple(Ends(c.first, c.last, c.output_name) for c in self.chunks),
+            classes=self._classes(windows),
+            release_lag=transfers.release_lag,
+            reload_slots=transfers.reload_slots,
+            hold_phases=transfers.before_send_phases,
+            sends_beside=overlap == "always" or (overlap == "interleaved" and lay.vpp > 1),
+            gather=self.layerwise,
+            gather_first=self.overlap_gather,
+            reduce=self.transient_gradients,
+            reduce_last=self.overlap_reduce,
+        )
+
+    def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[SiteKind, Class], ...]:
+        """The class of every kind of site: equal fates share blocks."""
+        reached = [covered(self.plan.rules, chunk.sites) for chunk in self.chunks]
+        found = []
+        for kind, site in site_kinds(self.order, windows).items():
+            cls = self._site_class(kind, site, reached[kind.chunk])
+            self.holders.setdefault(cls.number, (self.chunks[kind.chunk], cls))
+            found.append((kind, Class(cls.number, bool(cls.leaving))))
+        return tuple(found)
+
+    def _site_class(self, kind: SiteKind, site: Pass, reached: object) -> SiteClass:
+        """Chunks of one shape that the same rules cover have the same fates."""
+        chunk, classes = self.chunks[kind.chunk], self.shared.classes
+        key = (chunk.shape, reached, kind.phase, kind.inside)
+        if key not in classes:
+            fates, matched = resolve(self.plan, chunk.sites, kind.phase, site.micro_batch)
+            number = self.shared.number((chunk.shape, tuple(fates.values())))
+            classes[key] = (SiteClass(number, fates, self._leaving(chunk, fates)), matched)
+        found, matched = classes[key]
+        self.matched |= matched
+        return found
+
+    def _leaving(self, chunk: ChunkOps, fates: Fates) -> Storages:
+        """Storages that go to the host when the whole chunk's forward is done."""
+        if self.plan.transfers.granularity != "chunk":
+            return []
+        return [
+            (part.name, part.nbytes)
+            for unit in chunk.units
+            for name, _, where in chunk.saved(unit)
+            for part in chunk.parts(unit, name, fates[where])
+            if part.offload
+        ]
+
+    # -- blocks -------------------------------------------------------------------------------
+
+    def _block(self, key: Key) -> Block:
+        match key:
+            case ("F", int(number), bool(gather)):
+                chunk, cls = self.holders[number]
+                return self._forward_block(chunk, cls.fates, gather)
+            case ("B", int(number), bool(reduce)):
+                chunk, cls = self.holders[number]
+                return self._backward_block(chunk, cls.fates, reduce)
+        return self._copy_block(key) or self._message_block(key)
+
+    def _copy_block(self, key: Key) -> Block | None:
+        match key:
+            case ("D2H", int(number)):
+                return d2h_block(self.holders[number][1].leaving)
+            case ("H2D", int(number), str(slot)):
+                return h2d_block(self.holders[number][1].leaving, slot)
+            case ("free_d2h", int(number)):
+                names = tuple(name for name, _ in self.holders[number][1].leaving)
+                return release_block("d2h", names)
+            case ("hold",):
+                return wait_block("hold", "d2h", "pp_send")
+        return None
+
+    def _message_block(self, key: Key) -> Block:
+        boundary = self.chunks[0].boundary
+        match key:
+            case ("recv_f",):
+                return recv_block(boundary, self.chunks[0].input_name, forward=True)
+            case ("recv_b", str(output)):
+                return recv_block(boundary, output, forward=False)
+            case ("send_f" | "send_b" as what, str(output)):
+                return send_block(boundary, output, forward=what == "send_f")
+            case ("free_f", str(output)):
+                return release_block("sent_f", (output,))
+            case ("free_b", str(output)):
+                return release_block("sent_b", (f"d:{output}",))
+        raise AssertionError(f"no block of {key}")
+
+    def _forward_block(self, chunk: ChunkOps, fates: Fates, gather: bool) -> Block:
+        parameter = self.plan.state("parameter")
+        gatherer = None
+        if gather:
+            release = parameter.release == "forward"
+            ends = parameter.keeps_ends
+            gatherer = ParameterGatherer(
+                parameter,
+                self.problem.system,
+                self._tied(chunk),
+                release=release,
+                keeps_ends=ends,
+            )
+        return ForwardEmitter(chunk, fates, self.plan.transfers, gatherer).block()
+
+    def _backward_block(self, chunk: ChunkOps, fates: Fates, reduce: bool) -> Block:
+        gatherer, reducer = None, None
+        if self.layerwise:
+            parameter = self.plan.state("parameter")
+            gatherer = ParameterGatherer(
+                parameter, self.problem.system, self._tied(chunk), release=True
+            )
+        if reduce:
+            gradient, optimizer = self.plan.state("gradient"), self.plan.state("optimizer")
+            lay, tied = self.problem.layout, self._tied(chunk)
+            reducer = GradReducer(gradient, optimizer, self.problem.system, lay, tied)
+        return BackwardEmitter(chunk, fates, self.plan.transfers, gatherer, reducer).block()
+
+    def _tied(self, chunk: ChunkOps) -> Unit | None:
+        """The embedding, where the head of the same rank projects by its weight."""
+        return chunk.units[0] if tied_on_one_rank(self.problem) else None

@@ -1,0 +1,203 @@
+"""Losses and gradient norms of three engines on the same weights and batches: records, a table.
+
+The executor runs one layout; the baselines run many, which differ in degrees only.  Batch and
+seed are the same for all, so every row is compared with the executor's of its precision.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from rematbench.choose.outcome import make_problem
+from rematbench.packages.process import Device, job, policy, run_jobs
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import IDENTITY
+from rematbench.problem import Problem
+from rematbench.runs.measured import BOUNDS, first_errors
+from rematbench.runs.record import Observed, Record, provenance, read_record, run_spec
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_cluster, load_model
+from rematbench.tables.table import Column, Table
+from rematbench.workload import Precision
+
+STEPS = 2
+EXECUTOR = "executor"
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+
+
+class Row(NamedTuple):
+    """A run of an engine: its name in the table, degrees, the policy's settings."""
+
+    name: str
+    layout: dict[str, Any]
+    settings: dict[str, Any]
+
+
+ROWS: dict[str, tuple[Row, ...]] = {
+    EXECUTOR: (Row("one", {}, {}),),
+    "megatron_core": (
+        Row("one", {}, {}),
+        Row("one-full", {}, {"recompute": "full"}),
+        Row("one-offload", {}, {"offload_modules": ["core_attn", "mlp_norm"]}),
+        Row("tp2", {"tp": 2}, {}),
+        Row("cp2", {"cp": 2}, {}),
+        Row("pp2", {"pp": 2}, {}),
+        Row("dp2", {"dp": 2}, {}),
+    ),
+    "deepspeed": (
+        Row("zero1", {}, {}),
+        Row("one-tiled", {}, {"mlp_tiles": 2, "loss_tiles": 4}),
+        Row("dp2-zero0", {"dp": 2, "zero_stage": 0}, {}),
+        Row("dp2-zero2", {"dp": 2, "zero_stage": 2}, {}),
+        Row("dp2-zero3", {"dp": 2, "zero_stage": 3}, {"checkpointing": "plain"}),
+        Row("ulysses2", {"dp": 2, "ulysses": 2}, {}),
+        Row("ulysses2-zero3", {"dp": 2, "ulysses": 2, "zero_stage": 3}, {}),
+    ),
+}
+
+
+def problem(layout: dict[str, Any], precision: Precision) -> Problem:
+    """tiny-llama, 64 tokens, four sequences a step, on one-GPU nodes."""
+    return make_problem(
+        model=load_model("tiny-llama"),
+        cluster=replace(load_cluster("h800-80gb"), gpus_per_node=1),
+        system="deepspeed" if "ulysses" in layout else "rematbench",
+        layout=Layout(**{"global_batch": 4, **layout}),
+        seq_len=64,
+        precision=precision,
+    )
+
+
+def agreement_records(device: Device = "cpu", gpus: int = 0) -> dict[str, Record]:
+    """Run every engine in every precision (torch and the packages needed); records by file name.
+    On CUDA without the layouts that `gpus` are too few for."""
+    found = {}
+    for precision in PRECISIONS:
+        for engine, every in ROWS.items():
+            rows = [row for row in every if device == "cpu" or Layout(**row.layout).gpus <= gpus]
+            if engine == EXECUTOR:
+                records = [_executor(precision, device)]
+            else:
+                jobs = [
+                    job(
+                        problem(row.layout, precision),
+                        policy(engine, row.settings),
+                        steps=STEPS,
+                        timed_steps=0,
+                        device=device,
+                    )
+                    for row in rows
+                ]
+                records = run_jobs(engine, jobs)
+            for row, record in zip(rows, records, strict=True):
+                found[_name(engine, row, precision)] = record
+    return found
+
+
+def _name(engine: str, row: Row, precision: Precision) -> str:
+    return f"{engine}-{row.name}-{precision}"
+
+
+def _apart(own: Observed, other: Observed) -> tuple[float, float]:
+    return first_errors((own.losses, own.gradient_norm), (other.losses, other.gradient_norm))
+
+
+def disagreements(records: dict[str, Record]) -> dict[str, str]:
+    """By record: why it does not agree with the executor's of its precision, as far as it does
+    not: another status than ok, or the first loss or whole gradient's norm beyond the bound."""
+    wrong = {}
+    for precision in PRECISIONS:
+        base = records[f"{EXECUTOR}-{ROWS[EXECUTOR][0].name}-{precision}"].observed
+        for name, record in records.items():
+            if record.spec.precision != precision:
+                continue
+            seen = record.observed
+            if base is None or seen is None:
+                wrong[name] = f"{record.status}: {record.reason}"
+                continue
+            loss, norm = _apart(seen, base)
+            bound = BOUNDS[precision]
+            if not (loss <= bound and norm <= bound):
+                apart = f"loss {loss:.1e}, gradient norm {norm:.1e}"
+                wrong[name] = f"{apart} apart, {bound:g} allowed"
+    return wrong
+
+
+def _executor(precision: Precision, device: Device) -> Record:
+    """The project's own executor on one process."""
+    from rematbench.torch import job as torch_job  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.case import Case  # noqa: PLC0415
+    from rematbench.torch.launch import execute_cases  # noqa: PLC0415
+
+    made = problem({}, precision)
+    case = Case(
+        name=EXECUTOR,
+        problem=made,
+        plan=made.base_plan,
+        steps=STEPS,
+        measure=False,
+        device=device,
+        timed_steps=0,
+    )
+    (result,) = execute_cases([case])
+    spec = run_spec(made, discover().resolve(IDENTITY, {}), "executed")
+    versions = torch_job.versions(device)
+    seen = Observed(
+        label="rematbench executor",
+        stack={"torch": versions["torch"]},
+        device=versions["device"] if device == "cuda" else "cpu",
+        losses=tuple(result.losses),
+        gradient_norms=tuple(result.gradient_norms),
+    )
+    ok = result.status == "ok"
+    return Record(
+        run_id=spec.run_id,
+        spec=spec,
+        status="ok" if ok else "failed",
+        reason=result.reason,
+        observed=seen if ok else None,
+        provenance=provenance(),
+    )
+
+
+COLUMNS = (
+    Column("engine", "engine"),
+    Column("case", "case"),
+    Column("precision", "precision"),
+    Column("loss", "loss", lambda value: f"{value:.7f}"),
+    Column("gradient_norm", "gradient norm", lambda value: f"{value:.7f}"),
+    Column("loss_error", "loss, relative", lambda value: f"{value:.1e}"),
+    Column("norm_error", "norm, relative", lambda value: f"{value:.1e}"),
+)
+
+
+def agreement_table(folder: Path) -> Table:
+    """First step's loss and whole gradient norm of every record, against the executor's."""
+    lines = []
+    for precision in PRECISIONS:
+        wanted: Observed | None = None
+        for engine, rows in ROWS.items():
+            for row in rows:
+                record = read_record(folder / f"{_name(engine, row, precision)}.json")
+                line: dict[str, Any] = {"case": row.name, "precision": precision}
+                if record.observed is None:
+                    line["engine"] = f"{engine}: {record.status}: {record.reason}"
+                    lines.append(line)
+                    continue
+                found = record.observed
+                line |= {"engine": found.label, "loss": found.losses[0]}
+                line["gradient_norm"] = found.gradient_norm[0]
+                if wanted is None:
+                    wanted = found
+                else:
+                    line["loss_error"], line["norm_error"] = _apart(found, wanted)
+                lines.append(line)
+    return Table(
+        name="agreement",
+        title="Three engines on the same weights and batch, executed on a CPU: the first step",
+        columns=COLUMNS,
+        rows=tuple(lines),
+        note="Relative to the executor. tiny-llama, 64 tokens, four sequences a step. Layouts "
+        "differ in degrees only.",
+    )

@@ -1,0 +1,204 @@
+"""Baselines: real training packages, run in processes of their own and never imported here.
+
+A baseline is a directory of `baselines/` with `plan.py` (its policy as our Plan: a Struct like a
+method's, named after the directory) and `run.py` (what its process does).  Jobs go in as JSON,
+records come out as JSON.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from math import fsum
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.choose.outcome import Status
+from rematbench.host.scratch import scratch
+from rematbench.plugins.discover import load_file
+from rematbench.plugins.registry import Composition, MethodEntry, MethodError, Value, build
+from rematbench.problem import Problem
+from rematbench.runs.measured import TIMED_STEPS
+from rematbench.runs.rank_error import of_exit, of_record, recorded
+from rematbench.runs.record import Record, RunSpec, provenance, run_spec
+from rematbench.spec.configfile import closest
+from rematbench.spec.paths import data_dir
+from rematbench.workload import NonNegativeInt, PositiveInt
+
+STARTUP_S = 120.0
+SHOWN_LINES = 100
+"""Of the standard error of a process that failed."""
+Device = Literal["cpu", "cuda"]
+
+
+class BaselineError(ValueError):
+    """A baseline cannot be found or its process gave no record; the message is one line."""
+
+
+class NotInstalled(BaselineError):
+    """The baseline's package, or torch, is not in this environment."""
+
+
+class NoAnswer(BaselineError):
+    """The baseline's process was ended at its limit."""
+
+
+class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run asked of a baseline's process.
+
+    Of `steps` losses, gradients and bytes are observed.  On GPUs `warmup` more follow, and then
+    `timed_steps` for their seconds, at which nobody looks.  `rank` is the rank whose bytes a traced
+    run follows; `gradients` also writes the first step's whole gradients beside the record;
+    `ignored` is the share of labels that do not count; `timeout_s` is for one job, of all its
+    ranks.  `options`: what `flags` printed; the package is configured from them instead of from the
+    policy.
+    """
+
+    run: RunSpec
+    steps: PositiveInt = 2
+    warmup: PositiveInt = 1
+    timed_steps: NonNegativeInt = TIMED_STEPS
+    seed: NonNegativeInt = 7
+    ignored: float = 0.0
+    device: Device = "cpu"
+    rank: NonNegativeInt = 0
+    gradients: bool = False
+    timeout_s: float = 120.0
+    options: str = ""
+
+
+@cache
+def baselines() -> dict[str, MethodEntry]:
+    """Every baseline's policy by name."""
+    found: dict[str, MethodEntry] = {}
+    broken: dict[str, str] = {}
+    for path in sorted(data_dir("baselines").glob("*/plan.py")):
+        load_file(path, found, broken)
+    if broken:
+        path_name, reason = next(iter(broken.items()))
+        raise BaselineError(f"{path_name}: {reason}")
+    return found
+
+
+def policy(name: str, settings: Mapping[str, Value] | None = None) -> Composition:
+    """A baseline's policy with its settings, as a method that can be planned and predicted."""
+    known = baselines()
+    if name not in known:
+        hint = closest(name, known)
+        raise BaselineError(f"unknown baseline {name!r}{hint} (known: {', '.join(known)})")
+    fields = list(known[name].parameters)
+    for key in settings or {}:
+        if key not in fields:
+            listing = f" (allowed: {', '.join(fields)})"
+            raise MethodError(f"{name} has no setting {key!r}{closest(key, fields)}{listing}")
+    return Composition((build(known[name], settings or {}),))
+
+
+def job(
+    problem: Problem,
+    method: Composition,
+    world: Literal["executed", "traced"] = "executed",
+    **options: int | float | bool | str,
+) -> Job:
+    """The job of a problem under a policy."""
+    run = run_spec(problem, method, world)
+    return msgspec.convert({"run": run, **options}, Job)
+
+
+def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list[Record]:
+    """Run jobs in the baseline's own process; every job gets a record, whatever happened.
+
+    `folder` keeps the records (`<number>.json`) and the gradients that were asked for.
+    """
+    with scratch() as own:
+        place = folder or own
+        done = _run(name, jobs, place)
+        records = []
+        for number in range(len(jobs)):
+            path = place / f"{number}.json"
+            if not path.exists():
+                raise _no_record(name, done.stderr, done.returncode)
+            records.append(msgspec.json.decode(path.read_bytes(), type=Record))
+    _show_failure(done.stderr, records)
+    return records
+
+
+def run_rank(name: str, asked: Job) -> Record | None:
+    """Run a job as the rank that a launcher made of this process: rank 0's record, or that of the
+    rank's own failure; None of another rank if the job ended well (or was refused)."""
+    with scratch() as place:
+        try:
+            done = _run(name, [asked], place)
+        except NoAnswer as error:
+            return _failed(asked, "failed", f"timeout: {error}")
+        record = _record_of_rank(name, asked, done, place / "0.json")
+    if record is not None:
+        _show_failure(done.stderr, [record])
+    return record
+
+
+def _record_of_rank(
+    name: str, asked: Job, done: "subprocess.CompletedProcess[str]", path: Path
+) -> Record | None:
+    if path.exists():
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    if done.returncode == 0:
+        return None
+    killed = of_exit(done.returncode)
+    if killed is not None:
+        return _failed(asked, *recorded(killed.status, killed.reason))
+    return _failed(asked, "failed", str(_no_record(name, done.stderr, done.returncode)))
+
+
+def _failed(asked: Job, status: Status, reason: str) -> Record:
+    return Record(
+        run_id=asked.run.run_id,
+        spec=asked.run,
+        status=status,
+        reason=reason,
+        provenance=provenance(),
+    )
+
+
+def _run(name: str, jobs: Sequence[Job], place: Path) -> "subprocess.CompletedProcess[str]":
+    """The baseline's process on jobs, its records in `place`."""
+    place.mkdir(parents=True, exist_ok=True)
+    _empty(place)
+    (place / "jobs.json").write_bytes(msgspec.json.encode(list(jobs)))
+    entry = data_dir("baselines") / "run.py"
+    command = [sys.executable, str(entry), name, str(place / "jobs.json"), str(place)]
+    limit = STARTUP_S + fsum(item.timeout_s for item in jobs)
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NoAnswer(f"{name}: no answer within {limit:g} s") from error
+
+
+def _show_failure(text: str, records: Sequence[Record]) -> None:
+    """The end of what a process wrote to its standard error, where a record of it is a failure of
+    its own: the reason there is one line of it."""
+    failures = [of_record(record.status, record.reason) for record in records]
+    if any(one.status == "failed" and not one.is_secondhand for one in failures):
+        sys.stderr.writelines(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])
+
+
+def _empty(place: Path) -> None:
+    """Take away what an earlier call left there: it would pass for an answer of this one."""
+    for path in place.glob("[0-9]*"):
+        if path.suffix in (".json", ".pt"):
+            path.unlink()
+    for path in place.glob("ranks-*"):
+        shutil.rmtree(path)
+
+
+def _no_record(name: str, text: str, code: int) -> BaselineError:
+    lines = [line for line in text.splitlines() if line.strip()]
+    last = lines[-1] if lines else "no message"
+    kind, _, rest = last.partition(": No module named ")
+    if kind == "ModuleNotFoundError":
+        return NotInstalled(f"{name}: {rest} is not installed here; `./bench test` installs it")
+    return BaselineError(f"{name}: its process ended with exit code {code}: {last}")

@@ -1,0 +1,226 @@
+"""What a baseline's own stack keeps beside the operator table: named tensors, sized from shapes.
+
+A prediction is of the problem's system (fused kernels of the authors).  A trace is of the package
+as it stands on this machine.  Where the two keep different tensors, the baseline says which, and
+the same plan is weighed again with them, so that the rest of a difference is an error of one of us.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from types import ModuleType
+from typing import NamedTuple, cast
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.choose.outcome import reserved_bytes
+from rematbench.lowering.lower import lower
+from rematbench.operators.ops import Activation, Op, OpTable, Part
+from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.discover import load_module
+from rematbench.plugins.registry import Composition, Method
+from rematbench.problem import Evaluator, Problem
+from rematbench.program.program import RankProgram
+from rematbench.simulate.evaluate import PlanEvaluation, RankBytes, evaluate_program, program_bytes
+from rematbench.spec.paths import data_dir
+
+
+class Extra(Struct, frozen=True, kw_only=True):
+    """A tensor of one layer (or end) and micro-batch that the operator table does not have.
+
+    Saved from the forward of `made_by` to the backward of `saved_by`; without `saved_by` it lives
+    inside the backward of `made_by` only, or inside its forward (`forward`).  Bytes are rows x
+    row_bytes.
+    """
+
+    name: str
+    dtype: str
+    rows: int
+    row_bytes: int
+    made_by: str
+    saved_by: str = ""
+    part: Part = "layer"
+    forward: bool = False
+    why: str
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes."""
+        return self.rows * self.row_bytes
+
+
+class Stack(Struct, frozen=True, kw_only=True):
+    """A baseline's stack under its settings: extras, whether gate and product are one function,
+    whether gathered inputs share a buffer, whether the loss's working copy is the logits
+    themselves, what is made once and alive at every peak (bytes), and fields of the system that are
+    otherwise (bytes of an element of states)."""
+
+    extras: tuple[Extra, ...] = ()
+    fused_swiglu: bool | None = None
+    shares_gathers: bool = False
+    loss_over_logits: bool = False
+    once: dict[str, int] = {}
+    system: dict[str, int] = {}
+
+    def problem(self, problem: Problem, evaluator: Evaluator | None = None) -> "StackProblem":
+        """The problem with this stack's tensors in its operator tables."""
+        system = problem.system
+        if self.fused_swiglu is not None:
+            system = replace(system, fused_swiglu=self.fused_swiglu)
+        if self.system:
+            system = replace(system, **self.system)
+        return StackProblem(
+            workload=problem.workload,
+            cluster=problem.cluster,
+            system=system,
+            layout=problem.layout,
+            calibration=problem.calibration,
+            attention=problem.attention,
+            evaluator=evaluator,
+            stack=self,
+        )
+
+
+NOTHING = Stack()
+
+
+@dataclass(frozen=True, eq=False)
+class StackProblem(Problem):
+    """A problem whose tables have a stack's extras."""
+
+    stack: Stack = NOTHING
+
+    def _extended(self, table: OpTable) -> OpTable:
+        extras = [extra for extra in self.stack.extras if extra.part == table.part]
+        saved = {e.name: Activation(e.name, e.rows, e.row_bytes, False) for e in extras}
+        return OpTable(
+            part=table.part,
+            ops=tuple(self._op(op, extras) for op in table.ops),
+            activations={
+                **table.activations,
+                **{e.name: saved[e.name] for e in extras if e.saved_by},
+            },
+        )
+
+    def _op(self, op: Op, extras: list[Extra]) -> Op:
+        made = tuple(e.name for e in extras if e.made_by == op.name and e.saved_by)
+        saves = tuple(e.name for e in extras if e.saved_by == op.name)
+        inside = [e for e in extras if e.made_by == op.name and not e.saved_by]
+        first, second = (sum(e.nbytes for e in inside if e.forward == way) for way in (True, False))
+        shared = self.stack.shares_gathers and op.has_weight
+        in_place = self.stack.loss_over_logits and op.name == "loss"
+        return replace(
+            op,
+            outputs=(*op.outputs, *made),
+            saves=(*op.saves, *saves),
+            scratch_forward_bytes=0 if in_place else op.scratch_forward_bytes + first,
+            scratch_backward_bytes=op.scratch_backward_bytes + second,
+            gathered_bytes=0 if shared else op.gathered_bytes,
+        )
+
+    @cached_property
+    def _layers(self) -> dict[int, OpTable]:
+        return {window: self._extended(table) for window, table in super()._layers.items()}
+
+    @cached_property
+    def embedding(self) -> OpTable:
+        """Operators of the embedding."""
+        return self._extended(super().embedding)
+
+    @cached_property
+    def head(self) -> OpTable:
+        """Operators of the final norm, output projection and loss."""
+        return self._extended(super().head)
+
+
+@cache
+def _module(baseline: str) -> ModuleType | None:
+    path = data_dir("baselines") / baseline / "stack.py"
+    return load_module(path) if path.exists() else None
+
+
+def stack_of(baseline: str, policy: Method, problem: Problem) -> Stack | None:
+    """What the directory's `stack.py` says of its stack; None without one."""
+    module = _module(baseline)
+    return cast(Stack, module.stack(policy, problem)) if module else None
+
+
+def packaged(method: Composition, problem: Problem) -> Problem:
+    """The problem as the package of a baseline's policy holds it: with its stack's tensors, and
+    evaluated by its replays.  The problem itself of a baseline that says nothing of its stack, and
+    where it gives no plan."""
+    policy = method.methods[0]
+    if isinstance(method.plan(problem), Unsupported):
+        return problem
+    stack = stack_of(policy.name, policy, problem)
+    return problem if stack is None else stack.problem(problem, partial(_evaluated, policy))
+
+
+def _evaluated(policy: Method, problem: Problem, plan: Plan) -> PlanEvaluation:
+    """A packaged problem's evaluation.  What its package holds beyond the plan's ledger is resident
+    to the allocator; what the plan counts and the package makes on the way is no gradient."""
+    assert isinstance(problem, StackProblem)
+    program = lower(plan, problem)
+    planned = program_bytes(problem, plan, program)
+    ranks, resident = [], []
+    for rank, held in zip(program.ranks, planned, strict=True):
+        peak = activation_peak(policy, problem, rank, held)
+        beyond = peak - held.activation_peak
+        ranks.append(replace(held, activation_peak=peak))
+        pools, gradient = held.pools + max(0, beyond), held.gradient + min(0, beyond)
+        resident.append(replace(held, pools=pools, gradient=max(0, gradient)))
+    return replace(
+        evaluate_program(problem, plan, program, ranks=tuple(ranks)),
+        reserved_bytes=reserved_bytes(problem, program, resident),
+    )
+
+
+def activation_peak(
+    policy: Method, problem: StackProblem, rank: RankProgram, planned: RankBytes
+) -> int:
+    """The peak of a rank's activations with the stack's own: of `planned`, the ledger of the plan
+    lowered for `problem`, unless the directory's `stack.py` walks the rank itself; and what is made
+    once."""
+    walk = getattr(_module(policy.name), "activation_peak", None)
+    peak: int = walk(policy, problem, rank) if walk else planned.activation_peak
+    return peak + sum(problem.stack.once.values())
+
+
+class Held(NamedTuple):
+    """One tensor of a layer: its bytes in the operator table and in a baseline's stack."""
+
+    name: str
+    dtype: str
+    rows: int
+    row_bytes: int
+    table_bytes: int
+    stack_bytes: int
+    why: str
+
+
+def _dtype(name: str, precision: str) -> str:
+    if name.endswith("_mask"):
+        return "bool"
+    return "fp32" if name == "lse" else precision
+
+
+def layer_tensors(problem: Problem, stack: Stack) -> Iterator[Held]:
+    """What one layer saves for one micro-batch, here and there; then what only a backward holds."""
+    plain, here = problem.layer(0), stack.problem(problem).layer(0)
+    extras = {extra.name: extra for extra in stack.extras if extra.part == "layer"}
+    for name in dict.fromkeys((*plain.saved, *here.saved)):
+        sizes = [t.activations[name].nbytes if name in t.saved else 0 for t in (plain, here)]
+        extra = extras.get(name)
+        dtype = extra.dtype if extra else _dtype(name, problem.workload.precision)
+        why = extra.why if extra else ""
+        if sizes[0] > sizes[1]:
+            why = "gate and product are one function, which saves its input only"
+        tensor = plain.activations.get(name) or here.activations[name]
+        yield Held(name, dtype, tensor.rows, tensor.row_bytes, sizes[0], sizes[1], why)
+    for extra in extras.values():
+        if not extra.saved_by:
+            way = "forward" if extra.forward else "backward"
+            why = f"in the {way} of {extra.made_by} only: {extra.why}"
+            shape = extra.rows, extra.row_bytes
+            yield Held(extra.name, extra.dtype, *shape, 0, extra.nbytes, why)

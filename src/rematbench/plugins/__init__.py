@@ -1,0 +1,1 @@
+"""Methods as files: found, checked, built with parameters, composed."""

@@ -1,0 +1,155 @@
+"""What the harness asks of a method before it has tests of its own, on five tiny problems.
+
+The tests hold every file of methods/ to it, and `rematbench methods --check FILE` any file.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rematbench.lowering.lower import lower
+from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.discover import entry_of
+from rematbench.plugins.file import TO_READ, TO_RUN, MethodFile, problem_of
+from rematbench.plugins.registry import Method, MethodError, Registry
+from rematbench.problem import Problem
+from rematbench.program.check import check
+from rematbench.program.ledger import issue_order
+from rematbench.simulate.evaluate import evaluate
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import calibration, load_cluster, load_system
+from rematbench.workload import Model, Workload
+
+LLAMA = Model(
+    name="contract-llama",
+    num_layers=4,
+    hidden=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn=64,
+    vocab=128,
+    mlp="swiglu",
+    norm="rmsnorm",
+    position="rope",
+    tied_embeddings=False,
+)
+GPT = msgspec.structs.replace(
+    LLAMA,
+    name="contract-gpt",
+    num_kv_heads=4,
+    ffn=128,
+    mlp="gelu",
+    norm="layernorm",
+    position="learned",
+    dropout=0.1,
+    qkv_bias=True,
+    proj_bias=True,
+    mlp_bias=True,
+)
+COMPOSED_ON = ("pp", "vpp")
+
+
+@cache
+def problems() -> dict[str, Problem]:
+    """One GPU, tensor parallel GPT without flash, a pipeline, an interleaved one, full sharding."""
+    made = {
+        "one": _problem(),
+        "tp": _problem(GPT, attention="unfused", layout=Layout(tp=2, dp=2, global_batch=4)),
+        "pp": _problem(layout=Layout(pp=4, global_batch=6)),
+        "vpp": _problem(layout=Layout(pp=2, vpp=2, tp=2, global_batch=4)),
+        "fsdp": _problem(system="torchtitan", layout=Layout(dp=4, zero_stage=3, global_batch=4)),
+    }
+    return {name: replace(p, evaluator=evaluate) for name, p in made.items()}
+
+
+def _problem(
+    model: Model = LLAMA,
+    *,
+    system: str = "rematbench",
+    attention: Any = "flash",
+    layout: Layout = Layout(),  # noqa: B008  # frozen
+) -> Problem:
+    """Kilobytes per tensor, on nodes of one GPU, so that any degrees are a legal layout."""
+    return Problem(
+        Workload(model=model, seq_len=32),
+        msgspec.structs.replace(load_cluster("h800-80gb"), gpus_per_node=1),
+        load_system(system),
+        layout,
+        calibration(),
+        attention,
+    )
+
+
+def check_plan(method: Method, problem: Problem) -> None:
+    """A pure function whose plan survives JSON, lowers, is safe and leaves nothing allocated, or
+    the reason why there is none; MethodError or the plan's own error otherwise."""
+    plan = method.plan(problem, problem.base_plan)
+    if plan != method.plan(problem, problem.base_plan):
+        raise MethodError("plan is no pure function: two calls differ")
+    if isinstance(plan, Unsupported):
+        if not plan.reason:
+            raise MethodError("Unsupported without a reason")
+        return
+    if not isinstance(plan, Plan):
+        raise MethodError(f"plan returned a {type(plan).__name__}, not a Plan")
+    if msgspec.json.decode(msgspec.json.encode(plan), type=Plan) != plan:
+        raise MethodError("the plan does not survive JSON")
+    program = lower(plan, problem)
+    check(program)
+    for ledger in issue_order(program):
+        left = ledger.device_left_bytes + ledger.host_left_bytes
+        if left:
+            raise MethodError(f"{left} bytes are never freed")
+
+
+def check_on_top(method: Method, under: Method, problem: Problem) -> None:
+    """On top of another method: a plan that lowers and is safe, or a reason."""
+    base = under.plan(problem, problem.base_plan)
+    if isinstance(base, Unsupported):
+        return
+    plan = method.plan(problem, base)
+    if not isinstance(plan, Unsupported):
+        check(lower(plan, problem))
+
+
+@contextmanager
+def _told(path: Path, what: str) -> Iterator[None]:
+    """Whatever a foreign method raises, in one line."""
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise MethodError(f"{path}: {what}: {type(error).__name__}: {text}") from error
+
+
+def check_file(path: Path, shipped: Registry) -> Iterator[str]:
+    """Every check of a file, named once it is passed; MethodError with one line at the first that
+    is not."""
+    entry = entry_of(path)
+    file = MethodFile(path=path, name=entry.name, cls=entry.cls, doc=entry.doc)
+    yield "the file loads and defines a method"
+    for checks in (TO_READ, TO_RUN):
+        problem = problem_of(file, checks)
+        if problem:
+            raise MethodError(f"{path}: {problem}")
+        yield from checks
+    method: Method = entry.cls()
+    for name, made in problems().items():
+        with _told(path, f"the plan on {name!r}"):
+            check_plan(method, made)
+        yield f"the plan on {name!r} is pure, lowers and is safe, or is refused with a reason"
+    for other in shipped.methods.values():
+        if other.name == entry.name:
+            continue
+        for name in COMPOSED_ON:
+            with _told(path, f"{other.name}+{entry.name} on {name!r}"):
+                check_on_top(method, other.cls(), problems()[name])
+            with _told(path, f"{entry.name}+{other.name} on {name!r}"):
+                check_on_top(other.cls(), method, problems()[name])
+        yield f"it composes with {other.name}, in both orders"

@@ -1,0 +1,136 @@
+"""Find methods (files of `methods/`, entry points, `--methods DIR`) and build them with parameters.
+
+Nothing here knows a method by name.  A file that cannot be loaded makes its methods unavailable,
+with the reason; it never takes the others down.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from msgspec import Struct
+
+from rematbench.plugins.file import TO_RUN, MethodFile, problem_of
+from rematbench.plugins.registry import MethodEntry, MethodError, Registry, build
+from rematbench.spec.paths import data_dir
+
+ENTRY_POINTS = "rematbench.methods"
+
+
+def discover(extra: Iterable[Path] = ()) -> Registry:
+    """Every method of the shipped folder, of entry points and of extra folders."""
+    methods: dict[str, MethodEntry] = {}
+    broken: dict[str, str] = {}
+    folders = [data_dir("methods"), *extra]
+    for folder in folders:
+        if not folder.is_dir():
+            raise MethodError(f"no such folder of methods: {folder}")
+        for path in sorted(folder.glob("*.py")):
+            if not path.name.startswith("_"):
+                load_file(path, methods, broken, foreign=folder is not folders[0])
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            _enter(cast(type[Any], point.load()), point.value, None, methods)
+        except Exception as error:  # a foreign distribution may fail in any way
+            broken[point.name] = _one_line(error)
+    return Registry(dict(sorted(methods.items())), broken)
+
+
+def entry_of(path: Path) -> MethodEntry:
+    """The method of one file, whose plans nobody has seen; MethodError when it cannot be loaded."""
+    methods: dict[str, MethodEntry] = {}
+    broken: dict[str, str] = {}
+    load_file(path, methods, broken)
+    if not methods:
+        raise MethodError(f"{path}: {broken[str(path)]}")
+    return next(iter(methods.values()))
+
+
+def load_file(
+    path: Path,
+    methods: dict[str, MethodEntry],
+    broken: dict[str, str],
+    *,
+    foreign: bool = False,
+) -> None:
+    """Enter the methods of one file, or the reason why it has none; a foreign file must keep
+    what of the contract can be had without a plan (tests hold shipped ones to all of it)."""
+    try:
+        module = load_module(path)
+        classes = [
+            value
+            for value in vars(module).values()
+            if isinstance(value, type)
+            and value.__module__ == module.__name__
+            and isinstance(vars(value).get("name"), str)
+        ]
+        if not classes:
+            raise MethodError("defines no class with a `name` and a `plan`")
+        for cls in classes:
+            _enter(cls, str(path), module.__doc__, methods, held=foreign)
+    except Exception as error:  # a method's file may fail in any way
+        broken[str(path)] = _one_line(error)
+
+
+def load_module(path: Path) -> ModuleType:
+    """The file as a module of its own name; two folders may hold equal file names."""
+    name = f"rematbench_methods.{path.parent.name}_{abs(hash(str(path.resolve())))}.{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # type hints are resolved through it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _enter(
+    cls: type[Any],
+    origin: str,
+    doc: str | None,
+    methods: dict[str, MethodEntry],
+    *,
+    held: bool = False,
+) -> None:
+    """Check a class and add it; one that is `held` to the contract, by its file too."""
+    text = doc or cls.__doc__ or ""
+    if not (isinstance(cls, type) and issubclass(cls, Struct)):
+        raise MethodError(f"{cls.__name__} must be a msgspec Struct")
+    config = cls.__struct_config__
+    if not (config.frozen and config.forbid_unknown_fields):
+        raise MethodError(f"{cls.__name__} must be frozen and forbid unknown fields")
+    if not callable(getattr(cls, "plan", None)):
+        raise MethodError(f"{cls.__name__} has no `plan(problem, base)`")
+    if not text.strip():
+        raise MethodError(f"{cls.__name__} has no docstring (citation, claim, deviations)")
+    name = str(vars(cls)["name"])
+    if name in methods:
+        raise MethodError(f"method {name!r} is already defined by {methods[name].origin}")
+    try:
+        cls()
+    except TypeError as error:
+        raise MethodError(f"{cls.__name__}: every parameter needs a default") from error
+    file = MethodFile(path=Path(origin), name=name, cls=cls, doc=text)
+    problem = problem_of(file, TO_RUN) if held else ""
+    if problem:
+        raise MethodError(problem)
+    entry = MethodEntry(name, cls, origin, text)
+    for settings in entry.grid:
+        unknown = sorted(settings.keys() - entry.parameters.keys())
+        if unknown:
+            raise MethodError(f"{cls.__name__}: grid names {unknown[0]!r}, which is no parameter")
+        build(entry, settings)
+    methods[name] = entry
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, MethodError) else f"{type(error).__name__}: {text}"

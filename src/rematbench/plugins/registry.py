@@ -1,0 +1,203 @@
+"""Methods by name: what one is, compositions of them, and how settings find their parameters."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.plan import Plan, Settings, Unsupported
+from rematbench.problem import Problem
+from rematbench.spec.configfile import closest, validation_problem
+
+Value = str | int | float | bool | None | list[Any] | tuple[Any, ...]
+
+
+class MethodError(ValueError):
+    """A method cannot be found, loaded or given these parameters; the message is one line."""
+
+
+class Method(Protocol):
+    """What a file in methods/ defines: a frozen Struct whose fields are its parameters.
+
+    Two class variables are optional.  `grid`: a tuple of settings that `compare` tries where the
+    defaults do not fit or are slow, the fastest first.  `planner` (True): its plan takes seconds,
+    so `compare` does not wait for it.
+    """
+
+    name: ClassVar[str]
+
+    def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
+        """The plan, or why there is none: a pure function."""
+        ...
+
+
+class MethodEntry(Struct, frozen=True):
+    """A discovered method: its class and the file (or distribution) it came from."""
+
+    name: str
+    cls: type[Any]
+    origin: str
+    doc: str
+
+    @property
+    def claim(self) -> str:
+        """The first sentence of the docstring."""
+        return self.doc.strip().splitlines()[0] if self.doc.strip() else ""
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameter names and defaults."""
+        return {f.encode_name: f.default for f in msgspec.structs.fields(self.cls)}
+
+    @property
+    def grid(self) -> tuple[Settings, ...]:
+        """Settings to try beside the defaults (see Method)."""
+        return tuple(getattr(self.cls, "grid", ()))
+
+    @property
+    def planner(self) -> bool:
+        """Whether a plan takes seconds."""
+        return bool(getattr(self.cls, "planner", False))
+
+
+IDENTITY = "keep_all"
+"""The method that changes nothing: what others are compared with, and what a composition with it
+leaves out of its family."""
+
+
+class Composition(Struct, frozen=True):
+    """Methods applied left to right, each on the plan of those before it."""
+
+    methods: tuple[Method, ...]
+
+    @property
+    def name(self) -> str:
+        """`a+b`."""
+        return "+".join(m.name for m in self.methods)
+
+    @property
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """All parameters with their values as JSON knows them, by method."""
+        return {m.name: msgspec.json.decode(msgspec.json.encode(m)) for m in self.methods}
+
+    def plan(self, problem: Problem, base: Plan | None = None) -> Plan | Unsupported:
+        """The composed plan, or the first method's reason not to plan."""
+        plan = problem.base_plan if base is None else base
+        for method in self.methods:
+            answer = method.plan(problem, plan)
+            if isinstance(answer, Unsupported):
+                return Unsupported(f"{method.name}: {answer.reason}")
+            plan = answer
+        return plan
+
+
+class Registry(Struct, frozen=True):
+    """All methods found, and the reasons of those that could not be loaded (by file)."""
+
+    methods: dict[str, MethodEntry]
+    broken: dict[str, str]
+
+    def resolve(self, spec: str, settings: Mapping[str, Value] | None = None) -> Composition:
+        """`a+b` with settings `key` (the only method that has it) or `a.key`, or inside the text
+        as `a:key=value,key=value+b`; MethodError if not every name and every setting finds its
+        place."""
+        parts = [part.strip().partition(":") for part in self._parts(spec)]
+        entries = [self._entry(name.strip()) for name, _, _ in parts]
+        if len({e.name for e in entries}) < len(entries):
+            raise MethodError(f"method {spec!r} names a method twice")
+        wanted = [
+            (f"{entry.name}.{key}", value)
+            for entry, (_, _, text) in zip(entries, parts, strict=True)
+            for key, value in _inline(text, spec).items()
+        ]
+        given: dict[str, dict[str, Value]] = {entry.name: {} for entry in entries}
+        for key, value in (*wanted, *(settings or {}).items()):
+            owner, _, parameter = key.rpartition(".")
+            values = given[_owner(entries, owner, parameter)]
+            if parameter in values:
+                raise MethodError(f"parameter {parameter!r} is given twice: in {spec!r} and apart")
+            values[parameter] = value
+        return Composition(tuple(build(entry, given[entry.name]) for entry in entries))
+
+    def _parts(self, spec: str) -> list[str]:
+        """The methods of `a:key=x+y+b`: a plus inside a value stays where no method follows it."""
+        found: list[str] = []
+        for word in spec.split("+"):
+            known = word.partition(":")[0].strip() in self.methods
+            if found and ":" in found[-1] and not known:
+                found[-1] += f"+{word}"
+            else:
+                found.append(word)
+        return found
+
+    def _entry(self, name: str) -> MethodEntry:
+        if name in self.methods:
+            return self.methods[name]
+        for path, reason in self.broken.items():
+            if Path(path).stem == name:
+                raise MethodError(f"method {name!r} is unavailable: {path}: {reason}")
+        hint = closest(name, self.methods)
+        raise MethodError(f"unknown method {name!r}{hint} (known: {', '.join(self.methods)})")
+
+
+def _inline(text: str, spec: str) -> dict[str, Value]:
+    """`key=value,key=value` of a method's text."""
+    found: dict[str, Value] = {}
+    for word in text.split(",") if text else ():
+        key, equals, value = (piece.strip() for piece in word.partition("="))
+        if not equals or not key or key in found:
+            raise MethodError(f"method {spec!r}: expected METHOD:KEY=VALUE,KEY=VALUE, not {word!r}")
+        found[key] = value
+    return found
+
+
+def typed(entry: MethodEntry, settings: Mapping[str, Value]) -> str:
+    """The text that `resolve` reads as a method with these settings; defaults are left out."""
+    shown = {key: value for key, value in settings.items() if entry.parameters.get(key) != value}
+    words = ",".join(f"{key}={value}" for key, value in shown.items())
+    return f"{entry.name}:{words}" if words else entry.name
+
+
+def _owner(entries: list[MethodEntry], owner: str, parameter: str) -> str:
+    """The method a setting is for."""
+    allowed = [f"{e.name}.{p}" for e in entries for p in e.parameters]
+    listing = f" (allowed: {', '.join(allowed) or 'none'})"
+    if owner and owner not in [e.name for e in entries]:
+        raise MethodError(f"setting {owner}.{parameter}: {owner!r} is not in the method{listing}")
+    asked = [e for e in entries if owner in ("", e.name)]
+    holders = [e for e in asked if parameter in e.parameters]
+    if not holders:
+        hint = closest(parameter, [p for e in asked for p in e.parameters])
+        whose = f" of {owner}" if owner else ""
+        raise MethodError(f"unknown parameter {parameter!r}{whose}{hint}{listing}")
+    if len(holders) > 1:
+        names = " or ".join(f"{e.name}.{parameter}" for e in holders)
+        raise MethodError(f"parameter {parameter!r} is ambiguous: write {names}")
+    return holders[0].name
+
+
+def build(entry: MethodEntry, settings: Mapping[str, Value]) -> Method:
+    """The method with typed parameters; texts (from a command line) are converted."""
+    hints = get_type_hints(entry.cls)
+    values = {key: _parsed(value, hints.get(key)) for key, value in settings.items()}
+    try:
+        return cast(Method, msgspec.convert(values, entry.cls, strict=False))
+    except msgspec.ValidationError as error:
+        key, problem = validation_problem(str(error), entry.cls)
+        raise MethodError(f"{entry.name}.{key or 'parameters'}: {problem}") from error
+
+
+def _parsed(value: Value, hint: object) -> Value:
+    """A text for a list parameter: JSON, or items between commas (brackets or none); .5 is 0.5."""
+    if not isinstance(value, str):
+        return value
+    if get_origin(hint) not in (tuple, list):
+        return f"0{value}" if value.startswith(".") else value
+    if value.startswith("["):
+        try:
+            return cast(Value, msgspec.json.decode(value))
+        except msgspec.DecodeError:
+            value = value.strip("[]")
+    return [item.strip() for item in value.split(",") if item.strip()]

@@ -1,0 +1,264 @@
+"""What PyTorch's caching allocator reserves for a rank: its allocations and frees, replayed.
+
+Rules and constants are facts of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.0 to 2.8): sizes in
+multiples of 512 B; a small pool (<= 1 MiB, segments of 2 MiB) and a large one (20 MiB segments
+below 10 MiB, else the size rounded to 2 MiB); best fit; a remainder is split off when it is at
+least 512 B (small) or more than 1 MiB (large); neighbours inside a segment coalesce; when
+cudaMalloc fails, segments that are free as a whole are given back and it is tried once more.
+`expandable` maps pages at the end of one growing segment per pool instead.  All streams count as
+one here: a block freed is a block to reuse, as in the issue-order ledger.
+"""
+
+from bisect import bisect_left, insort
+from functools import lru_cache
+from typing import Literal
+
+from msgspec import Struct
+
+from rematbench.program.action import HOST
+from rematbench.program.program import Block, RankProgram
+
+Mode = Literal["default", "expandable"]
+
+MIB = 1 << 20
+MIN_BLOCK = 512
+SMALL, SMALL_SEGMENT = MIB, 2 * MIB
+LARGE_SEGMENT, MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
+GAP = MIN_BLOCK
+"""Between segments, so that blocks of two never touch."""
+
+BITS = 96
+ADDRESS = (1 << BITS) - 1
+"""Bits of an address: more than any problem that `check_layout` lets pass can allocate; what does
+not fit is replayed too."""
+
+
+class AllocatorPeaks(Struct, frozen=True, kw_only=True):
+    """Highest points of a replay; `oom_at` is the step that did not fit (None: all did)."""
+
+    reserved_bytes: int
+    allocated_bytes: int
+    fragmentation_bytes: int
+    num_segments: int
+    oom_at: int | None = None
+
+
+class OutOfMemory(Exception):
+    """cudaMalloc fails even after every cached segment is given back."""
+
+
+class Pool:
+    """Free blocks of one pool: by size for best fit, by both ends to coalesce."""
+
+    def __init__(self, *, small: bool, mode: Mode) -> None:
+        self.small, self.expandable = small, mode == "expandable"
+        self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        self.split_from = MIN_BLOCK if small or self.expandable else SMALL + 1
+        self.keys: list[int] = []  # size and address in one number, sorted
+        self.starts: dict[int, int] = {}  # address -> size
+        self.ends: dict[int, int] = {}  # end -> address
+        self.segments: dict[int, int] = {}
+        self.end = 0  # next fresh address
+
+    def insert(self, address: int, size: int) -> None:
+        """A free block, joined with the free blocks it touches."""
+        before = self.ends.pop(address, None)
+        if before is not None:
+            joined = self.starts.pop(before)
+            del self.keys[bisect_left(self.keys, joined << BITS | before)]
+            address, size = before, size + joined
+        end = address + size
+        after = self.starts.pop(end, None)
+        if after is not None:
+            del self.keys[bisect_left(self.keys, after << BITS | end)]
+            size, end = size + after, end + after
+        self.starts[address] = size
+        self.ends[end] = address
+        insort(self.keys, size << BITS | address)
+
+    def remove(self, address: int) -> int:
+        """Take a block from the free ones; returns its size."""
+        size = self.starts.pop(address)
+        del self.ends[address + size]
+        del self.keys[bisect_left(self.keys, size << BITS | address)]
+        return size
+
+    def take(self, size: int) -> tuple[int, int] | None:
+        """(address, size) of the best fitting free block, the rest of it split off if it may be;
+        None if none fits.  The block at the end of an expandable segment is endless: taken last.
+        """
+        at = bisect_left(self.keys, size << BITS)
+        if self.expandable and at + 1 < len(self.keys) and self._last(self.keys[at]):
+            at += 1
+        if at == len(self.keys):
+            return None
+        key = self.keys.pop(at)
+        found, address = key >> BITS, key & ADDRESS
+        del self.starts[address]
+        if found - size < self.split_from:
+            del self.ends[address + found]
+            return address, found
+        # The rest touches no free block: its neighbour on the other side did not either.
+        self.starts[address + size] = found - size
+        self.ends[address + found] = address + size
+        insort(self.keys, found - size << BITS | address + size)
+        return address, size
+
+    def _last(self, key: int) -> bool:
+        return (key >> BITS) + (key & ADDRESS) == self.end
+
+    def growth(self, size: int) -> int:
+        """Bytes to ask of the device so that `size` fits."""
+        if self.expandable:
+            tail = self.end - self.ends[self.end] if self.end in self.ends else 0
+            return -(-(size - tail) // self.page) * self.page
+        if self.small or size < MIN_LARGE:
+            return self.page
+        return -(-size // ROUND_LARGE) * ROUND_LARGE
+
+    def grow(self, nbytes: int) -> None:
+        """Add fresh memory: a segment, or pages at the end of the expandable one."""
+        self.segments[self.end] = nbytes
+        start, self.end = self.end, self.end + nbytes
+        self.insert(start, nbytes)
+        if not self.expandable:
+            self.end += GAP
+
+    def give_back(self) -> int:
+        """Return what is free as a whole (segments; pages inside free blocks); its bytes."""
+        if self.expandable:
+            return sum(self._unmap(address) for address in list(self.starts))
+        whole = [a for a, size in self.starts.items() if self.segments.get(a) == size]
+        for address in whole:
+            del self.segments[address]
+        return sum(self.remove(address) for address in whole)
+
+    def _unmap(self, address: int) -> int:
+        first = -(-address // self.page) * self.page
+        last = (address + self.starts[address]) // self.page * self.page
+        if last <= first:
+            return 0
+        size = self.remove(address)
+        if first > address:
+            self.insert(address, first - address)
+        if address + size > last:
+            self.insert(last, address + size - last)
+        if last == self.end:
+            self.end = first
+        return last - first
+
+
+class Allocator:
+    """Two pools against one device."""
+
+    def __init__(self, capacity_bytes: int | None, mode: Mode) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.pools = (Pool(small=False, mode=mode), Pool(small=True, mode=mode))
+        self.reserved = self.allocated = 0
+        self.reserved_peak = self.allocated_peak = 0
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        """(address, size) of a block for `size` bytes, a multiple of 512."""
+        pool = self.pools[size <= SMALL]
+        block = pool.take(size)
+        if block is None:
+            self._reserve(pool, size)
+            block = pool.take(size)
+            assert block is not None
+        self.allocated += block[1]
+        self.allocated_peak = max(self.allocated_peak, self.allocated)
+        return block
+
+    def free(self, block: tuple[int, int]) -> None:
+        """Give a block back to its pool."""
+        address, size = block
+        self.allocated -= size
+        self.pools[size <= SMALL].insert(address, size)
+
+    def _reserve(self, pool: Pool, size: int) -> None:
+        growth = pool.growth(size)
+        if self.capacity_bytes is not None and self.reserved + growth > self.capacity_bytes:
+            self.reserved -= sum(each.give_back() for each in self.pools)
+            growth = pool.growth(size)
+            if self.reserved + growth > self.capacity_bytes:
+                raise OutOfMemory
+        self.reserved += growth
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
+        pool.grow(growth)
+
+    def peaks(self, oom_at: int | None) -> AllocatorPeaks:
+        """What the replay reached."""
+        return AllocatorPeaks(
+            reserved_bytes=self.reserved_peak,
+            allocated_bytes=self.allocated_peak,
+            fragmentation_bytes=self.reserved_peak - self.allocated_peak,
+            num_segments=sum(
+                bool(pool.segments) if pool.expandable else len(pool.segments)
+                for pool in self.pools
+            ),
+            oom_at=oom_at,
+        )
+
+
+Request = tuple[str, int]
+"""One line of a block as the allocator sees it, (name, size): an allocation (size > 0), a free, or
+scratch (an allocation without a name, freed at once)."""
+
+
+@lru_cache(maxsize=4096)
+def rounded(nbytes: int) -> int:
+    """Bytes of the block that serves a request."""
+    return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
+
+
+def requests(block: Block) -> list[Request]:
+    """A block's device allocations and frees in issue order (staging slots are resident)."""
+    lines: list[Request] = []
+    for action in block.actions:
+        for alloc in action.allocs:
+            if alloc.nbytes and not alloc.slot and not alloc.name.endswith(HOST):
+                lines.append((alloc.name, rounded(alloc.nbytes)))
+        if action.scratch:
+            lines.append(("", rounded(action.scratch)))
+        for name in action.frees:
+            if not name.endswith(HOST):
+                lines.append((name, 0))
+    return lines
+
+
+def replay(
+    rank: RankProgram,
+    resident_bytes: tuple[int, ...],
+    capacity_bytes: int | None,
+    mode: Mode = "default",
+    num_steps: int | None = None,
+) -> AllocatorPeaks:
+    """Replay a rank's first `num_steps` steps (all by default) after its resident blocks."""
+    memory = Allocator(capacity_bytes, mode)
+    steps = rank.steps[:num_steps]
+    lines = {index: requests(rank.blocks[index]) for index in {step.block for step in steps}}
+    sites: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
+    done = 0
+    try:
+        for nbytes in resident_bytes:
+            memory.allocate(rounded(nbytes))
+        for index, micro_batch, chunk in steps:
+            _replay_block(memory, lines[index], sites.setdefault((micro_batch, chunk), {}))
+            done += 1
+    except OutOfMemory:
+        return memory.peaks(done)
+    return memory.peaks(None)
+
+
+def _replay_block(
+    memory: Allocator, lines: list[Request], alive: dict[str, tuple[int, int]]
+) -> None:
+    for name, size in lines:
+        if not size:
+            block = alive.pop(name, None)  # a staging slot's tensor has no block of its own
+            if block is not None:
+                memory.free(block)
+        elif name:
+            alive[name] = memory.allocate(size)
+        else:
+            memory.free(memory.allocate(size))

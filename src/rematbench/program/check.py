@@ -1,0 +1,297 @@
+"""Prove a program sound before anyone runs it: life of tensors, races between streams, deadlock.
+
+Every stream carries a vector clock: how far it is known to be behind each other stream.  A tensor
+may be read on a stream only if that stream has waited for its producer (its start, where a
+collective and a kernel run beside each other, piece by piece); it may be freed (its memory reused
+by the compute stream) only when compute has waited for every reader.
+
+Parameters and gradients stay where they are, and actions name them by the unit (the embedding, a
+layer, the head) that they work on.  That is enough to hold kernels, gathers, reductions and updates
+of a unit to each other, in one step; which of its tensors they touch, and optimizer states, are
+held to the runtime's own storages by tests.
+"""
+
+from collections import defaultdict
+from collections.abc import Container
+
+from rematbench.program.action import (
+    HOST,
+    STREAM_INDEX,
+    STREAMS,
+    Action,
+    Kind,
+    gradient_buffer,
+    is_local,
+    tenant,
+)
+from rematbench.program.program import Program, RankProgram
+from rematbench.simulate.step import simulate
+
+Key = tuple[str, int, int]
+Unit = tuple[str, int]
+"""(part, chunk): one unit of a rank."""
+
+VectorClock = list[int]
+COMPUTE = STREAM_INDEX["compute"]
+REUSING = frozenset(STREAM_INDEX[name] for name in ("tp", "cp", "h2d"))
+"""Streams whose tensors take memory that compute freed; gathers and receives have their own."""
+BACKWARD = frozenset({Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+KERNELS = BACKWARD | {Kind.FORWARD, Kind.RECOMPUTE}
+
+
+class CheckError(ValueError):
+    """A program breaks a rule; the message names rank, action and tensor."""
+
+
+def check(program: Program) -> None:
+    """Raise CheckError on the first violation; DeadlockError if ranks wait for ever."""
+    for rank in program.ranks:
+        _RankCheck(rank).run()
+    simulate(program, lambda action, rank: 1.0)
+
+
+class _RankCheck:
+    """State of one rank's walk."""
+
+    def __init__(self, rank: RankProgram) -> None:
+        self.rank = rank
+        self.clocks: list[VectorClock] = [[0] * len(STREAMS) for _ in STREAMS]
+        self.events: dict[Key, VectorClock] = {}
+        self.local: dict[str, VectorClock] = {}
+        self.made: dict[Key, tuple[int, int, int]] = {}  # stream, ticks of its start and end
+        self.touched: dict[Key, list[tuple[int, int]]] = {}
+        self.slots: dict[str, set[Key]] = {}
+        self.states = _StateCheck(rank)
+        self.freed_at = 0  # tick of compute's last use of anything freed
+        self.where = ""
+
+    def run(self) -> None:
+        for index, micro_batch, chunk in self.rank.steps:
+            self.local = {}
+            block = self.rank.blocks[index]
+            for action in block.actions:
+                self.where = (
+                    f"rank {self.rank.rank} {block.label}{micro_batch}.{chunk} "
+                    f"{action.kind.value} {action.part}.{action.op}"
+                )
+                self._step(action, micro_batch, chunk)
+        if self.made:
+            name, micro_batch, chunk = next(iter(self.made))
+            raise CheckError(
+                f"rank {self.rank.rank}: {name} of {micro_batch}.{chunk} is never freed"
+            )
+
+    def _step(self, action: Action, micro_batch: int, chunk: int) -> None:
+        stream = STREAM_INDEX[action.stream]
+        clock = self.clocks[stream]
+        if action.wait:
+            self._merge(clock, action.wait, micro_batch, chunk)
+        if action.begin:  # a tick of its own, so that only who waited for it knows of it
+            clock[stream] += 1
+            self.local[action.begin] = clock.copy()
+        clock[stream] += 1
+        for name in action.reads:
+            self._read((name, micro_batch, chunk), stream, clock, action)
+        for alloc in action.allocs:
+            key = (alloc.name, micro_batch, chunk)
+            self._alloc(key, stream, clock, alloc.slot)
+            begun = clock[stream] - (1 if action.begin else 0)
+            self.made[key] = (stream, begun, clock[stream])
+        wrong = self.states.fault(action, micro_batch, chunk, clock, self.made)
+        if wrong:
+            raise CheckError(f"{self.where}: {wrong}")
+        for name in action.frees:
+            self._free((name, micro_batch, chunk))
+        if action.event:
+            self._record(action.event, micro_batch, chunk, clock)
+
+    def _merge(self, clock: VectorClock, event: str, micro_batch: int, chunk: int) -> None:
+        seen = self.local.get(event) or self.events.get((event, micro_batch, chunk))
+        if seen is None:
+            raise CheckError(f"{self.where}: waits for {event!r}, which nothing has recorded")
+        for index, value in enumerate(seen):
+            clock[index] = max(clock[index], value)
+
+    def _record(self, event: str, micro_batch: int, chunk: int, clock: VectorClock) -> None:
+        if is_local(event):
+            self.local[event] = clock.copy()
+        else:
+            self.events[(event, micro_batch, chunk)] = clock.copy()
+
+    def _read(self, key: Key, stream: int, clock: VectorClock, action: Action) -> None:
+        if key not in self.made:
+            raise CheckError(f"{self.where}: reads {key[0]}, which is not alive")
+        producer, begun, at = self.made[key]
+        pipelined = action.comm is not None or bool(action.beside)
+        if clock[producer] < (begun if pipelined else at):
+            raise CheckError(
+                f"{self.where}: reads {key[0]} before {STREAMS[producer]} is known to have made it"
+            )
+        self.touched[key].append((stream, clock[stream]))
+
+    def _alloc(self, key: Key, stream: int, clock: VectorClock, slot: str) -> None:
+        if key in self.made:
+            raise CheckError(f"{self.where}: allocates {key[0]}, which is alive")
+        if slot:
+            held = {k for k in self.slots.get(slot, set()) if k in self.made}
+            mine = (*key[1:], tenant(key[0], slot))
+            strangers = [k for k in held if (*k[1:], tenant(k[0], slot)) != mine]
+            if strangers:
+                raise CheckError(f"{self.where}: slot {slot} still holds {strangers[0][0]}")
+            self.slots[slot] = held | {key}
+        if stream in REUSING and clock[COMPUTE] < self.freed_at:
+            raise CheckError(
+                f"{self.where}: allocates {key[0]} where compute may still use what it frees"
+            )
+        self.touched[key] = [(stream, clock[stream])]
+
+    def _free(self, key: Key) -> None:
+        if key not in self.made:
+            raise CheckError(f"{self.where}: frees {key[0]}, which is not alive")
+        behind = self.clocks[COMPUTE]
+        for stream, at in self.touched[key]:
+            if stream == COMPUTE:
+                self.freed_at = max(self.freed_at, at)
+            if stream != COMPUTE and behind[stream] < at:
+                raise CheckError(
+                    f"{self.where}: frees {key[0]} while {STREAMS[stream]} may still use it"
+                )
+        del self.made[key]
+        del self.touched[key]
+
+
+class _Uses:
+    """When streams last read and wrote a unit's weights (or its gradients)."""
+
+    def __init__(self) -> None:
+        self.read: dict[int, int] = {}
+        self.wrote: dict[int, int] = {}
+
+    def add(self, stream: int, clock: VectorClock, *, write: bool) -> str:
+        """Note a use; the stream of an earlier one that may still go on, if it must not."""
+        earlier = [*self.wrote.items(), *(self.read.items() if write else ())]
+        (self.wrote if write else self.read)[stream] = clock[stream]
+        return next((STREAMS[other] for other, at in earlier if clock[other] < at), "")
+
+
+class _StateCheck:
+    """Weights and gradients of one rank's units: kernels read the weights, backward kernels add to
+    the gradients, then come reductions and exchanges, then the update, then gathers."""
+
+    def __init__(self, rank: RankProgram) -> None:
+        self.weights: dict[Unit, _Uses] = defaultdict(_Uses)
+        self.gradients: dict[Unit, _Uses] = defaultdict(_Uses)
+        self.passed: dict[Unit, int] = {}  # micro-batch of the latest backward
+        self.reduced: set[Unit] = set()
+        self.updated: set[Unit] = set()
+        actions = [action for block in rank.blocks for action in block.actions]
+        self.buffers = {alloc.name for action in actions for alloc in action.allocs}
+        self.weighted = {a.op for a in actions if f"{a.part}.parameters" in a.reads}
+        self.reduces = any(a.op == "gradients" and a.comm for a in actions)
+
+    def fault(
+        self,
+        action: Action,
+        micro_batch: int,
+        chunk: int,
+        clock: VectorClock,
+        alive: Container[Key],
+    ) -> str:
+        """What is wrong with an action on weights or gradients; empty if nothing is."""
+        stream, unit = STREAM_INDEX[action.stream], (action.part, chunk)
+        if action.kind in KERNELS:
+            words = self._unmet(action, micro_batch, chunk, alive)
+            return words or self._kernel(action.kind, unit, micro_batch, clock)
+        if action.kind is Kind.OPTIMIZER:
+            return self._update(unit, clock)
+        if action.op == "parameters":
+            return self._gather(unit, stream, clock, in_place=not action.allocs)
+        if action.op in ("gradients", "norm_gradients", "tied") and action.kind is not Kind.ALLOC:
+            units = self._exchanged(action, micro_batch, chunk)
+            return self._exchange(action.kind, units, stream, clock)
+        if action.op == "gradients":  # room for those of another micro-batch
+            self.reduced.discard(unit)
+        return ""
+
+    def _unmet(self, action: Action, micro_batch: int, chunk: int, alive: Container[Key]) -> str:
+        """Buffers that a kernel works on and that are not there.  One before its gather names no
+        buffer; the same operator elsewhere shows that it has weights."""
+        full, buffer = gradient_buffer(action.part), f"{action.part}.parameters"
+        transient = action.kind in BACKWARD and full in self.buffers
+        if transient and (full, micro_batch, chunk) not in alive:
+            return f"adds to {full}, which is not alive"
+        if action.op in self.weighted and buffer in self.buffers and buffer not in action.reads:
+            return f"uses weights of {action.part}, which are not gathered"
+        return ""
+
+    def _kernel(self, kind: Kind, unit: Unit, micro_batch: int, clock: VectorClock) -> str:
+        part, _ = unit
+        if unit in self.updated:
+            return f"uses weights of {part} after their update"
+        late = self.weights[unit].add(COMPUTE, clock, write=False)
+        if late:
+            return f"uses weights of {part} before {late} is known to have gathered them"
+        if kind not in BACKWARD:
+            return ""
+        self.passed[unit] = micro_batch
+        if unit in self.reduced:
+            return f"adds to gradients of {part} after their reduction"
+        late = self.gradients[unit].add(COMPUTE, clock, write=True)
+        return f"adds to gradients of {part} while {late} may still use them" if late else ""
+
+    def _gather(self, unit: Unit, stream: int, clock: VectorClock, *, in_place: bool) -> str:
+        """A unit's weights, or those of all the chunk's: into a buffer, or where kernels read."""
+        of_chunk = [one for one in self.weights if one[1] == unit[1]]
+        for one in [unit] if unit[0] else of_chunk:
+            late = self.weights[one].add(stream, clock, write=in_place)
+            if late:
+                return f"gathers weights of {one[0]} while {late} may still use them"
+        return ""
+
+    def _exchanged(self, action: Action, micro_batch: int, chunk: int) -> list[Unit]:
+        """Whose gradients: one or all units' (norms), the ends', the chunk's that are due (as the
+        runtime counts them: down to the one that is named)."""
+        if action.op == "norm_gradients":
+            return [(action.part, chunk)] if action.part else list(self.gradients)
+        if action.op == "tied":
+            return [unit for unit in self.gradients if unit[0] in ("E", "H")]
+        units = [unit for unit in self.gradients if unit[1] == chunk and unit not in self.reduced]
+        if action.part:
+            units = [unit for unit in units if self.passed.get(unit) == micro_batch]
+            units += [(action.part, chunk)] if (action.part, chunk) not in units else []
+        self.reduced.update(units)
+        return units
+
+    def _exchange(self, kind: Kind, units: list[Unit], stream: int, clock: VectorClock) -> str:
+        """Gradients, summed over ranks or sent to the pipeline's other end."""
+        for unit in units:
+            if unit in self.updated:
+                return f"exchanges gradients of {unit[0]} after their update"
+            late = self.gradients[unit].add(stream, clock, write=kind is not Kind.SEND)
+            if late and kind is not Kind.RECV:  # what arrives has room of its own
+                return f"exchanges gradients of {unit[0]} while {late} may still use them"
+        return ""
+
+    def _update(self, unit: Unit, clock: VectorClock) -> str:
+        for one in [unit] if unit[0] else list(self.weights):
+            if self.reduces and one in self.gradients and one not in self.reduced:
+                return f"updates {one[0]} with gradients that are not reduced"
+            late = self.gradients[one].add(COMPUTE, clock, write=True)  # they start again at zero
+            late = late or self.weights[one].add(COMPUTE, clock, write=True)
+            if late:
+                return f"updates {one[0]} while {late} may still use its weights or gradients"
+            self.updated.add(one)
+        return ""
+
+
+def host_tensors(program: Program) -> set[str]:
+    """Names of everything that ever lives on the host (for tests and tables)."""
+    return {
+        alloc.name
+        for rank in program.ranks
+        for block in rank.blocks
+        for action in block.actions
+        if action.kind is Kind.D2H
+        for alloc in action.allocs
+        if alloc.name.endswith(HOST)
+    }

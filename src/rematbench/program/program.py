@@ -1,0 +1,96 @@
+"""A lowered plan: per rank, blocks of actions and the order in which micro-batches go through them.
+
+A rank's program is the list of its actions in host issue order.  It is stored compressed: a step
+names a block (a list of actions shared by all micro-batches of the same kind) and the micro-batch
+and chunk it is run for; `actions()` expands it.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from rematbench.program.action import Action, from_text, to_text
+
+
+class Step(NamedTuple):
+    """Run one block for one (micro-batch, chunk)."""
+
+    block: int
+    micro_batch: int
+    chunk: int
+
+
+class Block(Struct, frozen=True, gc=False):
+    """Actions issued together; `label` says what they are (F, B, D2H, RECV, ...)."""
+
+    label: str
+    actions: tuple[Action, ...]
+
+
+class RankProgram(Struct, frozen=True, kw_only=True):
+    """All actions of one pipeline rank in issue order."""
+
+    rank: int
+    blocks: tuple[Block, ...]
+    steps: tuple[Step, ...]
+
+    def actions(self) -> Iterator[tuple[Action, int, int]]:
+        """(action, micro-batch, chunk) in host issue order."""
+        for step in self.steps:
+            for action in self.blocks[step.block].actions:
+                yield action, step.micro_batch, step.chunk
+
+    def text(self) -> str:
+        """The rank's program as lines that diff (and parse back): `block F`, then its actions."""
+        lines: list[str] = []
+        for index, micro_batch, chunk in self.steps:
+            block = self.blocks[index]
+            lines.append(f"block {block.label}")
+            lines += [to_text(action, micro_batch, chunk) for action in block.actions]
+        return "\n".join(lines) + "\n"
+
+
+class Program(Struct, frozen=True, kw_only=True):
+    """One program per pipeline rank; `virtual(rank, chunk)` = chunk x pp + rank."""
+
+    ranks: tuple[RankProgram, ...]
+
+    @property
+    def pp(self) -> int:
+        """Pipeline ranks."""
+        return len(self.ranks)
+
+    def num_actions(self) -> int:
+        """Actions in all, expanded."""
+        return sum(
+            len(rank.blocks[step.block].actions) for rank in self.ranks for step in rank.steps
+        )
+
+    def text(self) -> str:
+        """All ranks, each under a `rank N` line."""
+        return "".join(f"rank {r.rank}\n{r.text()}" for r in self.ranks)
+
+
+def parse_program(text: str) -> Program:
+    """Read `Program.text` back; equal blocks are one block, as `lower` writes them."""
+    return Program(
+        ranks=tuple(
+            _parse_rank(number, re.split(r"^block ", words, flags=re.M)[1:])
+            for number, words in enumerate(re.split(r"^rank \d+\n", text, flags=re.M)[1:])
+        )
+    )
+
+
+def _parse_rank(rank: int, texts: list[str]) -> RankProgram:
+    blocks: dict[Block, int] = {}
+    steps: list[Step] = []
+    for text in texts:
+        label, *lines = text.splitlines()
+        items = [from_text(line) for line in lines]
+        if len({item[1:] for item in items}) != 1:
+            raise ValueError(f"block {label} must hold actions of one (micro-batch, chunk)")
+        block = Block(label, tuple(action for action, _, _ in items))
+        steps.append(Step(blocks.setdefault(block, len(blocks)), *items[0][1:]))
+    return RankProgram(rank=rank, blocks=tuple(blocks), steps=tuple(steps))

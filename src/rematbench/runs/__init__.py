@@ -1,0 +1,1 @@
+"""Runs as data: suites, records, the store of finished cells, and which code made them."""

@@ -1,0 +1,182 @@
+"""Records -> runs.csv (one line per run), measurements.csv (tidy) and the table of methods."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rematbench.plugins.registry import IDENTITY
+from rematbench.runs.record import Metrics, Record, read_record
+from rematbench.runs.suite import label_key
+from rematbench.simulate.evaluate import RankBytes
+from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
+
+UNITS = {
+    "step_s": "s",
+    "tokens_per_s_per_gpu": "tokens/s",
+    "mfu_causal": "fraction",
+    "mfu_dense": "fraction",
+    "hfu": "fraction",
+    "recompute_flop": "FLOP",
+}
+"""Units of metrics; everything else is bytes."""
+
+Line = dict[str, Any]
+
+
+def read_records(folders: Iterable[Path]) -> list[tuple[str, Record]]:
+    """(problem name, record) of every record file below some folders, in a stable order."""
+    paths = sorted(path for folder in folders for path in folder.rglob("*.json"))
+    return [(path.name.split(".")[0], read_record(path)) for path in paths]
+
+
+def run_lines(records: Sequence[tuple[str, Record]]) -> list[Line]:
+    """runs.csv: what was asked, the status, and the median-free first measured repeat."""
+    return [_run_line(problem, record) for problem, record in records]
+
+
+def _run_line(problem: str, record: Record) -> Line:
+    spec = record.spec
+    head: Line = {
+        "run_id": record.run_id,
+        "problem": problem,
+        "world": spec.world,
+        "method": spec.method,
+        "parameters": msgspec.json.encode(spec.parameters, order="sorted").decode(),
+        "model": spec.model.name,
+        "cluster": spec.cluster,
+        "system": spec.system,
+        "gpus": spec.layout.gpus,
+        "seq_len": spec.seq_len,
+        "precision": spec.precision,
+        "attention": spec.attention,
+    }
+    layout = msgspec.structs.asdict(spec.layout)
+    result: Line = {
+        "status": record.status,
+        "reason": record.reason,
+        "plan_hash": record.plan_hash,
+        "headroom_bytes": _blank(record.headroom_bytes),
+        "host_headroom_bytes": _blank(record.host_headroom_bytes),
+        "binds": record.binds,
+        "rematbench": record.provenance.rematbench,
+        "calibration_hash": spec.calibration_hash,
+    }
+    return head | layout | result | _speed(record)
+
+
+def _speed(record: Record) -> Line:
+    """The first measured repeat's numbers (a simulated run has one)."""
+    measured = [repeat for repeat in record.repeats if not repeat.warmup]
+    if not measured:
+        return {}
+    return {key: value for key, value in _metrics(measured[0]).items() if key != "warmup"}
+
+
+def _metrics(metrics: Metrics) -> Line:
+    return msgspec.structs.asdict(metrics)
+
+
+def _blank(value: int | None) -> int | str:
+    return "" if value is None else value
+
+
+def measurement_lines(records: Sequence[tuple[str, Record]]) -> list[Line]:
+    """measurements.csv: one number per line, with its run, repeat, rank and unit."""
+    lines: list[Line] = []
+    for _, record in records:
+        for number, repeat in enumerate(record.repeats):
+            values = _metrics(repeat)
+            warmup = values.pop("warmup")
+            lines += [
+                _measurement(record, metric, value, repeat=number, warmup=warmup)
+                for metric, value in values.items()
+            ]
+        for rank, parts in enumerate(record.ranks):
+            lines += [
+                _measurement(record, f"rank_{part}_bytes", value, rank=rank)
+                for part, value in _parts(parts).items()
+            ]
+    return lines
+
+
+def _parts(parts: RankBytes) -> dict[str, int]:
+    values = msgspec.structs.asdict(parts)
+    del values["peak_step"]  # an index, not a measurement
+    return values
+
+
+def _measurement(record: Record, metric: str, value: float, **where: Any) -> Line:
+    return {
+        "run_id": record.run_id,
+        "repeat": where.get("repeat", 0),
+        "warmup": where.get("warmup", False),
+        "rank": where.get("rank", ""),
+        "metric": metric,
+        "value": value,
+        "unit": UNITS.get(metric, "bytes"),
+    }
+
+
+def method_table(records: Sequence[tuple[str, Record]], labels: Mapping[str, str]) -> Table:
+    """Every method on every problem at the same layout: verdict, speed, bytes, what it frees."""
+    rows: list[Line] = []
+    base = {problem: record for problem, record in records if record.spec.method == IDENTITY}
+    for problem, record in records:
+        rows.append(_method_line(problem, record, base.get(problem), labels))
+    order = list(dict.fromkeys(row["problem"] for row in rows))
+    rows.sort(key=lambda row: (order.index(row["problem"]), RANKS[row["status"]], row["slow"]))
+    return Table(
+        name="methods",
+        title="Methods at the same layout (simulated)",
+        columns=(
+            Column("problem", "problem"),
+            Column("label", "method"),
+            Column("status", "verdict"),
+            Column("step_s", "step s", fixed(3)),
+            Column("tokens_per_s_per_gpu", "tokens/s/GPU", whole),
+            Column("mfu_causal", "MFU causal %", percent),
+            Column("mfu_dense", "MFU dense %", percent),
+            Column("hfu", "HFU %", percent),
+            Column("peak_device_bytes", "peak GiB", gib),
+            Column("headroom_bytes", "headroom GiB", gib),
+            Column("freed_bytes", "freed GiB", gib),
+            Column("slowdown", "step against keep_all %", signed_percent),
+            Column("host_node_bytes", "pinned GiB/node", gib),
+            Column("remark", "remark"),
+        ),
+        rows=tuple(rows),
+        note="World: simulated. One layout per problem isolates the method; it is not each "
+        "method's best layout. freed: largest device peak less than keep_all's. A plan that does "
+        "not fit shows the speed it would have if it did.",
+    )
+
+
+RANKS = {"ok": 0, "oom": 1, "unsupported": 2, "failed": 3}
+
+
+def _method_line(
+    problem: str, record: Record, base: Record | None, labels: Mapping[str, str]
+) -> Line:
+    spec = record.spec
+    key = label_key(spec.method, spec.parameters)
+    line: Line = {
+        "problem": problem,
+        "label": labels.get(key, spec.method),
+        "method": spec.method,
+        "status": record.status,
+        "headroom_bytes": record.headroom_bytes,
+        "slow": float("inf"),
+        "remark": record.reason if record.status in ("unsupported", "failed") else "",
+    }
+    if not record.repeats:
+        return line
+    own = record.repeats[0]
+    line |= _metrics(own) | {"slow": own.step_s}
+    if base is not None and base.repeats:
+        line["freed_bytes"] = base.repeats[0].peak_device_bytes - own.peak_device_bytes
+        line["slowdown"] = own.step_s / base.repeats[0].step_s - 1
+        if record.plan_hash == base.plan_hash and spec.method != IDENTITY:
+            line["remark"] = f"no-op: the same plan as {IDENTITY}"
+    return line

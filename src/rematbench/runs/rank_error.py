@@ -1,0 +1,97 @@
+"""What a failing rank leaves beside the record: the record's own rank may only know that a peer
+left, and which of several ranks failed first is not in any exit code."""
+
+import signal
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.runs.store import write_atomically
+
+Recorded = Literal["ok", "oom", "unsupported", "failed"]
+"""A record's statuses (`suite.Status`, which the runtime, a user of this module, lies below)."""
+
+NO_MEETING = "set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)"
+KILLED = "a process got signal 9: host memory, as far as can be known"
+ABORTED = ": aborted, as NCCL's watchdog does when a collective fails or takes too long"
+LOST_PEER = ("onnection", "imed out", "imeout")
+"""Words of an error that has its cause in another process."""
+
+
+class RankError(Struct, frozen=True):
+    """A status (`failed`, `oom`, `nan`) and one line of why."""
+
+    status: str
+    reason: str
+
+    @property
+    def is_secondhand(self) -> bool:
+        """Whether it only tells that another rank has gone."""
+        return any(word in self.reason for word in LOST_PEER)
+
+
+def of_exit(code: int | None) -> RankError | None:
+    """What the exit code of a process tells that could leave no word: that it was killed."""
+    return RankError("oom", KILLED) if code == -signal.SIGKILL else None
+
+
+def of_exits(codes: Sequence[int | None]) -> RankError:
+    """What the exit codes of a job's ranks tell, some of which failed: first who was killed."""
+    dead = [(rank, code) for rank, code in enumerate(codes) if code]
+    for rank, code in dead:
+        killed = of_exit(code)
+        if killed is not None:
+            return RankError(killed.status, f"rank {rank}: {killed.reason}")
+    rank, code = dead[0]
+    why = ABORTED if code == -signal.SIGABRT else ""
+    return RankError("failed", f"rank {rank} ended with exit code {code}{why}")
+
+
+def of_job(left: Iterable[Path], failure: RankError) -> RankError:
+    """The first cause among what ranks left (files of a status, a reason and more) and who was
+    killed before it could, else what is seen from outside."""
+    seen = [failure] if failure.status == "oom" else []
+    return first_cause([*_read(left), *seen]) or failure
+
+
+def recorded(status: str, reason: str) -> tuple[Recorded, str]:
+    """A status and a reason as a record has them, which knows fewer: NaN and timeouts are failures
+    that say so."""
+    if status in ("nan", "timeout"):
+        return "failed", f"{status}: {reason}"
+    return msgspec.convert(status, Recorded), reason
+
+
+def of_record(status: str, reason: str) -> RankError:
+    """What a record that is not ok tells of its rank; NaN by its own name again."""
+    kind, _, rest = reason.partition("nan: ")
+    return RankError("nan", rest) if not kind and rest else RankError(status, reason)
+
+
+def note(record: Path, rank: int, error: RankError) -> None:
+    """Leave a rank's error beside the record it was to take part in."""
+    text = f"{error.status}\n{' '.join(error.reason.split())}\n"
+    write_atomically(_path(record, str(rank)), text.encode())
+
+
+def noted(record: Path, since: float = 0.0) -> list[RankError]:
+    """Every rank's error by rank, of those left after `since` (seconds of the epoch)."""
+    paths = sorted(record.parent.glob(_path(record, "*").name))
+    paths = [path for path in paths if path.stat().st_mtime >= since]
+    return _read(paths)
+
+
+def _read(paths: Iterable[Path]) -> list[RankError]:
+    return [RankError(*path.read_text(encoding="utf-8").splitlines()[:2]) for path in paths]
+
+
+def first_cause(errors: Iterable[RankError]) -> RankError | None:
+    """The error that most probably was the first: one that does not speak of another's end."""
+    return min(errors, key=lambda error: error.is_secondhand, default=None)
+
+
+def _path(record: Path, rank: str) -> Path:
+    return record.with_name(f"{record.name}.error.{rank}")

@@ -1,0 +1,278 @@
+"""One run as data: what was asked (RunSpec), what came of it (Record), as JSON files.
+
+All worlds write the same Record: `published` numbers are transcribed, `simulated` ones come from
+the event simulator, `traced` and `executed` ones from the real code.
+"""
+
+import datetime
+import hashlib
+import platform
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+import rematbench
+from rematbench.choose.outcome import Outcome, Status
+from rematbench.cost.constants import Calibration
+from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.fates import PHASES, resolve
+from rematbench.plan import Plan
+from rematbench.plugins.registry import Composition
+from rematbench.problem import AttentionKind, Problem
+from rematbench.runs.measured import Measured
+from rematbench.runs.store import write_atomically
+from rematbench.simulate.evaluate import RankBytes
+from rematbench.spec.layout import Layout
+from rematbench.workload import Model, Precision
+
+World = Literal["published", "simulated", "traced", "executed"]
+HASH_DIGITS = 16
+
+
+class RecordError(ValueError):
+    """A record file cannot be read; the message is one line with its path."""
+
+
+class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One method with its parameters on one problem.
+
+    Cluster, system and calibration are named and pinned by the hash of their content, so that a
+    changed constant is another run.
+    """
+
+    method: str
+    parameters: dict[str, dict[str, Any]]
+    model: Model
+    cluster: str
+    cluster_hash: str
+    system: str
+    system_hash: str
+    calibration_hash: str
+    layout: Layout
+    seq_len: int
+    precision: Precision
+    attention: AttentionKind
+    world: World = "simulated"
+
+    @property
+    def run_id(self) -> str:
+        """Hash of the canonical JSON."""
+        return content_hash(self)
+
+
+class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where and when a record was made, by which code and constants; traced and executed ones also
+    name torch, the device, and how many ranks each host had, and a training run on text a hash of
+    it (the standard library's sources are those of a Python version)."""
+
+    rematbench: str
+    python: str
+    platform: str
+    written: str
+    calibration_date: str = ""
+    calibration_hash: str = ""
+    torch: str = ""
+    device: str = ""
+    ranks_per_host: tuple[int, ...] = ()
+    text: str = ""
+
+
+class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Numbers of one repeat.  Seconds, bytes, FLOPs; MFU and HFU are fractions; `warmup` repeats
+    are kept apart from the measured ones."""
+
+    step_s: float
+    tokens_per_s_per_gpu: float
+    mfu_causal: float
+    mfu_dense: float
+    hfu: float
+    peak_device_bytes: int
+    peak_host_bytes: int
+    host_node_bytes: int
+    recompute_flop: float
+    offload_bytes: int
+    warmup: bool = False
+
+
+class Observed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a foreign package showed, traced or executed.  Lists of ranks are in rank order; a
+    traced run has the one rank it followed.  (`Measured` is of our own executor: its bytes stand
+    beside the ledger's after every action, which a package without actions cannot have.)
+
+    `label` is what a table may call the run; `stack` its packages by version; `shim` the parts of
+    our shim that were active; `kernels` which kernels stood where the package offers a choice.
+    `activation_peak_bytes`: live storages that are not states, at their largest in the first step;
+    `host_peak_bytes` those of the host; `state_bytes`: parameters, gradients, optimizer on the
+    device; `host_state_bytes` those on the host (empty: none).
+    `losses` and `gradient_norms` (by parameter, before the update) are of every observed step.
+    On GPUs only: `step_s`, every timed step's seconds by rank, after `warmup_steps` others (the
+    observed ones among them), and the peaks of torch's allocators, on the device and pinned on the
+    host, over the timed steps.
+    """
+
+    label: str
+    stack: dict[str, str]
+    shim: tuple[str, ...] = ()
+    kernels: dict[str, str] = {}
+    device: str = "cpu"
+    backend: str = ""
+    losses: tuple[float, ...] = ()
+    gradient_norms: tuple[dict[str, float], ...] = ()
+    traced_ranks: tuple[int, ...] = ()
+    activation_peak_bytes: tuple[int, ...] = ()
+    host_peak_bytes: tuple[int, ...] = ()
+    state_bytes: tuple[int, ...] = ()
+    host_state_bytes: tuple[int, ...] = ()
+    allocated_bytes: tuple[int, ...] = ()
+    reserved_bytes: tuple[int, ...] = ()
+    pinned_bytes: tuple[int, ...] = ()
+    step_s: tuple[tuple[float, ...], ...] = ()
+    warmup_steps: int = 0
+
+    @property
+    def slowest_s(self) -> tuple[float, ...]:
+        """Seconds of the slowest rank in each timed step."""
+        return tuple(max(times) for times in zip(*self.step_s, strict=True))
+
+    @property
+    def gradient_norm(self) -> tuple[float, ...]:
+        """The norm of each step's whole gradient."""
+        return tuple(sum(v * v for v in norms.values()) ** 0.5 for norms in self.gradient_norms)
+
+
+class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The outcome of a run.  OOM and Unsupported are results: never a missing record."""
+
+    run_id: str
+    spec: RunSpec
+    status: Status
+    reason: str = ""
+    plan_hash: str = ""
+    plan: Plan | None = None
+    repeats: tuple[Metrics, ...] = ()
+    ranks: tuple[RankBytes, ...] = ()
+    headroom_bytes: int | None = None
+    host_headroom_bytes: int | None = None
+    binds: str = ""
+    measured: Measured | None = None
+    observed: Observed | None = None
+    provenance: Provenance
+
+    @property
+    def world(self) -> World:
+        """Which world the numbers come from."""
+        return self.spec.world
+
+
+def content_hash(value: object) -> str:
+    """Short SHA-256 of a value's canonical JSON (keys sorted)."""
+    text = msgspec.json.encode(value, order="sorted")
+    return hashlib.sha256(text).hexdigest()[:HASH_DIGITS]
+
+
+def plan_hash(problem: Problem, plan: Plan) -> str:
+    """Hash of the resolved plan: the fate of every site in bytes, partition, order, states and
+    transfers.  Plans that differ in words but not in deeds hash alike."""
+    table = []
+    for rank, chunks in enumerate(plan.partition):
+        for chunk, layers in enumerate(chunks):
+            sites = ChunkOps(problem, rank, chunk, layers).sites
+            for phase in PHASES:
+                fates, _ = resolve(plan, sites, phase, 0)
+                table.append([[*site, fate] for site, fate in fates.items()])
+    windows = [rule for rule in plan.rules if rule.select.micro_batches is not None]
+    rest = msgspec.structs.replace(plan, rules=tuple(windows), fit={})
+    return content_hash([table, rest])
+
+
+def run_spec(problem: Problem, method: Composition, world: World = "simulated") -> RunSpec:
+    """What is asked of a problem."""
+    work = problem.workload
+    return RunSpec(
+        method=method.name,
+        parameters=method.parameters,
+        model=work.model,
+        cluster=problem.cluster.name,
+        cluster_hash=content_hash(problem.cluster),
+        system=problem.system.name,
+        system_hash=content_hash(problem.system),
+        calibration_hash=content_hash(problem.calibration),
+        layout=problem.layout,
+        seq_len=work.seq_len,
+        precision=work.precision,
+        attention=problem.attention,
+        world=world,
+    )
+
+
+def provenance(calibration: Calibration | None = None) -> Provenance:
+    """This interpreter, this code, now."""
+    return Provenance(
+        rematbench=rematbench.__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        calibration_date=calibration.date if calibration else "",
+        calibration_hash=content_hash(calibration) if calibration else "",
+    )
+
+
+def make_record(
+    problem: Problem, method: Composition, outcome: Outcome, asked: Problem | None = None
+) -> Record:
+    """The record of a simulated run; `asked`: the problem that was asked for, where a package's own
+    (baselines/stack.py) was simulated in its place."""
+    spec = run_spec(asked or problem, method)
+    evaluation, verdict = outcome.evaluation, outcome.verdict
+    repeats: tuple[Metrics, ...] = ()
+    if evaluation is not None:
+        repeats = (
+            Metrics(
+                step_s=evaluation.step_s,
+                tokens_per_s_per_gpu=evaluation.tokens_per_s_per_gpu,
+                mfu_causal=evaluation.mfu_causal,
+                mfu_dense=evaluation.mfu_dense,
+                hfu=evaluation.hfu,
+                peak_device_bytes=max(evaluation.peak_device_bytes),
+                peak_host_bytes=max(evaluation.peak_host_bytes),
+                host_node_bytes=evaluation.host_node_bytes,
+                recompute_flop=evaluation.recompute_flop,
+                offload_bytes=evaluation.offload_bytes,
+            ),
+        )
+    return Record(
+        run_id=spec.run_id,
+        spec=spec,
+        status=outcome.status,
+        reason=outcome.reason,
+        plan_hash=plan_hash(problem, outcome.plan) if outcome.plan else "",
+        plan=outcome.plan,
+        repeats=repeats,
+        ranks=evaluation.ranks if evaluation else (),
+        headroom_bytes=verdict.headroom_bytes if verdict else None,
+        host_headroom_bytes=verdict.host_headroom_bytes if verdict else None,
+        binds=verdict.binds if verdict else "",
+        provenance=provenance(problem.calibration),
+    )
+
+
+def write_record(record: Record, path: Path) -> None:
+    """Write to a temporary name in the same folder, then rename: no reader sees half a file."""
+    write_atomically(path, encode_record(record))
+
+
+def encode_record(record: Record) -> bytes:
+    """As written: sorted JSON that a person can read."""
+    return msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=1) + b"\n"
+
+
+def read_record(path: Path) -> Record:
+    """The record of a file; RecordError with its path for anything else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Record)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise RecordError(f"{path}: not a record: {error}") from error

@@ -1,0 +1,97 @@
+"""A record back into its problem and plan, to look closer: stages, timeline."""
+
+from msgspec import Struct
+
+from rematbench.choose.outcome import make_problem, reserved_bytes
+from rematbench.lowering.lower import lower
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.program.program import Program
+from rematbench.runs.record import Record, RecordError, content_hash
+from rematbench.simulate.evaluate import PlanEvaluation, evaluate_program
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import load_cluster, load_system
+from rematbench.spec.system import System
+from rematbench.tables.table import GIB
+
+
+class Replay(Struct, frozen=True, kw_only=True):
+    """A run evaluated again from its record; `intervals` only when they were asked for."""
+
+    title: str
+    problem: Problem
+    plan: Plan
+    program: Program
+    evaluation: PlanEvaluation
+
+
+def replay(record: Record, *, cluster: str = "", timeline: bool = False) -> Replay:
+    """Evaluate a record's plan again; RecordError when it has none, or the inputs have changed.
+    `cluster` is the file of a cluster that config/ does not have."""
+    if record.plan is None:
+        raise RecordError(f"run {record.run_id} has no plan ({record.status}: {record.reason})")
+    problem = recorded_problem(record, cluster)
+    return replay_plan(problem, record.plan, record.spec.method, timeline=timeline)
+
+
+def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = False) -> Replay:
+    """Lower and evaluate a plan, at op level with the timeline when asked."""
+    program = lower(plan, problem)
+    evaluation = evaluate_program(problem, plan, program, record=timeline)
+    work, alpha = problem.workload, plan.fit.get("alpha")
+    over = reserved_bytes(problem, program, evaluation.ranks) - problem.cluster.usable_bytes
+    words = (
+        method if alpha is None else f"{method} alpha {float(alpha):.3g}",
+        work.model.name,
+        f"{work.seq_len:,} tokens",
+        f"{problem.layout.gpus} x {problem.cluster.gpu}",
+        f"does not fit by {over / GIB:.1f} GiB" if over > 0 else "",
+    )
+    return Replay(
+        title=", ".join(word for word in words if word),
+        problem=problem,
+        plan=plan,
+        program=program,
+        evaluation=evaluation,
+    )
+
+
+def recorded_problem(record: Record, cluster: str = "") -> Problem:
+    """The problem of a record, from the same cluster, system and constants."""
+    spec = record.spec
+    problem = make_problem(
+        model=spec.model,
+        cluster=_cluster(record, cluster or record.spec.cluster),
+        system=_system(record),
+        layout=spec.layout,
+        seq_len=spec.seq_len,
+        precision=spec.precision,
+        attention=spec.attention,
+    )
+    if content_hash(problem.calibration) != spec.calibration_hash:
+        _changed(record, "the constants of config/calibration.yaml have")
+    return problem
+
+
+def _cluster(record: Record, name: str) -> Cluster:
+    try:
+        cluster = load_cluster(name)
+    except ConfigError as error:
+        raise RecordError(f"run {record.run_id}: {error}; give its file by --cluster") from error
+    if content_hash(cluster) != record.spec.cluster_hash:
+        _changed(record, f"cluster {cluster.name} has")
+    return cluster
+
+
+def _system(record: Record) -> System:
+    system = load_system(record.spec.system)
+    if content_hash(system) != record.spec.system_hash:
+        _changed(record, f"system {system.name} has")
+    return system
+
+
+def _changed(record: Record, what: str) -> None:
+    raise RecordError(
+        f"run {record.run_id} cannot be replayed: {what} changed since; simulate it again"
+    )

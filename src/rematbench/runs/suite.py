@@ -1,0 +1,207 @@
+"""A suite file: problems, and the methods to run on each of them; one bundle per method."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from rematbench.choose.outcome import make_problem, run_method
+from rematbench.matrix.spec import MatrixSpec
+from rematbench.plugins.registry import Composition, Registry, Value
+from rematbench.problem import AttentionKind, Problem
+from rematbench.runs.digests import code_digest, method_digest
+from rematbench.runs.record import (
+    Record,
+    content_hash,
+    encode_record,
+    make_record,
+    read_record,
+    run_spec,
+    write_record,
+)
+from rematbench.runs.store import Store
+from rematbench.spec.configfile import (
+    ConfigError,
+    closest,
+    convert,
+    read_mapping,
+    require_known,
+    require_unique,
+)
+from rematbench.spec.layout import Layout, LayoutError, ZeroStage
+from rematbench.spec.load import load_cluster
+from rematbench.workload import PositiveInt, Precision
+
+
+class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One problem by names; `dp` is derived from `gpus`.  `why` says what it stands for;
+    `hbm_bytes` is a device's memory where it is not the cluster's."""
+
+    name: str
+    why: str
+    model: str
+    cluster: str
+    system: str
+    gpus: PositiveInt
+    seq_len: PositiveInt
+    global_batch: PositiveInt
+    micro_batch: PositiveInt = 1
+    tp: PositiveInt = 1
+    sp: bool = True
+    cp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1
+    ulysses: PositiveInt = 1
+    zero_stage: ZeroStage = 1
+    precision: Precision = "bf16"
+    attention: AttentionKind = "flash"
+    hbm_bytes: PositiveInt | None = None
+
+    def problem(self) -> Problem:
+        """The problem; ConfigError where its layout breaks a rule."""
+        ranks = self.tp * self.cp * self.pp
+        if self.gpus % ranks:
+            text = f"gpus {self.gpus} must be a multiple of tp x cp x pp = {ranks}"
+            raise ConfigError("", self.name, text)
+        layout = Layout(
+            tp=self.tp,
+            sp=self.sp and self.tp > 1,
+            cp=self.cp,
+            pp=self.pp,
+            vpp=self.vpp,
+            dp=self.gpus // ranks,
+            ulysses=self.ulysses,
+            zero_stage=self.zero_stage,
+            micro_batch=self.micro_batch,
+            global_batch=self.global_batch,
+        )
+        cluster = load_cluster(self.cluster)
+        if self.hbm_bytes is not None:
+            cluster = msgspec.structs.replace(cluster, hbm_bytes=self.hbm_bytes)
+        try:
+            return make_problem(
+                model=self.model,
+                cluster=cluster,
+                system=self.system,
+                layout=layout,
+                seq_len=self.seq_len,
+                precision=self.precision,
+                attention=self.attention,
+            )
+        except LayoutError as error:
+            raise ConfigError("", self.name, str(error)) from error
+
+
+class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A composed method, or a method with parameters of its own; on all problems or some."""
+
+    method: str
+    name: str = ""
+    settings: dict[str, Any] = {}
+    problems: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """How tables call it: its name, or the method with its settings."""
+        settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
+        return self.name or (f"{self.method} ({settings})" if settings else self.method)
+
+
+class Suite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every discovered method runs on every problem, and so do the `variants`; `matrix` is the
+    table of models x lengths x clusters, where a suite has one."""
+
+    problems: tuple[ProblemSpec, ...]
+    variants: tuple[Variant, ...] = ()
+    matrix: MatrixSpec | None = None
+
+
+def check_names(names: Sequence[str], variants: Sequence[Variant], label: str) -> None:
+    """ConfigError if two problems have one name, or a variant asks for a problem that is none."""
+    require_unique(names, label, "problems")
+    for variant in variants:
+        require_known(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
+
+
+def load_suite(path: Path) -> Suite:
+    """A suite from YAML; an unknown key or a wrong type is an error with its path."""
+    label = str(path)
+    suite = convert(read_mapping(path, label), Suite, label)
+    check_names([problem.name for problem in suite.problems], suite.variants, label)
+    for problem in suite.matrix.problems() if suite.matrix else ():
+        raise ConfigError(label, "matrix", problem)
+    return suite
+
+
+def bundles(suite: Suite, registry: Registry) -> dict[str, list[Variant]]:
+    """What to run by bundle (a method or `a+b`): every method alone, then the variants."""
+    found = {name: [Variant(method=name)] for name in registry.methods}
+    for variant in suite.variants:
+        found.setdefault(variant.method, []).append(variant)
+    return found
+
+
+def run_bundle(
+    suite: Suite, method: str, registry: Registry, folder: Path, store: Store | None = None
+) -> list[Record]:
+    """Run one bundle on every problem; a record each, written under `folder`.
+
+    With a `store`, a run that is finished there by the same code is taken from it, and two
+    processes never run one at once.
+    """
+    known = bundles(suite, registry)
+    if method not in known:
+        hint = closest(method, known)
+        text = f"{method!r} is no bundle of this suite{hint} (known: {', '.join(known)})"
+        raise ConfigError("", "method", text)
+    records = []
+    for spec in suite.problems:
+        problem = spec.problem()
+        for number, variant in enumerate(known[method]):
+            if variant.problems and spec.name not in variant.problems:
+                continue
+            record = _from_store(store, problem, variant, registry, spec.name)
+            write_record(record, folder / f"{spec.name}.{number}.json")
+            records.append(record)
+    return records
+
+
+def _from_store(
+    store: Store | None, problem: Problem, variant: Variant, registry: Registry, name: str
+) -> Record:
+    """A variant's record, finished earlier or run now."""
+    if store is None:
+        return run_variant(problem, variant, registry)
+    method = registry.resolve(variant.method, dict(variant.settings))
+    origins = [registry.methods[part].origin for part in variant.method.split("+")]
+    code = [code_digest("simulated"), method_digest(origins)]
+    key = f"{name}.{variant.method}.{content_hash([run_spec(problem, method), code])}"
+    lease = store.claim(key)
+    if lease is not None:
+        store.commit(lease, encode_record(run_variant(problem, variant, registry)))
+    return read_record(store.path(key))
+
+
+def run_variant(problem: Problem, variant: Variant, registry: Registry) -> Record:
+    """One record; the label of the variant is the record's."""
+    settings: dict[str, Value] = dict(variant.settings)
+    method: Composition = registry.resolve(variant.method, settings)
+    return make_record(problem, method, run_method(problem, method))
+
+
+def labels(suite: Suite, registry: Registry) -> dict[str, str]:
+    """Canonical parameters of a variant -> how tables call it."""
+    found = {}
+    for variants in bundles(suite, registry).values():
+        for variant in variants:
+            settings: dict[str, Value] = dict(variant.settings)
+            method = registry.resolve(variant.method, settings)
+            found[label_key(method.name, method.parameters)] = variant.label
+    return found
+
+
+def label_key(method: str, parameters: dict[str, dict[str, Any]]) -> str:
+    """Method and parameters as one text."""
+    return method + msgspec.json.encode(parameters, order="sorted").decode()

@@ -1,0 +1,1 @@
+"""Seconds: actions at op level or as (max, +) chunks, and where a step's time goes."""

@@ -1,0 +1,100 @@
+"""Where a step's time goes: compute, recomputation, the pipeline's bubble, what copies and
+communication add.
+
+`exposed` means lost: the step less the same program's step with those actions taking no time (and
+kernels beside them not slowed).  They are taken away one after the other, so the parts add up to
+the step; what remains is the busiest rank's compute and that rank's idle time, the bubble.
+"""
+
+from collections import Counter
+from collections.abc import Hashable
+from math import fsum
+
+from msgspec.structs import replace
+
+from rematbench.problem import Problem
+from rematbench.program.action import Action, Kind
+from rematbench.program.program import Program
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.seconds import action_seconds
+from rematbench.simulate.step import RankedSeconds, Seconds, Simulation
+
+TRAFFIC: dict[str, frozenset[str]] = {
+    "copies": frozenset({"d2h", "h2d"}),
+    "pp": frozenset({"pp_send", "pp_recv"}),
+    "dp": frozenset({"dp"}),
+    "cp": frozenset({"cp"}),
+    "tp": frozenset({"tp"}),
+}
+"""Streams by what they carry, in the order they are taken away: what a method adds first."""
+
+PARTS = ("compute", "recompute", "bubble", *TRAFFIC)
+
+
+def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, float]:
+    """Seconds of the step by PARTS; they add up to `step_s`, the program's chunk-level step."""
+    seconds = action_seconds(problem)
+    spared: frozenset[str] = frozenset()
+    found: dict[str, float] = {}
+    before, simulation = step_s, None
+    for name, streams in TRAFFIC.items():
+        if not any(_uses(program, stream) for stream in streams):
+            found[name] = 0.0
+            continue
+        spared |= streams
+        simulation = simulate_chunks(program, Spared(seconds, spared))
+        found[name] = before - simulation.step_s
+        before = simulation.step_s
+    left = Spared(seconds, spared)
+    alone = simulation or simulate_chunks(program, left)
+    busy, rank = busiest(alone)
+    again = _recompute_s(program, rank, left)
+    return {"compute": busy - again, "recompute": again, "bubble": before - busy, **found}
+
+
+class Spared:
+    """The costs of a machine whose traffic on some streams takes no time and slows nothing."""
+
+    def __init__(self, seconds: RankedSeconds, streams: frozenset[str]) -> None:
+        self.seconds, self.streams = seconds, streams
+
+    def __call__(self, action: Action, rank: int) -> float:
+        """Seconds on the action's stream."""
+        if action.stream in self.streams:
+            return 0.0
+        comm = action.comm
+        if action.kind is Kind.STALL and comm is not None and comm.group in self.streams:
+            return 0.0
+        if action.beside in self.streams:
+            action = replace(action, beside="")
+        return self.seconds(action, rank)
+
+    def alike(self, rank: int) -> Hashable:
+        """As on the machine with its traffic."""
+        return self.seconds.alike(rank)
+
+
+def busiest(simulation: Simulation) -> tuple[float, int]:
+    """(seconds, rank) of the rank whose compute stream works longest."""
+    ranks = range(len(simulation.rank_end_s))
+    return max((simulation.busy_s(rank, "compute"), rank) for rank in ranks)
+
+
+def _uses(program: Program, stream: str) -> bool:
+    return any(
+        stream in (action.stream, action.beside)
+        for rank in program.ranks
+        for block in rank.blocks
+        for action in block.actions
+    )
+
+
+def _recompute_s(program: Program, rank: int, seconds: Seconds) -> float:
+    own = program.ranks[rank]
+    runs = Counter(step.block for step in own.steps)
+    return fsum(
+        seconds(action, rank) * runs[index]
+        for index, block in enumerate(own.blocks)
+        for action in block.actions
+        if action.kind is Kind.RECOMPUTE
+    )

@@ -1,0 +1,229 @@
+"""Plan + problem -> everything a table needs: time, bytes per rank.  No method is named."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from rematbench.cost.flops import hfu, mfu
+from rematbench.cost.kernels import Attention, Gemm, Kernel
+from rematbench.cost.states import shard
+from rematbench.lowering.lower import lower
+from rematbench.plan import Plan
+from rematbench.problem import Problem, rank_parameters
+from rematbench.program.action import Kind
+from rematbench.program.ledger import RankLedger, issue_order, pool_bytes
+from rematbench.program.program import Program
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.seconds import action_seconds
+from rematbench.simulate.step import Simulation, simulate
+
+
+class RankBytes(Struct, frozen=True, kw_only=True):
+    """Device and host bytes of one rank: resident states and the activation ledger's peak."""
+
+    parameter: int
+    gradient: int
+    optimizer: int
+    activation_peak: int
+    pools: int
+    host_state: int
+    host_activation_peak: int
+    peak_step: int
+
+    @property
+    def device_peak(self) -> int:
+        """Peak of allocated device bytes."""
+        return self.parameter + self.gradient + self.optimizer + self.activation_peak + self.pools
+
+    @property
+    def host_peak(self) -> int:
+        """Peak of pinned host bytes."""
+        return self.host_state + self.host_activation_peak
+
+
+class PlanEvaluation(Struct, frozen=True, kw_only=True):
+    """One plan's simulated step.  Bytes are the issue-order ledger's; MFU and HFU are fractions.
+
+    `reserved_bytes`: what the fullest rank's allocator holds, where it was modelled; else its
+    ledger peak.
+    """
+
+    step_s: float
+    tokens_per_s_per_gpu: float
+    mfu_causal: float
+    mfu_dense: float
+    hfu: float
+    ranks: tuple[RankBytes, ...]
+    host_node_bytes: int
+    reserved_bytes: int
+    recompute_flop: float
+    offload_bytes: int
+    simulation: Simulation
+
+    @property
+    def peak_device_bytes(self) -> tuple[int, ...]:
+        """Peak device bytes per pipeline rank."""
+        return tuple(rank.device_peak for rank in self.ranks)
+
+    @property
+    def peak_host_bytes(self) -> tuple[int, ...]:
+        """Peak pinned host bytes per pipeline rank."""
+        return tuple(rank.host_peak for rank in self.ranks)
+
+
+class Speed(Struct, frozen=True, kw_only=True):
+    """What a step's seconds mean; MFU are fractions of the cluster's peak."""
+
+    tokens_per_s_per_gpu: float
+    mfu_causal: float
+    mfu_dense: float
+
+
+def speed(problem: Problem, step_s: float) -> Speed:
+    """Of a step of `step_s` seconds, simulated or measured."""
+    lay, work, peak = problem.layout, problem.workload, problem.cluster.peak_flop_per_s
+    rate = lay.global_batch * work.seq_len / step_s / lay.gpus
+    return Speed(
+        tokens_per_s_per_gpu=rate,
+        mfu_causal=mfu(rate, work.model, work.seq_len, peak, causal=True),
+        mfu_dense=mfu(rate, work.model, work.seq_len, peak, causal=False),
+    )
+
+
+def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
+    """Chunk-level evaluation (a problem's evaluator)."""
+    return evaluate_program(problem, plan, lower(plan, problem))
+
+
+def evaluate_program(
+    problem: Problem,
+    plan: Plan,
+    program: Program,
+    *,
+    ranks: tuple[RankBytes, ...] | None = None,
+    op_level: bool = False,
+    record: bool = False,
+) -> PlanEvaluation:
+    """Time and bytes of a lowered plan; `record` keeps the timeline (op level only), `ranks` are
+    its `program_bytes` where they are known."""
+    seconds = action_seconds(problem)
+    if op_level or record:
+        simulation = simulate(program, seconds, record=record)
+    else:
+        simulation = simulate_chunks(program, seconds)
+    lay, work = problem.layout, problem.workload
+    tokens = lay.global_batch * work.seq_len
+    found = speed(problem, simulation.step_s)
+    rate = found.tokens_per_s_per_gpu
+    ranks = ranks or program_bytes(problem, plan, program)
+    again, moved = _work(problem, program)
+    replicas = lay.tp * lay.cp * lay.dp  # ranks per stage, all alike
+    peak = problem.cluster.peak_flop_per_s
+    return PlanEvaluation(
+        step_s=simulation.step_s,
+        tokens_per_s_per_gpu=rate,
+        mfu_causal=found.mfu_causal,
+        mfu_dense=found.mfu_dense,
+        hfu=hfu(rate, work.model, work.seq_len, peak, again * replicas / tokens),
+        ranks=ranks,
+        host_node_bytes=host_node_bytes(problem, ranks),
+        reserved_bytes=max(rank.device_peak for rank in ranks),
+        recompute_flop=again * replicas,
+        offload_bytes=moved * replicas,
+        simulation=simulation,
+    )
+
+
+def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankBytes, ...]:
+    """Bytes of every rank of a lowered plan; needs no times."""
+    pools = [pool_bytes(rank) for rank in program.ranks]
+    return tuple(
+        _rank_bytes(problem, plan, rank, ledger, pools[rank])
+        for rank, ledger in enumerate(issue_order(program))
+    )
+
+
+def fullest(problem: Problem, plan: Plan) -> int:
+    """The pipeline rank with the largest peak of device bytes."""
+    return fullest_rank(program_bytes(problem, plan, lower(plan, problem)))
+
+
+def fullest_rank(ranks: Sequence[RankBytes]) -> int:
+    """The first of the ranks with the largest peak of device bytes."""
+    return max(range(len(ranks)), key=lambda rank: ranks[rank].device_peak)
+
+
+def _rank_bytes(
+    problem: Problem, plan: Plan, rank: int, ledger: RankLedger, pools: int
+) -> RankBytes:
+    system = problem.system
+    count = rank_parameters(problem, plan, rank)
+    sizes = {
+        "parameter": system.param_bytes,
+        "gradient": system.grad_bytes,
+        "optimizer": system.optimizer_bytes,
+    }
+    device = {"parameter": 0, "gradient": 0, "optimizer": 0}
+    host = 0
+    for kind in device:
+        fate = plan.state(kind)  # type: ignore[arg-type]  # the three state kinds
+        nbytes = shard(count, fate.shards) * sizes[kind]
+        if kind == "gradient" and plan.state("optimizer").update == "backward":
+            nbytes = 0  # each unit's gradients live only until its update
+        if fate.home == "device":
+            device[kind] = nbytes
+        else:
+            host += nbytes
+    return RankBytes(
+        parameter=device["parameter"],
+        gradient=device["gradient"],
+        optimizer=device["optimizer"],
+        activation_peak=ledger.device_peak_bytes,
+        pools=pools,
+        host_state=host,
+        host_activation_peak=ledger.host_peak_bytes,
+        peak_step=ledger.peak_step,
+    )
+
+
+def host_node_bytes(problem: Problem, ranks: tuple[RankBytes, ...]) -> int:
+    """Largest sum of pinned bytes over the ranks of one node (ranks ordered tp, cp, dp, pp)."""
+    lay, per_node = problem.layout, problem.cluster.gpus_per_node
+    per_stage = lay.tp * lay.cp * lay.dp
+    totals: Counter[int] = Counter()
+    for stage, rank in enumerate(ranks):
+        first, last = stage * per_stage, (stage + 1) * per_stage
+        for node in range(first // per_node, -(-last // per_node)):
+            here = min(last, (node + 1) * per_node) - max(first, node * per_node)
+            totals[node] += here * rank.host_peak
+    return max(totals.values(), default=0)
+
+
+def kernel_flop(kernel: Kernel) -> float:
+    """Multiply-adds x 2 of a forward kernel."""
+    match kernel:
+        case Gemm(m=m, n=n, k=k, batch=batch):
+            return 2.0 * m * n * k * batch
+        case Attention(batch=batch, heads=heads, head_dim=head_dim, pairs=pairs):
+            return 4.0 * pairs * heads * head_dim * batch
+    return 0.0
+
+
+def _work(problem: Problem, program: Program) -> tuple[float, int]:
+    """(recomputed FLOPs, bytes copied to the host) of one rank per stage, all stages."""
+    ends = {"E": problem.embedding, "H": problem.head}
+    flop, moved = 0.0, 0
+    for rank in program.ranks:
+        runs = Counter(step.block for step in rank.steps)
+        for index, block in enumerate(rank.blocks):
+            for action in block.actions:
+                if action.kind is Kind.D2H:
+                    moved += action.nbytes * runs[index]
+                elif action.kind is Kind.RECOMPUTE:
+                    table = ends.get(action.part) or problem.layer_kinds[action.variant]
+                    op = table.op(action.op)
+                    share = action.fraction * action.columns
+                    work = sum(kernel_flop(k) for k in op.forward) * share
+                    flop += work * runs[index]
+    return flop, moved

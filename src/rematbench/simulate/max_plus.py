@@ -1,0 +1,294 @@
+"""Chunk-level simulation: each block becomes one macro, exact in (max, +) algebra.
+
+Inside a block every end time is a maximum of (input time + constant): inputs are the streams'
+free times at entry and the events it waits for from outside.  So a block is a small (max, +)
+matrix, computed once, and running it costs a few additions instead of one per action.  The result
+equals the op-level simulation up to rounding for every plan, with no restriction on overlap.
+(Baccelli, Cohen, Olsder, Quadrat 1992, Synchronization and Linearity, for the algebra.)
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from rematbench.program.action import STREAM_INDEX, STREAMS, is_local
+from rematbench.program.program import Program, RankProgram, Step
+from rematbench.simulate.step import (
+    Clock,
+    MessageKey,
+    Seconds,
+    Simulation,
+    TimedBlock,
+    busy,
+    compile_program,
+    drive,
+)
+
+Affine = dict[int, float]
+"""A maximum of input + constant, by input index: streams first, then external events."""
+
+COMPUTE = STREAM_INDEX["compute"]
+NEVER = float("-inf")
+"""Before every time."""
+
+AffineTerms = tuple[tuple[int, float], ...]
+"""The same, frozen for the inner loop."""
+
+
+class Terms(NamedTuple):
+    """One output stream and its end."""
+
+    target: int
+    terms: AffineTerms
+
+
+class Macro(NamedTuple):
+    """A block as a (max, +) map."""
+
+    streams: tuple[Terms, ...]
+    events: tuple[tuple[str, AffineTerms], ...]
+    sends: tuple[tuple[str, AffineTerms], ...]
+    waits: tuple[str, ...]
+    receives: tuple[str, ...]
+
+
+Shifted = tuple[Affine, float]
+"""A maximum, and seconds to add to all of its terms: kernels in a row only add."""
+
+
+def _join(a: Shifted, b: Shifted) -> Shifted:
+    """The later of two; `a` itself where `b` never is."""
+    (terms, shift), (others, other) = a, b
+    if terms is others:
+        return a if shift >= other else b
+    merged = None
+    for key, value in others.items():
+        at = value + other - shift
+        if at > terms.get(key, NEVER):
+            merged = merged or dict(terms)
+            merged[key] = at
+    return a if merged is None else (merged, shift)
+
+
+def _frozen(value: Shifted) -> AffineTerms:
+    terms, shift = value
+    return tuple([(key, at + shift) for key, at in terms.items()])
+
+
+def _awaited(event: str, seen: dict[str, Shifted], externals: dict[str, int]) -> Shifted:
+    """When an event is there: a new input, where nothing before has recorded it."""
+    if event not in seen:
+        externals[event] = len(STREAMS) + len(externals)
+        seen[event] = ({externals[event]: 0.0}, 0.0)
+    return seen[event]
+
+
+def macro_of(*blocks: TimedBlock) -> Macro:
+    """Run blocks issued one after the other symbolically; local events end with their block."""
+    free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(len(STREAMS))]
+    seen: dict[str, Shifted] = {}
+    externals: dict[str, int] = {}
+    events: dict[str, Shifted] = {}
+    sends: list[tuple[str, Shifted]] = []
+    touched: set[int] = set()
+    for block in blocks:
+        seen = {name: value for name, value in seen.items() if not is_local(name)}
+        for stream, seconds, wait, begin, event, shared, send, _ in block.items:
+            end = before = free[stream]
+            if wait:
+                end = _join(end, _awaited(wait, seen, externals))
+            if begin:
+                seen[begin] = end
+            if seconds:
+                end = (end[0], end[1] + seconds)
+            if event:
+                seen[event] = end
+            if shared:
+                events[event] = end
+            if send:
+                sends.append((send, end))
+            if end is not before:
+                touched.add(stream)
+                free[stream] = end
+    return Macro(
+        streams=tuple(Terms(i, _frozen(free[i])) for i in sorted(touched)),
+        events=tuple((name, _frozen(value)) for name, value in events.items()),
+        sends=tuple((name, _frozen(value)) for name, value in sends),
+        waits=tuple(externals),
+        receives=tuple(name for block in blocks for name in block.receives),
+    )
+
+
+def prune(macros: Sequence[Macro]) -> list[Macro]:
+    """Drop terms that can never win: streams that every block leaves no later than compute.
+
+    If in every block a stream's end is bounded by the compute stream's, its free time never exceeds
+    compute's, so a term through it with a smaller constant than compute's is dominated.
+    """
+    ends = [{target: dict(terms) for target, terms in m.streams} for m in macros]
+    trailing = {s for s in range(len(STREAMS)) if s != COMPUTE and _trails(s, ends)}
+
+    def cut(terms: AffineTerms) -> AffineTerms:
+        if len(terms) == 1:
+            return terms
+        through = next((c for i, c in terms if i == COMPUTE), None)
+        if through is None:
+            return terms
+        return tuple(t for t in terms if t[0] not in trailing or t[1] > through)
+
+    return [
+        Macro(
+            streams=tuple(Terms(t, cut(terms)) for t, terms in m.streams),
+            events=tuple((n, cut(terms)) for n, terms in m.events),
+            sends=tuple((n, cut(terms)) for n, terms in m.sends),
+            waits=m.waits,
+            receives=m.receives,
+        )
+        for m in macros
+    ]
+
+
+def _trails(stream: int, ends: Sequence[dict[int, Affine]]) -> bool:
+    """Whether no block leaves the stream later than compute, given it did not enter later."""
+    for end in ends:
+        if stream not in end:
+            continue
+        compute = end.get(COMPUTE, {COMPUTE: 0.0})
+        for key, value in end[stream].items():
+            bound = compute.get(key, NEVER)
+            if key == stream:
+                bound = max(bound, compute.get(COMPUTE, NEVER))
+            if value > bound:
+                return False
+    return True
+
+
+class Motion(NamedTuple):
+    """A macro as the inner loop runs it: every distinct end once, and where each of them goes."""
+
+    ends: tuple[AffineTerms, ...]
+    streams: tuple[tuple[int, int], ...]  # stream, index into ends
+    events: tuple[tuple[str, int], ...]
+    sends: tuple[tuple[str, int], ...]
+    waits: tuple[tuple[str, bool], ...]  # event, whether it is a message's arrival
+
+
+def motion_of(macro: Macro, awaited: set[str]) -> Motion | None:
+    """The macro without events that nobody waits for; None where nothing is left."""
+    ends: dict[AffineTerms, int] = {}
+
+    def index(terms: AffineTerms) -> int:
+        return ends.setdefault(terms, len(ends))
+
+    streams = tuple([(target, index(terms)) for target, terms in macro.streams])
+    events = tuple([(name, index(terms)) for name, terms in macro.events if name in awaited])
+    sends = tuple([(name, index(terms)) for name, terms in macro.sends])
+    waits = tuple([(name, name in macro.receives) for name in macro.waits])
+    return Motion(tuple(ends), streams, events, sends, waits) if ends else None
+
+
+MacroStep = tuple[Motion, int, int]
+"""Run a macro for one (micro-batch, chunk)."""
+
+
+def rank_macros(
+    rank: RankProgram, code: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]
+) -> list[MacroStep]:
+    """The rank's steps as macros: neighbours of one (micro-batch, chunk) fused into one, events
+    that nobody outside waits for dropped, steps without effect left out.
+
+    `known`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
+    runs = _runs(rank.steps, tuple([bool(block.receives) for block in code]))
+    keys = list(dict.fromkeys([key for key, _, _ in runs]))
+    macros = prune([_fused([code[i] for i in key], known) for key in keys])
+    awaited = {name for macro in macros for name in macro.waits}
+    table = {k: motion_of(macro, awaited) for k, macro in zip(keys, macros, strict=True)}
+    return [
+        (motion, micro_batch, chunk)
+        for key, micro_batch, chunk in runs
+        if (motion := table[key]) is not None
+    ]
+
+
+@lru_cache(maxsize=64)
+def _runs(
+    steps: tuple[Step, ...], starts: tuple[bool, ...]
+) -> list[tuple[tuple[int, ...], int, int]]:
+    """Neighbours of one (micro-batch, chunk).  A block that receives `starts` a run: what was sent
+    before it must be on its way while it waits."""
+    runs: list[tuple[tuple[int, ...], int, int]] = []
+    run: list[int] = []
+    at, where = -1, -1
+    for block, micro_batch, chunk in steps:
+        if micro_batch != at or chunk != where or starts[block]:
+            if run:
+                runs.append((tuple(run), at, where))
+            run, at, where = [], micro_batch, chunk
+        run.append(block)
+    return [*runs, (tuple(run), at, where)]
+
+
+def _fused(blocks: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]) -> Macro:
+    key = tuple(id(block) for block in blocks)
+    if key not in known:
+        known[key] = macro_of(*blocks)
+    return known[key]
+
+
+def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
+    """Chunk-level times of a program (equal to `simulate` up to rounding)."""
+    code = compile_program(program, seconds)
+    known: dict[tuple[int, ...], Macro] = {}
+    steps = [rank_macros(r, c, known) for r, c in zip(program.ranks, code, strict=True)]
+    clocks = [Clock(r.rank, program.pp) for r in program.ranks]
+    messages: dict[MessageKey, float] = {}
+
+    def advance(rank: RankProgram, clock: Clock) -> bool:
+        return _advance(steps[rank.rank], clock, messages)
+
+    drive(program, clocks, messages, advance)
+    return Simulation(
+        step_s=max(max(clock.free) for clock in clocks),
+        rank_end_s=tuple(max(clock.free) for clock in clocks),
+        stream_busy_s=busy(program, code),
+    )
+
+
+def _advance(steps: Sequence[MacroStep], clock: Clock, messages: dict[MessageKey, float]) -> bool:
+    """Run macros until done (True) or a message is missing (False)."""
+    events, free = clock.events, clock.free
+    for position in range(clock.position, len(steps)):
+        (ends, streams, recorded, sends, waits), micro_batch, chunk = steps[position]
+        inputs = free
+        if waits:
+            inputs = free.copy()
+            for name, message in waits:
+                if message:
+                    key = clock.incoming(name, micro_batch, chunk)
+                    if key not in messages:
+                        clock.awaiting, clock.position = key, position
+                        return False
+                    inputs.append(messages[key])
+                else:
+                    inputs.append(events[name, micro_batch, chunk])
+        times = _latest(ends, inputs)
+        for name, end in recorded:
+            events[name, micro_batch, chunk] = times[end]
+        for name, end in sends:
+            messages[clock.outgoing(name, micro_batch, chunk)] = times[end]
+        for stream, end in streams:
+            free[stream] = times[end]
+    return True
+
+
+def _latest(ends: tuple[AffineTerms, ...], inputs: Sequence[float]) -> list[float]:
+    """The value of every end (plain loops: the inner loop of every simulation)."""
+    times = []
+    for terms in ends:
+        latest = NEVER
+        for index, constant in terms:
+            at = inputs[index] + constant
+            if at > latest:  # noqa: PLR1730  max() takes twice as long
+                latest = at
+        times.append(latest)
+    return times

@@ -1,0 +1,134 @@
+"""One simulated step as a Chrome trace (JSON), which ui.perfetto.dev and chrome://tracing open.
+
+A process is a pipeline rank, a thread one of its streams.  A thread of its own shows exposed waits:
+when compute stood still, and for whom.  A counter shows device bytes on the timeline.
+Format: Trace Event Format, Google, 2016 (complete events X, counters C, metadata M; microseconds).
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from rematbench.program.action import STREAM_INDEX, STREAMS, Kind
+from rematbench.program.ledger import timeline
+from rematbench.simulate.evaluate import PlanEvaluation
+from rematbench.simulate.step import Interval
+
+Event = dict[str, Any]
+
+WAITS = "exposed waits"
+WAIT_THREAD = len(STREAMS)
+LOUD = "terrible"
+"""The reserved colour name that both viewers draw in red."""
+
+
+class Recorded(Protocol):
+    """A run whose evaluation recorded its intervals."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def evaluation(self) -> PlanEvaluation: ...
+
+
+def write_trace(run: Recorded, path: Path) -> None:
+    """Write a recorded run's trace; the file appears whole or not at all."""
+    document = {
+        "traceEvents": list(trace_events(run.evaluation)),
+        "displayTimeUnit": "ms",
+        "otherData": {"title": run.title, "step_s": run.evaluation.step_s},
+    }
+    partial = path.with_name(path.name + ".part")
+    partial.write_bytes(msgspec.json.encode(document))
+    partial.replace(path)
+
+
+def trace_events(evaluation: PlanEvaluation) -> Iterator[Event]:
+    """All events of a recorded evaluation, rank by rank."""
+    intervals = evaluation.simulation.intervals
+    if not intervals:
+        raise ValueError("the evaluation has no intervals: evaluate it with record=True")
+    by_rank: list[list[Interval]] = [[] for _ in evaluation.ranks]
+    for item in intervals:
+        by_rank[item.rank].append(item)
+    arrivals = {item.end_s: item for item in intervals if item.action.kind is Kind.SEND}
+    for rank, items in enumerate(by_rank):
+        yield from _names(rank)
+        yield from (_slice(item) for item in items if item.end_s > item.start_s)
+        yield from exposed_waits(rank, items, arrivals)
+        yield from _memory(rank, items, evaluation)
+
+
+def _names(rank: int) -> Iterator[Event]:
+    yield _meta(rank, 0, "process_name", name=f"pipeline rank {rank}")
+    yield _meta(rank, 0, "process_sort_index", sort_index=rank)
+    for thread, name in enumerate((*STREAMS, WAITS)):
+        yield _meta(rank, thread, "thread_name", name=name)
+        yield _meta(rank, thread, "thread_sort_index", sort_index=thread)
+
+
+def _meta(rank: int, thread: int, what: str, **args: Any) -> Event:
+    return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": args}
+
+
+def _slice(item: Interval) -> Event:
+    action = item.action
+    operator = ".".join(word for word in (action.part, action.op) if word)
+    event = _span(item.rank, STREAM_INDEX[item.stream], item.start_s, item.end_s)
+    moved = action.comm.nbytes if action.comm else action.nbytes
+    args: Event = {"block": item.block}
+    if moved:
+        args["bytes"] = moved
+    return event | {"name": f"{_label(item)} {operator}", "cat": item.stream, "args": args}
+
+
+def _label(item: Interval) -> str:
+    return f"{item.action.kind.value}{item.micro_batch}.{item.chunk}"
+
+
+def _span(rank: int, thread: int, start_s: float, end_s: float) -> Event:
+    return {
+        "ph": "X",
+        "pid": rank,
+        "tid": thread,
+        "ts": round(start_s * 1e6, 6),
+        "dur": round((end_s - start_s) * 1e6, 6),
+    }
+
+
+def exposed_waits(
+    rank: int, items: Iterable[Interval], arrivals: dict[float, Interval]
+) -> Iterator[Event]:
+    """Gaps of the compute stream, named after what ended when compute went on: work of the rank's
+    own streams, else a message from another rank."""
+    own = {i.end_s: i for i in items if i.stream != "compute" and i.end_s > i.start_s}
+    now = 0.0
+    for item in items:
+        if item.stream != "compute":
+            continue
+        if item.start_s > now:
+            cause = own.get(item.start_s) or arrivals.get(item.start_s)
+            name = f"waits for {_label(cause)} ({cause.stream})" if cause else "waits"
+            event = _span(rank, WAIT_THREAD, now, item.start_s)
+            args = {"before": _label(item), "from_rank": cause.rank if cause else rank}
+            yield event | {"name": name, "cat": "wait", "cname": LOUD, "args": args}
+        now = max(now, item.end_s)
+
+
+def _memory(rank: int, items: list[Interval], evaluation: PlanEvaluation) -> Iterator[Event]:
+    """Activation bytes on the timeline beside what is resident; the last value at each time."""
+    held = evaluation.ranks[rank]
+    resident = held.parameter + held.gradient + held.optimizer
+    at_time = dict(timeline(items, rank))
+    for at, live in at_time.items():
+        yield {
+            "ph": "C",
+            "pid": rank,
+            "tid": 0,
+            "name": "device bytes",
+            "ts": round(at * 1e6, 6),
+            "args": {"states": resident, "staging": held.pools, "activations": live},
+        }

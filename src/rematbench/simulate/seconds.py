@@ -1,0 +1,109 @@
+"""Bind a problem's costs to actions: the only bridge between the vocabulary and the formulas."""
+
+from collections.abc import Hashable
+from math import fsum
+from typing import get_args
+
+from rematbench.cost.bind import Direction
+from rematbench.operators.ops import Comm, Group, Op
+from rematbench.problem import Problem
+from rematbench.program.action import Action, Kind
+from rematbench.simulate.step import RankedSeconds
+
+DIRECTION: dict[Kind, Direction] = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "forward",
+    Kind.BACKWARD_INPUT: "backward_input",
+    Kind.BACKWARD_WEIGHT: "backward_weight",
+}
+
+
+class ActionCosts:
+    """Seconds of an action on a rank, by what the action is."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.cost = problem, problem.cost
+        self._ops: dict[tuple[str, int, str], Op] = {}
+        self._kernels: dict[tuple[object, ...], float] = {}
+        self._table = {
+            Kind.D2H: lambda action, _: self.cost.copy_s(action.nbytes, "d2h"),
+            Kind.H2D: lambda action, _: self.cost.copy_s(action.nbytes, "h2d"),
+            Kind.SPLIT: lambda action, _: self.cost.device_copy_s(action.nbytes),
+            Kind.JOIN: lambda action, _: self.cost.device_copy_s(action.nbytes),
+            Kind.SEND: self._send_s,
+            Kind.OPTIMIZER: self._optimizer_s,
+        }
+
+    def __call__(self, action: Action, rank: int) -> float:
+        """Seconds of the action on its stream."""
+        if action.kind in DIRECTION:
+            return self._kernels_s(action, rank)
+        if action.kind is Kind.STALL:
+            assert action.comm is not None
+            return self.cost.stall_s(action.comm, rank)
+        if action.comm is not None:
+            return self.cost.comm_s(action.comm, rank)
+        return self._table[action.kind](action, rank)
+
+    def alike(self, rank: int) -> Hashable:
+        """Ranks with the same groups on the same kinds of links, and the same links to the stages
+        that they send to."""
+        cost, pp = self.cost, self.problem.layout.pp
+        peers = [peer % pp for peer in (rank + 1, rank - 1, pp - 1 - rank)]
+        groups = tuple(cost.group(group, rank) for group in get_args(Group))
+        sends = tuple((cost.crosses(rank, peer), cost.group("tp", peer)) for peer in peers)
+        return (groups, sends)
+
+    def _kernels_s(self, action: Action, rank: int) -> float:
+        """Layers, micro-batches and, where no collective runs beside them, ranks are alike."""
+        share = action.fraction * action.columns
+        where = (action.part[:1], action.variant, action.op, rank if action.beside else -1)
+        key = (action.kind, *where, action.beside, share, action.fraction)
+        if key not in self._kernels:
+            self._kernels[key] = self._compute_s(action, rank)
+        return self._kernels[key]
+
+    def _compute_s(self, action: Action, rank: int) -> float:
+        op = self._op(action, rank)
+        seconds = self.cost.op_s(op, DIRECTION[action.kind], action.fraction * action.columns)
+        if not action.beside:
+            return seconds
+        comms = _beside(op, action.kind)
+        other_s = fsum(self.cost.comm_s(comm, rank) for comm in comms if comm is not None)
+        return self.cost.slowed_s(seconds, other_s * action.fraction, action.beside)
+
+    def _op(self, action: Action, rank: int) -> Op:
+        """The operator an action runs, in its own layer's table."""
+        part = action.part[:1]
+        key = (part, action.variant, action.op)
+        if key not in self._ops:
+            problem = self.problem
+            tables = {"E": problem.embedding, "H": problem.head}
+            table = tables[part] if part in tables else problem.layer_kinds[action.variant]
+            self._ops[key] = table.op(action.op)
+        return self._ops[key]
+
+    def _send_s(self, action: Action, rank: int) -> float:
+        pp = self.problem.layout.pp
+        peer = {"f": rank + 1, "b": rank - 1, "tied": pp - 1 - rank}[action.op]
+        shared = action.op != "tied" and not self.problem.layout.sp
+        return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
+
+    def _optimizer_s(self, action: Action, _: int) -> float:
+        """The update of the parameters whose compute copies are `nbytes` large."""
+        return self.cost.optimizer_s(action.nbytes // self.problem.system.param_bytes)
+
+
+def _beside(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
+    """Collectives that run beside an operator's kernels in a direction."""
+    match kind:
+        case Kind.BACKWARD_INPUT:
+            return (op.grad_gather, op.regather)
+        case Kind.BACKWARD_WEIGHT:
+            return (op.grad_reduce,)
+    return (op.gather, op.reduce)
+
+
+def action_seconds(problem: Problem) -> RankedSeconds:
+    """(action, rank) -> seconds, by kind."""
+    return ActionCosts(problem)

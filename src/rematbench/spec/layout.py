@@ -1,0 +1,189 @@
+"""How the work is spread: parallel degrees, micro-batch and batch; and the rules they must obey."""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.system import System
+from rematbench.workload import PositiveInt, Workload
+
+ZeroStage = Literal[0, 1, 2, 3]
+MOST_GPUS, MOST_TOKENS, MOST_PASSES = 1 << 16, 1 << 36, 1 << 18
+
+
+class LayoutError(ValueError):
+    """A layout breaks a rule; the message names the rule and the numbers."""
+
+
+class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parallel degrees.  `dp` excludes `cp`; `ulysses` is an all-to-all sequence-parallel degree
+    that takes ranks from dp; `sp` is Megatron's sequence parallelism (needs tp > 1 to matter);
+    `micro_batch` and `global_batch` count sequences."""
+
+    tp: PositiveInt = 1
+    sp: bool = True
+    cp: PositiveInt = 1
+    pp: PositiveInt = 1
+    vpp: PositiveInt = 1
+    dp: PositiveInt = 1
+    zero_stage: ZeroStage = 1
+    ulysses: PositiveInt = 1
+    micro_batch: PositiveInt = 1
+    global_batch: PositiveInt = 1
+
+    @property
+    def gpus(self) -> int:
+        """Ranks in all."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether norms and residuals are sharded by rows: `sp` means nothing without tp."""
+        return self.sp and self.tp > 1
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches that pass one pipeline per optimizer step."""
+        return self.global_batch // (self.replicas * self.micro_batch)
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel copies of the model that see different sequences."""
+        return self.dp // self.ulysses
+
+    @property
+    def state_shards(self) -> int:
+        """Ranks over which ZeRO spreads states: data- and context-parallel peers together."""
+        return self.dp * self.cp
+
+    @property
+    def num_chunks(self) -> int:
+        """Model chunks over all pipeline ranks."""
+        return self.pp * self.vpp
+
+
+def check_layout(layout: Layout, workload: Workload, cluster: Cluster, system: System) -> None:
+    """Raise LayoutError on the first broken rule."""
+    _check(_size_rules(layout, workload))
+    _check(_batch_rules(layout))
+    _check(_rules(layout, workload, cluster, system))
+
+
+def _check(rules: list[tuple[bool, str]]) -> None:
+    for broken, rule in rules:
+        if broken:
+            raise LayoutError(rule)
+
+
+def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    """Far beyond what is trained, and what is still simulated in seconds."""
+    passes = lay.global_batch // lay.micro_batch // max(1, lay.replicas) * lay.num_chunks
+    return [
+        (lay.gpus > MOST_GPUS, f"{lay.gpus} GPUs are more than {MOST_GPUS}, the most simulated"),
+        (
+            work.seq_len * lay.global_batch > MOST_TOKENS,
+            f"seq_len {work.seq_len} x global_batch {lay.global_batch} are more tokens a step than "
+            f"{MOST_TOKENS}, the most simulated",
+        ),
+        (
+            passes > MOST_PASSES,
+            f"micro-batches x pp x vpp = {passes} are more passes than {MOST_PASSES}, the most "
+            "simulated",
+        ),
+        (
+            lay.dp % lay.ulysses != 0,
+            f"dp {lay.dp} must divide by ulysses = {lay.ulysses} (it takes ranks from dp)",
+        ),
+    ]
+
+
+def _rules(lay: Layout, work: Workload, cluster: Cluster, system: System) -> list[tuple[bool, str]]:
+    return [
+        *_model_rules(lay, work),
+        (
+            work.seq_len % (lay.cp * (2 if lay.cp > 1 else 1)) != 0,
+            f"seq_len {work.seq_len} must divide by 2 x cp = {2 * lay.cp} (head/tail slices)",
+        ),
+        (
+            lay.sp and work.seq_len % (lay.cp * lay.tp) != 0,
+            f"seq_len {work.seq_len} must divide by cp x tp = {lay.cp * lay.tp} (with sp)",
+        ),
+        *_ulysses_rules(lay, work, system),
+        (
+            lay.cp > 1 and system.cp_kind == "none",
+            f"system {system.name} has no context parallelism, but cp = {lay.cp}",
+        ),
+        (
+            lay.gpus > cluster.gpus_per_node and lay.gpus % cluster.gpus_per_node != 0,
+            f"tp x cp x pp x dp = {lay.gpus} GPUs do not fill nodes of {cluster.gpus_per_node}",
+        ),
+    ]
+
+
+def _ulysses_rules(lay: Layout, work: Workload, system: System) -> list[tuple[bool, str]]:
+    degree = lay.ulysses
+    kv_heads = max(1, work.model.num_kv_heads // lay.tp)
+    parts = degree * (lay.tp if lay.sp else 1)
+    return [
+        (
+            degree > 1 and "ulysses" not in system.features,
+            f"system {system.name} has no Ulysses all-to-all, but ulysses = {degree}",
+        ),
+        (
+            degree > 1 and lay.cp > 1,
+            f"cp = {lay.cp} together with ulysses = {degree} is not modelled",
+        ),
+        (
+            degree > 1 and work.seq_len % parts != 0,
+            f"seq_len {work.seq_len} must divide by ulysses (x tp with sp) = {parts}",
+        ),
+        (
+            max(kv_heads, degree) % min(kv_heads, degree) != 0,
+            f"{kv_heads} KV heads of a rank and ulysses = {degree}: one must divide the other",
+        ),
+    ]
+
+
+def _batch_rules(lay: Layout) -> list[tuple[bool, str]]:
+    per_pass = lay.replicas * lay.micro_batch
+    micro_batches = lay.num_micro_batches
+    return [
+        (
+            lay.global_batch % max(per_pass, 1) != 0,
+            f"global_batch {lay.global_batch} must divide by replicas x micro_batch = {per_pass}",
+        ),
+        (lay.vpp > 1 and lay.pp == 1, f"vpp = {lay.vpp} needs pp > 1"),
+        (
+            lay.vpp > 1 and micro_batches % lay.pp != 0,
+            f"interleaved 1F1B needs micro-batches % pp == 0, but {micro_batches} % {lay.pp} != 0",
+        ),
+        (
+            lay.zero_stage >= 2 and lay.pp > 1,
+            f"zero_stage {lay.zero_stage} with pp = {lay.pp} is not modelled (gradient sharding)",
+        ),
+    ]
+
+
+def _model_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
+    model = work.model
+    return [
+        (
+            model.position == "learned" and model.max_positions < work.seq_len,
+            f"seq_len {work.seq_len} is more than the {model.max_positions} positions that "
+            f"{model.name} has learned",
+        ),
+        (
+            model.num_layers < lay.num_chunks,
+            f"{model.num_layers} layers cannot fill pp x vpp = {lay.num_chunks} chunks",
+        ),
+        (
+            model.num_heads % (lay.tp * lay.ulysses) != 0,
+            f"{model.num_heads} heads must divide by tp x ulysses = {lay.tp * lay.ulysses}",
+        ),
+        (
+            max(model.num_kv_heads, lay.tp) % min(model.num_kv_heads, lay.tp) != 0,
+            f"{model.num_kv_heads} KV heads and tp = {lay.tp}: one must divide the other",
+        ),
+        (model.ffn % lay.tp != 0, f"ffn {model.ffn} must divide by tp = {lay.tp}"),
+    ]

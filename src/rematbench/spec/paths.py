@@ -1,0 +1,26 @@
+"""Where the data that ships with rematbench lies: in a checkout, or inside an installed wheel."""
+
+from pathlib import Path
+from typing import Literal
+
+DataKind = Literal["config", "methods", "baselines", "published"]
+
+IN_CHECKOUT: dict[DataKind, str] = {
+    "config": "config",
+    "methods": "methods",
+    "baselines": "baselines",
+    "published": "results/published",
+}
+
+
+def data_dir(kind: DataKind) -> Path:
+    """The directory of one kind of shipped data.
+
+    A wheel carries `rematbench/_data`; a checkout (editable install) has none and uses its
+    top-level directories, so that an edited file counts at once.
+    """
+    package = Path(__file__).resolve().parents[1]
+    packaged = package / "_data"
+    if packaged.is_dir():
+        return packaged / kind
+    return package.parents[1] / IN_CHECKOUT[kind]

@@ -1,0 +1,57 @@
+"""The sizes of one rank: tokens, shards, widths and element bytes."""
+
+from msgspec import Struct
+
+from rematbench.spec.layout import Layout
+from rematbench.spec.system import System
+from rematbench.workload import Workload
+
+
+class Shapes(Struct, frozen=True, kw_only=True):
+    """The sizes of one rank: tokens, shards and element bytes, derived once."""
+
+    tokens: int
+    shard_tokens: int
+    tp: int
+    cp: int
+    sp: bool
+    micro_batch: int
+    seq_len: int
+    element_bytes: int
+    q_width: int
+    kv_width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+
+
+def shapes(work: Workload, layout: Layout, system: System) -> Shapes:
+    """Per-rank sizes; KV heads are replicated when tp exceeds them."""
+    model, tp = work.model, layout.tp
+    tokens = layout.micro_batch * work.seq_len // (layout.cp * layout.ulysses)
+    sequence_parallel = layout.sequence_parallel
+    kv_heads = max(1, model.num_kv_heads // tp)
+    return Shapes(
+        tokens=tokens,
+        shard_tokens=tokens // tp if sequence_parallel else tokens,
+        tp=tp,
+        cp=layout.cp,
+        sp=sequence_parallel,
+        micro_batch=layout.micro_batch,
+        seq_len=work.seq_len,
+        element_bytes=work.element_bytes,
+        q_width=model.num_heads // tp * model.head_dim,
+        kv_width=kv_heads * model.head_dim,
+        heads=model.num_heads // tp,
+        kv_heads=kv_heads,
+        ffn=model.ffn // tp,
+        vocab=system.padded_vocab(model.vocab, tp) // tp,
+    )
+
+
+def causal_pairs(seq_len: int, window: int) -> int:
+    """(query, key) pairs of one sequence and head under causality and a window (0: none)."""
+    if window == 0 or window >= seq_len:
+        return seq_len * (seq_len + 1) // 2
+    return window * (window + 1) // 2 + (seq_len - window) * window

@@ -1,0 +1,129 @@
+"""The artifact's claims against results/expected: pass or fail, each with its reason."""
+
+import csv
+import math
+import statistics
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from rematbench.spec.configfile import convert, read_mapping
+from rematbench.spec.paths import data_dir
+
+Cells = list[list[str]]
+
+NOTHING = 1e-12
+"""What is left of a difference of equal shares: no relative tolerance means anything there."""
+
+
+class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A statistic of the absolute values of a column that may be at most so much."""
+
+    table: str
+    column: str
+    statistic: Literal["mean", "largest"]
+    most: float
+
+
+class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One claim: tables that must be as expected, and a bound that makes it true."""
+
+    id: str
+    text: str
+    place: str
+    tables: tuple[str, ...]
+    bound: Bound | None = None
+
+
+class Artifact(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """config/artifact.yaml."""
+
+    claims: tuple[Claim, ...]
+    tolerance: float
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """A claim's result."""
+
+    claim: Claim
+    problems: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        """PASS or FAIL, the claim, and why it failed."""
+        word = "FAIL" if self.problems else "PASS"
+        why = f" [{'; '.join(self.problems)}]" if self.problems else ""
+        return f"{word} {self.claim.id} {self.claim.text}{why}"
+
+
+def load_artifact() -> Artifact:
+    """The committed claims."""
+    label = "config/artifact.yaml"
+    return convert(read_mapping(data_dir("config") / "artifact.yaml", label), Artifact, label)
+
+
+def check(artifact: Artifact, tables: Path, expected: Path) -> list[Finding]:
+    """Every claim, in order."""
+    return [
+        Finding(claim=claim, problems=tuple(_problems(claim, artifact.tolerance, tables, expected)))
+        for claim in artifact.claims
+    ]
+
+
+def _problems(claim: Claim, tolerance: float, tables: Path, expected: Path) -> list[str]:
+    found = []
+    for name in claim.tables:
+        ours, theirs = _cells(tables / f"{name}.csv"), _cells(expected / f"{name}.csv")
+        if ours is None or theirs is None:
+            found.append(f"{name}.csv is missing in {tables if ours is None else expected}")
+        else:
+            found += [f"{name}: {text}" for text in differences(ours, theirs, tolerance)[:1]]
+    if claim.bound is not None and not found:
+        value = measured(claim.bound, tables)
+        if value is None or not value <= claim.bound.most:
+            shown = "nothing to measure" if value is None else f"{value:.4g}"
+            bound = claim.bound
+            found.append(f"{bound.statistic} {bound.column} is {shown}, allowed {bound.most:.4g}")
+    return found
+
+
+def _cells(path: Path) -> Cells | None:
+    if not path.is_file():
+        return None
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.reader(file))
+
+
+def differences(ours: Cells, theirs: Cells, tolerance: float) -> list[str]:
+    """Where two tables differ by more than a relative tolerance; texts must be equal."""
+    if len(ours) != len(theirs):
+        return [f"{len(ours) - 1} rows, expected {len(theirs) - 1}"]
+    found = []
+    for number, (row, other) in enumerate(zip(ours, theirs, strict=True)):
+        if len(row) != len(other):
+            return [f"row {number}: {len(row)} columns, expected {len(other)}"]
+        for index, (cell, wanted) in enumerate(zip(row, other, strict=True)):
+            if cell != wanted and not _near(cell, wanted, tolerance):
+                where = f"row {number}, {ours[0][index]}"
+                found.append(f"{where}: {cell!r}, expected {wanted!r}")
+    return found
+
+
+def _near(cell: str, wanted: str, tolerance: float) -> bool:
+    try:
+        return math.isclose(float(cell), float(wanted), rel_tol=tolerance, abs_tol=NOTHING)
+    except ValueError:
+        return False
+
+
+def measured(bound: Bound, tables: Path) -> float | None:
+    """The statistic that a bound limits; None where no cell has a value."""
+    cells = _cells(tables / f"{bound.table}.csv") or []
+    if not cells or bound.column not in cells[0]:
+        return None
+    at = cells[0].index(bound.column)
+    values = [abs(float(row[at])) for row in cells[1:] if row[at]]
+    if not values:
+        return None
+    return max(values) if bound.statistic == "largest" else statistics.fmean(values)

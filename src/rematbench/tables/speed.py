@@ -1,0 +1,119 @@
+"""The table of measured speed: step, MFU and bytes of every executed cell beside the simulated
+ones, and what a method gains within its engine."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from rematbench.plugins.registry import IDENTITY
+from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
+
+Row = Mapping[str, str]
+NAME = "measured_speed"
+
+NOTE = (
+    "Step: median of timed steps that nobody observes, of each the slowest rank; the CSV has the "
+    "least and the most. MFU: of the cluster file's peak, by the simulator's formula. Peak: live "
+    "bytes with states on the fullest rank; reserved: what CUDA's allocator holds there. Errors: "
+    "measured less simulated, of the latter (peaks in bf16 only). Gain: in speed, over what keeps "
+    f"all activations in the same engine on the same GPUs ({IDENTITY}, or the package's policy "
+    "that rebuilds and moves nothing). Engines are not ranked: their kernels differ. Trains alike: "
+    f"first loss and gradient norm are those of the problem's {IDENTITY}, as far as rounding goes; "
+    "what does not has no gain. A CPU's time is never shown."
+)
+
+
+def signed(value: Any) -> str:
+    """A percentage that is one already, with its sign."""
+    return f"{float(value):+.1f}"
+
+
+def seconds(value: Any) -> str:
+    """Four digits: steps take milliseconds or minutes."""
+    return f"{float(value):.4g}"
+
+
+def speed_table(rows: Sequence[Row]) -> Table:
+    """The rows of executed.csv as a table, in their order."""
+    return Table(
+        name=NAME,
+        title="Measured speed and memory, problem x engine x method (executed)",
+        columns=(
+            *(Column(key, key) for key in ("problem", "engine", "method")),
+            Column("alike", "trains alike"),
+            *(Column(key, "") for key in ("against", "first_loss_error", "first_norm_error")),
+            Column("step_s", "step s", seconds),
+            Column("step_min_s", ""),
+            Column("step_max_s", ""),
+            Column("timed_steps", "timed steps", whole),
+            Column("tokens_per_s_per_gpu", "tokens/s/GPU", fixed(1)),
+            Column("mfu_causal", "MFU causal %", percent),
+            Column("mfu_dense", "MFU dense %", percent),
+            Column("gain", "gain in the engine %", signed_percent),
+            Column("peak_device_bytes", "peak GiB", gib),
+            Column("reserved_bytes", "reserved GiB", gib),
+            Column("allocated_bytes", ""),
+            Column("pinned_bytes", ""),
+            Column("simulated_step_s", "simulated step s", seconds),
+            Column("step_error_percent", "step error %", signed),
+            Column("simulated_peak_bytes", "simulated peak GiB", gib),
+            Column("peak_error_percent", "peak error %", signed),
+            Column("device", "device"),
+            Column("kernels", ""),
+            Column("remark", "remark"),
+        ),
+        rows=tuple(_line(row, _base(row, rows)) for row in rows),
+        note=NOTE,
+    )
+
+
+def timed(rows: Sequence[Row]) -> int:
+    """How many cells have seconds."""
+    return sum(bool(row.get("step_s")) for row in rows)
+
+
+def _line(row: Row, base: Row | None) -> dict[str, Any]:
+    line: dict[str, Any] = {**row, "method": label(row), "remark": remark(row)}
+    counts = row.get("step_s") and is_alike(row)
+    if base is not None and base is not row and counts:
+        line["gain"] = float(base["step_s"]) / float(row["step_s"]) - 1.0
+    return line
+
+
+def label(row: Row) -> str:
+    """The method with its settings."""
+    settings = msgspec.json.decode(row.get("settings") or "{}", type=dict[str, Any])
+    words = [f"{key}={_plain(value)}" for key, value in settings.items()]
+    return f"{row['method']} ({', '.join(words)})" if words else row["method"]
+
+
+def _plain(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def is_alike(row: Row) -> bool:
+    """Not where first loss or gradient norm are known to be wrong."""
+    return row.get("alike") != "NO"
+
+
+def remark(row: Row) -> str:
+    """Why a cell has no time, no gain, or no MFU."""
+    if row["status"] != "ok":
+        return f"{row['status']}: {row['reason']}".removesuffix(": ")
+    if not is_alike(row):
+        loss, norm = (float(row[f"first_{what}_error"]) for what in ("loss", "norm"))
+        return f"not {row['against']}'s numbers: first loss {loss:.1e} apart, norm {norm:.1e}"
+    if not row.get("step_s"):
+        return "cpu" if row.get("device", "").startswith("cpu") else "no timed steps"
+    return "" if row.get("mfu_causal") else "no MFU: not the GPU of the cluster file"
+
+
+def _base(row: Row, rows: Sequence[Row]) -> Row | None:
+    """What a cell's gain is over: the same problem, engine and GPUs, nothing rebuilt or moved."""
+    keys = ("problem", "engine", "device")
+    for other in rows:
+        same = all(other.get(key) == row.get(key) for key in keys)
+        if same and other.get("keeps_all") and other.get("step_s") and is_alike(other):
+            return other
+    return None

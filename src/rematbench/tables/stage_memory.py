@@ -1,0 +1,108 @@
+"""What fills each pipeline stage's device memory at its peak: the parts of a stacked bar."""
+
+from msgspec import Struct
+
+from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.fates import Resolved, Site, resolve
+from rematbench.lowering.lower import rank_orders
+from rematbench.lowering.schedule import phases
+from rematbench.operators.ops import Part
+from rematbench.plan import Plan
+from rematbench.problem import Problem
+from rematbench.program.action import place
+from rematbench.program.allocator import replay
+from rematbench.program.ledger import Live, live_at_peak
+from rematbench.program.program import Program
+from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
+
+_PARTS: dict[str, Part] = {"E": "embedding", "L": "layer", "H": "head"}
+Fates = dict[tuple[int, int], dict[Site, Resolved]]
+
+
+class StageBytes(Struct, frozen=True, kw_only=True):
+    """Device bytes of one pipeline rank at its peak, in the order a bar stacks them.
+
+    `saved`: activations kept (or reloaded) for a backward; `transient`: gradients, gathered copies,
+    rebuilt tensors and scratch; `staging`: pools of slots; `fragmentation`: what the caching
+    allocator reserves beyond what it hands out; `non_torch`: context, NCCL, workspaces; `free` is
+    what is left of the device (negative: the plan does not fit).
+    """
+
+    rank: int
+    parameter: int
+    gradient: int
+    optimizer: int
+    saved: int
+    transient: int
+    staging: int
+    fragmentation: int
+    non_torch: int
+    free: int
+
+
+def stage_bytes(
+    problem: Problem, plan: Plan, program: Program, evaluation: PlanEvaluation
+) -> tuple[StageBytes, ...]:
+    """One bar per pipeline rank; its parts and `free` add up to the device."""
+    cluster = problem.cluster
+    bars = []
+    for rank, ledger in enumerate(evaluation.ranks):
+        live = live_at_peak(program.ranks[rank], ledger.peak_step)
+        saved = _saved_bytes(problem, plan, rank, live, staged=ledger.pools > 0)
+        saved = min(saved, ledger.activation_peak)
+        lost = fragmentation_bytes(program, rank, ledger, cluster.usable_bytes)
+        bars.append(
+            StageBytes(
+                rank=rank,
+                parameter=ledger.parameter,
+                gradient=ledger.gradient,
+                optimizer=ledger.optimizer,
+                saved=saved,
+                transient=ledger.activation_peak - saved,
+                staging=ledger.pools,
+                fragmentation=lost,
+                non_torch=cluster.non_torch_bytes,
+                free=cluster.usable_bytes - ledger.device_peak - lost,
+            )
+        )
+    return tuple(bars)
+
+
+def fragmentation_bytes(program: Program, rank: int, held: RankBytes, usable_bytes: int) -> int:
+    """What the rank's allocator reserves beyond the ledger's peak, replayed well past it.  Where
+    that exceeds the device, the allocator first gives back what it only caches."""
+    resident = (held.parameter, held.gradient, held.optimizer, held.pools)
+    blocks = tuple(nbytes for nbytes in resident if nbytes)
+    steps = 2 * held.peak_step + 1
+    found = replay(program.ranks[rank], blocks, None, num_steps=steps)
+    if found.reserved_bytes > usable_bytes >= found.allocated_bytes:
+        pressed = replay(program.ranks[rank], blocks, usable_bytes, num_steps=steps)
+        found = found if pressed.oom_at is not None else pressed
+    return found.reserved_bytes - held.device_peak
+
+
+def _saved_bytes(
+    problem: Problem, plan: Plan, rank: int, live: tuple[Live, ...], *, staged: bool
+) -> int:
+    """Bytes of live tensors that wait for a backward: saved sites, less what is rebuilt."""
+    phase = phases(rank_orders(plan, problem)[rank])
+    fates: Fates = {}
+    total = 0
+    for item in live:
+        key = (item.micro_batch, item.chunk)
+        if key not in fates:
+            ops = ChunkOps(problem, rank, item.chunk, plan.partition[rank][item.chunk])
+            fates[key], _ = resolve(plan, ops.sites, phase[key], item.micro_batch)
+        fate = fates[key].get(_site(item.name))
+        if fate is None or item.name.endswith("#r") or fate.recompute_bytes == fate.nbytes:
+            continue
+        if not (staged and fate.offload_bytes):
+            total += item.nbytes
+    return total
+
+
+def _site(storage: str) -> Site:
+    """The site a storage belongs to (a site of no chunk where it is a gradient or a copy)."""
+    prefix, tensor = place(storage)
+    part = _PARTS.get(prefix[:1], "layer")
+    return part, int(prefix[1:] or 0) if part == "layer" else 0, tensor.partition("#")[0]

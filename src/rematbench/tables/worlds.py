@@ -1,0 +1,148 @@
+"""The table of the worlds: per method and layout, lossless or not, and bytes by world."""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import IDENTITY
+from rematbench.runs.measured import Measured
+from rematbench.runs.record import Record
+from rematbench.runs.suite import label_key
+from rematbench.tables.table import Column, Table, fixed, signed_percent, whole
+
+MIB = 2**20
+
+
+def mib(value: Any) -> str:
+    """Bytes in MiB, three decimals."""
+    return f"{float(value) / MIB:,.3f}"
+
+
+def exponent(value: Any) -> str:
+    """A small number."""
+    return f"{float(value):.1e}"
+
+
+@cache
+def _defaults() -> dict[str, dict[str, Any]]:
+    return {name: entry.parameters for name, entry in discover().methods.items()}
+
+
+def _as_json(value: Any) -> Any:
+    return msgspec.json.decode(msgspec.json.encode(value))
+
+
+def label_of(record: Record) -> str:
+    """The method with the parameters that are not its defaults."""
+    defaults = _defaults()
+    named = [
+        f"{key}={value if isinstance(value, str | int | float) else ' '.join(map(str, value))}"
+        for method, parameters in record.spec.parameters.items()
+        for key, value in parameters.items()
+        if value != _as_json(defaults.get(method, {}).get(key))
+    ]
+    return f"{record.spec.method} ({', '.join(named)})" if named else record.spec.method
+
+
+def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Table:
+    """One row per problem and method; columns of every world that has a record of it.  `again` says
+    what was traced again where the table is made."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    bases = {problem: r.plan_hash for problem, r in records if r.spec.method == IDENTITY}
+    for problem, record in records:
+        key = (problem, label_key(record.spec.method, record.spec.parameters))
+        row = rows.setdefault(key, {"problem": problem, "method": label_of(record)})
+        line = _line(record)
+        if record.spec.method != IDENTITY and record.plan_hash == bases.get(problem, ""):
+            line["remark"] = f"no-op: {IDENTITY}'s plan"
+        row |= {key: value for key, value in line.items() if key not in row}
+    return Table(
+        name="worlds",
+        title="Method x layout: lossless? Bytes simulated, executed and traced",
+        columns=(
+            Column("problem", "layout"),
+            Column("method", "method"),
+            Column("lossless", "lossless"),
+            Column("first_gradient_error", "gradient error, step 1", exponent),
+            Column("gradient_error", "gradient error, all steps", exponent),
+            Column("loss_error", "loss error, all steps", exponent),
+            Column("simulated", "activations simulated MiB", mib),
+            Column("executed", "executed MiB", mib),
+            Column("traced", "traced MiB", mib),
+            Column("differing", "actions that differ", whole),
+            Column("actions", "actions", whole),
+            Column("offload_bytes", "offloaded MiB", mib),
+            Column("recompute_flop", "recomputed GFLOP", lambda v: fixed(3)(float(v) / 1e9)),
+            Column("executed_error", "total executed - simulated %", signed_percent),
+            Column("traced_error", "total traced - simulated %", signed_percent),
+            Column("remark", "remark"),
+        ),
+        rows=tuple(rows.values()),
+        note="Activations at action boundaries on the rank that holds most: the issue-order "
+        "ledger (simulated), live storages of the real run on CPU with gloo (executed), of the "
+        "same code on fake tensors (traced: one rank); with an optimizer in the backward a unit's "
+        "gradients are among them until its update. Totals add states and what lives inside "
+        "operators (bf16 only: a system's state bytes are those of bf16). Lossless against "
+        "keep_all on the same batches: bitwise, or norm-wise within 1e-10 over three AdamW steps "
+        "in float64, within 1e-2 at the first step in bf16 (errors over all three steps stand "
+        "beside; `docs/executed.md` says what holds there). Nothing here ran on a GPU; no time is "
+        f"shown. {again}".rstrip(),
+    )
+
+
+def _line(record: Record) -> dict[str, Any]:
+    found, world = record.measured, record.spec.world
+    if found is None:
+        return {"remark": f"{world}: {record.status}: {record.reason}"}
+    top = found.fullest
+    line: dict[str, Any] = {
+        "simulated": top.ledger_boundary_peak_bytes,
+        world: top.boundary_peak_bytes,
+    }
+    if record.spec.precision == "bf16":  # the simulated states are those of bf16 training
+        line[f"{world}_error"] = top.peak_error
+    if world == "executed":
+        line |= _ran(found)
+    return line | _counts(found)
+
+
+def _counts(found: Measured) -> dict[str, Any]:
+    return {
+        "differing": found.differing_actions,
+        "actions": sum(rank.actions for rank in found.ranks),
+        "offload_bytes": sum(rank.offload_bytes for rank in found.ranks),
+        "recompute_flop": sum(rank.recompute_flop for rank in found.ranks),
+    }
+
+
+def _ran(found: Measured) -> dict[str, Any]:
+    """What only real values tell."""
+    if found.comparison is None:
+        return {}
+    other = found.comparison
+    word = "bitwise" if other.bitwise else "yes" if other.lossless else "NO"
+    return {
+        "lossless": word,
+        "first_gradient_error": other.first_gradient_error,
+        "gradient_error": other.gradient_error,
+        "loss_error": other.loss_error,
+    }
+
+
+def differing(records: Sequence[tuple[str, Record]]) -> list[str]:
+    """Records whose bytes disagree with the ledger, or that are not lossless."""
+    wrong = []
+    for problem, record in records:
+        found = record.measured
+        if found is None:
+            continue
+        if found.differing_actions:
+            wrong.append(
+                f"{problem} {record.spec.method}: {found.differing_actions} actions differ"
+            )
+        if found.comparison is not None and not found.comparison.lossless:
+            wrong.append(f"{problem} {record.spec.method}: not lossless")
+    return wrong
