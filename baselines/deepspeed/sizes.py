@@ -19,11 +19,10 @@ class Sizes(NamedTuple):
     """Bytes of an element, of weights (`element`) and of what is reduced; ranks that share; the
     bucket's elements.
 
-    Whether the optimizer is on the host (`offloaded`), parameters are (`away`), inputs are but for
-    the `newest`; whether tiles are made again in layers that run again (`remade`).  Of ZeRO 3
-    elements that may be whole, that are fetched ahead at once, within which a weight is kept for
-    its next use (`reuse`), and of what it never releases.  The stage, and whether reductions
-    overlap.
+    Whether the optimizer is on the host (`offloaded`), parameters are (`away`); whether tiles are
+    made again in layers that run again (`remade`).  Of ZeRO 3 elements that may be whole, that are
+    fetched ahead at once, within which a weight is kept for its next use (`reuse`), and of what it
+    never releases.  The stage, and whether reductions overlap.
     """
 
     element: int
@@ -38,5 +37,4 @@ class Sizes(NamedTuple):
     stage: int = 3
     overlap: bool = False
     away: bool = False
-    newest: bool = False
     remade: bool = False

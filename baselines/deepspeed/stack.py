@@ -111,7 +111,6 @@ def _sizes(policy: "DeepSpeed", problem: Problem) -> "sizes.Sizes":
         stage=lay.zero_stage,
         overlap=policy.overlap_comm,
         away=policy.offload_param,
-        newest=policy.checkpointing == "cpu",
         remade=policy.checkpointing != "none" and policy.mlp_tiles > 1,
     )
 

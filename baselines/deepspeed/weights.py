@@ -112,15 +112,6 @@ def matrices(found: Iterable[Weight]) -> tuple[Weight, ...]:
     return tuple(one for one in found if one.output or one.op == "embedding")
 
 
-def first_linear(found: tuple[Weight, ...]) -> tuple[Weight, ...]:
-    """Of an operator's in the order of their gradients the first matrix and its bias, whose
-    gradients one function makes."""
-    for count, weight in enumerate(found, 1):
-        if weight.output:
-            return found[:count]
-    return found
-
-
 def small_elements(model: Model) -> int:
     """Elements of what ZeRO 3 never releases: of parameters of at most KEPT_WHOLE each."""
     sizes = (weight.elements for weight in parameters(model))

@@ -1,11 +1,10 @@
 """Memory of a rank under ZeRO during a step, weight by weight: what the operator table and a plan
 lack.
 
-A weight's gradient is there when the backward of its operator is over, beside gradients of outputs
-that later weights need; what DeepSpeed then holds of it is `reducing`'s, which parameters are whole
-under ZeRO 3 `whole`'s.  So a peak is at the loss, at a weight's gradient (most of all when the
-bucket is reduced), or when a micro-batch ends.  A plan's own gathers and gradient buffers are left
-out of the walk: these take their place.
+A weight's gradient is there when the backward of its operator is over; what DeepSpeed then holds
+of it is `reducing`'s, which parameters are whole under ZeRO 3 `whole`'s.  So a peak is at the loss,
+at a weight's gradient (most of all when the bucket is reduced), or when a micro-batch ends.  A
+plan's own gathers and gradient buffers are left out of the walk: these take their place.
 """
 
 from collections import Counter
@@ -62,7 +61,7 @@ class _Walk:
     def __init__(self, model: Model, sizes: "Sizes", rank: RankProgram) -> None:
         self.model, self.sizes = model, sizes
         self.peak = 0
-        self.alive = alive.Alive(model, sizes)
+        self.alive = alive.Alive(sizes)
         self.reducer = reducing.reducer(model, sizes, self._seen)
         self._of = weights.by_operator(model)
         first = [action for action, micro_batch, _ in rank.actions() if micro_batch == 0]
@@ -71,16 +70,13 @@ class _Walk:
             for action in first
             if alive.direction(action) is False
         ]
-        heads = [ended for ended in self._backward if ended and ended[0].output == "logits"]
-        self._tiled_loss = len(heads) > 1
         gathers = sizes.stage == ZERO_3 and (sizes.ranks > 1 or sizes.away)
-        self._order = module_order(model, rank)[self._tiled_loss :] if gathers else []
+        self._order = module_order(model, rank) if gathers else []
         self._ended: tuple[Weight, ...] = ()
         self._start()
 
     def _start(self) -> None:
         """A micro-batch: nothing is whole yet, and no tile of an operator has run."""
-        self.alive.start()
         self._tiles = Counter(self._backward)
         self._whole = whole.Whole(self._order, self.sizes)
         self._over = False
@@ -89,13 +85,12 @@ class _Walk:
         """One action runs: before an operator its modules fetch their weights."""
         forward = alive.direction(action)
         if forward is not None:
-            self._end({})  # an operator whose operands stay: others want them too
+            self._end()  # an operator whose operands stay: others want them too
             if forward and self._over:
                 self._start()
             weighed = self._of.get((action.part, action.op), ())
             self._ended = () if forward else weighed
             run = whole.modules(action.op, weighed, forward=forward)
-            run = run[self._tiled_loss and forward and action.part == "E" :]
             for weight in run if forward else run[:1]:
                 self._whole.module()
                 self._seen(action.scratch)
@@ -109,47 +104,28 @@ class _Walk:
 
     def dead(self, keys: "list[alive.Key]") -> None:
         """Tensors end; after an operator's operands come its weights' gradients."""
-        keys = self.alive.ending(keys, forward=not self._ended)
-        if keys and self._ended:
-            first = weights.first_linear(self._ended)
-            self._seen(self.sizes.element * sum(weight.elements for weight in first))
-        freed = self.alive.gone(keys)
+        self.alive.gone(keys)
         if keys:
-            self._end(freed)
+            self._end()
 
-    def _end(self, freed: dict[str, int]) -> None:
+    def _end(self) -> None:
         ended, self._ended = self._ended, ()
         if ended:
-            self._gradients(ended, freed)
+            self._gradients(ended)
         if ended and ended[0].op == "embedding" and not ended[-1].output:
             self.reducer.end()
             self._over = True
 
-    def _gradients(self, ended: "tuple[Weight, ...]", freed: dict[str, int]) -> None:
-        """One after the other: the gradients of outputs that later ones need, their common input
-        and the sum of its gradient so far are still there.  A table's module has no gradient to
-        pass on, so that it keeps its weight to the end; and so does, as traced, the projection of a
-        tiled loss (before whose first module nothing is fetched ahead)."""
+    def _gradients(self, ended: "tuple[Weight, ...]") -> None:
+        """One after the other.  A table's module has no gradient to pass on, so that it keeps its
+        weight to the end."""
         self._tiles[ended] -= 1
         tied = self.model.tied_embeddings and ended[0].op == "embedding"
         more = self._tiles[ended] > 0 or (tied and self._backward.count(ended) > 1)
-        inputs = [nbytes for name, nbytes in freed.items() if not name.startswith("d:")]
-        shared = max(inputs, default=0)
-        before, modules = self.alive.nbytes, weights.matrices(ended)
+        later = weights.matrices(ended)[1:]
         for weight in ended:
-            first = weight in modules[:1]
-            later = [one for one in modules if one.offset < weight.offset]
-            if weight in modules and not first:
+            if weight in later:
                 self._whole.module()
-            left = sum(_gradient_of(one, freed) for one in later if one.output)
-            left += shared * (bool(later) + (not first)) if weight.output else 0
-            self.alive.nbytes = before + left
             self.reducer.gradient(weight, more=more)
-            if weight.output and not (weight.output == "logits" and self._tiled_loss):
+            if weight.output:
                 self._whole.release(weight)
-        self.alive.nbytes = before
-
-
-def _gradient_of(weight: "Weight", freed: dict[str, int]) -> int:
-    names = (f".{weight.output}", f".{weight.output}_rows")
-    return sum(n for name, n in freed.items() if name.startswith("d:") and name.endswith(names))

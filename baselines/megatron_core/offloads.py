@@ -1,24 +1,18 @@
 """Fine-grained offloading of megatron-core 0.16.1, group by group: what is away, and when.
 
 A group is what one module of one layer saves.  It leaves when its module's forward is over (a plan
-frees the device's copy when the copy on a stream of its own is: a trace has no streams); the last
-group of each name stays in the chunk that runs backward next.  After a group's backward the last
-one committed of those that are away comes back, or, if none is, that of the next chunk
-(ChunkOffloadHandler.should_bulk_offload, bulk_reload).  What was saved as a view comes back as a
-tensor of its own, and what else its storage held does not.
+frees the device's copy when the copy on a stream of its own is: a trace has no streams).  After a
+group's backward the last one committed of those that are away comes back, or, if none is, that of
+the next chunk (ChunkOffloadHandler.bulk_reload).
 """
 
-from collections.abc import Iterable, Sequence
-
-from rematbench.problem import Problem
 from rematbench.program.action import Action, Alloc, Kind, place
-from rematbench.spec.shapes import shapes
+from rematbench.program.program import RankProgram
 
 Where = tuple[int, int]
 """A micro-batch and a chunk."""
 Group = tuple[str, str]
 """A layer of a chunk (L<i>) and a module."""
-Step = tuple[tuple[Action, ...], Where]
 COMMITS = {
     "qkv": "qkv_linear",
     "attention": "core_attn",
@@ -35,42 +29,31 @@ STARTS = {
     "attn_norm": "attn_norm",
 }
 """The operator with which a module starts: after its backward the next group comes back."""
-HELD, RETURNS = "qkv_linear", "attn_add"
-"""The module whose input a variable of its layer holds until attention has returned, and what runs
-then (a norm's output; other modules' inputs are freed by force: forced_released_tensors)."""
 VIEWED = ("qkv_before_rope", "qkv_beside_views")
-"""What views of core attention's operands hold beside them (stack.py)."""
+"""What views of core attention's operands hold beside them (stack.py): it leaves with them, and
+does not come back, as each view comes back as a tensor of its own."""
 
 
 class Groups:
     """The groups of a rank; every call says by how many bytes the device's sum changes."""
 
-    def __init__(
-        self, tensors: dict[str, tuple[str, ...]], problem: Problem, steps: Sequence[Step]
-    ) -> None:
+    def __init__(self, tensors: dict[str, tuple[str, ...]], rank: RankProgram) -> None:
         """`tensors`: those that each module moves."""
-        s = shapes(problem.workload, problem.layout, problem.system)
-        count = problem.workload.model.num_layers // problem.layout.num_chunks
         self._starts = {op: module for op, module in STARTS.items() if module in tensors}
         self._module_of = {name: module for module in tensors for name in tensors[module]}
         if "core_attn" in tensors:
             self._module_of |= dict.fromkeys(VIEWED, "core_attn")
-        self._last = f"L{count - 1}"
-        # saved twice, and two tensors when they are back: a flash kernel's output (which is the
-        # projection's input), or the probabilities (softmax's output and, unless some are dropped,
-        # the product's operand)
-        columns = s.q_width if problem.attention == "flash" else s.heads * s.seq_len
-        twice = problem.attention == "flash" or not problem.workload.model.dropout
-        self._twin = twice * s.tokens * columns * s.element_bytes
-        self._waiting = list(_backwards(steps)) if tensors else []
-        self._first = self._waiting[:1]
+        backwards = (
+            (micro_batch, chunk)
+            for action, micro_batch, chunk in rank.actions()
+            if action.kind == Kind.BACKWARD_INPUT
+        )
+        self._waiting = list(dict.fromkeys(backwards)) if tensors else []
         self._held: dict[tuple[Where, Group], dict[str, int]] = {}
         self._away: dict[Where, list[Group]] = {}
-        self._twins: dict[tuple[Where, Group], int] = {}
         self._leaving: set[tuple[Where, str]] = set()
-        self._late: dict[tuple[Where, str], int] = {}
         self._over: tuple[Where, Group] | None = None
-        self._ended: tuple[Where, Group] | None = None
+        self._ended: Where | None = None
 
     def before(self, action: Action, where: Where) -> int:
         """An action is about to run."""
@@ -82,16 +65,14 @@ class Groups:
             return change
         if action.kind == Kind.D2H:
             self._leaving.add((where, f"{action.part}.{action.op}"))
-        if action.kind == Kind.FORWARD and action.op == RETURNS:
-            change -= self._late.pop((where, action.part), 0)
         if action.kind == Kind.FORWARD and action.op in COMMITS:
             self._over = where, (action.part, COMMITS[action.op])
         if action.kind == Kind.BACKWARD_INPUT:
             if where in self._waiting:
                 self._waiting.remove(where)
             if action.op in self._starts:
-                self._ended = where, (action.part, self._starts[action.op])
-                change += self._load(*self._ended)
+                self._ended = where
+                change += self._load(where, (action.part, self._starts[action.op]))
         return change
 
     def born(self, action: Action, where: Where, alloc: Alloc) -> int:
@@ -125,13 +106,8 @@ class Groups:
         if self._over is None or not tensors:
             return 0
         where, group = self._over
-        if group[0] == self._last and where in (*self._first, *self._waiting[:1]):
-            return 0
         self._away.setdefault(where, []).append(group)
-        left = sum(tensors.values())
-        if group[1] == HELD:
-            self._late[where, group[0]], left = left, 0
-        return left
+        return sum(tensors.values())
 
     def _load(self, where: Where, group: Group) -> int:
         """Bytes that come back, if the group is away."""
@@ -141,26 +117,11 @@ class Groups:
         tensors = self._held[where, group]
         for name in [name for name in tensors if name.endswith(VIEWED)]:
             del tensors[name]
-        self._twins[where, group] = self._twin if group[1] == "core_attn" else 0
-        return sum(tensors.values()) + self._twins[where, group]
+        return sum(tensors.values())
 
     def _back(self) -> int:
         """A group's backward is over: the next one comes back."""
-        if self._ended is None:
-            return 0
-        where, group = self._ended
-        change = -self._twins.pop((where, group), 0)
-        for chunk in (where, *self._waiting[:1]):
+        for chunk in (self._ended, *self._waiting[:1]) if self._ended else ():
             if self._away.get(chunk):
-                return change + self._load(chunk, self._away[chunk][-1])
-        return change
-
-
-def _backwards(steps: Iterable[Step]) -> Iterable[Where]:
-    """Micro-batches and chunks in the order of their backwards."""
-    found = (
-        where
-        for actions, where in steps
-        if any(action.kind == Kind.BACKWARD_INPUT for action in actions)
-    )
-    return dict.fromkeys(found)
+                return self._load(chunk, self._away[chunk][-1])
+        return 0

@@ -46,9 +46,9 @@ def stack(policy: "MegatronCore", problem: Problem) -> Stack:
     )
 
 
-def activation_peak(policy: "MegatronCore", problem: Problem, rank: RankProgram) -> int:
+def activation_peak(policy: "MegatronCore", _: Problem, rank: RankProgram) -> int:
     """The peak of activations as Megatron-core holds them."""
-    found: int = held.activation_peak(policy, problem, rank)
+    found: int = held.activation_peak(policy, rank)
     return found
 
 
@@ -277,7 +277,7 @@ def _scattered(problem: Problem) -> tuple[Extra, ...]:
 
 
 def _tied(problem: Problem) -> tuple[Extra, ...]:
-    """The projection's gradient waits for the embedding's (held.py), and their sum is made anew."""
+    """The sum of the embedding's gradient and the projection's is made anew."""
     s = shapes(problem.workload, problem.layout, problem.system)
     model = problem.workload.model
     if not model.tied_embeddings or problem.layout.pp > 1:

