@@ -7,7 +7,6 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from tests.problems import make_problem
 from rematbench.cli.app import app
 from rematbench.cost.kernel_rates import RateError
 from rematbench.problem import Problem
@@ -15,6 +14,7 @@ from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_system
 from rematbench.spec.stackfacts import differences, facts
+from tests.problems import make_problem
 
 
 def stack(folder: Path, text: str, name: str = "mine") -> Path:
