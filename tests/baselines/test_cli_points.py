@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rematbench.cli import baseline as baseline_command
 from rematbench.cli import points as points_command
 from rematbench.cli.app import app
 from rematbench.host.console import CommandError
@@ -15,6 +14,7 @@ from rematbench.packages import points as baseline_points
 from rematbench.packages.points import load_points
 from rematbench.packages.process import Job, NotInstalled
 from rematbench.runs.record import Record, read_record, write_record
+from rematbench.worlds import package
 from rematbench.worlds.again import differences
 
 TRACED = Path(__file__).resolve().parents[2] / "results" / "measured" / "traced" / "baselines"
@@ -98,7 +98,7 @@ def test_trace_takes_a_baseline_and_a_stage(
         return [committed()]
 
     pytest.importorskip("torch")
-    monkeypatch.setattr(baseline_command, "run_jobs", run_jobs)
+    monkeypatch.setattr(package, "run_jobs", run_jobs)
     done = RUN.invoke(app, TRACE if stage is None else [*TRACE, "--stage", str(stage)])
     assert done.exit_code == 0, done.output
     assert (asked[0].rank, asked[0].run.world) == (rank, "traced")
@@ -142,7 +142,7 @@ def test_what_does_not_run_is_said_and_ends_with_1(
     refused = msgspec.structs.replace(
         committed(), status="unsupported", reason="megatron_core: --x is not known", observed=None
     )
-    monkeypatch.setattr(baseline_command, "run_jobs", lambda *_: [refused])
+    monkeypatch.setattr(package, "run_jobs", lambda *_: [refused])
     printed = tmp_path / "flags"
     printed.write_text("--x 3")
     asked = ["baseline", "run", *TRACE[1:], *(["--options", str(printed)] if given else [])]
@@ -159,7 +159,7 @@ def test_states_on_the_host_are_said_beside_those_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     record = read_record(TRACED / "llama2-7b-4k-offload.json")
-    monkeypatch.setattr(baseline_command, "run_jobs", lambda *_: [record])
+    monkeypatch.setattr(package, "run_jobs", lambda *_: [record])
     done = RUN.invoke(app, ["baseline", "trace", *TRACE[1:]])
     assert "shim: places, streams, norm, order" in done.output
     assert "host 0.97 GiB, states 0.93 GiB and 15.69 GiB on the host" in done.output
@@ -176,7 +176,7 @@ def test_states_on_the_host_are_said_beside_those_on_the_device(
 def test_a_base_plan_that_no_package_runs_is_refused(
     command: list[str], given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(baseline_command, "run_jobs", lambda *_: pytest.fail("run"))
+    monkeypatch.setattr(package, "run_jobs", lambda *_: pytest.fail("run"))
     done = RUN.invoke(app, [*command, *TRACE[1:], *given])
     assert isinstance(done.exception, CommandError)
     assert str(done.exception) == f"{given[0]}: megatron_core runs even chunks under 1F1B only"

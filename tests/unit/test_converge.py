@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.cli.converge import chosen, converge, curves
-from rematbench.cli.measured import Cell, cells
+from rematbench.cli.converge import converge, curves
 from rematbench.host.console import CommandError
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
+from rematbench.runs.cell import Cell, cells
 from rematbench.runs.suite import load_suite
 from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.paths import data_dir
+from rematbench.worlds.trained import chosen
 
 SUITE = data_dir("config") / "convergence.yaml"
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from rematbench.cli.real import as_committed, gpus_here, need_gpu, need_torch
 from rematbench.cli.targets import need_folder
 from rematbench.host.console import CommandError
 from rematbench.packages.agreement import (
@@ -16,7 +17,7 @@ from rematbench.packages.agreement import (
 )
 from rematbench.packages.points import Point, load_points, trace_points
 from rematbench.packages.process import Device, NotInstalled
-from rematbench.runs.record import read_record
+from rematbench.runs.record import keep_record, read_record
 from rematbench.tables.baselines import points_table, tensors_table
 from rematbench.worlds.again import differences
 
@@ -95,16 +96,12 @@ def compare_engines(
     Example:
       rematbench baseline agree -o build/agreement --compare results/measured/executed/agreement
     """
-    # Not above: `trace` imports the commands of baselines.
-    from rematbench.cli.measured import as_committed, keep  # noqa: PLC0415
-    from rematbench.cli.real import gpus_here, need_gpu, need_torch  # noqa: PLC0415
-
     need_torch()
     need_gpu(device)
     need_folder("-o", output)
     records = agreement_records(device, gpus_here() if device == "cuda" else 0)
     for name, record in records.items():
-        keep(record, output, name)
+        keep_record(record, output, name)
     typer.echo(f"{output}: {len(records)} records")
     wrong = disagreements(records)
     for name, why in wrong.items():

@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from rematbench.cli.measured import cells, request_of
 from rematbench.cli.targets import need_file
-from rematbench.cli.trace import traced
 from rematbench.host.console import CommandError
+from rematbench.runs.cell import cells
 from rematbench.runs.record import read_record
 from rematbench.runs.store import write_atomically
 from rematbench.runs.suite import load_suite
+from rematbench.worlds import traced
 from rematbench.worlds.again import differences
 
 
@@ -45,7 +45,7 @@ def _again(suite: Path, cell: str, committed: Path) -> str:
     found = cells(load_suite(suite), [], [cell])
     if len(found) != 1:
         raise CommandError(f"{cell}: {len(found)} cells of {suite} have that name, one is needed")
-    record = traced(request_of(found[0]))
+    record = traced.run(found[0])
     lines = differences(record, read_record(committed / f"{cell}.json"))
     for line in lines:
         typer.echo(f"{cell}: {line}", err=True)

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from rematbench.choose.outcome import make_problem
 from rematbench.lowering.lower import lower
@@ -14,7 +13,7 @@ from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import AttentionKind, Problem
 from rematbench.published.sheets import read_sheet
-from rematbench.runs.record import Record, read_record, write_record
+from rematbench.runs.record import Record, keep_record, read_record
 from rematbench.simulate.evaluate import program_bytes
 from rematbench.spec.configfile import ConfigError, convert, read_mapping
 from rematbench.spec.layout import Layout
@@ -81,10 +80,7 @@ def trace_points(points: tuple[Point, ...], folder: Path, timeout_s: float = 600
     found = []
     for point in points:
         (record,) = run_jobs(point.baseline, [_job(point, timeout_s)])
-        path = folder / f"{point.name}.json"
-        same = path.exists() and read_record(path)
-        if not same or replace(same, provenance=record.provenance) != record:
-            write_record(record, path)
+        keep_record(record, folder, point.name)
         found.append(record)
     return found
 

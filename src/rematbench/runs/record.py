@@ -260,6 +260,18 @@ def write_record(record: Record, path: Path) -> None:
     write_atomically(path, encode_record(record))
 
 
+def keep_record(record: Record, folder: Path, name: str) -> None:
+    """Write a record as `folder`/`name`.json without its plan (the hash stays), unless the file
+    says the same already: a second run changes no date."""
+    record = msgspec.structs.replace(record, plan=None)
+    path = folder / f"{name}.json"
+    if path.is_file():
+        old = read_record(path)
+        if msgspec.structs.replace(old, provenance=record.provenance) == record:
+            return
+    write_record(record, path)
+
+
 def encode_record(record: Record) -> bytes:
     """As written: sorted JSON that a person can read."""
     return msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=1) + b"\n"
