@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rematbench.cli import points as points_command
 from rematbench.cli.app import app
 from rematbench.host.console import CommandError
 from rematbench.packages import points as baseline_points
@@ -48,9 +47,10 @@ def again(folder: Path) -> Any:
 def test_a_number_that_differs_is_an_error(
     change: Any, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(baseline_points, "run_jobs", lambda *_: [change(committed())])
+    monkeypatch.setattr(package, "run_jobs", lambda *_: [change(committed())])
     done = again(tmp_path)
     assert done.exit_code == code
+    assert read_record(tmp_path / f"{POINT}.json") == change(committed())
     assert done.output.startswith(f"{POINT}: ")
     assert ("every number equal" in done.output) == (code == 0)
     assert ("activation_peak_bytes" in done.output) == (code == 1)
@@ -62,7 +62,7 @@ def test_without_the_package_one_line_says_so(
     def missing(*_: Any) -> list[Record]:
         raise NotInstalled("megatron_core: 'megatron' is not installed here")
 
-    monkeypatch.setattr(points_command, "trace_points", missing)
+    monkeypatch.setattr(package, "run_jobs", missing)
     done = again(tmp_path)
     assert done.exit_code == 0
     assert done.output.splitlines() == [
@@ -73,7 +73,7 @@ def test_without_the_package_one_line_says_so(
 def test_a_record_that_is_not_there_is_said_before_anything_is_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(points_command, "trace_points", lambda *_: pytest.fail("traced"))
+    monkeypatch.setattr(package, "run_jobs", lambda *_: pytest.fail("traced"))
     asked = ["baseline", "again", POINT, "-o", str(tmp_path), "--compare", str(tmp_path / "none")]
     done = RUN.invoke(app, asked)
     assert done.exit_code != 0

@@ -35,6 +35,7 @@ from rematbench.cli.sheet import predict, validate
 from rematbench.cli.speeds import speeds
 from rematbench.cli.study import claims, study
 from rematbench.cli.trace import trace
+from rematbench.cli.verify import verify
 from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.packages.process import BaselineError
 from rematbench.plan import PlanError
@@ -131,7 +132,7 @@ COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibr
 WORKFLOW = (run, collect, sheets, tables, study, claims)
 ARTIFACT = (matrix, matrix_tables, report, expect)
 CELLS = (submit_plan, run_cells, cells, collect_cells, speeds, retry, settle, resume)
-TORCH = (execute, trace, measure, measure_gpu, retrace, worlds, converge, curves)
+TORCH = (execute, trace, measure, measure_gpu, verify, retrace, worlds, converge, curves)
 
 for function in (*COMMANDS, *TORCH, *WORKFLOW, *ARTIFACT, *CELLS):
     app.command()(function)

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from msgspec.structs import replace
 from rich.table import Table
 from typer import Option
 
@@ -57,7 +56,7 @@ def simulate(
     form = estimated(asked, outcome, estimator)
     shown = Shown(request=asked, outcome=outcome, keep_all=_keep_all(asked, outcome))
     if out is not None:
-        _write(asked, outcome, out)
+        write_record(make_record(asked.problem, asked.method, outcome, asked.base), out)
     if json:
         values = result(shown) | ({"estimate": estimate_result(form)} if form else {})
         typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
@@ -75,18 +74,6 @@ def evaluated(asked: Request, *, checked: bool = False) -> Outcome:
     if isinstance(plan, Unsupported):
         return Outcome(status="unsupported", reason=plan.reason)
     return run_plan(asked.problem, plan, checked=checked)
-
-
-def _write(asked: Request, outcome: Outcome, path: Path) -> None:
-    record = make_record(asked.problem, asked.method, outcome)
-    usual = asked.problem.base_plan
-    other = {key: getattr(asked.base, key) for key in ("partition", "schedule")}
-    other = {key: value for key, value in other.items() if value != getattr(usual, key)}
-    if other:  # another run, another id
-        parameters = {**record.spec.parameters, "base": other}
-        spec = replace(record.spec, parameters=parameters)
-        record = replace(record, spec=spec, run_id=spec.run_id)
-    write_record(record, path)
 
 
 def _keep_all(asked: Request, outcome: Outcome) -> PlanEvaluation | None:

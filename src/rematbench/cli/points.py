@@ -19,7 +19,8 @@ from rematbench.packages.points import Point, load_points, trace_points
 from rematbench.packages.process import Device, NotInstalled
 from rematbench.runs.record import keep_record, read_record
 from rematbench.tables.baselines import points_table, tensors_table
-from rematbench.worlds.again import differences
+from rematbench.worlds import package
+from rematbench.worlds.again import verify
 
 Names = Annotated[list[str] | None, Argument(metavar="[NAME..]", help="Only these.")]
 Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")]
@@ -64,17 +65,19 @@ def trace_again(output: Output, committed: Committed, names: Names = None) -> No
         --compare results/measured/traced/baselines
     """
     need_folder("-o", output)
-    wrong = False
-    wanted = [(p, read_record(committed / f"{p.name}.json")) for p in chosen(names)]
-    for point, before in wanted:
+    paths = [committed / f"{point.name}.json" for point in chosen(names)]
+    for path in paths:  # before anything is traced
+        read_record(path)
+    wrong = 0
+    for path in paths:
         try:
-            (record,) = trace_points((point,), output)
+            ((name, record, lines),) = verify([path], lambda _, old: package.again(old))
         except NotInstalled as error:
-            typer.echo(f"{point.name}: not traced again: {error}")
+            typer.echo(f"{path.stem}: not traced again: {error}")
             continue
-        lines = differences(record, before)
-        typer.echo(f"{point.name}: " + ("; ".join(lines) or "traced again, every number equal"))
-        wrong = wrong or bool(lines)
+        keep_record(record, output, name)
+        typer.echo(f"{name}: " + ("; ".join(lines) or "traced again, every number equal"))
+        wrong += bool(lines)
     if wrong:
         raise typer.Exit(1)
 

@@ -64,7 +64,7 @@ def as_committed(names: Sequence[str], folder: Path, committed: Path) -> bool:
 def cell_of(asked: Request) -> Cell:
     """The cell of a run, named as its method."""
     plan = asked.method.plan(asked.problem, asked.base)
-    return Cell(asked.method.name, asked.problem, asked.method, plan)
+    return Cell(asked.method.name, asked.problem, asked.method, plan, asked.base)
 
 
 def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:

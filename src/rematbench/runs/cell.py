@@ -10,17 +10,21 @@ from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Composition, Registry
 from rematbench.problem import Problem
-from rematbench.runs.suite import Suite, Variant, bundles
+from rematbench.runs.record import Record
+from rematbench.runs.reopen import spec_problem
+from rematbench.runs.suite import Suite, Variant, bundles, load_suite
+from rematbench.spec.configfile import ConfigError
 
 
 class Cell(msgspec.Struct, frozen=True):
     """One method on one problem with its plan, or why there is none; `name` is its record's
-    file."""
+    file, `base` what the method began with (None: the problem's)."""
 
     name: str
     problem: Problem
     method: Composition
     plan: Plan | Unsupported
+    base: Plan | None = None
 
 
 def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) -> list[Cell]:
@@ -34,9 +38,29 @@ def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) 
     return found
 
 
+def only_cell(suite: Path, name: str, folders: Sequence[Path] = ()) -> Cell:
+    """The one cell of a suite that has a name."""
+    found = cells(load_suite(suite), folders, [name])
+    if len(found) != 1:
+        raise ConfigError(str(suite), name, f"{len(found)} cells have that name, one is needed")
+    return found[0]
+
+
 def cell_names(suite: Suite, only: Sequence[str] = ()) -> list[str]:
     """The same cells' names, nothing planned."""
     return [name for name, _, _ in _asked(suite, discover(), only)]
+
+
+def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = "") -> Cell:
+    """The cell of a record, planned anew from what config/ says today of the cluster (or its file),
+    the system and the constants: what has changed shows in the numbers."""
+    spec = record.spec
+    problem, parameters = spec_problem(spec, cluster), dict(spec.parameters)
+    own = parameters.pop("base", {})
+    words = {f"{part}.{key}": v for part, keys in parameters.items() for key, v in keys.items()}
+    base = msgspec.convert(msgspec.structs.asdict(problem.base_plan) | own, Plan)
+    method = registry.resolve(spec.method, words)
+    return Cell(name, problem, method, _plan(problem, method, base), base)
 
 
 def problem_of(name: str) -> str:
@@ -62,10 +86,10 @@ def _asked(
                     yield name, spec.name, variant
 
 
-def _plan(problem: Problem, method: Composition) -> Plan | Unsupported:
+def _plan(problem: Problem, method: Composition, base: Plan | None = None) -> Plan | Unsupported:
     """A plan that lowers, or why there is none."""
     try:
-        plan = method.plan(problem)
+        plan = method.plan(problem, base)
         if isinstance(plan, Plan):
             lower(plan, problem)
     except PlanError as error:

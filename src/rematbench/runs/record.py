@@ -29,6 +29,8 @@ from rematbench.workload import Model, Precision
 
 World = Literal["published", "simulated", "traced", "executed"]
 HASH_DIGITS = 16
+OF_A_BASE = ("partition", "schedule")
+"""What a person may choose of the plan that methods begin with."""
 
 
 class RecordError(ValueError):
@@ -187,12 +189,17 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
     return content_hash([table, rest])
 
 
-def run_spec(problem: Problem, method: Composition, world: World = "simulated") -> RunSpec:
-    """What is asked of a problem."""
-    work = problem.workload
+def run_spec(
+    problem: Problem, method: Composition, world: World = "simulated", base: Plan | None = None
+) -> RunSpec:
+    """What is asked of a problem; of a method that plans from another base than the problem's, the
+    base's own words are parameters too."""
+    work, usual = problem.workload, problem.base_plan
+    own = {key: getattr(base or usual, key) for key in OF_A_BASE}
+    own = {key: value for key, value in own.items() if value != getattr(usual, key)}
     return RunSpec(
         method=method.name,
-        parameters=method.parameters,
+        parameters={**method.parameters, **({"base": own} if own else {})},
         model=work.model,
         cluster=problem.cluster.name,
         cluster_hash=content_hash(problem.cluster),
@@ -219,9 +226,11 @@ def provenance(calibration: Calibration | None = None) -> Provenance:
     )
 
 
-def make_record(problem: Problem, method: Composition, outcome: Outcome) -> Record:
+def make_record(
+    problem: Problem, method: Composition, outcome: Outcome, base: Plan | None = None
+) -> Record:
     """The record of a simulated run."""
-    spec = run_spec(problem, method)
+    spec = run_spec(problem, method, base=base)
     evaluation, verdict = outcome.evaluation, outcome.verdict
     repeats: tuple[Metrics, ...] = ()
     if evaluation is not None:

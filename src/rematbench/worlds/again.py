@@ -8,7 +8,7 @@ the peaks of a package's ranks that exchange over gloo: its threads may hold a c
 for a moment.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,6 +25,27 @@ OF_AN_ALLOCATOR = ("allocated_bytes", "reserved_bytes")
 SIMULATED = ("repeats", "headroom_bytes", "host_headroom_bytes", "binds")
 INPUTS = ("cluster", "system", "calibration")
 STATES = ("traced_ranks", "state_bytes", "host_state_bytes", "warmup_steps")
+
+
+def verify(
+    paths: Sequence[Path], again: Callable[[str, Record], Record]
+) -> Iterator[tuple[str, Record, list[str]]]:
+    """Run what some record files say once more: name, the new record and how it differs from the
+    file's.  `again` runs a (name, record).  A curve's keep_all is trained too, if its record lies
+    beside the curve's.  RecordError, before anything runs, where a file is no record."""
+    committed = {path: read_record(path) for path in paths}
+    made: dict[Path, Record] = {}
+
+    def pair(path: Path) -> tuple[Record, Record]:
+        old = committed.get(path) or read_record(path)
+        made[path] = made.get(path) or again(path.stem, old)
+        return made[path], old
+
+    for path in paths:
+        new, old = pair(path)
+        base = path.with_name(f"{base_name(path.stem)}.json")
+        bases = pair(base) if is_curve(old) and base.is_file() else None
+        yield path.stem, new, differences(new, old, bases)
 
 
 def folder_differences(names: Sequence[str], folder: Path, committed: Path) -> dict[str, list[str]]:

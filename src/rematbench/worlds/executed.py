@@ -10,7 +10,7 @@ import msgspec
 from rematbench.choose.outcome import Status
 from rematbench.host.console import CommandError
 from rematbench.plan import Plan, Unsupported
-from rematbench.plugins.registry import IDENTITY, Composition
+from rematbench.plugins.registry import IDENTITY, Composition, Registry
 from rematbench.runs import rank_error
 from rematbench.runs.cell import Cell, problem_of
 from rematbench.runs.measured import Comparison, Measured
@@ -65,6 +65,26 @@ def run(
         return _as_rank(both, cases, place, timeout_s, out)
     hosts = (cell.problem.layout.gpus,)
     return _strictly(both, job.run_own(cases, timeout_s), hosts, how.device)
+
+
+def again(record: Record, cell: Cell, registry: Registry) -> Record:
+    """A run of this machine's processes once more: as many steps, and compared with the same method
+    as its record says."""
+    found = record.measured or Measured(steps=How().steps)
+    against = found.comparison.against if found.comparison else ""
+    how = How(
+        device="cpu" if record.provenance.device.startswith("cpu") else "cuda",
+        steps=found.steps,
+        compare=bool(against),
+        norms=any(found.gradient_norms),
+        timed_steps=len(found.step_s),
+    )
+    method = registry.resolve(against or IDENTITY)
+    plan = method.plan(cell.problem, cell.base) if against else cell.plan
+    other = Cell(against, cell.problem, method, plan, cell.base) if against else None
+    made = run(cell, how, other, timeout_s=600.0)
+    assert made is not None  # of a process that no launcher started
+    return made
 
 
 def run_cells(

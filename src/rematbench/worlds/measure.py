@@ -160,7 +160,7 @@ def measured_record(
     where: dict[str, str | tuple[int, ...]],
 ) -> Record:
     """A record of the traced or executed world; `where` completes the provenance."""
-    spec = run_spec(cell.problem, cell.method, world)
+    spec = run_spec(cell.problem, cell.method, world, cell.base)
     status, reason, found = outcome
     plan = cell.plan if isinstance(cell.plan, Plan) else None
     return Record(

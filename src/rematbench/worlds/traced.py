@@ -11,6 +11,11 @@ from rematbench.simulate.evaluate import fullest
 from rematbench.worlds.measure import measured_ranks, measured_record
 
 
+def again(record: Record, cell: Cell) -> Record:
+    """The rank of a record, which names its pipeline rank, once more."""
+    return run(cell, record.measured.ranks[0].pp if record.measured else None)
+
+
 def run(cell: Cell, stage: int | None = None) -> Record:
     """The record of a traced pipeline rank (the fullest of the simulation unless one is named)."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional

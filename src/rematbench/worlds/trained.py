@@ -15,6 +15,12 @@ from rematbench.worlds.measure import activation_bytes, measured_record
 TEXT_BYTES = 4 << 20
 
 
+def again(record: Record, cell: Cell) -> Record:
+    """The training run of a record once more, as many steps."""
+    assert record.measured is not None
+    return run(cell, record.measured.steps)
+
+
 def chosen(found: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
     """keep_all on every problem, every other cell on the first problem on which it does something;
     and a line for each problem: what it leaves out, and why."""
