@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from typer import Option, TyperException
+from typer.core import TyperGroup
 
 from rematbench import __version__
 from rematbench.cli import baseline
@@ -61,7 +62,8 @@ UNSOUND = (CheckError, DeadlockError, LedgerError)
 app = typer.Typer(
     name="rematbench",
     help="Which activation-memory strategy and parallel layout: will it fit, how fast is it?",
-    epilog="Start with: rematbench methods; rematbench simulate --help",
+    epilog="Start with: rematbench methods; rematbench simulate --help.  The commands of the "
+    "workflow and of Slurm: rematbench --help-all",
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -75,16 +77,27 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _help_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        assert isinstance(context.command, TyperGroup)
+        for command in context.command.commands.values():
+            command.hidden = False
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
 @app.callback()
 def top(
     version: Annotated[
         bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
+    help_all: Annotated[
+        bool, Option("--help-all", callback=_help_all, is_eager=True, help="List every command.")
+    ] = False,
 ) -> None:
     """Which activation-memory strategy and parallel layout: will it fit, how fast is it?"""
 
 
-@app.command()
 def methods(
     folder: Annotated[
         list[Path] | None, Option("--methods", metavar="DIR", help="More method files.")
@@ -128,15 +141,23 @@ def _check(path: Path, registry: Registry) -> None:
         raise typer.Exit(1) from error
 
 
-COMMANDS = (plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor, flags)
-WORKFLOW = (run, collect, sheets, tables, study, claims)
-ARTIFACT = (matrix, matrix_tables, report, expect)
-CELLS = (submit_plan, run_cells, cells, collect_cells, speeds, retry, settle, resume)
-TORCH = (execute, trace, measure, measure_gpu, verify, retrace, worlds, converge, curves)
+COMMANDS = (
+    *(methods, plan, simulate, compare, timeline, stages, flags, doctor),
+    *(execute, trace, measure_gpu, verify, predict, validate),
+)
+"""What a person uses, beside the group of baselines."""
+WORKFLOW = (
+    *(run, collect, sheets, tables, study, claims, calibrate, speeds, matrix, matrix_tables),
+    *(report, expect, measure, retrace, worlds, converge, curves),
+    *(submit_plan, run_cells, cells, collect_cells, retry, settle, resume),
+)
+"""What rules, `./bench` and jobs of Slurm call; listed by --help-all."""
 
-for function in (*COMMANDS, *TORCH, *WORKFLOW, *ARTIFACT, *CELLS):
+for function in COMMANDS:
     app.command()(function)
 app.add_typer(baseline.app, name="baseline", help="Real packages: list, run, trace, predict.")
+for function in WORKFLOW:
+    app.command(hidden=True)(function)
 
 
 def main() -> None:
