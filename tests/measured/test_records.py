@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.cli.converge import curves
-from rematbench.cli.measured import worlds
+from rematbench.cli.tables import curves, worlds
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.program.ledger import live_bytes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rematbench.choose import outcome as suite
-from rematbench.cli import converge, measured
+from rematbench.cli import measured
 from rematbench.cli import study as study_command
 from rematbench.cli.app import main
 from rematbench.cli.launched import is_launched
@@ -81,9 +81,8 @@ def test_nothing_is_run_for_what_cannot_be_kept(
     def never(*_: object) -> None:
         raise AssertionError("run")
 
-    for module in (measured, converge):
-        monkeypatch.setattr(module, "need_torch", lambda: None)
-        monkeypatch.setattr(module, "cells", lambda *_: [_Planned()])
+    monkeypatch.setattr(measured, "need_torch", lambda: None)
+    monkeypatch.setattr(measured, "cells", lambda *_: [_Planned()])
     for world, run in ((executed, "run_cells"), (traced, "run"), (trained, "run")):
         monkeypatch.setattr(world, run, never)
     code, line = said(monkeypatch, capsys, *words, "-o", str(taken))

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from rematbench import __version__
 from rematbench.cli import baseline
-from rematbench.cli.calibrate import calibrate
+from rematbench.cli.calibrate import calibrate, validate
 from rematbench.cli.cells import (
     cells,
     collect_cells,
@@ -21,20 +21,30 @@ from rematbench.cli.cells import (
     submit_plan,
 )
 from rematbench.cli.compare import compare
-from rematbench.cli.converge import converge, curves
 from rematbench.cli.doctor import doctor
 from rematbench.cli.execute import execute
 from rematbench.cli.flags import flags
-from rematbench.cli.flow import collect, run, sheets, stages, tables
 from rematbench.cli.gpu import measure_gpu
-from rematbench.cli.matrix import matrix, matrix_tables
-from rematbench.cli.measured import measure, worlds
+from rematbench.cli.matrix import matrix
+from rematbench.cli.measured import converge, measure
 from rematbench.cli.plan import plan, simulate, timeline
 from rematbench.cli.report import expect, report
 from rematbench.cli.retrace import retrace
-from rematbench.cli.sheet import predict, validate
-from rematbench.cli.speeds import speeds
-from rematbench.cli.study import claims, study
+from rematbench.cli.run import run
+from rematbench.cli.sheet import predict
+from rematbench.cli.study import study
+from rematbench.cli.tables import (
+    claims,
+    collect,
+    curves,
+    matrix_tables,
+    sheets,
+    speeds,
+    stages,
+    tables,
+    worlds,
+)
+from rematbench.cli.targets import Methods
 from rematbench.cli.trace import trace
 from rematbench.cli.verify import verify
 from rematbench.host.console import CommandError, console, grid, left, plain
@@ -99,9 +109,7 @@ def top(
 
 
 def methods(
-    folder: Annotated[
-        list[Path] | None, Option("--methods", metavar="DIR", help="More method files.")
-    ] = None,
+    folder: Methods = None,
     check: Annotated[
         Path | None, Option(metavar="FILE.py", help="Hold a file to the contract instead.")
     ] = None,

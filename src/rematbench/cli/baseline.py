@@ -24,7 +24,7 @@ from rematbench.cli.points import (
     write_tables,
 )
 from rematbench.cli.real import has_gpu, speed_text, timing
-from rematbench.cli.targets import need_file
+from rematbench.cli.targets import Out, need_file
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
 from rematbench.packages.process import baselines, policy
 from rematbench.plugins.registry import IDENTITY
@@ -70,9 +70,7 @@ def of_baseline(options: RunOptions) -> Request:
 @takes_run
 def predict_baseline(
     run: RunOptions,
-    out: Annotated[
-        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
-    ] = None,
+    out: Out = None,
 ) -> None:
     """Predict a baseline's policy with the simulator: labelled simulated, never measured.
 
@@ -111,9 +109,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     options: Annotated[
         Path | None, Option(metavar="FILE", help="Configure it from what `flags` printed.")
     ] = None,
-    out: Annotated[
-        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
-    ] = None,
+    out: Out = None,
     rank: Rank = None,
     world_size: Size = None,
     address: Address = "",
@@ -164,9 +160,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
 def trace_baseline(
     run: RunOptions,
     rank: Annotated[int, Option(min=0, help="The global rank to follow.")] = 0,
-    out: Annotated[
-        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
-    ] = None,
+    out: Out = None,
 ) -> None:
     """Trace one rank of a baseline on fake tensors, at any scale, without hardware.
 

@@ -1,7 +1,6 @@
 """`execute`: a plan on torch, in processes on this machine or a launcher's."""
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -10,7 +9,7 @@ from typer import Option
 from rematbench.cli.launched import Address, Local, Port, Rank, Size, is_launched
 from rematbench.cli.options import Request, RunOptions, Timeout, request, takes_run
 from rematbench.cli.real import cell_of, finish, need_gpu, need_torch
-from rematbench.cli.targets import need_file
+from rematbench.cli.targets import Json, Out, need_file
 from rematbench.plugins.discover import discover
 from rematbench.runs.cell import Cell
 from rematbench.runs.measured import TIMED_STEPS
@@ -33,8 +32,8 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ] = "",
     device: Annotated[Device | None, Option(help="Default: cuda where there is one.")] = None,
     timeout: Timeout = 600,
-    out: Annotated[Path | None, Option(metavar="RECORD.json", help="Write the record.")] = None,
-    json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
+    out: Out = None,
+    json: Json = False,
     rank: Rank = None,
     world_size: Size = None,
     local_rank: Local = 0,

@@ -8,13 +8,12 @@ import typer
 from typer import Option
 
 from rematbench.cli.real import need_gpu, need_torch
-from rematbench.cli.targets import need_folder
+from rematbench.cli.targets import Only, Output, need_folder
 from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.gpu import LIMITS, ON_DEMAND, PARTS, Asked, measure
 from rematbench.worlds.gpu_checks import Summary
 
-Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")]
 SuiteFile = Annotated[
     Path | None, Option(metavar="SUITE.yaml", help="Problems (default: config/gpu.yaml).")
 ]
@@ -24,9 +23,6 @@ Parts = Annotated[
         metavar="PART",
         help=f"Only some of {', '.join(LIMITS)}; or {', '.join(ON_DEMAND)}: real packages.",
     ),
-]
-Only = Annotated[
-    list[str] | None, Option(metavar="PROBLEM[.METHOD]", help="Some cells (repeatable).")
 ]
 Where = Annotated[
     Literal["cuda", "cpu"], Option(help="cpu: to try it out; its seconds mean nothing.")

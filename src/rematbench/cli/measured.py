@@ -1,37 +1,27 @@
-"""The grids of the executed and traced worlds: `measure` fills results/measured, `worlds` makes
-the table from its records (no torch needed)."""
+"""Records of the executed and traced worlds: the cells of a suite, and loss curves."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
 from rematbench.cli.options import Timeout
 from rematbench.cli.real import as_committed, need_torch
-from rematbench.cli.targets import need_folder
+from rematbench.cli.targets import Compare, Methods, Only, Output, SuiteFile, need_folder
 from rematbench.host.console import CommandError
 from rematbench.runs.cell import cells
-from rematbench.runs.collect import read_records
 from rematbench.runs.record import keep_record
 from rematbench.runs.suite import load_suite
-from rematbench.tables.worlds import differing, has_its_own_table, worlds_table
-from rematbench.worlds import executed, traced
+from rematbench.worlds import executed, traced, trained
 
 
 def measure(
-    suite: Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods.")],
-    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")],
+    suite: SuiteFile,
+    output: Output,
     world: Annotated[Literal["executed", "traced"], Option(help="Run it, or trace a rank.")],
-    only: Annotated[
-        list[str] | None, Option(metavar="PROBLEM[.METHOD]", help="Some cells (repeatable).")
-    ] = None,
-    methods: Annotated[
-        list[Path] | None, Option("--methods", metavar="DIR", help="More method files.")
-    ] = None,
-    compare: Annotated[
-        Path | None, Option(metavar="DIR", help="Exit 1 if a record is not as its namesake here.")
-    ] = None,
+    only: Only = None,
+    methods: Methods = None,
+    compare: Compare = None,
     timeout: Timeout = 300,
 ) -> None:
     """Measure the cells of a suite in the executed or traced world; a record each.
@@ -59,28 +49,35 @@ def measure(
         raise typer.Exit(1)
 
 
-def worlds(
-    records: Annotated[list[Path], Argument(metavar="DIR...", help="Folders of records.")],
-    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")],
-    again: Annotated[
-        Path | None, Option(metavar="FILE", help="What `retrace` says; goes into the note.")
-    ] = None,
+def converge(
+    suite: SuiteFile,
+    output: Output,
+    steps: Annotated[int, Option(min=2, help="Optimizer steps.")] = 240,
+    only: Only = None,
+    compare: Compare = None,
 ) -> None:
-    """The table method x layout: lossless? bytes simulated, executed and traced.
+    """Train a suite's model on the Python standard library's sources; a record per method.
+
+    keep_all is trained on every problem, every other method on the first one on which it does
+    something; a line for each problem says what is left out there, and why.
 
     \b
     Example:
-      rematbench worlds results/measured -o results/paper/tables
+      rematbench converge config/convergence.yaml -o results/measured/convergence
     """
+    need_torch()
     need_folder("-o", output)
-    found = [entry for entry in read_records(records) if not has_its_own_table(entry[1])]
-    if not any(record.measured for _, record in found):
-        raise CommandError(f"no measured record below {', '.join(map(str, records))}")
-    table = worlds_table(found, again.read_text(encoding="utf-8").strip() if again else "")
-    table.write(output)
-    wrong = differing(found)
-    typer.echo(f"{output / table.name}.md: {len(table.rows)} rows, {len(wrong)} break a law")
-    for line in wrong:
-        typer.echo(line, err=True)
-    if wrong:
+    found, left_out = trained.chosen(cells(load_suite(suite), [], only or []))
+    for line in left_out:
+        typer.echo(line)
+    if not found:
+        words = ", ".join(only or [])
+        raise CommandError(f"--only {words}: no such cell in {suite} has a plan of its own")
+    for cell in found:
+        record = trained.run(cell, steps)
+        keep_record(record, output, cell.name)
+        last = record.measured.losses[-1:] if record.measured else ()
+        typer.echo(f"{cell.name}: {record.status} {' '.join(map(str, last))}".rstrip())
+    names = [cell.name for cell in found]
+    if compare and not as_committed(names, output, compare):
         raise typer.Exit(1)

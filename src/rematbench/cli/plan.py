@@ -13,7 +13,7 @@ from rematbench.choose.outcome import Outcome, run_plan
 from rematbench.cli.estimate import estimate_result, estimated, show_estimate
 from rematbench.cli.options import Request, RunOptions, request, takes_run
 from rematbench.cli.show import Shown, heading, result, show
-from rematbench.cli.targets import need_file
+from rematbench.cli.targets import Json, Out, need_file
 from rematbench.host.console import CommandError, console, grid, left, plain, seconds
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, resolve
@@ -31,11 +31,9 @@ PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 @takes_run
 def simulate(
     run: RunOptions,
-    json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
+    json: Json = False,
     check: Annotated[bool, Option("--check", help="Also prove the lowered plan safe.")] = False,
-    out: Annotated[
-        Path | None, Option(metavar="RECORD.json", help="Also write the run's record.")
-    ] = None,
+    out: Out = None,
     estimator: Annotated[
         EstimatorName, Option(help="A paper's closed-form bytes beside the ledger's.")
     ] = "ledger",
@@ -86,7 +84,7 @@ def _keep_all(asked: Request, outcome: Outcome) -> PlanEvaluation | None:
 @takes_run
 def plan(
     run: RunOptions,
-    json: Annotated[bool, Option("--json", help="Print the plan as JSON.")] = False,
+    json: Json = False,
     actions: Annotated[bool, Option("--actions", help="Print a rank's lowered actions.")] = False,
     rank: Annotated[int, Option(min=0, help="The pipeline rank to show.")] = 0,
 ) -> None:

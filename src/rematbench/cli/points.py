@@ -8,7 +8,7 @@ import typer
 from typer import Argument, Option
 
 from rematbench.cli.real import as_committed, gpus_here, need_gpu, need_torch
-from rematbench.cli.targets import need_folder
+from rematbench.cli.targets import Output, need_folder
 from rematbench.host.console import CommandError
 from rematbench.packages.agreement import (
     agreement_records,
@@ -23,7 +23,6 @@ from rematbench.worlds import package
 from rematbench.worlds.again import verify
 
 Names = Annotated[list[str] | None, Argument(metavar="[NAME..]", help="Only these.")]
-Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")]
 Committed = Annotated[Path, Option("--compare", metavar="DIR", help="The records to equal.")]
 
 

@@ -1,6 +1,5 @@
 """`trace`: one rank of a job of any size, the executor on fake tensors."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,7 +8,7 @@ from typer import Option
 from rematbench.cli.baseline import finish_baseline, of_baseline
 from rematbench.cli.options import Request, RunOptions, request, takes_run
 from rematbench.cli.real import cell_of, finish, need_torch
-from rematbench.cli.targets import need_file
+from rematbench.cli.targets import Json, Out, need_file
 from rematbench.host.console import CommandError
 from rematbench.packages.process import baselines
 from rematbench.worlds import package, traced
@@ -21,8 +20,8 @@ def trace(
     stage: Annotated[
         int | None, Option(min=0, help="Pipeline rank (default: the simulated fullest).")
     ] = None,
-    out: Annotated[Path | None, Option(metavar="RECORD.json", help="Write the record.")] = None,
-    json: Annotated[bool, Option("--json", help="Print the record as JSON.")] = False,
+    out: Out = None,
+    json: Json = False,
 ) -> None:
     """Trace one rank of a job of any size: the executor on fake tensors, in one CPU process.
 

@@ -7,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from rematbench.cli.real import need_torch
-from rematbench.cli.targets import need_folder
+from rematbench.cli.targets import Methods, need_folder
 from rematbench.plugins.discover import discover
 from rematbench.runs.cell import Cell, only_cell, recorded_cell
 from rematbench.runs.record import Record, keep_record
@@ -21,9 +21,7 @@ def verify(
         Path | None, Option(metavar="SUITE.yaml", help="Cells by the records' names, from here.")
     ] = None,
     cluster: Annotated[str, Option(metavar="FILE.yaml", help="If the runs' was a file.")] = "",
-    methods: Annotated[
-        list[Path] | None, Option("--methods", metavar="DIR", help="More method files.")
-    ] = None,
+    methods: Methods = None,
     output: Annotated[
         Path | None, Option("-o", "--output", metavar="DIR", help="Keep the new records.")
     ] = None,
