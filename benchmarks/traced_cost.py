@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from rematbench.cli.measured import cell_names, cells, request_of
-from rematbench.cli.trace import traced
+from rematbench.runs.cell import cell_names, cells
 from rematbench.runs.suite import load_suite
+from rematbench.worlds import traced
 
 SUITE = Path(__file__).resolve().parents[1] / "config" / "traced.yaml"
 COLUMNS = ("cell", "cpu_s", "wall_s", "peak_rss_bytes", "status", "date", "python", "torch")
@@ -39,7 +39,7 @@ def cost(name: str) -> dict[str, object]:
     """One cell, in this process."""
     (cell,) = cells(load_suite(SUITE), [], [name])
     start, wall = time.process_time(), time.perf_counter()
-    record = traced(request_of(cell))
+    record = traced.run(cell)
     return {
         "cell": name,
         "cpu_s": round(time.process_time() - start, 1),

@@ -17,7 +17,7 @@ rule baseline_tables:
     conda:
         "../environment.yml"
     params:
-        engine=code("points.write_tables"),
+        engine=code("points"),
         records=lambda wildcards, input: Path(input.records[0]).parent,
         agreement=lambda wildcards, input: Path(input.agreement[0]).parent,
         folder=lambda wildcards, output: Path(output[0]).parent,
@@ -43,7 +43,7 @@ rule retrace_baseline:
     conda:
         "../environment.yml"
     params:
-        engine=lambda wildcards, input: code("points.trace_again", input.baselines),
+        engine=lambda wildcards, input: code("points", input.baselines),
         installed=HAS_BASELINES,
         into=lambda wildcards, output: Path(output[0]).parent,
         committed=lambda wildcards, input: Path(input.record).parent,

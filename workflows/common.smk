@@ -28,7 +28,7 @@ wildcard_constraints:
 
 
 def code(command, methods=()):
-    """One word for the code behind a rule's command (`module.function`), with what the files of its
+    """One word for the code behind a rule's command (a module of `cli/`), with what the files of its
     methods import, and for models, clusters, systems and constants: a parameter that reruns it.
     """
     return f"{command_digest(command, map(Path, methods))} {FACTS}"

@@ -43,7 +43,7 @@ rule executed_table:
     conda:
         "../environment.yml"
     params:
-        engine=code("cells.collect_cells"),
+        engine=code("cells"),
         cluster=cluster_option,
     shell:
         "rematbench collect-cells {input.suite} --store results/{wildcards.measured}/cells"
@@ -61,7 +61,7 @@ rule measured_speed:
     conda:
         "../environment.yml"
     params:
-        engine=code("speeds.speeds"),
+        engine=code("tables"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench speeds {input} -o {params.folder} > {log} 2>&1"

@@ -31,7 +31,7 @@ rule stages:
     conda:
         "../environment.yml"
     params:
-        engine=code("flow.stages"),
+        engine=code("tables"),
         record=lambda wildcards: config["looked_into"][wildcards.suite]["stages"],
     shell:
         "rematbench stages {input.records}/{params.record}.json -o {output} > {log} 2>&1"
@@ -48,7 +48,7 @@ rule trace:
     conda:
         "../environment.yml"
     params:
-        engine=code("plan.timeline"),
+        engine=code("plan"),
     shell:
         "rematbench timeline {input.records}/{wildcards.record}.json -o {output} > {log} 2>&1"
 

@@ -34,7 +34,7 @@ rule matrix:
     resources:
         **SIMULATED,
     params:
-        engine=code("matrix.matrix", METHODS),
+        engine=code("matrix", METHODS),
         lengths=lambda wildcards: [
             f"--seq-len {n}" for n in MATRIX_PARTS[wildcards.part]
         ],
@@ -71,7 +71,7 @@ rule matrix_tables:
     conda:
         "../environment.yml"
     params:
-        engine=code("matrix.matrix_tables"),
+        engine=code("tables"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench matrix-tables {input.suite} {input.results}"

@@ -14,7 +14,7 @@ rule retrace:
     conda:
         "../environment.yml"
     params:
-        engine=lambda wildcards, input: code("retrace.retrace", [input.method]),
+        engine=lambda wildcards, input: code("retrace", [input.method]),
         torch=HAS_TORCH,
         cell=RETRACED,
         committed=lambda wildcards, input: Path(input.record).parent,
@@ -36,7 +36,7 @@ rule worlds:
     conda:
         "../environment.yml"
     params:
-        engine=code("measured.worlds"),
+        engine=code("tables"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench worlds results/measured/executed results/measured/traced"
@@ -57,7 +57,7 @@ rule curves:
     conda:
         "../environment.yml"
     params:
-        engine=code("converge.curves"),
+        engine=code("tables"),
         folder=lambda wildcards, output: Path(output.lines).parent,
     shell:
         "rematbench curves results/measured/convergence -o {params.folder} > {log} 2>&1"

@@ -12,7 +12,7 @@ rule method_trace:
     conda:
         "../environment.yml"
     params:
-        engine=code("plan.timeline"),
+        engine=code("plan"),
     shell:
         "rematbench timeline {input.records}/{wildcards.record}.json -o {output} > {log} 2>&1"
 
@@ -57,7 +57,7 @@ rule page:
     conda:
         "../environment.yml"
     params:
-        engine=code("report.report"),
+        engine=code("report"),
     shell:
         "rematbench report {input.suite} > {log} 2>&1"
 

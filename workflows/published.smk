@@ -24,7 +24,7 @@ rule sheets:
     conda:
         "../environment.yml"
     params:
-        engine=code("flow.sheets"),
+        engine=code("tables"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench sheets {input} -o {params.folder} > {log} 2>&1"
@@ -45,7 +45,7 @@ rule predict:
     resources:
         **SIMULATED,
     params:
-        engine=lambda wildcards, input: code("sheet.predict", input.methods),
+        engine=lambda wildcards, input: code("sheet", input.methods),
     shell:
         "rematbench predict {input.sheet} -o {output} --processes 1 > {log} 2>&1"
 
@@ -67,7 +67,7 @@ rule tables:
     conda:
         "../environment.yml"
     params:
-        engine=code("flow.tables"),
+        engine=code("tables"),
         folder=lambda wildcards, output: Path(output.tables[0]).parent,
     shell:
         "rematbench tables {input.predictions} -o {params.folder} --joined {output.cells}"

@@ -15,7 +15,7 @@ rule bundle:
     resources:
         **SIMULATED,
     params:
-        engine=lambda wildcards, input: code("flow.run", input.methods),
+        engine=lambda wildcards, input: code("run", input.methods),
     shell:
         "rematbench run {input.suite} --method {wildcards.method} -o {output}"
         " --store results/{wildcards.suite}/cells > {log} 2>&1"
@@ -39,7 +39,7 @@ rule collect:
     conda:
         "../environment.yml"
     params:
-        engine=code("flow.collect"),
+        engine=code("tables"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench collect {input.suite} {input.records} -o {params.folder} > {log} 2>&1"

@@ -28,7 +28,7 @@ rule study:
     resources:
         **SIMULATED,
     params:
-        engine=lambda wildcards, input: code("study.study", input.methods),
+        engine=lambda wildcards, input: code("study", input.methods),
     shell:
         "rematbench study {input.study} -o {output} > {log} 2>&1"
 
@@ -51,7 +51,7 @@ rule claims:
     conda:
         "../environment.yml"
     params:
-        engine=code("study.claims"),
+        engine=code("tables"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
         "rematbench claims {input.answers} --predictions {input.predictions} -o {params.folder}"

@@ -8,15 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from rematbench.cli.app import app
-from rematbench.cli.app import baseline as baseline_command
-from rematbench.cli.app import points as points_command
 from rematbench.host.console import CommandError
 from rematbench.packages import points as baseline_points
 from rematbench.packages.points import load_points
 from rematbench.packages.process import Job, NotInstalled
 from rematbench.runs.record import Record, read_record, write_record
-from rematbench.slurm.cells import settings_words
 from rematbench.spec.load import load_cluster
+from rematbench.worlds import package
 from rematbench.worlds.again import differences
 
 TRACED = Path(__file__).resolve().parents[2] / "results" / "measured" / "traced" / "baselines"
@@ -50,9 +48,10 @@ def again(folder: Path) -> Any:
 def test_a_number_that_differs_is_an_error(
     change: Any, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(baseline_points, "run_jobs", lambda *_: [change(committed())])
+    monkeypatch.setattr(package, "run_jobs", lambda *_: [change(committed())])
     done = again(tmp_path)
     assert done.exit_code == code
+    assert read_record(tmp_path / f"{POINT}.json") == change(committed())
     assert done.output.startswith(f"{POINT}: ")
     assert ("every number equal" in done.output) == (code == 0)
     assert ("activation_peak_bytes" in done.output) == (code == 1)
@@ -64,7 +63,7 @@ def test_without_the_package_one_line_says_so(
     def missing(*_: Any) -> list[Record]:
         raise NotInstalled("megatron_core: 'megatron' is not installed here")
 
-    monkeypatch.setattr(points_command, "trace_points", missing)
+    monkeypatch.setattr(package, "run_jobs", missing)
     done = again(tmp_path)
     assert done.exit_code == 0
     assert done.output.splitlines() == [
@@ -75,7 +74,7 @@ def test_without_the_package_one_line_says_so(
 def test_a_record_that_is_not_there_is_said_before_anything_is_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(points_command, "trace_points", lambda *_: pytest.fail("traced"))
+    monkeypatch.setattr(package, "run_jobs", lambda *_: pytest.fail("traced"))
     asked = ["baseline", "again", POINT, "-o", str(tmp_path), "--compare", str(tmp_path / "none")]
     done = RUN.invoke(app, asked)
     assert done.exit_code != 0
@@ -100,7 +99,7 @@ def test_trace_takes_a_baseline_and_a_stage(
         return [committed()]
 
     pytest.importorskip("torch")
-    monkeypatch.setattr(baseline_command, "run_jobs", run_jobs)
+    monkeypatch.setattr(package, "run_jobs", run_jobs)
     done = RUN.invoke(app, TRACE if stage is None else [*TRACE, "--stage", str(stage)])
     assert done.exit_code == 0, done.output
     assert (asked[0].rank, asked[0].run.world) == (rank, "traced")
@@ -144,7 +143,7 @@ def test_what_does_not_run_is_said_and_ends_with_1(
     refused = msgspec.structs.replace(
         committed(), status="unsupported", reason="megatron_core: --x is not known", observed=None
     )
-    monkeypatch.setattr(baseline_command, "run_jobs", lambda *_: [refused])
+    monkeypatch.setattr(package, "run_jobs", lambda *_: [refused])
     printed = tmp_path / "flags"
     printed.write_text("--x 3")
     asked = ["baseline", "run", *TRACE[1:], *(["--options", str(printed)] if given else [])]
@@ -161,7 +160,7 @@ def test_states_on_the_host_are_said_beside_those_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     record = read_record(TRACED / "llama2-7b-4k-offload.json")
-    monkeypatch.setattr(baseline_command, "run_jobs", lambda *_: [record])
+    monkeypatch.setattr(package, "run_jobs", lambda *_: [record])
     done = RUN.invoke(app, ["baseline", "trace", *TRACE[1:]])
     assert "shim: places, streams, norm, order" in done.output
     assert "host 0.97 GiB, states 0.93 GiB and 15.69 GiB on the host" in done.output
@@ -178,7 +177,7 @@ def test_states_on_the_host_are_said_beside_those_on_the_device(
 def test_a_base_plan_that_no_package_runs_is_refused(
     command: list[str], given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(baseline_command, "run_jobs", lambda *_: pytest.fail("run"))
+    monkeypatch.setattr(package, "run_jobs", lambda *_: pytest.fail("run"))
     done = RUN.invoke(app, [*command, *TRACE[1:], *given])
     assert isinstance(done.exception, CommandError)
     assert str(done.exception) == f"{given[0]}: megatron_core runs even chunks under 1F1B only"
@@ -207,16 +206,8 @@ def said_of(name: str) -> tuple[list[str], int]:
     (point,) = [point for point in load_points() if point.name == name]
     seen = read_record(TRACED / f"{name}.json").observed
     assert seen is not None
-    lay = point.layout
-    words = [
-        point.baseline, "--model", point.model, "--cluster", point.cluster, "--system",
-        point.system, "--gpus", str(lay.gpus), "--seq-len", str(point.seq_len),
-        "--attention", point.attention, "--global-batch", str(lay.global_batch),
-        "--micro-batch", str(lay.micro_batch), "--zero", str(lay.zero_stage),
-    ]  # fmt: skip
-    for key in ("tp", "cp", "pp", "vpp", "ulysses"):
-        words += [f"--{key}", str(getattr(lay, key))]
-    words += settings_words(point.settings)
+    words = [point.baseline, *point.to_arguments()]
+    words += [f"--set={key}={value}" for key, value in point.settings.items()]
     return words, seen.activation_peak_bytes[0] + seen.state_bytes[0]
 
 

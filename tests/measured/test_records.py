@@ -5,17 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.cli.converge import chosen, curves
-from rematbench.cli.measured import Cell, cell_names, cells, worlds
+from rematbench.cli.tables import curves, worlds
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.program.ledger import live_bytes
+from rematbench.runs.cell import Cell, cell_names, cells
 from rematbench.runs.measured import RankMeasured
 from rematbench.runs.record import Record, plan_hash, read_record
 from rematbench.runs.suite import load_suite
 from rematbench.simulate.evaluate import evaluate, program_bytes
 from rematbench.worlds.again import CURVE_BOUND
 from rematbench.worlds.measure import as_run
+from rematbench.worlds.trained import chosen
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ROOT / "results" / "measured"

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from rematbench.cli.measured import as_committed
+from rematbench.cli.real import as_committed
 from rematbench.runs.measured import Comparison, Measured
 from rematbench.runs.record import Record, read_record, write_record
-from rematbench.worlds.again import curve_differences, differences
+from rematbench.worlds.again import differences, folder_differences
 
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"
 
@@ -110,16 +110,15 @@ def moved(record: Record, share: float, **where: str) -> Record:
 
 @pytest.mark.parametrize("method", ["memo.1", "mst.1"])
 def test_a_curve_is_as_committed(method: str) -> None:
-    both = (curve(method), curve("keep_all.0"))
-    assert curve_differences(both, both) == []
+    base = curve("keep_all.0")
+    assert differences(curve(method), curve(method), (base, base)) == []
 
 
 def test_a_curve_that_leaves_keep_alls_is_found_even_a_bit() -> None:
-    both = (curve("memo.1"), curve("keep_all.0"))
-    lines = curve_differences((moved(curve("memo.1"), 1e-7), curve("keep_all.0")), both)
+    bases = (curve("keep_all.0"), curve("keep_all.0"))
+    lines = differences(moved(curve("memo.1"), 1e-7), curve("memo.1"), bases)
     assert lines == ["bitwise keep_all's: False, committed True"]
-    both = (curve("mst.1"), curve("keep_all.0"))
-    lines = curve_differences((moved(both[0], 1e-2), both[1]), both)
+    lines = differences(moved(curve("mst.1"), 1e-2), curve("mst.1"), bases)
     assert [line.split(" from ")[1].split(" (")[0] for line in lines] == [
         "keep_all's",
         "the committed one's",
@@ -128,9 +127,31 @@ def test_a_curve_that_leaves_keep_alls_is_found_even_a_bit() -> None:
 
 def test_losses_are_compared_where_the_text_is_the_same() -> None:
     """Another Python has other sources: then only what they have to do with each other counts."""
-    both = (curve("memo.1"), curve("keep_all.0"))
-    assert both[0].provenance.text
-    here = tuple(moved(record, 1e-2) for record in both)
-    assert ["the committed one's" in line for line in curve_differences(here, both)] == [True]
-    there = tuple(moved(record, 1e-2, text="another") for record in both)
-    assert curve_differences(there, both) == []
+    old, base = curve("memo.1"), curve("keep_all.0")
+    assert old.provenance.text
+    (line,) = differences(moved(old, 1e-2), old, (moved(base, 1e-2), base))
+    assert "the committed one's" in line
+    there, there_base = (moved(record, 1e-2, text="another") for record in (old, base))
+    assert differences(there, old, (there_base, base)) == []
+    (line,) = differences(there, old)  # nothing to hold it to
+    assert "of another text" in line
+    (line,) = differences(moved(old, 1e-2), old)
+    assert "the committed one's" in line
+
+
+def test_a_curve_of_a_folder_is_held_to_keep_alls_there(tmp_path: Path) -> None:
+    """One that is as far from the committed one as its keep_all is, on another text."""
+    for name, share in (("memo.1", 1e-2), ("keep_all.0", 1e-2)):
+        write_record(moved(curve(name), share, text="another"), tmp_path / f"bytes-one.{name}.json")
+    said = folder_differences(["bytes-one.memo.1"], tmp_path, MEASURED / "convergence")
+    assert said == {"bytes-one.memo.1": []}
+    (tmp_path / "bytes-one.keep_all.0.json").unlink()
+    (line,) = folder_differences([*said], tmp_path, MEASURED / "convergence")["bytes-one.memo.1"]
+    assert "bytes-one.keep_all.0.json: cannot be read" in line
+
+
+def test_what_has_changed_is_said_where_a_number_has() -> None:
+    spec = replace(executed().spec, cluster_hash="0", calibration_hash="1")
+    assert differences(replace(executed(), spec=spec), executed()) == []
+    said = differences(replace(executed(), spec=spec, status="failed"), executed())
+    assert said[-1] == "changed since: cluster, calibration"

@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from rematbench.cli.measured import cell_names
+from rematbench.runs.cell import cell_names
 from rematbench.runs.suite import load_suite
 
 ROOT = Path(__file__).resolve().parents[2]

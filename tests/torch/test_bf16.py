@@ -15,9 +15,9 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
-from rematbench.cli.measured import Cell, cells
 from rematbench.plan import Plan
 from rematbench.problem import Problem
+from rematbench.runs.cell import Cell, cells
 from rematbench.runs.measured import BOUNDS
 from rematbench.runs.suite import load_suite
 from rematbench.simulate.evaluate import evaluate

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.cli.app import main
-from rematbench.cli.converge import converge
+from rematbench.cli.measured import converge
 from rematbench.host.console import CommandError
 from rematbench.runs.record import Record, read_record
 from rematbench.spec.paths import data_dir

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.cli.app import gpu, measured
-from rematbench.cli.execute import outcome_of
 from rematbench.runs.measured import Comparison, Measured, largest
-from rematbench.runs.record import Record, read_record, write_record
+from rematbench.runs.record import Record, keep_record, read_record, write_record
 from rematbench.spec.paths import data_dir
+from rematbench.worlds import executed, gpu
+from rematbench.worlds.executed import How, outcome_of, run_cells
 from rematbench.worlds.gpu_checks import Finding, Ran, findings
 from tests.torch.test_measure_gpu import CELLS, suite
 
@@ -67,8 +67,8 @@ def test_what_a_part_should_have_left_is_missed(tmp_path: Path) -> None:
     path = suite(tmp_path, "lossless-fp32", "large")
     asked = gpu.Asked(suite=path, output=tmp_path, device="cpu", only=("large.keep_all",))
     ended = (Ran(part="large", status="ok", seconds=1.0),)
-    one = {f.claim: f.holds for f in gpu._summary(ended, asked, "").findings}
-    every = gpu._summary(ended, replace(asked, only=()), "")
+    one = {f.claim: f.holds for f in gpu.summarize(ended, asked, "").findings}
+    every = gpu.summarize(ended, replace(asked, only=()), "")
     assert (one[PEAKS], one[BYTES]) == (True, True)
     found = {finding.claim: finding for finding in every.findings}
     assert found[PEAKS].holds is None
@@ -82,7 +82,7 @@ def test_a_part_with_a_folder_begins_with_an_empty_one(part: str, tmp_path: Path
     for path in (tmp_path / part / "old.json", kept):
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    gpu._forget(part, tmp_path)
+    gpu.forget(part, tmp_path)
     assert [path.name for path in (tmp_path / part).iterdir()] == []
     assert kept.exists()
 
@@ -141,10 +141,11 @@ def test_a_cell_that_cannot_be_compared_has_a_record(
 ) -> None:
     """Which can be read, as those of the cells beside it."""
     wrong = comparison(gradient_error=math.nan)
-    monkeypatch.setattr(measured, "compared", lambda *_: wrong)
+    monkeypatch.setattr(executed, "compared", lambda *_: wrong)
     path = suite(tmp_path, "lossless-fp32")
     found = gpu.Asked(suite=path, output=tmp_path, device="cpu", only=CELLS[:1]).cells("lossless")
-    measured.execute_cells(found, tmp_path / "records", 100.0, measured.How(steps=1))
+    for one, record in run_cells(found, 100.0, How(steps=1)):
+        keep_record(record, tmp_path / "records", one.name)
     (finding,) = (f for f in findings(tmp_path) if f.claim == SAME)
     assert finding.holds is False
     assert finding.text.startswith("keep_all.0 failed nan: NotFinite: against keep_all gradient")

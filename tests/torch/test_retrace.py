@@ -13,11 +13,11 @@ pytest.importorskip("torch", reason="the traced world needs torch")
 import typer
 from msgspec.structs import replace
 
-from rematbench.cli.measured import cells, request_of
 from rematbench.cli.retrace import retrace
-from rematbench.cli.trace import traced
+from rematbench.runs.cell import cells
 from rematbench.runs.record import read_record, write_record
 from rematbench.runs.suite import load_suite
+from rematbench.worlds import traced
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACED = ROOT / "config" / "traced.yaml"
@@ -45,7 +45,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("suite") / "suite.yaml"
     path.write_text(SUITE)
     (cell,) = cells(load_suite(path), [], [CELL])
-    write_record(traced(request_of(cell)), path.with_name(f"{CELL}.json"))
+    write_record(traced.run(cell), path.with_name(f"{CELL}.json"))
     return path
 
 
@@ -92,6 +92,6 @@ def test_a_rank_at_paper_scale_takes_less_than_a_minute_and_4_gb(path: Path) -> 
 def _cost(name: str) -> tuple[str, float, int]:
     (cell,) = cells(load_suite(TRACED), [], [name])
     start = time.process_time()
-    status = traced(request_of(cell)).status
+    status = traced.run(cell).status
     seconds = time.process_time() - start
     return status, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

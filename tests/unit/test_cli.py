@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,41 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-@pytest.mark.parametrize("command", [c.__name__ for c in (*COMMANDS, *WORKFLOW)] + ["methods"])
+def typed(functions: Iterable[Any]) -> list[str]:
+    return [function.__name__.replace("_", "-") for function in functions]
+
+
+@pytest.mark.parametrize("command", typed((*COMMANDS, *WORKFLOW)))
 def test_every_command_has_help_with_an_example(cli: Any, command: str) -> None:
     ran = cli(command, "--help")
     assert ran.code == 0
     assert f"rematbench {command}" in ran.out.partition("Example:")[2]
+
+
+def listed(text: str) -> list[str]:
+    """The commands of a help text, in its order."""
+    lines = text.partition("Commands:")[2].partition("\n\n")[0].splitlines()
+    return [line.split()[0] for line in lines if line.startswith("  ") and line[2:3].strip()]
+
+
+def test_help_lists_what_a_person_uses_and_help_all_every_command(cli: Any) -> None:
+    short, every = listed(cli("--help").out), listed(cli("--help-all").out)
+    assert len(short) == 15
+    assert sorted(short) == sorted([*typed(COMMANDS), "baseline"])
+    assert sorted(every) == sorted([*short, *typed(WORKFLOW)])
+    assert listed(cli("--help").out) == short  # --help-all changes nothing that lasts
+
+
+NAMES = """
+methods plan simulate compare timeline stages predict validate calibrate doctor flags run collect
+sheets tables study claims matrix matrix-tables report expect submit-plan run-cells cells
+collect-cells speeds retry settle resume execute trace measure measure-gpu retrace worlds converge
+curves baseline
+"""
+
+
+def test_names_of_commands_are_a_contract(cli: Any) -> None:
+    assert set(NAMES.split()) <= set(listed(cli("--help-all").out))
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.cli.converge import chosen, converge, curves
-from rematbench.cli.measured import Cell, cells
+from rematbench.cli.measured import converge
+from rematbench.cli.tables import curves
 from rematbench.host.console import CommandError
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
+from rematbench.runs.cell import Cell, cells
 from rematbench.runs.suite import load_suite
 from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.paths import data_dir
+from rematbench.worlds.trained import chosen
 
 SUITE = data_dir("config") / "convergence.yaml"
 
@@ -72,7 +74,7 @@ def test_a_cell_that_is_asked_for_by_name_is_trained_where_it_is_asked_for() -> 
 def test_a_refused_cell_is_said_before_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rematbench.cli.converge.need_torch", lambda: None)
+    monkeypatch.setattr("rematbench.cli.measured.need_torch", lambda: None)
     with pytest.raises(CommandError, match="has a plan of its own"):
         converge(SUITE, tmp_path / "out", only=["bytes-one.lynx_heu"])
     assert capsys.readouterr().out.startswith("bytes-one, left out: lynx_heu.0 (needs tp, cp or")

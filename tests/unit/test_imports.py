@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,18 @@ def reachable(module: str) -> frozenset[str]:
         needed = {part for target in imports(MODULES[name]) for part in with_parents(target)}
         waiting.extend((needed | with_parents(name)) & MODULES.keys())
     return frozenset(found)
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports inside functions count: what they hide is a circle all the same."""
+    circle: list[str] = []
+    try:
+        TopologicalSorter(
+            {m: imports(path) & MODULES.keys() for m, path in MODULES.items()}
+        ).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+    assert not circle
 
 
 def members(names: set[str]) -> set[str]:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from rematbench.cli.measured import cells
 from rematbench.plan import Plan, Unsupported
+from rematbench.runs.cell import cells
 from rematbench.runs.suite import load_suite
 
 METHOD = '''"""no_plan: raises.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rematbench.cli.sheet import predict as predict_sheet
-from rematbench.cli.sheet import read
+from rematbench.cli.targets import read
 from rematbench.host.console import CommandError
 from rematbench.plugins.discover import discover
 from rematbench.published.predict import COLUMNS, predict_case, predict_rows

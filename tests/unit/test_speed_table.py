@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rematbench.cli.speeds import speeds
+from rematbench.cli.tables import speeds
 from rematbench.host.console import CommandError
 from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.tables.speed import speed_table

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rematbench.choose import outcome as suite
-from rematbench.cli import converge, measured
+from rematbench.cli import measured
 from rematbench.cli import study as study_command
 from rematbench.cli.app import main
 from rematbench.cli.launched import is_launched
@@ -17,6 +17,7 @@ from rematbench.program.check import CheckError
 from rematbench.program.ledger import LedgerError
 from rematbench.simulate.step import DeadlockError
 from rematbench.spec.paths import data_dir
+from rematbench.worlds import executed, traced, trained
 
 CONFIG = data_dir("config")
 TINY = ("--model", "tiny-llama", "--cluster", "this-machine", "--gpus", "1")
@@ -80,12 +81,10 @@ def test_nothing_is_run_for_what_cannot_be_kept(
     def never(*_: object) -> None:
         raise AssertionError("run")
 
-    for module in (measured, converge):
-        monkeypatch.setattr(module, "need_torch", lambda: None)
-        monkeypatch.setattr(module, "cells", lambda *_: [_Planned()])
-    monkeypatch.setattr(measured, "execute_cells", never)
-    monkeypatch.setattr(measured, "traced", never)
-    monkeypatch.setattr(converge, "_trained", never)
+    monkeypatch.setattr(measured, "need_torch", lambda: None)
+    monkeypatch.setattr(measured, "cells", lambda *_: [_Planned()])
+    for world, run in ((executed, "run_cells"), (traced, "run"), (trained, "run")):
+        monkeypatch.setattr(world, run, never)
     code, line = said(monkeypatch, capsys, *words, "-o", str(taken))
     assert code == 2
     assert f"-o {taken}: cannot be written" in line

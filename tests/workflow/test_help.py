@@ -66,7 +66,7 @@ def reads(line: str) -> list[str]:
 
 def test_every_command_shows_an_example() -> None:
     helped = subprocess.run(
-        [sys.executable, "-m", "rematbench.cli.app", "--help"],
+        [sys.executable, "-m", "rematbench.cli.app", "--help-all"],
         capture_output=True,
         text=True,
         check=True,

@@ -92,10 +92,12 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
     )
 
 
-def run_method(problem: Problem, method: Composition, *, checked: bool = False) -> Outcome:
+def run_method(
+    problem: Problem, method: Composition, base: Plan | None = None, *, checked: bool = False
+) -> Outcome:
     """Plan, lower, evaluate, judge; `checked` also proves the lowered program safe."""
     try:
-        plan = method.plan(problem)
+        plan = method.plan(problem, base)
         if isinstance(plan, Unsupported):
             return Outcome(status="unsupported", reason=plan.reason)
         return run_plan(problem, plan, checked=checked)

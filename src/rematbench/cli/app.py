@@ -6,10 +6,11 @@ from typing import Annotated
 
 import typer
 from typer import Option, TyperException
+from typer.core import TyperGroup
 
 from rematbench import __version__
 from rematbench.cli import baseline
-from rematbench.cli.calibrate import calibrate
+from rematbench.cli.calibrate import calibrate, validate
 from rematbench.cli.cells import (
     cells,
     collect_cells,
@@ -20,22 +21,33 @@ from rematbench.cli.cells import (
     submit_plan,
 )
 from rematbench.cli.compare import compare
-from rematbench.cli.converge import converge, curves
 from rematbench.cli.doctor import doctor
 from rematbench.cli.execute import execute
 from rematbench.cli.flags import flags
-from rematbench.cli.flow import collect, run, sheets, stages, tables
 from rematbench.cli.gpu import measure_gpu
-from rematbench.cli.matrix import matrix, matrix_tables
-from rematbench.cli.measured import measure, worlds
+from rematbench.cli.matrix import matrix
+from rematbench.cli.measured import converge, measure
 from rematbench.cli.plan import plan, simulate, timeline
 from rematbench.cli.report import expect, report
 from rematbench.cli.retrace import retrace
-from rematbench.cli.sheet import predict, validate
-from rematbench.cli.speeds import speeds
-from rematbench.cli.study import claims, study
+from rematbench.cli.run import run
+from rematbench.cli.sheet import predict
+from rematbench.cli.study import study
 from rematbench.cli.systems import systems
+from rematbench.cli.tables import (
+    claims,
+    collect,
+    curves,
+    matrix_tables,
+    sheets,
+    speeds,
+    stages,
+    tables,
+    worlds,
+)
+from rematbench.cli.targets import Methods
 from rematbench.cli.trace import trace
+from rematbench.cli.verify import verify
 from rematbench.cost.kernel_rates import RateError
 from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.packages.process import BaselineError
@@ -62,7 +74,8 @@ UNSOUND = (CheckError, DeadlockError, LedgerError)
 app = typer.Typer(
     name="rematbench",
     help="Which activation-memory strategy and parallel layout: will it fit, how fast is it?",
-    epilog="Start with: rematbench methods; rematbench simulate --help",
+    epilog="Start with: rematbench methods; rematbench simulate --help.  The commands of the "
+    "workflow and of Slurm: rematbench --help-all",
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -76,20 +89,29 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _help_all(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        assert isinstance(context.command, TyperGroup)
+        for command in context.command.commands.values():
+            command.hidden = False
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
 @app.callback()
 def top(
     version: Annotated[
         bool, Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
+    help_all: Annotated[
+        bool, Option("--help-all", callback=_help_all, is_eager=True, help="List every command.")
+    ] = False,
 ) -> None:
     """Which activation-memory strategy and parallel layout: will it fit, how fast is it?"""
 
 
-@app.command()
 def methods(
-    folder: Annotated[
-        list[Path] | None, Option("--methods", metavar="DIR", help="More method files.")
-    ] = None,
+    folder: Methods = None,
     check: Annotated[
         Path | None, Option(metavar="FILE.py", help="Hold a file to the contract instead.")
     ] = None,
@@ -130,17 +152,22 @@ def _check(path: Path, registry: Registry) -> None:
 
 
 COMMANDS = (
-    *(plan, simulate, compare, timeline, stages, predict, validate, calibrate, doctor, flags),
-    systems,
+    *(methods, systems, plan, simulate, compare, timeline, stages, flags, doctor),
+    *(execute, trace, verify, predict, validate),
 )
-WORKFLOW = (run, collect, sheets, tables, study, claims)
-ARTIFACT = (matrix, matrix_tables, report, expect)
-CELLS = (submit_plan, run_cells, cells, collect_cells, speeds, retry, settle, resume)
-TORCH = (execute, trace, measure, measure_gpu, retrace, worlds, converge, curves)
+"""What a person uses, beside the group of baselines."""
+WORKFLOW = (
+    *(run, collect, sheets, tables, study, claims, calibrate, speeds, matrix, matrix_tables),
+    *(report, expect, measure, measure_gpu, retrace, worlds, converge, curves),
+    *(submit_plan, run_cells, cells, collect_cells, retry, settle, resume),
+)
+"""What rules, `./bench` and jobs of Slurm call; listed by --help-all."""
 
-for function in (*COMMANDS, *TORCH, *WORKFLOW, *ARTIFACT, *CELLS):
+for function in COMMANDS:
     app.command()(function)
 app.add_typer(baseline.app, name="baseline", help="Real packages: list, run, trace, predict.")
+for function in WORKFLOW:
+    app.command(hidden=True)(function)
 
 
 def main() -> None:

@@ -1,15 +1,14 @@
 """`rematbench baseline`: list, run, trace, predict; and what is done to all points at once."""
 
-import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 import typer
 from typer import Option
 
 from rematbench.choose.outcome import run_method
-from rematbench.cli.launched import Address, Port, Rank, Size, is_launched, leave
+from rematbench.cli.launched import Address, Port, Rank, Size, is_launched
 from rematbench.cli.options import (
     Request,
     RunOptions,
@@ -25,23 +24,15 @@ from rematbench.cli.points import (
     write_tables,
 )
 from rematbench.cli.real import has_gpu, speed_text, timing
-from rematbench.cli.targets import need_file
+from rematbench.cli.targets import Out, need_file
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
-from rematbench.packages.process import (
-    Job,
-    baselines,
-    job,
-    policy,
-    run_jobs,
-    run_rank,
-)
+from rematbench.packages.process import baselines, policy
 from rematbench.packages.stack import packaged
-from rematbench.plan import Unsupported
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 from rematbench.runs.measured import TIMED_STEPS
 from rematbench.runs.record import Record, encode_record, make_record, write_record
-from rematbench.simulate.evaluate import fullest
+from rematbench.worlds import package
 from rematbench.worlds.speed import measured_speed
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
@@ -62,7 +53,7 @@ def list_baselines() -> None:
     console().print(table)
 
 
-def asked(options: RunOptions) -> Request:
+def of_baseline(options: RunOptions) -> Request:
     """The problem of the options, with the baseline's policy as its method (a method of no settings
     stands in for it until the problem is there)."""
     method = policy(options.method, settings_of(options.settings))
@@ -80,9 +71,7 @@ def asked(options: RunOptions) -> Request:
 @takes_run
 def predict_baseline(
     run: RunOptions,
-    out: Annotated[
-        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
-    ] = None,
+    out: Out = None,
 ) -> None:
     """Predict a baseline's policy with the simulator: labelled simulated, never measured.
 
@@ -95,7 +84,7 @@ def predict_baseline(
         --gpus 8 --seq-len 2048 --global-batch 4 --micro-batch 4 --tp 8 --set recompute=selective
     """
     need_file("--out", out)
-    made = asked(run)
+    made = of_baseline(run)
     here = packaged(made.method, made.problem)
     outcome = run_method(here, made.method)
     record = make_record(here, made.method, outcome, asked=made.problem)
@@ -123,9 +112,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     options: Annotated[
         Path | None, Option(metavar="FILE", help="Configure it from what `flags` printed.")
     ] = None,
-    out: Annotated[
-        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
-    ] = None,
+    out: Out = None,
     rank: Rank = None,
     world_size: Size = None,
     address: Address = "",
@@ -144,7 +131,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
     if device not in ("", "cpu", "cuda"):
         raise CommandError(f"--device {device}: expected cpu or cuda")
     need_file("--out", out)
-    made = asked(run)
+    made = of_baseline(run)
     launched = is_launched(rank, world_size, (address, port), made.problem.layout.gpus)
     try:
         printed = options.read_text() if options else ""
@@ -154,20 +141,21 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
         raise CommandError(f"--options {options}: is no text, as `flags` prints it") from error
     if options and not printed.strip():
         raise CommandError(f"--options {options}: is empty; give it what `flags` prints")
-    found = _job(
-        made,
-        "executed",
-        steps=steps,
-        warmup=warmup,
-        timed_steps=timed_steps,
-        device=device or ("cuda" if has_gpu() else "cpu"),
-        timeout_s=timeout,
-        options=printed,
-    )
+    asked: dict[str, package.Option] = {
+        "steps": steps,
+        "warmup": warmup,
+        "timed_steps": timed_steps,
+        "device": device or ("cuda" if has_gpu() else "cpu"),
+        "timeout_s": timeout,
+        "options": printed,
+    }
     if launched and rank is not None:
-        _finish_rank(run.method, found, rank, out, made.problem)
+        record = package.run_as_rank(made.problem, made.method, rank, out, **asked)
+        if record is not None:
+            _finish_rank(record, rank, made.problem)
     else:
-        _finish(run.method, [found], out, problem=made.problem)
+        record = package.run(made.problem, made.method, "executed", **asked)
+        finish_baseline(record, out, problem=made.problem)
 
 
 @app.command("trace")
@@ -175,9 +163,7 @@ def run_baseline(  # noqa: PLR0913, PLR0917  # an option of the command line eac
 def trace_baseline(
     run: RunOptions,
     rank: Annotated[int, Option(min=0, help="The global rank to follow.")] = 0,
-    out: Annotated[
-        Path | None, Option(metavar="RECORD.json", help="Also write the record.")
-    ] = None,
+    out: Out = None,
 ) -> None:
     """Trace one rank of a baseline on fake tensors, at any scale, without hardware.
 
@@ -190,26 +176,12 @@ def trace_baseline(
         --set recompute=selective
     """
     need_file("--out", out)
-    made = asked(run)
+    made = of_baseline(run)
     if rank >= made.problem.layout.gpus:
         raise CommandError(
             f"--rank {rank}: the layout has ranks 0 to {made.problem.layout.gpus - 1}"
         )
-    _finish(run.method, [_job(made, "traced", rank=rank)], out)
-
-
-def trace_stage(run: RunOptions, stage: int | None, out: Path | None, *, json: bool) -> None:
-    """`rematbench trace` of a baseline: the first rank of a pipeline rank (default: the fullest of
-    the baseline's own plan)."""
-    made = asked(run)
-    lay = made.problem.layout
-    if stage is None:
-        plan = made.method.plan(made.problem, made.base)
-        stage = 0 if isinstance(plan, Unsupported) else fullest(made.problem, plan)
-    if stage >= lay.pp:
-        raise CommandError(f"--stage {stage}: the pipeline has ranks 0 to {lay.pp - 1}")
-    first = stage * lay.tp * lay.cp * lay.dp
-    _finish(run.method, [_job(made, "traced", rank=first)], out, json=json)
+    finish_baseline(package.run(made.problem, made.method, "traced", rank=rank), out)
 
 
 app.command("points")(trace_shipped_points)
@@ -218,39 +190,21 @@ app.command("agree")(compare_engines)
 app.command("tables")(write_tables)
 
 
-def _job(
-    made: Request, world: Literal["executed", "traced"], **options: int | float | bool | str
-) -> Job:
-    return job(made.problem, made.method, world, **{"timeout_s": 600.0, **options})
-
-
-def _finish_rank(name: str, asked_job: Job, rank: int, out: Path | None, problem: Problem) -> None:
-    """One of a launcher's ranks: rank 0 writes and prints the record, the others say nothing while
-    all is well.  One that fails leaves its error beside `out`, and ends with 1."""
-    started = time.time()
-    record = run_rank(name, asked_job)
-    if record is None:
-        return
-    if out is not None:
-        record = leave(record, out, rank, started)
-    failed = record.status in ("failed", "oom")
+def _finish_rank(record: Record, rank: int, problem: Problem) -> None:
+    """One of a launcher's ranks: rank 0 prints the record, the others say nothing while all is
+    well."""
     if rank == 0:
         show(record, problem)
-    elif failed:
+    elif record.status in ("failed", "oom"):
         typer.echo(f"rank {rank}: {record.status}: {record.reason}", err=True)
     if record.status != "ok":
         raise typer.Exit(1)
 
 
-def _finish(
-    name: str,
-    jobs: list[Job],
-    out: Path | None,
-    *,
-    json: bool = False,
-    problem: Problem | None = None,
+def finish_baseline(
+    record: Record, out: Path | None, json: bool = False, problem: Problem | None = None
 ) -> None:
-    (record,) = run_jobs(name, jobs)
+    """Write and print a record; exit code 1 unless it is ok."""
     if out is not None:
         write_record(record, out)
     if json:

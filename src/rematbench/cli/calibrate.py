@@ -1,4 +1,4 @@
-"""The command that fits the constants: calibrate."""
+"""Constants and accuracy: `calibrate` fits the constants, `validate` holds predictions to print."""
 
 from math import fsum
 from pathlib import Path
@@ -6,17 +6,24 @@ from typing import Annotated
 
 import msgspec
 import typer
+from rich.console import Console
 from rich.table import Table as RichTable
 from typer import Option
 
-from rematbench.cli.sheet import PROCESSES, read
-from rematbench.cli.targets import need_file
+from rematbench.cli.sheet import PROCESSES, predicted
+from rematbench.cli.targets import Predictions, need_file, need_folder, read, rich_table
 from rematbench.cost.constants import Calibration, updated_text
 from rematbench.cost.fit import FitReport
-from rematbench.host.console import console, grid
-from rematbench.published.accuracy import load_accuracy
+from rematbench.host.console import CommandError, console, grid, plain
+from rematbench.published.accuracy import load_accuracy, load_left_out
 from rematbench.published.calibrate import calibrate as fitted
 from rematbench.published.calibrate import leave_one_out, moved
+from rematbench.published.scores import READ, score_tables
+from rematbench.published.sheets import (
+    SCORED,
+)
+from rematbench.published.validate import Report, by_source
+from rematbench.published.validate import validate as score
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 
@@ -75,3 +82,56 @@ def _show(start: Calibration, report: FitReport) -> None:
     out = console()
     out.print(table)
     out.print(errors)
+
+
+def validate(
+    rows: Annotated[
+        Path | None, Option("--rows", metavar="MINE.csv", help="Your rows, by source.")
+    ] = None,
+    predictions: Predictions = None,
+    tables: Annotated[
+        Path | None, Option(metavar="DIR", help="Also write the tables (CSV, Markdown, LaTeX).")
+    ] = None,
+    processes: PROCESSES = 2,
+) -> None:
+    """Errors of predictions by source, beside a constant-MFU floor; exit 1 past `accepted`.
+
+    Without --rows the published cells are predicted and held to config/accuracy.yaml.
+
+    \b
+    Example:
+      rematbench validate
+      rematbench validate --rows my-measurements.csv
+    """
+    if rows is not None and predictions is not None:
+        raise CommandError("--rows and --predictions: give one of them")
+    if tables is not None:
+        need_folder("--tables", tables)
+    if predictions is not None:
+        cells = list(read(predictions, "--predictions", "pred_status"))
+    else:
+        source = rows or data_dir("published") / "runs.csv"
+        cells = predicted(read(source, "--rows", *SCORED), processes, None)
+    cells = [cell for cell in cells if cell.get("cell", "published") == "published"]
+    accuracy = load_accuracy() if rows is None else by_source(cells)
+    report = score(cells, calibration(), accuracy, load_left_out())
+    made = score_tables(report, cells, calibration(), accuracy)
+    out = console()
+    for table in made:
+        if table.name != "cells" and table.rows:
+            out.print(rich_table(table))
+            out.print()
+    for table in made if tables else ():
+        table.write(tables or Path())
+    _verdict(out, report)
+
+
+def _verdict(out: Console, report: Report) -> None:
+    out.print(plain(READ))
+    for check in report.failed:
+        out.print(plain(f"FAIL: {check.group}: {check.statistic} past accepted"))
+    if report.failed:
+        raise typer.Exit(1)
+    promised = any(group.checks for group in report.groups)
+    kept = "every promise is kept within `accepted`"
+    out.print(plain(kept if promised else "nothing is promised about these rows"))

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from rematbench.cli.targets import need_file
+from rematbench.cli.targets import Methods, need_file
 from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.plugins.discover import discover
 from rematbench.published.sheets import write_sheet
@@ -30,9 +30,6 @@ SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and method
 STORE = Annotated[Path, Option("--store", metavar="DIR", help="Where finished cells are.")]
 CLUSTER = Annotated[
     str, Option(metavar="C", help="Name or YAML file, in place of the suite's cluster.")
-]
-METHODS = Annotated[
-    list[Path] | None, Option("--methods", metavar="DIR", help="More method files (repeatable).")
 ]
 PATIENCE = Annotated[
     float,
@@ -59,7 +56,7 @@ def submit_plan(
     slurm: Annotated[
         bool, Option("--slurm/--no-slurm", help="Ask Slurm's nodes and partitions, if it is here.")
     ] = True,
-    methods: METHODS = None,
+    methods: Methods = None,
 ) -> None:
     """Every submission that is left to do, with its predicted GPU-hours; submits nothing.
 
@@ -99,7 +96,7 @@ def run_cells(
     cluster: CLUSTER = "",
     job_id: Annotated[str, Option(metavar="ID", help="The Slurm job this runs in.")] = "",
     minutes: Annotated[int, Option(min=0, help="The job's time limit (0: none).")] = 0,
-    methods: METHODS = None,
+    methods: Methods = None,
 ) -> None:
     """Execute a bundle's unfinished cells, in a Slurm job or on this machine.
 
@@ -119,7 +116,7 @@ def run_cells(
     finish(runner, output)
 
 
-def cells(suite: SUITE, store: STORE, cluster: CLUSTER = "", methods: METHODS = None) -> None:
+def cells(suite: SUITE, store: STORE, cluster: CLUSTER = "", methods: Methods = None) -> None:
     """How far a measurement is: every cell and its state.
 
     \b
@@ -139,7 +136,7 @@ def collect_cells(
     store: STORE,
     output: Annotated[Path, Option("-o", "--output", metavar="EXECUTED.csv")],
     cluster: CLUSTER = "",
-    methods: METHODS = None,
+    methods: Methods = None,
 ) -> None:
     """Every cell as a row, with its status and numbers, measured beside simulated; cells that are
     not finished have a row too, and times are of GPUs only.
@@ -167,7 +164,7 @@ def retry(
         list[str] | None, Option(metavar="NAME", help="Only these cells (repeatable).")
     ] = None,
     cluster: CLUSTER = "",
-    methods: METHODS = None,
+    methods: Methods = None,
 ) -> None:
     """Forget finished cells, so that the next run starts them again: after a repair of the nodes
     or of the environment, which no record can know of.

@@ -12,8 +12,7 @@ from rematbench.choose.entry import Comparison, Entry
 from rematbench.choose.would_fit import would_fit
 from rematbench.cli.options import Request, RunOptions, request, takes_problem
 from rematbench.cli.ranking import Judged, Ranking
-from rematbench.cli.sheet import read
-from rematbench.cli.targets import need_file
+from rematbench.cli.targets import need_file, read
 from rematbench.host.console import console
 from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import load_accuracy

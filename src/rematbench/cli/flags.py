@@ -7,6 +7,7 @@ import typer
 from typer import Option
 
 from rematbench.cli.options import RunOptions, request, takes_run
+from rematbench.cli.targets import Json
 from rematbench.host.console import CommandError
 from rematbench.packages.flags import flags_of
 from rematbench.packages.process import BaselineError, baselines
@@ -17,7 +18,7 @@ from rematbench.plan import Unsupported
 def flags(
     run: RunOptions,
     baseline: Annotated[str, Option(metavar="B", help="Whose flags.")] = "megatron_core",
-    json: Annotated[bool, Option("--json", help="Print the answer as JSON.")] = False,
+    json: Json = False,
 ) -> None:
     """Print a baseline's options equal to a method's plan, or name what is missing there.
 

@@ -1,4 +1,4 @@
-"""The commands of the paper artifact: matrix, matrix-tables, report, expect."""
+"""`matrix`: the grand matrix, simulated."""
 
 import time
 from pathlib import Path
@@ -7,23 +7,17 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from rematbench.choose.candidates import load_compare
-from rematbench.cli.sheet import read
-from rematbench.cli.targets import need_file, need_folder
+from rematbench.cli.targets import need_file
 from rematbench.host.console import CommandError
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import run_matrix
-from rematbench.matrix.tables import matrix_tables as tables_of
-from rematbench.matrix.verdicts import judged, outcome
 from rematbench.plugins.discover import discover
-from rematbench.published.accuracy import load_accuracy
-from rematbench.published.evidence import known_cells
 from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.runs.suite import load_suite
-from rematbench.spec.load import calibration
-from rematbench.studies.front import pareto_table
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="A suite with a matrix.")]
+
+
 CANDIDATES = "candidates.csv"
 
 
@@ -66,31 +60,3 @@ def matrix(
     write_sheet(output, lines)
     write_sheet(output.with_suffix(f".{CANDIDATES}"), told)
     typer.echo(f"{output}: {len(lines)} results, {len(told)} candidates")
-
-
-def matrix_tables(
-    suite: SUITE,
-    results: Annotated[list[Path], Argument(metavar="FILE.csv...", help="From matrix.")],
-    predictions: Annotated[Path, Option(metavar="PRED.csv", help="Predicted published cells.")],
-    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")],
-) -> None:
-    """Tables of the matrix, with evidence, validated range and ties; and the Pareto front.
-
-    \b
-    Example:
-      rematbench matrix-tables config/paper.yaml results/paper/matrix/llama3-8b.csv
-        --predictions results/paper/predictions.csv -o results/paper/tables
-    """
-    need_folder("-o", output)
-    spec, registry = declared(suite), discover()
-    rows = [row for path in results for row in lines_of(path, "arm")]
-    told = [row for path in results for row in lines_of(path.with_suffix(f".{CANDIDATES}"), "fate")]
-    cells = read(predictions, "--predictions", "pred_status")
-    published = [cell for cell in cells if cell.get("cell", "published") == "published"]
-    known = known_cells(published, load_accuracy(), calibration(), registry)
-    lines = judged(rows, spec, known, load_compare().context_factor)
-    made = [*tables_of(lines, told, spec), pareto_table(spec)]
-    for table in made:
-        table.write(output)
-    typer.echo(f"{output}: {', '.join(table.name for table in made)}")
-    typer.echo(outcome(lines, spec.baseline).sentence)

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from msgspec.structs import replace
 from rich.table import Table
 from typer import Option
 
@@ -14,7 +13,7 @@ from rematbench.choose.outcome import Outcome, run_plan
 from rematbench.cli.estimate import estimate_result, estimated, show_estimate
 from rematbench.cli.options import Request, RunOptions, request, takes_run
 from rematbench.cli.show import Shown, heading, result, show
-from rematbench.cli.targets import need_file
+from rematbench.cli.targets import Json, Out, need_file
 from rematbench.host.console import CommandError, console, grid, left, plain, seconds
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, resolve
@@ -32,11 +31,9 @@ PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 @takes_run
 def simulate(
     run: RunOptions,
-    json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
+    json: Json = False,
     check: Annotated[bool, Option("--check", help="Also prove the lowered plan safe.")] = False,
-    out: Annotated[
-        Path | None, Option(metavar="RECORD.json", help="Also write the run's record.")
-    ] = None,
+    out: Out = None,
     estimator: Annotated[
         EstimatorName, Option(help="A paper's closed-form bytes beside the ledger's.")
     ] = "ledger",
@@ -57,7 +54,8 @@ def simulate(
     form = estimated(asked, outcome, estimator)
     shown = Shown(request=asked, outcome=outcome, keep_all=_keep_all(asked, outcome))
     if out is not None:
-        _write(asked, outcome, out)
+        record = make_record(asked.problem, asked.method, outcome, base=asked.base)
+        write_record(record, out)
     if json:
         values = result(shown) | ({"estimate": estimate_result(form)} if form else {})
         typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
@@ -77,18 +75,6 @@ def evaluated(asked: Request, *, checked: bool = False) -> Outcome:
     return run_plan(asked.problem, plan, checked=checked)
 
 
-def _write(asked: Request, outcome: Outcome, path: Path) -> None:
-    record = make_record(asked.problem, asked.method, outcome)
-    usual = asked.problem.base_plan
-    other = {key: getattr(asked.base, key) for key in ("partition", "schedule")}
-    other = {key: value for key, value in other.items() if value != getattr(usual, key)}
-    if other:  # another run, another id
-        parameters = {**record.spec.parameters, "base": other}
-        spec = replace(record.spec, parameters=parameters)
-        record = replace(record, spec=spec, run_id=spec.run_id)
-    write_record(record, path)
-
-
 def _keep_all(asked: Request, outcome: Outcome) -> PlanEvaluation | None:
     if outcome.evaluation is None:
         return None
@@ -99,7 +85,7 @@ def _keep_all(asked: Request, outcome: Outcome) -> PlanEvaluation | None:
 @takes_run
 def plan(
     run: RunOptions,
-    json: Annotated[bool, Option("--json", help="Print the plan as JSON.")] = False,
+    json: Json = False,
     actions: Annotated[bool, Option("--actions", help="Print a rank's lowered actions.")] = False,
     rank: Annotated[int, Option(min=0, help="The pipeline rank to show.")] = 0,
 ) -> None:

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from rematbench.cli.targets import need_folder
+from rematbench.cli.real import as_committed, gpus_here, need_gpu, need_torch
+from rematbench.cli.targets import Output, need_folder
 from rematbench.host.console import CommandError
 from rematbench.packages.agreement import (
     agreement_records,
@@ -16,12 +17,12 @@ from rematbench.packages.agreement import (
 )
 from rematbench.packages.points import Point, load_points, trace_points
 from rematbench.packages.process import Device, NotInstalled
-from rematbench.runs.record import read_record
+from rematbench.runs.record import keep_record, read_record
 from rematbench.tables.baselines import points_table, tensors_table
-from rematbench.worlds.again import differences
+from rematbench.worlds import package
+from rematbench.worlds.again import verify
 
 Names = Annotated[list[str] | None, Argument(metavar="[NAME..]", help="Only these.")]
-Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")]
 Committed = Annotated[Path, Option("--compare", metavar="DIR", help="The records to equal.")]
 
 
@@ -63,17 +64,19 @@ def trace_again(output: Output, committed: Committed, names: Names = None) -> No
         --compare results/measured/traced/baselines
     """
     need_folder("-o", output)
-    wrong = False
-    wanted = [(p, read_record(committed / f"{p.name}.json")) for p in chosen(names)]
-    for point, before in wanted:
+    paths = [committed / f"{point.name}.json" for point in chosen(names)]
+    for path in paths:  # before anything is traced
+        read_record(path)
+    wrong = 0
+    for path in paths:
         try:
-            (record,) = trace_points((point,), output)
+            ((name, record, lines),) = verify([path], lambda _, old: package.again(old))
         except NotInstalled as error:
-            typer.echo(f"{point.name}: not traced again: {error}")
+            typer.echo(f"{path.stem}: not traced again: {error}")
             continue
-        lines = differences(record, before)
-        typer.echo(f"{point.name}: " + ("; ".join(lines) or "traced again, every number equal"))
-        wrong = wrong or bool(lines)
+        keep_record(record, output, name)
+        typer.echo(f"{name}: " + ("; ".join(lines) or "traced again, every number equal"))
+        wrong += bool(lines)
     if wrong:
         raise typer.Exit(1)
 
@@ -95,16 +98,12 @@ def compare_engines(
     Example:
       rematbench baseline agree -o build/agreement --compare results/measured/executed/agreement
     """
-    # Not above: `trace` imports the commands of baselines.
-    from rematbench.cli.measured import as_committed, keep  # noqa: PLC0415
-    from rematbench.cli.real import gpus_here, need_gpu, need_torch  # noqa: PLC0415
-
     need_torch()
     need_gpu(device)
     need_folder("-o", output)
     records = agreement_records(device, gpus_here() if device == "cuda" else 0)
     for name, record in records.items():
-        keep(record, output, name)
+        keep_record(record, output, name)
     typer.echo(f"{output}: {len(records)} records")
     wrong = disagreements(records)
     for name, why in wrong.items():

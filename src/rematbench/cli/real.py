@@ -12,8 +12,10 @@ from rich.table import Table
 from rematbench.cli.options import Request
 from rematbench.cli.show import heading
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
+from rematbench.runs.cell import Cell
 from rematbench.runs.measured import Comparison, Measured
 from rematbench.runs.record import Record, write_record
+from rematbench.worlds.again import folder_differences
 from rematbench.worlds.measure import RUNTIME
 from rematbench.worlds.speed import MeasuredSpeed, measured_speed
 
@@ -46,6 +48,23 @@ def gpus_here() -> int:
 def has_gpu() -> bool:
     """Whether torch is here and can use a GPU."""
     return importlib.util.find_spec("torch") is not None and gpus_here() > 0
+
+
+def as_committed(names: Sequence[str], folder: Path, committed: Path) -> bool:
+    """Whether a folder's records say what the committed ones say; a line for each difference."""
+    found = folder_differences(names, folder, committed)
+    for name, lines in found.items():
+        for line in lines:
+            typer.echo(f"{name}: {line}", err=True)
+    wrong = sum(map(bool, found.values()))
+    typer.echo(f"{committed}: {len(names) - wrong} of {len(names)} as committed", err=wrong > 0)
+    return not wrong
+
+
+def cell_of(asked: Request) -> Cell:
+    """The cell of a run, named as its method."""
+    plan = asked.method.plan(asked.problem, asked.base)
+    return Cell(asked.method.name, asked.problem, asked.method, plan, asked.base)
 
 
 def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:

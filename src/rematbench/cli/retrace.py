@@ -7,14 +7,11 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from rematbench.cli.measured import cells, request_of
 from rematbench.cli.targets import need_file
-from rematbench.cli.trace import traced
-from rematbench.host.console import CommandError
-from rematbench.runs.record import read_record
+from rematbench.runs.cell import only_cell
 from rematbench.runs.store import write_atomically
-from rematbench.runs.suite import load_suite
-from rematbench.worlds.again import differences
+from rematbench.worlds import traced
+from rematbench.worlds.again import verify
 
 
 def retrace(
@@ -36,19 +33,13 @@ def retrace(
     if importlib.util.find_spec("torch") is None:
         line = "Nothing was traced again: torch is not installed (`./bench test` always does)."
     else:
-        line = _again(suite, cell, committed)
+        asked = only_cell(suite, cell)
+        path = committed / f"{cell}.json"
+        ((_, record, lines),) = verify([path], lambda _, old: traced.again(old, asked))
+        for line in lines:
+            typer.echo(f"{cell}: {line}", err=True)
+        if lines:
+            raise typer.Exit(1)
+        line = f"Traced again: {cell}, with torch {record.provenance.torch}, as committed."
     write_atomically(output, f"{line}\n".encode())
     typer.echo(line)
-
-
-def _again(suite: Path, cell: str, committed: Path) -> str:
-    found = cells(load_suite(suite), [], [cell])
-    if len(found) != 1:
-        raise CommandError(f"{cell}: {len(found)} cells of {suite} have that name, one is needed")
-    record = traced(request_of(found[0]))
-    lines = differences(record, read_record(committed / f"{cell}.json"))
-    for line in lines:
-        typer.echo(f"{cell}: {line}", err=True)
-    if lines:
-        raise typer.Exit(1)
-    return f"Traced again: {cell}, with torch {record.provenance.torch}, as committed."

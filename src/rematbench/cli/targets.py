@@ -1,9 +1,40 @@
-"""Whether a command can write where it is told to, tried before its work and not after."""
+"""What commands read and write: options that many have, sheets, and whether a target can be
+written, tried before the work and not after."""
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
-from rematbench.host.console import CommandError
+from rich.table import Table as RichTable
+from typer import Argument, Option
+
+from rematbench.host.console import CommandError, grid, left, plain
+from rematbench.published.sheets import (
+    CONFIGURATION,
+    SCORED,
+    Sheet,
+    check_numbers,
+    read_sheet,
+)
+from rematbench.spec.configfile import ConfigError
+from rematbench.tables.table import Table
+
+Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")]
+SuiteFile = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods.")]
+Methods = Annotated[
+    list[Path] | None, Option("--methods", metavar="DIR", help="More method files (repeatable).")
+]
+Only = Annotated[
+    list[str] | None, Option(metavar="PROBLEM[.METHOD]", help="Some cells (repeatable).")
+]
+Compare = Annotated[
+    Path | None, Option(metavar="DIR", help="Exit 1 if a record is not as its namesake here.")
+]
+Records = Annotated[list[Path], Argument(metavar="DIR...", help="Folders of records.")]
+Predictions = Annotated[Path | None, Option(metavar="PRED.csv", help="Rows already predicted.")]
+Out = Annotated[Path | None, Option(metavar="RECORD.json", help="Also write the record.")]
+Json = Annotated[bool, Option("--json", help="Print the answer as JSON.")]
 
 
 def need_folder(option: str, folder: Path) -> None:
@@ -29,3 +60,29 @@ def _need(option: str, target: Path, folder: Path) -> None:
             pass
     except OSError as error:
         raise CommandError(f"{option} {target}: cannot be written ({error.strerror})") from error
+
+
+def rich_table(table: Table) -> RichTable:
+    """A table for the terminal: the same cells as its Markdown."""
+    heads = [column.heading for column in table.columns]
+    words = [
+        index
+        for index, column in enumerate(table.columns)
+        if all(isinstance(row.get(column.key), str) for row in table.rows)
+    ]
+    shown = left(grid(*heads, title=table.title), *words)
+    for row in table.texts():
+        shown.add_row(*(plain(cell) for cell in row))
+    return shown
+
+
+def read(path: Path, option: str, *needed: str, columns: Iterable[str] = CONFIGURATION) -> Sheet:
+    """A sheet that has `columns`, and the `needed` ones of published or predicted cells;
+    CommandError with the option's name."""
+    try:
+        sheet = read_sheet(path, dict.fromkeys([*columns, *(SCORED if needed else ()), *needed]))
+        if needed:
+            check_numbers(sheet, str(path))
+    except ConfigError as error:
+        raise CommandError(f"{option}: {error}") from error
+    return sheet

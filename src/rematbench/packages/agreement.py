@@ -79,7 +79,7 @@ def agreement_records(device: Device = "cpu", gpus: int = 0) -> dict[str, Record
         for engine, every in ROWS.items():
             rows = [row for row in every if device == "cpu" or Layout(**row.layout).gpus <= gpus]
             if engine == EXECUTOR:
-                records = [_executor(precision, device)]
+                records = [executor_record(problem({}, precision), device)]
             else:
                 jobs = [
                     job(
@@ -126,18 +126,17 @@ def disagreements(records: dict[str, Record]) -> dict[str, str]:
     return wrong
 
 
-def _executor(precision: Precision, device: Device) -> Record:
-    """The project's own executor on one process."""
+def executor_record(made: Problem, device: Device = "cpu", steps: int = STEPS) -> Record:
+    """The project's own executor on one process, keeping everything."""
     from rematbench.torch import job as torch_job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.case import Case  # noqa: PLC0415
     from rematbench.torch.launch import execute_cases  # noqa: PLC0415
 
-    made = problem({}, precision)
     case = Case(
         name=EXECUTOR,
         problem=made,
         plan=made.base_plan,
-        steps=STEPS,
+        steps=steps,
         measure=False,
         device=device,
         timed_steps=0,

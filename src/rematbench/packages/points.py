@@ -14,7 +14,7 @@ from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.published.sheets import read_sheet
-from rematbench.runs.record import Record, read_record, write_record
+from rematbench.runs.record import Record, keep_record, read_record
 from rematbench.simulate.evaluate import program_bytes
 from rematbench.spec.configfile import ConfigError, convert, read_mapping
 from rematbench.spec.layout import Layout
@@ -81,10 +81,7 @@ def trace_points(points: tuple[Point, ...], folder: Path, timeout_s: float = 600
     found = []
     for point in points:
         (record,) = run_jobs(point.baseline, [_job(point, timeout_s)])
-        path = folder / f"{point.name}.json"
-        same = path.exists() and read_record(path)
-        if not same or replace(same, provenance=record.provenance) != record:
-            write_record(record, path)
+        keep_record(record, folder, point.name)
         found.append(record)
     return found
 

@@ -26,8 +26,7 @@ def executed_roots() -> tuple[str, ...]:
 def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
     """The files of this package that importing `roots` may load, sorted."""
     found: set[Path] = set()
-    waiting = list(roots)
-    seen: set[str] = set()
+    waiting, seen = list(roots), set()
     while waiting:
         name = waiting.pop()
         path = _file(name)
@@ -35,14 +34,8 @@ def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
             continue
         seen.add(name)
         found.add(path)
-        waiting += _own_imports(path)
+        waiting += _imports(path)
     return tuple(sorted(found))
-
-
-@cache
-def _own_imports(path: Path) -> tuple[str, ...]:
-    """Of a file of this package, which does not change while it runs: closures share most files."""
-    return tuple(_imports(path))
 
 
 def _file(name: str) -> Path | None:
@@ -58,81 +51,24 @@ def _file(name: str) -> Path | None:
 
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
-    return tuple(_imported(_syntax(path)))
-
-
-@cache
-def _syntax(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _imported(tree: ast.AST) -> Iterable[str]:
-    for node in ast.walk(tree):
+    """What a file imports, at any depth; files do not change while a process runs."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    return tuple(found)
 
 
-def _of_command(module: str, name: str) -> tuple[set[Path], set[str]]:
-    """Files and imports behind one name of a module of commands: of what it uses there and of what
-    that uses, but not of its neighbours, which are other commands."""
-    files: set[Path] = set()
-    roots: set[str] = set()
-    waiting, seen = [(module, name)], set()
-    while waiting:
-        module, name = at = waiting.pop()
-        path = _file(module)
-        if at in seen or path is None:
-            continue
-        seen.add(at)
-        files.add(path)
-        for node in _bindings(path).get(name, ()):
-            if isinstance(node, ast.ImportFrom) and str(node.module).startswith(f"{COMMANDS}."):
-                waiting.append((str(node.module), node.names[0].name))
-            else:
-                roots.update(_imported(node))
-                used = {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}
-                waiting += [(module, word) for word in used]
-    return files, roots
-
-
-@cache
-def _bindings(path: Path) -> dict[str, list[ast.stmt]]:
-    """What binds each name of a module; imports, one name each, wherever they stand."""
-    tree = _syntax(path)
-    found: dict[str, list[ast.stmt]] = {}
-    for node in tree.body:
-        match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                found.setdefault(name, []).append(node)
-            case ast.Assign() | ast.AnnAssign() | ast.AugAssign():
-                for leaf in ast.walk(node):
-                    if isinstance(leaf, ast.Name) and isinstance(leaf.ctx, ast.Store):
-                        found.setdefault(leaf.id, []).append(node)
-    for inner in ast.walk(tree):
-        if isinstance(inner, ast.ImportFrom | ast.Import):
-            for alias in inner.names:
-                one = (
-                    ast.ImportFrom(inner.module, [alias], 0)
-                    if isinstance(inner, ast.ImportFrom)
-                    else ast.Import([alias])
-                )
-                found.setdefault((alias.asname or alias.name).split(".")[0], []).append(one)
-    return found
-
-
-def command_digest(command: str, methods: Iterable[Path] = ()) -> str:
-    """The code behind a command (`module.function` of the package of commands), and the modules
-    that the files of `methods` import; these files themselves are the inputs of whoever asks."""
-    module, _, function = command.rpartition(".")
-    files, roots = _of_command(f"{COMMANDS}.{module}", function)
-    if not roots:
-        raise ValueError(f"no command {command!r}")
-    for path in methods:
-        roots.update(_imports(path))
-    return digest(files.union(closure(tuple(sorted(roots)))))
+def command_digest(module: str, methods: Iterable[Path] = ()) -> str:
+    """The code behind a module of the package of commands, and the modules that the files of
+    `methods` import; these files themselves are the inputs of whoever asks."""
+    root = f"{COMMANDS}.{module}"
+    if _file(root) is None:
+        raise ValueError(f"no module of commands {module!r}")
+    roots = {root, *(name for path in methods for name in _imports(path))}
+    return digest(closure(tuple(sorted(roots))))
 
 
 def digest(paths: Iterable[Path]) -> str:

@@ -10,6 +10,8 @@ from msgspec import Struct
 
 TIMED_STEPS = 3
 """Steps that a run on GPUs times unless told otherwise."""
+LEARNING_RATE = 1e-3
+"""Of AdamW in the long training runs whose loss curves are kept."""
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}
 """Norm-wise errors that rounding alone may cause (DESIGN.md, the gradient law)."""
 

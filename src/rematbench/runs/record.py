@@ -29,6 +29,8 @@ from rematbench.workload import Model, Precision
 
 World = Literal["published", "simulated", "traced", "executed"]
 HASH_DIGITS = 16
+OF_A_BASE = ("partition", "schedule")
+"""What a person may choose of the plan that methods begin with."""
 
 
 class RecordError(ValueError):
@@ -188,12 +190,17 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
     return content_hash([table, rest])
 
 
-def run_spec(problem: Problem, method: Composition, world: World = "simulated") -> RunSpec:
-    """What is asked of a problem."""
-    work = problem.workload
+def run_spec(
+    problem: Problem, method: Composition, world: World = "simulated", base: Plan | None = None
+) -> RunSpec:
+    """What is asked of a problem; of a method that plans from another base than the problem's, the
+    base's own words are parameters too."""
+    work, usual = problem.workload, problem.base_plan
+    own = {key: getattr(base or usual, key) for key in OF_A_BASE}
+    own = {key: value for key, value in own.items() if value != getattr(usual, key)}
     return RunSpec(
         method=method.name,
-        parameters=method.parameters,
+        parameters={**method.parameters, **({"base": own} if own else {})},
         model=work.model,
         cluster=problem.cluster.name,
         cluster_hash=content_hash(problem.cluster),
@@ -221,11 +228,16 @@ def provenance(calibration: Calibration | None = None) -> Provenance:
 
 
 def make_record(
-    problem: Problem, method: Composition, outcome: Outcome, asked: Problem | None = None
+    problem: Problem,
+    method: Composition,
+    outcome: Outcome,
+    *,
+    base: Plan | None = None,
+    asked: Problem | None = None,
 ) -> Record:
     """The record of a simulated run; `asked`: the problem that was asked for, where a package's own
-    (baselines/stack.py) was simulated in its place."""
-    spec = run_spec(asked or problem, method)
+    (packages/stack.py) was simulated in its place."""
+    spec = run_spec(asked or problem, method, base=base)
     evaluation, verdict = outcome.evaluation, outcome.verdict
     repeats: tuple[Metrics, ...] = ()
     if evaluation is not None:
@@ -262,6 +274,18 @@ def make_record(
 def write_record(record: Record, path: Path) -> None:
     """Write to a temporary name in the same folder, then rename: no reader sees half a file."""
     write_atomically(path, encode_record(record))
+
+
+def keep_record(record: Record, folder: Path, name: str) -> None:
+    """Write a record as `folder`/`name`.json without its plan (the hash stays), unless the file
+    says the same already: a second run changes no date."""
+    record = msgspec.structs.replace(record, plan=None)
+    path = folder / f"{name}.json"
+    if path.is_file():
+        old = read_record(path)
+        if msgspec.structs.replace(old, provenance=record.provenance) == record:
+            return
+    write_record(record, path)
 
 
 def encode_record(record: Record) -> bytes:

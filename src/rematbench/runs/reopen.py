@@ -7,13 +7,12 @@ from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.program.program import Program
-from rematbench.runs.record import Record, RecordError, content_hash
+from rematbench.runs.record import Record, RecordError, RunSpec, content_hash
 from rematbench.simulate.evaluate import PlanEvaluation, evaluate_program
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
-from rematbench.spec.load import load_cluster, load_system
+from rematbench.spec.load import load_cluster
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import System
 from rematbench.tables.table import GIB
 
 
@@ -59,41 +58,36 @@ def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = F
 
 
 def recorded_problem(record: Record, cluster: str = "") -> Problem:
-    """The problem of a record, from the same cluster, system and constants."""
-    spec = record.spec
+    """The problem of a record; RecordError unless cluster, system and constants are the same."""
+    try:
+        there = load_cluster(cluster or record.spec.cluster)
+    except ConfigError as error:
+        raise RecordError(f"run {record.run_id}: {error}; give its file by --cluster") from error
+    problem = spec_problem(record.spec, there)
+    now = {
+        f"cluster {problem.cluster.name} has": (problem.cluster, record.spec.cluster_hash),
+        f"system {problem.system.name} has": (problem.system, record.spec.system_hash),
+        "the constants of config/calibration.yaml have": (
+            problem.calibration,
+            record.spec.calibration_hash,
+        ),
+    }
+    for what, (value, known) in now.items():
+        if content_hash(value) != known:
+            text = f"{what} changed since; simulate it again"
+            raise RecordError(f"run {record.run_id} cannot be replayed: {text}")
+    return problem
+
+
+def spec_problem(spec: RunSpec, cluster: str | Cluster = "") -> Problem:
+    """The problem of a spec, from what config/ says today (`cluster`: another, or its file)."""
     asked = ProblemSpec.at(
         spec.layout,
         model=spec.model,
-        cluster=_cluster(record, cluster or record.spec.cluster),
-        system=_system(record),
+        cluster=cluster or spec.cluster,
+        system=spec.system,
         seq_len=spec.seq_len,
         precision=spec.precision,
         attention=spec.attention,
     )
-    problem = make_problem(asked)
-    if content_hash(problem.calibration) != spec.calibration_hash:
-        _changed(record, "the constants of config/calibration.yaml have")
-    return problem
-
-
-def _cluster(record: Record, name: str) -> Cluster:
-    try:
-        cluster = load_cluster(name)
-    except ConfigError as error:
-        raise RecordError(f"run {record.run_id}: {error}; give its file by --cluster") from error
-    if content_hash(cluster) != record.spec.cluster_hash:
-        _changed(record, f"cluster {cluster.name} has")
-    return cluster
-
-
-def _system(record: Record) -> System:
-    system = load_system(record.spec.system)
-    if content_hash(system) != record.spec.system_hash:
-        _changed(record, f"system {system.name} has")
-    return system
-
-
-def _changed(record: Record, what: str) -> None:
-    raise RecordError(
-        f"run {record.run_id} cannot be replayed: {what} changed since; simulate it again"
-    )
+    return make_problem(asked)

@@ -47,6 +47,11 @@ def label_of(record: Record) -> str:
     return f"{record.spec.method} ({', '.join(named)})" if named else record.spec.method
 
 
+def has_its_own_table(record: Record) -> bool:
+    """A baseline's run, or a loss curve, which kept no bytes."""
+    return record.observed is not None or bool(record.measured and not record.measured.ranks)
+
+
 def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Table:
     """One row per problem and method; columns of every world that has a record of it.  `again` says
     what was traced again where the table is made."""

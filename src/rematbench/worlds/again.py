@@ -1,36 +1,98 @@
 """Whether a record measured again says what the committed one says: our executor's and baselines'.
 
 What depends on shapes, plans and versions only (status, plan, kernels, every count and every byte
-of every rank) must be equal.  Losses and gradients come out of a CPU's arithmetic: another CPU adds
-in another order, so they must agree as far as rounding allows, and so must the verdict *lossless*.
-Dates, hosts and seconds are no part of a comparison, nor are the peaks of a package's ranks that
-exchange over gloo: its threads may hold a collective's buffer for a moment.
+of every rank, every number of a simulated run) must be equal.  Losses and gradients come out of a
+CPU's arithmetic: another CPU adds in another order, so they must agree as far as rounding allows,
+and so must the verdict *lossless*.  Dates, hosts and seconds are no part of a comparison, nor are
+the peaks of a package's ranks that exchange over gloo: its threads may hold a collective's buffer
+for a moment.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
+from rematbench.runs.cell import base_name
 from rematbench.runs.measured import BOUNDS, Measured
-from rematbench.runs.record import Observed, Record
+from rematbench.runs.record import Observed, Record, RecordError, read_record
 
 CURVE_BOUND = 1e-4
 """Of a training run's losses, relative: rounding grows over hundreds of steps (mst's to 8e-6)."""
 OF_AN_ALLOCATOR = ("allocated_bytes", "reserved_bytes")
 """Depend on what else ran on the GPU."""
+SIMULATED = ("repeats", "headroom_bytes", "host_headroom_bytes", "binds")
+INPUTS = ("cluster", "system", "calibration")
 STATES = ("traced_ranks", "state_bytes", "host_state_bytes", "warmup_steps")
 
 
-def differences(again: Record, committed: Record) -> list[str]:
-    """What differs, one line each: the field, the value now, the committed one."""
-    found = list(_scalars(again, committed, ("status", "reason", "plan_hash")))
+def verify(
+    paths: Sequence[Path], again: Callable[[str, Record], Record]
+) -> Iterator[tuple[str, Record, list[str]]]:
+    """Run what some record files say once more: name, the new record and how it differs from the
+    file's.  `again` runs a (name, record).  A curve's keep_all is trained too, if its record lies
+    beside the curve's.  RecordError, before anything runs, where a file is no record."""
+    committed = {path: read_record(path) for path in paths}
+    made: dict[Path, Record] = {}
+
+    def pair(path: Path) -> tuple[Record, Record]:
+        old = committed.get(path) or read_record(path)
+        made[path] = made.get(path) or again(path.stem, old)
+        return made[path], old
+
+    for path in paths:
+        new, old = pair(path)
+        base = path.with_name(f"{base_name(path.stem)}.json")
+        bases = pair(base) if is_curve(old) and base.is_file() else None
+        yield path.stem, new, differences(new, old, bases)
+
+
+def folder_differences(names: Sequence[str], folder: Path, committed: Path) -> dict[str, list[str]]:
+    """By name: how a record of `folder` differs from its namesake; a curve's beside keep_all's."""
+    return {name: _of_files(name, folder, committed) for name in names}
+
+
+def _of_files(name: str, *folders: Path) -> list[str]:
+    try:
+        again, committed = (read_record(at / f"{name}.json") for at in folders)
+        if not is_curve(committed):
+            return differences(again, committed)
+        new, old = (read_record(at / f"{base_name(name)}.json") for at in folders)
+    except RecordError as error:
+        return [str(error)]
+    return differences(again, committed, (new, old))
+
+
+def is_curve(record: Record) -> bool:
+    """Whether it is of a long training run, which keeps losses alone."""
+    return record.measured is not None and not record.measured.ranks
+
+
+def differences(
+    again: Record, committed: Record, bases: tuple[Record, Record] | None = None
+) -> list[str]:
+    """What differs, one line each: the field, the value now, the committed one; and where anything
+    does, which of the run's inputs have changed.  `bases`: of curves, keep_all's now and then."""
+    found = list(_scalars(again, committed, ("status", "reason", "plan_hash", *SIMULATED)))
+    found += _of_ranks(again.ranks, committed.ranks)
     found += _of_observed(again, committed)
     new, old = again.measured, committed.measured
     if new is None or old is None:
-        return found if new == old else [*found, "only one of the two has measured numbers"]
-    bound = BOUNDS[again.spec.precision]
-    found += [*_of_ranks(new, old), *_of_steps(new, old, ("losses", "gradient_norms"), bound)]
-    return [*found, *_of_verdict(new, old)]
+        found += [] if new == old else ["only one of the two has measured numbers"]
+    elif is_curve(committed):
+        found += _of_curve(again, committed, bases)
+    else:
+        bound = BOUNDS[again.spec.precision]
+        found += [*_scalars(new, old, ("steps",)), *_of_ranks(new.ranks, old.ranks)]
+        found += _of_steps(new, old, ("losses", "gradient_norms"), bound)
+        found += _of_verdict(new, old)
+    changed = [what for what in INPUTS if _input(again, what) != _input(committed, what)]
+    return [*found, f"changed since: {', '.join(changed)}"] if found and changed else found
+
+
+def _input(record: Record, what: str) -> str:
+    return str(getattr(record.spec, f"{what}_hash"))
 
 
 def _of_observed(again: Record, committed: Record) -> Iterator[str]:
@@ -47,26 +109,29 @@ def _of_observed(again: Record, committed: Record) -> Iterator[str]:
     yield from _of_steps(new, old, ("losses", "gradient_norm"), bound)
 
 
-def curve_differences(again: tuple[Record, Record], committed: tuple[Record, Record]) -> list[str]:
-    """What differs between two training runs, each given with keep_all's: status, plan, steps;
-    whether the curve is keep_all's bit by bit; how far it is from keep_all's; and, if both read the
-    same text, the losses."""
-    (new, new_base), (old, old_base) = again, committed
-    found = list(_scalars(new, old, ("status", "reason", "plan_hash")))
-    measured = [record.measured for record in (new, new_base, old, old_base)]
-    if any(one is None for one in measured):
-        return [*found, "without a curve"]
-    a, a_base, b, b_base = (one.losses for one in measured if one is not None)
-    if not len(a) == len(a_base) == len(b) == len(b_base):
-        return [*found, f"{len(a)} steps, committed {len(b)}"]
-    if (a == a_base) != (b == b_base):
-        found.append(f"bitwise keep_all's: {a == a_base}, committed {b == b_base}")
-    same = new.provenance.text == old.provenance.text
-    for name, other in {"keep_all's": a_base, "the committed one's": b if same else a}.items():
+def _of_curve(
+    again: Record, committed: Record, bases: tuple[Record, Record] | None
+) -> Iterator[str]:
+    """Steps; whether the curve is keep_all's bit by bit, and how far it is from keep_all's; and, if
+    both read the same text, the losses."""
+    a, b = _losses(again), _losses(committed)
+    now, then = map(_losses, bases) if bases else (a, b)
+    if not len(a) == len(b) == len(now) == len(then):
+        yield f"{len(a)} steps, committed {len(b)}"
+        return
+    if (a == now) != (b == then):
+        yield f"bitwise keep_all's: {a == now}, committed {b == then}"
+    same = again.provenance.text == committed.provenance.text
+    if not (same or bases):
+        yield "losses are of another text, and there is no curve of keep_all's to hold them to"
+    for name, other in {"keep_all's": now, "the committed one's": b if same else a}.items():
         gap = max(abs(x - y) / abs(y) for x, y in zip(a, other, strict=True))
         if not gap <= CURVE_BOUND:
-            found.append(f"losses are {gap:.1e} from {name} (bound {CURVE_BOUND:g})")
-    return found
+            yield f"losses are {gap:.1e} from {name} (bound {CURVE_BOUND:g})"
+
+
+def _losses(record: Record) -> tuple[float, ...]:
+    return record.measured.losses if record.measured else ()
 
 
 def _scalars(a: object, b: object, names: Sequence[str]) -> Iterator[str]:
@@ -76,12 +141,11 @@ def _scalars(a: object, b: object, names: Sequence[str]) -> Iterator[str]:
             yield f"{name} {now}, committed {then}"
 
 
-def _of_ranks(new: Measured, old: Measured) -> Iterator[str]:
-    yield from _scalars(new, old, ("steps",))
-    if len(new.ranks) != len(old.ranks):
-        yield f"{len(new.ranks)} ranks, committed {len(old.ranks)}"
+def _of_ranks(new: Sequence[Struct], old: Sequence[Struct]) -> Iterator[str]:
+    if len(new) != len(old):
+        yield f"{len(new)} ranks, committed {len(old)}"
         return
-    for number, (a, b) in enumerate(zip(new.ranks, old.ranks, strict=True)):
+    for number, (a, b) in enumerate(zip(new, old, strict=True)):
         names = [n for n in msgspec.structs.asdict(a) if n not in OF_AN_ALLOCATOR]
         yield from (f"rank {number}: {line}" for line in _scalars(a, b, names))
 

@@ -7,10 +7,10 @@ from msgspec.structs import replace
 from rematbench.choose.outcome import Status
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
-from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.program.ledger import live_bytes
 from rematbench.program.program import Program
+from rematbench.runs.cell import Cell
 from rematbench.runs.measured import BOUNDS, Comparison, Measured, RankMeasured, largest, relative
 from rematbench.runs.record import Record, World, plan_hash, provenance, run_spec
 from rematbench.simulate.evaluate import RankBytes, program_bytes
@@ -156,23 +156,21 @@ def norm_error(
 
 def measured_record(
     world: World,
-    problem: Problem,
-    method: Composition,
-    plan: Plan | None,
+    cell: Cell,
     outcome: tuple[Status, str, Measured | None],
     where: dict[str, str | tuple[int, ...]],
 ) -> Record:
     """A record of the traced or executed world; `where` completes the provenance."""
-    spec = run_spec(problem, method, world)
+    spec = run_spec(cell.problem, cell.method, world, cell.base)
     status, reason, found = outcome
-    made = provenance(problem.calibration)
+    plan = cell.plan if isinstance(cell.plan, Plan) else None
     return Record(
         run_id=spec.run_id,
         spec=spec,
         status=status,
         reason=reason,
-        plan_hash=plan_hash(problem, plan) if plan else "",
+        plan_hash=plan_hash(cell.problem, plan) if plan else "",
         plan=plan,
         measured=found,
-        provenance=replace(made, **where),
+        provenance=replace(provenance(cell.problem.calibration), **where),
     )

@@ -1,0 +1,42 @@
+"""`run`: one bundle of a suite, simulated."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from rematbench.cli.targets import (
+    Methods,
+    Output,
+    SuiteFile,
+    need_folder,
+)
+from rematbench.host.garbage import collect_rarely
+from rematbench.plugins.discover import discover
+from rematbench.runs.store import Store
+from rematbench.runs.suite import load_suite, run_bundle
+
+
+def run(
+    suite: SuiteFile,
+    output: Output,
+    method: Annotated[str, Option(help="The bundle: a method or a+b of the suite.")],
+    methods: Methods = None,
+    store: Annotated[
+        Path | None, Option(metavar="DIR", help="Finished runs, so that none is run twice.")
+    ] = None,
+) -> None:
+    """Run one bundle of a suite (a method on every problem); writes a record per run.
+
+    \b
+    Example:
+      rematbench run config/smoke.yaml --method keep_all -o results/smoke/records/keep_all
+    """
+    need_folder("-o", output)
+    collect_rarely()
+    finished = Store(store, say=typer.echo) if store else None
+    records = run_bundle(load_suite(suite), method, discover(methods or ()), output, finished)
+    counts = {status: [r.status for r in records].count(status) for status in ("ok", "oom")}
+    other = len(records) - sum(counts.values())
+    typer.echo(f"{method}: {counts['ok']} fit, {counts['oom']} out of memory, {other} neither")

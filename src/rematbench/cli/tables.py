@@ -1,0 +1,283 @@
+"""Tables of records, sheets and answers: what the workflow makes of what commands have run."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from msgspec.structs import asdict
+from typer import Argument, Option
+
+from rematbench.choose.candidates import load_compare
+from rematbench.cli.matrix import CANDIDATES, SUITE, declared, lines_of
+from rematbench.cli.targets import (
+    Methods,
+    Output,
+    Predictions,
+    Records,
+    SuiteFile,
+    need_file,
+    need_folder,
+    read,
+    rich_table,
+)
+from rematbench.host.console import CommandError, console
+from rematbench.lowering.lower import lower
+from rematbench.matrix.tables import matrix_tables as tables_of
+from rematbench.matrix.verdicts import judged, outcome
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import IDENTITY
+from rematbench.published.accuracy import load_accuracy, load_left_out
+from rematbench.published.evidence import known_cells
+from rematbench.published.paper import paper_tables
+from rematbench.published.rule80 import rule_table
+from rematbench.published.scores import score_tables
+from rematbench.published.sheets import TABLED, all_cells, bundles, read_sheet, write_sheet
+from rematbench.published.validate import validate as score
+from rematbench.runs.collect import measurement_lines, method_table, read_records, run_lines
+from rematbench.runs.record import read_record
+from rematbench.runs.reopen import replay
+from rematbench.runs.suite import labels, load_suite
+from rematbench.spec.load import calibration
+from rematbench.spec.paths import data_dir
+from rematbench.studies.answers import Answer, read_answers
+from rematbench.studies.claim_ledger import claims_table, prediction_answers
+from rematbench.studies.claims import load_claims
+from rematbench.studies.front import pareto_table
+from rematbench.studies.tables import study_tables
+from rematbench.tables.curves import curve_lines, curves_table
+from rematbench.tables.speed import NAME, speed_table, timed
+from rematbench.tables.stage_memory import stage_bytes
+from rematbench.tables.table import Column, Table, gib
+from rematbench.tables.worlds import differing, has_its_own_table, worlds_table
+
+EXECUTED = ("problem", "engine", "method", "status", "record_key")
+
+
+def collect(
+    suite: SuiteFile,
+    records: Records,
+    output: Output,
+    methods: Methods = None,
+) -> None:
+    """Gather records into runs.csv, measurements.csv (tidy) and the table of methods.
+
+    \b
+    Example:
+      rematbench collect config/smoke.yaml results/smoke/records -o results/smoke
+    """
+    need_folder("-o", output)
+    found = read_records(records)
+    if not found:
+        raise CommandError(f"no record (*.json) below {', '.join(map(str, records))}")
+    names = labels(load_suite(suite), discover(methods or ()))
+    write_sheet(output / "runs.csv", run_lines(found))
+    write_sheet(output / "measurements.csv", measurement_lines(found))
+    method_table(found, names).write(output / "tables")
+    typer.echo(f"{output}: {len(found)} runs")
+
+
+def sheets(
+    rows: Annotated[Path, Argument(metavar="ROWS.csv", help="Published rows.")], output: Output
+) -> None:
+    """Split published rows, and rows of ours beside them, into a sheet per bundle.
+
+    \b
+    Example:
+      rematbench sheets results/published/runs.csv -o results/paper/sheets
+    """
+    need_folder("-o", output)
+    for name, cells in bundles(all_cells(read(rows, "ROWS.csv", *TABLED)), discover()).items():
+        write_sheet(output / f"{name}.csv", cells)
+        typer.echo(f"{output / name}.csv: {len(cells)} rows")
+
+
+def tables(
+    predictions: Annotated[list[Path], Argument(metavar="PRED.csv...", help="From predict.")],
+    output: Output,
+    joined: Annotated[
+        Path | None, Option(metavar="ALL.csv", help="Also write all rows as one sheet.")
+    ] = None,
+) -> None:
+    """Write the papers' tables and the accuracy tables from predicted sheets.
+
+    \b
+    Example:
+      rematbench tables results/paper/predictions/*.csv -o results/paper/tables
+    """
+    need_folder("-o", output)
+    need_file("--joined", joined)
+    cells = [
+        cell for path in predictions for cell in read(path, "PRED.csv", *TABLED, "pred_status")
+    ]
+    published = [cell for cell in cells if cell.get("cell", "published") == "published"]
+    accuracy, constants = load_accuracy(), calibration()
+    report = score(published, constants, accuracy, load_left_out())
+    made = [*score_tables(report, published, constants, accuracy), rule_table(published)]
+    if any("cell" in cell for cell in cells):
+        made += paper_tables(cells)
+    for table in made:
+        table.write(output)
+    if joined is not None:
+        write_sheet(joined, cells)
+    typer.echo(f"{output}: {', '.join(table.name for table in made)}")
+
+
+def stages(
+    record: Annotated[Path, Argument(metavar="RECORD.json", help="From simulate --out or run.")],
+    output: Annotated[Path | None, Option("-o", "--output", metavar="STAGES.csv")] = None,
+    cluster: Annotated[str, Option(metavar="FILE.yaml", help="If the run's was a file.")] = "",
+) -> None:
+    """What fills each pipeline stage's memory at its peak.
+
+    \b
+    Example:
+      rematbench simulate keep_all --model llama-7b --cluster a800-80gb --gpus 4
+        --seq-len 4096 --global-batch 16 --pp 4 --out run.json
+      rematbench stages run.json
+    """
+    need_file("-o", output)
+    again = replay(read_record(record), cluster=cluster)
+    program = lower(again.plan, again.problem)
+    bars = stage_bytes(again.problem, again.plan, program, again.evaluation)
+    rows = tuple(asdict(bar) for bar in bars)
+    columns = [Column("rank", "rank")]
+    columns += [Column(key, key.replace("_", "-"), gib) for key in rows[0] if key != "rank"]
+    table = Table(
+        name="stages",
+        title=f"GiB at the peak of each stage: {again.title}",
+        columns=tuple(columns),
+        rows=rows,
+        note="Parts and free add up to the device's memory; free below zero does not fit.",
+    )
+    console().print(rich_table(table))
+    if output is not None:
+        write_sheet(output, [{**row, "title": again.title} for row in rows])
+
+
+def worlds(
+    records: Records,
+    output: Output,
+    again: Annotated[
+        Path | None, Option(metavar="FILE", help="What `retrace` says; goes into the note.")
+    ] = None,
+) -> None:
+    """The table method x layout: lossless? bytes simulated, executed and traced.
+
+    \b
+    Example:
+      rematbench worlds results/measured -o results/paper/tables
+    """
+    need_folder("-o", output)
+    found = [entry for entry in read_records(records) if not has_its_own_table(entry[1])]
+    if not any(record.measured for _, record in found):
+        raise CommandError(f"no measured record below {', '.join(map(str, records))}")
+    table = worlds_table(found, again.read_text(encoding="utf-8").strip() if again else "")
+    table.write(output)
+    wrong = differing(found)
+    typer.echo(f"{output / table.name}.md: {len(table.rows)} rows, {len(wrong)} break a law")
+    for line in wrong:
+        typer.echo(line, err=True)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def curves(
+    records: Annotated[Path, Argument(metavar="DIR", help="Records of `converge`.")],
+    output: Output,
+) -> None:
+    """Loss curves (convergence.csv) and the table of their deviations from keep_all's.
+
+    \b
+    Example:
+      rematbench curves results/measured/convergence -o results/paper/tables
+    """
+    need_folder("-o", output)
+    found = [(problem, record) for problem, record in read_records([records]) if record.measured]
+    bases = {problem: r for problem, r in found if r.spec.method == IDENTITY}
+    alone = sorted({problem for problem, _ in found} - set(bases))
+    if alone or not bases:
+        of = f" on {', '.join(alone)}" if alone else ""
+        raise CommandError(f"{records}: no record of {IDENTITY}{of} to compare with")
+    write_sheet(output / "convergence.csv", curve_lines(found, bases))
+    curves_table(found, bases).write(output)
+    typer.echo(f"{output}: {len(found)} curves")
+
+
+def claims(
+    answers: Annotated[list[Path], Argument(metavar="ANSWERS.json...", help="From study.")],
+    output: Output,
+    predictions: Predictions = None,
+) -> None:
+    """Write the ledger of claims, and the tables of the studies behind it.
+
+    Every row of results/published/claims.csv is compared as config/claims.yaml declares, or says
+    why it is not.
+
+    \b
+    Example:
+      rematbench claims results/paper/studies/*.json -o results/paper/tables
+        --predictions results/paper/predictions.csv
+    """
+    need_folder("-o", output)
+    found = [answer for path in answers for answer in _read(path)]
+    cells = read(predictions, "--predictions", *TABLED, "pred_status") if predictions else []
+    rows = read_sheet(data_dir("published") / "claims.csv")
+    declared = load_claims()
+    ledger = claims_table(rows, declared, [*found, *prediction_answers(cells)])
+    made = [ledger, *study_tables(found, rows, declared)]
+    for table in made:
+        table.write(output)
+    typer.echo(f"{output}: {', '.join(table.name for table in made)}")
+
+
+def _read(path: Path) -> list[Answer]:
+    try:
+        return read_answers(path.read_bytes(), str(path))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CommandError(f"{path}: cannot be read ({reason})") from error
+
+
+def matrix_tables(
+    suite: SUITE,
+    results: Annotated[list[Path], Argument(metavar="FILE.csv...", help="From matrix.")],
+    predictions: Annotated[Path, Option(metavar="PRED.csv", help="Predicted published cells.")],
+    output: Output,
+) -> None:
+    """Tables of the matrix, with evidence, validated range and ties; and the Pareto front.
+
+    \b
+    Example:
+      rematbench matrix-tables config/paper.yaml results/paper/matrix/llama3-8b.csv
+        --predictions results/paper/predictions.csv -o results/paper/tables
+    """
+    need_folder("-o", output)
+    spec, registry = declared(suite), discover()
+    rows = [row for path in results for row in lines_of(path, "arm")]
+    told = [row for path in results for row in lines_of(path.with_suffix(f".{CANDIDATES}"), "fate")]
+    cells = read(predictions, "--predictions", "pred_status")
+    published = [cell for cell in cells if cell.get("cell", "published") == "published"]
+    known = known_cells(published, load_accuracy(), calibration(), registry)
+    lines = judged(rows, spec, known, load_compare().context_factor)
+    made = [*tables_of(lines, told, spec), pareto_table(spec)]
+    for table in made:
+        table.write(output)
+    typer.echo(f"{output}: {', '.join(table.name for table in made)}")
+    typer.echo(outcome(lines, spec.baseline).sentence)
+
+
+def speeds(
+    executed: Annotated[Path, Argument(metavar="EXECUTED.csv", help="From collect-cells.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where it is written.")],
+) -> None:
+    """Write the table of measured speed (CSV, Markdown, LaTeX): seconds, MFU and bytes of executed
+    cells beside the simulated ones, and gains within each engine.
+
+    \b
+    Example:
+      rematbench speeds results/measure/executed.csv -o results/measure/tables
+    """
+    need_folder("-o", output)
+    rows = read(executed, "EXECUTED.csv", columns=EXECUTED)
+    speed_table(rows).write(output)
+    typer.echo(f"{output / NAME}.md: {len(rows)} cells, {timed(rows)} with seconds of a GPU")

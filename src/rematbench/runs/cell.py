@@ -1,0 +1,101 @@
+"""A cell: one method on one problem, planned; and the cells of a suite."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rematbench.lowering.lower import lower
+from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import IDENTITY, Composition, Registry
+from rematbench.problem import Problem
+from rematbench.runs.record import Record
+from rematbench.runs.reopen import spec_problem
+from rematbench.runs.suite import Suite, Variant, bundles, load_suite
+from rematbench.spec.configfile import ConfigError
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One method on one problem with its plan, or why there is none; `name` is its record's
+    file, `base` what the method began with (None: the problem's)."""
+
+    name: str
+    problem: Problem
+    method: Composition
+    plan: Plan | Unsupported
+    base: Plan | None = None
+
+
+def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) -> list[Cell]:
+    """Every problem with every method and variant (or only some), in the suite's order."""
+    registry = discover(folders)
+    problems = {spec.name: spec.problem() for spec in suite.problems}
+    found = []
+    for name, at, variant in _asked(suite, registry, only):
+        method = registry.resolve(variant.method, dict(variant.settings))
+        found.append(Cell(name, problems[at], method, _plan(problems[at], method)))
+    return found
+
+
+def only_cell(suite: Path, name: str, folders: Sequence[Path] = ()) -> Cell:
+    """The one cell of a suite that has a name."""
+    found = cells(load_suite(suite), folders, [name])
+    if len(found) != 1:
+        raise ConfigError(str(suite), name, f"{len(found)} cells have that name, one is needed")
+    return found[0]
+
+
+def cell_names(suite: Suite, only: Sequence[str] = ()) -> list[str]:
+    """The same cells' names, nothing planned."""
+    return [name for name, _, _ in _asked(suite, discover(), only)]
+
+
+def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = "") -> Cell:
+    """The cell of a record, planned anew from what config/ says today of the cluster (or its file),
+    the system and the constants: what has changed shows in the numbers."""
+    spec = record.spec
+    problem, parameters = spec_problem(spec, cluster), dict(spec.parameters)
+    own = parameters.pop("base", {})
+    words = {f"{part}.{key}": v for part, keys in parameters.items() for key, v in keys.items()}
+    base = msgspec.convert(msgspec.structs.asdict(problem.base_plan) | own, Plan)
+    method = registry.resolve(spec.method, words)
+    return Cell(name, problem, method, _plan(problem, method, base), base)
+
+
+def problem_of(name: str) -> str:
+    """The problem in a cell's name."""
+    return name.split(".", maxsplit=1)[0]
+
+
+def base_name(name: str) -> str:
+    """The cell of keep_all on the same problem."""
+    return f"{problem_of(name)}.{IDENTITY}.0"
+
+
+def _asked(
+    suite: Suite, registry: Registry, only: Sequence[str]
+) -> Iterator[tuple[str, str, Variant]]:
+    """Name, problem and variant of each cell."""
+    for spec in suite.problems:
+        for bundle, variants in bundles(suite, registry).items():
+            for number, variant in enumerate(variants):
+                name = f"{spec.name}.{bundle}.{number}"
+                elsewhere = variant.problems and spec.name not in variant.problems
+                if not elsewhere and _wanted(name, only):
+                    yield name, spec.name, variant
+
+
+def _plan(problem: Problem, method: Composition, base: Plan | None = None) -> Plan | Unsupported:
+    """A plan that lowers, or why there is none."""
+    try:
+        plan = method.plan(problem, base)
+        if isinstance(plan, Plan):
+            lower(plan, problem)
+    except PlanError as error:
+        return Unsupported(str(error))
+    return plan
+
+
+def _wanted(name: str, only: Sequence[str]) -> bool:
+    return not only or any(name == word or name.startswith(f"{word}.") for word in only)

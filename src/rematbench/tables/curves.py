@@ -1,0 +1,65 @@
+"""Loss curves of long training runs beside keep_all's: every step, and a table of deviations."""
+
+from collections.abc import Mapping, Sequence
+
+from rematbench.runs.measured import LEARNING_RATE
+from rematbench.runs.record import Record
+from rematbench.tables.table import Column, Table, fixed, whole
+from rematbench.tables.worlds import exponent, label_of
+
+Entries = Sequence[tuple[str, Record]]
+
+
+def curve_lines(found: Entries, bases: Mapping[str, Record]) -> list[dict[str, object]]:
+    """A line for each step of every (problem, record), beside the problem's base."""
+    return [
+        {"problem": at, "method": label_of(one), "step": step, "loss": loss, "deviation": loss - b}
+        for at, one in found
+        for step, (loss, b) in enumerate(zip(_losses(one), _losses(bases[at]), strict=True))
+    ]
+
+
+def curves_table(found: Entries, bases: Mapping[str, Record]) -> Table:
+    """A row for every (problem, record): how far its losses are from those of the base."""
+    return Table(
+        name="convergence_deviation",
+        title="Loss curves against keep_all's (executed, CPU)",
+        columns=(
+            Column("problem", "problem"),
+            Column("method", "method"),
+            Column("steps", "steps", whole),
+            Column("first", "first loss", fixed(4)),
+            Column("last", "last loss", fixed(4)),
+            Column("largest", "largest relative deviation", exponent),
+            Column("at_end", "at the last step", exponent),
+            Column("bitwise", "bitwise"),
+        ),
+        rows=tuple(
+            {
+                "problem": problem,
+                "method": label_of(record),
+                **_deviation(_losses(record), _losses(bases[problem])),
+            }
+            for problem, record in found
+        ),
+        note="Bytes of the Python standard library's sources, fp32, AdamW at "
+        f"{LEARNING_RATE:g}; the same batches for all. A method that splits a GEMM rounds "
+        "differently from step 1, and training amplifies it; the others are bitwise equal.",
+    )
+
+
+def _losses(record: Record) -> tuple[float, ...]:
+    assert record.measured is not None
+    return record.measured.losses
+
+
+def _deviation(own: tuple[float, ...], base: tuple[float, ...]) -> dict[str, object]:
+    gaps = [abs(a - b) / b for a, b in zip(own, base, strict=True)]
+    return {
+        "steps": len(own),
+        "first": own[0],
+        "last": own[-1],
+        "largest": max(gaps),
+        "at_end": gaps[-1],
+        "bitwise": "yes" if own == base else "no",
+    }

@@ -1,0 +1,67 @@
+"""Runs of real packages, executed or traced, in processes of their own."""
+
+import time
+from pathlib import Path
+from typing import Literal
+
+from rematbench.packages.process import Job, job, run_jobs, run_rank
+from rematbench.plan import Plan, Unsupported
+from rematbench.plugins.registry import Composition
+from rematbench.problem import Problem
+from rematbench.runs.record import Observed, Record
+from rematbench.simulate.evaluate import fullest
+from rematbench.worlds.launched import leave
+
+Option = int | float | bool | str
+LIMIT_S = 600.0
+
+
+def run(
+    problem: Problem, method: Composition, world: Literal["executed", "traced"], **options: Option
+) -> Record:
+    """The record of one job (`options`: fields of a Job)."""
+    (record,) = run_jobs(method.name, [_job(problem, method, world, **options)])
+    return record
+
+
+def again(record: Record) -> Record:
+    """A record's job once more: the package takes all of it from the record.  (What `--options`
+    told a package is in no record.)"""
+    seen = record.observed or Observed(label="", stack={})
+    steps = len(seen.losses) or 1
+    asked = Job(
+        run=record.spec,
+        steps=steps,
+        warmup=max(1, seen.warmup_steps - steps),
+        timed_steps=len(seen.step_s[0]) if seen.step_s else 0,
+        device="cuda" if seen.backend == "nccl" else "cpu",
+        rank=seen.traced_ranks[0] if seen.traced_ranks else 0,
+        timeout_s=LIMIT_S,
+    )
+    (made,) = run_jobs(record.spec.method, [asked])
+    return made
+
+
+def run_stage(problem: Problem, method: Composition, base: Plan, stage: int | None) -> Record:
+    """The first rank of a pipeline rank, traced (None: the fullest of the baseline's own plan)."""
+    if stage is None:
+        plan = method.plan(problem, base)
+        stage = 0 if isinstance(plan, Unsupported) else fullest(problem, plan)
+    lay = problem.layout
+    return run(problem, method, "traced", rank=stage * lay.tp * lay.cp * lay.dp)
+
+
+def run_as_rank(
+    problem: Problem, method: Composition, rank: int, out: Path | None, **options: Option
+) -> Record | None:
+    """Executed as one of a launcher's ranks: rank 0's record, or that of the rank's own failure;
+    None of another rank if all is well.  One that fails leaves its error beside `out`."""
+    started = time.time()
+    record = run_rank(method.name, _job(problem, method, "executed", **options))
+    return leave(record, out, rank, started) if record and out is not None else record
+
+
+def _job(
+    problem: Problem, method: Composition, world: Literal["executed", "traced"], **options: Option
+) -> Job:
+    return job(problem, method, world, **{"timeout_s": LIMIT_S, **options})

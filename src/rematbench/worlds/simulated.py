@@ -1,0 +1,11 @@
+"""The simulated world: a plan lowered and evaluated, nothing run."""
+
+from rematbench.choose.outcome import run_method
+from rematbench.runs.cell import Cell
+from rematbench.runs.record import Record, make_record
+
+
+def run(cell: Cell) -> Record:
+    """The record of a cell."""
+    outcome = run_method(cell.problem, cell.method, cell.base)
+    return make_record(cell.problem, cell.method, outcome, base=cell.base)

@@ -1,0 +1,39 @@
+"""The traced world: one rank of a job of any size, the executor on fake tensors."""
+
+from typing import Any
+
+from rematbench.choose.outcome import Status
+from rematbench.plan import Unsupported
+from rematbench.runs.cell import Cell
+from rematbench.runs.measured import Measured
+from rematbench.runs.record import Record
+from rematbench.simulate.evaluate import fullest
+from rematbench.worlds.measure import measured_ranks, measured_record
+
+
+def again(record: Record, cell: Cell) -> Record:
+    """The rank of a record, which names its pipeline rank, once more."""
+    return run(cell, record.measured.ranks[0].pp if record.measured else None)
+
+
+def run(cell: Cell, stage: int | None = None) -> Record:
+    """The record of a traced pipeline rank (the fullest of the simulation unless one is named)."""
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.memory import ExecutionError  # noqa: PLC0415
+    from rematbench.torch.model import NotExecutable  # noqa: PLC0415
+    from rematbench.torch.trace import trace_rank  # noqa: PLC0415
+
+    where: dict[str, Any] = {**job.versions("cpu"), "device": "meta"}
+    problem, plan = cell.problem, cell.plan
+    outcome: tuple[Status, str, Measured | None]
+    if isinstance(plan, Unsupported):
+        return measured_record("traced", cell, ("unsupported", plan.reason, None), where)
+    try:
+        result = trace_rank(problem, plan, fullest(problem, plan) if stage is None else stage)
+        ranks = measured_ranks(problem, plan, [result], 1)
+        outcome = ("ok", "", Measured(steps=1, ranks=ranks))
+    except NotExecutable as error:
+        outcome = ("unsupported", str(error), None)
+    except ExecutionError as error:
+        outcome = ("failed", str(error), None)
+    return measured_record("traced", cell, outcome, where)

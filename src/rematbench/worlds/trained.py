@@ -1,0 +1,85 @@
+"""Long training runs on real text, in the executed world: which cells have a curve, and its run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rematbench.lowering.lower import lower
+from rematbench.plan import Plan
+from rematbench.plugins.registry import IDENTITY
+from rematbench.runs import rank_error
+from rematbench.runs.cell import Cell
+from rematbench.runs.measured import LEARNING_RATE, Measured
+from rematbench.runs.record import Record
+from rematbench.worlds.measure import activation_bytes, measured_record
+
+TEXT_BYTES = 4 << 20
+
+
+def again(record: Record, cell: Cell) -> Record:
+    """The training run of a record once more, as many steps."""
+    assert record.measured is not None
+    return run(cell, record.measured.steps)
+
+
+def chosen(found: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
+    """keep_all on every problem, every other cell on the first problem on which it does something;
+    and a line for each problem: what it leaves out, and why."""
+    trained: list[Cell] = []
+    where: dict[str, str] = {}
+    left_out: dict[str, dict[str, list[str]]] = {}
+    for cell in found:
+        problem, name = cell.name.split(".", maxsplit=1)
+        reason = f"trained on {where[name]}" if name in where else _without_work(cell)
+        if reason:
+            left_out.setdefault(problem, {}).setdefault(reason, []).append(name)
+            continue
+        trained.append(cell)
+        if cell.method.name != IDENTITY:
+            where[name] = problem
+    lines = []
+    for problem, reasons in left_out.items():
+        words = [f"{', '.join(names)} ({reason})" for reason, names in reasons.items()]
+        lines.append(f"{problem}, left out: {'; '.join(words)}")
+    return trained, lines
+
+
+def _without_work(cell: Cell) -> str:
+    """Why a cell has no curve of its own; empty if it has."""
+    if not isinstance(cell.plan, Plan):
+        return cell.plan.reason.removeprefix(f"{cell.method.name}: ")
+    base = cell.problem.base_plan
+    if cell.method.name != IDENTITY and lower(cell.plan, cell.problem) == lower(base, cell.problem):
+        return f"{IDENTITY}'s program"
+    return ""
+
+
+def run(cell: Cell, steps: int) -> Record:
+    """The record of one run, in processes of its own."""
+    from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.case import Case  # noqa: PLC0415
+    from rematbench.torch.parameters import AdamW  # noqa: PLC0415
+    from rematbench.torch.text import standard_library  # noqa: PLC0415
+
+    assert isinstance(cell.plan, Plan)
+    case = Case(
+        name=cell.name,
+        problem=cell.problem,
+        plan=cell.plan,
+        steps=steps,
+        measure=False,
+        shards=False,
+        text_bytes=TEXT_BYTES,
+        optimizer=AdamW(lr=LEARNING_RATE),
+        activation_bytes=activation_bytes(cell.problem, cell.plan),
+    )
+    (result,) = job.run_own([case], 3600.0)
+    found = None
+    if result.status == "ok":
+        found = Measured(steps=steps, losses=tuple(result.losses))
+    where: dict[str, Any] = {
+        **job.versions("cpu"),
+        "ranks_per_host": (cell.problem.layout.gpus,),
+        "text": standard_library(TEXT_BYTES)[1],
+    }
+    outcome = (*rank_error.recorded(result.status, result.reason), found)
+    return measured_record("executed", cell, outcome, where)

@@ -1,0 +1,31 @@
+"""A record's run once more, in the world that the record says."""
+
+from collections.abc import Callable
+
+from rematbench.packages.agreement import executor_record
+from rematbench.packages.process import Device, baselines
+from rematbench.plugins.registry import Registry
+from rematbench.runs.cell import Cell
+from rematbench.runs.record import Record, RecordError
+from rematbench.worlds import executed, package, simulated, traced, trained
+from rematbench.worlds.again import is_curve
+
+
+def run_again(record: Record, cell_of: Callable[[], Cell], registry: Registry) -> Record:
+    """The new record; `cell_of` makes the cell of ours.  RecordError for a published one."""
+    if record.spec.method in baselines():
+        return package.again(record)
+    if record.world == "published":
+        text = f"run {record.run_id} is published: only its authors can run it again"
+        raise RecordError(text)
+    cell = cell_of()
+    if record.world == "simulated":
+        return simulated.run(cell)
+    if record.world == "traced":
+        return traced.again(record, cell)
+    if record.observed is not None:
+        device: Device = "cpu" if record.observed.device == "cpu" else "cuda"
+        return executor_record(cell.problem, device, len(record.observed.losses))
+    if is_curve(record):
+        return trained.again(record, cell)
+    return executed.again(record, cell, registry)
