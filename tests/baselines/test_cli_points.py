@@ -13,6 +13,7 @@ from rematbench.packages import points as baseline_points
 from rematbench.packages.points import load_points
 from rematbench.packages.process import Job, NotInstalled
 from rematbench.runs.record import Record, read_record, write_record
+from rematbench.runs.suite import Variant
 from rematbench.spec.load import load_cluster
 from rematbench.worlds import package
 from rematbench.worlds.again import differences
@@ -206,8 +207,7 @@ def said_of(name: str) -> tuple[list[str], int]:
     (point,) = [point for point in load_points() if point.name == name]
     seen = read_record(TRACED / f"{name}.json").observed
     assert seen is not None
-    words = [point.baseline, *point.to_arguments()]
-    words += [f"--set={key}={value}" for key, value in point.settings.items()]
+    words = Variant(method=point.baseline, settings=point.settings).to_arguments(point)
     return words, seen.activation_peak_bytes[0] + seen.state_bytes[0]
 
 
