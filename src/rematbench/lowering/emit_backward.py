@@ -1,5 +1,7 @@
 """Write a chunk's backward block: gradients, collectives, reductions."""
 
+from typing import NamedTuple
+
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import emit_alloc
@@ -13,6 +15,14 @@ from rematbench.operators.ops import Op
 from rematbench.plan import Transfers
 from rematbench.program.action import Action, Alloc, Kind, gradient_of
 from rematbench.program.program import Block
+
+
+class InputGradients(NamedTuple):
+    """Storages that the kernel writes, those of them that a collective sums, and its outputs."""
+
+    written: list[Alloc]
+    summed: list[Alloc]
+    reduced: list[Alloc]
 
 
 class BackwardEmitter:
@@ -30,11 +40,10 @@ class BackwardEmitter:
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
         self.rerunner = Rerunner(chunk, fates, self.w)
-        self.rebuild = Rebuilder(self.rerunner)
+        self.rebuild = Rebuilder(self.rerunner, self._ahead_of_turn)
         self.grads: dict[str, str] = {}  # activation storage -> gradient storage
         self.arrivals: set[str] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
-        self.rebuild.arrive = self._ahead_of_turn
         self.overlap = chunk.problem.system.tp_overlap in ("backward", "gemm")
 
     def block(self) -> Block:
@@ -165,8 +174,8 @@ class BackwardEmitter:
         """The gradients go back the way the tensors came."""
         assert op.grad_gather is not None
         reads = [*incoming, *self._accumulated(unit, op)]
-        allocs, _ = self._gradients(unit, op)
-        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, allocs, self._share)
+        made = self._gradients(unit, op).written
+        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self._share)
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
 
@@ -220,14 +229,14 @@ class BackwardEmitter:
         """Returns the event of a gradient reduction that may run beside the weight gradient."""
         w, reduced = self.w, op.grad_reduce
         added_into = self._accumulated(unit, op)
-        allocs, final = self._gradients(unit, op)
+        made = self._gradients(unit, op)
         needs_full = [] if op.has_weight else regathered
         w.compute(
             Kind.BACKWARD_INPUT,
             unit.prefix,
             op,
             [*reads, *needs_full, *added_into],
-            allocs,
+            made.written,
             variant=unit.variant,
             share=self._share,
             beside=(op.regather.group if op.regather else "tp") if pending else "",
@@ -236,9 +245,8 @@ class BackwardEmitter:
             w.wait(COMPUTE, pending)
         if reduced is None:
             return ""
-        parts = [a.name for a in allocs if ".part" in a.name]
-        sources = [*parts, *added_into] if parts else [a.name for a in allocs] + added_into
-        event = w.collective(reduced, unit.prefix, op.name, sources, final, self._share)
+        sources = [*(a.name for a in made.summed), *added_into]
+        event = w.collective(reduced, unit.prefix, op.name, sources, made.reduced, self._share)
         self.rebuild.window(unit, op.name, "backward")
         if self.overlap and op.has_weight:
             return event
@@ -250,21 +258,24 @@ class BackwardEmitter:
         names = [self.rerunner.name(unit, name) for name in op.inputs]
         return [self.grads[n] for n in names if n in self.grads]
 
-    def _gradients(self, unit: Unit, op: Op) -> tuple[list[Alloc], list[Alloc]]:
-        """Storages of the input gradients: (what the kernel writes, what the collective leaves)."""
+    def _gradients(self, unit: Unit, op: Op) -> InputGradients:
+        """Gradients that this operator is the first to write; a reduce-scatter leaves all but the
+        query's, which was never gathered."""
         tensors = unit.table.activations
-        fresh: list[Alloc] = []
+        fresh: dict[str, Alloc] = {}
         for name in op.inputs:
             storage = self.rerunner.name(unit, name)
             known = storage in self.grads or name in op.alias_inputs
             if known or not tensors[name].differentiable:
                 continue
             self.grads[storage] = gradient_of(storage)
-            fresh.append(Alloc(gradient_of(storage), piece_bytes(tensors[name], self._fraction)))
+            nbytes = piece_bytes(tensors[name], self._fraction)
+            fresh[name] = Alloc(gradient_of(storage), nbytes)
         reduced = op.grad_reduce
         if reduced is None or reduced.kind != "reduce_scatter":
-            return fresh, []
+            whole = list(fresh.values())
+            return InputGradients(whole, whole, [])
         size = int(reduced.nbytes * self._fraction)
         part = Alloc(gradient_of(f"{unit.prefix}.{op.name}.part{self.rerunner.tag}"), size)
-        direct = [a for a in fresh if a.name.endswith(".q")]  # the query is never gathered
-        return [part, *direct], [a for a in fresh if a not in direct]
+        direct = [fresh.pop("q")] if "q" in fresh else []
+        return InputGradients([part, *direct], [part], list(fresh.values()))

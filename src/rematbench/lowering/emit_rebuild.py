@@ -10,11 +10,11 @@ from rematbench.plan import Group
 class Rebuilder:
     """Rebuilds what a plan wants back before its reader asks for it (`Rerunner` does the work)."""
 
-    def __init__(self, rerunner: Rerunner) -> None:
+    def __init__(self, rerunner: Rerunner, arrive: Callable[[Unit], None]) -> None:
         self.rerunner, self.chunk, self.fates = rerunner, rerunner.chunk, rerunner.fates
         self.windows = any(fate.window is not None for fate in self.fates.values())
         self.visited: set[str] = set()  # units whose layer- or group-scoped work is done
-        self.arrive: Callable[[Unit], None] = lambda unit: None  # before a unit's turn
+        self.arrive = arrive  # called before a unit is rebuilt ahead of its turn
 
     def scopes(self, unit: Unit) -> None:
         """Layer- and group-scoped recomputation that is due when this unit's backward starts."""

@@ -105,12 +105,11 @@ class _RankLowering:
         self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
         lay, system = problem.layout, problem.system
         self.order = rank_orders(plan, problem)[rank]
+        pieces, held = plan.mini_sequences, plan.held
         self.chunks = [
-            ChunkOps(problem, rank, c, plan.partition[rank][c], plan.mini_sequences, plan.held)
-            for c in range(lay.vpp)
+            ChunkOps(problem, rank, c, layers, pieces, held, at_once=_at_once(self.order, c))
+            for c, layers in enumerate(plan.partition[rank])
         ]
-        for chunk in self.chunks:
-            chunk.at_once = _at_once(self.order, chunk.chunk)
         self.blocks: list[Block] = []
         self.block_index: dict[Key, int] = {}
         self.steps: list[Step] = []
