@@ -14,7 +14,7 @@ Key = tuple[str, int, int]
 """(name, micro-batch, chunk)."""
 
 
-class Site(NamedTuple):
+class Span(NamedTuple):
     """Where an action works: its (micro-batch, chunk) and its shard rows."""
 
     micro_batch: int

@@ -13,7 +13,7 @@ from rematbench.program.action import Action, Kind
 from rematbench.program.program import Program
 from rematbench.spec.layout import Layout
 from rematbench.torch.groups import STEP, Channel, Groups
-from rematbench.torch.memory import Memory, Site, Value
+from rematbench.torch.memory import Memory, Span, Value
 from rematbench.torch.model import RankModel
 from rematbench.torch.streams import Mark, Streams, Under
 
@@ -27,10 +27,10 @@ class Message(NamedTuple):
     tag: int
 
 
-def message(layout: Layout, stage: int, action: Action, site: tuple[int, int]) -> Message:
+def message(layout: Layout, stage: int, action: Action, span: tuple[int, int]) -> Message:
     """The message of a SEND or RECV on a stage, for a (micro-batch, chunk).  It is named by the
     virtual stage it goes to; the gradient of a shared embedding goes over the closing links."""
-    pp, (micro_batch, chunk) = layout.pp, site
+    pp, (micro_batch, chunk) = layout.pp, span
     sends = action.kind is Kind.SEND
     if action.op == "tied":
         ends = (stage, pp - 1 - stage) if sends else (pp - 1 - stage, stage)
@@ -92,18 +92,18 @@ class Messages:
         mark.works, self.under_way = self.under_way, []
         mark.then, self.then = self.then, []
 
-    def _message(self, action: Action, site: Site) -> Message:
+    def _message(self, action: Action, span: Span) -> Message:
         """Where a message goes or comes from."""
         lay, stage = self.model.problem.layout, self.model.place.pp
-        return message(lay, stage, action, (site.micro_batch, site.chunk))
+        return message(lay, stage, action, (span.micro_batch, span.chunk))
 
-    def send(self, action: Action, site: Site) -> None:
+    def send(self, action: Action, span: Span) -> None:
         """Start sending; the storage stays until the event."""
-        found = self._message(action, site)
+        found = self._message(action, span)
         if action.op == "tied":
             self._send_tied(found)
             return
-        data = self.memory[site.key(action.reads[0])].data
+        data = self.memory[span.key(action.reads[0])].data
         if self.groups.buffered:
             self._post(data, found)
         else:
@@ -134,18 +134,18 @@ class Messages:
         while self.posted:
             self.posted.pop()[0].wait()
 
-    def receive(self, action: Action, site: Site) -> None:
+    def receive(self, action: Action, span: Span) -> None:
         """Room for a boundary tensor, and the start of its arrival."""
         if action.op == "tied":
             assert self.arrival is not None
-            self._receive(self.arrival, self._message(action, site))
+            self._receive(self.arrival, self._message(action, span))
             return
-        tensor = self.model.chunks[site.chunk].boundary
+        tensor = self.model.chunks[span.chunk].boundary
         columns = tensor.row_bytes // self.model.dtype.itemsize
         data = torch.empty(tensor.rows, columns, dtype=self.model.dtype, device=self.model.device)
-        self._receive(data, self._message(action, site))
+        self._receive(data, self._message(action, span))
         whole = Value(data, 0, self.model.shapes.shard_tokens)
-        self.memory.put(site.key(action.allocs[0].name), whole)
+        self.memory.put(span.key(action.allocs[0].name), whole)
 
     def _send_tied(self, found: Message) -> None:
         tied, arrival = self.tied, self.arrival
