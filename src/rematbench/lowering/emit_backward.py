@@ -6,8 +6,8 @@ from rematbench.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import emit_alloc
 from rematbench.lowering.emit_rebuild import Rebuilder
+from rematbench.lowering.emit_recompute import Recomputer
 from rematbench.lowering.emit_reload import Reloader
-from rematbench.lowering.emit_rerun import Rerunner
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
 from rematbench.lowering.mini import MiniRun
 from rematbench.lowering.writer import COMPUTE, WHOLE, BlockWriter, Share
@@ -39,8 +39,8 @@ class BackwardEmitter:
         self.chunk = chunk
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
-        self.rerunner = Rerunner(chunk, fates, self.w)
-        self.rebuild = Rebuilder(self.rerunner, self._ahead_of_turn)
+        self.recomputer = Recomputer(chunk, fates, self.w)
+        self.rebuild = Rebuilder(self.recomputer, self._ahead_of_turn)
         self.grads: dict[str, str] = {}  # activation storage -> gradient storage
         self.arrivals: set[str] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
@@ -124,10 +124,10 @@ class BackwardEmitter:
                 self.grads[storage] = gradient_of(storage)
                 emit_alloc(self.w, gradient_of(storage), tensor.nbytes)
         for piece in run.pieces:
-            self.rerunner.run, self.rerunner.piece = run, piece
+            self.recomputer.run, self.recomputer.piece = run, piece
             for op in reversed(run.ops):
                 self._backward_op(unit, op)
-        self.rerunner.run = self.rerunner.piece = None
+        self.recomputer.run = self.recomputer.piece = None
 
     @property
     def _fraction(self) -> float:
@@ -135,23 +135,23 @@ class BackwardEmitter:
 
     @property
     def _share(self) -> Share:
-        piece = self.rerunner.piece
+        piece = self.recomputer.piece
         return Share(piece.fraction, piece.offset) if piece else WHOLE
 
     def _backward_op(self, unit: Unit, op: Op) -> None:
         w = self.w
-        saved = [self.rerunner.ensure(unit, name) for name in op.saves]
-        outputs = dict.fromkeys(self.rerunner.name(unit, n) for n in op.outputs)
+        saved = [self.recomputer.ensure(unit, name) for name in op.saves]
+        outputs = dict.fromkeys(self.recomputer.name(unit, n) for n in op.outputs)
         incoming = [self.grads[o] for o in outputs if o in self.grads]
         for name in op.alias_inputs:
-            self.grads[self.rerunner.name(unit, name)] = incoming[0]
+            self.grads[self.recomputer.name(unit, name)] = incoming[0]
         if op.exchanges:
             self._exchange(unit, op, incoming)
         if not op.backward_input and not op.backward_weight:
             return
         beside = ""
         if op.grad_gather is not None:
-            full = gradient_of(f"{unit.prefix}.{op.name}.full{self.rerunner.tag}")
+            full = gradient_of(f"{unit.prefix}.{op.name}.full{self.recomputer.tag}")
             size = int(op.grad_gather.nbytes * self._fraction)
             tensor_parallel = op.grad_gather.group == "tp"
             allocs = [Alloc(full, size)] if tensor_parallel else []
@@ -188,7 +188,7 @@ class BackwardEmitter:
         """Gather the saved input again; pending event if it may run beside the input gradient."""
         if op.regather is None:
             return "", []
-        full = f"{unit.prefix}.{op.name}.full{self.rerunner.tag}"
+        full = f"{unit.prefix}.{op.name}.full{self.recomputer.tag}"
         size = int(op.gathered_bytes * self._fraction)
         allocs = [Alloc(full, size)] if size else []
         event = self.w.collective(op.regather, unit.prefix, op.name, saved, allocs, self._share)
@@ -255,7 +255,7 @@ class BackwardEmitter:
 
     def _accumulated(self, unit: Unit, op: Op) -> list[str]:
         """Gradients this operator adds into (residual branches, slices): written in place."""
-        names = [self.rerunner.name(unit, name) for name in op.inputs]
+        names = [self.recomputer.name(unit, name) for name in op.inputs]
         return [self.grads[n] for n in names if n in self.grads]
 
     def _gradients(self, unit: Unit, op: Op) -> InputGradients:
@@ -264,7 +264,7 @@ class BackwardEmitter:
         tensors = unit.table.activations
         fresh: dict[str, Alloc] = {}
         for name in op.inputs:
-            storage = self.rerunner.name(unit, name)
+            storage = self.recomputer.name(unit, name)
             known = storage in self.grads or name in op.alias_inputs
             if known or not tensors[name].differentiable:
                 continue
@@ -276,6 +276,6 @@ class BackwardEmitter:
             whole = list(fresh.values())
             return InputGradients(whole, whole, [])
         size = int(reduced.nbytes * self._fraction)
-        part = Alloc(gradient_of(f"{unit.prefix}.{op.name}.part{self.rerunner.tag}"), size)
+        part = Alloc(gradient_of(f"{unit.prefix}.{op.name}.part{self.recomputer.tag}"), size)
         direct = [fresh.pop("q")] if "q" in fresh else []
         return InputGradients([part, *direct], [part], list(fresh.values()))
