@@ -1,4 +1,4 @@
-"""Whether a site's partitions can ever hold what is about to be asked of them."""
+"""Check before a submission whether a site's partitions can ever hold the job."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from rematbench.slurm.settings import Site
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One job: `nodes` nodes with so many CPUs, MB and GPUs each (0: the site's default).
+    """A job: `nodes` nodes with these CPUs, MB and GPUs each (0: the site's default).
 
     `key` is the key of the cluster file's `slurm:` section that names the partition; an empty
     partition is Slurm's default one.
@@ -36,7 +36,7 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 def executed_request(site: Site, bundle: Bundle) -> Request:
-    """What a bundle of executed cells asks for."""
+    """The request of a bundle of executed cells."""
     slurm = site.slurm
     return Request(
         name=bundle.name,
@@ -53,7 +53,7 @@ def executed_request(site: Site, bundle: Bundle) -> Request:
 
 
 def simulated_request(site: Site) -> Request:
-    """What each job asks for that simulates."""
+    """The request of a job that simulates."""
     asked = simulated_resources(site)
     return Request(
         name="a simulated job",
@@ -66,7 +66,7 @@ def simulated_request(site: Site) -> Request:
 
 
 def check_request(request: Request, nodes: Sequence[Node]) -> None:
-    """CommandError if the partition can never hold a job, now or later; `nodes` of all of them."""
+    """CommandError if the partition can never hold the job; `nodes` are those of all partitions."""
     where = request.where
     key = f"{request.site}: slurm: {request.key}"
     if request.partition:

@@ -20,11 +20,11 @@ KEYS = (
     "tasks_per_gpu",
     "mpi",
 )
-"""What the executor knows.  None asks for nothing: an empty qos would be passed on as such."""
+"""Keys that the executor reads.  It skips a value of None, but would pass an empty qos on."""
 
 SIMULATED_MINUTES = 120
 SIMULATED_MEM_MB = 2000
-"""Of the longest simulated job, a model of the matrix; a site that allows less gives less."""
+"""The longest simulated job (one model of the matrix) needs so much; a site may allow less."""
 
 
 def executed_resources(site: Site, bundle: Bundle) -> Resources:
@@ -48,7 +48,7 @@ def executed_resources(site: Site, bundle: Bundle) -> Resources:
 
 
 def simulated_resources(site: Site) -> Resources:
-    """A CPU job for a simulated bundle, where it is not run locally."""
+    """The CPU job of a simulated bundle that does not run locally."""
     return _common(site) | {
         "slurm_partition": site.slurm.cpu_partition or site.slurm.partition or None,
         "runtime": min(SIMULATED_MINUTES, site.slurm.minutes),

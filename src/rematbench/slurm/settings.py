@@ -1,4 +1,4 @@
-"""The `slurm:` section of a cluster file: how that site wants its jobs to be asked for."""
+"""The `slurm:` section of a cluster file: how a site wants its jobs submitted."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,7 +46,7 @@ class SlurmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Site(Struct, frozen=True, kw_only=True):
-    """A cluster and how to ask it for jobs."""
+    """A cluster and how jobs are submitted to it."""
 
     name: str
     cluster: Cluster

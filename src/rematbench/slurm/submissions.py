@@ -1,4 +1,4 @@
-"""What would be submitted, what it is predicted to cost, and what can be refused at once."""
+"""Jobs that are due, their predicted cost, and the checks before the first submission."""
 
 from collections.abc import Callable, Sequence
 from math import fsum
@@ -17,12 +17,12 @@ from rematbench.slurm.requests import check_request, executed_request, simulated
 from rematbench.slurm.settings import Site
 
 STARTUP_S = 60.0
-"""Of a cell beside its steps: imports, communicators, the model's allocation.  Our estimate."""
+"""A cell's start-up: imports, communicators, allocating the model.  Our estimate."""
 
 
 class Submission(Struct, frozen=True, kw_only=True):
-    """One job.  `gpu_hours` is predicted, `most_gpu_hours` is what its time limit allows; both are
-    zero on a cluster whose `slurm:` section names no `gres`."""
+    """One job.  `gpu_hours` is predicted, `most_gpu_hours` is its time limit times its GPUs; both
+    are zero on a cluster whose `slurm:` section names no `gres`."""
 
     bundle: str
     nodes: int
@@ -60,7 +60,7 @@ def _submission(campaign: Campaign, bundle: Bundle, cells: Sequence[Cell]) -> Su
 
 
 def _seconds(campaign: Campaign, cell: Cell) -> float:
-    """Predicted seconds of a cell's steps; none for what is refused before its first."""
+    """Predicted seconds of a cell's steps; 0 for a cell that has no plan."""
     try:
         found = campaign.simulated(cell)
     except PlanError:
@@ -85,7 +85,7 @@ def announce(
     ask_slurm: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Say every submission that is left, then refuse as `refuse` does."""
+    """Say every submission that is due, then check them by `refuse`."""
     rows = submissions(campaign, store)
     for row in rows:
         say(
@@ -109,7 +109,7 @@ def summary(campaign: Campaign, rows: Sequence[Submission]) -> str:
 def refuse(
     campaign: Campaign, rows: Sequence[Submission], *, max_gpu_hours: float, ask_slurm: bool
 ) -> None:
-    """CommandError for what cannot or must not be submitted: one line, before anything is."""
+    """CommandError, before the first submission, for a job that cannot or must not run."""
     site, slurm = campaign.site, campaign.site.slurm
     for row in rows:
         if row.nodes > slurm.nodes:
