@@ -1,7 +1,7 @@
 """Which code can change a result: modules reached by imports, and one hash of their text.
 
-A cell is finished as long as the code behind it is the same, so this must cover everything that it
-may load, and should cover nothing else: a better table must not cost GPU-hours.
+A cell stays finished while the code behind it is the same.  So a digest covers every file that the
+cell may load, and should cover no other: a better table must not cost GPU-hours.
 """
 
 import ast
@@ -13,11 +13,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1]
 COMMANDS = "rematbench.cli"
 SIMULATED = ("rematbench.choose.outcome", "rematbench.runs.record")
-"""What makes a simulated record."""
+"""Modules that make a simulated record."""
 
 
 def executed_roots() -> tuple[str, ...]:
-    """What makes an executed record: all of the torch runtime, and what makes a simulated one."""
+    """Modules that make an executed record: the torch runtime, and SIMULATED."""
     names = [f"rematbench.torch.{path.stem}" for path in (PACKAGE / "torch").glob("*.py")]
     return (*sorted(names), *SIMULATED)
 
@@ -41,7 +41,7 @@ def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
 
 @cache
 def _own_imports(path: Path) -> tuple[str, ...]:
-    """Of a file of this package, which does not change while it runs: closures share most files."""
+    """Imports of a file of this package, read once: closures share most files."""
     return tuple(_imports(path))
 
 
@@ -76,8 +76,8 @@ def _imported(tree: ast.AST) -> Iterable[str]:
 
 
 def _of_command(module: str, name: str) -> tuple[set[Path], set[str]]:
-    """Files and imports behind one name of a module of commands: of what it uses there and of what
-    that uses, but not of its neighbours, which are other commands."""
+    """Files and imports behind one name of a module of commands: those of the names that it uses,
+    directly or not, but not those of its neighbours, which are other commands."""
     files: set[Path] = set()
     roots: set[str] = set()
     waiting, seen = [(module, name)], set()
@@ -100,7 +100,7 @@ def _of_command(module: str, name: str) -> tuple[set[Path], set[str]]:
 
 @cache
 def _bindings(path: Path) -> dict[str, list[ast.stmt]]:
-    """What binds each name of a module; imports, one name each, wherever they stand."""
+    """The statements that bind each name of a module; imports at any depth, one name each."""
     tree = _syntax(path)
     found: dict[str, list[ast.stmt]] = {}
     for node in tree.body:
@@ -125,7 +125,7 @@ def _bindings(path: Path) -> dict[str, list[ast.stmt]]:
 
 def command_digest(command: str, methods: Iterable[Path] = ()) -> str:
     """The code behind a command (`module.function` of the package of commands), and the modules
-    that the files of `methods` import; these files themselves are the inputs of whoever asks."""
+    that the files of `methods` import; these files themselves are inputs of the rule."""
     module, _, function = command.rpartition(".")
     files, roots = _of_command(f"{COMMANDS}.{module}", function)
     if not roots:
@@ -144,7 +144,7 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def method_digest(origins: Iterable[str]) -> str:
-    """The files of a composed method (or, of an installed one, its names) and all they import."""
+    """Digest of a composed method's files and imports (an installed method: its name)."""
     found: set[Path] = set()
     names = []
     for origin in origins:
