@@ -1,4 +1,4 @@
-"""One operator at work on one rank: its tensors, its rows, its parameters."""
+"""One call of an operator on one rank: its tensors, its rows, its parameters."""
 
 from collections.abc import Container
 from typing import NamedTuple
@@ -16,8 +16,8 @@ Tensors = dict[str, Tensor]
 
 
 class Call(NamedTuple):
-    """One operator at work: where, its tensors by activation name, the gradients of its outputs in
-    order, and which outputs are wanted."""
+    """One call of an operator: its span, its tensors by activation name, the gradients of its
+    outputs in order, and which outputs are wanted."""
 
     model: RankModel
     unit: Unit
@@ -37,7 +37,7 @@ class Call(NamedTuple):
         return None if found is None else found.value
 
     def rows(self, whole: Tensor) -> Tensor:
-        """The call's rows of something that has one row per token of the rank."""
+        """The call's rows of a tensor with one row per token of the rank."""
         shard = self.model.shapes.shard_tokens
         if self.span.size == shard:
             return whole

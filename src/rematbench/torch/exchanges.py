@@ -1,4 +1,4 @@
-"""Collectives and messages, as actions ask for them, on a rank's storages."""
+"""The collectives of actions, on a rank's storages."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -27,14 +27,14 @@ class Exchanges:
         return self.groups.by_name[action.comm.group]
 
     def _room(self, *, stays: bool) -> AbstractContextManager[object]:
-        """Memory for what a collective writes: that of a storage, or the stream's own for what is
-        let go as soon as it is issued."""
+        """The pool of a collective's output: a storage's, or the stream's own for a tensor that is
+        dropped once the collective is issued."""
         return self.streams.room() if stays else nullcontext()
 
     # -- activations ------------------------------------------------------------------------------
 
     def all_gather(self, action: Action, span: Span) -> None:
-        """Rows of every rank of the group; keys and values of whole sequences for attention."""
+        """Gather the rows of every rank of the group; for attention keys and values."""
         group = self.group(action)
         if group is self.groups.by_name["dp"]:
             self._gather_parameters(action, span.chunk)
@@ -49,7 +49,7 @@ class Exchanges:
         self.memory.put(span.key(action.allocs[0].name), Value(out, span.first, span.size))
 
     def all_to_all(self, action: Action, span: Span) -> None:
-        """Ulysses: tensors from one order to the other, or their gradients back."""
+        """Ulysses: bring tensors into the other order, or their gradients back."""
         group, head_dim = self.group(action), self.model.kind.head_dim
         back = is_gradient(action.reads[0])
         to_heads = (action.op == "to_heads") != back
@@ -66,7 +66,7 @@ class Exchanges:
             self._arrived(action, span, target, out)
 
     def _pairs(self, action: Action, chunk: int, *, back: bool) -> list[tuple[str, str, int]]:
-        """(what is sent, what it becomes, elements of a row of that in the order of rows)."""
+        """(storage sent, storage made, elements per row of the latter in the order of rows)."""
         unit = self.model.units[chunk][action.part]
         op = unit.table.op(action.op)
         there = {identity(n): n for n in (*action.reads, *(a.name for a in action.allocs))}
@@ -80,7 +80,7 @@ class Exchanges:
         return found
 
     def _arrived(self, action: Action, span: Span, target: str, out: Tensor) -> None:
-        """A new storage, or rows of one that exists; a gradient is added there."""
+        """Store an output as a new storage, or in rows of one; a gradient is added there."""
         if target in {alloc.name for alloc in action.allocs}:
             self.memory.put(span.key(target), Value(out, span.first, span.size))
             return
@@ -102,7 +102,7 @@ class Exchanges:
         self.memory.put(span.key(action.allocs[0].name), Value(out.view(-1)))
 
     def reduce_scatter(self, action: Action, span: Span) -> None:
-        """This rank's rows of the sum, into a new storage or rows of one that exists."""
+        """Store this rank's rows of the sum as a new storage, or in rows of one."""
         group = self.group(action)
         if group is self.groups.by_name["dp"]:
             self._reduce_gradients(action, span.chunk)
@@ -141,7 +141,7 @@ class Exchanges:
             self.memory.put(span.key(alloc.name), Value(own, span.first, span.size))
 
     def all_reduce(self, action: Action, span: Span) -> None:
-        """The sum over the group, in place."""
+        """Sum over the group, in place."""
         group = self.group(action)
         if group is self.groups.by_name["dp"]:
             self._reduce_gradients(action, span.chunk)
@@ -155,7 +155,7 @@ class Exchanges:
     # -- states -----------------------------------------------------------------------------------
 
     def _units_due(self, action: Action, chunk: int) -> list[str]:
-        """Units whose gradients an action sums: the chunk's, down to the one it names."""
+        """Units whose gradients an action sums: the chunk's, down to the action's unit."""
         units = [u.prefix for u in reversed(self.model.chunks[chunk].units)]
         if action.part:
             units = units[: units.index(action.part) + 1]
@@ -180,8 +180,8 @@ class Exchanges:
         self.streams.run(action.stream, work)
 
     def _reduce_norms(self, action: Action, chunk: int, group: Group) -> None:
-        """Replicated parameters (all, or one unit's) whose gradients each rank has of its own
-        tokens only."""
+        """Sum the norms' gradients (all, or one unit's): norms are replicated, and each rank's
+        gradient is that of its own tokens."""
         among = list(self.model.parameters.values())
         if action.part:
             among = self.model.unit_parameters(chunk, action.part)
@@ -194,7 +194,7 @@ class Exchanges:
         self.streams.run(action.stream, work)
 
     def _gather_parameters(self, action: Action, chunk: int) -> None:
-        """Every ZeRO shard of a unit's (or the whole chunk's) compute copies."""
+        """Gather the ZeRO shards of a unit's (or the whole chunk's) compute copies."""
         group = self.groups.by_name["dp"]
         prefixes = [action.part] if action.part else list(self.model.units[chunk])
         parameters = [p for prefix in prefixes for p in self.model.unit_parameters(chunk, prefix)]

@@ -1,4 +1,4 @@
-"""The interpreter: a table from an action's kind to a small function.  It knows nothing else."""
+"""The interpreter: a table from an action's kind to a small function, and nothing else."""
 
 from collections.abc import Callable
 
@@ -95,7 +95,7 @@ class Executor:
         return [*self.model.states(), *own]
 
     def stop_tracking(self) -> None:
-        """Count no bytes from now on: what is timed has no observer."""
+        """Count no bytes from now on: timed steps have no observer."""
         self.tracker = self.movers.tracker = None
 
     # -- walk -------------------------------------------------------------------------------------
@@ -158,13 +158,13 @@ class Executor:
             self.movers.free(span.key(name))
 
     def span(self, action: Action, micro_batch: int, chunk: int) -> Span:
-        """Where an action works; its rows in units of the rank's own shard."""
+        """The span of an action; its rows in units of the rank's own shard."""
         rows = self.model.shapes.shard_tokens
         first, count = round(rows * action.offset), round(rows * action.fraction)
         return Span(micro_batch, chunk, first, count)
 
     def _record(self, name: str, action: Action, span: Span) -> None:
-        """An event; messages under way were put into one already."""
+        """Record an event; a SEND's or RECV's holds its message too."""
         mark = self.streams.mark(action.stream)
         if action.kind in (Kind.SEND, Kind.RECV):
             self.messages.attach(mark)
@@ -207,7 +207,7 @@ class Executor:
             self._loss_made(action, span, call, found.places["loss_saved"][0])
 
     def recompute(self, action: Action, span: Span) -> None:
-        """A forward again; its work is counted."""
+        """Run a forward operator once more and count its FLOPs."""
         before = self.model.flop
         self.forward(action, span)
         self.recompute_flop += self.model.flop - before
@@ -270,7 +270,7 @@ class Executor:
         parameters = list(self.model.parameters.values())
         if action.part:
             parameters = self.model.unit_parameters(span.chunk, action.part)
-        with _disable_current_modes():  # who looks at gradients is not part of the program
+        with _disable_current_modes():  # an observer of gradients is no part of the program
             self.before_update(parameters)
         for parameter in parameters:
             parameter.update(self.optimizer, self.step)

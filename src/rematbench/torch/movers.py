@@ -1,4 +1,4 @@
-"""Storages that appear, part, meet and travel: ALLOC, SPLIT, JOIN, D2H, H2D, FREE."""
+"""Actions that move storages and compute nothing: ALLOC, SPLIT, JOIN, D2H, H2D, FREE."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from rematbench.torch.tracker import Tracker
 
 
 class Form(NamedTuple):
-    """What a split tensor was: dtype, shape, shard rows."""
+    """A split tensor's dtype, shape and shard rows."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -42,7 +42,7 @@ class Form(NamedTuple):
 
 
 class Movers:
-    """Moves bytes of one rank; no arithmetic."""
+    """Allocates, copies and frees one rank's storages."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Movers:
         self.offload_bytes = 0
 
     def alloc(self, action: Action, span: Span) -> None:
-        """Room for a tensor that is written, or (a gradient) summed, piece by piece."""
+        """Allocate a tensor that is written, or (a gradient) summed, piece by piece."""
         if action.op == "gradients":
             self._alloc_gradients(action, span)
             return
@@ -72,8 +72,8 @@ class Movers:
             self.memory.put(span.key(alloc.name), Value(data, 0, self.model.shapes.shard_tokens))
 
     def _alloc_gradients(self, action: Action, span: Span) -> None:
-        """One buffer for a unit's gradients, zero; its parameters see their ranges of it until the
-        buffer is freed after their update."""
+        """Allocate a zero buffer for a unit's gradients; the unit's parameters hold ranges of it
+        until the buffer is freed after their update."""
         (alloc,) = action.allocs
         parameters = self.model.unit_parameters(span.chunk, action.part)
         dtype = wide(self.model.dtype)
@@ -88,7 +88,7 @@ class Movers:
         self.memory.put(span.key(alloc.name), Value(buffer))
 
     def _drop_gradients(self, key: Key) -> None:
-        """Forget the ranges of a buffer that is freed."""
+        """Drop the parameters' ranges of a buffer that is freed."""
         if is_gradient_buffer(key[0]):
             for parameter in self.model.unit_parameters(key[2], place(key[0])[0]):
                 parameter.grad_flat = parameter.grad_flat.new_empty(0)
@@ -96,14 +96,14 @@ class Movers:
     def _activation(self, storage: str, span: Span) -> Activation:
         part, name = place(identity(storage))
         unit = self.model.units[span.chunk].get(part)
-        if unit is None:  # the chunk's output goes by the name of the layer after its last
+        if unit is None:  # the chunk's output is named after the layer behind its last
             return self.model.chunks[span.chunk].boundary
         return unit.table.activations[name]
 
     # -- parts ------------------------------------------------------------------------------------
 
     def split(self, action: Action, span: Span) -> None:
-        """Kept and offloaded parts, in order: of rows if the rest is rebuilt, else of bytes."""
+        """Copy out the kept and offloaded parts: rows if the rest is rebuilt, else bytes."""
         name = action.reads[0]
         whole = self.memory[span.key(name)]
         data = whole.data
@@ -133,7 +133,7 @@ class Movers:
             first += count
 
     def join(self, action: Action, span: Span) -> None:
-        """The whole tensor from its parts."""
+        """Join the parts into the whole tensor."""
         name = action.allocs[0].name
         form = self.forms.pop(span.key(name))
         data = torch.empty(form.shape, dtype=form.dtype, device=self.model.device)
@@ -146,7 +146,7 @@ class Movers:
         self.memory.put(span.key(name), whole)
 
     def _join_rows(self, whole: Value, parts: list[Value], name: str) -> None:
-        """Rebuilt rows are the last ones; where they reach further, kept rows win."""
+        """Write the parts; rebuilt rows are the last ones, and kept rows overwrite them."""
         for part in reversed(parts):
             target = whole.view(part.first, part.count)
             target.copy_(part.data.view(target.shape))
@@ -157,7 +157,7 @@ class Movers:
     # -- host -------------------------------------------------------------------------------------
 
     def to_host(self, action: Action, span: Span) -> None:
-        """A copy in the host pool."""
+        """Offload: copy a storage into the host pool."""
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         nbytes = source.data.numel() * source.data.element_size()
         with self.tracker.on_host() if self.tracker else nullcontext():
@@ -172,7 +172,7 @@ class Movers:
         self.memory.put(span.key(alloc.name), Value(copy, source.first, source.count))
 
     def _count_pinned(self, block: Block) -> None:
-        """A pinned block stays in its pool: what of it is lent counts."""
+        """Count a pinned block's lent bytes only: the block itself stays in its pool."""
         if self.tracker is None or not self.host.pinned:
             return
         if block.fresh:
@@ -180,7 +180,7 @@ class Movers:
         self.tracker.lend(block.nbytes)
 
     def to_device(self, action: Action, span: Span) -> None:
-        """Back, into fresh memory or a staging slot."""
+        """Reload: copy a storage back, into fresh memory or a staging slot."""
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         if alloc.slot:
             room = self.slots.take(alloc.slot, span.key(alloc.name), alloc.nbytes)
@@ -194,7 +194,7 @@ class Movers:
         self.memory.put(span.key(alloc.name), Value(data, source.first, source.count))
 
     def enter_slots(self, action: Action, span: Span) -> None:
-        """What an action made and the plan wants in a staging slot moves there."""
+        """Move the outputs of an action that the plan wants in a staging slot into it."""
         for alloc in action.allocs:
             if alloc.slot and span.key(alloc.name) not in self.slots.holder:
                 value = self.memory[span.key(alloc.name)]
@@ -204,7 +204,7 @@ class Movers:
                 value.data = data
 
     def free(self, key: Key) -> None:
-        """Drop a storage; a host block goes back to its pool."""
+        """Free a storage; a host block returns to its pool."""
         self._drop_gradients(key)
         self.memory.free(key)
         self.slots.release(key)
@@ -215,7 +215,7 @@ class Movers:
 
 
 def _rows_held(parts: list[Value]) -> int:
-    """How many rows any of the parts has, from their first rows and counts alone."""
+    """How many rows the parts have together, from their first rows and counts."""
     held, end = 0, 0
     for first, stop in sorted((part.first, part.first + part.count) for part in parts):
         held += max(0, stop - max(first, end))
