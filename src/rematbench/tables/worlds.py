@@ -48,8 +48,8 @@ def label_of(record: Record) -> str:
 
 
 def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Table:
-    """One row per problem and method; columns of every world that has a record of it.  `again` says
-    what was traced again where the table is made."""
+    """One row per problem and method, with columns of every world that has a record of it.  `again`
+    is a sentence on what was retraced for this table."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     bases = {problem: r.plan_hash for problem, r in records if r.spec.method == IDENTITY}
     for problem, record in records:
@@ -119,7 +119,7 @@ def _counts(found: Measured) -> dict[str, Any]:
 
 
 def _ran(found: Measured) -> dict[str, Any]:
-    """What only real values tell."""
+    """The columns that only an executed record has."""
     if found.comparison is None:
         return {}
     other = found.comparison
