@@ -34,7 +34,7 @@ class Recorded(Protocol):
     def evaluation(self) -> PlanEvaluation: ...
 
 
-def write_trace(run: Recorded, path: Path) -> None:
+def write_timeline(run: Recorded, path: Path) -> None:
     """Write a recorded run's trace; the file appears whole or not at all."""
     document = {
         "traceEvents": list(timeline_events(run.evaluation)),

@@ -59,7 +59,7 @@ def _row(campaign: Campaign, store: Store, cell: Cell) -> tuple[dict[str, Any], 
         "cluster": spec.cluster,
         "system": spec.system,
         "gpus": spec.gpus,
-        "nodes": campaign.site.nodes(spec.gpus),
+        "nodes": campaign.center.nodes(spec.gpus),
         "seq_len": spec.seq_len,
         "precision": spec.precision,
     }

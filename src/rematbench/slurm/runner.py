@@ -73,8 +73,10 @@ class Runner:
         self.stop = ""
         self.broken = ""
         self.facts: list[NodeFacts] | None = None
-        site = campaign.site
-        on_gpus = bool(allocation.job_id and site.slurm.gres) and site.cluster.generation != "cpu"
+        center = campaign.center
+        on_gpus = (
+            bool(allocation.job_id and center.slurm.gres) and center.cluster.generation != "cpu"
+        )
         self.gpus = allocation.gpus_per_node if on_gpus else 0  # on each node, for torch to see
 
     def run(self) -> list[CellRecord] | None:
@@ -192,7 +194,7 @@ class Runner:
         if self.broken:
             raise RuntimeError(self.broken)
         if self.facts is None:
-            canary_s = self.campaign.site.slurm.canary_s
+            canary_s = self.campaign.center.slurm.canary_s
             self.facts = all_facts(self.allocation, canary_s, self.gpus > 0)
         return self.facts
 

@@ -14,7 +14,7 @@ from rematbench.runs.store import Store
 from rematbench.slurm.cells import Bundle, Campaign, Cell
 from rematbench.slurm.queue import Node, Unreachable, partitions
 from rematbench.slurm.requests import check_request, executed_request, simulated_request
-from rematbench.slurm.settings import Site
+from rematbench.slurm.settings import Center
 
 STARTUP_S = 60.0
 """A cell's start-up: imports, communicators, allocating the model.  Our estimate."""
@@ -44,8 +44,8 @@ def submissions(campaign: Campaign, store: Store) -> list[Submission]:
 
 
 def _submission(campaign: Campaign, bundle: Bundle, cells: Sequence[Cell]) -> Submission:
-    slurm = campaign.site.slurm
-    whole = campaign.site.cluster.gpus_per_node if "--exclusive" in slurm.extra else 0
+    slurm = campaign.center.slurm
+    whole = campaign.center.cluster.gpus_per_node if "--exclusive" in slurm.extra else 0
     gpus = bundle.nodes * max(bundle.gpus_per_node, whole) if slurm.gres else 0
     seconds = slurm.canary_s + fsum(STARTUP_S + _seconds(campaign, cell) for cell in cells)
     return Submission(
@@ -101,7 +101,7 @@ def summary(campaign: Campaign, rows: Sequence[Submission]) -> str:
     known = fsum(row.gpu_hours for row in rows)
     most = fsum(row.most_gpu_hours for row in rows)
     return (
-        f"{len(rows)} submissions on {campaign.site.name}: {known:.3f} GPU-hours predicted, "
+        f"{len(rows)} submissions on {campaign.center.name}: {known:.3f} GPU-hours predicted, "
         f"{most:.2f} if each ran to its limit"
     )
 
@@ -110,11 +110,11 @@ def refuse(
     campaign: Campaign, rows: Sequence[Submission], *, max_gpu_hours: float, ask_slurm: bool
 ) -> None:
     """CommandError, before the first submission, for a job that cannot or must not run."""
-    site, slurm = campaign.site, campaign.site.slurm
+    center, slurm = campaign.center, campaign.center.slurm
     for row in rows:
         if row.nodes > slurm.nodes:
             raise CommandError(
-                f"{row.bundle} needs {row.nodes} nodes; {site.name} allows {slurm.nodes} "
+                f"{row.bundle} needs {row.nodes} nodes; {center.name} allows {slurm.nodes} "
                 "(slurm: nodes)"
             )
     total = fsum(row.gpu_hours for row in rows)
@@ -127,14 +127,14 @@ def refuse(
     nodes = slurm_nodes() if ask_slurm and rows else None
     if nodes is not None:
         for row in rows:
-            check_request(executed_request(site, campaign.bundles[row.bundle]), nodes)
+            check_request(executed_request(center, campaign.bundles[row.bundle]), nodes)
 
 
-def refuse_simulated(site: Site) -> None:
-    """CommandError if the site's partitions can never hold a job that simulates."""
+def refuse_simulated(center: Center) -> None:
+    """CommandError if the center's partitions can never hold a job that simulates."""
     nodes = slurm_nodes()
     if nodes is not None:
-        check_request(simulated_request(site), nodes)
+        check_request(simulated_request(center), nodes)
 
 
 def slurm_nodes() -> list[Node] | None:
