@@ -1,11 +1,11 @@
-"""Measurement campaigns, sites and nodes that the tests of src/rematbench/slurm share."""
+"""Measurement campaigns, centers and nodes that the tests of src/rematbench/slurm share."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from rematbench.plugins.discover import discover
-from rematbench.slurm.cells import Campaign, load_measurement
+from rematbench.slurm.cells import Campaign, load_campaign_suite
 from rematbench.slurm.nodefacts import NodeFacts
 from rematbench.slurm.queue import UNLIMITED, Node
 
@@ -30,10 +30,10 @@ def campaign(tmp_path: Path, cluster: str = "this-machine", gpus: int = 2, **top
     text = "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items())
     problem = PROBLEM.format(name="one", cluster=cluster, gpus=gpus)
     path.write_text(f"{text}problems:{problem}")
-    return Campaign(load_measurement(path), discover())
+    return Campaign(load_campaign_suite(path), discover())
 
 
-def site_file(tmp_path: Path, **slurm: Any) -> str:
+def center_file(tmp_path: Path, **slurm: Any) -> str:
     """A copy of this machine's cluster file with another slurm section."""
     text = (ROOT / "config/clusters/this-machine.yaml").read_text()
     text = text[: text.index("slurm:")]

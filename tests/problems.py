@@ -77,7 +77,7 @@ SCORES = ("attn_probs", "attn_probs_mask", "attn_probs_dropped")
 BALANCED = rule(Recompute(), "attn_norm_out", "mlp_norm_out", "act_out", "fc2_in")
 """Both norms and SiLU x mul, rebuilt before their readers (ATC'24)."""
 FULL = (rule(Recompute(scope="layer", whole=True)), rule(Keep(), "layer_input"))
-"""Every layer re-run from its input."""
+"""Every layer recomputed from its input."""
 SKELETAL = (
     rule(Split(offload=0.5, recompute=0.5, scope="layer")),
     rule(Offload(), "layer_input", "attn_out", "attn_heads", "lse", *SCORES),

@@ -2,7 +2,7 @@
 
 from rematbench.host.console import CommandError
 from rematbench.slurm.cellrecord import is_final
-from rematbench.slurm.cells import Campaign, load_measurement
+from rematbench.slurm.cells import Campaign, load_campaign_suite
 from rematbench.slurm.patience import be_patient
 from rematbench.slurm.resources import executed_resources
 from rematbench.slurm.submissions import announce, refuse_simulated
@@ -20,7 +20,7 @@ def campaign(wildcards):
     """A measurement suite on its cluster; read once."""
     name = wildcards.measured
     if name not in CAMPAIGNS:
-        suite = load_measurement(Path(f"config/{name}.yaml"))
+        suite = load_campaign_suite(Path(f"config/{name}.yaml"))
         CAMPAIGNS[name] = Campaign(suite, REGISTRY, config["cluster"])
         if workflow.dryrun:
             check_submissions(name)
@@ -43,7 +43,7 @@ onstart:
             check_submissions(name)
         if config["ask_slurm"] and not SIMULATE_HERE:
             try:
-                refuse_simulated(load_site(CPU_CLUSTER))
+                refuse_simulated(load_center(CPU_CLUSTER))
             except CommandError as error:
                 raise WorkflowError(str(error)) from None
 
@@ -58,15 +58,15 @@ def bundle_keys(wildcards):
     return [campaign(wildcards).key(cell) for cell in bundle_of(wildcards).cells]
 
 
-def from_site(key):
+def from_center(key):
     """One resource of a bundle, from the cluster file."""
     return lambda wildcards: executed_resources(
-        campaign(wildcards).site, bundle_of(wildcards)
+        campaign(wildcards).center, bundle_of(wildcards)
     )[key]
 
 
 def shell_setup(wildcards):
-    return campaign(wildcards).site.slurm.shell_setup()
+    return campaign(wildcards).center.slurm.shell_setup()
 
 
 def cluster_option(wildcards):

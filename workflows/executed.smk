@@ -11,7 +11,7 @@ rule executed:
     conda:
         "../environment.yml"
     resources:
-        **{key: from_site(key) for key in KEYS},
+        **{key: from_center(key) for key in KEYS},
     params:
         cells=bundle_keys,  # what it depends on, in place of times of files
         # Functions of `resources` count as derived: another module line starts no job again.

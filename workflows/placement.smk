@@ -4,7 +4,7 @@ from shutil import which
 
 from rematbench.spec.configfile import ConfigError
 from rematbench.slurm.resources import KEYS, simulated_resources
-from rematbench.slurm.settings import load_site
+from rematbench.slurm.settings import load_center
 
 CPU_CLUSTER = config["cluster"] or "this-machine"
 SIMULATE_HERE = config["simulate_on"] == "local"
@@ -21,7 +21,7 @@ if config["ask_slurm"] and not (
     )
 if config["cluster"]:
     try:
-        load_site(config["cluster"])
+        load_center(config["cluster"])
     except ConfigError as error:
         raise WorkflowError(f"cluster: {error}") from None
 
@@ -30,7 +30,7 @@ def simulated_resource(key):
     """One resource of a simulated bundle that is not run locally."""
     nothing = 0 if key in ("mem_mb", "runtime") else None
     return lambda wildcards: (
-        nothing if SIMULATE_HERE else simulated_resources(load_site(CPU_CLUSTER))[key]
+        nothing if SIMULATE_HERE else simulated_resources(load_center(CPU_CLUSTER))[key]
     )
 
 

@@ -45,13 +45,13 @@ See = Callable[[int], None]
 """Told of bytes that are there for a moment, beside `held`."""
 
 
-def reducer(model: Model, sizes: "Sizes", see: See) -> "Whole":
-    """The one of a stage."""
-    kinds = (Whole, Shared, Parted, Scattered)
+def reducer(model: Model, sizes: "Sizes", see: See) -> "Zero0":
+    """The class of a ZeRO stage."""
+    kinds = (Zero0, Zero1, Zero2, Zero3)
     return kinds[sizes.stage](model, sizes, see)
 
 
-class Whole:
+class Zero0:
     """ZeRO 0: every gradient stays, and is summed with others after the last micro-batch."""
 
     def __init__(self, model: Model, sizes: "Sizes", see: See) -> None:
@@ -114,7 +114,7 @@ class Whole:
         return elements * ((self.sizes.element if count > 1 else 0) + wide)
 
 
-class Bucketed(Whole):
+class Bucketed(Zero0):
     """A stage with a bucket: what is in it, and what was too large for it."""
 
     def __init__(self, model: Model, sizes: "Sizes", see: See) -> None:
@@ -147,7 +147,7 @@ class Bucketed(Whole):
             self.reduce(0)
 
 
-class Parted(Bucketed):
+class Zero2(Bucketed):
     """ZeRO 2: a bucket while gradients come, and this rank's part of them."""
 
     def __init__(self, model: Model, sizes: "Sizes", see: See) -> None:
@@ -226,7 +226,7 @@ class Parted(Bucketed):
         self._buckets = self._now = 0
 
 
-class Shared(Parted):
+class Zero1(Zero2):
     """ZeRO 1: as ZeRO 2 in the last micro-batch, and as ZeRO 0 until then; without overlap_comm the
     bucket is filled when all gradients are there."""
 
@@ -247,7 +247,7 @@ class Shared(Parted):
         super().end()
 
 
-class Scattered(Bucketed):
+class Zero3(Bucketed):
     """ZeRO 3: bucket and part are states; what reducing copies is not."""
 
     def reduce(self, beside: int) -> None:

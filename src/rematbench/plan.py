@@ -58,7 +58,7 @@ class Recompute(Struct, frozen=True, tag="recompute"):
     """Drop the tensor after its last forward reader and rebuild it in the backward.
 
     `scope` says when: just before each consumer, at the start of the layer's backward, or for a
-    group of layers.  `whole` re-runs every operator of the scope (a checkpointed module, as
+    group of layers.  `whole` recomputes every operator of the scope (a checkpointed module, as
     Megatron's full recomputation does), not only those the missing tensors need.
     """
 
@@ -179,7 +179,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rank 0, the head after the last chunk of the last rank.  `orders` are explicit passes per rank
     (empty: `schedule` by name).  `held`: layer outputs that a checkpointing policy caches until
     their layer's backward though nothing there reads them (PyTorch's selective checkpointing caches
-    what it does not re-run).  `fit` records numbers a method derived, for tables.
+    what it does not recompute).  `fit` records numbers a method derived, for tables.
     """
 
     partition: tuple[tuple[tuple[int, ...], ...], ...]

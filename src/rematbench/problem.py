@@ -268,7 +268,7 @@ class CostFacade(CostModel):
     def rebuild_ops(
         self, table: OpTable, missing: frozenset[str], available: frozenset[str]
     ) -> tuple[Op, ...]:
-        """Operators to re-run, in forward order, so that `missing` exists again."""
+        """Operators to recompute, in forward order, so that `missing` exists again."""
         return rebuild_ops(table, missing, available)
 
     def recompute_s(self, table: OpTable, missing: frozenset[str]) -> float:

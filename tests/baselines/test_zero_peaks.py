@@ -180,7 +180,7 @@ def test_weights_that_come_together_are_there_twice_until_the_last_is_wanted() -
     assert seen == [500, 1000, 1000, 500]
 
 
-class Bucket(reducing.Scattered):
+class Bucket(reducing.Zero3):
     """ZeRO 3's, which writes down what is reduced at once."""
 
     def reduce(self, beside: int) -> None:

@@ -124,9 +124,9 @@ def golden_text(program: Program) -> str:
             first.setdefault(block, (step.micro_batch, step.chunk))
             number = list(first).index(block)
             lines.append(f"  {number}:{block.label}{step.micro_batch}.{step.chunk}")
-    for number, (block, site) in enumerate(first.items()):
+    for number, (block, where) in enumerate(first.items()):
         lines.append(f"block {number}:{block.label}")
-        lines += [f"  {to_text(action, *site)}" for action in block.actions]
+        lines += [f"  {to_text(action, *where)}" for action in block.actions]
     return "\n".join(lines) + "\n"
 
 

@@ -57,7 +57,7 @@ def test_some_outputs_of_a_linear_are_rebuilt(system: str) -> None:
     check_both(case_of(system, dropping))
 
 
-def test_stacks_differ_in_the_columns_that_a_rerun_computes() -> None:
+def test_stacks_differ_in_the_columns_that_recomputation_computes() -> None:
     def shares(system: str) -> set[float]:
         case = case_of(system, dropping)
         (rank,) = lower(case.plan, case.problem).ranks

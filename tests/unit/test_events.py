@@ -12,7 +12,7 @@ from rematbench.lowering.lower import lower
 from rematbench.program.action import STREAMS
 from rematbench.program.program import parse_program
 from rematbench.simulate.evaluate import evaluate_program
-from rematbench.simulate.perfetto import WAIT_THREAD, exposed_waits, trace_events, write_trace
+from rematbench.simulate.perfetto import WAIT_THREAD, exposed_waits, timeline_events, write_timeline
 from rematbench.simulate.step import simulate
 from tests.problems import BALANCED, half, problem, transfers
 
@@ -29,7 +29,7 @@ def run() -> Any:
 @pytest.fixture(scope="module")
 def trace(run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    write_trace(run, path)
+    write_timeline(run, path)
     assert [p.name for p in path.parent.iterdir()] == ["trace.json"]
     return json.loads(path.read_text())
 
@@ -111,4 +111,4 @@ def test_a_step_that_was_not_recorded_is_refused(run: Any) -> None:
     given = problem()
     evaluation = evaluate_program(given, given.base_plan, lower(given.base_plan, given))
     with pytest.raises(ValueError, match="record=True"):
-        list(trace_events(evaluation))
+        list(timeline_events(evaluation))

@@ -286,7 +286,7 @@ def test_hidden_work_runs_between_a_collectives_start_and_its_wait() -> None:
 
 
 def _rebuilds_beside_tp(block: Block) -> bool:
-    """Whether a re-run is issued after a collective and before compute waits for it."""
+    """Whether recomputation is issued after a collective and before compute waits for it."""
     pending = ""
     for action in block.actions:
         if action.stream == "tp" and action.comm is not None:

@@ -1,4 +1,4 @@
-"""What each method decides, in closed form: which bytes stay, what is re-run, what a bound says."""
+"""What each method decides, in closed form: which bytes stay, which are rebuilt, what binds."""
 
 from collections import Counter
 from dataclasses import replace

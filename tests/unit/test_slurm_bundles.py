@@ -8,9 +8,9 @@ from rematbench.plugins.discover import discover
 from rematbench.slurm.cells import Campaign
 from rematbench.slurm.launch import Allocation, torchrun
 from rematbench.slurm.resources import executed_resources
-from rematbench.slurm.settings import load_site
+from rematbench.slurm.settings import load_center
 from rematbench.spec.configfile import ConfigError
-from tests.campaigns import ROOT, campaign, site_file
+from tests.campaigns import ROOT, campaign, center_file
 
 
 def test_a_new_method_moves_no_cell_of_another(tmp_path: Path) -> None:
@@ -53,19 +53,20 @@ def test_a_bundle_holds_what_the_time_limit_holds(tmp_path: Path) -> None:
 
 
 def test_resources_of_one_and_of_several_nodes(tmp_path: Path) -> None:
-    path = site_file(tmp_path, gres="gpu", partition="p", nodes=4, cpus_per_node=2)
+    path = center_file(tmp_path, gres="gpu", partition="p", nodes=4, cpus_per_node=2)
     one = campaign(tmp_path, path, gpus=2)
-    (alone, *_) = (executed_resources(one.site, bundle) for bundle in one.bundles.values())
+    (alone, *_) = (executed_resources(one.center, bundle) for bundle in one.bundles.values())
     assert (alone["gres"], alone["nodes"], alone["mpi"], alone["tasks"]) == ("gpu:2", 1, None, None)
     assert alone["qos"] is None
     assert alone["slurm_partition"] == "p"
     assert alone["slurm_account"] is None
     (owned,) = {
-        executed_resources(load_site("h800-80gb"), b)["slurm_account"] for b in one.bundles.values()
+        executed_resources(load_center("h800-80gb"), b)["slurm_account"]
+        for b in one.bundles.values()
     }
     assert owned == "my-project"
     two = campaign(tmp_path, path, gpus=4)
-    (both, *_) = (executed_resources(two.site, bundle) for bundle in two.bundles.values())
+    (both, *_) = (executed_resources(two.center, bundle) for bundle in two.bundles.values())
     assert (both["nodes"], both["tasks"], both["mpi"]) == (2, 2, "srun")
     assert both["tasks_per_gpu"] == 0, "or the executor passes --ntasks-per-gpu beside --ntasks"
 

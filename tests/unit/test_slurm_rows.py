@@ -113,13 +113,13 @@ def test_a_cpu_has_no_time_measured_or_simulated(tmp_path: Path) -> None:
     ranks = tuple(rank(number, 900) for number in range(2))
     here = replace(MEASURED, step_s=(), ranks=ranks)
     for made, device in ((campaign(tmp_path), "cpu (x86_64)"), (on_h800(tmp_path), "cpu (arm)")):
-        folder = tmp_path / made.site.cluster.generation
+        folder = tmp_path / made.center.cluster.generation
         row, waiting = rows(made, folder, measured=here, device=device)
         assert {row[key] for key in TIME} == {""}
         assert {row[key] for key in ("allocated_bytes", "reserved_bytes", "pinned_bytes")} == {""}
         assert row["peak_device_bytes"] == 900
         assert row["simulated_peak_bytes"] > 0
-        assert (waiting["simulated_step_s"] == "") == (made.site.cluster.generation == "cpu")
+        assert (waiting["simulated_step_s"] == "") == (made.center.cluster.generation == "cpu")
     assert row["peak_error_percent"] != "", "bf16"
 
 

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 from rematbench.host.console import CommandError
 from rematbench.runs.store import Store
 from rematbench.slurm import runner as runner_module
-from rematbench.slurm.again import forget
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, decode, is_final
 from rematbench.slurm.cells import Campaign
 from rematbench.slurm.launch import Allocation
 from rematbench.slurm.nodefacts import NodeFacts
+from rematbench.slurm.retry import forget
 from rematbench.slurm.runner import Runner
-from tests.campaigns import FACTS, campaign, site_file
+from tests.campaigns import FACTS, campaign, center_file
 
 FAKE = """
 import os, sys, time
@@ -204,7 +204,7 @@ def test_a_job_with_gpus_that_torch_does_not_see_starts_no_cell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job_id: str, gres: str, seen: int, status: str
 ) -> None:
     """It would run on CPUs until its limit; here, and without GPUs asked for, that is meant."""
-    cluster = Path(site_file(tmp_path, gres=gres))
+    cluster = Path(center_file(tmp_path, gres=gres))
     cluster.write_text(cluster.read_text().replace("gpu: cpu\ngeneration: cpu\n", H800))
     variants = [{"method": "keep_all", "name": "again"}]
     made = campaign(tmp_path, str(cluster), methods=["keep_all"], variants=variants)

@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 
 from rematbench.runs.record import content_hash
-from rematbench.slurm.settings import load_site
+from rematbench.slurm.settings import load_center
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster
-from tests.campaigns import site_file
+from tests.campaigns import center_file
 
 
 @pytest.mark.parametrize("name", ["h800-80gb", "a100-80gb-roce400", "this-machine"])
 def test_examples_load(name: str) -> None:
-    assert load_site(name).slurm.nodes >= 2
+    assert load_center(name).slurm.nodes >= 2
 
 
 def test_the_section_changes_no_prediction(tmp_path: Path) -> None:
-    path = site_file(tmp_path, partition="other", nodes=7)
+    path = center_file(tmp_path, partition="other", nodes=7)
     assert content_hash(load_cluster(path)) == content_hash(load_cluster("this-machine"))
 
 
@@ -33,17 +33,17 @@ def test_the_section_changes_no_prediction(tmp_path: Path) -> None:
 )
 def test_a_wrong_section_is_one_line(tmp_path: Path, slurm: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=r"slurm") as error:
-        load_site(site_file(tmp_path, **slurm))
+        load_center(center_file(tmp_path, **slurm))
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_a_cluster_without_the_section_says_what_to_add() -> None:
     with pytest.raises(ConfigError, match="add `slurm:`"):
-        load_site("h200-141gb")
+        load_center("h200-141gb")
 
 
 def test_setup_lines_come_first_and_values_are_quoted() -> None:
-    text = load_site("h800-80gb").slurm.shell_setup()
+    text = load_center("h800-80gb").slurm.shell_setup()
     assert text.startswith("module load cuda/12.8 nccl && . /shared")
     assert "export NCCL_SOCKET_IFNAME='bond0' && " in text

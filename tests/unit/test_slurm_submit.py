@@ -9,13 +9,13 @@ from rematbench.host.console import CommandError
 from rematbench.runs.store import Store
 from rematbench.slurm.queue import UNLIMITED, Node, minutes
 from rematbench.slurm.requests import check_request, executed_request, simulated_request
-from rematbench.slurm.settings import load_site
+from rematbench.slurm.settings import load_center
 from rematbench.slurm.submissions import refuse, submissions
-from tests.campaigns import campaign, node, site_file
+from tests.campaigns import campaign, center_file, node
 
 
 def test_a_budget_refuses_and_names_the_largest(tmp_path: Path) -> None:
-    path = site_file(tmp_path, gres="gpu", nodes=4)
+    path = center_file(tmp_path, gres="gpu", nodes=4)
     made = campaign(tmp_path, path)
     rows = submissions(made, Store(tmp_path / "store"))
     assert [row.gpus for row in rows] == [2, 2]
@@ -25,8 +25,8 @@ def test_a_budget_refuses_and_names_the_largest(tmp_path: Path) -> None:
     refuse(made, rows, max_gpu_hours=10.0, ask_slurm=False)
 
 
-def test_more_nodes_than_the_site_has_are_refused(tmp_path: Path) -> None:
-    made = campaign(tmp_path, site_file(tmp_path, nodes=2), gpus=8)
+def test_more_nodes_than_the_center_has_are_refused(tmp_path: Path) -> None:
+    made = campaign(tmp_path, center_file(tmp_path, nodes=2), gpus=8)
     rows = submissions(made, Store(tmp_path / "store"))
     with pytest.raises(CommandError, match=r"needs 4 nodes; .* allows 2"):
         refuse(made, rows, max_gpu_hours=0.0, ask_slurm=False)
@@ -47,17 +47,17 @@ def test_more_nodes_than_the_site_has_are_refused(tmp_path: Path) -> None:
 def test_what_no_node_holds_is_refused(
     tmp_path: Path, slurm: dict[str, Any], nodes: list[Node], words: str
 ) -> None:
-    made = campaign(tmp_path, site_file(tmp_path, **slurm))
+    made = campaign(tmp_path, center_file(tmp_path, **slurm))
     bundle = next(iter(made.bundles.values()))
     with pytest.raises(CommandError) as error:
-        check_request(executed_request(made.site, bundle), nodes)
+        check_request(executed_request(made.center, bundle), nodes)
     assert words in str(error.value)
 
 
 def test_what_a_node_holds_passes(tmp_path: Path) -> None:
-    made = campaign(tmp_path, site_file(tmp_path, gres="gpu", cpus_per_node=8))
+    made = campaign(tmp_path, center_file(tmp_path, gres="gpu", cpus_per_node=8))
     for gres in ("gpu:2", "gpu:h800:2(S:0-1)", "nic:1,gpu:a:1,gpu:b:1"):
-        request = executed_request(made.site, next(iter(made.bundles.values())))
+        request = executed_request(made.center, next(iter(made.bundles.values())))
         check_request(request, [node(gres=gres)])
 
 
@@ -82,7 +82,7 @@ def test_what_a_node_holds_passes(tmp_path: Path) -> None:
 def test_what_simulated_jobs_ask_for_is_checked_too(
     tmp_path: Path, slurm: dict[str, Any], nodes: list[Node], words: str
 ) -> None:
-    request = simulated_request(load_site(site_file(tmp_path, **slurm)))
+    request = simulated_request(load_center(center_file(tmp_path, **slurm)))
     with pytest.raises(CommandError) as error:
         check_request(request, nodes)
     assert words in str(error.value)
@@ -90,8 +90,8 @@ def test_what_simulated_jobs_ask_for_is_checked_too(
 
 
 def test_simulated_jobs_need_no_gpu_and_may_have_a_partition_of_their_own(tmp_path: Path) -> None:
-    site = load_site(site_file(tmp_path, cpu_partition="cpu", partition="p", gres="gpu:h800"))
-    check_request(simulated_request(site), [node(), node(partition="cpu", gres="(null)")])
+    center = load_center(center_file(tmp_path, cpu_partition="cpu", partition="p", gres="gpu:h800"))
+    check_request(simulated_request(center), [node(), node(partition="cpu", gres="(null)")])
 
 
 @pytest.mark.parametrize(

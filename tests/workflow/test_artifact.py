@@ -15,7 +15,7 @@ from rematbench.choose.outcome import run_method
 from rematbench.cli.app import app
 from rematbench.plugins.discover import discover
 from rematbench.published.sheets import read_sheet, write_sheet
-from rematbench.slurm.cells import Campaign, load_measurement
+from rematbench.slurm.cells import Campaign, load_campaign_suite
 from rematbench.tables.html import page_html
 from rematbench.tables.page import Page, gather, load_report
 from tests.workflow.checkout import ROOT
@@ -84,7 +84,7 @@ def test_the_commands_at_full_scale_cost_what_the_artifact_says(tmp_path: Path) 
 
 def test_every_cell_at_full_scale_is_predicted_to_fit() -> None:
     registry = discover()
-    cells = Campaign(load_measurement(ROOT / "config/full_scale.yaml"), registry).cells
+    cells = Campaign(load_campaign_suite(ROOT / "config/full_scale.yaml"), registry).cells
     for cell in cells:
         method = registry.resolve(cell.variant.method, cell.variant.settings)
         assert run_method(cell.spec.problem(), method).status == "ok", cell.name

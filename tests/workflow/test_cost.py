@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.workflow import checkout, run, table, write
-from rematbench.slurm.cells import Measurement
+from rematbench.slurm.cells import CampaignSuite
 from tests.workflow.checkout import ROOT
 
 LIMIT_S = 60
@@ -26,7 +26,7 @@ def test_the_table_of_the_page_is_the_measured_one() -> None:
         (where, cells) for where in ("here", "Slurm") for cells in ("10", "100", "1000")
     }
     assert all(row["snakemake"] and row["date"] and row["load"] for row in rows())
-    assert f"`cells_per_job: {Measurement(problems=()).cells_per_job}`" in page
+    assert f"`cells_per_job: {CampaignSuite(problems=()).cells_per_job}`" in page
 
 
 def test_a_line_replaces_the_one_it_repeats(tmp_path: Path) -> None:

@@ -39,9 +39,9 @@ FINISH = """
 from pathlib import Path
 from rematbench.plugins.discover import discover
 from rematbench.slurm.cellrecord import CellRecord, encode
-from rematbench.slurm.cells import Campaign, load_measurement
+from rematbench.slurm.cells import Campaign, load_campaign_suite
 from rematbench.runs.store import Store
-made = Campaign(load_measurement(Path("config/measure.yaml")), discover())
+made = Campaign(load_campaign_suite(Path("config/measure.yaml")), discover())
 store = Store(Path("results/measure/cells"))
 for cell in made.cells:
     lease = store.claim(made.key(cell))
@@ -214,7 +214,7 @@ def test_all_is_planned_with_the_profile_and_refused_without_slurm(
     for name in ("matrix", "predict", "study", "bundle"):
         (asked, *_) = re.findall(rf"^rule {name}:.*?resources: (.*?)$", done.stdout, re.M | re.S)
         assert "mem_mb=2000" in asked
-        assert "runtime=60" in asked, "what the site allows a job"
+        assert "runtime=60" in asked, "what the center allows a job"
 
 
 @pytest.mark.soak

@@ -32,7 +32,7 @@ class Bench:
         self.problem, self.base, self.registry = problem, base, discover(methods)
 
     def __call__(self, candidate: Candidate) -> Entry:
-        """The candidate's entry, whatever happens."""
+        """The candidate's entry, also where its method fails."""
         try:
             return self._entry(candidate)
         except (PlanError, LayoutError, MethodError) as error:
@@ -82,9 +82,9 @@ class Bench:
         return replace(candidate, name=name, settings=dict(chosen), first_that_fits=())
 
     def _first_that_fits(self, margins: Sequence[Callable[[], int]]) -> int:
-        """The first index whose margin is not negative; the best where none is.  Margins grow with
-        the index but for an allocator's fragments: where the last is short by no more than those
-        may be, all are asked."""
+        """The first index whose margin is not negative, else the index of the largest margin.
+        Margins grow with the index except for an allocator's fragments; if the last margin is short
+        by no more than fragments can be, every index is tried."""
         last = len(margins) - 1
         least = margins[last]()
         if least >= 0:
@@ -108,8 +108,8 @@ class Bench:
         return method.plan(self.problem, candidate.base or self.base)
 
     def _smallest(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
-        """The least value from 1 that fits, a chunk's layers at most; where not even that fits,
-        the best of powers of two (groups of layers are worst at both ends)."""
+        """The least value from 1 to a chunk's layers that fits; where none fits, the best of powers
+        of two (groups of layers are worst at both ends)."""
         top = max(len(chunk) for rank in self.base.partition for chunk in rank)
 
         def margin(value: int) -> int:

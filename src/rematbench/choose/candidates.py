@@ -1,4 +1,4 @@
-"""What `compare` tries: methods, declared policies, and the compositions that a rule allows.
+"""The candidates of `compare`: methods, declared policies, and compositions by a rule.
 
 The rule needs no names.  A plan changes *kinds* of things (what is rebuilt, what is offloaded, what
 is computed in pieces, ...), read off the plan itself.  A method has a place in KINDS by the last of
@@ -26,11 +26,11 @@ from rematbench.workload import PositiveInt
 
 Kind = Literal["partition", "rebuild", "offload", "states", "ends", "pieces"]
 KINDS: tuple[Kind, ...] = ("partition", "rebuild", "offload", "states", "ends", "pieces")
-"""In the order in which methods apply: an offloader moves what a rebuilder keeps, and pieces are
-cut last, from what is left whole.  `ends`: fates of the embedding or the head alone."""
+"""Kinds in the order of application: an offloader moves what a rebuilder keeps, and pieces are
+cut last, from what is whole.  `ends`: fates of the embedding or the head alone."""
 
 TUNED = "device ledger"
-"""What a method notes as its `bound` when it took the least that fits the device."""
+"""The `bound` that a method notes when it took the least that fits the device."""
 
 Origin = Literal["method", "policy", "composition", "variant", "grid"]
 """`grid`: one of the values that a grid declares; `variant`: the best of those, which is shown."""
@@ -122,7 +122,7 @@ def present(settings: dict[str, Setting], problem: Problem) -> dict[str, Setting
 
 
 def changed_kinds(base: Plan, plan: Plan) -> frozenset[Kind]:
-    """The kinds of things that a plan has other than its base."""
+    """The kinds of things in which a plan differs from its base."""
     found: set[Kind] = set()
     for rule in plan.rules[len(base.rules) :]:
         ends = rule.select.parts is not None and "layer" not in rule.select.parts
@@ -153,12 +153,12 @@ def _fate_kinds(fate: Fate) -> set[Kind]:
 
 
 def same_plan(plan: Plan) -> bytes:
-    """Equal for plans that do the same, whatever their methods noted."""
+    """A key that is equal for plans that do the same, whatever their methods noted."""
     return msgspec.json.encode(replace(plan, fit={}))
 
 
 def place(kinds: Iterable[Kind]) -> int:
-    """Where a method of these kinds stands in a composition."""
+    """The place in a composition of a method with these kinds."""
     return max(KINDS.index(kind) for kind in kinds)
 
 
@@ -179,7 +179,7 @@ def _compose(group: Sequence[Made]) -> bool:
 
 
 def clash(problem: Problem, base: Plan, plan: Plan) -> str:
-    """What a composed plan decides otherwise than the base that it was made on, or nothing."""
+    """The decisions of its base that a composed plan overrules; empty if none."""
     for key in ("partition", "schedule", "orders"):
         if getattr(base, key) not in (getattr(problem.base_plan, key), getattr(plan, key)):
             return key

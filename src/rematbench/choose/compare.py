@@ -75,7 +75,7 @@ class Comparing:
         return self.comparison()
 
     def comparison(self) -> Comparison:
-        """What is known, best first."""
+        """The entries so far, best first."""
         kept, repeated = _without_repeats(self.listed())
         return Comparison(
             entries=tuple(sorted(kept, key=_rank)),
@@ -157,8 +157,8 @@ def _lost(candidate: Candidate, why: Lost, limit_s: int) -> Entry:
 
 
 def _without_repeats(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
-    """Entries with `same_as` filled in; left out are compositions and policies that repeat a plan,
-    and a policy tuned until it does what its method does anyway."""
+    """Entries with `same_as` filled in, without the compositions and policies that repeat a plan
+    and without policies whose tuning ends at their method's own plan."""
     seen: dict[bytes, str] = {}
     kept: list[Entry] = []
     repeated = 0
@@ -188,7 +188,7 @@ _ORDER: dict[str, int] = {"ok": 0, "oom": 1, "unsupported": 2, "timed out": 3, "
 
 
 def _rank(entry: Entry) -> tuple[int, float, bool]:
-    """Fitting first, by tokens/s; then by what is missing; equal plans after the one they equal."""
+    """Fitting entries by tokens/s, then others by missing bytes; equal plans after the first."""
     if entry.verdict is None or entry.evaluation is None:
         return _ORDER[entry.status], 0.0, False
     amount = entry.evaluation.tokens_per_s_per_gpu

@@ -1,4 +1,4 @@
-"""What became of one candidate."""
+"""The outcome of one candidate."""
 
 from typing import Any, Literal
 
@@ -12,13 +12,13 @@ from rematbench.simulate.evaluate import PlanEvaluation
 Status = Literal["ok", "oom", "unsupported", "failed", "timed out"]
 
 UNPLANNED = 2**62
-"""Bytes short of a plan that there is not: less than any other."""
+"""Bytes of an entry without a plan: more than any device has."""
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """One candidate's outcome.  `parts_s` are the step's seconds by binding.PARTS, where it fits
-    (not of variants); `same_as` names the entry before it with an equal plan; `clash` is what it
-    decides otherwise than the base that it was made on."""
+    """One candidate's outcome.  `parts_s` are the step's seconds by breakdown.PARTS, where it fits
+    (variants have none); `same_as` names an earlier entry with an equal plan; `clash` names what
+    the plan decides otherwise than the base that it was made on."""
 
     candidate: Candidate
     status: Status
@@ -33,19 +33,19 @@ class Entry(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The candidate's name with what was tuned."""
+        """The candidate's name with its tuned settings."""
         key = self.candidate.smallest
         tuned = f" {self.settings[key]}" if key in self.settings else ""
         return f"{self.candidate.name}{tuned}"
 
     @property
     def step_s(self) -> float:
-        """The step, whether it fits or not; infinite without a plan."""
+        """Seconds of the step, fitting or not; infinite without a plan."""
         return self.evaluation.step_s if self.evaluation else float("inf")
 
     @property
     def reserved_bytes(self) -> int:
-        """What the fullest device reserves; more than any device has without a plan."""
+        """Bytes that the fullest device reserves; without a plan, more than any device has."""
         return self.evaluation.reserved_bytes if self.evaluation else UNPLANNED
 
     @property

@@ -1,9 +1,9 @@
-"""The best of what methods declare in their grids, where their defaults do not fit or are slower.
+"""The best settings of the methods' grids, where their defaults do not fit or are slower.
 
-Every value of every grid is declared, so this is a list; but most of the list need not be made.
-Three things are taken for true (a test makes whole lists and asks): a plan is not faster than what
-it is composed of; pieces only cost time and only free bytes; so what is slower than a plan that
-fits need not be made, with pieces or without.
+Every value of every grid is declared, so variants are a list, most of which need not be made.  Two
+assumptions decide (a test holds them against whole lists): a plan is not faster than the plans it
+is composed of; pieces only cost time and only free bytes.  So a variant that is slower than a plan
+that fits is not made, with pieces or without.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ PIECES = KINDS.index("pieces")
 
 
 class Wanted(Struct, frozen=True):
-    """A candidate, and seconds that its step takes at the least."""
+    """A candidate, and a lower bound of its step in seconds."""
 
     candidate: Candidate
     least_s: float
@@ -76,14 +76,14 @@ def best_variants(
 
 
 def _short_bytes(entry: Entry) -> int:
-    """Bytes short, of device or host."""
+    """Missing bytes, of device or host."""
     if entry.verdict is None:
         return entry.reserved_bytes
     return -min(entry.verdict.headroom_bytes, entry.verdict.host_headroom_bytes)
 
 
 class _Grids:
-    """Variants of one problem.  `limit_s`: what a variant's step must stay under to be made."""
+    """Variants of one problem.  `limit_s`: a variant is made if its step can be shorter."""
 
     def __init__(self, registry: Registry, base: Plan, known: Sequence[Entry], ask: Ask) -> None:
         self.registry, self.base, self.ask = registry, base, ask
@@ -152,7 +152,7 @@ class _Grids:
 
 
 def keeps_too_much(problem: Problem, entry: Entry) -> bool:
-    """Whether states and what layers keep are more than a device has, in pieces or not."""
+    """Whether states and kept tensors exceed the device, in pieces or not."""
     assert entry.plan is not None
     assert entry.evaluation is not None
     kept = resident_bytes(problem, entry.plan)
@@ -176,7 +176,7 @@ def _variant(
 
 
 def _in_pieces(entry: Entry, method: MethodEntry) -> Candidate:
-    """What an entry plans, computed in the fewest pieces that fit."""
+    """An entry's plan, computed in the fewest pieces that fit."""
     cut = _variant(method, {}, method.grid)
     return replace(
         cut,

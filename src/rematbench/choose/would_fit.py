@@ -21,7 +21,7 @@ MIB = 2**20
 GIB = 2**30
 
 STEP_BYTES = 32 * MIB
-"""How finely bytes that would be enough are told: a few hundredths of a GiB."""
+"""Resolution of sufficient bytes: a few hundredths of a GiB."""
 
 
 def would_fit(problem: Problem, entries: Sequence[Entry], registry: Registry) -> list[str]:
@@ -62,8 +62,8 @@ def _more_bytes(problem: Problem, entry: Entry) -> str:
 
 
 def _states_on_host(problem: Problem, entry: Entry) -> str:
-    """The optimizer's states in host memory; what copies and the host's update take is not
-    modelled, so no speed is given."""
+    """The optimizer's states in host memory, without a speed: the time of copies and of the host's
+    update is not modelled."""
     assert entry.plan is not None
     fate = entry.plan.state("optimizer")
     if fate.home == "host" or fate.update != "step":

@@ -17,11 +17,11 @@ from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.plugins.discover import discover
 from rematbench.published.sheets import write_sheet
 from rematbench.runs.store import Store
-from rematbench.slurm.again import forget
 from rematbench.slurm.cellrecord import is_final
-from rematbench.slurm.cells import Campaign, load_measurement
+from rematbench.slurm.cells import Campaign, load_campaign_suite
 from rematbench.slurm.launch import Allocation
 from rematbench.slurm.queue import PATIENCE_MINUTES, Silent, job_alive, settle_jobs
+from rematbench.slurm.retry import forget
 from rematbench.slurm.rows import cell_rows, number_rows
 from rematbench.slurm.runner import Runner, finish
 from rematbench.slurm.submissions import refuse, refuse_simulated, submissions, summary, write_plan
@@ -40,7 +40,7 @@ PATIENCE = Annotated[
 
 
 def _campaign(suite: Path, cluster: str, methods: list[Path] | None) -> Campaign:
-    return Campaign(load_measurement(suite), discover(methods or ()), cluster)
+    return Campaign(load_campaign_suite(suite), discover(methods or ()), cluster)
 
 
 def submit_plan(
@@ -82,8 +82,8 @@ def submit_plan(
     out.print(table)
     out.print(plain(summary(campaign, rows)))
     refuse(campaign, rows, max_gpu_hours=max_gpu_hours, ask_slurm=slurm)
-    if slurm and campaign.site.slurm.cpu_partition:
-        refuse_simulated(campaign.site)
+    if slurm and campaign.center.slurm.cpu_partition:
+        refuse_simulated(campaign.center)
     if output is not None:
         write_plan(rows, output)
 

@@ -23,7 +23,7 @@ from rematbench.published.closed_forms import EstimatorName
 from rematbench.runs.record import make_record, read_record, write_record
 from rematbench.runs.reopen import Replay, replay, replay_plan
 from rematbench.simulate.evaluate import PlanEvaluation
-from rematbench.simulate.perfetto import write_trace
+from rematbench.simulate.perfetto import write_timeline
 
 PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 
@@ -187,7 +187,7 @@ def timeline(
     """
     need_file("-o", output)
     again = _replayed(run)
-    write_trace(again, output)
+    write_timeline(again, output)
     step = seconds(again.evaluation.step_s)
     typer.echo(f"{output}: one step of {step}; open it at https://ui.perfetto.dev")
 

@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 class CommandError(ValueError):
-    """What a person asked for cannot be done; the message is one line: what, where, allowed."""
+    """A person's request cannot be done; the message is one line: what, where, allowed."""
 
 
 def console(*, error: bool = False) -> Console:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """What the kernel says of this host's memory, in bytes, by its own words."""
+    """The kernel's numbers of this host's memory (/proc/meminfo), in bytes, by name."""
     found = {}
     for line in path.read_text(encoding="ascii").splitlines():
         key, _, rest = line.partition(":")
@@ -46,7 +46,7 @@ def _limit(path: Path) -> int:
 
 
 def free_bytes() -> int:
-    """What is free for this process and those that it starts; -1 where the kernel does not say."""
+    """Free bytes for this process and its children; -1 where the kernel does not say."""
     try:
         found = meminfo().get("MemAvailable", -1)
     except OSError:

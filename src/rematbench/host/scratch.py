@@ -11,15 +11,15 @@ from types import FrameType
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A new folder, gone when the block ends: by an error too, or because this process is asked to
-    end (SIGTERM, as a scheduler or `kill` sends it), which by default leaves the folder behind."""
+    """A new folder, removed when the block ends, also by an error or by SIGTERM (which a scheduler
+    or `kill` sends, and which by default would leave the folder behind)."""
     with _asked_to_end(), tempfile.TemporaryDirectory(prefix="rematbench-") as name:
         yield Path(name)
 
 
 @contextmanager
 def _asked_to_end() -> Iterator[None]:
-    """SIGTERM as SystemExit, where nobody else hears it and Python lets us (the main thread)."""
+    """Turn SIGTERM into SystemExit, in the main thread and where no handler is set."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield

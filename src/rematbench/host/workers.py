@@ -1,7 +1,7 @@
-"""Worker processes with a limit of CPU seconds for each task: what takes longer is given up.
+"""Worker processes with a limit of CPU seconds for each task: a longer task is given up.
 
-CPU seconds, so that a busy machine does not change which tasks end.  A planner may sit in a solver
-that hears no signal of ours, so the kernel ends its process (RLIMIT_CPU) and a new one goes on.
+The limit counts CPU seconds, so that a busy machine does not change which tasks end.  A planner's
+solver may ignore signals, so the kernel ends its process (RLIMIT_CPU) and a new one goes on.
 """
 
 import math
@@ -59,7 +59,7 @@ def _serve(connection: Connection, start: Start, args: tuple[Any, ...], limit_s:
 
 
 def _limit_cpu(seconds: int) -> None:
-    """Let the kernel end this process after so many more CPU seconds (whole ones, rounded up)."""
+    """Make the kernel end this process after `limit_s` more CPU seconds (rounded up)."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     soft = math.ceil(time.process_time() + seconds)
     if hard != resource.RLIM_INFINITY:

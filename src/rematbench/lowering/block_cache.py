@@ -7,7 +7,7 @@ from rematbench.lowering.step_blocks import Storages
 from rematbench.program.program import Block
 
 
-class SiteClass(NamedTuple):
+class PassClass(NamedTuple):
     """What equal (chunk, micro-batch) pairs share: fates, and the storages that leave."""
 
     number: int
@@ -21,7 +21,7 @@ class BlockCache:
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[object, ...], Block] = {}
-        self.classes: dict[tuple[object, ...], tuple[SiteClass, frozenset[int]]] = {}
+        self.classes: dict[tuple[object, ...], tuple[PassClass, frozenset[int]]] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
 
     def number(self, content: tuple[object, ...]) -> int:

@@ -38,11 +38,13 @@ class ChunkOps:
         layers: tuple[int, ...],
         mini_sequences: tuple[MiniSequence, ...] = (),
         held: tuple[str, ...] = (),
+        *,
+        at_once: bool = False,
     ) -> None:
         self.mini_sequences = mini_sequences
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
-        self.at_once = False  # whether each of its backwards follows its forward at once
+        self.at_once = at_once  # each of its backwards follows its forward at once
         self.first = stage == 0 and chunk == 0
         self.last = stage == pp - 1 and chunk == vpp - 1
         self._names: dict[str, dict[str, str]] = {}  # by unit and activation

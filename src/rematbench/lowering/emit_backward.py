@@ -1,11 +1,13 @@
 """Write a chunk's backward block: gradients, collectives, reductions."""
 
+from typing import NamedTuple
+
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, piece_bytes
 from rematbench.lowering.emit_forward import Fates
 from rematbench.lowering.emit_op import emit_alloc
 from rematbench.lowering.emit_rebuild import Rebuilder
+from rematbench.lowering.emit_recompute import Recomputer
 from rematbench.lowering.emit_reload import Reloader
-from rematbench.lowering.emit_rerun import Rerunner
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
 from rematbench.lowering.mini import MiniRun
 from rematbench.lowering.writer import COMPUTE, WHOLE, BlockWriter, Share
@@ -13,6 +15,14 @@ from rematbench.operators.ops import Op
 from rematbench.plan import Transfers
 from rematbench.program.action import Action, Alloc, Kind, gradient_of
 from rematbench.program.program import Block
+
+
+class InputGradients(NamedTuple):
+    """Storages that the kernel writes, those of them that a collective sums, and its outputs."""
+
+    written: list[Alloc]
+    summed: list[Alloc]
+    reduced: list[Alloc]
 
 
 class BackwardEmitter:
@@ -29,12 +39,11 @@ class BackwardEmitter:
         self.chunk = chunk
         self.gatherer, self.reducer = gatherer, reducer
         self.w = BlockWriter()
-        self.rerunner = Rerunner(chunk, fates, self.w)
-        self.rebuild = Rebuilder(self.rerunner)
+        self.recomputer = Recomputer(chunk, fates, self.w)
+        self.rebuild = Rebuilder(self.recomputer, self._ahead_of_turn)
         self.grads: dict[str, str] = {}  # activation storage -> gradient storage
         self.arrivals: set[str] = set()
         self.reload = Reloader(chunk, fates, transfers, self.w)
-        self.rebuild.arrive = self._ahead_of_turn
         self.overlap = chunk.problem.system.tp_overlap in ("backward", "gemm")
 
     def block(self) -> Block:
@@ -115,10 +124,10 @@ class BackwardEmitter:
                 self.grads[storage] = gradient_of(storage)
                 emit_alloc(self.w, gradient_of(storage), tensor.nbytes)
         for piece in run.pieces:
-            self.rerunner.run, self.rerunner.piece = run, piece
+            self.recomputer.run, self.recomputer.piece = run, piece
             for op in reversed(run.ops):
                 self._backward_op(unit, op)
-        self.rerunner.run = self.rerunner.piece = None
+        self.recomputer.run = self.recomputer.piece = None
 
     @property
     def _fraction(self) -> float:
@@ -126,23 +135,23 @@ class BackwardEmitter:
 
     @property
     def _share(self) -> Share:
-        piece = self.rerunner.piece
+        piece = self.recomputer.piece
         return Share(piece.fraction, piece.offset) if piece else WHOLE
 
     def _backward_op(self, unit: Unit, op: Op) -> None:
         w = self.w
-        saved = [self.rerunner.ensure(unit, name) for name in op.saves]
-        outputs = dict.fromkeys(self.rerunner.name(unit, n) for n in op.outputs)
+        saved = [self.recomputer.ensure(unit, name) for name in op.saves]
+        outputs = dict.fromkeys(self.recomputer.name(unit, n) for n in op.outputs)
         incoming = [self.grads[o] for o in outputs if o in self.grads]
         for name in op.alias_inputs:
-            self.grads[self.rerunner.name(unit, name)] = incoming[0]
+            self.grads[self.recomputer.name(unit, name)] = incoming[0]
         if op.exchanges:
             self._exchange(unit, op, incoming)
         if not op.backward_input and not op.backward_weight:
             return
         beside = ""
         if op.grad_gather is not None:
-            full = gradient_of(f"{unit.prefix}.{op.name}.full{self.rerunner.tag}")
+            full = gradient_of(f"{unit.prefix}.{op.name}.full{self.recomputer.tag}")
             size = int(op.grad_gather.nbytes * self._fraction)
             tensor_parallel = op.grad_gather.group == "tp"
             allocs = [Alloc(full, size)] if tensor_parallel else []
@@ -165,8 +174,8 @@ class BackwardEmitter:
         """The gradients go back the way the tensors came."""
         assert op.grad_gather is not None
         reads = [*incoming, *self._accumulated(unit, op)]
-        allocs, _ = self._gradients(unit, op)
-        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, allocs, self._share)
+        made = self._gradients(unit, op).written
+        event = self.w.collective(op.grad_gather, unit.prefix, op.name, reads, made, self._share)
         self.rebuild.window(unit, op.name, "backward")
         self.w.wait(COMPUTE, event)
 
@@ -179,7 +188,7 @@ class BackwardEmitter:
         """Gather the saved input again; pending event if it may run beside the input gradient."""
         if op.regather is None:
             return "", []
-        full = f"{unit.prefix}.{op.name}.full{self.rerunner.tag}"
+        full = f"{unit.prefix}.{op.name}.full{self.recomputer.tag}"
         size = int(op.gathered_bytes * self._fraction)
         allocs = [Alloc(full, size)] if size else []
         event = self.w.collective(op.regather, unit.prefix, op.name, saved, allocs, self._share)
@@ -220,14 +229,14 @@ class BackwardEmitter:
         """Returns the event of a gradient reduction that may run beside the weight gradient."""
         w, reduced = self.w, op.grad_reduce
         added_into = self._accumulated(unit, op)
-        allocs, final = self._gradients(unit, op)
+        made = self._gradients(unit, op)
         needs_full = [] if op.has_weight else regathered
         w.compute(
             Kind.BACKWARD_INPUT,
             unit.prefix,
             op,
             [*reads, *needs_full, *added_into],
-            allocs,
+            made.written,
             variant=unit.variant,
             share=self._share,
             beside=(op.regather.group if op.regather else "tp") if pending else "",
@@ -236,9 +245,8 @@ class BackwardEmitter:
             w.wait(COMPUTE, pending)
         if reduced is None:
             return ""
-        parts = [a.name for a in allocs if ".part" in a.name]
-        sources = [*parts, *added_into] if parts else [a.name for a in allocs] + added_into
-        event = w.collective(reduced, unit.prefix, op.name, sources, final, self._share)
+        sources = [*(a.name for a in made.summed), *added_into]
+        event = w.collective(reduced, unit.prefix, op.name, sources, made.reduced, self._share)
         self.rebuild.window(unit, op.name, "backward")
         if self.overlap and op.has_weight:
             return event
@@ -247,24 +255,27 @@ class BackwardEmitter:
 
     def _accumulated(self, unit: Unit, op: Op) -> list[str]:
         """Gradients this operator adds into (residual branches, slices): written in place."""
-        names = [self.rerunner.name(unit, name) for name in op.inputs]
+        names = [self.recomputer.name(unit, name) for name in op.inputs]
         return [self.grads[n] for n in names if n in self.grads]
 
-    def _gradients(self, unit: Unit, op: Op) -> tuple[list[Alloc], list[Alloc]]:
-        """Storages of the input gradients: (what the kernel writes, what the collective leaves)."""
+    def _gradients(self, unit: Unit, op: Op) -> InputGradients:
+        """Gradients that this operator is the first to write; a reduce-scatter leaves all but the
+        query's, which was never gathered."""
         tensors = unit.table.activations
-        fresh: list[Alloc] = []
+        fresh: dict[str, Alloc] = {}
         for name in op.inputs:
-            storage = self.rerunner.name(unit, name)
+            storage = self.recomputer.name(unit, name)
             known = storage in self.grads or name in op.alias_inputs
             if known or not tensors[name].differentiable:
                 continue
             self.grads[storage] = gradient_of(storage)
-            fresh.append(Alloc(gradient_of(storage), piece_bytes(tensors[name], self._fraction)))
+            nbytes = piece_bytes(tensors[name], self._fraction)
+            fresh[name] = Alloc(gradient_of(storage), nbytes)
         reduced = op.grad_reduce
         if reduced is None or reduced.kind != "reduce_scatter":
-            return fresh, []
+            whole = list(fresh.values())
+            return InputGradients(whole, whole, [])
         size = int(reduced.nbytes * self._fraction)
-        part = Alloc(gradient_of(f"{unit.prefix}.{op.name}.part{self.rerunner.tag}"), size)
-        direct = [a for a in fresh if a.name.endswith(".q")]  # the query is never gathered
-        return [part, *direct], [a for a in fresh if a not in direct]
+        part = Alloc(gradient_of(f"{unit.prefix}.{op.name}.part{self.recomputer.tag}"), size)
+        direct = [fresh.pop("q")] if "q" in fresh else []
+        return InputGradients([part, *direct], [part], list(fresh.values()))

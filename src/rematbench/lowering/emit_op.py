@@ -58,7 +58,7 @@ def emit_op(
     index, reduced = _kernels(w, unit, op, kind, names, share, sources, stream)
     if pending:
         w.wait(COMPUTE, pending)
-    if op.reduce is not None and reduced != ([], []):  # else a re-run of an output that is kept
+    if op.reduce is not None and reduced != ([], []):  # else the output is kept already
         after = w.mark_begin(index) if beside and op.has_weight else ""
         done = w.collective(op.reduce, unit.prefix, op.name, *reduced, share, after=after)
         w.wait(COMPUTE, done)
@@ -78,7 +78,7 @@ def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, share: Share) ->
             continue
         reads.append(names.reads[source])
         moved += tensors[out].nbytes
-    if not reads:  # a re-run of outputs that are kept
+    if not reads:  # all outputs are kept: nothing to recompute
         return
     comm = Comm(op.reduce.kind, op.reduce.group, moved)
     reads += slices

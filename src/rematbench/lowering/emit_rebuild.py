@@ -3,18 +3,18 @@
 from collections.abc import Callable
 
 from rematbench.lowering.chunk_ops import Unit
-from rematbench.lowering.emit_rerun import Rerunner
+from rematbench.lowering.emit_recompute import Recomputer
 from rematbench.plan import Group
 
 
 class Rebuilder:
-    """Rebuilds what a plan wants back before its reader asks for it (`Rerunner` does the work)."""
+    """Rebuilds what a plan wants back before its reader asks for it (`Recomputer` does it)."""
 
-    def __init__(self, rerunner: Rerunner) -> None:
-        self.rerunner, self.chunk, self.fates = rerunner, rerunner.chunk, rerunner.fates
+    def __init__(self, recomputer: Recomputer, arrive: Callable[[Unit], None]) -> None:
+        self.recomputer, self.chunk, self.fates = recomputer, recomputer.chunk, recomputer.fates
         self.windows = any(fate.window is not None for fate in self.fates.values())
         self.visited: set[str] = set()  # units whose layer- or group-scoped work is done
-        self.arrive: Callable[[Unit], None] = lambda unit: None  # before a unit's turn
+        self.arrive = arrive  # called before a unit is rebuilt ahead of its turn
 
     def scopes(self, unit: Unit) -> None:
         """Layer- and group-scoped recomputation that is due when this unit's backward starts."""
@@ -38,10 +38,10 @@ class Rebuilder:
         """Rebuild what plans put beside this collective (`layer_offset` layers ahead of use)."""
         if not self.windows:
             return
-        again = self.rerunner
-        at_work = again.run, again.piece
+        maker = self.recomputer
+        at_work = maker.run, maker.piece
         for unit in self.chunk.units:
-            again.run, again.piece = at_work if unit.prefix == consumer.prefix else (None, None)
+            maker.run, maker.piece = at_work if unit.prefix == consumer.prefix else (None, None)
             missing = {
                 name
                 for name, _, site in self.chunk.saved(unit)
@@ -49,12 +49,12 @@ class Rebuilder:
                 and (w.op, w.direction) == (op, direction)
                 and unit.place == consumer.place - w.layer_offset
                 and unit.table.part == consumer.table.part
-                and again.name(unit, name) not in again.have
+                and maker.name(unit, name) not in maker.have
             }
             if missing:
                 self.arrive(unit)
-                again.rebuild_inside(unit, missing)
-        again.run, again.piece = at_work
+                maker.rebuild_inside(unit, missing)
+        maker.run, maker.piece = at_work
 
     def before_receive(self) -> None:
         """Rebuild what plans put in front of the pipeline's receive."""
@@ -66,7 +66,7 @@ class Rebuilder:
             }
             if missing:
                 self.arrive(unit)
-                self.rerunner.rebuild(unit, missing)
+                self.recomputer.rebuild(unit, missing)
 
     def _rebuild_unit(self, unit: Unit, *, last: bool) -> None:
         wanted = [
@@ -74,7 +74,7 @@ class Rebuilder:
             for name, storage, site in self.chunk.saved(unit)
             if self.fates[site].recompute_bytes
             and self.fates[site].scope != "consumer"
-            and storage not in self.rerunner.have
+            and storage not in self.recomputer.have
             # By piece a tensor has come back once with its group, and does with its own piece.
             and not (unit.prefix in self.visited and self.chunk.run_of(unit, name))
         ]
@@ -83,13 +83,13 @@ class Rebuilder:
             missing.add("layer_output")
         self.visited.add(unit.prefix)
         if any(fate.whole for _, fate in wanted) and missing:
-            self.rerunner.rerun(unit, unit.table.ops, missing)
+            self.recomputer.recompute(unit, unit.table.ops, missing)
         elif missing:
-            self.rerunner.rebuild(unit, missing)
+            self.recomputer.rebuild(unit, missing)
 
     def _kept(self, storage: str) -> bool:
         """Whether a storage is there or comes back without recomputation."""
-        if storage in self.rerunner.have:
+        if storage in self.recomputer.have:
             return True
         return any(
             storage == name and not self.fates[site].recompute_bytes

@@ -171,8 +171,8 @@ def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
                 )
             row_bytes = tensor.nbytes // shard_rows  # the same rows before and after a gather
             off = int(shard_rows * fate.offload + 1e-9) * row_bytes
-            again = int(shard_rows * fate.recompute + 1e-9) * row_bytes
-            return Resolved(whole - off - again, off, again, fate.scope)
+            rebuilt = int(shard_rows * fate.recompute + 1e-9) * row_bytes
+            return Resolved(whole - off - rebuilt, off, rebuilt, fate.scope)
         case ByteBudget():
             raise PlanError("a byte budget is resolved over a chunk, not over one tensor")
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from rematbench.lowering.block_cache import BlockCache, SiteClass
+from rematbench.lowering.block_cache import BlockCache, PassClass
 from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.lowering.emit_backward import BackwardEmitter
 from rematbench.lowering.emit_forward import Fates, ForwardEmitter
@@ -14,11 +14,11 @@ from rematbench.lowering.rank_steps import (
     Class,
     Ends,
     Key,
-    SiteKind,
+    PassKind,
     StepFacts,
     Window,
+    pass_kinds,
     rank_steps,
-    site_kinds,
 )
 from rematbench.lowering.schedule import passes
 from rematbench.lowering.step_blocks import (
@@ -105,17 +105,16 @@ class _RankLowering:
         self.plan, self.problem, self.rank, self.shared = plan, problem, rank, shared
         lay, system = problem.layout, problem.system
         self.order = rank_orders(plan, problem)[rank]
+        pieces, held = plan.mini_sequences, plan.held
         self.chunks = [
-            ChunkOps(problem, rank, c, plan.partition[rank][c], plan.mini_sequences, plan.held)
-            for c in range(lay.vpp)
+            ChunkOps(problem, rank, c, layers, pieces, held, at_once=_at_once(self.order, c))
+            for c, layers in enumerate(plan.partition[rank])
         ]
-        for chunk in self.chunks:
-            chunk.at_once = _at_once(self.order, chunk.chunk)
         self.blocks: list[Block] = []
         self.block_index: dict[Key, int] = {}
         self.steps: list[Step] = []
         self.matched: set[int] = set()
-        self.holders: dict[int, tuple[ChunkOps, SiteClass]] = {}
+        self.holders: dict[int, tuple[ChunkOps, PassClass]] = {}
         parameter, peers = plan.state("parameter"), lay.state_shards > 1
         self.update_in_backward = plan.state("optimizer").update == "backward"
         self.transient_gradients = plan.state("gradient").shards > 1 or self.update_in_backward
@@ -132,11 +131,11 @@ class _RankLowering:
         emit_step_end(self, self.plan, self.problem)
         return RankProgram(rank=self.rank, blocks=tuple(self.blocks), steps=tuple(self.steps))
 
-    def add(self, key: Key, build: Callable[[], Block], site: Pass) -> None:
+    def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:
         """Append a step of the step's end, building its block at first use on any rank."""
         if key not in self.block_index:
             self._place(key, build)
-        self.steps.append(Step(self.block_index[key], site.micro_batch, site.chunk))
+        self.steps.append(Step(self.block_index[key], item.micro_batch, item.chunk))
 
     def _place(self, key: Key, build: Callable[[], Block]) -> None:
         if key not in self.shared.blocks:
@@ -165,24 +164,24 @@ class _RankLowering:
             reduce_last=self.overlap_reduce,
         )
 
-    def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[SiteKind, Class], ...]:
-        """The class of every kind of site: equal fates share blocks."""
+    def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, Class], ...]:
+        """The class of every kind of pass: equal fates share blocks."""
         reached = [covered(self.plan.rules, chunk.sites) for chunk in self.chunks]
         found = []
-        for kind, site in site_kinds(self.order, windows).items():
-            cls = self._site_class(kind, site, reached[kind.chunk])
+        for kind, item in pass_kinds(self.order, windows).items():
+            cls = self._pass_class(kind, item, reached[kind.chunk])
             self.holders.setdefault(cls.number, (self.chunks[kind.chunk], cls))
             found.append((kind, Class(cls.number, bool(cls.leaving))))
         return tuple(found)
 
-    def _site_class(self, kind: SiteKind, site: Pass, reached: object) -> SiteClass:
+    def _pass_class(self, kind: PassKind, item: Pass, reached: object) -> PassClass:
         """Chunks of one shape that the same rules cover have the same fates."""
         chunk, classes = self.chunks[kind.chunk], self.shared.classes
         key = (chunk.shape, reached, kind.phase, kind.inside)
         if key not in classes:
-            fates, matched = resolve(self.plan, chunk.sites, kind.phase, site.micro_batch)
+            fates, matched = resolve(self.plan, chunk.sites, kind.phase, item.micro_batch)
             number = self.shared.number((chunk.shape, tuple(fates.values())))
-            classes[key] = (SiteClass(number, fates, self._leaving(chunk, fates)), matched)
+            classes[key] = (PassClass(number, fates, self._leaving(chunk, fates)), matched)
         found, matched = classes[key]
         self.matched |= matched
         return found

@@ -12,13 +12,13 @@ from rematbench.plan import Pass, Phase
 from rematbench.program.program import Step
 
 Key = tuple[object, ...]
-"""What a block is: its kind, then the class of sites, storage or slot that it is about."""
+"""What a block is: its kind, then the class of passes, storage or slot that it is about."""
 
 Window = tuple[int, int]
 """Micro-batches [first, end) that some rule of a plan tells apart."""
 
 
-class SiteKind(NamedTuple):
+class PassKind(NamedTuple):
     """What decides the fates of a (micro-batch, chunk)."""
 
     chunk: int
@@ -27,7 +27,7 @@ class SiteKind(NamedTuple):
 
 
 class Class(NamedTuple):
-    """The number of a class of equal sites, and whether any of its tensors go to the host."""
+    """The number of a class of equal passes, and whether any of its tensors go to the host."""
 
     number: int
     leaves: bool
@@ -47,7 +47,7 @@ class StepFacts(NamedTuple):
     order: tuple[Pass, ...]
     windows: tuple[Window, ...]
     chunks: tuple[Ends, ...]
-    classes: tuple[tuple[SiteKind, Class], ...]
+    classes: tuple[tuple[PassKind, Class], ...]
     release_lag: int
     reload_slots: int
     hold_phases: tuple[Phase, ...]  # the copy beside such a pass ends before its send starts
@@ -66,18 +66,18 @@ class RankSteps(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def site_kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[SiteKind, Pass]:
-    """The kinds of sites that a rank meets, each with a pass of its kind."""
-    found: dict[SiteKind, Pass] = {}
+def pass_kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[PassKind, Pass]:
+    """The kinds of passes that a rank has, each with its first pass."""
+    found: dict[PassKind, Pass] = {}
     phase = phases(order)
     for item in order:
         found.setdefault(_kind(item, phase, windows), item)
     return found
 
 
-def _kind(item: Pass, phase: dict[tuple[int, int], Phase], windows: tuple[Window, ...]) -> SiteKind:
+def _kind(item: Pass, phase: dict[tuple[int, int], Phase], windows: tuple[Window, ...]) -> PassKind:
     inside = tuple(first <= item.micro_batch < end for first, end in windows)
-    return SiteKind(item.chunk, phase[item.micro_batch, item.chunk], inside)
+    return PassKind(item.chunk, phase[item.micro_batch, item.chunk], inside)
 
 
 def last_backwards(order: tuple[Pass, ...]) -> dict[int, Pass]:
@@ -122,9 +122,9 @@ class _Walk:
         self._release_due(len(self.facts.order) + self.facts.release_lag + 1)
         return RankSteps(tuple(self.index), tuple(self.steps))
 
-    def _add(self, key: Key, site: Pass) -> None:
+    def _add(self, key: Key, item: Pass) -> None:
         index = self.index.setdefault(key, len(self.index))
-        self.steps.append(Step(index, site.micro_batch, site.chunk))
+        self.steps.append(Step(index, item.micro_batch, item.chunk))
 
     def _fetch_positions(self) -> dict[int, list[Pass]]:
         """Where each backward's H2D is issued: when the previous backward starts (the first one's:
@@ -133,13 +133,13 @@ class _Walk:
         forward_at: dict[tuple[int, int], int] = {}
         previous = -1
         for index, item in enumerate(self.facts.order):
-            site = (item.micro_batch, item.chunk)
+            where = (item.micro_batch, item.chunk)
             if item.forward:
-                forward_at[site] = index
+                forward_at[where] = index
                 continue
-            if self.class_of[site].leaves:
+            if self.class_of[where].leaves:
                 beside = previous if previous >= 0 else index - 1
-                at.setdefault(max(beside, forward_at[site] + 1), []).append(item)
+                at.setdefault(max(beside, forward_at[where] + 1), []).append(item)
             previous = index
         return at
 

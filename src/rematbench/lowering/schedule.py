@@ -61,11 +61,11 @@ def phases(order: tuple[Pass, ...]) -> dict[tuple[int, int], Phase]:
     last_forward = max((i for i, p in enumerate(order) if p.forward), default=-1)
     phase: dict[tuple[int, int], Phase] = {}
     for i, step in enumerate(order):
-        site = (step.micro_batch, step.chunk)
+        where = (step.micro_batch, step.chunk)
         if step.forward:
-            phase[site] = "warmup" if i < first_backward - 1 else "steady"
-        elif i > last_forward + 1 and phase[site] == "steady":
-            phase[site] = "cooldown"
+            phase[where] = "warmup" if i < first_backward - 1 else "steady"
+        elif i > last_forward + 1 and phase[where] == "steady":
+            phase[where] = "cooldown"
     return phase
 
 

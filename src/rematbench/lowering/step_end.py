@@ -30,7 +30,7 @@ class Steps(Protocol):
     chunks: list[ChunkOps]
     overlap_reduce: bool
 
-    def add(self, key: tuple[object, ...], build: Callable[[], Block], site: Pass) -> None:
+    def add(self, key: tuple[object, ...], build: Callable[[], Block], item: Pass) -> None:
         """Append a step, building its block at first use."""
 
 

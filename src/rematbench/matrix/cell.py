@@ -1,7 +1,7 @@
-"""One cell of the matrix: which of its candidate layouts an arm is tried at, and how it does.
+"""One cell of the matrix: the candidate layouts at which an arm is tried, and its verdicts.
 
-A program does not depend on the cluster, so the cells of one model and length share what was
-lowered, and what does not fit is weighed without being timed.
+A program does not depend on the cluster, so the cells of one model and length share lowered
+programs, and a plan that does not fit is weighed without being timed.
 """
 
 from collections.abc import Sequence
@@ -39,11 +39,11 @@ MARGIN = 1.1
 
 
 class Weight(Struct, frozen=True, kw_only=True):
-    """What a lowered plan needs: reserved bytes of the fullest device, the largest ledger peak,
-    pinned bytes of the fullest node.
+    """The bytes of a lowered plan: reserved on the fullest device, the largest ledger peak, pinned
+    on the fullest node.
 
-    Where the ledger peak alone is more than the device has, it stands for the reserved bytes too:
-    no allocator can do with less, and what cannot run need not be replayed.
+    A ledger peak above the device's bytes stands for the reserved bytes too: no allocator needs
+    less, and a plan that cannot run need not be replayed.
     """
 
     reserved_bytes: int
@@ -51,7 +51,7 @@ class Weight(Struct, frozen=True, kw_only=True):
     host_node_bytes: int
 
     def missing(self, problem: Problem) -> dict[str, int]:
-        """Bytes short, by what is short."""
+        """Missing bytes, by device and host."""
         cluster = problem.cluster
         short = {
             "device": self.reserved_bytes - cluster.usable_bytes,
@@ -77,7 +77,7 @@ class Tried(Struct, frozen=True, kw_only=True):
 
     @property
     def tuned(self) -> bool:
-        """Whether the method takes what the device has, so that its bytes say nothing of others."""
+        """Whether the method fills the device, so that its bytes predict no other candidate's."""
         return self.plan is not None and bool({"alpha", "bound"} & self.plan.fit.keys())
 
 
@@ -128,7 +128,7 @@ class Programs:
         return reserved_bytes(problem, program, ranks, self._unpressed[key])
 
     def evaluate(self, problem: Problem, plan: Plan) -> PlanEvaluation:
-        """As suite.evaluate, from a shared program."""
+        """Evaluate a plan as choose/outcome.py does, from a shared program."""
         key = _key(problem, plan)
         if key not in self._evaluations:
             reserved = self.reserved(problem, plan)
@@ -151,12 +151,12 @@ class Programs:
 
 
 def _key(problem: Problem, plan: Plan) -> tuple[str, str, bytes]:
-    """What the numbers of a plan depend on: cluster, layout, and what the plan does."""
+    """The key of a plan's numbers: cluster, layout, and the plan itself."""
     return (problem.cluster.name, str(problem.layout), same_plan(plan))
 
 
 class Limit(NamedTuple):
-    """What keeping everything reaches at a candidate if memory is no limit, and would need."""
+    """Speed and bytes of keeping everything at a candidate, if memory were no limit."""
 
     speed: float
     peak_bytes: int
@@ -224,9 +224,9 @@ class Cell:
         """The fastest fitting candidate, else the one that is short of least or refuses; and how
         many were tried.
 
-        Candidates are tried in order of their limits.  The leanest is weighed before: a method that
-        does not take what the device has shows there how much it needs, and is given up if that is
-        too much.
+        Candidates are tried in order of their limits.  The leanest is weighed first: there a method
+        that does not fill the device shows its need, and a method whose need is too large is given
+        up.
         """
         limits = [limit for limit in self.limits if limit.candidate.layout.pp >= least_pp]
         lean = sorted(limits, key=lambda limit: limit.peak_bytes)
@@ -248,7 +248,7 @@ class Cell:
 
 
 def _preference(tried: Tried) -> tuple[int, float]:
-    """Fitting by speed, then by live bytes short."""
+    """Order fitting verdicts by speed, then the others by missing live bytes."""
     order = {"ok": 0, "oom": 1, "failed": 2, "unsupported": 3}
     problem, amount = tried.candidate.problem, -tried.speed
     if tried.status == "oom" and tried.weight is not None and problem is not None:
@@ -259,8 +259,8 @@ def _preference(tried: Tried) -> tuple[int, float]:
 
 
 def _may_win(limit: Limit, tried: Sequence[Tried], speeds: dict[str, float]) -> bool:
-    """Whether the largest share of a limit that the method has reached, and a margin, would beat
-    its best."""
+    """Whether the largest share of a limit that the method has reached, with a margin, would make
+    the candidate faster than its best."""
     timed = [one for one in tried if one.evaluation is not None]
     if not timed:
         return True

@@ -31,7 +31,7 @@ RULES = (
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """One candidate of a cell: its layout, what became of it, and its estimates where made."""
+    """One candidate of a cell: its layout, its fate, and its estimates where made."""
 
     layout: Layout
     fate: str
@@ -122,7 +122,7 @@ def _chosen(spec: MatrixSpec, alive: list[tuple[Estimate, int]], depth: Sequence
 
 
 def estimate(problem: Problem) -> Estimate:
-    """(m v + p - 1) chunks of average layers with nothing overlapped, the ends once per
+    """Estimate (m v + p - 1) chunks of average layers with nothing overlapped, the ends once per
     micro-batch; saved bytes of the layers that the first rank has in flight."""
     lay, table = problem.layout, problem.layer_kinds[0]
     slots = lay.num_micro_batches * lay.vpp + lay.pp - 1

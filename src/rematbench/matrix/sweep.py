@@ -55,7 +55,7 @@ def _check_known(key: str, wanted: Iterable[object], known: Collection[object]) 
 def run_cell(
     spec: MatrixSpec, registry: Registry, work: Work, cluster: str, seq_len: int, programs: Programs
 ) -> tuple[list[Line], list[Line]]:
-    """Both tables' lines of one cell, and what became of its candidates."""
+    """Both tables' lines of one cell, and its candidates with their fates."""
     model, machine = load_model(work.model), load_cluster(cluster)
     listed = candidates(spec, work, model, machine, load_system(spec.system), seq_len)
     where = {"model": work.model, "cluster": cluster, "gpus": work.gpus, "seq_len": seq_len}

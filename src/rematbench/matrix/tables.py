@@ -32,7 +32,7 @@ def matrix_tables(
 
 
 def equal_terms(spec: MatrixSpec) -> str:
-    """What is equal for all arms."""
+    """The settings that are equal for all arms."""
     system = load_system(spec.system)
     gpus = ", ".join(f"{work.model} {work.gpus}" for work in spec.works)
     where = "host" if system.optimizer_on_host else "device"
@@ -63,7 +63,7 @@ def layout_text(line: Mapping[str, Any]) -> str:
 
 
 def binds(line: Mapping[str, Any]) -> str:
-    """What is short, where it does not fit; else the largest losses of the fastest arm's step."""
+    """The missing bytes where nothing fits; else the largest losses of the fastest arm's step."""
     if line["status"] == "oom":
         return shortage(line)
     shares = {part: number(line, f"part_{part}") or 0.0 for part in PARTS if part != "compute"}
@@ -197,7 +197,7 @@ def longest_table(lines: Sequence[Line]) -> Table:
 
 
 def candidate_table(told: Sequence[Mapping[str, Any]]) -> Table:
-    """What became of the candidates of each cell, counted by rule."""
+    """The candidates of each cell, counted by the rule that decided them."""
     rows = []
     cells: dict[tuple[str, ...], Counter[str]] = {}
     for line in told:

@@ -1,4 +1,4 @@
-"""What the matrix's numbers are worth: evidence, validated range, ties, and what is missing."""
+"""How far to trust the matrix's numbers: evidence, validated range, ties, and gaps."""
 
 import statistics
 from collections import defaultdict
@@ -22,7 +22,7 @@ CELL = ("model", "cluster", "seq_len")
 
 
 class Range(Struct, frozen=True, kw_only=True):
-    """What cells that no constant was fitted to cover on a GPU generation."""
+    """The range of the published cells of a GPU generation to which no constant was fitted."""
 
     least_seq: int
     most_seq: int
@@ -31,7 +31,7 @@ class Range(Struct, frozen=True, kw_only=True):
     methods: frozenset[str]
 
     def outside(self, seq_len: int, gpus: int, family: str) -> list[str]:
-        """What of a prediction no such cell covers."""
+        """The properties of a prediction that no such cell covers."""
         found = [] if self.least_seq <= seq_len <= self.most_seq else ["context"]
         if not self.least_gpus <= gpus <= self.most_gpus:
             found.append("GPUs")
@@ -93,7 +93,7 @@ def by_cell(lines: Iterable[Line]) -> dict[tuple[str, ...], list[Line]]:
 
 
 def _outside(row: Row, covered: Mapping[str, Range]) -> str:
-    """What is not covered, in words; everything where the generation has no cell."""
+    """The uncovered properties in words; all of them where the generation has no cell."""
     span = covered.get(load_cluster(row["cluster"]).generation)
     if span is None:
         return "context, GPUs, mechanism"

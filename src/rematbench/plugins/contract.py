@@ -1,4 +1,4 @@
-"""What the harness asks of a method before it has tests of its own, on five tiny problems.
+"""The contract that every method is held to, on five tiny problems, before its own tests.
 
 The tests hold every file of methods/ to it, and `rematbench methods --check FILE` any file.
 """
@@ -87,8 +87,8 @@ def _problem(
 
 
 def check_plan(method: Method, problem: Problem) -> None:
-    """A pure function whose plan survives JSON, lowers, is safe and leaves nothing allocated, or
-    the reason why there is none; MethodError or the plan's own error otherwise."""
+    """Check that `plan` is pure and that its plan survives JSON, lowers, is safe and frees all that
+    it allocates (or that it gives a reason); MethodError or the plan's own error otherwise."""
     plan = method.plan(problem, problem.base_plan)
     if plan != method.plan(problem, problem.base_plan):
         raise MethodError("plan is no pure function: two calls differ")
@@ -109,7 +109,7 @@ def check_plan(method: Method, problem: Problem) -> None:
 
 
 def check_on_top(method: Method, under: Method, problem: Problem) -> None:
-    """On top of another method: a plan that lowers and is safe, or a reason."""
+    """Check a plan on top of another method's: it lowers and is safe, or gives a reason."""
     base = under.plan(problem, problem.base_plan)
     if isinstance(base, Unsupported):
         return
@@ -120,7 +120,7 @@ def check_on_top(method: Method, under: Method, problem: Problem) -> None:
 
 @contextmanager
 def _told(path: Path, what: str) -> Iterator[None]:
-    """Whatever a foreign method raises, in one line."""
+    """Any exception of a foreign method, in one line."""
     try:
         yield
     except Exception as error:
@@ -129,8 +129,8 @@ def _told(path: Path, what: str) -> Iterator[None]:
 
 
 def check_file(path: Path, shipped: Registry) -> Iterator[str]:
-    """Every check of a file, named once it is passed; MethodError with one line at the first that
-    is not."""
+    """Run every check on a file and yield the name of each that passes; MethodError with one line
+    at the first that fails."""
     entry = entry_of(path)
     file = MethodFile(path=path, name=entry.name, cls=entry.cls, doc=entry.doc)
     yield "the file loads and defines a method"

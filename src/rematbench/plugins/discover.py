@@ -41,7 +41,7 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
 
 
 def entry_of(path: Path) -> MethodEntry:
-    """The method of one file, whose plans nobody has seen; MethodError when it cannot be loaded."""
+    """The method of one file, without a look at its plans; MethodError if it cannot be loaded."""
     methods: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
     load_file(path, methods, broken)
@@ -57,8 +57,8 @@ def load_file(
     *,
     foreign: bool = False,
 ) -> None:
-    """Enter the methods of one file, or the reason why it has none; a foreign file must keep
-    what of the contract can be had without a plan (tests hold shipped ones to all of it)."""
+    """Enter the methods of one file, or the reason why it has none; a foreign file is held to the
+    checks that need no plan (tests hold shipped files to all checks)."""
     try:
         module = load_module(path)
         classes = [
@@ -100,7 +100,7 @@ def _enter(
     *,
     held: bool = False,
 ) -> None:
-    """Check a class and add it; one that is `held` to the contract, by its file too."""
+    """Check a class, and if it is `held` to the contract its file too, and add it."""
     text = doc or cls.__doc__ or ""
     if not (isinstance(cls, type) and issubclass(cls, Struct)):
         raise MethodError(f"{cls.__name__} must be a msgspec Struct")

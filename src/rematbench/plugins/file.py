@@ -1,4 +1,4 @@
-"""What can be asked of a method's file without planning: its name, its text, its parameters."""
+"""Checks of a method's file without planning: its name, its text, its parameters."""
 
 import ast
 import inspect
@@ -70,7 +70,7 @@ TO_RUN: Checks = {
 
 
 def problem_of(file: MethodFile, checks: Checks) -> str:
-    """The first check that fails and why, in one line; empty where none does."""
+    """The first check that fails and why, in one line; empty if all pass."""
     for check, broken in checks.items():
         problem = broken(file)
         if problem:

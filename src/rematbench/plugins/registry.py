@@ -63,8 +63,8 @@ class MethodEntry(Struct, frozen=True):
 
 
 IDENTITY = "keep_all"
-"""The method that changes nothing: what others are compared with, and what a composition with it
-leaves out of its family."""
+"""The method that changes nothing: others are compared with it, and a composition's family leaves
+it out."""
 
 
 class Composition(Struct, frozen=True):

@@ -237,13 +237,13 @@ def replay(
     memory = Allocator(capacity_bytes, mode)
     steps = rank.steps[:num_steps]
     lines = {index: requests(rank.blocks[index]) for index in {step.block for step in steps}}
-    sites: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
+    alive: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
     done = 0
     try:
         for nbytes in resident_bytes:
             memory.allocate(rounded(nbytes))
         for index, micro_batch, chunk in steps:
-            _replay_block(memory, lines[index], sites.setdefault((micro_batch, chunk), {}))
+            _replay_block(memory, lines[index], alive.setdefault((micro_batch, chunk), {}))
             done += 1
     except OutOfMemory:
         return memory.peaks(done)

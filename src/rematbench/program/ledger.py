@@ -79,7 +79,7 @@ def program_profiles(program: Program) -> list[list[Profile]]:
 
 
 class _Profiler:
-    """Profiles of blocks, each measured once: ranks that share a block run it alike."""
+    """Profiles of blocks, each made once: ranks that share a block run it alike."""
 
     def __init__(self) -> None:
         self.profiles: dict[int, Profile] = {}  # by identity of the block
@@ -87,19 +87,19 @@ class _Profiler:
 
     def rank(self, rank: RankProgram) -> list[Profile]:
         """Walk the rank until every block that ends another block's tensors has met their sizes."""
-        sites: dict[tuple[int, int], dict[str, int]] = {}
+        alive: dict[tuple[int, int], dict[str, int]] = {}
         left = {id(block): block for block in rank.blocks if id(block) not in self.profiles}
         for key, block in list(left.items()):
             if not self._outlive(block).deaths:
-                self.profiles[key] = _measure(left.pop(key), {})
+                self.profiles[key] = _profile(left.pop(key), {})
         for index, micro_batch, chunk in rank.steps:
             if not left:
                 break
-            block, sizes = rank.blocks[index], sites.setdefault((micro_batch, chunk), {})
+            block, sizes = rank.blocks[index], alive.setdefault((micro_batch, chunk), {})
             if left.pop(id(block), None) is None:
                 self._replay(block, sizes)
             else:
-                self.profiles[id(block)] = _measure(block, sizes)
+                self.profiles[id(block)] = _profile(block, sizes)
         return [self.profiles[id(block)] for block in rank.blocks]
 
     def _replay(self, block: Block, sizes: dict[str, int]) -> None:
@@ -127,7 +127,7 @@ def _outlive(block: Block) -> Outlive:
     return Outlive(births, deaths)
 
 
-def _measure(block: Block, sizes: dict[str, int]) -> Profile:
+def _profile(block: Block, sizes: dict[str, int]) -> Profile:
     """A block's effect; `sizes`: what is alive of its micro-batch and chunk when it starts."""
     device = host = device_high = host_high = 0
     for action in block.actions:

@@ -1,5 +1,5 @@
-"""Published closed-form memory estimates of a run, beside the ledger; refused by name where the
-formula does not speak of such a run."""
+"""Published closed-form memory estimates of a run, beside the ledger; a run that a formula does not
+cover is refused by name."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ FEWEST_STAGES = 3
 
 
 class ClosedForm(Struct, frozen=True, kw_only=True):
-    """Bytes that a formula believes the first pipeline rank needs; papers estimate no other."""
+    """Bytes of the first pipeline rank by a formula; papers estimate no other rank."""
 
     name: EstimatorName
     state_bytes: float
@@ -52,7 +52,7 @@ def _fujii(problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
 
 
 def fujii_refusal(problem: Problem) -> str:
-    """What in a problem Fujii's formula does not speak of; empty if nothing."""
+    """What of a problem Fujii's formula does not cover; empty if nothing."""
     lay, model = problem.layout, problem.workload.model
     rules = (
         (problem.attention != "flash", "assumes flash attention"),
@@ -69,7 +69,7 @@ def fujii_refusal(problem: Problem) -> str:
 
 
 def _not_plain(problem: Problem, plan: Plan) -> str:
-    """Why a plan is not the one that a formula without recomputation speaks of."""
+    """Why a formula without recomputation does not cover a plan."""
     plain = problem.base_plan
     changed = (
         (bool(plan.rules), "assumes that every activation is kept (keep_all)"),
@@ -99,7 +99,7 @@ def _atc24(problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
 
 
 def atc24_refusal(problem: Problem, plan: Plan) -> str:
-    """What in a run ATC'24's formula does not speak of; empty if nothing."""
+    """What of a run ATC'24's formula does not cover; empty if nothing."""
     lay, model = problem.layout, problem.workload.model
     fates = [rule.fate for rule in plan.rules]
     whole = any(getattr(fate, "whole", False) for fate in fates)

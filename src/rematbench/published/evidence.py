@@ -1,4 +1,4 @@
-"""How well cells like a prediction are validated: published cells looked up by declared rules.
+"""How well predictions like one are validated: published cells found by declared rules.
 
 The strictest rule with a cell that no constant was fitted to decides; its error is what the
 accuracy targets accept for the groups of those cells, or, given predictions of the published
@@ -45,7 +45,7 @@ RULES = (
     "stack and GPU generation, any method",
     "GPU generation only",
 )
-"""What a published cell shares with a prediction, strictest first; rule numbers count from 1."""
+"""What a published cell must share with a prediction, strictest rule first, from number 1."""
 
 PREDICTED: tuple[Split, ...] = ("held-out", "in-sample")
 """Cells whose errors are errors of predictions, the better kind first."""
@@ -68,7 +68,7 @@ class Known(Struct, frozen=True, kw_only=True):
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
-    """What is known of predictions like one.  `rule` counts from 1 (0: no cell at all); `error` is
+    """The evidence for a prediction.  `rule` counts from 1 (0: no cell at all); `error` is
     a fraction; `groups` are the accuracy groups of the cells."""
 
     grade: Split | None

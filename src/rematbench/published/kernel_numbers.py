@@ -1,4 +1,4 @@
-"""Least squares and evidence, as every fit of config/kernels uses them."""
+"""Least squares and evidence for every fit of config/kernels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -53,7 +53,7 @@ def evidence(
     fitted: tuple[str, ...],
     source: str = "",
 ) -> Evidence:
-    """What fitted numbers rest on; `speeds`: measured over predicted speed by line."""
+    """The evidence of fitted numbers; `speeds`: measured over predicted speed by line."""
     off = {line: float(speed) - 1.0 for line, speed in speeds.items()}
     return Evidence(
         fitted=fitted,

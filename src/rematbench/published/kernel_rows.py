@@ -95,7 +95,7 @@ class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.shape.get("causal") == "1"
 
 
-class Measurement(Struct, frozen=True, kw_only=True):
+class Figure(Struct, frozen=True, kw_only=True):
     """A figure in base units: FLOP/s, bytes/s, seconds, or a share of something."""
 
     quantity: Quantity
@@ -157,7 +157,7 @@ def gemm_flop(row: KernelRow) -> float:
     return 2.0 * row.size("m") * row.size("n") * row.size("k")
 
 
-def measured(row: KernelRow) -> Measurement:
+def measured(row: KernelRow) -> Figure:
     """The row's figure in base units; GEMMs and attention as FLOP/s, causal pairs counted half.
 
     Conventions taken out: `all pairs counted` of a causal kernel is twice the work done;
@@ -166,15 +166,15 @@ def measured(row: KernelRow) -> Measurement:
     quantity, scale = UNITS[row.unit]
     value = row.value * scale
     if row.what not in PASSES and row.what != "gemm":
-        return Measurement(quantity=quantity, value=value)
+        return Figure(quantity=quantity, value=value)
     if quantity == "seconds":
         work = gemm_flop(row) if row.what == "gemm" else attention_flop(row)
-        return Measurement(quantity="flop_per_s", value=work / value)
+        return Figure(quantity="flop_per_s", value=work / value)
     if row.causal and "all pairs counted" in row.convention:
         value /= 2.0
     if "s(s+1)/2" in row.convention:
         value *= row.size("s") / (row.size("s") + 1.0)
-    return Measurement(quantity=quantity, value=value)
+    return Figure(quantity=quantity, value=value)
 
 
 class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -69,7 +69,7 @@ class ShareRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What makes one generation's file; `waves`: rows whose number of heads varies."""
+    """The parts of one generation's file; `waves`: rows whose number of heads varies."""
 
     sm_count: int
     source: str
@@ -93,7 +93,7 @@ class ByteRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class OperatorRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What makes operators.yaml."""
+    """The parts of operators.yaml."""
 
     unfused_attention: Match
     norm: dict[str, ByteRows]

@@ -31,7 +31,7 @@ def of_kind(cells: Iterable[Row], kind: str) -> list[Row]:
 
 
 def line(cell: Row, metric: str = SPEED) -> Line:
-    """What every table shows of a cell: layout, alpha, published and predicted value, error."""
+    """A cell's columns in every table: layout, alpha, published and predicted value, error."""
     published, predicted = number(cell, metric), number(cell, f"pred_{metric}")
     known = published is not None and predicted is not None
     return {

@@ -1,4 +1,4 @@
-"""Predict a sheet of configurations: every row gets a status; no row brings the sheet down."""
+"""Predict a sheet of configurations: every row gets a status, and no row ends the sheet."""
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
@@ -104,7 +104,7 @@ def _work(case: Case) -> Prediction:
 
 
 def _effort(case: Case) -> int:
-    """Roughly proportional to the time a case takes: passes over all ranks."""
+    """A weight roughly proportional to a case's time: passes over all ranks."""
     lay = case.layout
     searched = 5 if case.offload is None and lay.pp > 2 else 1
     return lay.pp * lay.vpp * max(1, lay.num_micro_batches) * searched
@@ -113,7 +113,7 @@ def _effort(case: Case) -> int:
 def predict_case(
     case: Case, registry: Registry, constants: Calibration | None = None
 ) -> Prediction:
-    """The prediction of a case, whatever happens."""
+    """The prediction of a case, or its status and reason."""
     try:
         problem = case.problem(constants)
         outcome = run_case(case, problem, registry)

@@ -29,7 +29,7 @@ MEANING = {
 
 
 def scored_cells(rows: Sequence[Row], registry: Registry) -> list[dict[str, Any]]:
-    """Cells that the formula speaks of: nothing recomputed or offloaded, and no refusal."""
+    """Cells that the formula covers: nothing recomputed or offloaded, and no refusal."""
     found = []
     for row in rows:
         share = _share(row, registry)

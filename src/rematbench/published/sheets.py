@@ -26,16 +26,16 @@ POLICIES = ("full", "balanced")
 CONFIGURATION = ("model", "cluster", "system", "seq_len", "global_batch", "tp", "pp", "dp")
 """The columns that a row's prediction needs; their cells may be empty, which becomes its status."""
 SCORED = ("source", "status")
-"""What a row needs beside them to be held to what it says."""
+"""Further columns that a row needs to be scored."""
 TABLED = ("table", "recompute", "gpus", "layers")
-"""What the papers' tables need beside those."""
+"""Further columns that the papers' tables need."""
 NUMBERS = {
     *("tokens_per_s_per_gpu", "peak_device_bytes", "step_s", "mfu_causal", "mfu_pct_as_published"),
     *("gpus", "layers", "seq_len", "global_batch", "micro_batch", "tp", "cp", "pp", "vpp", "dp"),
 }
-"""Columns whose cells are numbers above 0, or empty; also those of predictions."""
+"""Columns whose cells, published or predicted, are numbers above 0 or empty."""
 SHARES = {"offload_fraction", "peak_host_bytes"}
-"""The same, or 0."""
+"""Columns whose cells may also be 0."""
 
 
 class Sheet(list[Cell]):

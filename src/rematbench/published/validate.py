@@ -131,7 +131,7 @@ def validate(
 
 
 def by_source(rows: Sequence[Row]) -> Accuracy:
-    """Groups for rows that nobody promised anything about: one per source and metric."""
+    """Groups for rows without a declared promise: one per source and metric."""
     found: dict[str, Group] = {}
     for row in rows:
         source = str(row["source"])

@@ -32,7 +32,7 @@ def read_records(folders: Iterable[Path]) -> list[tuple[str, Record]]:
 
 
 def run_lines(records: Sequence[tuple[str, Record]]) -> list[Line]:
-    """runs.csv: what was asked, the status, and the median-free first measured repeat."""
+    """runs.csv: each run's spec and status, and the numbers of its first measured repeat."""
     return [_run_line(problem, record) for problem, record in records]
 
 
@@ -67,7 +67,7 @@ def _run_line(problem: str, record: Record) -> Line:
 
 
 def _speed(record: Record) -> Line:
-    """The first measured repeat's numbers (a simulated run has one)."""
+    """Numbers of the first measured repeat (a simulated run has one repeat)."""
     measured = [repeat for repeat in record.repeats if not repeat.warmup]
     if not measured:
         return {}

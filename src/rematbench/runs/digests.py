@@ -1,7 +1,7 @@
 """Which code can change a result: modules reached by imports, and one hash of their text.
 
-A cell is finished as long as the code behind it is the same, so this must cover everything that it
-may load, and should cover nothing else: a better table must not cost GPU-hours.
+A cell stays finished while the code behind it is the same.  So a digest covers every file that the
+cell may load, and should cover no other: a better table must not cost GPU-hours.
 """
 
 import ast
@@ -13,11 +13,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1]
 COMMANDS = "rematbench.cli"
 SIMULATED = ("rematbench.choose.outcome", "rematbench.runs.record")
-"""What makes a simulated record."""
+"""Modules that make a simulated record."""
 
 
 def executed_roots() -> tuple[str, ...]:
-    """What makes an executed record: all of the torch runtime, and what makes a simulated one."""
+    """Modules that make an executed record: the torch runtime, and SIMULATED."""
     names = [f"rematbench.torch.{path.stem}" for path in (PACKAGE / "torch").glob("*.py")]
     return (*sorted(names), *SIMULATED)
 
@@ -80,7 +80,7 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def method_digest(origins: Iterable[str]) -> str:
-    """The files of a composed method (or, of an installed one, its names) and all they import."""
+    """Digest of a composed method's files and imports (an installed method: its name)."""
     found: set[Path] = set()
     names = []
     for origin in origins:

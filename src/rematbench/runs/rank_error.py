@@ -1,5 +1,5 @@
-"""What a failing rank leaves beside the record: the record's own rank may only know that a peer
-left, and which of several ranks failed first is not in any exit code."""
+"""The errors that failing ranks leave beside the record: the rank that writes the record may know
+only that a peer left, and no exit code tells which rank failed first."""
 
 import signal
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from msgspec import Struct
 from rematbench.runs.store import write_atomically
 
 Recorded = Literal["ok", "oom", "unsupported", "failed"]
-"""A record's statuses (`suite.Status`, which the runtime, a user of this module, lies below)."""
+"""A record's statuses (`choose.outcome.Status`, which torch/, a user of this, cannot import)."""
 
 NO_MEETING = "set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)"
 KILLED = "a process got signal 9: host memory, as far as can be known"
@@ -29,17 +29,17 @@ class RankError(Struct, frozen=True):
 
     @property
     def is_secondhand(self) -> bool:
-        """Whether it only tells that another rank has gone."""
+        """Whether the error only says that another rank has gone."""
         return any(word in self.reason for word in LOST_PEER)
 
 
 def of_exit(code: int | None) -> RankError | None:
-    """What the exit code of a process tells that could leave no word: that it was killed."""
+    """The error of a killed process, which could leave none; None for other exit codes."""
     return RankError("oom", KILLED) if code == -signal.SIGKILL else None
 
 
 def of_exits(codes: Sequence[int | None]) -> RankError:
-    """What the exit codes of a job's ranks tell, some of which failed: first who was killed."""
+    """The error behind a failed job's exit codes: a killed rank's before any other's."""
     dead = [(rank, code) for rank, code in enumerate(codes) if code]
     for rank, code in dead:
         killed = of_exit(code)
@@ -51,34 +51,34 @@ def of_exits(codes: Sequence[int | None]) -> RankError:
 
 
 def of_job(left: Iterable[Path], failure: RankError) -> RankError:
-    """The first cause among what ranks left (files of a status, a reason and more) and who was
-    killed before it could, else what is seen from outside."""
+    """The first cause among the errors that ranks left (files of a status, a reason and more) and
+    those of killed ranks, else `failure`, which the exit codes show."""
     seen = [failure] if failure.status == "oom" else []
     return first_cause([*_read(left), *seen]) or failure
 
 
 def recorded(status: str, reason: str) -> tuple[Recorded, str]:
-    """A status and a reason as a record has them, which knows fewer: NaN and timeouts are failures
-    that say so."""
+    """A status and a reason in a record's fewer statuses: NaN and timeout become `failed`, with
+    their name before the reason."""
     if status in ("nan", "timeout"):
         return "failed", f"{status}: {reason}"
     return msgspec.convert(status, Recorded), reason
 
 
 def of_record(status: str, reason: str) -> RankError:
-    """What a record that is not ok tells of its rank; NaN by its own name again."""
+    """The error of a record that is not ok; a NaN has its own status here."""
     kind, _, rest = reason.partition("nan: ")
     return RankError("nan", rest) if not kind and rest else RankError(status, reason)
 
 
 def note(record: Path, rank: int, error: RankError) -> None:
-    """Leave a rank's error beside the record it was to take part in."""
+    """Write a rank's error beside the record of its run."""
     text = f"{error.status}\n{' '.join(error.reason.split())}\n"
     write_atomically(_path(record, str(rank)), text.encode())
 
 
 def noted(record: Path, since: float = 0.0) -> list[RankError]:
-    """Every rank's error by rank, of those left after `since` (seconds of the epoch)."""
+    """The errors that ranks wrote after `since` (seconds of the epoch), by rank."""
     paths = sorted(record.parent.glob(_path(record, "*").name))
     paths = [path for path in paths if path.stat().st_mtime >= since]
     return _read(paths)
@@ -89,7 +89,7 @@ def _read(paths: Iterable[Path]) -> list[RankError]:
 
 
 def first_cause(errors: Iterable[RankError]) -> RankError | None:
-    """The error that most probably was the first: one that does not speak of another's end."""
+    """The error that was most probably first: one that names no other rank's end."""
     return min(errors, key=lambda error: error.is_secondhand, default=None)
 
 

@@ -1,4 +1,4 @@
-"""A record back into its problem and plan, to look closer: stages, timeline."""
+"""Replay a record: its problem and plan, evaluated for a closer look (stages, timeline)."""
 
 from msgspec import Struct
 
@@ -17,7 +17,7 @@ from rematbench.tables.table import GIB
 
 
 class Replay(Struct, frozen=True, kw_only=True):
-    """A run evaluated again from its record; `intervals` only when they were asked for."""
+    """A run evaluated from its record; the evaluation has intervals only with a timeline."""
 
     title: str
     problem: Problem
@@ -27,7 +27,7 @@ class Replay(Struct, frozen=True, kw_only=True):
 
 
 def replay(record: Record, *, cluster: str = "", timeline: bool = False) -> Replay:
-    """Evaluate a record's plan again; RecordError when it has none, or the inputs have changed.
+    """Evaluate a record's plan; RecordError when the record has none, or its inputs have changed.
     `cluster` is the file of a cluster that config/ does not have."""
     if record.plan is None:
         raise RecordError(f"run {record.run_id} has no plan ({record.status}: {record.reason})")
@@ -36,7 +36,7 @@ def replay(record: Record, *, cluster: str = "", timeline: bool = False) -> Repl
 
 
 def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = False) -> Replay:
-    """Lower and evaluate a plan, at op level with the timeline when asked."""
+    """Lower and evaluate a plan; with `timeline`, at op level with its intervals."""
     program = lower(plan, problem)
     evaluation = evaluate_program(problem, plan, program, record=timeline)
     work, alpha = problem.workload, plan.fit.get("alpha")

@@ -1,10 +1,10 @@
 """Finished cells by key, safe against kills and against two jobs on one cell.
 
-A record is written to a temporary name and renamed, so it is whole or absent.  Who works on a cell
-holds a lease, a file `KEY.lease.N` that is created exclusively: N counts the attempts.  The holder
-touches its lease; a lease is dead when its process is gone (seen on the same machine), its batch
-job has left the queue, or nobody touched it for STALE_S.  A dead lease is never stolen: the next
-attempt creates number N + 1, which only one process can.
+A process writes a record to a temporary name and renames it, so a record is whole or absent.  A
+process creates KEY.lease.N (O_EXCL) before it runs a cell; N counts the attempts.  The process
+touches its lease.  A lease is dead when its process is gone (seen on the same machine), its batch
+job has left the queue, or its file is untouched for STALE_S.  No process takes a dead lease over:
+the next attempt creates KEY.lease.N+1, which only one process can.
 """
 
 import os
@@ -19,16 +19,16 @@ import msgspec
 from msgspec import Struct
 
 STALE_S = 60.0
-"""Age of the last touch, by the file system's clock, after which a lease of elsewhere is dead."""
+"""Seconds without a touch, by the file system's clock, until another host's lease is dead."""
 BEAT_S = 5.0
 POLL_S = 0.5
 
 JobAlive = Callable[[str], bool | None]
-"""Whether a batch job is still in the queue; None when nobody can say."""
+"""Whether a batch job is still in the queue; None without an answer."""
 
 
 class Holder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who holds a lease: enough to tell from anywhere whether it still lives."""
+    """The process of a lease, named so that any host can tell whether it lives."""
 
     host: str
     boot: str
@@ -38,7 +38,7 @@ class Holder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Lease(Struct, frozen=True, kw_only=True):
-    """The right to work on a cell; `attempt` counts from 1."""
+    """A process's claim on a cell; `attempt` counts from 1."""
 
     key: str
     attempt: int
@@ -57,11 +57,11 @@ def this_holder(job_id: str = "") -> Holder:
 
 
 def _boot() -> str:
-    """This boot of this machine and its process namespace: where a pid means something."""
+    """Boot and process namespace of this machine, within which a pid names one process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # not Linux: leases of this machine are then judged by age
+    except OSError:  # not Linux: a lease of this machine is dead by age only
         return ""
 
 
@@ -101,7 +101,7 @@ class Store:
         say: Callable[[str], None] = lambda text: None,
         is_final: Callable[[bytes], bool] = lambda data: True,
     ) -> None:
-        """`is_final` tells a finished record from one to be run again (a preempted cell's)."""
+        """`is_final`: whether a record's cell is finished (a preempted cell's is not)."""
         self.folder = folder
         self.holder = this_holder(job_id)
         self.job_alive = job_alive or (lambda _: None)
@@ -112,7 +112,7 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, key: str) -> Path:
-        """Where a cell's record is."""
+        """The path of a cell's record."""
         return self.folder / f"{key}.json"
 
     def read(self, key: str) -> bytes | None:
@@ -128,8 +128,8 @@ class Store:
         return data if data is not None and self.is_final(data) else None
 
     def claim(self, key: str, *, wait: bool = True) -> Lease | None:
-        """The lease on an unfinished cell; None once it is finished (or, without `wait`, while
-        another process holds it)."""
+        """Take the lease on an unfinished cell; None once the cell is finished (or, without `wait`,
+        while another process holds its lease)."""
         told = False
         while self.finished(key) is None:
             number, latest = self.latest(key)
@@ -146,7 +146,7 @@ class Store:
                 if lease.attempt > 1:
                     self._sweep(key)
                 return lease
-        self._forget(key)  # of a process killed between its record and its lease
+        self._forget(key)  # a process was killed after it wrote the record
         return None
 
     def _create(self, key: str, attempt: int) -> Lease | None:
@@ -158,7 +158,7 @@ class Store:
         with os.fdopen(file, "wb") as opened:
             opened.write(msgspec.json.encode(self.holder))
         lease = Lease(key=key, attempt=attempt, path=path)
-        if self.finished(key) is not None:  # finished between the look and the lease
+        if self.finished(key) is not None:  # finished since the last look
             self._forget(key)
             return None
         self._held = lease
@@ -166,8 +166,8 @@ class Store:
         return lease
 
     def commit(self, lease: Lease, data: bytes) -> bool:
-        """Write the record and give the lease back; False if another process took the cell over
-        (this one was believed dead), whose record then stands."""
+        """Write the record and release the lease; False if another process holds a later lease
+        (this one counted as dead), whose record then stands."""
         self._held = None
         number, _ = self.latest(lease.key)
         if number != lease.attempt or self.finished(lease.key) is not None:
@@ -181,13 +181,13 @@ class Store:
         return True
 
     def release(self, lease: Lease) -> None:
-        """Give up: the lease is dead at once, and the next claim counts one attempt more."""
+        """Make the lease dead at once, so that the next claim counts one attempt more."""
         self._held = None
         ended = msgspec.structs.replace(self.holder, pid=0, started=0, boot="ended")
         write_atomically(lease.path, msgspec.json.encode(ended))
 
     def latest(self, key: str) -> tuple[int, Path | None]:
-        """The newest lease and its number; (0, None) without any."""
+        """Number and path of the newest lease; (0, None) without one."""
         number = 0
         while self._lease(key, number + 1).exists():  # numbers have no gaps
             number += 1
@@ -197,7 +197,7 @@ class Store:
         return self.folder / f"{key}.lease.{number}"
 
     def is_alive(self, path: Path) -> bool:
-        """Whether a lease's holder lives."""
+        """Whether the process of a lease lives."""
         try:
             holder, touched = _read_holder(path), path.stat().st_mtime
         except FileNotFoundError:
@@ -214,7 +214,7 @@ class Store:
         return self._now() - touched < STALE_S
 
     def describe(self, path: Path) -> str:
-        """One clause about a lease's holder."""
+        """One clause that names the process of a lease."""
         holder = _read_holder(path)
         if holder is None:
             return "held"
@@ -243,7 +243,7 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def _beat(self) -> None:
-        """Start touching what is held, once for each process."""
+        """Start the thread that touches the lease, once per process."""
         if not self._beating:
             self._beating = True
             threading.Thread(target=self._beats, daemon=True).start()
@@ -260,7 +260,7 @@ class Store:
 
 
 def _read_holder(path: Path) -> Holder | None:
-    """The holder, or None while its file is being written."""
+    """The process of a lease, or None while its file is being written."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Holder)
     except (FileNotFoundError, msgspec.DecodeError, msgspec.ValidationError):

@@ -102,7 +102,7 @@ def load_suite(path: Path) -> Suite:
 
 
 def bundles(suite: Suite, registry: Registry) -> dict[str, list[Variant]]:
-    """What to run by bundle (a method or `a+b`): every method alone, then the variants."""
+    """Variants by bundle (a method or `a+b`): every method alone, then the suite's variants."""
     found = {name: [Variant(method=name)] for name in registry.methods}
     for variant in suite.variants:
         found.setdefault(variant.method, []).append(variant)
@@ -112,10 +112,10 @@ def bundles(suite: Suite, registry: Registry) -> dict[str, list[Variant]]:
 def run_bundle(
     suite: Suite, method: str, registry: Registry, folder: Path, store: Store | None = None
 ) -> list[Record]:
-    """Run one bundle on every problem; a record each, written under `folder`.
+    """Run one bundle on every problem; write a record of each under `folder`.
 
-    With a `store`, a run that is finished there by the same code is taken from it, and two
-    processes never run one at once.
+    With a `store`, a run that the same code has finished is read from it, and two processes never
+    run the same one at once.
     """
     known = bundles(suite, registry)
     if method not in known:

@@ -34,10 +34,10 @@ class Recorded(Protocol):
     def evaluation(self) -> PlanEvaluation: ...
 
 
-def write_trace(run: Recorded, path: Path) -> None:
+def write_timeline(run: Recorded, path: Path) -> None:
     """Write a recorded run's trace; the file appears whole or not at all."""
     document = {
-        "traceEvents": list(trace_events(run.evaluation)),
+        "traceEvents": list(timeline_events(run.evaluation)),
         "displayTimeUnit": "ms",
         "otherData": {"title": run.title, "step_s": run.evaluation.step_s},
     }
@@ -46,7 +46,7 @@ def write_trace(run: Recorded, path: Path) -> None:
     partial.replace(path)
 
 
-def trace_events(evaluation: PlanEvaluation) -> Iterator[Event]:
+def timeline_events(evaluation: PlanEvaluation) -> Iterator[Event]:
     """All events of a recorded evaluation, rank by rank."""
     intervals = evaluation.simulation.intervals
     if not intervals:

@@ -1,10 +1,10 @@
 """Whether the cells of a problem train alike: each one's first loss and gradient norm beside those
 of the cell that keeps all activations.
 
-Weights and batches come from the problem's seed, so whoever runs a cell starts from the same place;
-later steps follow each engine's own optimizer and are not compared.  Cells of a campaign are timed
-as they are, so no whole gradients are kept: equal norms are no proof that a method is lossless, but
-a wrong gradient seldom hides from them.
+Weights and batches come from the problem's seed, so all engines start from the same weights; later
+steps follow each engine's own optimizer and are not compared.  A campaign times its cells and keeps
+no whole gradients: equal norms are no proof that a method is lossless, but a wrong gradient seldom
+has the right norm.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ COLUMNS = ("against", "first_loss_error", "first_norm_error", "alike")
 
 
 class Ran(NamedTuple):
-    """A cell that has numbers: of which problem, by which method, and whether it keeps all."""
+    """A cell with numbers: its problem, its method, and whether it keeps all activations."""
 
     problem: str
     method: str
@@ -28,7 +28,7 @@ class Ran(NamedTuple):
 
 
 def alike(cells: Sequence[Ran | None]) -> list[dict[str, Any]]:
-    """All of COLUMNS for each cell; empty for a reference and where there is none."""
+    """A value for each of COLUMNS per cell; empty for a reference and for a cell without one."""
     return [
         dict.fromkeys(COLUMNS, "") | (_beside(cell, _reference(cell, cells)) if cell else {})
         for cell in cells
@@ -36,7 +36,7 @@ def alike(cells: Sequence[Ran | None]) -> list[dict[str, Any]]:
 
 
 def _reference(cell: Ran, cells: Sequence[Ran | None]) -> Ran | None:
-    """The same problem's cell that keeps all in our executor, or else in any engine."""
+    """The problem's cell that keeps all activations, in our executor or else in any engine."""
     every = [
         other
         for other in cells

@@ -1,4 +1,4 @@
-"""What came of an executed cell: always a row, with where and by which job it was run."""
+"""The record of an executed cell: its outcome, the hosts and the job that ran it."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from rematbench.slurm.cells import Cell, CellStatus
 from rematbench.slurm.nodefacts import NodeFacts
 
 MAX_ATTEMPTS = 3
-"""Jobs that may be lost under a cell (preempted, killed) before that is its result."""
+"""Jobs that a cell may lose (preempted, killed) before the cell counts as failed."""
 
 
 class CellRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The outcome of a cell.  `record` is what its processes wrote; `final` is false where another
-    attempt is due.  `wall_s` is the launch's, imports included: never a performance."""
+    attempt is due.  `wall_s` times the launch with its imports, so no table shows it."""
 
     key: str
     cell: Cell
@@ -31,12 +31,12 @@ class CellRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def encode(record: CellRecord) -> bytes:
-    """As stored: JSON that a person can read."""
+    """The bytes of a stored record: JSON that a person can read."""
     return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
 
 
 def decode(data: bytes) -> CellRecord:
-    """Back from a store; raises msgspec.ValidationError for anything else."""
+    """The record of stored bytes; msgspec.ValidationError for anything else."""
     return msgspec.json.decode(data, type=CellRecord)
 
 

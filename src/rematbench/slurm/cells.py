@@ -1,4 +1,4 @@
-"""A measurement suite: its cells, what identifies each, and bundles that share an allocation."""
+"""A campaign suite: its cells, what identifies each, and bundles that share an allocation."""
 
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from rematbench.runs.record import content_hash, run_spec
 from rematbench.runs.suite import NamedProblem, Suite, Variant, check_names
 from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.slurm.engines import code_of, engine_name, is_baseline, on_own_stack, resolve
-from rematbench.slurm.settings import Site, load_site
+from rematbench.slurm.settings import Center, load_center
 from rematbench.spec.configfile import ConfigError, closest, convert, read_mapping
 from rematbench.workload import PositiveInt
 
@@ -27,7 +27,7 @@ OVERHEAD_MINUTES = 5
 """Of an allocation's time limit: node checks, canary, first imports from a cold file system."""
 
 
-class Measurement(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CampaignSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Problems and methods to execute, `steps` observed optimizer steps each.
 
     `methods`: names to run on every problem (all discovered ones when empty); they and the variants
@@ -67,9 +67,9 @@ class Bundle(Struct, frozen=True, kw_only=True):
 
 
 class Campaign:
-    """A measurement suite on a site."""
+    """A campaign suite on a center."""
 
-    def __init__(self, suite: Measurement, registry: Registry, cluster: str | Path = "") -> None:
+    def __init__(self, suite: CampaignSuite, registry: Registry, cluster: str | Path = "") -> None:
         """`cluster` (a name or file) replaces the suite's.  ConfigError for what cannot be."""
         if cluster:
             changed = tuple(replace(spec, cluster=str(cluster)) for spec in suite.problems)
@@ -80,7 +80,7 @@ class Campaign:
             raise ConfigError("", "problems", text)
         self.suite = suite
         self.registry = registry
-        self.site: Site = load_site(names[0])
+        self.center: Center = load_center(names[0])
         self._problems: dict[tuple[str, str], Problem] = {}
 
     @cached_property
@@ -108,7 +108,7 @@ class Campaign:
         """METHOD.NODESn.PART -> its cells.  Adding a method moves no cell of another."""
         groups: dict[tuple[str, int, int], list[Cell]] = {}
         for cell in self.cells:
-            nodes = self.site.nodes(cell.spec.gpus)
+            nodes = self.center.nodes(cell.spec.gpus)
             shape = (cell.variant.method, nodes, cell.spec.gpus // nodes)
             groups.setdefault(shape, []).append(cell)
         size = self._cells_per_job()
@@ -127,13 +127,13 @@ class Campaign:
         return found
 
     def _cells_per_job(self) -> int:
-        """As many as the suite allows and the site's time limit holds."""
-        suite, limit = self.suite, self.site.slurm.minutes
+        """As many as the suite allows and the center's time limit holds."""
+        suite, limit = self.suite, self.center.slurm.minutes
         room = (limit - OVERHEAD_MINUTES) // suite.cell_minutes
         if room < 1:
             text = (
                 f"{suite.cell_minutes} and {OVERHEAD_MINUTES} for the node's checks exceed the "
-                f"{limit} minutes that {self.site.name} allows a job"
+                f"{limit} minutes that {self.center.name} allows a job"
             )
             raise ConfigError("", "cell_minutes", text)
         return min(suite.cells_per_job, room)
@@ -212,10 +212,10 @@ class Campaign:
         return f"{cell.name}.{word}"
 
 
-def load_measurement(path: Path) -> Measurement:
-    """A measurement suite from YAML; an unknown key or a wrong type is an error with its path."""
+def load_campaign_suite(path: Path) -> CampaignSuite:
+    """A campaign suite from YAML; an unknown key or a wrong type is an error with its path."""
     label = str(path)
-    suite = convert(read_mapping(path, label), Measurement, label)
+    suite = convert(read_mapping(path, label), CampaignSuite, label)
     names = [problem.name for problem in suite.problems]
     if not names:
         raise ConfigError(label, "problems", "none given")

@@ -1,4 +1,4 @@
-"""Who runs a cell: a method by our own executor, or a baseline by the package that it is."""
+"""The engine of a cell: our executor runs a method, a package runs its own baseline."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ def is_baseline(registry: Registry, name: str) -> bool:
 
 
 def engine_name(registry: Registry, name: str) -> str:
-    """What runs it, without the version that only a record knows."""
+    """The engine of a name, without its version, which only a record has."""
     return name.replace("_", "-") if is_baseline(registry, name) else OURS
 
 
@@ -42,8 +42,8 @@ def resolve(registry: Registry, name: str, settings: Mapping[str, Value]) -> Com
 
 
 def on_own_stack(registry: Registry, name: str, spec: NamedProblem) -> NamedProblem:
-    """A problem as who runs it plans it: a baseline under the system of its own name, if there is
-    one; the problem's `system` is that of methods."""
+    """The problem under its engine's system: a baseline has the system of its own name, if there
+    is one; methods have the problem's `system`."""
     own = name.replace("_", "-")
     if is_baseline(registry, name) and (data_dir("config") / f"systems/{own}.yaml").is_file():
         return replace(spec, system=own)
@@ -51,8 +51,8 @@ def on_own_stack(registry: Registry, name: str, spec: NamedProblem) -> NamedProb
 
 
 def code_of(registry: Registry, name: str) -> str:
-    """The files of a composed method, or of a baseline with what all baselines share and its pinned
-    packages; and all that they import."""
+    """A digest of a cell's files and of their imports: a composed method's, or a baseline's
+    with the files that all baselines share and its pinned packages."""
     if not is_baseline(registry, name):
         return method_digest(registry.methods[part].origin for part in name.split("+"))
     folder = data_dir("baselines")

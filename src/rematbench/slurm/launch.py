@@ -1,4 +1,4 @@
-"""Start a cell's processes by torchrun, here or on every node of an allocation; end them surely."""
+"""Start a cell's processes by torchrun, here or on every node of an allocation, and end them."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """How a launch ended.  `code` is None when the limit passed; `stderr` is its end."""
+    """How a launch ended.  `code` is None after the time limit; `stderr` has the last output."""
 
     code: int | None
     stderr: str
@@ -46,8 +46,8 @@ class Ended(Struct, frozen=True, kw_only=True):
 
 
 def on_every_node(allocation: Allocation, words: Sequence[str]) -> list[str]:
-    """A command on every node of an allocation, once each.  The executor's job step drops what
-    sbatch set (SLURM_*), so every number is said again."""
+    """The srun command that runs `words` once on every node.  The executor's job step drops what
+    sbatch set (SLURM_*), so srun gets every number as an option."""
     count = str(allocation.nodes)
     srun = ["srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1"]
     return [*srun, "--kill-on-bad-exit=1", "--cpu-bind=none", *words]
@@ -81,8 +81,8 @@ def torchrun(allocation: Allocation, words: Sequence[str]) -> list[str]:
 def run_limited(
     words: Sequence[str], log: Path, limit_s: float, stopped: Callable[[], bool]
 ) -> Ended:
-    """Run a command in a session of its own until it ends, `limit_s` pass or `stopped()`; all its
-    processes are ended.  Output goes to `log`."""
+    """Run a command in its own session until it ends, `limit_s` have passed or `stopped()` holds;
+    then end all its processes.  `log` takes the output."""
     start = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -102,7 +102,7 @@ def run_limited(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process group: asked first (srun passes it to the other nodes), then killed."""
+    """End a process group by SIGTERM (srun passes it to the other nodes), then by SIGKILL."""
     if process.poll() is None:
         _signal(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""What a node has, before a cell runs there: memory, limits, NUMA, and a canary's rates."""
+"""Facts of a node before a cell runs there: memory, limits, NUMA, and a canary's rates."""
 
 import os
 import platform
@@ -20,8 +20,8 @@ SLOW = 0.8
 
 
 class NodeFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One host of an allocation.  Bytes; -1 stands for no limit.  `torch_gpus` is how many torch
-    sees, -1 where nobody asked it."""
+    """One host of an allocation.  Bytes; -1 stands for no limit.  `torch_gpus` counts the GPUs that
+    torch sees; -1: not counted."""
 
     host: str
     kernel: str
@@ -39,8 +39,8 @@ class NodeFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def node_facts(canary_s: float = 0.0, *, count_gpus: bool = False) -> NodeFacts:
-    """This host, with a canary of `canary_s` seconds where torch is installed; with `count_gpus`,
-    how many GPUs torch sees (or else -1)."""
+    """Facts of this host, with a canary of `canary_s` seconds where torch is installed; with
+    `count_gpus`, with the number of GPUs that torch sees."""
     cpus = os.sched_getaffinity(0)
     nodes = _numa_nodes()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -105,8 +105,8 @@ def _gpu_numa() -> dict[str, int]:
 
 
 def shortages(facts: NodeFacts, pinned_bytes: int, gpus: int = 0) -> list[str]:
-    """Why a node cannot hold the predicted pinned bytes, or gives torch fewer GPUs than the job
-    asked for (a build without CUDA would run the cell on CPUs for hours); empty if it can."""
+    """Reasons not to start on a node: it cannot hold the predicted pinned bytes, or torch sees
+    fewer GPUs than the job asked for (without CUDA, a cell would run on CPUs for hours)."""
     found = []
     if 0 <= facts.torch_gpus < gpus:
         sees = f"torch {facts.torch} sees {facts.torch_gpus} of {gpus} GPUs"
@@ -124,7 +124,7 @@ def shortages(facts: NodeFacts, pinned_bytes: int, gpus: int = 0) -> list[str]:
 
 
 def oddities(nodes: Sequence[NodeFacts], pinned_bytes: int = 0) -> list[str]:
-    """What is worth a word but stops nothing: a slow device, GPUs on a NUMA node without CPUs,
+    """Remarks that stop no cell: a slow device, GPUs on a NUMA node without CPUs,
     `ulimit -l` below the pinned bytes (CUDA pins past it, RDMA libraries do not)."""
     found = [
         _short(node, "ulimit -l", node.memlock_bytes, pinned_bytes)

@@ -1,12 +1,12 @@
-"""Snakemake's Slurm executor forgets its jobs when Slurm does not answer, and asks ever later.
+"""Keep Snakemake's Slurm executor from losing its jobs when Slurm is silent, and from asking late.
 
 Seen with snakemake-executor-plugin-slurm 2.8.0: when every status query of a round fails (the
 controller is away), `check_active_jobs` gives no job back, which means to its caller that all have
-ended; Snakemake then waits for ever for results that nobody watches.  Wrapped, a round without one
-successful query gives every job back, to be asked about again.
+ended; Snakemake then waits for ever for jobs that nothing watches.  With the wrapper, a round
+without one successful query gives every job back, so that the next round asks about all of them.
 
-And after every round in which no job ended it waits 10 s longer before the next, up to 180 s,
-whatever the profile says: a job of 46 s is noticed after 80.  Wrapped, it waits at most as told.
+After a round in which no job ended, the executor waits 10 s longer before the next, up to 180 s,
+whatever the profile says: it notices a job of 46 s after 80.  The wrapper bounds the wait.
 """
 
 import sys
@@ -19,7 +19,7 @@ PLUGIN = "snakemake_executor_plugin_slurm"
 def be_patient(longest_s: float, executor: Any = None) -> bool:
     """Wrap the executor class (by default the loaded plugin's), once; False if there is none.
 
-    `longest_s`: between two rounds of status queries."""
+    `longest_s`: the longest wait between two rounds of status queries."""
     module = sys.modules.get(PLUGIN)
     found = executor or getattr(module, "Executor", None)
     if found is None or not hasattr(found, "check_active_jobs"):
@@ -29,9 +29,9 @@ def be_patient(longest_s: float, executor: Any = None) -> bool:
     ask = found.check_active_jobs
 
     async def check_active_jobs(self: Any, active_jobs: Sequence[Any]) -> AsyncIterator[Any]:
-        """The plugin's, but no answer is not an end."""
-        # The first rounds may come before the executor is made: it has no counter then, and what
-        # this thread raises is lost with the thread, which nobody misses until for ever.
+        """The plugin's jobs; all of them if no query was answered."""
+        # The first rounds may run before the executor has its counter.  An exception here would
+        # end this thread unseen, and Snakemake would wait for ever.
         answered = getattr(self, "_status_query_calls", 0)
         kept = []
         async for job in ask(self, active_jobs):

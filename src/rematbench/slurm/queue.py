@@ -1,4 +1,4 @@
-"""Slurm's own words: which jobs live, which nodes a partition has, what an earlier run left."""
+"""Ask Slurm: which jobs live, which nodes a partition has, which jobs an earlier run left."""
 
 import contextlib
 import shutil
@@ -15,7 +15,7 @@ POLL_S = 2.0
 ANSWER_S = 60.0
 """Longest wait for one answer of a Slurm command."""
 PATIENCE_MINUTES = 10.0
-"""How long a controller may be away before nobody waits for it any longer."""
+"""How long a run waits for a controller that does not answer."""
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "STAGE_OUT", "SIGNALING")
 UNLIMITED = 1 << 30
 
@@ -25,11 +25,11 @@ class Unreachable(RuntimeError):
 
 
 class Silent(Unreachable):
-    """Slurm did not answer for longer than anybody wants to wait."""
+    """Slurm did not answer within the run's patience."""
 
 
 def ask(*words: str, limit_s: float = ANSWER_S) -> list[str] | None:
-    """A Slurm command's lines; None where it is not installed; Unreachable with its last line."""
+    """Output lines of a Slurm command; None if not installed; Unreachable with its last line."""
     if shutil.which(words[0]) is None:
         return None
     try:
@@ -42,7 +42,7 @@ def ask(*words: str, limit_s: float = ANSWER_S) -> list[str] | None:
 
 
 def job_alive(job_id: str) -> bool | None:
-    """Whether a job has processes or may have; None when Slurm cannot be asked."""
+    """Whether a job has processes or may have some; None without an answer."""
     try:
         lines = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%T")
     except Unreachable as error:
@@ -51,7 +51,7 @@ def job_alive(job_id: str) -> bool | None:
 
 
 class Left(Struct, frozen=True):
-    """A job of ours in the queue."""
+    """A job of this project in the queue."""
 
     job_id: str
     state: str
@@ -72,7 +72,7 @@ def left_jobs(folder: Path, limit_s: float = ANSWER_S) -> list[Left]:
 def settle_jobs(
     folder: Path, *, cancel: bool, patience_s: float, say: Callable[[str], None]
 ) -> None:
-    """Cancel what waits, and end or wait for what runs; returns when none is left.
+    """Cancel pending jobs, cancel or await running ones; return when none is left.
 
     Raises Silent once Slurm has not answered for `patience_s` seconds on end.
     """
@@ -85,13 +85,13 @@ def settle_jobs(
                 say(f"job {job.job_id} of an earlier run is {job.state.lower()}: {does}")
             told.add(job.job_id)
             if ends and job.state != "COMPLETING":
-                with contextlib.suppress(Unreachable):  # the next look finds it again
+                with contextlib.suppress(Unreachable):  # the next query lists it again
                     ask("scancel", job.job_id, limit_s=min(ANSWER_S, patience_s))
         time.sleep(POLL_S)
 
 
 def _patiently(folder: Path, patience_s: float, say: Callable[[str], None]) -> list[Left]:
-    """The jobs that are left, asked for until the controller answers or patience ends."""
+    """Query the jobs that are left until the controller answers or patience ends."""
     ends = time.monotonic() + patience_s
     limit_s, first = min(ANSWER_S, patience_s), ""
     while True:
@@ -121,7 +121,7 @@ class Node(Struct, frozen=True, kw_only=True):
     up: bool
 
     def count(self, kind: str) -> int:
-        """How many of a GRES kind (`gpu`, `gpu:h800`) it has."""
+        """How many GRES of a kind (`gpu`, `gpu:h800`) the node has."""
         total = 0
         for entry in self.gres.split(","):
             words = entry.partition("(")[0].split(":")

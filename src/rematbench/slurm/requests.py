@@ -1,4 +1,4 @@
-"""Whether a site's partitions can ever hold what is about to be asked of them."""
+"""Check before a submission whether a center's partitions can ever hold the job."""
 
 from collections.abc import Sequence
 
@@ -8,18 +8,18 @@ from rematbench.host.console import CommandError
 from rematbench.slurm.cells import Bundle
 from rematbench.slurm.queue import Node
 from rematbench.slurm.resources import simulated_resources
-from rematbench.slurm.settings import Site
+from rematbench.slurm.settings import Center
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One job: `nodes` nodes with so many CPUs, MB and GPUs each (0: the site's default).
+    """A job: `nodes` nodes with these CPUs, MB and GPUs each (0: the center's default).
 
     `key` is the key of the cluster file's `slurm:` section that names the partition; an empty
     partition is Slurm's default one.
     """
 
     name: str
-    site: str
+    center: str
     key: str
     partition: str
     nodes: int = 1
@@ -35,12 +35,12 @@ class Request(Struct, frozen=True, kw_only=True):
         return f"partition {self.partition}" if self.partition else "the default partition"
 
 
-def executed_request(site: Site, bundle: Bundle) -> Request:
-    """What a bundle of executed cells asks for."""
-    slurm = site.slurm
+def executed_request(center: Center, bundle: Bundle) -> Request:
+    """The request of a bundle of executed cells."""
+    slurm = center.slurm
     return Request(
         name=bundle.name,
-        site=site.name,
+        center=center.name,
         key="partition",
         partition=slurm.partition,
         nodes=bundle.nodes,
@@ -52,23 +52,23 @@ def executed_request(site: Site, bundle: Bundle) -> Request:
     )
 
 
-def simulated_request(site: Site) -> Request:
-    """What each job asks for that simulates."""
-    asked = simulated_resources(site)
+def simulated_request(center: Center) -> Request:
+    """The request of a job that simulates."""
+    asked = simulated_resources(center)
     return Request(
         name="a simulated job",
-        site=site.name,
-        key="cpu_partition" if site.slurm.cpu_partition else "partition",
-        partition=site.slurm.cpu_partition or site.slurm.partition,
+        center=center.name,
+        key="cpu_partition" if center.slurm.cpu_partition else "partition",
+        partition=center.slurm.cpu_partition or center.slurm.partition,
         minutes=int(asked["runtime"] or 0),
         mem_mb=int(asked["mem_mb"] or 0),
     )
 
 
 def check_request(request: Request, nodes: Sequence[Node]) -> None:
-    """CommandError if the partition can never hold a job, now or later; `nodes` of all of them."""
+    """CommandError if the partition can never hold the job; `nodes` are those of all partitions."""
     where = request.where
-    key = f"{request.site}: slurm: {request.key}"
+    key = f"{request.center}: slurm: {request.key}"
     if request.partition:
         here = [node for node in nodes if node.partition == request.partition]
     else:

@@ -1,7 +1,7 @@
 """A cluster file's `slurm:` section as the resources that Snakemake's Slurm executor reads."""
 
 from rematbench.slurm.cells import Bundle
-from rematbench.slurm.settings import Site
+from rematbench.slurm.settings import Center
 
 Resources = dict[str, int | str | None]
 
@@ -20,26 +20,26 @@ KEYS = (
     "tasks_per_gpu",
     "mpi",
 )
-"""What the executor knows.  None asks for nothing: an empty qos would be passed on as such."""
+"""Keys that the executor reads.  It skips a value of None, but would pass an empty qos on."""
 
 SIMULATED_MINUTES = 120
 SIMULATED_MEM_MB = 2000
-"""Of the longest simulated job, a model of the matrix; a site that allows less gives less."""
+"""The longest simulated job (one model of the matrix) needs so much; a center may allow less."""
 
 
-def executed_resources(site: Site, bundle: Bundle) -> Resources:
+def executed_resources(center: Center, bundle: Bundle) -> Resources:
     """One task per node (torchrun starts the ranks); `mpi` keeps the executor from wrapping the
     command in an srun of its own, so that ours can reach every node."""
-    slurm = site.slurm
+    slurm = center.slurm
     several = bundle.nodes > 1
-    return _common(site) | {
+    return _common(center) | {
         "slurm_partition": slurm.partition or None,
         "constraint": slurm.constraint or None,
         "slurm_extra": slurm.extra or None,
         "gres": f"{slurm.gres}:{bundle.gpus_per_node}" if slurm.gres else None,
         "runtime": bundle.minutes,
         "mem_mb": slurm.mem_mb_per_node,  # 0 asks for nothing, and must be a number
-        "cpus_per_task": slurm.cpus_per_node or -1,  # negative: the site's default
+        "cpus_per_task": slurm.cpus_per_node or -1,  # negative: the center's default
         "nodes": bundle.nodes,
         "tasks": bundle.nodes if several else None,
         "tasks_per_gpu": 0 if several and slurm.gres else None,  # or `tasks` is taken for it
@@ -47,15 +47,15 @@ def executed_resources(site: Site, bundle: Bundle) -> Resources:
     }
 
 
-def simulated_resources(site: Site) -> Resources:
-    """A CPU job for a simulated bundle, where it is not run locally."""
-    return _common(site) | {
-        "slurm_partition": site.slurm.cpu_partition or site.slurm.partition or None,
-        "runtime": min(SIMULATED_MINUTES, site.slurm.minutes),
+def simulated_resources(center: Center) -> Resources:
+    """The CPU job of a simulated bundle that does not run locally."""
+    return _common(center) | {
+        "slurm_partition": center.slurm.cpu_partition or center.slurm.partition or None,
+        "runtime": min(SIMULATED_MINUTES, center.slurm.minutes),
         "mem_mb": SIMULATED_MEM_MB,
     }
 
 
-def _common(site: Site) -> Resources:
+def _common(center: Center) -> Resources:
     empty: Resources = dict.fromkeys(KEYS)
-    return empty | {"slurm_account": site.slurm.account or None, "qos": site.slurm.qos or None}
+    return empty | {"slurm_account": center.slurm.account or None, "qos": center.slurm.qos or None}

@@ -1,4 +1,4 @@
-"""Every cell of a measurement as a row, finished or not."""
+"""Every cell of a campaign as a row, finished or not."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from rematbench.slurm.shown import columns, shown
 
 
 def cell_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
-    """A row per cell: what was asked, what came of it.  Beside the statuses of records there are
-    `running` and `waiting`."""
+    """A row per cell: its request and its outcome.  A cell without a record is `running` or
+    `waiting`."""
     return [_row(campaign, store, cell)[0] for cell in campaign.cells]
 
 
 def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
-    """The same with every number (`shown.COLUMNS`, `alike.COLUMNS`), measured and simulated: cells
-    are planned."""
+    """The rows with every number (`shown.COLUMNS`, `alike.COLUMNS`), measured and simulated; each
+    cell is planned for that."""
     found: list[dict[str, Any]] = []
     ran: list[Ran | None] = []
     for cell in campaign.cells:
@@ -41,7 +41,7 @@ def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
 def _simulated(campaign: Campaign, cell: Cell) -> PlanEvaluation | None:
     try:
         return campaign.simulated(cell)
-    except PlanError:  # the cell's own row says it
+    except PlanError:  # the reason is in the cell's row
         return None
 
 
@@ -59,7 +59,7 @@ def _row(campaign: Campaign, store: Store, cell: Cell) -> tuple[dict[str, Any], 
         "cluster": spec.cluster,
         "system": spec.system,
         "gpus": spec.gpus,
-        "nodes": campaign.site.nodes(spec.gpus),
+        "nodes": campaign.center.nodes(spec.gpus),
         "seq_len": spec.seq_len,
         "precision": spec.precision,
     }

@@ -1,8 +1,8 @@
 """Run a bundle: its unfinished cells one after the other, each ending in a record.
 
-Whatever happens to a cell (out of memory, a crash, its time limit) is its status, and the next
-cell is run.  What ends the job itself (preemption, scancel, the allocation's limit) ends with
-EXIT_AGAIN: finished cells stay finished, and the next attempt goes on from there.
+A cell that runs out of memory, crashes or reaches its time limit gets that status, and the runner
+goes on with the next cell.  A job that is ended (preemption, scancel, the allocation's limit) exits
+with EXIT_AGAIN: finished cells stay finished, and the same command goes on with the others.
 """
 
 import datetime
@@ -36,7 +36,7 @@ from rematbench.slurm.nodefacts import NodeFacts, oddities, shortages
 EXIT_AGAIN = 75
 """sysexits' EX_TEMPFAIL: run the same command again."""
 MARGIN_S = 30.0
-"""Kept of an allocation's time to write what is to be written."""
+"""The last seconds of an allocation, kept for writing records."""
 
 HOST_MEMORY = "host memory: the kernel or Slurm killed a process for it"
 SIGNS: tuple[tuple[str, CellStatus, str], ...] = (
@@ -47,7 +47,7 @@ SIGNS: tuple[tuple[str, CellStatus, str], ...] = (
     ("Out Of Memory", "oom", HOST_MEMORY),
     ("exitcode: -9", "oom", KILLED),
 )
-"""What the output of a launch says of its end; a reason of its own, or the output's last error."""
+"""(words in a launch's output, status, reason); an empty reason is the output's last error."""
 
 
 class Runner:
@@ -73,17 +73,19 @@ class Runner:
         self.stop = ""
         self.broken = ""
         self.facts: list[NodeFacts] | None = None
-        site = campaign.site
-        on_gpus = bool(allocation.job_id and site.slurm.gres) and site.cluster.generation != "cpu"
-        self.gpus = allocation.gpus_per_node if on_gpus else 0  # that torch must see on each node
+        center = campaign.center
+        on_gpus = (
+            bool(allocation.job_id and center.slurm.gres) and center.cluster.generation != "cpu"
+        )
+        self.gpus = allocation.gpus_per_node if on_gpus else 0  # on each node, for torch to see
 
     def run(self) -> list[CellRecord] | None:
-        """Records of all cells of the bundle; None if the job was ended before that or its nodes
-        failed their check: another job may get others."""
+        """Run the cells and return all records of the bundle; None if the job was ended first or
+        its nodes failed their check (another job may get other nodes)."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
         keys = {self.campaign.key(cell): cell for cell in self.bundle.cells}
-        for wait in (False, True):  # what another live job has in hand comes last
+        for wait in (False, True):  # cells that another live job runs come last
             if wait and self.broken:
                 break
             for key, cell in keys.items():
@@ -104,7 +106,7 @@ class Runner:
         self.stop = f"the job was ended by {name} (preemption, scancel or a node taken away){late}"
 
     def _run(self, cell: Cell, lease: Lease) -> None:
-        """One attempt at a cell, committed or given back."""
+        """Attempt a cell and commit its record, or release the lease when time is over."""
         if self.ends - time.monotonic() < 2 * MARGIN_S:
             self.stop = "the allocation's time is over"
             self.store.release(lease)
@@ -124,7 +126,7 @@ class Runner:
             return self._record(cell, lease, "failed", str(error))
         try:
             facts = self._node_facts()
-        except RuntimeError as error:  # the nodes' fault: another job may get others
+        except RuntimeError as error:  # another job may get other nodes
             self.broken = str(error)
             last = lease.attempt >= MAX_ATTEMPTS
             return self._record(cell, lease, "failed", self.broken, final=last)
@@ -164,7 +166,7 @@ class Runner:
     def _why(
         self, ended: Ended, out: Path, limit: float, record: dict[str, Any] | None
     ) -> tuple[CellStatus, str]:
-        """Status and reason of a launch that did not end well; a failed record is rank 0's word."""
+        """Status and reason of a launch that failed; a failed record has rank 0's error only."""
         if self.stop:
             return "preempted", self.stop
         if ended.code is None:
@@ -183,16 +185,16 @@ class Runner:
         return "failed", f"exit code {ended.code}: {last_words(ended.stderr)}"
 
     def _predicted_pinned(self, cell: Cell) -> int:
-        """Pinned bytes per node that the simulator predicts; 0 for what it cannot plan."""
+        """Pinned bytes per node that the simulator predicts; 0 for a cell without a plan."""
         found = self.campaign.simulated(cell)
         return 0 if found is None else found.host_node_bytes
 
     def _node_facts(self) -> list[NodeFacts]:
-        """Facts of every node, looked up once for each allocation; RuntimeError if that failed."""
+        """Facts of every node, collected once per allocation; RuntimeError if that failed."""
         if self.broken:
             raise RuntimeError(self.broken)
         if self.facts is None:
-            canary_s = self.campaign.site.slurm.canary_s
+            canary_s = self.campaign.center.slurm.canary_s
             self.facts = all_facts(self.allocation, canary_s, self.gpus > 0)
         return self.facts
 
@@ -214,8 +216,8 @@ class Runner:
 
 
 def manifest(records: list[CellRecord]) -> bytes:
-    """A bundle's declared output: which record each cell has, and nothing that changes when a
-    finished bundle is run again."""
+    """A bundle's declared output: key and status of each cell's record, and nothing that a second
+    run of a finished bundle would change."""
     rows = [{"key": r.key, "status": r.status, "reason": r.reason} for r in records]
     return msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n"
 

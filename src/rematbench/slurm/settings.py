@@ -1,4 +1,4 @@
-"""The `slurm:` section of a cluster file: how that site wants its jobs to be asked for."""
+"""The `slurm:` section of a cluster file: how a center wants its jobs submitted."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +14,10 @@ CanarySeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
 
 
 class SlurmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Partition, account and limits of a site; nothing here changes a result.
+    """Partition, account and limits of a center; nothing here changes a result.
 
     `gres` is the GPU resource without its count (`gpu`, `gpu:h800`); empty on CPU-only clusters.
-    `nodes` is the most one job may have; 0 for memory or CPUs leaves them to the site's defaults.
+    `nodes` is the most one job may have; 0 for memory or CPUs leaves them to the center's defaults.
     `cpu_partition` is for jobs without GPUs, where they do not run locally.
     `setup` are shell lines run before anything else on the first node (module load, activate);
     `environment` is exported to every process.  `source` says where the numbers come from.
@@ -45,8 +45,8 @@ class SlurmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return "".join(f"{line} && " for line in (*self.setup, *exports))
 
 
-class Site(Struct, frozen=True, kw_only=True):
-    """A cluster and how to ask it for jobs."""
+class Center(Struct, frozen=True, kw_only=True):
+    """A cluster and how jobs are submitted to it."""
 
     name: str
     cluster: Cluster
@@ -61,7 +61,7 @@ class Site(Struct, frozen=True, kw_only=True):
         return gpus // per_node
 
 
-def load_site(name_or_path: str | Path) -> Site:
+def load_center(name_or_path: str | Path) -> Center:
     """A cluster with its `slurm:` section, by name or file; ConfigError if it has none."""
     path = located("cluster", name_or_path)
     label = str(name_or_path)
@@ -73,7 +73,7 @@ def load_site(name_or_path: str | Path) -> Site:
         raise ConfigError(label, "slurm", "expected a mapping of keys to values")
     settings = convert(data, SlurmSettings, f"{label}: slurm")
     _check(settings, f"{label}: slurm")
-    return Site(name=label, cluster=load_cluster(name_or_path), slurm=settings)
+    return Center(name=label, cluster=load_cluster(name_or_path), slurm=settings)
 
 
 _BY_KEY = ("--partition", "--account", "--qos", "--constraint", "--gres", "--nodes", "--time")

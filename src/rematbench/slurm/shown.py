@@ -24,12 +24,12 @@ COLUMNS = (
     *("peak_host_bytes", "offload_bytes", "recompute_flop"),
     *("simulated_step_s", "simulated_peak_bytes", "step_error_percent", "peak_error_percent"),
 )
-"""Of every cell; what is not known of one is empty."""
+"""Columns of every cell; an unknown value is empty."""
 
 
 class Shown(Struct, frozen=True, kw_only=True):
-    """What a run showed.  Bytes are of `rank`, the fullest; `step_s` of the slowest rank of each
-    timed step, on GPUs only; None is unknown."""
+    """The numbers of a run.  Bytes are those of `rank`, the fullest; `step_s` has the slowest rank
+    of each timed step, on GPUs only; None is unknown."""
 
     engine: str
     kernels: str
@@ -117,8 +117,8 @@ def engine_of(label: str, stack: Mapping[str, str]) -> str:
 def columns(
     found: Shown | None, problem: Problem, simulated: PlanEvaluation | None
 ) -> dict[str, Any]:
-    """All of COLUMNS.  A CPU's time is no performance, so nothing is said of one; the simulated
-    step stands alone where a GPU is to run the cell and has not yet."""
+    """A value for each of COLUMNS.  A CPU's time is no performance, so a CPU's row has no step; a
+    cell that no GPU has run yet has the simulated step alone."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS, "")
     ran_on_cpu = found is not None and found.device.startswith("cpu")
     on_cpu = problem.cluster.generation == "cpu" or ran_on_cpu
@@ -143,7 +143,7 @@ def columns(
 
 
 def percent(measured: float, simulated: float) -> float:
-    """Measured less simulated, of the latter."""
+    """By how many percent of the simulated value the measured one exceeds it."""
     return round(100 * (measured / simulated - 1.0), 3)
 
 

@@ -1,4 +1,4 @@
-"""What would be submitted, what it is predicted to cost, and what can be refused at once."""
+"""Jobs that are due, their predicted cost, and the checks before the first submission."""
 
 from collections.abc import Callable, Sequence
 from math import fsum
@@ -14,15 +14,15 @@ from rematbench.runs.store import Store
 from rematbench.slurm.cells import Bundle, Campaign, Cell
 from rematbench.slurm.queue import Node, Unreachable, partitions
 from rematbench.slurm.requests import check_request, executed_request, simulated_request
-from rematbench.slurm.settings import Site
+from rematbench.slurm.settings import Center
 
 STARTUP_S = 60.0
-"""Of a cell beside its steps: imports, communicators, the model's allocation.  Our estimate."""
+"""A cell's start-up: imports, communicators, allocating the model.  Our estimate."""
 
 
 class Submission(Struct, frozen=True, kw_only=True):
-    """One job.  `gpu_hours` is predicted, `most_gpu_hours` is what its time limit allows; both are
-    zero on a cluster whose `slurm:` section names no `gres`."""
+    """One job.  `gpu_hours` is predicted, `most_gpu_hours` is its time limit times its GPUs; both
+    are zero on a cluster whose `slurm:` section names no `gres`."""
 
     bundle: str
     nodes: int
@@ -44,8 +44,8 @@ def submissions(campaign: Campaign, store: Store) -> list[Submission]:
 
 
 def _submission(campaign: Campaign, bundle: Bundle, cells: Sequence[Cell]) -> Submission:
-    slurm = campaign.site.slurm
-    whole = campaign.site.cluster.gpus_per_node if "--exclusive" in slurm.extra else 0
+    slurm = campaign.center.slurm
+    whole = campaign.center.cluster.gpus_per_node if "--exclusive" in slurm.extra else 0
     gpus = bundle.nodes * max(bundle.gpus_per_node, whole) if slurm.gres else 0
     seconds = slurm.canary_s + fsum(STARTUP_S + _seconds(campaign, cell) for cell in cells)
     return Submission(
@@ -60,7 +60,7 @@ def _submission(campaign: Campaign, bundle: Bundle, cells: Sequence[Cell]) -> Su
 
 
 def _seconds(campaign: Campaign, cell: Cell) -> float:
-    """Predicted seconds of a cell's steps; none for what is refused before its first."""
+    """Predicted seconds of a cell's steps; 0 for a cell that has no plan."""
     try:
         found = campaign.simulated(cell)
     except PlanError:
@@ -85,7 +85,7 @@ def announce(
     ask_slurm: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Say every submission that is left, then refuse as `refuse` does."""
+    """Say every submission that is due, then check them by `refuse`."""
     rows = submissions(campaign, store)
     for row in rows:
         say(
@@ -101,7 +101,7 @@ def summary(campaign: Campaign, rows: Sequence[Submission]) -> str:
     known = fsum(row.gpu_hours for row in rows)
     most = fsum(row.most_gpu_hours for row in rows)
     return (
-        f"{len(rows)} submissions on {campaign.site.name}: {known:.3f} GPU-hours predicted, "
+        f"{len(rows)} submissions on {campaign.center.name}: {known:.3f} GPU-hours predicted, "
         f"{most:.2f} if each ran to its limit"
     )
 
@@ -109,12 +109,12 @@ def summary(campaign: Campaign, rows: Sequence[Submission]) -> str:
 def refuse(
     campaign: Campaign, rows: Sequence[Submission], *, max_gpu_hours: float, ask_slurm: bool
 ) -> None:
-    """CommandError for what cannot or must not be submitted: one line, before anything is."""
-    site, slurm = campaign.site, campaign.site.slurm
+    """CommandError, before the first submission, for a job that cannot or must not run."""
+    center, slurm = campaign.center, campaign.center.slurm
     for row in rows:
         if row.nodes > slurm.nodes:
             raise CommandError(
-                f"{row.bundle} needs {row.nodes} nodes; {site.name} allows {slurm.nodes} "
+                f"{row.bundle} needs {row.nodes} nodes; {center.name} allows {slurm.nodes} "
                 "(slurm: nodes)"
             )
     total = fsum(row.gpu_hours for row in rows)
@@ -127,14 +127,14 @@ def refuse(
     nodes = slurm_nodes() if ask_slurm and rows else None
     if nodes is not None:
         for row in rows:
-            check_request(executed_request(site, campaign.bundles[row.bundle]), nodes)
+            check_request(executed_request(center, campaign.bundles[row.bundle]), nodes)
 
 
-def refuse_simulated(site: Site) -> None:
-    """CommandError if the site's partitions can never hold a job that simulates."""
+def refuse_simulated(center: Center) -> None:
+    """CommandError if the center's partitions can never hold a job that simulates."""
     nodes = slurm_nodes()
     if nodes is not None:
-        check_request(simulated_request(site), nodes)
+        check_request(simulated_request(center), nodes)
 
 
 def slurm_nodes() -> list[Node] | None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, Site, covered, resolve
 from rematbench.lowering.lower import rank_orders
-from rematbench.lowering.rank_steps import site_kinds
+from rematbench.lowering.rank_steps import pass_kinds
 from rematbench.operators.ops import Part
 from rematbench.plan import Phase, Plan, Rule
 from rematbench.problem import Problem, rebuild_ops
@@ -121,13 +121,13 @@ def _kinds_of_chunks(
             for chunk, layers in enumerate(plan.partition[rank])
         ]
         reached = [covered(plan.rules, ops.sites) for ops in chunks]
-        for kind, site in site_kinds(order, windows).items():
+        for kind, item in pass_kinds(order, windows).items():
             ops = chunks[kind.chunk]
             which = (rank, kind.chunk) if apart else (ops.shape, reached[kind.chunk])
             key = (which, kind.phase, kind.inside)
             if key not in seen:
                 seen.add(key)
-                yield ops, kind.phase, site.micro_batch
+                yield ops, kind.phase, item.micro_batch
 
 
 def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:

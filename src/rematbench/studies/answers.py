@@ -1,4 +1,4 @@
-"""Ask a study's questions: one answer per workload, layout and method, whatever happens."""
+"""Answer a study's questions: one answer (or reason) per workload, layout and method."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ class Answer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def merit(self) -> float:
-        """What the best layout has most of: sequence length, speed, or nothing to choose by."""
+        """The number by which a layout is best: sequence length, speed, or none."""
         for key in ("seq_len", "tokens_per_s_per_gpu"):
             if key in self.values and self.ask in ("run", "longest"):
                 return float(self.values[key])

@@ -1,4 +1,4 @@
-"""What config/claims.yaml declares: how each claim is computed here, and how near is near.
+"""The declarations of config/claims.yaml: how each claim is computed, and its tolerance.
 
 Nothing here holds a result.  Published values are read from results/published/claims.csv; ours come
 from answers of studies (rematbench.studies.answers).
@@ -34,8 +34,8 @@ class Tolerance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Query(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One number from the answers of a study.
 
-    `of`: workloads, each with the best of its layouts and of `methods`; `to`, `to_methods`: what it
-    is set against (the same workloads, or one for each).  `value` is the metric, `ratio` of / to,
+    `of`: workloads, each with the best of its layouts and of `methods`; `to`, `to_methods`: what
+    they are compared with (the same, or one for each).  `value` is the metric, `ratio` of / to,
     `less_pct` and `more_pct` what of lies below and above to, in percent.  `reduce` says what is
     made of several workloads, `same_layout` that of and to share a layout (each one counts) instead
     of having their own best; `scale` is a unit conversion.
@@ -135,7 +135,7 @@ class Published(Struct, frozen=True):
 
     @property
     def prefix(self) -> str:
-        """What stands before every number: a bound, or `up to`."""
+        """The word before every number: a bound, or `up to`."""
         return "up to" if self.text.strip().startswith("up to") else self.bound
 
     def told(self, part: Part) -> float | None:

@@ -1,4 +1,4 @@
-"""What a static memory plan would take, and what PyTorch's caching allocator reserves instead."""
+"""Bytes of a static memory plan beside those that PyTorch's caching allocator reserves."""
 
 from msgspec import Struct
 
@@ -28,7 +28,7 @@ class Fragmentation(Struct, frozen=True, kw_only=True):
 
 
 def fragmentation(problem: Problem, plan: Plan) -> Fragmentation:
-    """Replay a plan's fullest rank; nothing limits the allocator: it shows what it wants."""
+    """Replay a plan's fullest rank on an allocator without a limit."""
     program = lower(plan, problem)
     ranks = program_bytes(problem, plan, program)
     fullest = fullest_rank(ranks)

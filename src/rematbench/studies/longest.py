@@ -89,7 +89,7 @@ def _crossing(tried: dict[int, Outcome], low: int, high: int) -> int | None:
 
 
 def _room(outcome: Outcome | None) -> int | None:
-    """What allocated bytes leave of the device, negative if they are more; None if unknown."""
+    """Device bytes less allocated bytes (negative: they do not fit); None if unknown."""
     if outcome is None or outcome.evaluation is None or outcome.verdict is None:
         return None
     found = outcome.evaluation

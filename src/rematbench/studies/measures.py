@@ -1,4 +1,4 @@
-"""What claims are about beside a step: bytes of one operator, a layer, an allocator's waste."""
+"""Numbers of claims beside a step: bytes of one operator, a layer, an allocator's waste."""
 
 from collections.abc import Callable
 from math import fsum

@@ -1,4 +1,4 @@
-"""What the tables of studies share: published numbers beside answers, the best of a group."""
+"""Shared by the tables of studies: published numbers beside answers, the best of a group."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -18,7 +18,7 @@ WORKLOAD, METHOD = Column("workload", "workload"), Column("method", "method")
 
 
 def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> Told:
-    """What claims.csv says about single cells, from the queries of config/claims.yaml."""
+    """Numbers of claims.csv for single cells, by the queries of config/claims.yaml."""
     texts = {row["id"]: published(row["value"]) for row in rows}
     found: dict[tuple[str, str, str, str, str], float] = {}
     for claim in claims.claims:

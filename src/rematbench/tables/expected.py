@@ -14,11 +14,11 @@ from rematbench.spec.paths import data_dir
 Cells = list[list[str]]
 
 NOTHING = 1e-12
-"""What is left of a difference of equal shares: no relative tolerance means anything there."""
+"""The rounding of a difference of equal shares, which no relative tolerance can judge."""
 
 
 class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A statistic of the absolute values of a column that may be at most so much."""
+    """A statistic of a column's absolute values, and the most that it may be."""
 
     table: str
     column: str

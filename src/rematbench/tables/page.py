@@ -1,7 +1,7 @@
 """The report: one self-contained page and REPORT.md, from the tables and figures that exist.
 
-Tables of other worlds (traced, executed) and of later commands appear as soon as they are there;
-nothing fails where they are not.
+Tables of other worlds (traced, executed) and of later commands appear once their files exist; a
+missing file is no error.
 """
 
 import base64
@@ -16,7 +16,7 @@ from rematbench.spec.configfile import convert, read_mapping
 from rematbench.spec.paths import data_dir
 
 LONG = 40
-"""Letters from which a cell is prose that needs room."""
+"""A cell with more letters is prose and gets room."""
 
 GPUS = ("H800", "A800", "A100", "H100", "H200")
 
@@ -51,7 +51,7 @@ class Part(Struct, frozen=True, kw_only=True):
 
 
 class Page(Struct, frozen=True, kw_only=True):
-    """What goes on the page: the outcome, facts of the first screen, sections with their parts."""
+    """The page's content: the outcome, facts of the first screen, sections with their parts."""
 
     config: ReportConfig
     outcome: str
@@ -100,7 +100,7 @@ def _found(results: Path, folder: str, suffix: str) -> Iterator[Part]:
 
 
 def no_gpu_sentence(results: Path) -> str:
-    """Which of the GPUs that papers used has an executed record here."""
+    """One sentence on which of the papers' GPUs have an executed record here."""
     used = set()
     for path in sorted((results / "measured").rglob("*.json")):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -158,12 +158,12 @@ def _more(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def _repeats(row: Sequence[str], before: Sequence[str], column: int) -> bool:
-    """Whether a long text is that of the line above, as all to the left of it is."""
+    """Whether a long text and every cell to its left repeat the line above."""
     return len(row[column]) > LONG and list(row[: column + 1]) == list(before[: column + 1])
 
 
 def _cell(text: str, *, repeated: bool = False) -> str:
-    """One cell; what only repeats the line above is a ditto, and names may part after `_`."""
+    """One cell; a repetition of the line above is a ditto, and names may break after `_`."""
     if repeated:
         return f'<td class="ditto" title="{html.escape(text, quote=True)}">&Prime;</td>'
     plain = text.replace(",", "").replace("%", "").strip()

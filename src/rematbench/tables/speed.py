@@ -25,7 +25,7 @@ NOTE = (
 
 
 def signed(value: Any) -> str:
-    """A percentage that is one already, with its sign."""
+    """A value in percent, with its sign."""
     return f"{float(value):+.1f}"
 
 
@@ -93,7 +93,7 @@ def _plain(value: Any) -> str:
 
 
 def is_alike(row: Row) -> bool:
-    """Not where first loss or gradient norm are known to be wrong."""
+    """Whether a cell counts: neither its first loss nor its gradient norm is wrong."""
     return row.get("alike") != "NO"
 
 
@@ -110,7 +110,7 @@ def remark(row: Row) -> str:
 
 
 def _base(row: Row, rows: Sequence[Row]) -> Row | None:
-    """What a cell's gain is over: the same problem, engine and GPUs, nothing rebuilt or moved."""
+    """The reference of a gain: the same problem, engine and GPUs, nothing rebuilt or moved."""
     keys = ("problem", "engine", "device")
     for other in rows:
         same = all(other.get(key) == row.get(key) for key in keys)

@@ -1,4 +1,4 @@
-"""What fills each pipeline stage's device memory at its peak: the parts of a stacked bar."""
+"""The parts of each pipeline stage's device memory at its peak, as a stacked bar."""
 
 from msgspec import Struct
 
@@ -69,8 +69,8 @@ def stage_bytes(
 
 
 def fragmentation_bytes(program: Program, rank: int, held: RankBytes, usable_bytes: int) -> int:
-    """What the rank's allocator reserves beyond the ledger's peak, replayed well past it.  Where
-    that exceeds the device, the allocator first gives back what it only caches."""
+    """Bytes that the rank's allocator reserves beyond the ledger's peak, replayed well past it.  At
+    the device's limit the allocator first releases cached blocks."""
     resident = (held.parameter, held.gradient, held.optimizer, held.pools)
     blocks = tuple(nbytes for nbytes in resident if nbytes)
     steps = 2 * held.peak_step + 1

@@ -53,8 +53,8 @@ def has_its_own_table(record: Record) -> bool:
 
 
 def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Table:
-    """One row per problem and method; columns of every world that has a record of it.  `again` says
-    what was traced again where the table is made."""
+    """One row per problem and method, with columns of every world that has a record of it.  `again`
+    is a sentence on what was retraced for this table."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     bases = {problem: r.plan_hash for problem, r in records if r.spec.method == IDENTITY}
     for problem, record in records:
@@ -124,7 +124,7 @@ def _counts(found: Measured) -> dict[str, Any]:
 
 
 def _ran(found: Measured) -> dict[str, Any]:
-    """What only real values tell."""
+    """The columns that only an executed record has."""
     if found.comparison is None:
         return {}
     other = found.comparison

@@ -1,5 +1,5 @@
 """Two timings of one GPU: the executor's step beside the same step written by hand, and copies to
-and from the host beside matrix products.  By events; on a CPU they run, and mean nothing."""
+and from the host beside matrix products.  Events time them; a CPU's times mean nothing."""
 
 import statistics
 import time
@@ -28,8 +28,8 @@ RULE = AdamW(lr=1e-4)
 
 
 class StepTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of steps by turns: the executor with all-keep fates and the loop written by hand; and
-    what the executor's host takes to issue a step."""
+    """Seconds of steps in turn, of the executor with all-keep fates and of the handwritten loop;
+    and seconds in which the executor's host issues a step."""
 
     executor_s: tuple[float, ...]
     by_hand_s: tuple[float, ...]
@@ -43,8 +43,8 @@ class StepTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def step_times(problem: Problem, plan: Plan, device: torch.device, rounds: int) -> StepTimes:
-    """`rounds` steps of each kind, one after another so that clocks and heat are the same, after a
-    warm-up.  One model serves all: its weights go on changing, the work does not."""
+    """Time `rounds` steps of each kind in turn, so that clocks and heat are the same, after a
+    warm-up.  Both kinds train one model: its weights change, its work does not."""
     torch.set_num_threads(1)  # as a rank has it
     groups = Groups(problem.layout, problem.system.rank_order, 0)
     threads = threads_for(device)

@@ -1,4 +1,4 @@
-"""One operator at work on one rank: its tensors, its rows, its parameters."""
+"""One call of an operator on one rank: its tensors, its rows, its parameters."""
 
 from collections.abc import Container
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor
 from rematbench.lowering.chunk_ops import Unit
 from rematbench.operators.ops import Op
 from rematbench.torch import kernels
-from rematbench.torch.memory import Site
+from rematbench.torch.memory import Span
 from rematbench.torch.model import RankModel
 from rematbench.torch.parameters import Parameter
 
@@ -16,33 +16,33 @@ Tensors = dict[str, Tensor]
 
 
 class Call(NamedTuple):
-    """One operator at work: where, its tensors by activation name, the gradients of its outputs in
-    order, and which outputs are wanted."""
+    """One call of an operator: its span, its tensors by activation name, the gradients of its
+    outputs in order, and which outputs are wanted."""
 
     model: RankModel
     unit: Unit
     op: Op
-    site: Site
+    span: Span
     tensors: Tensors
     grads: tuple[Tensor, ...] = ()
     wanted: Container[str] = ()
 
     def parameter(self, name: str) -> Parameter:
         """A parameter of the operator's unit."""
-        return self.model.local[self.site.chunk][self.unit.prefix][name]
+        return self.model.local[self.span.chunk][self.unit.prefix][name]
 
     def bias(self, name: str) -> Tensor | None:
         """A bias, if the model has it."""
-        found = self.model.local[self.site.chunk][self.unit.prefix].get(f"{name}.bias")
+        found = self.model.local[self.span.chunk][self.unit.prefix].get(f"{name}.bias")
         return None if found is None else found.value
 
     def rows(self, whole: Tensor) -> Tensor:
-        """The call's rows of something that has one row per token of the rank."""
+        """The call's rows of a tensor with one row per token of the rank."""
         shard = self.model.shapes.shard_tokens
-        if self.site.size == shard:
+        if self.span.size == shard:
             return whole
         blocks = whole.view(whole.shape[0] // shard, shard, *whole.shape[1:])
-        return blocks[:, self.site.first : self.site.stop].reshape(-1, *whole.shape[1:])
+        return blocks[:, self.span.first : self.span.stop].reshape(-1, *whole.shape[1:])
 
     def only(self) -> Tensor:
         """The single input."""

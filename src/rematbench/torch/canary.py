@@ -1,7 +1,7 @@
 """A node's canary: GEMMs and copies for a few seconds, to find the slow node before the run does.
 
-The rates go into the record to compare nodes of one allocation with each other.  They are no
-result: clocks, other jobs and a short loop are in them, and a CPU's mean nothing.
+A record has the rates, to compare the nodes of one allocation with each other.  They are no result:
+clocks, other jobs and a short loop distort them, and a CPU's mean nothing.
 """
 
 import time

@@ -11,11 +11,11 @@ from rematbench.host.cpus import cpu_set
 
 
 def prepare(kind: str) -> None:
-    """Settings that CUDA reads once, when a process first uses it.  As many hardware queues as
-    there can be: streams that share one wait for each other, and a kernel that waits for a peer
-    must hold up none.  And cuBLAS workspaces of one size for each stream, without which it may
-    give other bits every time.  On a CPU no AMX: its bf16 products round otherwise for another
-    number of rows, by more than the gradient law grants a plan that splits them."""
+    """Set what CUDA reads once, when a process first uses it: the most hardware queues, because
+    streams that share one wait for each other, and a kernel that waits for a peer must hold up no
+    stream; and cuBLAS workspaces of one size per stream, because cuBLAS is not deterministic
+    without.  On a CPU, no AMX: the rounding of its bf16 products depends on the number of rows, by
+    more than the gradient law allows a plan that splits rows."""
     if kind == "cpu":
         os.putenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     else:
@@ -27,8 +27,8 @@ EXACT_ABOVE = "pinned_max_cached_size_mb"
 
 
 def allocator_settings() -> str:
-    """What was last said to torch's allocators, by the environment or by a call; empty where torch
-    does not tell."""
+    """The last settings of torch's allocators, from the environment or a call; empty where torch
+    does not report them."""
     try:
         told = torch.cuda.memory._snapshot()["allocator_settings"]
     except (AttributeError, KeyError):
@@ -37,10 +37,10 @@ def allocator_settings() -> str:
 
 
 def pin_exactly() -> None:
-    """Large pinned blocks in the size that is asked for, where torch can: otherwise it takes the
-    next power of two, and the host lends up to twice what is offloaded.  Such a block is given back
-    when it is freed, so this is for a pool that keeps its own.  What was set is said again, since
-    torch forgets what a call does not say."""
+    """Make torch pin large blocks in the size asked for, where it can: otherwise it pins the next
+    power of two, up to twice what is offloaded.  torch unpins such a block when it is freed, so
+    only a pool that keeps its blocks gains.  Earlier settings are passed on, because a call resets
+    all settings that it does not name."""
     setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     given = allocator_settings() if setting is not None else ""
     if setting is None or EXACT_ABOVE in given:
@@ -50,21 +50,21 @@ def pin_exactly() -> None:
 
 
 def empty_pinned() -> None:
-    """Give pinned memory that nobody holds back to the host, where torch can."""
+    """Return unused pinned memory to the host, where torch can."""
     give_back = getattr(torch.accelerator, "empty_host_cache", None)
     if give_back is not None:
         give_back()
 
 
 def pinned_peak() -> int:
-    """Bytes of pinned memory that torch has held at most since its peaks were forgotten, as large
-    as it takes them from CUDA; 0 where it does not say."""
+    """Peak bytes of pinned memory since the peaks were reset, as torch takes blocks from CUDA; 0
+    where torch does not report them."""
     stats = getattr(torch.cuda, "host_memory_stats", None)
     return int(stats().get("allocated_bytes.peak", 0)) if stats is not None else 0
 
 
 def forget_peaks(device: torch.device | None = None) -> None:
-    """Let the allocators' peaks begin anew."""
+    """Reset the allocators' peaks."""
     torch.cuda.reset_peak_memory_stats(device)
     if pinned_peak():
         torch.cuda.reset_peak_host_memory_stats()

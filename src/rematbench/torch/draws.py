@@ -1,7 +1,7 @@
-"""Weights drawn on several threads, ahead of who makes a rank's parameters in their order.
+"""Weights drawn on several threads, ahead of the loop that makes a rank's parameters in order.
 
-A draw is one generator's and cannot be split: 20 ns an element, 19 s of a processor for 0.9 billion
-parameters.  Each parameter has a generator of its own, so several at once are the same bits.
+A draw cannot be split: one generator takes 20 ns an element, 19 CPU seconds for 0.9 billion
+parameters.  Each parameter has its own generator, so concurrent draws give the same bits.
 """
 
 import os
@@ -18,7 +18,7 @@ from rematbench.torch.parameters import ParameterSpec
 
 MOST_THREADS = 16
 READY_BYTES = 4 << 30
-"""What lies ready or is being drawn, beside the parameter in use; one larger draw is alone."""
+"""Bytes that may lie ready or be drawn beside the parameter in use; a larger draw runs alone."""
 
 
 def threads_for(device: torch.device) -> int:
@@ -30,7 +30,7 @@ def threads_for(device: torch.device) -> int:
 
 
 class Draws:
-    """Full weights by name, once each and in the order in which they are given here."""
+    """Full weights, once each and in the order of `specs`."""
 
     def __init__(self, specs: Iterable[ParameterSpec], seed: int, threads: int) -> None:
         self._left = deque(specs)
@@ -40,7 +40,7 @@ class Draws:
         self._begin()
 
     def _begin(self) -> None:
-        """As many draws as there are threads and room for; with the last the threads end."""
+        """Start draws while there are threads and room; end the threads after the last."""
         room = READY_BYTES - sum(_nbytes(spec) for spec, _ in self._ready)
         while self._left and len(self._ready) < self._threads:
             room -= _nbytes(self._left[0])
@@ -63,5 +63,5 @@ class Draws:
 
 
 def _nbytes(spec: ParameterSpec) -> int:
-    """Of the whole parameter in float64."""
+    """Bytes of the whole parameter in float64."""
     return prod(spec.shape) * torch.float64.itemsize

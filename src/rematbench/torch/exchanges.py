@@ -1,4 +1,4 @@
-"""Collectives and messages, as actions ask for them, on a rank's storages."""
+"""The collectives of actions, on a rank's storages."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -8,7 +8,7 @@ from torch import Tensor
 from rematbench.program.action import Action, Kind, identity, is_gradient
 from rematbench.torch import ulysses
 from rematbench.torch.groups import Group, Groups
-from rematbench.torch.memory import Memory, Site, Value
+from rematbench.torch.memory import Memory, Span, Value
 from rematbench.torch.model import RankModel
 from rematbench.torch.streams import Streams
 
@@ -27,35 +27,35 @@ class Exchanges:
         return self.groups.by_name[action.comm.group]
 
     def _room(self, *, stays: bool) -> AbstractContextManager[object]:
-        """Memory for what a collective writes: that of a storage, or the stream's own for what is
-        let go as soon as it is issued."""
+        """The pool of a collective's output: a storage's, or the stream's own for a tensor that is
+        dropped once the collective is issued."""
         return self.streams.room() if stays else nullcontext()
 
     # -- activations ------------------------------------------------------------------------------
 
-    def all_gather(self, action: Action, site: Site) -> None:
-        """Rows of every rank of the group; keys and values of whole sequences for attention."""
+    def all_gather(self, action: Action, span: Span) -> None:
+        """Gather the rows of every rank of the group; for attention keys and values."""
         group = self.group(action)
         if group is self.groups.by_name["dp"]:
-            self._gather_parameters(action, site.chunk)
+            self._gather_parameters(action, span.chunk)
             return
         if action.op == "attention":
-            self._gather_kv(action, site, group)
+            self._gather_kv(action, span, group)
             return
-        source = self.memory[site.key(action.reads[0])].rows(site.first, site.size)
+        source = self.memory[span.key(action.reads[0])].rows(span.first, span.size)
         with self.streams.room():
             out = source.new_empty(source.shape[0] * group.size, source.shape[1])
         self.streams.run(action.stream, lambda: group.all_gather(out, source), out)
-        self.memory.put(site.key(action.allocs[0].name), Value(out, site.first, site.size))
+        self.memory.put(span.key(action.allocs[0].name), Value(out, span.first, span.size))
 
-    def all_to_all(self, action: Action, site: Site) -> None:
-        """Ulysses: tensors from one order to the other, or their gradients back."""
+    def all_to_all(self, action: Action, span: Span) -> None:
+        """Ulysses: bring tensors into the other order, or their gradients back."""
         group, head_dim = self.group(action), self.model.kind.head_dim
         back = is_gradient(action.reads[0])
         to_heads = (action.op == "to_heads") != back
         move = ulysses.to_heads if to_heads else ulysses.to_rows
-        for source, target, width in self._pairs(action, site.chunk, back=back):
-            sent = self.memory[site.key(source)].rows(site.first, site.size)
+        for source, target, width in self._pairs(action, span.chunk, back=back):
+            sent = self.memory[span.key(source)].rows(span.first, span.size)
             shape = (sent.shape[0] // group.size, width)
             if to_heads:
                 shape = (sent.shape[0] * group.size, width // group.size)
@@ -63,10 +63,10 @@ class Exchanges:
                 out = sent.new_empty(shape)
             work = partial(move, out, sent, group, head_dim)
             self.streams.run(action.stream, work, out)
-            self._arrived(action, site, target, out)
+            self._arrived(action, span, target, out)
 
     def _pairs(self, action: Action, chunk: int, *, back: bool) -> list[tuple[str, str, int]]:
-        """(what is sent, what it becomes, elements of a row of that in the order of rows)."""
+        """(storage sent, storage made, elements per row of the latter in the order of rows)."""
         unit = self.model.units[chunk][action.part]
         op = unit.table.op(action.op)
         there = {identity(n): n for n in (*action.reads, *(a.name for a in action.allocs))}
@@ -79,18 +79,18 @@ class Exchanges:
                 found.append((there[names[0]], there[names[1]], width))
         return found
 
-    def _arrived(self, action: Action, site: Site, target: str, out: Tensor) -> None:
-        """A new storage, or rows of one that exists; a gradient is added there."""
+    def _arrived(self, action: Action, span: Span, target: str, out: Tensor) -> None:
+        """Store an output as a new storage, or in rows of one; a gradient is added there."""
         if target in {alloc.name for alloc in action.allocs}:
-            self.memory.put(site.key(target), Value(out, site.first, site.size))
+            self.memory.put(span.key(target), Value(out, span.first, span.size))
             return
-        rows = self.memory[site.key(target)].view(site.first, site.size)
+        rows = self.memory[span.key(target)].view(span.first, span.size)
         place = rows.add_ if is_gradient(target) else rows.copy_
         self.streams.run(action.stream, lambda: place(out.view(rows.shape)))
 
-    def _gather_kv(self, action: Action, site: Site, group: Group) -> None:
+    def _gather_kv(self, action: Action, span: Span, group: Group) -> None:
         by_name = {identity(name).rpartition(".")[2]: name for name in action.reads}
-        pair = [self.memory[site.key(by_name[name])].data for name in ("k", "v")]
+        pair = [self.memory[span.key(by_name[name])].data for name in ("k", "v")]
         with self.streams.room():
             out = pair[0].new_empty(2, group.size * pair[0].numel())
 
@@ -99,24 +99,24 @@ class Exchanges:
                 group.all_gather(half, own.view(-1))
 
         self.streams.run(action.stream, work, out)
-        self.memory.put(site.key(action.allocs[0].name), Value(out.view(-1)))
+        self.memory.put(span.key(action.allocs[0].name), Value(out.view(-1)))
 
-    def reduce_scatter(self, action: Action, site: Site) -> None:
-        """This rank's rows of the sum, into a new storage or rows of one that exists."""
+    def reduce_scatter(self, action: Action, span: Span) -> None:
+        """Store this rank's rows of the sum as a new storage, or in rows of one."""
         group = self.group(action)
         if group is self.groups.by_name["dp"]:
-            self._reduce_gradients(action, site.chunk)
+            self._reduce_gradients(action, span.chunk)
             return
         if action.op == "attention":
-            self._scatter_kv(action, site, group)
+            self._scatter_kv(action, span, group)
             return
-        part = self.memory[site.key(action.reads[0])].data
+        part = self.memory[span.key(action.reads[0])].data
         with self._room(stays=bool(action.allocs)):
             own = part.new_empty(part.shape[0] // group.size, part.shape[1])
         for alloc in action.allocs:
-            self.memory.put(site.key(alloc.name), Value(own, site.first, site.size))
+            self.memory.put(span.key(alloc.name), Value(own, span.first, span.size))
         targets = [
-            (name, self.memory[site.key(name)].view(site.first, site.size))
+            (name, self.memory[span.key(name)].view(span.first, span.size))
             for name in action.reads[1:]
         ]
 
@@ -130,32 +130,32 @@ class Exchanges:
 
         self.streams.run(action.stream, work)
 
-    def _scatter_kv(self, action: Action, site: Site, group: Group) -> None:
-        halves = self.memory[site.key(action.reads[0])].data.view(2, -1)
+    def _scatter_kv(self, action: Action, span: Span, group: Group) -> None:
+        halves = self.memory[span.key(action.reads[0])].data.view(2, -1)
         rows = self.model.shapes.tokens
         for alloc, half in zip(action.allocs, halves, strict=True):
             with self.streams.room():
                 own = half.new_empty(rows, half.numel() // group.size // rows)
             into, whole = own.view(-1), half
             self.streams.run(action.stream, partial(group.reduce_scatter, into, whole))
-            self.memory.put(site.key(alloc.name), Value(own, site.first, site.size))
+            self.memory.put(span.key(alloc.name), Value(own, span.first, span.size))
 
-    def all_reduce(self, action: Action, site: Site) -> None:
-        """The sum over the group, in place."""
+    def all_reduce(self, action: Action, span: Span) -> None:
+        """Sum over the group, in place."""
         group = self.group(action)
         if group is self.groups.by_name["dp"]:
-            self._reduce_gradients(action, site.chunk)
+            self._reduce_gradients(action, span.chunk)
             return
         if action.op == "norm_gradients":
-            self._reduce_norms(action, site.chunk, group)
+            self._reduce_norms(action, span.chunk, group)
             return
-        rows = self.memory[site.key(action.reads[0])].view(site.first, site.size)
+        rows = self.memory[span.key(action.reads[0])].view(span.first, span.size)
         self.streams.run(action.stream, lambda: group.all_reduce(rows))
 
     # -- states -----------------------------------------------------------------------------------
 
     def _units_due(self, action: Action, chunk: int) -> list[str]:
-        """Units whose gradients an action sums: the chunk's, down to the one it names."""
+        """Units whose gradients an action sums: the chunk's, down to the action's unit."""
         units = [u.prefix for u in reversed(self.model.chunks[chunk].units)]
         if action.part:
             units = units[: units.index(action.part) + 1]
@@ -180,8 +180,8 @@ class Exchanges:
         self.streams.run(action.stream, work)
 
     def _reduce_norms(self, action: Action, chunk: int, group: Group) -> None:
-        """Replicated parameters (all, or one unit's) whose gradients each rank has of its own
-        tokens only."""
+        """Sum the norms' gradients (all, or one unit's): norms are replicated, and each rank's
+        gradient is that of its own tokens."""
         among = list(self.model.parameters.values())
         if action.part:
             among = self.model.unit_parameters(chunk, action.part)
@@ -194,7 +194,7 @@ class Exchanges:
         self.streams.run(action.stream, work)
 
     def _gather_parameters(self, action: Action, chunk: int) -> None:
-        """Every ZeRO shard of a unit's (or the whole chunk's) compute copies."""
+        """Gather the ZeRO shards of a unit's (or the whole chunk's) compute copies."""
         group = self.groups.by_name["dp"]
         prefixes = [action.part] if action.part else list(self.model.units[chunk])
         parameters = [p for prefix in prefixes for p in self.model.unit_parameters(chunk, prefix)]

@@ -1,4 +1,4 @@
-"""The interpreter: a table from an action's kind to a small function.  It knows nothing else."""
+"""The interpreter: a table from an action's kind to a small function, and nothing else."""
 
 from collections.abc import Callable
 
@@ -15,8 +15,8 @@ from rematbench.torch.groups import Groups
 from rematbench.torch.memory import (
     ExecutionError,
     Memory,
-    Site,
     Slots,
+    Span,
     Value,
     compact,
     describe,
@@ -66,7 +66,7 @@ class Executor:
         self.bytes_after: list[tuple[int, int]] = []
         self.recompute_flop = 0.0
         self.before_update: Callable[[list[Parameter]], None] = lambda parameters: None
-        self.table: dict[Kind, Callable[[Action, Site], None]] = {
+        self.table: dict[Kind, Callable[[Action, Span], None]] = {
             Kind.FORWARD: self.forward,
             Kind.RECOMPUTE: self.recompute,
             Kind.BACKWARD_INPUT: self.backward_input,
@@ -82,9 +82,9 @@ class Executor:
             Kind.SEND: self.messages.send,
             Kind.RECV: self.messages.receive,
             Kind.ALLOC: self.movers.alloc,
-            Kind.FREE: lambda action, site: None,
-            Kind.EVENT: lambda action, site: None,
-            Kind.STALL: lambda action, site: None,
+            Kind.FREE: lambda action, span: None,
+            Kind.EVENT: lambda action, span: None,
+            Kind.STALL: lambda action, span: None,
             Kind.WAIT: self.wait,
             Kind.OPTIMIZER: self.update,
         }
@@ -95,7 +95,7 @@ class Executor:
         return [*self.model.states(), *own]
 
     def stop_tracking(self) -> None:
-        """Count no bytes from now on: what is timed has no observer."""
+        """Count no bytes from now on: timed steps have no observer."""
         self.tracker = self.movers.tracker = None
 
     # -- walk -------------------------------------------------------------------------------------
@@ -144,39 +144,39 @@ class Executor:
                 self.bytes_after.append((self.tracker.device_bytes, self.tracker.host_bytes))
 
     def _act(self, action: Action, micro_batch: int, chunk: int) -> None:
-        site = self.site(action, micro_batch, chunk)
+        span = self.span(action, micro_batch, chunk)
         with self.streams.on(action.stream):
-            self.table[action.kind](action, site)
-            self.movers.enter_slots(action, site)
+            self.table[action.kind](action, span)
+            self.movers.enter_slots(action, span)
         if action.stream != "compute":
             for alloc in action.allocs:
-                self.streams.lend(action.stream, self.memory[site.key(alloc.name)].data)
+                self.streams.lend(action.stream, self.memory[span.key(alloc.name)].data)
         for name in (action.begin, action.event):
             if name:
-                self._record(name, action, site)
+                self._record(name, action, span)
         for name in action.frees:
-            self.movers.free(site.key(name))
+            self.movers.free(span.key(name))
 
-    def site(self, action: Action, micro_batch: int, chunk: int) -> Site:
-        """Where an action works; its rows in units of the rank's own shard."""
+    def span(self, action: Action, micro_batch: int, chunk: int) -> Span:
+        """The span of an action; its rows in units of the rank's own shard."""
         rows = self.model.shapes.shard_tokens
         first, count = round(rows * action.offset), round(rows * action.fraction)
-        return Site(micro_batch, chunk, first, count)
+        return Span(micro_batch, chunk, first, count)
 
-    def _record(self, name: str, action: Action, site: Site) -> None:
-        """An event; messages under way were put into one already."""
+    def _record(self, name: str, action: Action, span: Span) -> None:
+        """Record an event; a SEND's or RECV's holds its message too."""
         mark = self.streams.mark(action.stream)
         if action.kind in (Kind.SEND, Kind.RECV):
             self.messages.attach(mark)
         if is_local(name):
             self.local[name] = mark
         else:
-            self.events[name, site.micro_batch, site.chunk] = mark
+            self.events[name, span.micro_batch, span.chunk] = mark
 
-    def wait(self, action: Action, site: Site) -> None:
+    def wait(self, action: Action, span: Span) -> None:
         """Hold the action's stream until an event."""
         mark = self.local.get(action.wait) or self.events.get(
-            (action.wait, site.micro_batch, site.chunk)
+            (action.wait, span.micro_batch, span.chunk)
         )
         if mark is None:
             raise ExecutionError(f"waits for {action.wait}, which nothing has recorded")
@@ -184,41 +184,41 @@ class Executor:
 
     # -- operators --------------------------------------------------------------------------------
 
-    def _call(self, action: Action, site: Site, found: Operands) -> Call:
+    def _call(self, action: Action, span: Span, found: Operands) -> Call:
         """The operator with the tensors it reads."""
         tensors: dict[str, Tensor] = {}
         for name, storage, whole in found.reads:
-            value = self.memory[site.key(storage)]
-            tensors[name] = value.data if whole else value.rows(site.first, site.size)
-        return Call(self.model, found.unit, found.op, site, tensors, wanted=found.places)
+            value = self.memory[span.key(storage)]
+            tensors[name] = value.data if whole else value.rows(span.first, span.size)
+        return Call(self.model, found.unit, found.op, span, tensors, wanted=found.places)
 
-    def forward(self, action: Action, site: Site) -> None:
+    def forward(self, action: Action, span: Span) -> None:
         """Run an operator; its outputs are new storages or rows of storages that exist."""
-        found = self.names.of(action, site.chunk)
-        call = self._call(action, site, found)
+        found = self.names.of(action, span.chunk)
+        call = self._call(action, span, found)
         made = operators.FORWARD[action.op](call)
         for output, (name, fresh) in found.places.items():
             if fresh:
-                self._put(name, site, made[output])
+                self._put(name, span, made[output])
             else:
-                target = self.memory[site.key(name)].view(site.first, site.size)
+                target = self.memory[span.key(name)].view(span.first, span.size)
                 target.copy_(made[output].view(target.shape))
         if action.op == "loss":
-            self._loss_made(action, site, call, found.places["loss_saved"][0])
+            self._loss_made(action, span, call, found.places["loss_saved"][0])
 
-    def recompute(self, action: Action, site: Site) -> None:
-        """A forward again; its work is counted."""
+    def recompute(self, action: Action, span: Span) -> None:
+        """Run a forward operator once more and count its FLOPs."""
         before = self.model.flop
-        self.forward(action, site)
+        self.forward(action, span)
         self.recompute_flop += self.model.flop - before
 
-    def _loss_made(self, action: Action, site: Site, call: Call, name: str) -> None:
+    def _loss_made(self, action: Action, span: Span, call: Call, name: str) -> None:
         self.counting[name] = action.kind is Kind.FORWARD
         if call.op.reduce is None:
-            self._finish_loss(call, name, site, action.stream)
+            self._finish_loss(call, name, span, action.stream)
 
-    def _finish_loss(self, call: Call, name: str, site: Site, stream: str) -> None:
-        saved = {"loss_saved": self.memory[site.key(name)].rows(site.first, site.size)}
+    def _finish_loss(self, call: Call, name: str, span: Span, stream: str) -> None:
+        saved = {"loss_saved": self.memory[span.key(name)].rows(span.first, span.size)}
         counts = self.counting.pop(name)
 
         def work() -> None:
@@ -228,49 +228,49 @@ class Executor:
 
         self.streams.run(stream, work)
 
-    def all_reduce(self, action: Action, site: Site) -> None:
+    def all_reduce(self, action: Action, span: Span) -> None:
         """A collective, or the statistics of the loss over vocabulary shards."""
         if action.op == "loss":
-            call = self._call(action, site, self.names.of(action, site.chunk))
-            self._finish_loss(call, action.reads[0], site, action.stream)
+            call = self._call(action, span, self.names.of(action, span.chunk))
+            self._finish_loss(call, action.reads[0], span, action.stream)
         else:
-            self.exchanges.all_reduce(action, site)
+            self.exchanges.all_reduce(action, span)
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def _backward_call(self, action: Action, site: Site, found: Operands) -> Call:
-        rows = (site.first, site.size)
-        grads = tuple(self.memory[site.key(name)].rows(*rows) for name in found.incoming)
-        return self._call(action, site, found)._replace(grads=grads)
+    def _backward_call(self, action: Action, span: Span, found: Operands) -> Call:
+        rows = (span.first, span.size)
+        grads = tuple(self.memory[span.key(name)].rows(*rows) for name in found.incoming)
+        return self._call(action, span, found)._replace(grads=grads)
 
-    def backward_input(self, action: Action, site: Site) -> None:
+    def backward_input(self, action: Action, span: Span) -> None:
         """Input gradients: new storages, or added into gradients that exist."""
-        found = self.names.of(action, site.chunk)
-        made = operators.BACKWARD_INPUT[action.op](self._backward_call(action, site, found))
+        found = self.names.of(action, span.chunk)
+        made = operators.BACKWARD_INPUT[action.op](self._backward_call(action, span, found))
         adding = iter(found.adding)
         for name, gradient in made.items():
             storage = found.fresh.get(name, found.part)
             if storage is not None:
-                self._put(storage, site, gradient)
+                self._put(storage, span, gradient)
             else:
-                target = self.memory[site.key(next(adding))].view(site.first, site.size)
+                target = self.memory[span.key(next(adding))].view(span.first, span.size)
                 target.add_(gradient.view(target.shape))
 
-    def backward_weight(self, action: Action, site: Site) -> None:
+    def backward_weight(self, action: Action, span: Span) -> None:
         """Weight gradients, added into their buffers."""
-        found = self.names.of(action, site.chunk)
-        operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, site, found))
+        found = self.names.of(action, span.chunk)
+        operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, span, found))
 
-    def _put(self, name: str, site: Site, made: Tensor) -> None:
-        rows = (site.first, site.size) if made.dim() > 1 else (0, 0)
-        self.memory.put(site.key(name), Value(compact(made), *rows))
+    def _put(self, name: str, span: Span, made: Tensor) -> None:
+        rows = (span.first, span.size) if made.dim() > 1 else (0, 0)
+        self.memory.put(span.key(name), Value(compact(made), *rows))
 
-    def update(self, action: Action, site: Site) -> None:
+    def update(self, action: Action, span: Span) -> None:
         """AdamW on this rank's shard of every parameter, or of one unit's in the backward."""
         parameters = list(self.model.parameters.values())
         if action.part:
-            parameters = self.model.unit_parameters(site.chunk, action.part)
-        with _disable_current_modes():  # who looks at gradients is not part of the program
+            parameters = self.model.unit_parameters(span.chunk, action.part)
+        with _disable_current_modes():  # an observer of gradients is no part of the program
             self.before_update(parameters)
         for parameter in parameters:
             parameter.update(self.optimizer, self.step)

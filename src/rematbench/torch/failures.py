@@ -18,7 +18,7 @@ class NotFinite(ArithmeticError):
 
 
 def failure(error: BaseException) -> tuple[Literal["oom", "nan", "failed"], str]:
-    """A status and a reason; the executor's own error hides what it was caused by."""
+    """A status and a reason; an executor's error is judged by its cause."""
     cause = error.__cause__ or error
     full = any(words in str(cause) for words in FULL)
     reason = f"{type(error).__name__}: {error}"

@@ -11,7 +11,7 @@ from rematbench.torch.groups import state_rank
 
 
 def combine(case: Case, ranks: list[RankResult]) -> Result:
-    """The job's numbers from every process's; a gradient that is no number ends it, as a loss
+    """The job's result from every rank's; a gradient that is not finite makes it `nan`, as a loss
     does."""
     steps = range(case.steps)
     norms = [_norms(case, ranks, step) for step in steps] if case.shards else []

@@ -3,11 +3,11 @@
 Ulysses ranks are neighbours taken from dp and have the place of cp.
 
 A channel is a communicator of two stages that carries one direction of one of the two rings
-(forward: to the next stage, backward: to the one before) one way only.  On NCCL what shares a
-communicator runs in the order of its issue, so a send behind a receive that waits for the peer's
-own send would wait for ever: two stages with interleaved chunks, or two ends that exchange the
-gradient of a shared embedding.  The default group is given no device: torch then opens each
-communicator by itself, at its first use or in `connect`.
+(forward: to the next stage, backward: to the one before) one way only.  NCCL runs a
+communicator's messages in the order of issue.  A send behind a receive that waits for the peer's
+send would wait for ever, as between two stages with interleaved chunks, or two ends that exchange
+the gradient of a shared embedding.  The default group has no device, so that torch opens each
+communicator at its first use or in `connect`.
 """
 
 import time
@@ -58,7 +58,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {"tp": ("tp",), "cp": ("cp",), "dp": ("
 
 
 def state_rank(layout: Layout, order: tuple[str, ...], place: Coordinates) -> int:
-    """A rank's number among its state peers (dp x cp), as their communicator counts."""
+    """A rank's place among its state peers (dp x cp), in their communicator's order."""
     sizes, number, stride = degrees(layout), 0, 1
     for name in order:
         if name in DIMENSIONS["dp"]:
@@ -68,7 +68,7 @@ def state_rank(layout: Layout, order: tuple[str, ...], place: Coordinates) -> in
 
 
 class Group(NamedTuple):
-    """One communicator: its size, this rank's place in it, and torch's handle (None: alone)."""
+    """A communicator: its size, this rank's place in it, and torch's handle (None: one rank)."""
 
     size: int
     rank: int
@@ -94,7 +94,7 @@ class Group(NamedTuple):
             call(out, whole.contiguous(), group=self.handle)
 
     def _exchange_and_add(self, out: Tensor, whole: Tensor) -> None:
-        """On gloo: every rank's rows for this one, added in rank order."""
+        """On gloo: exchange all rows and add every rank's in rank order."""
         parts = torch.empty_like(whole)
         self.all_to_all(parts, whole)
         torch.sum(parts.view(self.size, -1), 0, out=out.view(-1))
@@ -119,7 +119,7 @@ class Group(NamedTuple):
 
 
 def is_gloo(handle: dist.ProcessGroup | None) -> bool:
-    """Whether a communicator is gloo's, whose threads hold tensors after a call has returned."""
+    """Whether a communicator is gloo's, whose threads hold tensors after a call returns."""
     return dist.get_backend(handle) == "gloo"
 
 
@@ -128,8 +128,8 @@ def _at_once(call: Callable[..., object], *tensors: Tensor) -> None:
 
 
 def settled(call: Callable[..., object], *tensors: Tensor) -> None:
-    """Run a collective; return only when gloo's threads have let go of its tensors, which they do
-    a moment after it is done (else a freed tensor would still be seen)."""
+    """Run a collective and return when gloo's threads have released its tensors, which happens a
+    moment after it is done (the tracker would still count a freed tensor)."""
     holders = getattr(torch._C, "_storage_Use_Count")  # noqa: B009  # not in torch's type stubs
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
     before = [holders(storage) for storage in storages]
@@ -142,11 +142,11 @@ def settled(call: Callable[..., object], *tensors: Tensor) -> None:
 
 
 STEP = {"f": 1, "b": -1}
-"""Where a direction's messages go: stages ahead."""
+"""By direction, how many stages ahead its messages go."""
 
 
 class Channel(NamedTuple):
-    """One way of one direction, between two stages of a pipeline."""
+    """One direction's way from one stage of a pipeline to another."""
 
     direction: str
     sender: int
@@ -165,9 +165,9 @@ def channels(stages: int) -> list[Channel]:
 
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A communicator of these ranks.  NCCL's runs on a stream of torch's pool of high priority: a
-    pool has 32 streams and gives them out in turn, so one of the other pool would sooner or later
-    be the executor's own, and a message would hold it up."""
+    """A communicator of these ranks.  NCCL's gets a stream of torch's high-priority pool: each pool
+    hands out 32 streams in turn, so a stream of the other pool would in time be the executor's own,
+    and a message would hold the executor up."""
     options = None
     if dist.get_backend() == "nccl":
         options = getattr(dist, "ProcessGroupNCCL").Options()  # noqa: B009  # not on every build
@@ -185,7 +185,7 @@ class Groups:
         self.by_name = {name: self._group(along) for name, along in DIMENSIONS.items()}
         self.channels = self._channels()
         self.buffered = any(map(is_gloo, self.channels.values()))
-        """Whether a send goes from a copy: gloo's ends when the receiver is ready."""
+        """Whether a send copies first: gloo's send ends only when the receiver is ready."""
         self._peers: dict[int, int] = {}
         self._open: set[str | Channel] = set()
 
@@ -198,7 +198,7 @@ class Groups:
         return Group(len(mine), mine.index(self.rank), handle)
 
     def _channels(self) -> dict[Channel, dist.ProcessGroup]:
-        """This rank's channels; all ranks create all of every pipeline."""
+        """This rank's channels; every rank creates those of all pipelines."""
         found = {}
         for ranks in members(self.layout, self.order, ("pp",)):
             for channel in channels(self.layout.pp):
@@ -209,9 +209,9 @@ class Groups:
         return found
 
     def connect(self, device: torch.device, used: Container[Channel]) -> None:
-        """Open the communicators, of channels those that are used, all ranks in one order.  NCCL
-        opens one at its first use and holds the host until the peers do the same (not to happen
-        inside a step), and keeps memory for each (so that none is opened in vain)."""
+        """Open the groups' communicators and those of used channels, on all ranks in one order.
+        NCCL opens one at its first use and holds the host until the peers do the same, which must
+        not happen inside a step; each costs memory, so an unused channel stays closed."""
         token = torch.zeros(1, device=device)
         for name, group in self.by_name.items():
             if name not in self._open:
@@ -228,7 +228,7 @@ class Groups:
             torch.cuda.synchronize(device)
 
     def peer(self, stage: int) -> int:
-        """Global rank of the process at another pipeline stage, all else equal."""
+        """Global rank of the process with this place at another pipeline stage."""
         if stage not in self._peers:
             wanted = self.place._replace(pp=stage)
             ranks = range(self.layout.gpus)
@@ -237,15 +237,15 @@ class Groups:
         return self._peers[stage]
 
     def send(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
-        """Start sending; the work holds until the receiver has it."""
+        """Start a send; the work is done when the receiver has the tensor."""
         group = self.channels[Channel(direction, self.place.pp, stage)]
         work = dist.isend(tensor, self.peer(stage), group=group, tag=tag)
         assert work is not None
         return work
 
     def receive(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
-        """Start receiving into a tensor.  NCCL knows no tags: there messages come in the order in
-        which they were sent (see `messages.overtaken`)."""
+        """Start to receive into a tensor.  NCCL has no tags: its messages arrive in the order of
+        their sends (see `messages.overtaken`)."""
         group = self.channels[Channel(direction, stage, self.place.pp)]
         work = dist.irecv(tensor, self.peer(stage), group=group, tag=tag)
         assert work is not None

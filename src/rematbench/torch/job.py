@@ -1,4 +1,4 @@
-"""A job of one or two cases: processes started here, or those that torchrun or srun has started."""
+"""A job of one or two cases, in processes started here or by a launcher (torchrun, srun)."""
 
 import platform
 import socket
@@ -33,7 +33,7 @@ class Given:
 
 
 LOOK_UP_S = 10.0
-"""How long a name may be unknown: a job's first host may be entered while others already start."""
+"""How long a host name may be unknown: a job's first host may be registered late."""
 
 
 class NotMet(RuntimeError):
@@ -41,7 +41,7 @@ class NotMet(RuntimeError):
 
 
 def versions(device: str) -> dict[str, str]:
-    """What a record says of the software and the device."""
+    """The software versions and the device's name, for a record."""
     made, name = str(torch.__version__), f"cpu ({platform.machine()})"
     if device == "cuda":
         name = torch.cuda.get_device_name() if has_gpu() else "cuda (none that torch can use)"
@@ -52,7 +52,7 @@ def versions(device: str) -> dict[str, str]:
 
 
 def device_kind(asked: str) -> str:
-    """cpu or cuda; unless asked, cuda where there is one."""
+    """The device asked for, else cuda where torch has a GPU, else cpu."""
     prepare(asked or "cuda")  # before torch looks for a GPU
     return asked or ("cuda" if has_gpu() else "cpu")
 
@@ -63,7 +63,7 @@ def has_gpu() -> bool:
 
 
 def refused(case: Case) -> str:
-    """Why the runtime does not execute a case, found before any process starts; else nothing."""
+    """Why the runtime does not execute a case, before any process starts; else empty."""
     try:
         require_executable(case.problem, case.plan)
     except NotExecutable as error:
@@ -72,8 +72,8 @@ def refused(case: Case) -> str:
 
 
 def run_own(cases: list[Case], timeout_s: float) -> list[Result]:
-    """Start a process per GPU of the layout on this machine and run the cases, but for those that
-    need more memory than it has."""
+    """Start a process per GPU of the layout on this machine and run the cases; a case that needs
+    more memory than the machine has is not run."""
     full = {
         number: why
         for number, case in enumerate(cases)
@@ -90,9 +90,9 @@ def run_own(cases: list[Case], timeout_s: float) -> list[Result]:
 def run_given(
     cases: list[Case], given: Given, timeout_s: float
 ) -> tuple[list[Result], tuple[int, ...]]:
-    """Run the cases as one process of a launcher's: results on rank 0 (empty elsewhere), and how
-    many ranks each host has.  A case that fails here ends this process; the launcher ends the
-    others.  NotMet if they do not all come."""
+    """Run the cases in a process that a launcher started: results on rank 0 (empty elsewhere), and
+    how many ranks each host has.  A case that fails here ends this process; the launcher ends the
+    others.  NotMet if not all processes join."""
     torch.set_num_threads(1)
     prepare(cases[0].device)
     device = choose_device(cases[0].device, given.local_rank)
@@ -107,7 +107,7 @@ def run_given(
             result = _one(case, given, device, known, talk)
             if result is not None:
                 results.append(result)
-                if result.status != "ok":  # the other ranks are in no state to run the next case
+                if result.status != "ok":  # other ranks may still be inside the failed case
                     break
         else:
             clean = True
@@ -137,7 +137,7 @@ def _meet(given: Given, backend: str, timeout_s: float) -> None:
 
 
 def _look_up(address: str, patience_s: float) -> None:
-    """NotMet if no host has the name: torch would ask all its time, a stack trace each time."""
+    """NotMet if no host has the name: torch would retry until its timeout, with traces."""
     until = time.monotonic() + patience_s
     while True:
         try:
@@ -150,8 +150,8 @@ def _look_up(address: str, patience_s: float) -> None:
 
 
 def _leave(device: torch.device, *, clean: bool) -> None:
-    """Let go of the communicators.  After a failure NCCL's may hold kernels that wait for ever for
-    a peer, and to destroy one is to wait for them: they are aborted."""
+    """Destroy the communicators.  After a failure NCCL's kernels may wait for a peer for ever, and
+    destroying a communicator waits for its kernels: it is aborted instead."""
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if device.type == "cuda" and not clean and abort is not None:
         abort()
@@ -166,8 +166,8 @@ def _one(
     known: dict[tuple[object, ...], Groups],
     talk: dist.ProcessGroup,
 ) -> Result | None:
-    """A case on this rank; its result on rank 0.  Ranks that fail alike (NaN, refused) all say so;
-    where one fails alone the others end at the timeout."""
+    """Run a case on this rank; its result on rank 0.  Ranks that fail alike (NaN, refused) all
+    return it; where one rank fails alone, the others end at the timeout."""
     own: RankResult | tuple[Status, str]
     try:
         own = run_case(case, given.rank, device, known)

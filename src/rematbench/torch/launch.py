@@ -1,7 +1,7 @@
-"""Start the processes of a job, collect their results, and end every failure in a result.
+"""Start the processes of a job, collect their results, and turn every failure into a result.
 
-One launch runs a list of cases of one world size.  A case that dies, hangs or is wrong ends with a
-status and a reason; its processes are ended and the remaining cases are launched again.
+One launch runs a list of cases of one world size.  A case that dies, hangs or is wrong has a status
+and a reason; the launch ends its processes, and a new launch runs the remaining cases.
 """
 
 import multiprocessing as mp
@@ -23,7 +23,7 @@ from rematbench.torch.model import NotExecutable, require_executable
 
 POLL_S = 0.02
 ERROR_GRACE_S = 10.0
-"""How long a rank that has said why it failed may take to end: on CUDA it may hang in its own
+"""How long a rank may take to end after it wrote its error: on CUDA it may hang in its own
 kernels."""
 
 
@@ -78,7 +78,7 @@ def _watch(processes: list[BaseProcess], folder: Path, timeout_s: float) -> Rank
     seen, since, failed_at = 0, time.monotonic(), 0.0
     while True:
         codes = [process.exitcode for process in processes]
-        if any(codes):  # asked again: of ranks that end together one may have been killed
+        if any(codes):  # read twice: a rank killed meanwhile names the cause
             return rank_error.of_exits([process.exitcode for process in processes])
         if all(code == 0 for code in codes):
             return RankError("failed", "a process ended without a result")

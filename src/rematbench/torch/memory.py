@@ -14,8 +14,8 @@ Key = tuple[str, int, int]
 """(name, micro-batch, chunk)."""
 
 
-class Site(NamedTuple):
-    """Where an action works: its (micro-batch, chunk) and its shard rows."""
+class Span(NamedTuple):
+    """The rows that an action works on: its (micro-batch, chunk) and its shard rows."""
 
     micro_batch: int
     chunk: int
@@ -59,7 +59,7 @@ class Value:
         return whole[:, start : start + count]
 
     def rows(self, first: int, count: int) -> Tensor:
-        """The same, flat (the tensor itself if it has just these rows)."""
+        """Those shard rows, flat (the tensor itself if it has just these rows)."""
         if (first, count) == (self.first, self.count) or self.count == 0:
             return self.data
         return self.view(first, count).reshape(-1, self.data.shape[-1])
@@ -79,7 +79,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Memory:
-    """What is alive, by key."""
+    """The storages that are alive, by key."""
 
     def __init__(self) -> None:
         self.values: dict[Key, Value] = {}
@@ -91,19 +91,19 @@ class Memory:
         return found
 
     def put(self, key: Key, value: Value) -> None:
-        """A new storage."""
+        """Add a storage."""
         if key in self.values:
             raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is alive already")
         self.values[key] = value
 
     def free(self, key: Key) -> None:
-        """Drop a storage."""
+        """Free a storage."""
         if self.values.pop(key, None) is None:
             raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is freed but not alive")
 
 
 class Room:
-    """Places inside one slot: first fit among what its tenants leave free."""
+    """Places inside one slot, first fit between its tenants."""
 
     ALIGN = 16
 
@@ -112,7 +112,7 @@ class Room:
         self.size = 0
 
     def place(self, key: Key, nbytes: int) -> int:
-        """Where a tensor starts; the room grows to the end of the furthest one ever placed."""
+        """Place a tensor and return its start; the room grows to the furthest end ever."""
         need, start = -(-nbytes // self.ALIGN) * self.ALIGN, 0
         for other, length in sorted(self.taken.values()):
             if other - start >= need:
@@ -150,15 +150,15 @@ class Slots:
         return self.arenas[slot][start : start + nbytes]
 
     def release(self, key: Key) -> None:
-        """A tensor leaves its slot, if it is in one."""
+        """Take a tensor out of its slot, if it is in one."""
         slot = self.holder.pop(key, None)
         if slot is not None:
             del self.rooms[slot].taken[key]
 
 
 class Block(NamedTuple):
-    """Host memory, the bytes of it that are lent, and (spare) when its last user is done with it.
-    `fresh`: just made."""
+    """Host memory, its lent bytes, and, for a spare block, the mark after its last use.  `fresh`:
+    just allocated."""
 
     data: Tensor
     nbytes: int
@@ -182,8 +182,8 @@ class HostPool:
         self.pinned_bytes = 0
 
     def take(self, key: Key, nbytes: int) -> Block:
-        """The smallest spare block that is large enough, or a new one.  A copy into it has to wait
-        for `free_at`."""
+        """Lend the smallest spare block that is large enough, or a new one.  A copy into the block
+        must wait for `free_at`."""
         fitting = [block for block in self.spare if block.data.numel() >= nbytes]
         if fitting:
             found = min(fitting, key=lambda block: block.data.numel())
@@ -196,7 +196,7 @@ class HostPool:
         return found
 
     def give(self, key: Key, free_at: Mark) -> Block:
-        """A block comes back, not to be written before the mark; a CPU's is released."""
+        """Take a block back, not to be written before the mark; release a CPU's block."""
         block = self.lent.pop(key)
         if self.pinned:
             self.spare.append(block._replace(free_at=free_at))

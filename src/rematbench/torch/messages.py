@@ -13,7 +13,7 @@ from rematbench.program.action import Action, Kind
 from rematbench.program.program import Program
 from rematbench.spec.layout import Layout
 from rematbench.torch.groups import STEP, Channel, Groups
-from rematbench.torch.memory import Memory, Site, Value
+from rematbench.torch.memory import Memory, Span, Value
 from rematbench.torch.model import RankModel
 from rematbench.torch.streams import Mark, Streams, Under
 
@@ -21,16 +21,16 @@ TIED_TAG = 1
 
 
 class Message(NamedTuple):
-    """The channel that a message takes, and its name there."""
+    """The channel that a message takes, and its tag there."""
 
     channel: Channel
     tag: int
 
 
-def message(layout: Layout, stage: int, action: Action, site: tuple[int, int]) -> Message:
-    """The message of a SEND or RECV on a stage, for a (micro-batch, chunk).  It is named by the
-    virtual stage it goes to; the gradient of a shared embedding goes over the closing links."""
-    pp, (micro_batch, chunk) = layout.pp, site
+def message(layout: Layout, stage: int, action: Action, span: tuple[int, int]) -> Message:
+    """The message of a SEND or RECV on a stage, for a (micro-batch, chunk).  Its tag is the virtual
+    stage of the receiver; the gradient of a shared embedding takes the closing links."""
+    pp, (micro_batch, chunk) = layout.pp, span
     sends = action.kind is Kind.SEND
     if action.op == "tied":
         ends = (stage, pp - 1 - stage) if sends else (pp - 1 - stage, stage)
@@ -68,7 +68,7 @@ def overtaken(program: Program, layout: Layout) -> str:
 
 
 class Messages:
-    """Sends and receives of one rank; what is under way goes into the action's event."""
+    """Sends and receives of one rank; an action's event holds its messages under way."""
 
     def __init__(self, model: RankModel, groups: Groups, memory: Memory, streams: Streams) -> None:
         self.model, self.groups, self.memory = model, groups, memory
@@ -88,22 +88,22 @@ class Messages:
         return [] if self.arrival is None else [self.arrival]
 
     def attach(self, mark: Mark) -> None:
-        """The event holds when the messages issued since the last one have arrived."""
+        """Make an event wait for the messages issued since the last event."""
         mark.works, self.under_way = self.under_way, []
         mark.then, self.then = self.then, []
 
-    def _message(self, action: Action, site: Site) -> Message:
-        """Where a message goes or comes from."""
+    def _message(self, action: Action, span: Span) -> Message:
+        """The message of an action: its channel and tag."""
         lay, stage = self.model.problem.layout, self.model.place.pp
-        return message(lay, stage, action, (site.micro_batch, site.chunk))
+        return message(lay, stage, action, (span.micro_batch, span.chunk))
 
-    def send(self, action: Action, site: Site) -> None:
-        """Start sending; the storage stays until the event."""
-        found = self._message(action, site)
+    def send(self, action: Action, span: Span) -> None:
+        """Start a send; its storage stays until the event."""
+        found = self._message(action, span)
         if action.op == "tied":
             self._send_tied(found)
             return
-        data = self.memory[site.key(action.reads[0])].data
+        data = self.memory[span.key(action.reads[0])].data
         if self.groups.buffered:
             self._post(data, found)
         else:
@@ -122,30 +122,30 @@ class Messages:
         self._begin(found, work)
 
     def _post(self, data: Tensor, found: Message) -> None:
-        """A buffered send.  Gloo's send ends when the receiver is ready and holds the host up to
-        then, where a GPU's host would go on issuing; so a copy (transport memory, no part of the
-        ledger) goes, and the event holds at once."""
+        """Send a copy.  Gloo's send ends when the receiver is ready and holds the host until then,
+        where a GPU's host would go on issuing.  The copy is transport memory, outside the ledger;
+        the action's event holds at once."""
         with _disable_current_modes():
             copy = data.clone()
         self.posted.append((self._send(copy, found), copy))
 
     def flush(self) -> None:
-        """Wait until every buffered message is gone."""
+        """Wait until every buffered message is sent."""
         while self.posted:
             self.posted.pop()[0].wait()
 
-    def receive(self, action: Action, site: Site) -> None:
-        """Room for a boundary tensor, and the start of its arrival."""
+    def receive(self, action: Action, span: Span) -> None:
+        """Allocate a boundary tensor and start to receive it."""
         if action.op == "tied":
             assert self.arrival is not None
-            self._receive(self.arrival, self._message(action, site))
+            self._receive(self.arrival, self._message(action, span))
             return
-        tensor = self.model.chunks[site.chunk].boundary
+        tensor = self.model.chunks[span.chunk].boundary
         columns = tensor.row_bytes // self.model.dtype.itemsize
         data = torch.empty(tensor.rows, columns, dtype=self.model.dtype, device=self.model.device)
-        self._receive(data, self._message(action, site))
+        self._receive(data, self._message(action, span))
         whole = Value(data, 0, self.model.shapes.shard_tokens)
-        self.memory.put(site.key(action.allocs[0].name), whole)
+        self.memory.put(span.key(action.allocs[0].name), whole)
 
     def _send_tied(self, found: Message) -> None:
         tied, arrival = self.tied, self.arrival

@@ -1,10 +1,10 @@
-"""Meta tensors at speed: what an operator makes depends on shapes only, so it is asked once.
+"""Fast meta tensors: an operator's outputs depend on shapes only, so each distinct call runs once.
 
 A meta tensor is a fake tensor without a subclass: sizes, strides, dtype and a storage that has a
 size and an identity but no memory.  Torch derives most outputs in Python, at 50 to 300 us an
 operator; a step repeats a few hundred distinct calls thousands of times, so this mode remembers
-what came of each and makes the next one directly.  Only operators that return fresh storages and
-write none of their inputs are remembered; views and in-place operators always run.
+each call's outputs and makes the next ones directly.  It remembers only operators that return new
+storages and write none of their inputs; views and in-place operators always run.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Sizes, strides, dtype: all there is to know of a fresh output."""
+"""Sizes, strides, dtype: enough to make an output."""
 
 
 def form(tensor: Tensor) -> Form:
-    """What decides an operator's output, and what makes it again."""
+    """The facts of a tensor that decide an operator's outputs."""
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
@@ -41,7 +41,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[Any, tuple[bool, tuple[Form, ...]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, or make what it made before from the same shapes."""
+        """Run the operator, or make the outputs of an earlier call on the same shapes."""
         fresh = self._fresh.get(func)
         if fresh is None:
             fresh = self._fresh[func] = is_fresh(func)
@@ -65,7 +65,7 @@ class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _plain(item: Any) -> bool:
-    """A meta tensor that fills its storage, so that sizes and strides make it again."""
+    """Whether a meta tensor fills its storage, so that sizes and strides suffice to make it."""
     if not isinstance(item, Tensor) or item.device.type != "meta":
         return False
     return item.untyped_storage().nbytes() == item.numel() * item.element_size()

@@ -28,11 +28,11 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class NotExecutable(ValueError):
-    """The torch runtime does not do this yet; the message says what."""
+    """The torch runtime cannot execute a plan; the message names what it lacks."""
 
 
 def require_executable(problem: Problem, plan: Plan) -> None:
-    """Refuse by name what the kernels and the executor do not do."""
+    """NotExecutable with the names of everything that the kernels and executor lack."""
     model, lay, system = problem.workload.model, problem.layout, problem.system
     states = {state.kind: state for state in plan.states}
     hosted = [kind for kind, state in states.items() if state.home == "host"]
@@ -70,7 +70,7 @@ def require_executable(problem: Problem, plan: Plan) -> None:
 
 
 def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:
-    """What an update beside the backward cannot have: buffers of another width than the runtime's
+    """Refuse updates in the backward where the stack's gradients are not as wide as the runtime's
     sums."""
     asked = plan.state("optimizer").update == "backward"
     width = wide(DTYPES.get(problem.workload.precision, torch.float32)).itemsize
@@ -92,7 +92,7 @@ class RankModel:
         *,
         threads: int = 1,
     ) -> None:
-        """`threads` draw weights at once."""
+        """`threads`: how many of them draw weights."""
         self.problem, self.place, self.device = problem, place, device
         self.kind = problem.workload.model
         self.dtype = DTYPES[problem.workload.precision]

@@ -1,4 +1,4 @@
-"""Storages that appear, part, meet and travel: ALLOC, SPLIT, JOIN, D2H, H2D, FREE."""
+"""Actions that move storages and compute nothing: ALLOC, SPLIT, JOIN, D2H, H2D, FREE."""
 
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -22,8 +22,8 @@ from rematbench.torch.memory import (
     HostPool,
     Key,
     Memory,
-    Site,
     Slots,
+    Span,
     Value,
     as_bytes,
 )
@@ -33,7 +33,7 @@ from rematbench.torch.tracker import Tracker
 
 
 class Form(NamedTuple):
-    """What a split tensor was: dtype, shape, shard rows."""
+    """A split tensor's dtype, shape and shard rows."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -42,7 +42,7 @@ class Form(NamedTuple):
 
 
 class Movers:
-    """Moves bytes of one rank; no arithmetic."""
+    """Allocates, copies and frees one rank's storages."""
 
     def __init__(
         self,
@@ -58,24 +58,24 @@ class Movers:
         self.forms: dict[Key, Form] = {}
         self.offload_bytes = 0
 
-    def alloc(self, action: Action, site: Site) -> None:
-        """Room for a tensor that is written, or (a gradient) summed, piece by piece."""
+    def alloc(self, action: Action, span: Span) -> None:
+        """Allocate a tensor that is written, or (a gradient) summed, piece by piece."""
         if action.op == "gradients":
-            self._alloc_gradients(action, site)
+            self._alloc_gradients(action, span)
             return
         for alloc in action.allocs:
-            tensor = self._activation(alloc.name, site)
+            tensor = self._activation(alloc.name, span)
             dtype = self.model.dtype_of(tensor)
             make = torch.zeros if is_gradient(alloc.name) else torch.empty
             shape = (tensor.rows, tensor.row_bytes // dtype.itemsize)
             data = make(shape, dtype=dtype, device=self.model.device)
-            self.memory.put(site.key(alloc.name), Value(data, 0, self.model.shapes.shard_tokens))
+            self.memory.put(span.key(alloc.name), Value(data, 0, self.model.shapes.shard_tokens))
 
-    def _alloc_gradients(self, action: Action, site: Site) -> None:
-        """One buffer for a unit's gradients, zero; its parameters see their ranges of it until the
-        buffer is freed after their update."""
+    def _alloc_gradients(self, action: Action, span: Span) -> None:
+        """Allocate a zero buffer for a unit's gradients; the unit's parameters hold ranges of it
+        until the buffer is freed after their update."""
         (alloc,) = action.allocs
-        parameters = self.model.unit_parameters(site.chunk, action.part)
+        parameters = self.model.unit_parameters(span.chunk, action.part)
         dtype = wide(self.model.dtype)
         sizes = [parameter.flat.numel() for parameter in parameters]
         if sum(sizes) * dtype.itemsize != alloc.nbytes:
@@ -85,43 +85,43 @@ class Movers:
         buffer = torch.zeros(sum(sizes), dtype=dtype, device=self.model.device)
         for parameter, part in zip(parameters, torch.split(buffer, sizes), strict=True):
             parameter.grad_flat = part
-        self.memory.put(site.key(alloc.name), Value(buffer))
+        self.memory.put(span.key(alloc.name), Value(buffer))
 
     def _drop_gradients(self, key: Key) -> None:
-        """Forget the ranges of a buffer that is freed."""
+        """Drop the parameters' ranges of a buffer that is freed."""
         if is_gradient_buffer(key[0]):
             for parameter in self.model.unit_parameters(key[2], place(key[0])[0]):
                 parameter.grad_flat = parameter.grad_flat.new_empty(0)
 
-    def _activation(self, storage: str, site: Site) -> Activation:
+    def _activation(self, storage: str, span: Span) -> Activation:
         part, name = place(identity(storage))
-        unit = self.model.units[site.chunk].get(part)
-        if unit is None:  # the chunk's output goes by the name of the layer after its last
-            return self.model.chunks[site.chunk].boundary
+        unit = self.model.units[span.chunk].get(part)
+        if unit is None:  # the chunk's output is named after the layer behind its last
+            return self.model.chunks[span.chunk].boundary
         return unit.table.activations[name]
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def split(self, action: Action, site: Site) -> None:
-        """Kept and offloaded parts, in order: of rows if the rest is rebuilt, else of bytes."""
+    def split(self, action: Action, span: Span) -> None:
+        """Copy out the kept and offloaded parts: rows if the rest is rebuilt, else bytes."""
         name = action.reads[0]
-        whole = self.memory[site.key(name)]
+        whole = self.memory[span.key(name)]
         data = whole.data
-        self.forms[site.key(name)] = Form(data.dtype, data.shape, whole.first, whole.count)
+        self.forms[span.key(name)] = Form(data.dtype, data.shape, whole.first, whole.count)
         total = sum(alloc.nbytes for alloc in action.allocs)
         if total == data.numel() * data.element_size():
-            self._split_bytes(action.allocs, site, data)
+            self._split_bytes(action.allocs, span, data)
         else:
-            self._split_rows(action.allocs, site, whole)
+            self._split_rows(action.allocs, span, whole)
 
-    def _split_bytes(self, allocs: tuple[Alloc, ...], site: Site, data: Tensor) -> None:
+    def _split_bytes(self, allocs: tuple[Alloc, ...], span: Span, data: Tensor) -> None:
         start, flat = 0, as_bytes(data)
         for alloc in allocs:
             part = flat[start : start + alloc.nbytes].clone()
-            self.memory.put(site.key(alloc.name), Value(part))
+            self.memory.put(span.key(alloc.name), Value(part))
             start += alloc.nbytes
 
-    def _split_rows(self, allocs: tuple[Alloc, ...], site: Site, whole: Value) -> None:
+    def _split_rows(self, allocs: tuple[Alloc, ...], span: Span, whole: Value) -> None:
         data, first = whole.data, whole.first
         row_bytes = data.numel() * data.element_size() // whole.count
         for alloc in allocs:
@@ -129,24 +129,24 @@ class Movers:
             if odd:
                 raise ExecutionError(f"{alloc.name} has {alloc.nbytes} bytes: no whole rows")
             part = whole.view(first, count).reshape(-1, data.shape[-1]).clone()
-            self.memory.put(site.key(alloc.name), Value(part, first, count))
+            self.memory.put(span.key(alloc.name), Value(part, first, count))
             first += count
 
-    def join(self, action: Action, site: Site) -> None:
-        """The whole tensor from its parts."""
+    def join(self, action: Action, span: Span) -> None:
+        """Join the parts into the whole tensor."""
         name = action.allocs[0].name
-        form = self.forms.pop(site.key(name))
+        form = self.forms.pop(span.key(name))
         data = torch.empty(form.shape, dtype=form.dtype, device=self.model.device)
         whole = Value(data, form.first, form.size)
-        parts = [self.memory[site.key(part)] for part in action.reads]
+        parts = [self.memory[span.key(part)] for part in action.reads]
         if all(part.count == 0 for part in parts):
             torch.cat([part.data for part in parts], out=as_bytes(data))
         else:
             self._join_rows(whole, parts, name)
-        self.memory.put(site.key(name), whole)
+        self.memory.put(span.key(name), whole)
 
     def _join_rows(self, whole: Value, parts: list[Value], name: str) -> None:
-        """Rebuilt rows are the last ones; where they reach further, kept rows win."""
+        """Write the parts; rebuilt rows are the last ones, and kept rows overwrite them."""
         for part in reversed(parts):
             target = whole.view(part.first, part.count)
             target.copy_(part.data.view(target.shape))
@@ -156,12 +156,12 @@ class Movers:
 
     # -- host -------------------------------------------------------------------------------------
 
-    def to_host(self, action: Action, site: Site) -> None:
-        """A copy in the host pool."""
-        source, alloc = self.memory[site.key(action.reads[0])], action.allocs[0]
+    def to_host(self, action: Action, span: Span) -> None:
+        """Offload: copy a storage into the host pool."""
+        source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         nbytes = source.data.numel() * source.data.element_size()
         with self.tracker.on_host() if self.tracker else nullcontext():
-            block = self.host.take(site.key(alloc.name), nbytes)
+            block = self.host.take(span.key(alloc.name), nbytes)
         self._count_pinned(block)
         if block.free_at is not None:
             self.streams.wait(action.stream, block.free_at)
@@ -169,21 +169,21 @@ class Movers:
         copy = block.data[:nbytes].view(data.dtype).view(data.shape)
         self.streams.run(action.stream, lambda: copy.copy_(data, non_blocking=True))
         self.offload_bytes += nbytes
-        self.memory.put(site.key(alloc.name), Value(copy, source.first, source.count))
+        self.memory.put(span.key(alloc.name), Value(copy, source.first, source.count))
 
     def _count_pinned(self, block: Block) -> None:
-        """A pinned block stays in its pool: what of it is lent counts."""
+        """Count a pinned block's lent bytes only: the block itself stays in its pool."""
         if self.tracker is None or not self.host.pinned:
             return
         if block.fresh:
             self.tracker.exclude([block.data])
         self.tracker.lend(block.nbytes)
 
-    def to_device(self, action: Action, site: Site) -> None:
-        """Back, into fresh memory or a staging slot."""
-        source, alloc = self.memory[site.key(action.reads[0])], action.allocs[0]
+    def to_device(self, action: Action, span: Span) -> None:
+        """Reload: copy a storage back, into fresh memory or a staging slot."""
+        source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         if alloc.slot:
-            room = self.slots.take(alloc.slot, site.key(alloc.name), alloc.nbytes)
+            room = self.slots.take(alloc.slot, span.key(alloc.name), alloc.nbytes)
             data = room.view(source.data.dtype).view(source.data.shape)
         else:
             with self.streams.room():
@@ -191,20 +191,20 @@ class Movers:
         host = source.data
         fresh = None if alloc.slot else data  # a slot's last tenant may still be read
         self.streams.run(action.stream, lambda: data.copy_(host, non_blocking=True), fresh)
-        self.memory.put(site.key(alloc.name), Value(data, source.first, source.count))
+        self.memory.put(span.key(alloc.name), Value(data, source.first, source.count))
 
-    def enter_slots(self, action: Action, site: Site) -> None:
-        """What an action made and the plan wants in a staging slot moves there."""
+    def enter_slots(self, action: Action, span: Span) -> None:
+        """Move the outputs of an action that the plan wants in a staging slot into it."""
         for alloc in action.allocs:
-            if alloc.slot and site.key(alloc.name) not in self.slots.holder:
-                value = self.memory[site.key(alloc.name)]
-                room = self.slots.take(alloc.slot, site.key(alloc.name), alloc.nbytes)
+            if alloc.slot and span.key(alloc.name) not in self.slots.holder:
+                value = self.memory[span.key(alloc.name)]
+                room = self.slots.take(alloc.slot, span.key(alloc.name), alloc.nbytes)
                 data = room.view(value.data.dtype).view(value.data.shape)
                 data.copy_(value.data)
                 value.data = data
 
     def free(self, key: Key) -> None:
-        """Drop a storage; a host block goes back to its pool."""
+        """Free a storage; a host block returns to its pool."""
         self._drop_gradients(key)
         self.memory.free(key)
         self.slots.release(key)
@@ -215,7 +215,7 @@ class Movers:
 
 
 def _rows_held(parts: list[Value]) -> int:
-    """How many rows any of the parts has, from their first rows and counts alone."""
+    """How many rows the parts have together, from their first rows and counts."""
     held, end = 0, 0
     for first, stop in sorted((part.first, part.first + part.count) for part in parts):
         held += max(0, stop - max(first, end))

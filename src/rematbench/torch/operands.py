@@ -1,7 +1,7 @@
-"""What an action's operator reads and makes on a rank, by name.
+"""The storages that an action's operator reads and makes on a rank, by name.
 
-The names are those of every micro-batch and step, so they are worked out once for each action of a
-chunk; what is left of an action on the host is to look storages up and to issue kernels.
+Every micro-batch and step has the same names, so they are worked out once for each action of a
+chunk; for an action the host then only looks storages up and issues kernels.
 """
 
 from itertools import takewhile
@@ -14,8 +14,8 @@ from rematbench.torch.model import RankModel
 
 
 class Read(NamedTuple):
-    """A tensor of an operator: its name there, its storage, and whether all of the storage is meant
-    (a gathered copy) or the action's rows."""
+    """A tensor of an operator: its name there, its storage, and whether an operator reads the whole
+    storage (a gathered copy) or the action's rows."""
 
     name: str
     storage: str
@@ -48,7 +48,7 @@ class Names:
     def of(self, action: Action, chunk: int) -> Operands:
         """The operands of an action that runs an operator."""
         known = self.known.get((id(action), chunk))
-        if known is None:  # the action is kept with them: its number stays its own
+        if known is None:  # kept with its action, so that the id stays unique
             known = self.known[id(action), chunk] = action, self._found(action, chunk)
         return known[1]
 
@@ -76,7 +76,7 @@ class Names:
 
 
 def _wants(action: Action, op: Op) -> tuple[str, ...]:
-    """The activations an action works on: a forward's inputs, what a backward was left, and the
+    """The activations that an action reads: a forward's inputs, a backward's saved tensors, and the
     loss's statistics between vocabulary shards."""
     if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
         return op.inputs
@@ -84,7 +84,7 @@ def _wants(action: Action, op: Op) -> tuple[str, ...]:
 
 
 def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...]:
-    """A gathered copy stands for a single input; attention has it beside its queries."""
+    """A gathered copy replaces a single input; attention reads it beside its queries."""
     there = {identity(name): name for name in action.reads if not is_gradient(name)}
     names = _wants(action, op) or op.inputs
     found = {

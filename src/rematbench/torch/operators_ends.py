@@ -10,7 +10,7 @@ from rematbench.torch.groups import Group
 
 def embedding(call: Call) -> Tensors:
     model = call.model
-    ids = model.batches[call.site.micro_batch].ids
+    ids = model.batches[call.span.micro_batch].ids
     table = call.parameter("embedding").value
     out = kernels.embed(ids, table, model.vocab_start, whole=model.problem.layout.tp == 1)
     if model.kind.position == "learned" and model.place.tp == 0:  # one rank of the group adds it
@@ -20,7 +20,7 @@ def embedding(call: Call) -> Tensors:
 
 def embedding_weight(call: Call) -> None:
     model = call.model
-    ids = model.batches[call.site.micro_batch].ids
+    ids = model.batches[call.span.micro_batch].ids
     total = call.parameter("embedding").grad
     whole = model.problem.layout.tp == 1
     kernels.embed_backward(total, call.grads[0], ids, model.vocab_start, whole=whole)
@@ -40,7 +40,7 @@ def loss(call: Call) -> Tensors:
 def finish_loss(call: Call, group: Group) -> Tensor:
     """Logits -> softmax in place, over the vocabulary shards; the sum of the rows' losses."""
     model, saved = call.model, call.tensors["loss_saved"]
-    labels = call.rows(model.batches[call.site.micro_batch].labels)
+    labels = call.rows(model.batches[call.span.micro_batch].labels)
     top = saved.amax(-1)
     group.all_reduce(top, "max")
     saved.sub_(top[:, None])
@@ -55,7 +55,7 @@ def finish_loss(call: Call, group: Group) -> Tensor:
 
 def loss_backward(call: Call) -> Tensors:
     model = call.model
-    batch = model.batches[call.site.micro_batch]
+    batch = model.batches[call.span.micro_batch]
     probs, labels = call.tensors["loss_saved"], call.rows(batch.labels)
     first = model.vocab_start
     return {

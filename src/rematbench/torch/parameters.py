@@ -20,7 +20,7 @@ from rematbench.workload import Model
 
 INIT_STD = 0.05
 PIECE = 1 << 22
-"""Elements of a gradient that are widened at once."""
+"""Elements of a gradient that are widened at one time."""
 
 
 class ParameterSpec(NamedTuple):
@@ -109,7 +109,7 @@ def _layer_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
 
 
 def square_sum(values: Tensor) -> float:
-    """In float64, a piece at a time: a whole copy would stand in the allocator's peak."""
+    """The sum in float64, piece by piece: a whole copy would raise the allocator's peak."""
     pieces = [piece.double().square().sum() for piece in torch.split(values.view(-1), PIECE)]
     return float(torch.stack(pieces).sum())
 
@@ -128,7 +128,7 @@ def _unknown(spec: ParameterSpec) -> Tensor:
 
 
 def padded(full: Tensor, spec: ParameterSpec) -> Tensor:
-    """With zero rows up to the padded vocabulary."""
+    """The tensor with zero rows up to the padded vocabulary."""
     extra = spec.rows - full.shape[0] if spec.rows else 0
     return torch.cat([full, full.new_zeros(extra, *full.shape[1:])]) if extra > 0 else full
 
@@ -165,7 +165,7 @@ class Parameter:
         return self.grad_flat[: self.shape.numel()].view(self.shape)
 
     def tensors(self) -> list[Tensor]:
-        """Every storage it holds."""
+        """Every storage of the parameter."""
         return [self.flat, self.grad_flat, self.master, self.moment1, self.moment2]
 
     def update(self, rule: AdamW, step: int) -> None:

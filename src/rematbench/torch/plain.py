@@ -1,8 +1,8 @@
 """A training step as a person writes it in torch: the same model, weights, sums and update as the
 executor's, through autograd, on one stream; weight gradients are added to their wide buffers inside
-the product, as a loop written for speed does.  What the executor's own step is timed against.
+the product, as a loop written for speed does.  The executor's step is timed against this one.
 
-For one rank and Llama blocks.
+It has one rank and Llama blocks.
 """
 
 from typing import Any

@@ -12,10 +12,10 @@ from rematbench.program.action import STREAMS
 
 
 class Under(Protocol):
-    """A message under way: torch's handle of it, or an event that comes when it is done."""
+    """A message under way: torch's handle, or an event that is recorded when it is done."""
 
     def wait(self) -> object:
-        """Hold the host (gloo) or the current stream (CUDA) until it is done."""
+        """Hold the host (gloo) or the current stream (CUDA) until the message is done."""
 
 
 class Mark:
@@ -41,13 +41,13 @@ class Streams(Protocol):
         """Issue on a stream."""
 
     def mark(self, stream: str) -> Mark:
-        """All work issued so far on a stream."""
+        """An event after all work issued so far on a stream."""
 
     def wait(self, stream: str, mark: Mark) -> None:
-        """Hold a stream until a mark."""
+        """Hold a stream until an event."""
 
     def room(self) -> AbstractContextManager[object]:
-        """Take memory for what an action leaves behind."""
+        """Take the memory of a storage that outlives its action."""
 
     def lend(self, stream: str, tensor: torch.Tensor) -> None:
         """Compute will use (and free) a tensor that another stream made."""
@@ -55,20 +55,20 @@ class Streams(Protocol):
     def run(
         self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
     ) -> None:
-        """Issue tensor work; storages and names are the host's business and are done already.
-        `fresh`: memory that nobody may read before the work is done."""
+        """Issue tensor work; the host has handled its storages and names already.  `fresh`: memory
+        that no stream may read before the work is done."""
 
     def under_way(self, channel: Hashable, work: dist.Work) -> Under:
-        """What to wait on for a message that a channel (its messages go one by one) has begun."""
+        """The handle to wait on for a message of a channel, whose messages go one by one."""
 
     def begin(self) -> None:
-        """Let no stream start a step before what was issued outside of them is done."""
+        """Order every stream's step behind the work that was issued outside of them."""
 
     def flush(self) -> None:
-        """Let everything issued be done before what is issued outside next; raise what failed."""
+        """Order work issued outside next behind all streams; raise the first failure."""
 
     def clock(self) -> Callable[[], float]:
-        """Start measuring; the answer tells the seconds since."""
+        """Start a clock; calling the result gives the seconds since."""
 
 
 def host_clock() -> Callable[[], float]:
@@ -78,7 +78,7 @@ def host_clock() -> Callable[[], float]:
 
 
 class HostStreams:
-    """A CPU: every action is done when it is issued, but for messages under way."""
+    """Streams of a CPU: an action is done when issued; only messages stay under way."""
 
     def on(self, stream: str) -> AbstractContextManager[object]:
         """Nothing to switch."""
@@ -121,25 +121,25 @@ class HostStreams:
 
 
 UNORDERED = frozenset({"pp_recv"})
-"""Streams that wait for nothing: what they make must not lie where compute may still work."""
+"""Streams that wait for nothing: their storages must not lie where compute may still work."""
 
 
 class Current:
     """The stream that a rank issues on, from a step's begin to its end.  torch's own context asks
-    for the device and for the current stream on every entry, which costs ten times what switching
-    does; here it is known."""
+    for the device and for the current stream on every entry, which costs ten times the switch;
+    this class knows the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.streams: list[torch.cuda.Stream] = []  # the innermost last
 
     def hold(self) -> torch.cuda.Stream:
-        """From now on nobody else switches; the stream that is current."""
+        """Return the current stream; until `release` only this object switches."""
         self.streams = [torch.cuda.current_stream(self.device)]
         return self.streams[0]
 
     def release(self) -> torch.cuda.Stream:
-        """Others may switch again; the stream that is current."""
+        """Return the current stream; others may switch from now on."""
         return self.streams.pop() if self.streams else torch.cuda.current_stream(self.device)
 
     def enter(self, stream: torch.cuda.Stream) -> None:
@@ -151,14 +151,14 @@ class Current:
         self.streams.append(stream)
 
     def leave(self) -> None:
-        """Issue on the stream before it again."""
+        """Return to the stream before the last `enter`."""
         left = self.streams.pop()
         if left is not self.streams[-1]:
             torch.cuda.set_stream(self.streams[-1])
 
 
 class On(AbstractContextManager[object]):
-    """Within it work goes to one stream."""
+    """A context within which work goes to one stream."""
 
     def __init__(self, current: Current, stream: torch.cuda.Stream) -> None:
         self.current, self.stream = current, stream
@@ -175,24 +175,24 @@ MADE: dict[tuple[torch.device, Hashable], torch.cuda.Stream] = {}
 
 
 def own_stream(device: torch.device, name: Hashable) -> torch.cuda.Stream:
-    """A device's stream of a name, the same for all in the process: torch gives out 32 in turn,
-    so that of many executors one's compute would be another's copies."""
+    """A device's stream of a name, one for the whole process: torch hands out 32 in turn, so the
+    compute stream of one executor could be the copy stream of another."""
     if (device, name) not in MADE:
         MADE[device, name] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return MADE[device, name]
 
 
 class CudaStreams:
-    """One CUDA stream for each named stream; events instead of synchronisation.  What is issued
-    outside (batches, zeroed gradients, reading the loss) is on the device's current stream, which
-    orders itself with none of these: `begin` and `flush` do.
+    """One CUDA stream for each named stream; events instead of synchronisation.  Work from outside
+    (batches, zeroed gradients, reading the loss) is on the device's current stream, which is not
+    ordered with these: `begin` and `flush` order it.
 
-    The caching allocator keeps a pool for each stream and gives memory out again to the stream that
-    asked for it, in the host's order.  What collectives and reloads make is taken from compute's
-    pool: their streams have waited for all that compute was given before (lowering sees to it), and
-    compute waits for every reader before it frees.  So freed memory is used again at once, by any
-    of them, and no pool holds what another needs.  Only receives, which wait for nothing, have a
-    pool of their own, and the allocator is told that compute uses what is in it."""
+    The caching allocator has a pool per stream and reuses freed memory for that stream, in the
+    host's order.  Collectives and reloads take memory from compute's pool: lowering makes their
+    streams wait for all compute issued before, and compute waits for every reader before it frees.
+    So any of these streams reuses freed memory at once, and no pool holds what another needs.
+    Receives wait for nothing; they have a pool of their own, and `record_stream` tells it that
+    compute uses its memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -212,8 +212,8 @@ class CudaStreams:
         return Mark(event)
 
     def wait(self, stream: str, mark: Mark) -> None:
-        """The stream waits for the event and for messages; the host does not.  Another stream may
-        have to wait for the same messages, so they stay in the mark."""
+        """Make the stream wait for the event and its messages; the host does not wait.  Messages
+        stay in the mark: another stream may have to wait for them too."""
         with self.on(stream):
             for work in mark.works:
                 work.wait()
@@ -223,24 +223,24 @@ class CudaStreams:
             self.streams[stream].wait_event(mark.event)
 
     def room(self) -> AbstractContextManager[object]:
-        """From compute's pool."""
+        """Memory from compute's pool."""
         return self.on("compute")
 
     def lend(self, stream: str, tensor: torch.Tensor) -> None:
-        """The allocator gives the memory out again only when compute is past it."""
+        """Keep the allocator from reusing the memory until compute is past the tensor."""
         if stream in UNORDERED:
             tensor.record_stream(self.streams["compute"])
 
     def run(
         self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
     ) -> None:
-        """Issued on the current stream, which `on` has made the action's."""
+        """Issue on the current stream, which `on` has set."""
         work()
 
     def under_way(self, channel: Hashable, work: dist.Work) -> Under:
-        """An event in the handle's place.  NCCL's handle holds the message's memory for as long as
-        anybody holds the handle; what may be freed is for the waiting streams to say.  Each channel
-        has a stream for its events, so that none waits for another's peer."""
+        """An event in the handle's place.  NCCL's handle keeps the message's memory while anything
+        holds the handle, but waits decide here when memory is free.  Each channel has a stream for
+        its events, so that no message waits for another's peer."""
         if channel not in self.arrivals:
             made = own_stream(self.device, len(self.arrivals))
             self.arrivals[channel] = On(self.current, made)
@@ -251,13 +251,13 @@ class CudaStreams:
         return event
 
     def begin(self) -> None:
-        """Every stream waits for the current one; the host does not."""
+        """Make every stream wait for the current one; the host does not wait."""
         current = self.current.hold()
         for stream in self.streams.values():
             stream.wait_stream(current)
 
     def flush(self) -> None:
-        """The current stream waits for every other; the host does not."""
+        """Make the current stream wait for every other; the host does not wait."""
         current = self.current.release()
         for stream in self.streams.values():
             current.wait_stream(stream)

@@ -1,8 +1,8 @@
 """Streams as threads: a CPU on which copies and collectives really run beside the host.
 
-For finding races, not for speed.  Every stream but compute is a thread that does its work in order,
-after a random delay; compute is the host itself.  An event holds when its stream has come that
-far.  What a missing wait would read early is poisoned (NaN) until the work is done.
+These streams find races; they are slow.  Every stream but compute is a thread that works in order,
+each piece after a random delay; compute is the host itself.  An event holds when its stream has
+reached it.  Memory that a missing wait would read early holds NaN until its work is done.
 """
 
 import queue
@@ -50,13 +50,13 @@ class ThreadStreams:
                 self.failed.append(error)
 
     def on(self, stream: str) -> AbstractContextManager[object]:
-        """Nothing to switch: work says where it goes."""
+        """Nothing to switch: `run` names the stream."""
         return nullcontext()
 
     def run(
         self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
     ) -> None:
-        """Queue work on the stream's thread, after a delay of its own."""
+        """Queue work on the stream's thread, which delays it at random."""
         if stream == "compute":
             work()
             return
@@ -80,8 +80,8 @@ class ThreadStreams:
         return flag
 
     def wait(self, stream: str, mark: Mark) -> None:
-        """The host waits for compute and for messages (which it posts itself), else the stream's
-        thread waits."""
+        """For compute and the message streams (which the host posts) the host waits; for others the
+        stream's thread does."""
         mark.finish()
         assert isinstance(mark, Flag)
         if stream in HOST_STREAMS:
@@ -98,7 +98,7 @@ class ThreadStreams:
         return nullcontext()
 
     def lend(self, stream: str, tensor: torch.Tensor) -> None:
-        """A closure keeps what it works on."""
+        """Nothing to do: queued work holds its tensors."""
 
     def under_way(self, channel: Hashable, work: dist.Work) -> Under:
         """The handle: the host waits."""

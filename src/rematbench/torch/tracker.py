@@ -1,7 +1,7 @@
-"""Live bytes as storages really are: registered when torch makes them, gone when torch frees them.
+"""Live bytes of torch's storages: counted when torch makes them, until torch frees them.
 
-Knows nothing of plans or actions.  A dispatch mode sees the outputs of every torch operator and
-holds each new untyped storage by a weak reference whose callback takes its bytes off.
+The tracker knows no plan and no action.  A dispatch mode sees the outputs of every torch operator
+and holds each new storage by a weak reference, whose callback subtracts the storage's bytes.
 """
 
 import weakref
@@ -19,9 +19,9 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages made while it is active.
 
     `exclude`: storages that are states (parameters, gradients, optimizer, inputs), made before or
-    inside; `on_host`: storages of the host pool, counted apart from their first byte.  Beside a
-    device of its own (a GPU) what lives on the CPU is the host's; of a pool that keeps its blocks
-    only what is lent counts (`lend`).
+    inside; `on_host`: storages of the host pool, which count as host bytes.  With a GPU as the
+    device, storages on the CPU are host bytes; of a pool that keeps its blocks only the lent bytes
+    count (`lend`).
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -37,7 +37,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._states: list[torch.UntypedStorage] = []
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Never count these storages (kept alive, so that their identity stays theirs)."""
+        """Never count these storages; they are kept alive, so that no other gets their id."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -48,7 +48,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """What appears inside is host memory, though it is on the CPU as what is the device's."""
+        """Count storages made inside as host bytes, although device storages are on the CPU too."""
         self._all_host = True
         try:
             yield
@@ -56,7 +56,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._all_host = False
 
     def lend(self, nbytes: int) -> None:
-        """Host bytes of an excluded pool are in use from now on (or, negative, no more)."""
+        """Add host bytes of an excluded pool that are now in use (negative: no longer)."""
         self.host_bytes += nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,12 +68,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def forget(self) -> None:
-        """Let go of the states, which are kept alive to be known."""
+        """Release the excluded storages."""
         self._states.clear()
         self._excluded.clear()
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size than when it was seen."""
+        """Count the change of a storage's size since it was seen."""
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
             return
@@ -86,7 +86,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._see(tensor.untyped_storage(), host=self._is_host(tensor))
 
     def _is_host(self, tensor: Tensor) -> bool:
-        """Whether what a tensor holds is the host's."""
+        """Whether a tensor's storage counts as host bytes."""
         return self._all_host or (self._apart and tensor.device.type == "cpu")
 
     def _see(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""One process of a launch: joins the others, runs the cases, writes what it saw."""
+"""One process of a launch: it joins the others, runs the cases and writes their results."""
 
 import gc
 import math
@@ -71,8 +71,8 @@ def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: 
 
 
 def _end_with_parent() -> None:
-    """End this process when who started it has ended, however that was: nobody would read its
-    results, or stop it where it waits for a peer."""
+    """End this process when its parent has ended in any way: no process would read its results, or
+    stop it while it waits for a peer."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()
@@ -80,7 +80,7 @@ def _end_with_parent() -> None:
 
 
 def _end_with(path: Path, error: BaseException) -> NoReturn:
-    """Leave the reason in a file, and end; only what nobody foresaw is also shown as it was."""
+    """Write the reason to a file and end; print the traceback of an unforeseen error only."""
     status, reason = failure(error)
     path.write_text("\n".join([status, reason, traceback.format_exc()]))
     if status == "failed" and not isinstance(error, NotExecutable):
@@ -89,7 +89,7 @@ def _end_with(path: Path, error: BaseException) -> NoReturn:
 
 
 def _groups(case: Case, rank: int, known: dict[tuple[object, ...], Groups]) -> Groups:
-    """Process groups, made once for each set of degrees."""
+    """The process groups of a set of degrees, made once."""
     lay, order = case.problem.layout, case.problem.system.rank_order
     degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, order)
     if degrees not in known:
@@ -116,7 +116,7 @@ def run_case(
         program, model, groups, tracker=tracker, optimizer=case.optimizer, streams=threads
     )
     if device.type == "cuda":
-        _forget(device)  # how weights were made is no part of training
+        _forget(device)  # peaks of drawing weights are no part of training
     result = empty_result(groups, executor)
     if case.shards:
         executor.before_update = lambda parameters: result.gradients[-1].update(
@@ -134,22 +134,22 @@ def run_case(
 
 
 def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
-    """The device as no case before has used it: their storages gone (a case's objects are cycles,
-    which only a collection frees), caches empty, peaks forgotten."""
+    """Reset the device after earlier cases: collect their storages (a case's objects are cycles),
+    empty the caches, reset the peaks."""
     wrong = overtaken(program, case.problem.layout)
     if wrong:
         raise NotExecutable(f"NCCL knows no tags, and messages overtake each other from {wrong}")
     if torch.are_deterministic_algorithms_enabled() != case.deterministic:
         torch.use_deterministic_algorithms(case.deterministic)  # imports torch's compiler: 4 s
-    # Memory of an action's outputs is taken on another stream than the one that writes it.
+    # The stream that allocates an action's outputs is not the one that writes them.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _forget(device)
     pin_exactly()
 
 
 def _forget(device: torch.device) -> None:
-    """Give back what nobody holds, and let the allocators' peaks begin anew.  cuBLAS has a
-    workspace for each stream that it ever ran on, those of earlier cases too."""
+    """Release unused memory and reset the allocators' peaks.  cuBLAS keeps a workspace for each
+    stream that it ever ran on, those of earlier cases too."""
     gc.collect()
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear_workspaces is not None:
@@ -177,7 +177,7 @@ def empty_result(groups: Groups, executor: Executor) -> RankResult:
 
 
 def _load(case: Case, executor: Executor, step: int) -> Batch:
-    """A step's batch, which the model gets in this rank's micro-batches."""
+    """Load a step's batch into the model, as this rank's micro-batches."""
     batch, model = _batch(case, step), executor.model
     place = executor.groups.place
     model.batches = micro_batches(batch, case.problem.layout, place, model.device)
@@ -196,8 +196,8 @@ def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None
 
 
 def _time(case: Case, executor: Executor, result: RankResult) -> None:
-    """Seconds of further steps, by events: nobody counts bytes or looks at gradients, and the host
-    reads nothing until a step is over."""
+    """Time further steps by events: no tracker counts bytes, no code looks at gradients, and the
+    host reads nothing until a step is over."""
     executor.before_update = lambda parameters: None
     for step in range(case.steps, case.steps + case.timed_steps):
         _load(case, executor, step)
@@ -221,7 +221,7 @@ def _batch(case: Case, step: int) -> Batch:
 
 
 def note_bytes(executor: Executor, result: RankResult) -> None:
-    """What the executor's last step moved, rebuilt and held."""
+    """Note the bytes that the executor's last step moved and held, and its recomputation."""
     result.offload_bytes = executor.movers.offload_bytes
     result.recompute_flop = executor.recompute_flop
     result.bytes_after = result.bytes_after or list(executor.bytes_after)

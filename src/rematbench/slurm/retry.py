@@ -1,4 +1,4 @@
-"""Finished cells that are to be run again: their records go, and what is made from them."""
+"""Retry: remove finished cells' records and what was made from them, so that the cells are due."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -21,12 +21,11 @@ def forget(
     statuses: Collection[str],
     names: Collection[str] = (),
 ) -> dict[str, str]:
-    """Remove finished records of the given statuses (and of the cells `names`, if any); the removed
-    cells and their statuses.
+    """Remove the finished records of these statuses (of the cells `names` only, if any) and return
+    {cell: status} of the removed.
 
-    What is derived from them in `results` goes too: Snakemake knows the manifests of bundles and
-    the table only, and makes no missing manifest again while the table is there.  CommandError for
-    a status or a cell that there is not.
+    Manifests and the table in `results` are removed too: Snakemake knows only these, and makes no
+    missing manifest while the table is there.  CommandError for an unknown status or cell.
     """
     _check("status", statuses, STATUSES)
     _check("cell", names, [cell.name for cell in campaign.cells])

@@ -12,7 +12,7 @@ from rematbench.problem import rebuild_ops
 from rematbench.program.action import Action, Alloc, Kind, place
 
 
-class Rerunner:
+class Recomputer:
     """Knows which saved tensors are on the device and how to bring back the others.
 
     `piece` is the mini-sequence at work, if any: interior tensors then go by their piece's name.
@@ -59,12 +59,12 @@ class Rerunner:
         self.run, self.piece = at_work
 
     def rebuild(self, unit: Unit, missing: set[str]) -> None:
-        """Re-run the operators that produce `missing`."""
+        """Recompute `missing` by the operators that produce it."""
         if self.run is not None:
             self._whole_inputs(unit, self.run)
         available = frozenset(n for n in unit.table.activations if self._available(unit, n))
         ops = rebuild_ops(unit.table, frozenset(missing), available)
-        self.rerun(unit, ops, missing)
+        self.recompute(unit, ops, missing)
 
     def _whole_inputs(self, unit: Unit, run: MiniRun) -> None:
         """Bring back whole what a piece reads from before its run: only the run's own operators
@@ -87,7 +87,7 @@ class Rerunner:
         fate = self.fate(unit, name)
         return fate is not None and not fate.recompute_bytes
 
-    def rerun(self, unit: Unit, ops: tuple[Op, ...], missing: set[str]) -> None:
+    def recompute(self, unit: Unit, ops: tuple[Op, ...], missing: set[str]) -> None:
         """Run operators again; those of a mini-sequence run piece by piece."""
         runs = {op.name: run for run in self.chunk.runs(unit).values() for op in run.ops}
         done: set[str] = set()
@@ -96,11 +96,11 @@ class Rerunner:
         for op in ops:
             run = runs.get(op.name)
             if run is None or self.piece is not None:
-                self._rerun_op(unit, op, missing, made)
+                self._recompute_op(unit, op, missing, made)
             elif op.name not in done:
                 inside = [o for o in run.ops if o in ops]
                 done.update(o.name for o in inside)
-                self._rerun_pieces(unit, run, inside, missing, made)
+                self._recompute_pieces(unit, run, inside, missing, made)
         self.shares = outer
 
     def _shares(self, unit: Unit, ops: tuple[Op, ...], missing: set[str]) -> dict[str, float]:
@@ -117,7 +117,7 @@ class Rerunner:
             shares[op.name] = share or 1.0
         return shares
 
-    def _rerun_pieces(
+    def _recompute_pieces(
         self, unit: Unit, run: MiniRun, ops: list[Op], missing: set[str], made: dict[str, str]
     ) -> None:
         for name in run.outputs:
@@ -129,7 +129,7 @@ class Rerunner:
             self.run, self.piece = run, piece
             inner = dict(made)
             for op in ops:
-                self._rerun_op(unit, op, missing, inner)
+                self._recompute_op(unit, op, missing, inner)
         self.run = self.piece = None
 
     def _run_output(self, unit: Unit, name: str) -> str:
@@ -143,7 +143,7 @@ class Rerunner:
         self.have.add(storage)
         return storage
 
-    def _rerun_op(self, unit: Unit, op: Op, missing: set[str], made: dict[str, str]) -> None:
+    def _recompute_op(self, unit: Unit, op: Op, missing: set[str], made: dict[str, str]) -> None:
         fraction = self.shares[op.name]
         if fraction < 1.0 and not op.row_local:
             raise PlanError(f"{op.name} is not row-local: recompute all of its rows or none")
@@ -162,7 +162,7 @@ class Rerunner:
         made |= writes
 
     def _columns(self, unit: Unit, op: Op, writes: dict[str, str]) -> float:
-        """Share of a linear's output columns that a re-run computes: all of them where one GEMM
+        """Share of a linear's output columns that are recomputed: all of them where one GEMM
         makes all outputs, else those of the outputs it writes."""
         if self.chunk.problem.system.fused_linears or not op.has_weight or not writes:
             return 1.0
@@ -170,7 +170,7 @@ class Rerunner:
         return sum(width[name] for name in writes) / sum(width.values())
 
     def _source(self, unit: Unit, name: str, made: dict[str, str], fraction: float) -> str:
-        """What a re-run reads: rows rebuilt just now if they are enough, else the whole tensor."""
+        """What an operator reads: rows rebuilt just now if they are enough, else the whole."""
         fate = self.fate(unit, name)
         storage = made.get(name, "")
         if storage.endswith("#r") and fate is not None and rows_of([fate]) < fraction:
@@ -183,7 +183,7 @@ class Rerunner:
         return self.ensure(unit, name)
 
     def _outputs(self, unit: Unit, op: Op, missing: set[str]) -> dict[str, str]:
-        """Storages a re-run writes: the missing ones, and inputs of later re-runs."""
+        """Storages that recomputation writes: the missing ones, and inputs of later operators."""
         writes: dict[str, str] = {}
         for name in op.outputs:
             storage = self.name(unit, name)
