@@ -29,7 +29,6 @@ from rematbench.cli.matrix import matrix
 from rematbench.cli.measured import converge, measure
 from rematbench.cli.plan import plan, simulate, timeline
 from rematbench.cli.report import expect, report
-from rematbench.cli.retrace import retrace
 from rematbench.cli.run import run
 from rematbench.cli.sheet import predict
 from rematbench.cli.study import study
@@ -46,7 +45,7 @@ from rematbench.cli.tables import (
 )
 from rematbench.cli.targets import Methods
 from rematbench.cli.trace import trace
-from rematbench.cli.verify import verify
+from rematbench.cli.verify import retrace, verify
 from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.packages.process import BaselineError
 from rematbench.plan import PlanError
