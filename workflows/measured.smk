@@ -14,7 +14,7 @@ rule retrace:
     conda:
         "../environment.yml"
     params:
-        engine=lambda wildcards, input: code("retrace", [input.method]),
+        engine=lambda wildcards, input: code("verify", [input.method]),
         torch=HAS_TORCH,
         cell=RETRACED,
         committed=lambda wildcards, input: Path(input.record).parent,

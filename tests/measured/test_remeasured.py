@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rematbench.cli.real import as_committed
 from rematbench.runs.measured import Comparison, Measured
 from rematbench.runs.record import Record, read_record, write_record
-from rematbench.worlds.again import differences, folder_differences
+from rematbench.worlds.again import differences
 
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"
 
@@ -139,15 +139,24 @@ def test_losses_are_compared_where_the_text_is_the_same() -> None:
     assert "the committed one's" in line
 
 
-def test_a_curve_of_a_folder_is_held_to_keep_alls_there(tmp_path: Path) -> None:
+def test_a_curve_of_a_folder_is_held_to_keep_alls_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One that is as far from the committed one as its keep_all is, on another text."""
-    for name, share in (("memo.1", 1e-2), ("keep_all.0", 1e-2)):
-        write_record(moved(curve(name), share, text="another"), tmp_path / f"bytes-one.{name}.json")
-    said = folder_differences(["bytes-one.memo.1"], tmp_path, MEASURED / "convergence")
-    assert said == {"bytes-one.memo.1": []}
+    for name in ("memo.1", "keep_all.0"):
+        write_record(moved(curve(name), 1e-2, text="another"), tmp_path / f"bytes-one.{name}.json")
+    assert as_committed(["bytes-one.memo.1"], tmp_path, MEASURED / "convergence")
     (tmp_path / "bytes-one.keep_all.0.json").unlink()
-    (line,) = folder_differences([*said], tmp_path, MEASURED / "convergence")["bytes-one.memo.1"]
-    assert "bytes-one.keep_all.0.json: cannot be read" in line
+    assert not as_committed(["bytes-one.memo.1"], tmp_path, MEASURED / "convergence")
+    assert "bytes-one.keep_all.0.json: cannot be read" in capsys.readouterr().err
+
+
+def test_what_has_no_committed_record_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_record(executed(), tmp_path / "a.json")
+    assert not as_committed(["a"], tmp_path, tmp_path / "none")
+    assert "none/a.json: cannot be read" in capsys.readouterr().err
 
 
 def test_what_has_changed_is_said_where_a_number_has() -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("torch", reason="the traced world needs torch")
 import typer
 from msgspec.structs import replace
 
-from rematbench.cli.retrace import retrace
+from rematbench.cli.verify import retrace
 from rematbench.runs.cell import cells
 from rematbench.runs.record import read_record, write_record
 from rematbench.runs.suite import load_suite

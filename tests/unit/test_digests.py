@@ -65,7 +65,7 @@ def test_only_what_can_change_a_prediction_changes_its_digest(package: Path) -> 
         ("tables", "matrix/tables.py"),
         ("report", "tables/html.py"),
         ("cells", "slurm/rows.py"),
-        ("retrace", "torch/kernels.py"),  # imported inside a function
+        ("verify", "torch/kernels.py"),  # imported inside a function
         ("study", "studies/answers.py"),
         ("points", "packages/process.py"),
     ],

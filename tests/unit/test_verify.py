@@ -50,10 +50,6 @@ def test_a_record_says_all_that_its_run_needs(words: tuple[str, ...], tmp_path: 
     assert verified(path) == (0, "run (simulated): every number equal\n")
 
 
-def changed(record: Record, **what: Any) -> Record:
-    return replace(record, **what)
-
-
 def test_each_number_that_differs_is_said(tmp_path: Path) -> None:
     path = simulated(tmp_path / "run.json", "keep_all")
     record = read_record(path)
@@ -83,6 +79,20 @@ def test_what_is_no_record_is_said_before_anything_runs(tmp_path: Path) -> None:
     assert code != 0
     assert "none.json: cannot be read" in text
     assert "every number equal" not in text
+
+
+@pytest.mark.parametrize("what", ["cluster", "system", "calibration"])
+def test_a_run_whose_inputs_have_changed_is_not_replayed_but_can_be_verified(
+    what: str, tmp_path: Path
+) -> None:
+    """Its numbers are compared; a timeline of other numbers would pass for the record's."""
+    path = simulated(tmp_path / "run.json", "keep_all")
+    record = read_record(path)
+    spec = replace(record.spec, **{f"{what}_hash": "0"})
+    write_record(replace(record, spec=spec), path)
+    done = RUN.invoke(app, ["timeline", str(path), "-o", str(tmp_path / "trace.json")])
+    assert f"its {what} has changed since" in str(done.exception)
+    assert verified(path)[0] == 0
 
 
 def test_a_published_record_is_its_authors(tmp_path: Path) -> None:

@@ -9,17 +9,8 @@ from typer import Option, TyperException
 from typer.core import TyperGroup
 
 from rematbench import __version__
-from rematbench.cli import baseline
+from rematbench.cli import baseline, cells, tables
 from rematbench.cli.calibrate import calibrate, validate
-from rematbench.cli.cells import (
-    cells,
-    collect_cells,
-    resume,
-    retry,
-    run_cells,
-    settle,
-    submit_plan,
-)
 from rematbench.cli.compare import compare
 from rematbench.cli.doctor import doctor
 from rematbench.cli.execute import execute
@@ -29,25 +20,13 @@ from rematbench.cli.matrix import matrix
 from rematbench.cli.measured import converge, measure
 from rematbench.cli.plan import plan, simulate, timeline
 from rematbench.cli.report import expect, report
-from rematbench.cli.retrace import retrace
 from rematbench.cli.run import run
 from rematbench.cli.sheet import predict
 from rematbench.cli.study import study
 from rematbench.cli.systems import systems
-from rematbench.cli.tables import (
-    claims,
-    collect,
-    curves,
-    matrix_tables,
-    sheets,
-    speeds,
-    stages,
-    tables,
-    worlds,
-)
 from rematbench.cli.targets import Methods
 from rematbench.cli.trace import trace
-from rematbench.cli.verify import verify
+from rematbench.cli.verify import retrace, verify
 from rematbench.cost.kernel_rates import RateError
 from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.packages.process import BaselineError
@@ -152,14 +131,16 @@ def _check(path: Path, registry: Registry) -> None:
 
 
 COMMANDS = (
-    *(methods, systems, plan, simulate, compare, timeline, stages, flags, doctor),
+    *(methods, systems, plan, simulate, compare, timeline, tables.stages, flags, doctor),
     *(execute, trace, verify, predict, validate),
 )
 """What a person uses, beside the group of baselines."""
 WORKFLOW = (
-    *(run, collect, sheets, tables, study, claims, calibrate, speeds, matrix, matrix_tables),
-    *(report, expect, measure, measure_gpu, retrace, worlds, converge, curves),
-    *(submit_plan, run_cells, cells, collect_cells, retry, settle, resume),
+    *(run, study, calibrate, matrix, report, expect, measure, measure_gpu, retrace, converge),
+    *(tables.collect, tables.sheets, tables.tables, tables.claims, tables.speeds),
+    *(tables.matrix_tables, tables.worlds, tables.curves),
+    *(cells.submit_plan, cells.run_cells, cells.cells, cells.collect_cells),
+    *(cells.retry, cells.settle, cells.resume),
 )
 """What rules, `./bench` and jobs of Slurm call; listed by --help-all."""
 

@@ -1,7 +1,7 @@
 """`execute`: a plan on torch, in processes on this machine or a launcher's."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 from typer import Option
@@ -15,9 +15,6 @@ from rematbench.runs.cell import Cell
 from rematbench.runs.measured import TIMED_STEPS
 from rematbench.worlds import executed
 from rematbench.worlds.executed import How
-
-if TYPE_CHECKING:
-    from rematbench.torch.job import Given
 
 SEQ_LEN = 128
 Device = Literal["cpu", "cuda"]
@@ -57,7 +54,9 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
 
     asked = request(_with_defaults(run))
-    given = _given(rank, world_size, local_rank, (address, port), asked)
+    given = None
+    if is_launched(rank, world_size, (address, port), asked.problem.layout.gpus):
+        given = job.Given(rank or 0, world_size or 1, local_rank, address, port)
     kind = job.device_kind(device or "")
     need_gpu(kind)
     cell = cell_of(asked)
@@ -83,26 +82,6 @@ def _with_defaults(run: RunOptions) -> RunOptions:
     }
     filled = {key: given[key] or value for key, value in usual.items()}
     return dataclasses.replace(run, problem={**given, **filled})
-
-
-def _given(
-    rank: int | None,
-    world_size: int | None,
-    local_rank: int,
-    meeting: tuple[str, int],
-    asked: Request,
-) -> "Given | None":
-    """This process's place among a launcher's, if one started it."""
-    from rematbench.torch.job import Given  # noqa: PLC0415  # torch is optional
-
-    if not is_launched(rank, world_size, meeting, asked.problem.layout.gpus):
-        return None
-    assert rank is not None
-    assert world_size is not None
-    address, port = meeting
-    return Given(
-        rank=rank, world_size=world_size, local_rank=local_rank, address=address, port=port
-    )
 
 
 def _other(asked: Request, run: RunOptions, against: str) -> Cell:

@@ -6,20 +6,30 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from rematbench.choose.outcome import Outcome, run_plan
-from rematbench.cli.estimate import estimate_result, estimated, show_estimate
+from rematbench.choose.outcome import Outcome, run_method
 from rematbench.cli.options import Request, RunOptions, request, takes_run
 from rematbench.cli.show import Shown, heading, result, show
 from rematbench.cli.targets import Json, Out, need_file
-from rematbench.host.console import CommandError, console, grid, left, plain, seconds
+from rematbench.cost.estimators import SAFE_SHARE
+from rematbench.host.console import (
+    CommandError,
+    console,
+    gib,
+    grid,
+    left,
+    percent,
+    plain,
+    seconds,
+)
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, resolve
 from rematbench.lowering.lower import lower
 from rematbench.plan import Phase, Plan, Unsupported
-from rematbench.published.closed_forms import EstimatorName
+from rematbench.published.closed_forms import ClosedForm, EstimatorName, closed_form
 from rematbench.runs.record import make_record, read_record, write_record
 from rematbench.runs.reopen import Replay, replay, replay_plan
 from rematbench.simulate.evaluate import PlanEvaluation
@@ -50,7 +60,7 @@ def simulate(
     """
     need_file("--out", out)
     asked = request(run)
-    outcome = evaluated(asked, checked=check)
+    outcome = run_method(asked.problem, asked.method, asked.base, checked=check)
     form = estimated(asked, outcome, estimator)
     shown = Shown(request=asked, outcome=outcome, keep_all=_keep_all(asked, outcome))
     if out is not None:
@@ -67,19 +77,64 @@ def simulate(
         raise typer.Exit(1)
 
 
-def evaluated(asked: Request, *, checked: bool = False) -> Outcome:
-    """Plan from the request's base, evaluate, judge."""
-    plan = asked.method.plan(asked.problem, asked.base)
-    if isinstance(plan, Unsupported):
-        return Outcome(status="unsupported", reason=plan.reason)
-    return run_plan(asked.problem, plan, checked=checked)
-
-
 def _keep_all(asked: Request, outcome: Outcome) -> PlanEvaluation | None:
     if outcome.evaluation is None:
         return None
     found = asked.problem.cost.evaluate(asked.base)
     return found if isinstance(found, PlanEvaluation) else None
+
+
+def estimated(asked: Request, outcome: Outcome, name: EstimatorName) -> ClosedForm | None:
+    """The estimate asked for; CommandError names what the formula has no term for."""
+    if name == "ledger" or outcome.plan is None:
+        return None
+    found = closed_form(name, asked.problem, outcome.plan)
+    if isinstance(found, Unsupported):
+        raise CommandError(f"--estimator {name} {found.reason}")
+    return found
+
+
+def estimate_result(form: ClosedForm) -> dict[str, Any]:
+    """The JSON of an estimate: bytes of the first pipeline rank."""
+    return {
+        "name": form.name,
+        "rank": 0,
+        "state_bytes": form.state_bytes,
+        "activation_bytes": form.activation_bytes,
+        "total_bytes": form.total_bytes,
+    }
+
+
+def show_estimate(out: Console, shown: Shown, form: ClosedForm) -> None:
+    """States, activations and their sum by the formula and by the ledger, per rank."""
+    evaluation = shown.outcome.evaluation
+    assert evaluation is not None
+    heads = ("states", "activations", "peak")
+    table = grid(
+        "rank (GiB)",
+        *(f"ledger {head}" for head in heads),
+        *(f"{form.name} {head}" for head in heads),
+        "difference",
+    )
+    for index, rank in enumerate(evaluation.ranks):
+        states = rank.parameter + rank.gradient + rank.optimizer
+        activations = rank.activation_peak + rank.pools
+        theirs: tuple[str, ...] = ("-",) * 4
+        if index == 0:
+            believed = (form.state_bytes, form.activation_bytes, form.total_bytes)
+            off = 100 * (form.total_bytes / rank.device_peak - 1)
+            theirs = (*(gib(nbytes) for nbytes in believed), f"{off:+.1f} %")
+        ours = (gib(nbytes) for nbytes in (states, activations, rank.device_peak))
+        table.add_row(str(index), *ours, *theirs)
+    out.print()
+    out.print(table)
+    out.print(plain(f"{form.name}: {form.remark}"))
+    if form.name == "fujii":
+        hbm = shown.request.problem.cluster.hbm_bytes
+        share = form.total_bytes / hbm
+        word = "safe" if share < SAFE_SHARE else "not called safe"
+        out.print(plain(f"80 % rule: {percent(share)} of {gib(hbm)} GiB: {word}"))
+    out.print(plain("the formula speaks of the first rank only, and counts no transients"))
 
 
 @takes_run

@@ -70,12 +70,12 @@ def trace_again(output: Output, committed: Committed, names: Names = None) -> No
     wrong = 0
     for path in paths:
         try:
-            ((name, record, lines),) = verify([path], lambda _, old: package.again(old))
+            record, lines = verify(path, lambda _, old: package.again(old))
         except NotInstalled as error:
             typer.echo(f"{path.stem}: not traced again: {error}")
             continue
-        keep_record(record, output, name)
-        typer.echo(f"{name}: " + ("; ".join(lines) or "traced again, every number equal"))
+        keep_record(record, output, path.stem)
+        typer.echo(f"{path.stem}: " + ("; ".join(lines) or "traced again, every number equal"))
         wrong += bool(lines)
     if wrong:
         raise typer.Exit(1)

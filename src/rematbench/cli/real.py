@@ -14,8 +14,8 @@ from rematbench.cli.show import heading
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
 from rematbench.runs.cell import Cell
 from rematbench.runs.measured import Comparison, Measured
-from rematbench.runs.record import Record, write_record
-from rematbench.worlds.again import folder_differences
+from rematbench.runs.record import Record, RecordError, read_record, write_record
+from rematbench.worlds.again import verify
 from rematbench.worlds.measure import RUNTIME
 from rematbench.worlds.speed import MeasuredSpeed, measured_speed
 
@@ -52,11 +52,16 @@ def has_gpu() -> bool:
 
 def as_committed(names: Sequence[str], folder: Path, committed: Path) -> bool:
     """Whether a folder's records say what the committed ones say; a line for each difference."""
-    found = folder_differences(names, folder, committed)
-    for name, lines in found.items():
+    wrong = 0
+    for name in names:
+        try:
+            path = committed / f"{name}.json"
+            _, lines = verify(path, lambda at, _: read_record(folder / f"{at}.json"))
+        except RecordError as error:
+            lines = [str(error)]
         for line in lines:
             typer.echo(f"{name}: {line}", err=True)
-    wrong = sum(map(bool, found.values()))
+        wrong += bool(lines)
     typer.echo(f"{committed}: {len(names) - wrong} of {len(names)} as committed", err=wrong > 0)
     return not wrong
 

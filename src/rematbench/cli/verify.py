@@ -1,5 +1,6 @@
-"""`verify`: what records say, run again."""
+"""`verify`: what records say, run again; `retrace`: the workflow's one traced cell."""
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -7,10 +8,12 @@ import typer
 from typer import Argument, Option
 
 from rematbench.cli.real import need_torch
-from rematbench.cli.targets import Methods, need_folder
+from rematbench.cli.targets import Methods, need_file, need_folder
 from rematbench.plugins.discover import discover
 from rematbench.runs.cell import Cell, only_cell, recorded_cell
-from rematbench.runs.record import Record, keep_record
+from rematbench.runs.record import Record, keep_record, read_record
+from rematbench.runs.store import write_atomically
+from rematbench.worlds import traced
 from rematbench.worlds.again import verify as verified
 from rematbench.worlds.verify import run_again
 
@@ -41,22 +44,59 @@ def verify(
     """
     if output is not None:
         need_folder("-o", output)
+    if {read_record(path).world for path in records} - {"simulated"}:
+        need_torch()
     registry, wrong = discover(methods or ()), 0
+    made: dict[tuple[str, str], Record] = {}
 
     def again(name: str, record: Record) -> Record:
-        if record.world != "simulated":
-            need_torch()
-        return run_again(record, lambda: cell(name, record), registry)
+        def cell() -> Cell:
+            if suite is None:
+                return recorded_cell(name, record, registry, cluster)
+            return only_cell(suite, name, methods or [])
 
-    def cell(name: str, record: Record) -> Cell:
-        if suite is None:
-            return recorded_cell(name, record, registry, cluster)
-        return only_cell(suite, name, methods or [])
+        key = (name, record.run_id)  # keep_all's curve is there once for all that are held to it
+        if key not in made:
+            made[key] = run_again(record, cell, registry)
+        return made[key]
 
-    for name, record, lines in verified(records, again):
-        typer.echo(f"{name} ({record.world}): " + ("; ".join(lines) or "every number equal"))
+    for path in records:
+        record, lines = verified(path, again)
+        text = "; ".join(lines) or "every number equal"
+        typer.echo(f"{path.stem} ({record.world}): {text}")
         wrong += bool(lines)
         if output is not None:
-            keep_record(record, output, name)
+            keep_record(record, output, path.stem)
     if wrong:
         raise typer.Exit(1)
+
+
+def retrace(
+    suite: Annotated[Path, Argument(metavar="SUITE.yaml", help="The suite of the traced grid.")],
+    cell: Annotated[str, Argument(metavar="PROBLEM.METHOD.NUMBER", help="The record's name.")],
+    committed: Annotated[Path, Option(metavar="DIR", help="Folder of the committed records.")],
+    output: Annotated[Path, Option("-o", "--output", metavar="FILE", help="One line: what was.")],
+) -> None:
+    """Trace one cell again and compare it with its committed record; exit code 1 if it differs.
+
+    Without torch nothing is traced, and the line says so.
+
+    \b
+    Example:
+      rematbench retrace config/traced.yaml llama-65b-figure7.keep_all.0
+        --committed results/measured/traced -o build/retraced.txt
+    """
+    need_file("-o", output)
+    if importlib.util.find_spec("torch") is None:
+        line = "Nothing was traced again: torch is not installed (`./bench test` always does)."
+    else:
+        asked = only_cell(suite, cell)
+        path = committed / f"{cell}.json"
+        record, lines = verified(path, lambda _, old: traced.again(old, asked))
+        for line in lines:
+            typer.echo(f"{cell}: {line}", err=True)
+        if lines:
+            raise typer.Exit(1)
+        line = f"Traced again: {cell}, with torch {record.provenance.torch}, as committed."
+    write_atomically(output, f"{line}\n".encode())
+    typer.echo(line)

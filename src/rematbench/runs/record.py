@@ -29,6 +29,10 @@ from rematbench.workload import Model, Precision
 
 World = Literal["published", "simulated", "traced", "executed"]
 HASH_DIGITS = 16
+OF_A_STEP = (
+    *("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu"),
+    *("host_node_bytes", "recompute_flop", "offload_bytes"),
+)
 OF_A_BASE = ("partition", "schedule")
 """What a person may choose of the plan that methods begin with."""
 
@@ -243,16 +247,9 @@ def make_record(
     if evaluation is not None:
         repeats = (
             Metrics(
-                step_s=evaluation.step_s,
-                tokens_per_s_per_gpu=evaluation.tokens_per_s_per_gpu,
-                mfu_causal=evaluation.mfu_causal,
-                mfu_dense=evaluation.mfu_dense,
-                hfu=evaluation.hfu,
                 peak_device_bytes=max(evaluation.peak_device_bytes),
                 peak_host_bytes=max(evaluation.peak_host_bytes),
-                host_node_bytes=evaluation.host_node_bytes,
-                recompute_flop=evaluation.recompute_flop,
-                offload_bytes=evaluation.offload_bytes,
+                **{name: getattr(evaluation, name) for name in OF_A_STEP},
             ),
         )
     return Record(

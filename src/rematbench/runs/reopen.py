@@ -64,17 +64,9 @@ def recorded_problem(record: Record, cluster: str = "") -> Problem:
     except ConfigError as error:
         raise RecordError(f"run {record.run_id}: {error}; give its file by --cluster") from error
     problem = spec_problem(record.spec, there)
-    now = {
-        f"cluster {problem.cluster.name} has": (problem.cluster, record.spec.cluster_hash),
-        f"system {problem.system.name} has": (problem.system, record.spec.system_hash),
-        "the constants of config/calibration.yaml have": (
-            problem.calibration,
-            record.spec.calibration_hash,
-        ),
-    }
-    for what, (value, known) in now.items():
-        if content_hash(value) != known:
-            text = f"{what} changed since; simulate it again"
+    for what in ("cluster", "system", "calibration"):
+        if content_hash(getattr(problem, what)) != getattr(record.spec, f"{what}_hash"):
+            text = f"its {what} has changed since; simulate it again"
             raise RecordError(f"run {record.run_id} cannot be replayed: {text}")
     return problem
 

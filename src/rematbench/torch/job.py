@@ -20,7 +20,7 @@ from rematbench.torch.model import NotExecutable, require_executable
 from rematbench.torch.worker import run_case
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Given:
     """A process that a launcher started: its rank among `world_size`, its place on its host, and
     where the processes meet."""

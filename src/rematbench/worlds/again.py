@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from rematbench.runs.cell import base_name
 from rematbench.runs.measured import BOUNDS, Measured
-from rematbench.runs.record import Observed, Record, RecordError, read_record
+from rematbench.runs.record import Observed, Record, read_record
 
 CURVE_BOUND = 1e-4
 """Of a training run's losses, relative: rounding grows over hundreds of steps (mst's to 8e-6)."""
@@ -27,41 +27,16 @@ INPUTS = ("cluster", "system", "calibration")
 STATES = ("traced_ranks", "state_bytes", "host_state_bytes", "warmup_steps")
 
 
-def verify(
-    paths: Sequence[Path], again: Callable[[str, Record], Record]
-) -> Iterator[tuple[str, Record, list[str]]]:
-    """Run what some record files say once more: name, the new record and how it differs from the
-    file's.  `again` runs a (name, record).  A curve's keep_all is trained too, if its record lies
-    beside the curve's.  RecordError, before anything runs, where a file is no record."""
-    committed = {path: read_record(path) for path in paths}
-    made: dict[Path, Record] = {}
-
-    def pair(path: Path) -> tuple[Record, Record]:
-        old = committed.get(path) or read_record(path)
-        made[path] = made.get(path) or again(path.stem, old)
-        return made[path], old
-
-    for path in paths:
-        new, old = pair(path)
-        base = path.with_name(f"{base_name(path.stem)}.json")
-        bases = pair(base) if is_curve(old) and base.is_file() else None
-        yield path.stem, new, differences(new, old, bases)
-
-
-def folder_differences(names: Sequence[str], folder: Path, committed: Path) -> dict[str, list[str]]:
-    """By name: how a record of `folder` differs from its namesake; a curve's beside keep_all's."""
-    return {name: _of_files(name, folder, committed) for name in names}
-
-
-def _of_files(name: str, *folders: Path) -> list[str]:
-    try:
-        again, committed = (read_record(at / f"{name}.json") for at in folders)
-        if not is_curve(committed):
-            return differences(again, committed)
-        new, old = (read_record(at / f"{base_name(name)}.json") for at in folders)
-    except RecordError as error:
-        return [str(error)]
-    return differences(again, committed, (new, old))
+def verify(path: Path, again: Callable[[str, Record], Record]) -> tuple[Record, list[str]]:
+    """What a record file says, run once more: the new record, and how it differs from the file's.
+    `again` runs a (name, record), or reads what was run; of a curve it is asked for keep_all's too,
+    if that lies beside the curve."""
+    old = read_record(path)
+    new, base = again(path.stem, old), path.with_name(f"{base_name(path.stem)}.json")
+    if not (is_curve(old) and base.is_file()):
+        return new, differences(new, old)
+    known = read_record(base)
+    return new, differences(new, old, (again(base.stem, known), known))
 
 
 def is_curve(record: Record) -> bool:
