@@ -33,6 +33,7 @@ from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_model
 from rematbench.spec.paths import data_dir
+from rematbench.spec.problemspec import ProblemSpec
 
 JOBS, SEED = 100, 21
 WORST, MEDIAN = 2.0, 0.5
@@ -131,7 +132,7 @@ def drawn(baseline: str, count: int) -> list[Drawn]:
         place = random.random()
         method = policy(baseline, settings)
         try:
-            asked = make_problem(model=model, layout=Layout(**layout), **problem)
+            asked = make_problem(ProblemSpec.at(Layout(**layout), model=model, **problem))
         except (LayoutError, ConfigError):
             continue
         here = packaged(method, asked)
@@ -256,14 +257,14 @@ def gradient_replays() -> tuple[Replay, ...]:
         (stack.zero_peaks.alive, "OWN", (".parameters",)),
         (stack, "made_on_the_way", lambda *_: 0),
     )
-    first, parted, third = red.Whole, red.Parted, red.Scattered
+    first, parted, third = red.Zero0, red.Zero2, red.Zero3
     leaving = third, "_leaving", lambda *_: 0
     found = (
         ("gradients, not the plan's", planned, (red,)),
         ("ZeRO 0: summed in copies", ((first, "end", ended),), (first.end,)),
         ("ZeRO 0 to 2: the copy", ((first, "_copied", lambda *_: 0),), (first._copied,)),
         ("tied: waits for the embedding's", ((first, "gradient", untied),), ()),
-        ("ZeRO 1: not as ZeRO 2", ((red, "Shared", parted),), (red.Shared,)),
+        ("ZeRO 1: not as ZeRO 2", ((red, "Zero1", parted),), (red.Zero1,)),
         ("ZeRO 1, 2: buckets", ((parted, "buckets", _nothing),), (parted.buckets,)),
         ("ZeRO 1, 2: slices by rank", ((parted, "_summed", summed),), (parted._summed,)),
         ("ZeRO 3: copies", ((third, "reduce", scattered),), (third.reduce,)),

@@ -234,6 +234,7 @@ SCALARS = 3 * 4
 """The scaled loss, its copy and its gradient."""
 
 
+@pytest.mark.full
 def test_one_more_layer_of_deepspeed_weighs_what_the_plan_says(tmp_path: Path) -> None:
     check_deepspeed(DEEPSPEED, tmp_path)
 

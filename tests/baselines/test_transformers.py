@@ -35,6 +35,8 @@ TINY: dict[str, Any] = {
     "head_dim": 8,
     "vocab_size": 96,
 }
+QUICK = ("llama", "qwen3", "gemma2")
+SLOWER = [pytest.param(f, marks=() if f in QUICK else pytest.mark.full) for f in FAMILIES]
 SDPA = [family for family in FAMILIES if family != "gemma2"]
 
 
@@ -52,7 +54,7 @@ def alike(traced: Seen, real: Seen) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SLOWER)
 def test_a_trace_is_a_real_eager_step_byte_for_byte(family: str, checkpointing: bool) -> None:
     """Every storage by operator, every peak, on tensors with values and without."""
     setup = {"attention": "eager", "checkpointing": checkpointing}
@@ -68,7 +70,7 @@ def test_a_trace_is_a_real_shimmed_step_byte_for_byte(family: str, checkpointing
     alike(found, seen(family, fake=False, **setup))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SLOWER)
 def test_a_trace_is_a_real_step_with_flash_attn(family: str) -> None:
     """The package's function keeps what torch's kernel keeps; a window needs no mask."""
     found = seen(family, attention="flash_attention_2")

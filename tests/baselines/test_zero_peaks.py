@@ -90,6 +90,7 @@ TOLERANCE = 0.01
 """Of the peak; at 7B parameters the rest is at most 0.05 % (docs/baselines.md)."""
 
 
+@pytest.mark.full
 def test_peaks_are_where_and_as_high_as_traced(tmp_path: Path) -> None:
     check_peaks(FAST, tmp_path)
 

@@ -31,7 +31,7 @@ def program_of(case: Case) -> Program:
     return lower(case[1], case[0])
 
 
-@settings(SLOW, max_examples=120)
+@settings(SLOW, max_examples=50)
 @given(cases())
 def test_never_deadlocks_leaks_or_loses_bytes(case: Case) -> None:
     """check() is clean, memory equals the ledger after every action, all of it is given back, and
@@ -51,7 +51,7 @@ def test_never_deadlocks_leaks_or_loses_bytes(case: Case) -> None:
             assert twin.slot_bytes() == pool_bytes(rank)
 
 
-@settings(SLOW, max_examples=60)
+@settings(SLOW, max_examples=30)
 @given(cases(), st.integers(0, 3))
 def test_chunk_level_equals_op_level(case: Case, shape: int) -> None:
     """With the machine's costs and with costs under which copies or sends dominate."""

@@ -30,6 +30,7 @@ def test_no_error_is_worse_than_accepted(group: str, statistic: str) -> None:
     assert check.status != "FAIL", f"reached {check.value}, accepted {check.accepted}"
 
 
+@pytest.mark.full
 def test_every_speed_beats_a_constant_mfu() -> None:
     behind = {
         each.name: (each.mean, each.floor)

@@ -40,6 +40,7 @@ def kill_at(cluster: Cluster, seconds: float) -> dict[str, tuple[int, int]]:
     return finished(cluster.path) if (cluster.path / "results/smoke/cells").is_dir() else {}
 
 
+@pytest.mark.full
 def test_a_live_job_is_not_run_beside(cluster: Cluster) -> None:
     """Killed while its job runs, and started again at once without waiting for that job."""
     make_slow(cluster.path, CELLS, beside=())

@@ -101,6 +101,7 @@ def test_rank_0_tells_the_other_ranks_cause(when: str, tmp_path: Path) -> None:
     assert (record.status, record.reason) == ("oom", "HBM is full")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("address", ["localhost", "nowhere.invalid"])
 def test_who_meets_nobody_says_so_in_one_line_and_a_record(
     address: str,

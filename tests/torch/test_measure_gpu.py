@@ -171,6 +171,7 @@ def test_nothing_measured_is_nothing_known(tmp_path: Path) -> None:
     assert (slow.holds, "1.0300" in slow.text) == (False, True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("extra_mib", "holds"), [(0, True), (32, True), (66, True), (120, False), (-60, False)]
 )

@@ -46,6 +46,7 @@ def results(asked: tuple[tuple[str, str], ...]) -> dict[str, tuple[Case, Result]
     return laws.launch([case(layout, method) for layout, method in asked])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("layout", "method"), FAST)
 def test_total_peaks_are_within_two_per_cent(layout: str, method: str) -> None:
     check(*results(FAST)[f"{layout} {method}"])

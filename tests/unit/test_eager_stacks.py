@@ -34,7 +34,7 @@ LAYOUTS: tuple[dict[str, int], ...] = (
 )
 
 
-@pytest.mark.parametrize("system", ["huggingface", "mst-hf"])
+@pytest.mark.parametrize("system", ["huggingface", pytest.param("mst-hf", marks=pytest.mark.full)])
 @pytest.mark.parametrize(("name", "settings"), CASES)
 def test_every_method_lowers_on_it(system: str, name: str, settings: dict[str, Any]) -> None:
     method = build(REGISTRY.methods[name], settings)

@@ -65,6 +65,7 @@ def test_gains_are_over_what_keeps_all_in_the_same_engine_only() -> None:
     assert "gain" not in speed_table(other).rows[0], "another GPU is no base"
 
 
+@pytest.mark.full
 def test_a_cell_that_trains_otherwise_has_no_gain_is_no_base_and_is_not_drawn(
     tmp_path: Path,
 ) -> None:

@@ -71,6 +71,7 @@ def test_the_page_opens_without_errors_or_requests(tmp_path: Path, width: int) -
     assert "What is not modelled" in dom
 
 
+@pytest.mark.full
 def test_the_commands_at_full_scale_cost_what_the_artifact_says(tmp_path: Path) -> None:
     words = ["submit-plan", str(ROOT / "config/full_scale.yaml"), "--store", str(tmp_path)]
     done = CliRunner().invoke(app, [*words, "--no-slurm"])
@@ -82,6 +83,7 @@ def test_the_commands_at_full_scale_cost_what_the_artifact_says(tmp_path: Path) 
     assert f"{predicted} GPU-hours; {most} if every job" in " ".join(told.split())
 
 
+@pytest.mark.full
 def test_every_cell_at_full_scale_is_predicted_to_fit() -> None:
     registry = discover()
     cells = Campaign(load_campaign_suite(ROOT / "config/full_scale.yaml"), registry).cells
