@@ -144,17 +144,16 @@ def weigh(problem: Problem, plan: Plan) -> int:
 
 def unpressed(program: Program, ranks: Sequence[RankBytes]) -> AllocatorPeaks:
     """The fullest rank's allocator on a device without an end."""
-    return _replayed(program, ranks, None)
+    rank = fullest_rank(ranks)
+    return _replayed(program, rank, ranks[rank], None)
 
 
 def _replayed(
-    program: Program, ranks: Sequence[RankBytes], capacity_bytes: int | None
+    program: Program, rank: int, held: RankBytes, capacity_bytes: int | None
 ) -> AllocatorPeaks:
-    """The fullest rank's allocator, up to twice the steps that lead to the peak: the schedule has
-    then run for as long as its warm-up, more than a period, and the pattern of blocks repeats
-    (tests compare with all)."""
-    rank = fullest_rank(ranks)
-    held = ranks[rank]
+    """A rank's allocator, up to twice the steps that lead to the peak: the schedule has then run
+    for as long as its warm-up, more than a period, and the pattern of blocks repeats (tests compare
+    with all)."""
     states = (held.parameter, held.gradient, held.optimizer, held.pools)
     resident = tuple(nbytes for nbytes in states if nbytes)
     return replay(program.ranks[rank], resident, capacity_bytes, num_steps=2 * held.peak_step + 1)
@@ -166,15 +165,26 @@ def reserved_bytes(
     ranks: Sequence[RankBytes],
     known: AllocatorPeaks | None = None,
 ) -> int:
-    """What the fullest rank's allocator holds, replayed (`known`: as `unpressed` found it).
+    """What the fullest rank's allocator holds, replayed (`known`: as `unpressed` found it)."""
+    rank = fullest_rank(ranks)
+    return rank_reserved_bytes(program, rank, ranks[rank], problem.cluster.usable_bytes, known)
+
+
+def rank_reserved_bytes(
+    program: Program,
+    rank: int,
+    held: RankBytes,
+    usable_bytes: int,
+    known: AllocatorPeaks | None = None,
+) -> int:
+    """What a rank's allocator holds, replayed (`known`: on a device without an end).
 
     An allocator that meets the usable bytes gives cached segments back and tries again: only where
     that fails too is the rank out of memory, and its unlimited need is what counts.
     """
-    usable = problem.cluster.usable_bytes
-    found = known or unpressed(program, ranks)
-    if found.reserved_bytes > usable >= found.allocated_bytes:
-        pressed = _replayed(program, ranks, usable)
+    found = known or _replayed(program, rank, held, None)
+    if found.reserved_bytes > usable_bytes >= found.allocated_bytes:
+        pressed = _replayed(program, rank, held, usable_bytes)
         found = found if pressed.oom_at is not None else pressed
     return found.reserved_bytes
 

@@ -38,3 +38,12 @@ def smallest_feasible(margin: Callable[[int], float], top: int) -> int | None:
         else:
             high, high_margin = middle, value
     return high
+
+
+def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The smallest integer in (low, high] where `holds` is true, by halving: it is false at `low`,
+    true at `high` and changes once between them; neither end is asked."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -13,6 +13,7 @@ from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
 from rematbench.runs.suite import NamedProblem
+from rematbench.solve.search import first_true
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.studies.longest import longest_sequence
@@ -172,13 +173,10 @@ def _fewest(blank: Answer, problem: Problem, contender: Contender, registry: Reg
         tried[count] = run_method(problem, registry.resolve(contender.method, settings))
         return tried[count].status == "ok"
 
-    low, high = 0, -(-layers // lay.num_chunks)
-    if fits(high):
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle, high)
-    answer = of_outcome(blank, tried[high])
-    return replace(answer, values={**answer.values, contender.fewest: high})
+    most = -(-layers // lay.num_chunks)
+    fewest = first_true(fits, 0, most) if fits(most) else most
+    answer = of_outcome(blank, tried[fewest])
+    return replace(answer, values={**answer.values, contender.fewest: fewest})
 
 
 def _longest(blank: Answer, question: Question, spec: ProblemSpec, method: Composition) -> Answer:

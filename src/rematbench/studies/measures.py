@@ -13,6 +13,7 @@ from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.solve.layers import forward_s
+from rematbench.solve.search import first_true
 from rematbench.studies.fragmentation import fragmentation
 
 Values: TypeAlias = dict[str, int | float | str]
@@ -120,10 +121,5 @@ def hidden_from(
             return False
         return float(str(plan.fit["alpha_bandwidth"])) >= 1.0
 
-    low, high = 0, max(1, limit // granularity)
-    if not hides(high):
-        return 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if hides(middle) else (middle, high)
-    return high * granularity
+    last = max(1, limit // granularity)
+    return first_true(hides, 0, last) * granularity if hides(last) else 0

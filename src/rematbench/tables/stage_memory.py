@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from rematbench.choose.outcome import rank_reserved_bytes
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, Site, resolve
 from rematbench.lowering.lower import rank_orders
@@ -10,10 +11,9 @@ from rematbench.operators.ops import Part
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.program.action import place
-from rematbench.program.allocator import replay
 from rematbench.program.ledger import Live, live_at_peak
 from rematbench.program.program import Program
-from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
+from rematbench.simulate.evaluate import PlanEvaluation
 
 _PARTS: dict[str, Part] = {"E": "embedding", "L": "layer", "H": "head"}
 Fates = dict[tuple[int, int], dict[Site, Resolved]]
@@ -50,7 +50,8 @@ def stage_bytes(
         live = live_at_peak(program.ranks[rank], ledger.peak_step)
         saved = _saved_bytes(problem, plan, rank, live, staged=ledger.pools > 0)
         saved = min(saved, ledger.activation_peak)
-        lost = fragmentation_bytes(program, rank, ledger, cluster.usable_bytes)
+        reserved = rank_reserved_bytes(program, rank, ledger, cluster.usable_bytes)
+        lost = reserved - ledger.device_peak
         bars.append(
             StageBytes(
                 rank=rank,
@@ -66,19 +67,6 @@ def stage_bytes(
             )
         )
     return tuple(bars)
-
-
-def fragmentation_bytes(program: Program, rank: int, held: RankBytes, usable_bytes: int) -> int:
-    """Bytes that the rank's allocator reserves beyond the ledger's peak, replayed well past it.  At
-    the device's limit the allocator first releases cached blocks."""
-    resident = (held.parameter, held.gradient, held.optimizer, held.pools)
-    blocks = tuple(nbytes for nbytes in resident if nbytes)
-    steps = 2 * held.peak_step + 1
-    found = replay(program.ranks[rank], blocks, None, num_steps=steps)
-    if found.reserved_bytes > usable_bytes >= found.allocated_bytes:
-        pressed = replay(program.ranks[rank], blocks, usable_bytes, num_steps=steps)
-        found = found if pressed.oom_at is not None else pressed
-    return found.reserved_bytes - held.device_peak
 
 
 def _saved_bytes(
