@@ -13,15 +13,18 @@ from rich.console import Console
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
 from rematbench.cli.app import main
-from rematbench.cli.compare import judge, published_cells
+from rematbench.cli.compare import judge
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import Ranking
 from rematbench.cost.estimators import fujii_estimate
+from rematbench.host.console import percent
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.published.closed_forms import closed_form
+from rematbench.published.evidence import RULES
 from rematbench.published.rule80 import rule_table, scored_cells
 from rematbench.simulate.breakdown import PARTS
+from rematbench.spec.paths import data_dir
 
 DEMO = [
     *("--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4"),
@@ -94,7 +97,8 @@ def test_the_csv_says_what_simulate_says(cli: Any, tmp_path: Path) -> None:
     with path.open(newline="") as file:
         rows = {row["name"]: row for row in csv.DictReader(file)}
     assert rows["memo+mst"]["origin"] == "composition"
-    for name in ("keep_all", "memo", "memo+mst"):
+    assert rows["selective_recompute"]["same_as"] == "keep_all"
+    for name in ("keep_all", "selective_recompute", "memo", "memo+mst"):
         alone = json.loads(cli("simulate", name, *PIPE, "--json").out)
         row = rows[name]
         assert row["status"] == alone["status"]
@@ -103,6 +107,28 @@ def test_the_csv_says_what_simulate_says(cli: Any, tmp_path: Path) -> None:
         assert sum(float(row[f"{part}_s"]) for part in PARTS) == pytest.approx(alone["step_s"])
         assert float(row["peak_device_bytes"]) == alone["peak_device_bytes"]["max"]
         assert name in ran.out
+        told = trust(cli("simulate", name, *PIPE).out)
+        assert f"{row['evidence']} {percent(float(row['evidence_error']))} (" in told
+        assert f"same {row['evidence_rule']}: {row['evidence_groups']}" in told
+
+
+def trust(text: str) -> str:
+    """The line of `simulate` about errors of predictions like this one."""
+    return next(line for line in text.splitlines() if "published cell" in line)
+
+
+def test_simulate_is_validated_by_facts_and_not_by_names(cli: Any, tmp_path: Path) -> None:
+    """A stack that claims rows by another name has them; a cluster has not those of its name."""
+    job = ("full_recompute", "--gpus", "8", "--seq-len", "8192", "--global-batch", "64")
+    model = ("--model", "llama-3.1-8b", "--cluster", "h100-96gb-hbm2e", "--system", "torchtitan")
+    told = trust(cli("simulate", *job, *model, "--zero", "3").out)
+    assert f"same {RULES[0]}: torchtitan" in told
+    shipped = (data_dir("config") / "clusters" / "h800-80gb.yaml").read_text()
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(shipped.replace("value: 9.895e14", "value: 3.958e14"))
+    pipe = (*job, "--model", "llama-7b", "--system", "megatron-kwai", "--tp", "2", "--pp", "4")
+    for cluster, rule in (("h800-80gb", RULES[0]), (str(mine), RULES[2])):
+        assert f"same {rule}: " in trust(cli("simulate", *pipe, "--cluster", cluster).out)
 
 
 def test_my_model_and_my_cluster(cli: Any, tmp_path: Path) -> None:
@@ -155,7 +181,7 @@ def test_the_table_is_not_cut(width: int) -> None:
     asked = asked_of(**{**options, **numbers})
     config = replace(load_compare(), policies=load_compare().policies[-2:])
     found = Comparing(asked.problem, asked.base, config, limit_s=60).everything()
-    judged = judge(found, asked, published_cells([], ()), config)
+    judged = judge(found, asked, [], config)
     out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     printed = Ranking(out, asked, config.shown_share)
     printed.table(judged)

@@ -1,6 +1,6 @@
 """The command `compare`: every method and baseline for one job in one table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +14,9 @@ from rematbench.cli.options import Request, RunOptions, request, takes_problem
 from rematbench.cli.ranking import Judged, Ranking
 from rematbench.cli.targets import need_file, read
 from rematbench.host.console import console
-from rematbench.plugins.discover import discover
-from rematbench.published.accuracy import load_accuracy
-from rematbench.published.evidence import RULES, Known, evidence, known_cells
+from rematbench.published.evidence import RULES, Known, evidence, published_cells
 from rematbench.published.sheets import write_sheet
 from rematbench.simulate.breakdown import PARTS
-from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 
 
@@ -58,7 +55,7 @@ def compare(
         processes=processes,
         limit_s=limit,
     )
-    known = published_cells(cells, run.methods or ())
+    known = published_cells(cells, comparing.registry)
     found = comparing.quick()
     printed = Ranking(console(), asked, config.shown_share)
     printed.table(judge(found, asked, known, config))
@@ -72,12 +69,6 @@ def compare(
     printed.notes(found, judged, changes)
     if output is not None:
         write_sheet(output, [line(item) for item in judged])
-
-
-def published_cells(cells: Sequence[Mapping[str, Any]], methods: Sequence[Path]) -> Sequence[Known]:
-    """What is known of published cells (rows that are ours left out)."""
-    published = [cell for cell in cells if cell.get("cell", "published") == "published"]
-    return known_cells(published, load_accuracy(), calibration(), discover(methods))
 
 
 def judge(

@@ -10,9 +10,9 @@ from rich.table import Column, Table
 from rematbench import __version__
 from rematbench.choose.entry import Comparison, Entry
 from rematbench.cli.options import Request
-from rematbench.cli.show import heading, nominal
+from rematbench.cli.show import basis, heading, nominal, validated
 from rematbench.host.console import gib, percent, plain, rounded
-from rematbench.published.evidence import RULES, Evidence
+from rematbench.published.evidence import Evidence
 
 WIDE = 150
 """From this width on names and parts of the step stand on one line."""
@@ -170,14 +170,6 @@ def parts(entry: Entry, least: float, between: str = ", ") -> str:
     return between.join(f"{part} {-100 * share:.0f}" for share, part in largest[:MOST_PARTS])
 
 
-def validated(found: Evidence, between: str = " ") -> str:
-    """Grade, error and rule."""
-    if found.grade is None:
-        return "no cell"
-    error = "" if found.error is None else f"{percent(found.error)} "
-    return f"{found.grade}{between}{error}({found.rule})"
-
-
 def notes(judged: Sequence[Judged]) -> list[str]:
     """How to read the table: ties, parts, rules of the evidence."""
     fitting = [item for item in judged if item.entry.status == "ok"]
@@ -195,8 +187,7 @@ def notes(judged: Sequence[Judged]) -> list[str]:
     )
     for rule in sorted({item.evidence.rule for item in fitting} - {0}):
         items = [item.evidence for item in fitting if item.evidence.rule == rule]
-        groups = dict.fromkeys(group for found in items for group in found.groups)
-        lines.append(f"  ({rule}) same {RULES[rule - 1]}: {'; '.join(groups)}")
+        lines.append(f"  ({rule}) {basis(items)}")
     return lines
 
 

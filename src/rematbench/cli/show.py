@@ -1,5 +1,6 @@
 """A run for a person: the verdict first, then speed, bytes per stage, what the policy frees."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -7,16 +8,23 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
+from rematbench.choose.candidates import load_compare, same_plan
 from rematbench.choose.outcome import Outcome
 from rematbench.cli.options import Request
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
-from rematbench.published.accuracy import expected_error, load_accuracy
-from rematbench.published.evidence import published_stack
+from rematbench.published.evidence import (
+    RULES,
+    Evidence,
+    evidence,
+    family_of,
+    published_cells,
+)
 from rematbench.published.sheets import read_sheet
 from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
-from rematbench.spec.load import load_cluster, names
 from rematbench.spec.paths import data_dir
 
 BANNERS = {
@@ -223,25 +231,36 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; default segments)",
         f"host memory per node: {gib(host)} of {gib(memory)} GiB pinned at the peak",
         _freed_line(shown, evaluation),
-        *(nominal(problem) or [_trust_line(problem)]),
+        *(nominal(problem) or [_trust_line(shown)]),
         f"world: simulated (rematbench {__version__}, constants of "
         f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]
 
 
-def _trust_line(problem: Problem) -> str:
-    """How far predictions for this stack and GPU generation were off on published cells."""
-    alike = frozenset(
-        name
-        for name in names("cluster")
-        if load_cluster(name).generation == problem.cluster.generation
-    )
-    published = read_sheet(data_dir("published") / "runs.csv")
-    errors = expected_error(published, load_accuracy(), published_stack(problem), alike)
-    if not errors:
-        return "accuracy: no published cell of this stack on this GPU generation to compare with"
-    listed = ", ".join(f"{percent(error)} ({name})" for name, error in errors.items())
-    return f"accuracy of the speed, accepted on published cells of this stack: {listed}"
+def _trust_line(shown: Shown) -> str:
+    """How far off predictions like this one were, as `compare` says it; a plan that does nothing
+    has the evidence of keep_all."""
+    asked, plan = shown.request, shown.outcome.plan
+    idle = plan is not None and same_plan(plan) == same_plan(asked.base)
+    family = IDENTITY if idle else family_of(asked.method.name)
+    known = published_cells(read_sheet(data_dir("published") / "runs.csv"), discover())
+    found = evidence(asked.problem, family, known, load_compare().context_factor)
+    shared = f", {basis([found])}" if found.rule else ""
+    return f"speed validated on published cells: {validated(found)}{shared}"
+
+
+def validated(found: Evidence, between: str = " ") -> str:
+    """Grade, error and rule."""
+    if found.grade is None:
+        return "no cell"
+    error = "" if found.error is None else f"{percent(found.error)} "
+    return f"{found.grade}{between}{error}({found.rule})"
+
+
+def basis(found: Sequence[Evidence]) -> str:
+    """What evidence of one rule shares with its cells, and the groups of those."""
+    groups = dict.fromkeys(group for one in found for group in one.groups)
+    return f"same {RULES[found[0].rule - 1]}: {'; '.join(groups)}"
 
 
 def _freed_line(shown: Shown, evaluation: PlanEvaluation) -> str:

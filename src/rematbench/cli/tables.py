@@ -27,7 +27,7 @@ from rematbench.matrix.verdicts import judged, outcome
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.published.accuracy import load_accuracy, load_left_out
-from rematbench.published.evidence import known_cells
+from rematbench.published.evidence import published_cells
 from rematbench.published.paper import paper_tables
 from rematbench.published.rule80 import rule_table
 from rematbench.published.scores import score_tables
@@ -256,8 +256,7 @@ def matrix_tables(
     rows = [row for path in results for row in lines_of(path, "arm")]
     told = [row for path in results for row in lines_of(path.with_suffix(f".{CANDIDATES}"), "fate")]
     cells = read(predictions, "--predictions", "pred_status")
-    published = [cell for cell in cells if cell.get("cell", "published") == "published"]
-    known = known_cells(published, load_accuracy(), calibration(), registry)
+    known = published_cells(cells, registry)
     lines = judged(rows, spec, known, load_compare().context_factor)
     made = [*tables_of(lines, told, spec), pareto_table(spec)]
     for table in made:

@@ -169,19 +169,3 @@ def statistic(name: Statistic, metric: Metric, rows: Sequence[Row]) -> float | N
         return float(OVER_ROWS[name](rows)) if rows else None
     errors = [abs(error) for error in errors_of(metric, rows)]
     return OVER_ERRORS[name](errors) if errors else None
-
-
-def expected_error(
-    rows: Sequence[Row], accuracy: Accuracy, system: str, clusters: frozenset[str]
-) -> dict[str, float]:
-    """Accepted mean (or largest) error in speed of the groups whose published cells ran this stack
-    on these clusters: what to expect of a prediction for them."""
-    found: dict[str, float] = {}
-    for group in accuracy.groups:
-        promise = group.promises.get("mean") or group.promises.get("max")
-        if group.metric != "tokens_per_s_per_gpu" or promise is None:
-            continue
-        cells = members(group, rows)
-        if any(cell["system"] == system and cell["cluster"] in clusters for cell in cells):
-            found[group.name] = promise.accepted
-    return found

@@ -23,15 +23,16 @@ from rematbench.published.accuracy import (
     Group,
     Row,
     Split,
+    load_accuracy,
     members,
     number,
     ratio_error,
     split_of,
 )
-from rematbench.published.sheets import bundle_of
+from rematbench.published.sheets import PUBLISHED, bundle_of
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
-from rematbench.spec.load import load_cluster, load_system, names
+from rematbench.spec.load import calibration, load_cluster, load_system, names
 from rematbench.spec.system import System
 
 Made = TypeVar("Made", Cluster, System)
@@ -76,6 +77,12 @@ class Evidence(Struct, frozen=True, kw_only=True):
     cells: int = 0
     error: float | None = None
     groups: tuple[str, ...] = ()
+
+
+def published_cells(rows: Sequence[Row], registry: Registry) -> list[Known]:
+    """What is known of a sheet's published cells (rows that are ours left out)."""
+    published = [row for row in rows if row.get("cell", PUBLISHED) == PUBLISHED]
+    return known_cells(published, load_accuracy(), calibration(), registry)
 
 
 def known_cells(
