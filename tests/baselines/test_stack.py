@@ -71,7 +71,8 @@ def check_layer(cases: list[Stacked], folder: Path) -> None:
         few, more = (record.measured for record in records[2 * number : 2 * number + 2])
         assert few is not None, records[2 * number].reason
         assert more is not None
-        traced.append(more.activation_peak_bytes[0] - few.activation_peak_bytes[0])
+        peaks = [one.ranks[0].activation_peak_bytes for one in (few, more)]
+        traced.append(peaks[1] - peaks[0])
         problem = case.problem(4)
         method = policy("megatron_core", case.settings).methods[0]
         stack = stack_of("megatron_core", method, problem)
