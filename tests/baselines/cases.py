@@ -153,14 +153,14 @@ def assert_equal(asked: Asked, ran: Ran, tolerance: float) -> None:
     """Losses and whole gradient norms of both steps, and every parameter's first gradient (of rows
     that a padded vocabulary adds: none)."""
     assert ran.record.status == "ok", ran.record.reason
-    seen = ran.record.observed
+    seen = ran.record.measured
     assert seen is not None
     want = reference(asked.model, asked.precision, asked.ignored)
     assert seen.losses == pytest.approx(want.losses, rel=tolerance)
     norms = [sum(v * v for v in step.values()) ** 0.5 for step in want.gradient_norms]
     # Adam's first step is about the gradient's sign: rounding in the first moves the second more.
-    assert seen.gradient_norm[0] == pytest.approx(norms[0], rel=tolerance)
-    assert seen.gradient_norm[1] == pytest.approx(norms[1], rel=10 * tolerance)
+    assert seen.gradient_norms[0] == pytest.approx(norms[0], rel=tolerance)
+    assert seen.gradient_norms[1] == pytest.approx(norms[1], rel=10 * tolerance)
     assert ran.gradients.keys() == want.gradients[0].keys()
     for name, gradient in ran.gradients.items():
         expected = want.gradients[0][name].double()

@@ -95,16 +95,16 @@ def test_torchrun_gives_one_record_and_one_answer(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("megatron-core + CPU shim (executed") == 1
     assert done.stdout.count("rank 1: ") == 1
-    launched = read_record(out).observed
+    launched = read_record(out).measured
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
     own = tmp_path / "own.json"
     assert ended(started({}, *WORDS, "--out", str(own)))[0] == 0
-    alone = read_record(own).observed
+    alone = read_record(own).measured
     assert launched is not None
     assert alone is not None
     assert launched.losses == alone.losses
-    assert launched.gradient_norms == alone.gradient_norms
-    assert len(launched.state_bytes) == 2
+    assert launched.parameter_norms == alone.parameter_norms
+    assert len(launched.ranks) == 2
 
 
 @pytest.mark.full
@@ -167,9 +167,9 @@ def test_a_single_process_of_an_allocation_starts_the_ranks_itself(tmp_path: Pat
     slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
     code, _, said = ended(started(slurm, *WORDS, "--steps", "1", "--out", str(out)))
     assert code == 0, said
-    seen = read_record(out).observed
+    seen = read_record(out).measured
     assert seen is not None
-    assert len(seen.state_bytes) == 2
+    assert len(seen.ranks) == 2
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,11 @@ def committed() -> Record:
 
 
 def heavier(record: Record) -> Record:
-    assert record.observed is not None
-    peak = record.observed.activation_peak_bytes[0] + 1
-    seen = msgspec.structs.replace(record.observed, activation_peak_bytes=(peak,))
-    return msgspec.structs.replace(record, observed=seen)
+    assert record.measured is not None
+    (rank,) = record.measured.ranks
+    rank = msgspec.structs.replace(rank, activation_peak_bytes=rank.activation_peak_bytes + 1)
+    seen = msgspec.structs.replace(record.measured, ranks=(rank,))
+    return msgspec.structs.replace(record, measured=seen)
 
 
 def again(folder: Path) -> Any:
@@ -83,10 +84,10 @@ def test_a_record_that_is_not_there_is_said_before_anything_is_traced(
 
 
 def test_a_record_of_another_outcome_differs() -> None:
-    broken = msgspec.structs.replace(committed(), status="failed", reason="why", observed=None)
+    broken = msgspec.structs.replace(committed(), status="failed", reason="why", measured=None)
     said = differences(broken, committed())
     assert said[:2] == ["status failed, committed ok", "reason why, committed "]
-    assert "only one of the two has observed numbers" in said
+    assert "only one of the two has measured numbers" in said
 
 
 @pytest.mark.parametrize(("stage", "rank"), [(None, 0), (0, 0), (3, 12)])
@@ -142,7 +143,7 @@ def test_what_does_not_run_is_said_and_ends_with_1(
     given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = msgspec.structs.replace(
-        committed(), status="unsupported", reason="megatron_core: --x is not known", observed=None
+        committed(), status="unsupported", reason="megatron_core: --x is not known", measured=None
     )
     monkeypatch.setattr(package, "run_jobs", lambda *_: [refused])
     printed = tmp_path / "flags"
@@ -205,10 +206,10 @@ def test_what_does_not_run_is_not_predicted(words: list[str], said: str) -> None
 def said_of(name: str) -> tuple[list[str], int]:
     """The options that say a point's job, and the device's bytes that were traced of its rank."""
     (point,) = [point for point in load_points() if point.name == name]
-    seen = read_record(TRACED / f"{name}.json").observed
+    seen = read_record(TRACED / f"{name}.json").measured
     assert seen is not None
     words = Variant(method=point.baseline, settings=point.settings).to_arguments(point)
-    return words, seen.activation_peak_bytes[0] + seen.state_bytes[0]
+    return words, seen.ranks[0].peak_bytes
 
 
 @pytest.mark.parametrize(

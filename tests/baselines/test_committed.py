@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from rematbench.packages.agreement import EXECUTOR, ROWS, agreement_table
 from rematbench.packages.points import load_points, published, rows
+from rematbench.runs.measured import Measured
 from rematbench.runs.record import read_record
 from rematbench.spec.configfile import ConfigError
 from rematbench.worlds.again import differences
@@ -32,14 +33,15 @@ def test_a_traced_record_is_labelled_and_near_its_published_cell(path: Path) -> 
     record, point = read_record(path), POINTS[path.stem]
     assert (record.world, record.status) == ("traced", "ok")
     assert record.spec.layout == point.layout
-    seen = record.observed
+    seen, engine = record.measured, record.engine
     assert seen is not None
-    assert seen.label == LABELS[point.baseline]
-    assert seen.shim
-    assert VERSIONS.items() & seen.stack.items()
+    assert engine is not None
+    assert engine.label == LABELS[point.baseline]
+    assert engine.shim
+    assert VERSIONS.items() & engine.stack.items()
     cell = published(point)
     if isinstance(cell, int):
-        traced = seen.activation_peak_bytes[0] + seen.state_bytes[0]
+        traced = seen.ranks[0].peak_bytes
         assert 1.0 < traced / cell < FAR.get(path.stem, 1.05)
 
 
@@ -89,18 +91,23 @@ def test_the_agreement_has_no_other_record() -> None:
     assert len(list(AGREEMENT.glob("*.json"))) == count
 
 
+def heavier(found: Measured, name: str) -> Measured:
+    """A byte more on every rank."""
+    ranks = (replace(rank, **{name: getattr(rank, name) + 1}) for rank in found.ranks)
+    return replace(found, ranks=tuple(ranks))
+
+
 def test_a_loss_beyond_rounding_or_a_byte_differs_from_the_committed_record() -> None:
     """One rank's bytes are exact; ranks on gloo may hold a buffer for a moment."""
     for name, exact in (("megatron_core-one-fp32", True), ("megatron_core-tp2-fp32", False)):
         record = read_record(AGREEMENT / f"{name}.json")
-        seen = record.observed
+        seen = record.measured
         assert seen is not None
         assert differences(record, record) == []
         wrong = replace(seen, losses=(seen.losses[0] * (1 + 3e-5), *seen.losses[1:]))
-        (line,) = differences(replace(record, observed=wrong), record)
+        (line,) = differences(replace(record, measured=wrong), record)
         assert line.startswith("losses ")
-        heavier = tuple(peak + 1 for peak in seen.activation_peak_bytes)
-        wrong = replace(seen, activation_peak_bytes=heavier)
-        assert bool(differences(replace(record, observed=wrong), record)) == exact
-        wrong = replace(seen, state_bytes=tuple(held + 1 for held in seen.state_bytes))
-        assert differences(replace(record, observed=wrong), record)
+        wrong = heavier(seen, "activation_peak_bytes")
+        assert bool(differences(replace(record, measured=wrong), record)) == exact
+        wrong = heavier(seen, "state_bytes")
+        assert differences(replace(record, measured=wrong), record)

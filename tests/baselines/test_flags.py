@@ -65,10 +65,10 @@ def same_as_the_plan(method: str, settings: dict[str, Any], ran: Record) -> None
     """Loss and every gradient norm of the method's own execution."""
     own = executions()[f"{method} {settings}"]
     assert own.status == "ok", own.reason
-    seen = ran.observed
+    seen = ran.measured
     assert seen is not None, ran.reason
     assert seen.losses == pytest.approx(own.losses, rel=FP32)
-    assert seen.gradient_norms[0] == pytest.approx(own.gradient_norms[0], rel=10 * FP32, abs=1e-7)
+    assert seen.parameter_norms[0] == pytest.approx(own.gradient_norms[0], rel=10 * FP32, abs=1e-7)
 
 
 def printed_job(baseline: str, answer: Answer, world: World = "executed") -> Job:
@@ -140,12 +140,11 @@ def test_offloading_runs_as_it_is_printed() -> None:
     pytest.importorskip("megatron.core")
     records = ran("megatron_core")[OFFLOADING]
     assert [record.reason for record in records] == ["", ""]
-    own, same = (record.observed for record in records)
+    own, same = (record.measured for record in records)
     assert own is not None
     assert same is not None
-    assert max(own.host_peak_bytes) > 0
-    assert same.host_peak_bytes == own.host_peak_bytes
-    assert same.activation_peak_bytes == own.activation_peak_bytes
+    assert max(rank.host_peak_bytes for rank in own.ranks) > 0
+    assert same.ranks == own.ranks
 
 
 @pytest.mark.parametrize("method", MEGATRON)
@@ -155,7 +154,7 @@ def test_megatron_core_under_the_printed_arguments(method: str) -> None:
     _, answer = answered(method, MEGATRON[method], "megatron_core")
     records = ran("megatron_core")[method]
     same_as_the_plan(method, MEGATRON[method], records[0])
-    peaks = [r.observed.activation_peak_bytes[0] for r in records if r.observed is not None]
+    peaks = [r.measured.ranks[0].activation_peak_bytes for r in records if r.measured is not None]
     assert len(peaks) == len(records)
     assert peaks[0] == peaks[1] == peaks[3] < peaks[2]
     held = said(answer.settings)
@@ -184,7 +183,7 @@ def test_deepspeed_under_the_printed_configuration(method: str) -> None:
     assert ("activation_checkpointing" in answer.flags) == (method == "full_recompute")
     records = ran("deepspeed")[method]
     same_as_the_plan(method, {}, records[0])
-    peaks = [r.observed.activation_peak_bytes[0] for r in records if r.observed is not None]
+    peaks = [r.measured.ranks[0].activation_peak_bytes for r in records if r.measured is not None]
     assert len(peaks) == len(records)
     assert peaks[0] == peaks[1] == peaks[3]
     assert (peaks[0] < peaks[2]) == (method == "full_recompute")

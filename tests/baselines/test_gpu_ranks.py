@@ -164,12 +164,14 @@ def test_a_record_of_gpus_has_seconds_and_the_allocators_peaks(
         for s in (0.5, 0.25)
     ]
     write(run, asked, tmp_path / "0.json", "ok", "", answers)
-    seen = read_record(tmp_path / "0.json").observed
+    record = read_record(tmp_path / "0.json")
+    seen, engine = record.measured, record.engine
     assert seen is not None
-    assert (seen.device, seen.backend, seen.warmup_steps) == ("NVIDIA H800", "nccl", 3)
-    assert seen.step_s == ((0.5, 0.5), (0.25, 0.25))
-    assert (seen.allocated_bytes, seen.reserved_bytes) == ((7, 7), (8, 8))
-    assert seen.stack["nccl"] == "2.27.5"
+    assert engine is not None
+    assert (engine.device, engine.backend, seen.warmup_steps) == ("NVIDIA H800", "nccl", 3)
+    assert [rank.step_s for rank in seen.ranks] == [(0.5, 0.5), (0.25, 0.25)]
+    assert [(rank.allocated_bytes, rank.reserved_bytes) for rank in seen.ranks] == [(7, 8)] * 2
+    assert engine.stack["nccl"] == "2.27.5"
 
 
 PACKAGES = {"megatron_core": ("megatron.core", "tp2"), "deepspeed": ("deepspeed", "dp2")}

@@ -117,7 +117,7 @@ def test_more_layouts_and_precisions(slow: list[Ran], number: int) -> None:
 
 
 def test_the_record_says_what_ran(fast: list[Ran]) -> None:
-    seen = fast[0].record.observed
+    seen = fast[0].record.engine
     assert seen is not None
     assert seen.label == "megatron-core + CPU shim"
     assert "dev" in seen.shim
@@ -133,15 +133,16 @@ def test_a_padded_vocabulary_weighs_as_much_as_one_that_needs_none(
     gloo's threads hold a collective's buffer for a moment now and then."""
     ran = zip([*FAST, *MORE], [*fast, *more], strict=True)
     both = [(asked, ran) for asked, ran in ran if asked.layout == "tp2"]
-    even, odd = (ran.record.observed for _, ran in both)
+    even, odd = (ran.record.engine for _, ran in both)
     assert even is not None
     assert odd is not None
     method = policy("megatron_core")
     jobs = [job(asked_problem(asked), method, "traced", rank=1) for asked, _ in both]
-    plain, padded = (record.observed for record in run_jobs("megatron_core", jobs))
+    plain, padded = (record.measured for record in run_jobs("megatron_core", jobs))
     assert plain is not None
     assert padded is not None
-    assert padded.activation_peak_bytes == plain.activation_peak_bytes
+    peaks = [one.ranks[0].activation_peak_bytes for one in (plain, padded)]
+    assert peaks[0] == peaks[1]
     assert "masked" in odd.kernels["vocabulary"]
     assert "vocabulary" not in even.kernels
 
@@ -157,17 +158,17 @@ def test_more_settings_free_activations(fast: list[Ran], more: list[Ran]) -> Non
 
 def check_freed(asked_for: list[Asked], found: list[Ran], base: Ran) -> None:
     peaks = {
-        str(asked): ran.record.observed.activation_peak_bytes[0]
+        str(asked): ran.record.measured.ranks[0].activation_peak_bytes
         for asked, ran in zip(asked_for, found, strict=True)
-        if ran.record.observed is not None
+        if ran.record.measured is not None
     }
-    assert base.record.observed is not None
-    none = base.record.observed.activation_peak_bytes[0]
+    assert base.record.measured is not None
+    none = base.record.measured.ranks[0].activation_peak_bytes
     for asked, peak in peaks.items():
         attention = asked.endswith("modules=['core_attn']")  # with flash kernels it frees nothing
         if asked.startswith(("one rec", "one off")) and not attention:
             assert peak < none, asked
-    hosts = [ran.record.observed.host_peak_bytes[0] for ran in found if ran.record.observed]
+    hosts = [ran.record.measured.ranks[0].host_peak_bytes for ran in found if ran.record.measured]
     offloading = ["offload" in str(asked) for asked in asked_for]
     assert [host > 0 for host in hosts] == offloading
 

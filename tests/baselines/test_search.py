@@ -29,9 +29,9 @@ def deviations(seeds: tuple[int, ...] | range, folder: Path) -> dict[int, float]
     found = {}
     records = run_jobs("deepspeed", jobs, folder)
     for (seed, one), record in zip(drawn.items(), records, strict=True):
-        seen = record.observed
+        seen = record.measured
         assert seen is not None, (seed, record.reason)
-        traced = seen.activation_peak_bytes[0] + seen.state_bytes[0]
+        traced = seen.ranks[0].peak_bytes
         method = policy("deepspeed", one.settings)
         found[seed] = weighed(method, one.problem).device_peak / traced - 1
     return found

@@ -68,10 +68,11 @@ def check_layer(cases: list[Stacked], folder: Path) -> None:
     records = run_jobs("megatron_core", jobs, folder)
     traced, said = [], []
     for number, case in enumerate(cases):
-        few, more = (record.observed for record in records[2 * number : 2 * number + 2])
+        few, more = (record.measured for record in records[2 * number : 2 * number + 2])
         assert few is not None, records[2 * number].reason
         assert more is not None
-        traced.append(more.activation_peak_bytes[0] - few.activation_peak_bytes[0])
+        peaks = [one.ranks[0].activation_peak_bytes for one in (few, more)]
+        traced.append(peaks[1] - peaks[0])
         problem = case.problem(4)
         method = policy("megatron_core", case.settings).methods[0]
         stack = stack_of("megatron_core", method, problem)
@@ -195,11 +196,12 @@ def check_whole(cases: list[Whole], folder: Path) -> None:
     ]
     for number, record in enumerate(run_jobs("megatron_core", jobs, folder)):
         case = cases[number]
-        assert record.observed is not None, record.reason
+        assert record.measured is not None, record.reason
         drops = case.asked.model.dropout > 0 and case.attention == "flash"
-        assert ("flash" in record.observed.shim) == drops
+        assert record.engine is not None
+        assert ("flash" in record.engine.shim) == drops
         held = weighed(policies[number], problems[number], case.stage)
-        rest = record.observed.activation_peak_bytes[0] - held.activation_peak
+        rest = record.measured.ranks[0].activation_peak_bytes - held.activation_peak
         allowed = 0 if case.exact else LEFT_OUT * held.device_peak
         assert abs(rest - case.scalars) <= allowed, str(case.asked)
 
@@ -253,8 +255,8 @@ def check_deepspeed(cases: list[Traced], folder: Path) -> None:
     jobs = [make_job(*pair, "traced") for pair in zip(problems, policies, strict=True)]
     traced, said = [], []
     for number, record in enumerate(run_jobs("deepspeed", jobs, folder)):
-        assert record.observed is not None, record.reason
-        traced.append(record.observed.activation_peak_bytes[0])
+        assert record.measured is not None, record.reason
+        traced.append(record.measured.ranks[0].activation_peak_bytes)
         known = weighed(policies[number], problems[number]).activation_peak
         gradients = made_on_the_way(policies[number].methods[0], problems[number])  # type: ignore[arg-type]
         said.append(known + gradients)  # traced, they are no state

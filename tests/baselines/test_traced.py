@@ -180,11 +180,11 @@ def _job(baseline: str, asked: Asked, world: Literal["executed", "traced"], rank
 
 def _bytes(record: Record, index: int) -> Bytes:
     assert record.status == "ok", record.reason
-    seen = record.observed
+    seen = record.measured
     assert seen is not None
-    peaks = seen.activation_peak_bytes[index], seen.host_peak_bytes[index]
-    host = seen.host_state_bytes[index] if seen.host_state_bytes else 0
-    return (*peaks, seen.state_bytes[index], host)
+    rank = seen.ranks[index]
+    peaks = rank.activation_peak_bytes, rank.host_peak_bytes
+    return (*peaks, rank.state_bytes, rank.host_state_bytes)
 
 
 def moved(found: dict[str, Bytes]) -> set[str]:

@@ -258,14 +258,16 @@ def test_a_job_ends_in_a_record(tmp_path: Path) -> None:
         msgspec.json.decode((tmp_path / f"{n}.json").read_bytes(), type=Record) for n in (0, 1)
     )
     assert (first.status, second.status) == ("ok", "unsupported")
-    assert first.observed is not None
-    assert first.observed.stack == stack()
-    assert first.observed.shim == ("flash", "unpacked")
+    assert first.measured is not None
+    assert first.engine is not None
+    assert first.engine.stack == stack()
+    assert first.engine.shim == ("flash", "unpacked")
     alone = run(
         config_of_model(LLAMA, "qwen3"), Setup(seq_len=64, attention="sdpa", checkpointing=True)
     )
-    assert first.observed.activation_peak_bytes == (alone.activation_peak_bytes,)
-    assert first.observed.state_bytes == (4 * alone.parameter_bytes,)
+    (rank,) = first.measured.ranks
+    assert rank.activation_peak_bytes == alone.activation_peak_bytes
+    assert rank.state_bytes == 4 * alone.parameter_bytes
     assert second.reason == "transformers is traced only: nothing of it is executed here"
 
 

@@ -123,10 +123,10 @@ def check_peaks(cases: dict[str, Case], folder: Path) -> None:
     traced, said = {}, {}
     records = run_jobs("deepspeed", jobs, folder)
     for (name, case), record in zip(cases.items(), records, strict=True):
-        assert record.observed is not None, record.reason
+        assert record.measured is not None, record.reason
         here, rank, once = rank_of(case)
         said[name] = zero_peaks.activation_peak(here.workload.model, sizes_of(case), rank) + once
-        traced[name] = record.observed.activation_peak_bytes[0]
+        traced[name] = record.measured.ranks[0].activation_peak_bytes
     assert said == pytest.approx(traced, rel=TOLERANCE)
 
 

@@ -212,7 +212,7 @@ def test_a_curve_stays_on_keep_alls_and_its_method_did_its_work(path: Path) -> N
     base = record(path.with_name(f"{path.name.split('.')[0]}.keep_all.0.json"))
     assert found.measured is not None
     assert base.measured is not None
-    assert found.measured.steps == base.measured.steps == len(found.measured.losses)
+    assert found.measured.steps == base.measured.steps > 1
     if "mst" not in found.spec.method.split("+"):
         assert found.measured.losses == base.measured.losses
     pairs = zip(found.measured.losses, base.measured.losses, strict=True)

@@ -38,7 +38,13 @@ def test_dates_and_hosts_are_no_difference() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["boundary_peak_bytes", "peak_bytes", "host_peak_bytes", "state_bytes", "offload_bytes"],
+    [
+        "boundary_peak_bytes",
+        "activation_peak_bytes",
+        "host_peak_bytes",
+        "state_bytes",
+        "offload_bytes",
+    ],
 )
 def test_one_byte_is_a_difference(field: str) -> None:
     found = executed().measured

@@ -21,12 +21,11 @@ def test_every_row_of_the_agreement_runs(run: Run, tmp_path: Path) -> None:
         assert record.status == "ok", f"{name}: {record.reason}"
         if name.startswith("executor"):
             continue
-        seen = record.observed
+        seen, engine = record.measured, record.engine
         assert seen is not None, name
-        assert "CPU" not in seen.label, name
-        assert seen.backend == "nccl", name
+        assert engine is not None, name
+        assert "CPU" not in engine.label, name
+        assert engine.backend == "nccl", name
         ranks = record.spec.layout.gpus
-        assert len(seen.allocated_bytes) == ranks, name
-        assert all(
-            0 < a <= r for a, r in zip(seen.allocated_bytes, seen.reserved_bytes, strict=True)
-        )
+        assert len(seen.ranks) == ranks, name
+        assert all(0 < rank.allocated_bytes <= rank.reserved_bytes for rank in seen.ranks)

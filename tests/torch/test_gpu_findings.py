@@ -122,10 +122,10 @@ def comparison(**errors: float) -> Comparison:
 @pytest.mark.parametrize("what", ["gradient_error", "loss_error", "first_gradient_error"])
 @pytest.mark.parametrize("error", [math.nan, math.inf])
 def test_an_error_that_is_no_number_fails_its_record(what: str, error: float) -> None:
-    status, reason, seen = outcome_of(Measured(steps=1), comparison(**{what: error}))
+    status, reason, seen = outcome_of(Measured(), comparison(**{what: error}))
     words = f"nan: NotFinite: against keep_all {what.replace('_', ' ')} {error}"
     assert (status, reason, seen) == ("failed", words, None)
-    status, reason, seen = outcome_of(Measured(steps=1), comparison())
+    status, reason, seen = outcome_of(Measured(), comparison())
     assert (status, reason) == ("ok", "")
     assert seen is not None
     assert seen.comparison == comparison()

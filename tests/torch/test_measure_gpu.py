@@ -124,11 +124,11 @@ def test_verdicts_say_which_step_a_bound_is_of_and_how_steps_were_timed() -> Non
     assert timing([0.3, 0.1, 0.2]).startswith("step 0.2 s (median of 3 steps")
 
 
-def record_of(name: str, **observed: Any) -> Record:
+def record_of(name: str, **numbers: Any) -> Record:
     made = Path("results/measured/executed/agreement") / f"{name}.json"
     record = read_record(data_dir("config").parent / made)
-    assert record.observed is not None
-    return replace(record, observed=replace(record.observed, **observed))
+    assert record.measured is not None
+    return replace(record, measured=replace(record.measured, **numbers))
 
 
 def test_packages_stand_beside_the_executor_where_they_were_asked_for(tmp_path: Path) -> None:
@@ -136,20 +136,22 @@ def test_packages_stand_beside_the_executor_where_they_were_asked_for(tmp_path: 
     names += ["megatron_core-one-fp32", "deepspeed-zero1-bf16"]
     for name in names:
         write_record(record_of(name), tmp_path / "agreement" / f"{name}.json")
-    seconds = {"step_s": ((0.5, 0.7, 0.6),), "allocated_bytes": (3 << 30,)}
-    there = tmp_path / "baselines"
-    write_record(record_of("megatron_core-one-bf16", **seconds), there / "megatron_core-none.json")
+    there, plain = tmp_path / "baselines", record_of("megatron_core-one-bf16").measured
+    assert plain is not None
+    rank = replace(plain.ranks[0], step_s=(0.5, 0.7, 0.6), allocated_bytes=3 << 30)
+    timed = record_of("megatron_core-one-bf16", ranks=(rank,))
+    write_record(timed, there / "megatron_core-none.json")
     held = {finding.claim: finding for finding in findings(tmp_path)}
     agree = held["losses and gradient norms of the packages are the executor's"]
     assert (agree.holds, agree.text) == (True, "4 runs")
     ran = held["the packages run"]
     assert (ran.holds, ran.text) == (True, "megatron_core-none 0.6 s, allocated 3.000 GiB")
 
-    seen = record_of("megatron_core-one-fp32").observed
+    seen = record_of("megatron_core-one-fp32").measured
     assert seen is not None
     off = record_of("megatron_core-one-fp32", losses=(seen.losses[0] * 1.0001, 0.0))
     write_record(off, tmp_path / "agreement" / "megatron_core-one-fp32.json")
-    lost = replace(record_of("megatron_core-one-bf16"), observed=None, status="oom", reason="full")
+    lost = replace(record_of("megatron_core-one-bf16"), measured=None, status="oom", reason="full")
     write_record(lost, there / "megatron_core-full.json")
     held = {finding.claim: finding for finding in findings(tmp_path)}
     agree = held["losses and gradient norms of the packages are the executor's"]

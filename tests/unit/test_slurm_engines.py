@@ -156,9 +156,9 @@ def test_a_cell_of_a_package_is_predicted_with_what_the_package_holds(tmp_path: 
     made = Campaign(replace(made.suite, problems=(spec,)), made.registry)
     found = made.simulated(made.cells[1])
     assert found is not None
-    seen = traced.observed
+    seen = traced.measured
     assert seen is not None
-    peak = seen.activation_peak_bytes[0] + seen.state_bytes[0]
+    peak = seen.ranks[0].peak_bytes
     assert max(found.peak_device_bytes) == pytest.approx(peak, rel=0.015)
 
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -13,8 +12,8 @@ from rematbench.cli.baseline import show
 from rematbench.cli.real import speed_text, timing
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.plugins.discover import discover
-from rematbench.runs.measured import Measured, RankMeasured
-from rematbench.runs.record import Observed, make_record
+from rematbench.runs.measured import OF_CUDA, Engine, Measured, RankMeasured
+from rematbench.runs.record import make_record
 from rematbench.runs.store import Store
 from rematbench.slurm.cellrecord import CellRecord, encode, is_final
 from rematbench.slurm.cells import Campaign
@@ -36,24 +35,20 @@ def on_h800(tmp_path: Path, **top: Any) -> Campaign:
     return Campaign(replace(made.suite, problems=problems), discover())
 
 
-def rank(number: int, peak: int, **more: int) -> RankMeasured:
-    """A rank by its peak; `simulated_peak_bytes` is never read from it."""
-    fixed = {"tp": 0, "cp": 0, "dp": number, "pp": 0, "actions": 1, "differing_actions": 0}
-    sizes = ("boundary_peak_bytes", "ledger_boundary_peak_bytes", "simulated_peak_bytes",
-             "state_bytes", "simulated_state_bytes", "ledger_host_peak_bytes")  # fmt: skip
+def rank(number: int, peak: int, **more: Any) -> RankMeasured:
+    """A rank of our executor by its peak; `simulated_peak_bytes` is never read from it."""
     moved = {"host_peak_bytes": 10 * number, "offload_bytes": 4, "recompute_flop": 8.0}
-    return RankMeasured(**fixed, **dict.fromkeys(sizes, 1), **moved, peak_bytes=peak, **more)
+    held = {"activation_peak_bytes": peak - 1, "state_bytes": 1, "actions": 1, **moved, **more}
+    return RankMeasured(rank=number, pp=0, **held)
 
 
 MEASURED = Measured(
-    steps=1,
     losses=(5.5,),
     gradient_norms=(2.25,),
     ranks=(
-        rank(0, 700, allocated_bytes=7000, reserved_bytes=8000, pinned_bytes=90),
-        rank(1, 900, allocated_bytes=6000, reserved_bytes=6500, pinned_bytes=80),
+        rank(0, 700, allocated_bytes=7000, reserved_bytes=8000, pinned_bytes=90, step_s=SECONDS),
+        rank(1, 900, allocated_bytes=6000, reserved_bytes=6500, pinned_bytes=80, step_s=SECONDS),
     ),
-    step_s=SECONDS,
 )
 
 
@@ -63,7 +58,7 @@ def rows(made: Campaign, folder: Path, status: str = "ok", **parts: Any) -> list
     problem = made.problem(cell.spec)
     plain = make_record(problem, made.method(cell), run_method(problem, made.method(cell)))
     origin = replace(plain.provenance, torch="2.13", device=parts.pop("device", "NVIDIA H800"))
-    record = msgspec.to_builtins(replace(plain, provenance=origin, **parts))
+    record = replace(plain, provenance=origin, **parts)
     lease = store.claim(made.key(cell))
     assert lease is not None
     done = CellRecord(key=lease.key, cell=cell, status=status, attempts=1, written="now",
@@ -111,7 +106,7 @@ def test_bytes_are_of_the_fullest_rank(tmp_path: Path) -> None:
 def test_a_cpu_has_no_time_measured_or_simulated(tmp_path: Path) -> None:
     """Neither a CPU cluster, nor a cell of a GPU cluster that ran on a CPU."""
     ranks = tuple(rank(number, 900) for number in range(2))
-    here = replace(MEASURED, step_s=(), ranks=ranks)
+    here = replace(MEASURED, ranks=ranks)
     for made, device in ((campaign(tmp_path), "cpu (x86_64)"), (on_h800(tmp_path), "cpu (arm)")):
         folder = tmp_path / made.center.cluster.generation
         row, waiting = rows(made, folder, measured=here, device=device)
@@ -137,27 +132,38 @@ def test_every_row_has_every_column_and_a_failure_its_prediction(tmp_path: Path)
     assert (row["engine"], row["step_s"]) == ("rematbench", "")
 
 
-SEEN = Observed(
+ENGINE = Engine(
     label="megatron-core",
     stack={"megatron-core": "0.16.1", "torch": "2.13.0"},
     kernels={"norm": "torch", "core_attention": "flash"},
     device="NVIDIA H800",
+)
+SEEN = Measured(
     losses=(5.5, 5.25),
-    gradient_norms=({"a": 3.0, "b": 4.0}, {"a": 1.0, "b": 0.0}),
-    activation_peak_bytes=(500, 400),
-    host_peak_bytes=(20, 30),
-    host_state_bytes=(7, 0),
-    state_bytes=(100, 300),
-    allocated_bytes=(1, 2),
-    reserved_bytes=(3, 4),
-    pinned_bytes=(5, 6),
-    step_s=((0.01, 0.05, 0.02), (0.02, 0.04, 0.03)),
+    gradient_norms=(5.0, 1.0),
+    ranks=tuple(
+        RankMeasured(
+            rank=number,
+            pp=0,
+            **dict(zip(("activation_peak_bytes", "state_bytes"), device, strict=True)),
+            **dict(zip(("host_peak_bytes", "host_state_bytes"), host, strict=True)),
+            **dict(zip(OF_CUDA, cuda, strict=True)),
+            step_s=step_s,
+        )
+        for number, (device, host, cuda, step_s) in enumerate(
+            [
+                ((500, 100), (20, 7), (1, 3, 5), (0.01, 0.05, 0.02)),
+                ((400, 300), (30, 0), (2, 4, 6), (0.02, 0.04, 0.03)),
+            ]
+        )
+    ),
     warmup_steps=4,
 )
+PACKAGE = {"measured": SEEN, "engine": ENGINE}
 
 
 def test_a_package_has_the_same_columns(tmp_path: Path) -> None:
-    row, _ = rows(on_h800(tmp_path), tmp_path, observed=SEEN)
+    row, _ = rows(on_h800(tmp_path), tmp_path, **PACKAGE)
     assert row["engine"] == "megatron-core 0.16.1"
     assert row["kernels"] == "norm: torch; core_attention: flash"
     steps = [row[key] for key in ("timed_steps", "step_s", "step_min_s", "step_max_s")]
@@ -209,13 +215,14 @@ def test_baseline_run_prints_speed_after_the_step(
     made = on_h800(tmp_path)
     problem, method = made.problem(made.cells[0].spec), made.method(made.cells[0])
     plain = make_record(problem, method, run_method(problem, method))
-    show(replace(plain, observed=SEEN), problem)
+    show(replace(plain, **PACKAGE), problem)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2].startswith("  step 0.03 s (median of 3 steps")
     assert lines[-1].startswith("  2,133.3 tokens/s/GPU, MFU 0.")
-    untimed = replace(SEEN, step_s=((), ()))
-    show(replace(plain, observed=untimed), problem)
+    ranks = tuple(replace(one, step_s=()) for one in SEEN.ranks)
+    untimed = {"measured": replace(SEEN, ranks=ranks), "engine": ENGINE}
+    show(replace(plain, **untimed), problem)
     assert "tokens/s" not in capsys.readouterr().out
-    row, _ = rows(made, tmp_path, observed=untimed)
+    row, _ = rows(made, tmp_path, **untimed)
     assert (row["step_s"], row["mfu_causal"]) == ("", "")
     assert row["simulated_step_s"] > 0, "of a GPU, which was not timed"

@@ -19,22 +19,25 @@ from rematbench.slurm.retry import forget
 from rematbench.slurm.runner import Runner
 from tests.campaigns import FACTS, campaign, center_file
 
-FAKE = """
-import os, sys, time
+RECORD = Path(__file__).parents[2] / "results/measured/executed/tp2.keep_all.0.json"
+FAKE = f"""
+import json, os, sys, time
 from pathlib import Path
 kind, out = sys.argv[1], Path(sys.argv[sys.argv.index("--out") + 1])
+def write(**parts):
+    out.write_text(json.dumps(json.loads(Path({str(RECORD)!r}).read_text()) | parts))
 if kind == "ok":
-    out.write_text('{"status": "ok", "reason": "", "losses": [1.0]}')
+    write()
 elif kind == "oom":
-    out.write_text('{"status": "failed", "reason": "rank 0: Error: Connection closed by peer"}')
+    write(status="failed", reason="rank 0: Error: Connection closed by peer", measured=None)
     (out.parent / "record.json.error.1").write_text("failed\\nDistBackendError: timed out\\n")
     (out.parent / "record.json.error.3").write_text("oom\\nOutOfMemoryError: 2 GiB wanted\\n")
     sys.exit(1)
 elif kind == "nan":
-    out.write_text('{"status": "failed", "reason": "nan: loss of step 0 is nan"}')
+    write(status="failed", reason="nan: loss of step 0 is nan", measured=None)
     sys.exit(1)
 elif kind == "killed":
-    out.write_text('{"status": "failed", "reason": "rank 0: Error: Connection closed by peer"}')
+    write(status="failed", reason="rank 0: Error: Connection closed by peer", measured=None)
     sys.stderr.write("exitcode: -9 (pid: 7)\\n")
     sys.exit(1)
 elif kind == "hangs":

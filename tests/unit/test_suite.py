@@ -1,5 +1,6 @@
 """Verdicts and records: what fits, what binds, and that every outcome is a row on disk."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -25,6 +26,7 @@ from tests.problems import layers, problem
 
 REGISTRY = discover()
 KEEP = REGISTRY.resolve("keep_all")
+MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"
 
 
 def case(**cluster: int) -> Problem:
@@ -144,6 +146,16 @@ def test_plan_hashes_are_of_the_resolved_table() -> None:
     once = plain.with_rules(Rule(Select(activations=("q",)), Recompute()))
     assert plan_hash(p, plain) == plan_hash(p, said)
     assert plan_hash(p, once) == plan_hash(p, twice) != plan_hash(p, plain)
+
+
+def test_a_record_of_another_format_says_so(tmp_path: Path) -> None:
+    """Format 1 had a package's numbers apart; a later one is not read either."""
+    path = tmp_path / "r.json"
+    plain = json.loads((MEASURED / "executed" / "tp2.keep_all.0.json").read_text())
+    for parts in ({"observed": None}, {"format": 3}):
+        path.write_text(json.dumps(plain | parts))
+        with pytest.raises(RecordError, match=r"r\.json: not a record of format 2, the only one"):
+            read_record(path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", '{"run_id": 3}'])

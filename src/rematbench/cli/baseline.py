@@ -217,28 +217,26 @@ def finish_baseline(
 
 def show(record: Record, problem: Problem | None = None) -> None:
     """Print a record; with the problem also what the seconds of a GPU's steps mean."""
-    seen = record.observed
-    if seen is None:
+    seen, engine = record.measured, record.engine
+    if seen is None or engine is None:
         typer.echo(f"{record.status.upper()}: {record.reason}")
         return
-    typer.echo(f"{seen.label} ({record.world}; {_versions(seen.stack)}; {seen.backend})")
-    for name, kernel in seen.kernels.items():
+    typer.echo(f"{engine.label} ({record.world}; {_versions(engine.stack)}; {engine.backend})")
+    for name, kernel in engine.kernels.items():
         typer.echo(f"  {name}: {kernel}")
-    if seen.shim:
-        typer.echo(f"  shim: {', '.join(seen.shim)}")
+    if engine.shim:
+        typer.echo(f"  shim: {', '.join(engine.shim)}")
     for step, loss in enumerate(seen.losses):
-        typer.echo(f"  step {step}: loss {loss:.6f}, gradient norm {seen.gradient_norm[step]:.6f}")
-    ranks = seen.traced_ranks or tuple(range(len(seen.activation_peak_bytes)))
-    for index, rank in enumerate(ranks):
-        live, host = seen.activation_peak_bytes[index], seen.host_peak_bytes[index]
-        words = f"activations {gib(live)} GiB, host {gib(host)} GiB"
-        away = seen.host_state_bytes[index] if seen.host_state_bytes else 0
+        typer.echo(f"  step {step}: loss {loss:.6f}, gradient norm {seen.gradient_norms[step]:.6f}")
+    for rank in seen.ranks:
+        live, host = gib(rank.activation_peak_bytes), gib(rank.host_peak_bytes)
+        away = rank.host_state_bytes
         beside = f" and {gib(away)} GiB on the host" if away else ""
-        typer.echo(f"  rank {rank}: {words}, states {gib(seen.state_bytes[index])} GiB{beside}")
-    slowest = seen.slowest_s
-    if problem is not None and slowest:
-        typer.echo(f"  {timing(slowest)}")
-        typer.echo(f"  {speed_text(measured_speed(problem, slowest, seen.device))}")
+        words = f"activations {live} GiB, host {host} GiB, states {gib(rank.state_bytes)} GiB"
+        typer.echo(f"  rank {rank.rank}: {words}{beside}")
+    if problem is not None and seen.step_s:
+        typer.echo(f"  {timing(seen.step_s)}")
+        typer.echo(f"  {speed_text(measured_speed(problem, seen.step_s, engine.device))}")
 
 
 def _versions(stack: dict[str, str]) -> str:

@@ -149,10 +149,10 @@ def _bytes(found: Measured, precision: str) -> Table:
     simulated states are those of bf16 training)."""
     heads = ("activation peak", "ledger", "differing actions", "offloaded bytes")
     totals = ("total peak GiB", "simulated GiB", "error")
-    table = left(grid("rank (tp cp dp pp)", *heads, *totals), 0)
+    table = left(grid("rank", *heads, *totals), 0)
     for rank in found.ranks:
         table.add_row(
-            f"{rank.tp} {rank.cp} {rank.dp} {rank.pp}",
+            f"{rank.rank}",
             f"{rank.boundary_peak_bytes:,}",
             f"{rank.ledger_boundary_peak_bytes:,}",
             f"{rank.differing_actions} of {rank.actions}",

@@ -14,8 +14,8 @@ from rematbench.packages.process import Device, job, policy, run_jobs
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
-from rematbench.runs.measured import BOUNDS, first_errors
-from rematbench.runs.record import Observed, Record, provenance, read_record, run_spec
+from rematbench.runs.measured import BOUNDS, Engine, Measured, whole_norms
+from rematbench.runs.record import Record, provenance, read_record, run_spec
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster
 from rematbench.spec.problemspec import ProblemSpec
@@ -101,24 +101,20 @@ def _name(engine: str, row: Row, precision: Precision) -> str:
     return f"{engine}-{row.name}-{precision}"
 
 
-def _apart(own: Observed, other: Observed) -> tuple[float, float]:
-    return first_errors((own.losses, own.gradient_norm), (other.losses, other.gradient_norm))
-
-
 def disagreements(records: dict[str, Record]) -> dict[str, str]:
     """By record: why it does not agree with the executor's of its precision, as far as it does
     not: another status than ok, or the first loss or whole gradient's norm beyond the bound."""
     wrong = {}
     for precision in PRECISIONS:
-        base = records[f"{EXECUTOR}-{ROWS[EXECUTOR][0].name}-{precision}"].observed
+        base = records[f"{EXECUTOR}-{ROWS[EXECUTOR][0].name}-{precision}"].measured
         for name, record in records.items():
             if record.spec.precision != precision:
                 continue
-            seen = record.observed
+            seen = record.measured
             if base is None or seen is None:
                 wrong[name] = f"{record.status}: {record.reason}"
                 continue
-            loss, norm = _apart(seen, base)
+            loss, norm = seen.first_errors(base)
             bound = BOUNDS[precision]
             if not (loss <= bound and norm <= bound):
                 apart = f"loss {loss:.1e}, gradient norm {norm:.1e}"
@@ -144,12 +140,15 @@ def executor_record(made: Problem, device: Device = "cpu", steps: int = STEPS) -
     (result,) = execute_cases([case])
     spec = run_spec(made, discover().resolve(IDENTITY, {}), "executed")
     versions = torch_job.versions(device)
-    seen = Observed(
+    engine = Engine(
         label="rematbench executor",
         stack={"torch": versions["torch"]},
         device=versions["device"] if device == "cuda" else "cpu",
+    )
+    seen = Measured(
         losses=tuple(result.losses),
-        gradient_norms=tuple(result.gradient_norms),
+        gradient_norms=whole_norms(result.gradient_norms),
+        parameter_norms=tuple(result.gradient_norms),
     )
     ok = result.status == "ok"
     return Record(
@@ -157,7 +156,8 @@ def executor_record(made: Problem, device: Device = "cpu", steps: int = STEPS) -
         spec=spec,
         status="ok" if ok else "failed",
         reason=result.reason,
-        observed=seen if ok else None,
+        measured=seen if ok else None,
+        engine=engine if ok else None,
         provenance=provenance(),
     )
 
@@ -177,22 +177,22 @@ def agreement_table(folder: Path) -> Table:
     """First step's loss and whole gradient norm of every record, against the executor's."""
     lines = []
     for precision in PRECISIONS:
-        wanted: Observed | None = None
+        wanted: Measured | None = None
         for engine, rows in ROWS.items():
             for row in rows:
                 record = read_record(folder / f"{_name(engine, row, precision)}.json")
                 line: dict[str, Any] = {"case": row.name, "precision": precision}
-                if record.observed is None:
+                found = record.measured
+                if found is None or record.engine is None:
                     line["engine"] = f"{engine}: {record.status}: {record.reason}"
                     lines.append(line)
                     continue
-                found = record.observed
-                line |= {"engine": found.label, "loss": found.losses[0]}
-                line["gradient_norm"] = found.gradient_norm[0]
+                line |= {"engine": record.engine.label, "loss": found.losses[0]}
+                line["gradient_norm"] = found.gradient_norms[0]
                 if wanted is None:
                     wanted = found
                 else:
-                    line["loss_error"], line["norm_error"] = _apart(found, wanted)
+                    line["loss_error"], line["norm_error"] = found.first_errors(wanted)
                 lines.append(line)
     return Table(
         name="agreement",

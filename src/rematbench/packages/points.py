@@ -108,19 +108,17 @@ def rows(points: tuple[Point, ...], folder: Path) -> list[dict[str, Any]]:
 
 
 def _row(point: Point, record: Record) -> dict[str, Any]:
-    seen = record.observed
+    seen, engine = record.measured, record.engine
     row: dict[str, Any] = {"point": point.name, "policy": point.words, "status": record.status}
     predicted = row["predicted_peak_bytes"] = peak_bytes(point)
     row["published_peak_bytes"] = published(point)
-    if seen is not None:
-        traced = seen.activation_peak_bytes[0] + seen.state_bytes[0]
-        row["traced_activation_bytes"] = seen.activation_peak_bytes[0]
-        away = seen.host_state_bytes[0] if seen.host_state_bytes else 0
-        row["traced_host_bytes"] = seen.host_peak_bytes[0] + away
-        row["traced_peak_bytes"] = traced
-        row["kernel_stack"] = "; ".join(
-            (seen.label, *(f"{name}: {kernel}" for name, kernel in seen.kernels.items()))
-        )
+    if seen is not None and engine is not None:
+        (rank,) = seen.ranks
+        row["traced_activation_bytes"] = rank.activation_peak_bytes
+        row["traced_host_bytes"] = rank.host_bytes
+        traced = row["traced_peak_bytes"] = rank.peak_bytes
+        kernels = (f"{name}: {kernel}" for name, kernel in engine.kernels.items())
+        row["kernel_stack"] = "; ".join((engine.label, *kernels))
         own = peak_bytes(point, own=True)
         if isinstance(predicted, int) and isinstance(own, int):
             extra = row["known_extra_bytes"] = own - predicted

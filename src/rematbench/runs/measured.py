@@ -1,10 +1,11 @@
-"""What was measured of a traced or executed run: bytes beside the ledger's, losses, gradients.
+"""The numbers that a traced or executed run showed, ours or a package's: losses, gradient norms,
+bytes and seconds per rank.  Part of a Record; tensors are no part of it.
 
-Part of a Record.  CPU seconds are no part of it: they are never performance.
+CPU seconds are never performance, so they are in no record.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -14,35 +15,68 @@ LEARNING_RATE = 1e-3
 """Of AdamW in the long training runs whose loss curves are kept."""
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}
 """Norm-wise errors that rounding alone may cause (DESIGN.md, the gradient law)."""
+OF_CUDA = ("allocated_bytes", "reserved_bytes", "pinned_bytes")
+"""What torch's allocators say of a rank, on the device and pinned on the host."""
 
 
-class RankMeasured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One process.  Bytes of activations at action boundaries stand beside the issue-order
-    ledger's (`differing_actions` of `actions` disagree; the twin law wants none).  `peak_bytes`
-    also counts states and what lives inside an operator, beside the simulated total of the same
-    saved tensors with the torch runtime's states and kernels, whatever the problem's stack.
-    `allocated_bytes`, `reserved_bytes` (the allocator's) and `pinned_bytes` (what torch holds
-    pinned for the pool, which may be more than is asked for) are those of CUDA, 0 elsewhere."""
+class Engine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ran instead of our executor: `label` is what a table may call it; `stack` its packages
+    by version; `shim` the parts of our shim that were active; `kernels` which kernels stood where
+    the package offers a choice; `backend` that of torch.distributed."""
 
-    tp: int
-    cp: int
-    dp: int
+    label: str
+    stack: dict[str, str]
+    shim: tuple[str, ...] = ()
+    kernels: dict[str, str] = {}
+    device: str = "cpu"
+    backend: str = ""
+
+
+class RankMeasured(
+    Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """One process: its number in the job and its pipeline rank.
+
+    `activation_peak_bytes`: live storages that are not states, at their largest, those inside an
+    operator too; `state_bytes`: parameters, gradients, optimizer.  On GPUs only: seconds of the
+    timed steps, `allocated_bytes`, `reserved_bytes` (the allocator's) and `pinned_bytes` (what
+    torch holds pinned, which may be more than is asked for).
+
+    Of our executor only, as a package has no actions: bytes of activations at action boundaries
+    beside the issue-order ledger's (`differing_actions` of `actions` disagree; the twin law wants
+    none), and the simulated total of the same saved tensors with the torch runtime's states and
+    kernels, whatever the problem's stack.  `offload_bytes` and `recompute_flop` are of one step.
+    """
+
+    rank: int
     pp: int
-    actions: int
-    differing_actions: int
-    boundary_peak_bytes: int
-    ledger_boundary_peak_bytes: int
-    peak_bytes: int
-    simulated_peak_bytes: int
+    activation_peak_bytes: int
     state_bytes: int
-    simulated_state_bytes: int
     host_peak_bytes: int
-    ledger_host_peak_bytes: int
-    offload_bytes: int
-    recompute_flop: float
+    host_state_bytes: int = 0
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     pinned_bytes: int = 0
+    step_s: tuple[float, ...] = ()
+    actions: int = 0
+    differing_actions: int = 0
+    boundary_peak_bytes: int = 0
+    ledger_boundary_peak_bytes: int = 0
+    ledger_host_peak_bytes: int = 0
+    simulated_peak_bytes: int = 0
+    simulated_state_bytes: int = 0
+    offload_bytes: int = 0
+    recompute_flop: float = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak on the device, states included."""
+        return self.activation_peak_bytes + self.state_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Peak on the host, states included."""
+        return self.host_peak_bytes + self.host_state_bytes
 
     @property
     def peak_error(self) -> float:
@@ -60,17 +94,9 @@ def largest(errors: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
-def first_errors(
-    own: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]
-) -> tuple[float, float]:
-    """How far the first losses and the first gradient norms of two runs are apart, as fractions of
-    the other's; each run is (losses, gradient norms).  The first step only: AdamW turns the
-    rounding of a small gradient into a change of its weight."""
-    loss, norm = (
-        relative(abs(values[0] - others[0]), abs(others[0]))
-        for values, others in zip(own, other, strict=True)
-    )
-    return loss, norm
+def whole_norms(norms: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
+    """The norm of each step's whole gradient, from those of its parameters."""
+    return tuple(sum(v * v for v in step.values()) ** 0.5 for step in norms)
 
 
 class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -107,16 +133,28 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return f"NotFinite: against {self.against} {', '.join(wrong)}" if wrong else ""
 
 
-class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run's numbers: per step the loss and the norm of the whole gradient, per rank its bytes.
-    `step_s` is filled on GPUs only: steps after those, which nothing observes."""
+class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The numbers of a run, whatever ran it: per observed step the loss and the norm of the whole
+    gradient (`parameter_norms`: of each parameter, before the update; empty if not asked for), per
+    rank its bytes.  A traced run has the one rank it followed, a training run none.  On GPUs timed
+    steps, which nothing observes, follow `warmup_steps` others (the observed ones among them)."""
 
-    steps: int
     losses: tuple[float, ...] = ()
     gradient_norms: tuple[float, ...] = ()
+    parameter_norms: tuple[dict[str, float], ...] = ()
     ranks: tuple[RankMeasured, ...] = ()
     comparison: Comparison | None = None
-    step_s: tuple[float, ...] = ()
+    warmup_steps: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Observed steps: one, without a loss, of a traced run."""
+        return len(self.losses) or 1
+
+    @property
+    def step_s(self) -> tuple[float, ...]:
+        """Seconds of the slowest rank in each timed step; empty of a CPU."""
+        return tuple(map(max, zip(*(rank.step_s for rank in self.ranks), strict=True)))
 
     @property
     def differing_actions(self) -> int:
@@ -127,3 +165,11 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def fullest(self) -> RankMeasured:
         """The rank with the largest measured peak."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
+
+    def first_errors(self, other: "Measured") -> tuple[float, float]:
+        """How far the first loss and the first gradient norm are from another run's, as fractions
+        of the other's.  The first step only: AdamW turns the rounding of a small gradient into a
+        change of its weight."""
+        pairs = ((self.losses, other.losses), (self.gradient_norms, other.gradient_norms))
+        loss, norm = (relative(abs(own[0] - its[0]), abs(its[0])) for own, its in pairs)
+        return loss, norm

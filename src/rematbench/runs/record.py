@@ -21,13 +21,15 @@ from rematbench.lowering.fates import PHASES, resolve
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import AttentionChoice, Problem
-from rematbench.runs.measured import Measured
+from rematbench.runs.measured import Engine, Measured
 from rematbench.runs.store import write_atomically
 from rematbench.simulate.evaluate import RankBytes
 from rematbench.spec.layout import Layout
 from rematbench.workload import Model, Precision
 
 World = Literal["published", "simulated", "traced", "executed"]
+FORMAT: Literal[2] = 2
+"""Of a record's JSON.  Format 1, which had no number, kept a package's numbers apart."""
 HASH_DIGITS = 16
 OF_A_STEP = (
     *("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu"),
@@ -102,54 +104,9 @@ class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     warmup: bool = False
 
 
-class Observed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a foreign package showed, traced or executed.  Lists of ranks are in rank order; a
-    traced run has the one rank it followed.  (`Measured` is of our own executor: its bytes stand
-    beside the ledger's after every action, which a package without actions cannot have.)
-
-    `label` is what a table may call the run; `stack` its packages by version; `shim` the parts of
-    our shim that were active; `kernels` which kernels stood where the package offers a choice.
-    `activation_peak_bytes`: live storages that are not states, at their largest in the first step;
-    `host_peak_bytes` those of the host; `state_bytes`: parameters, gradients, optimizer on the
-    device; `host_state_bytes` those on the host (empty: none).
-    `losses` and `gradient_norms` (by parameter, before the update) are of every observed step.
-    On GPUs only: `step_s`, every timed step's seconds by rank, after `warmup_steps` others (the
-    observed ones among them), and the peaks of torch's allocators, on the device and pinned on the
-    host, over the timed steps.
-    """
-
-    label: str
-    stack: dict[str, str]
-    shim: tuple[str, ...] = ()
-    kernels: dict[str, str] = {}
-    device: str = "cpu"
-    backend: str = ""
-    losses: tuple[float, ...] = ()
-    gradient_norms: tuple[dict[str, float], ...] = ()
-    traced_ranks: tuple[int, ...] = ()
-    activation_peak_bytes: tuple[int, ...] = ()
-    host_peak_bytes: tuple[int, ...] = ()
-    state_bytes: tuple[int, ...] = ()
-    host_state_bytes: tuple[int, ...] = ()
-    allocated_bytes: tuple[int, ...] = ()
-    reserved_bytes: tuple[int, ...] = ()
-    pinned_bytes: tuple[int, ...] = ()
-    step_s: tuple[tuple[float, ...], ...] = ()
-    warmup_steps: int = 0
-
-    @property
-    def slowest_s(self) -> tuple[float, ...]:
-        """Seconds of the slowest rank in each timed step."""
-        return tuple(max(times) for times in zip(*self.step_s, strict=True))
-
-    @property
-    def gradient_norm(self) -> tuple[float, ...]:
-        """The norm of each step's whole gradient."""
-        return tuple(sum(v * v for v in norms.values()) ** 0.5 for norms in self.gradient_norms)
-
-
 class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The outcome of a run.  OOM and Unsupported are results: never a missing record."""
+    """The outcome of a run.  OOM and Unsupported are results: never a missing record.  Without an
+    `engine` the run is the simulator's or our executor's."""
 
     run_id: str
     spec: RunSpec
@@ -163,8 +120,9 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     host_headroom_bytes: int | None = None
     binds: str = ""
     measured: Measured | None = None
-    observed: Observed | None = None
+    engine: Engine | None = None
     provenance: Provenance
+    format: Literal[2] = FORMAT
 
     @property
     def world(self) -> World:
@@ -297,4 +255,5 @@ def read_record(path: Path) -> Record:
     except OSError as error:
         raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise RecordError(f"{path}: not a record: {error}") from error
+        text = f"{path}: not a record of format {FORMAT}, the only one read here: {error}"
+        raise RecordError(text) from error

@@ -10,21 +10,23 @@ has the right norm.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rematbench.runs.measured import BOUNDS, first_errors
-from rematbench.slurm.shown import OURS, Shown
+from rematbench.runs.measured import BOUNDS, Measured
+from rematbench.slurm.shown import OURS
 from rematbench.workload import Precision
 
 COLUMNS = ("against", "first_loss_error", "first_norm_error", "alike")
 
 
 class Ran(NamedTuple):
-    """A cell with numbers: its problem, its method, and whether it keeps all activations."""
+    """A cell with numbers: its problem, its method, whether it keeps all activations, and which
+    engine ran it."""
 
     problem: str
     method: str
     precision: Precision
     keeps_all: bool
-    found: Shown
+    engine: str
+    found: Measured
 
 
 def alike(cells: Sequence[Ran | None]) -> list[dict[str, Any]]:
@@ -51,16 +53,15 @@ def _has(cell: Ran) -> bool:
 
 
 def _is_ours(cell: Ran) -> bool:
-    return cell.found.engine.split(" ")[0] == OURS
+    return cell.engine.split(" ")[0] == OURS
 
 
 def _beside(cell: Ran, other: Ran | None) -> dict[str, Any]:
     if other is None or other is cell or not _has(cell):
         return {}
-    own, its = ((one.found.losses, one.found.gradient_norms) for one in (cell, other))
-    loss, norm = first_errors(own, its)
+    loss, norm = cell.found.first_errors(other.found)
     bound = BOUNDS[cell.precision]
     close = loss <= bound and norm <= bound  # never of a NaN
-    name = other.method if _is_ours(other) else f"{other.method} ({other.found.engine})"
+    name = other.method if _is_ours(other) else f"{other.method} ({other.engine})"
     values = (name, loss, norm, "yes" if close else "NO")
     return dict(zip(COLUMNS, values, strict=True))

@@ -1,10 +1,9 @@
 """The record of an executed cell: its outcome, the hosts and the job that ran it."""
 
-from typing import Any
-
 import msgspec
 from msgspec import Struct
 
+from rematbench.runs.record import FORMAT, Record, RecordError
 from rematbench.slurm.cells import Cell, CellStatus
 from rematbench.slurm.nodefacts import NodeFacts
 
@@ -27,7 +26,7 @@ class CellRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     wall_s: float = 0.0
     hosts: tuple[NodeFacts, ...] = ()
     remarks: tuple[str, ...] = ()
-    record: dict[str, Any] | None = None
+    record: Record | None = None
 
 
 def encode(record: CellRecord) -> bytes:
@@ -36,13 +35,17 @@ def encode(record: CellRecord) -> bytes:
 
 
 def decode(data: bytes) -> CellRecord:
-    """The record of stored bytes; msgspec.ValidationError for anything else."""
-    return msgspec.json.decode(data, type=CellRecord)
+    """The record of stored bytes; RecordError for anything else."""
+    try:
+        return msgspec.json.decode(data, type=CellRecord)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        text = f"a stored cell is not a record of format {FORMAT}, the only one read here: {error}"
+        raise RecordError(text) from error
 
 
 def is_final(data: bytes) -> bool:
     """Whether a stored record needs no further attempt."""
     try:
         return decode(data).final
-    except (msgspec.ValidationError, msgspec.DecodeError):
+    except RecordError:
         return False

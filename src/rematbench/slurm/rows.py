@@ -10,7 +10,7 @@ from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.slurm.alike import Ran, alike
 from rematbench.slurm.cellrecord import CellRecord, decode
 from rematbench.slurm.cells import Campaign, Cell
-from rematbench.slurm.shown import columns, shown
+from rematbench.slurm.shown import columns
 
 
 def cell_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
@@ -26,15 +26,15 @@ def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
     ran: list[Ran | None] = []
     for cell in campaign.cells:
         row, outcome = _row(campaign, store, cell)
-        record = (outcome.record if outcome else None) or {}
+        record = outcome.record if outcome else None
         simulated = _simulated(campaign, cell)
         keeps_all = simulated is not None and campaign.keeps_all(cell, simulated)
-        spec, seen = cell.spec, shown(record)
-        numbers = columns(seen, campaign.problem(spec), simulated)
+        spec, seen = cell.spec, record.measured if record else None
+        numbers = columns(record, campaign.problem(spec), simulated)
         numbers["engine"] = numbers["engine"] or campaign.engine(cell)
         found.append(row | numbers | {"keeps_all": "yes" if keeps_all else ""})
-        method, precision = cell.variant.method, spec.precision
-        ran.append(Ran(spec.name, method, precision, keeps_all, seen) if seen else None)
+        told = (spec.name, cell.variant.method, spec.precision, keeps_all, numbers["engine"])
+        ran.append(Ran(*told, seen) if seen else None)
     return [row | more for row, more in zip(found, alike(ran), strict=True)]
 
 

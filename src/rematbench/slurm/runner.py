@@ -20,6 +20,7 @@ import msgspec
 
 from rematbench.plan import PlanError
 from rematbench.runs.rank_error import KILLED, first_cause, noted, of_record
+from rematbench.runs.record import Record, read_record
 from rematbench.runs.store import Lease, Store, write_atomically
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode
 from rematbench.slurm.cells import Bundle, Campaign, Cell, CellStatus
@@ -145,11 +146,10 @@ class Runner:
         words = [*self.campaign.words(cell), "--out", str(out), "--timeout", f"{limit:g}"]
         command = torchrun(self.allocation, ["rematbench.cli.app", *words])
         ended = run_limited(command, folder / "log", limit, lambda: bool(self.stop))
-        record = None
-        if out.exists():
-            record = msgspec.json.decode(out.read_bytes(), type=dict[str, Any])
-        if record is not None and record["status"] != "failed":
-            status, reason = record["status"], record["reason"]
+        record = read_record(out) if out.exists() else None
+        status: CellStatus
+        if record is not None and record.status != "failed":
+            status, reason = record.status, record.reason
         else:
             status, reason = self._why(ended, out, limit, record)
         return self._record(
@@ -164,7 +164,7 @@ class Runner:
         )
 
     def _why(
-        self, ended: Ended, out: Path, limit: float, record: dict[str, Any] | None
+        self, ended: Ended, out: Path, limit: float, record: Record | None
     ) -> tuple[CellStatus, str]:
         """Status and reason of a launch that failed; a failed record has rank 0's error only."""
         if self.stop:
@@ -173,7 +173,7 @@ class Runner:
             return "timeout", f"no result within {limit:.0f} s"
         errors = noted(out)
         if record is not None:
-            errors.append(of_record(record["status"], record["reason"]))
+            errors.append(of_record(record.status, record.reason))
         cause = first_cause(errors)
         if cause is not None and not cause.is_secondhand:
             return msgspec.convert(cause.status, CellStatus), cause.reason

@@ -49,7 +49,7 @@ def label_of(record: Record) -> str:
 
 def has_its_own_table(record: Record) -> bool:
     """A baseline's run, or a loss curve, which kept no bytes."""
-    return record.observed is not None or bool(record.measured and not record.measured.ranks)
+    return record.engine is not None or bool(record.measured and not record.measured.ranks)
 
 
 def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Table:

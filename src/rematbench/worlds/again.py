@@ -15,16 +15,18 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.runs.cell import base_name
-from rematbench.runs.measured import BOUNDS, Measured
-from rematbench.runs.record import Observed, Record, read_record
+from rematbench.runs.measured import BOUNDS, Engine, Measured
+from rematbench.runs.record import Record, read_record
 
 CURVE_BOUND = 1e-4
 """Of a training run's losses, relative: rounding grows over hundreds of steps (mst's to 8e-6)."""
-OF_AN_ALLOCATOR = ("allocated_bytes", "reserved_bytes")
+OF_THE_GPU = ("allocated_bytes", "reserved_bytes", "step_s")
 """Depend on what else ran on the GPU."""
+OF_GLOO = ("activation_peak_bytes", "host_peak_bytes")
+"""Depend on its threads, where a package's ranks exchange."""
 SIMULATED = ("repeats", "headroom_bytes", "host_headroom_bytes", "binds")
 INPUTS = ("cluster", "system", "calibration")
-STATES = ("traced_ranks", "state_bytes", "host_state_bytes", "warmup_steps")
+RAN = ("label", "shim", "kernels", "backend")
 
 
 def verify(path: Path, again: Callable[[str, Record], Record]) -> tuple[Record, list[str]]:
@@ -41,7 +43,8 @@ def verify(path: Path, again: Callable[[str, Record], Record]) -> tuple[Record, 
 
 def is_curve(record: Record) -> bool:
     """Whether it is of a long training run, which keeps losses alone."""
-    return record.measured is not None and not record.measured.ranks
+    found = record.measured
+    return record.engine is None and found is not None and not found.ranks
 
 
 def differences(
@@ -51,7 +54,7 @@ def differences(
     does, which of the run's inputs have changed.  `bases`: of curves, keep_all's now and then."""
     found = list(_scalars(again, committed, ("status", "reason", "plan_hash", *SIMULATED)))
     found += _of_ranks(again.ranks, committed.ranks)
-    found += _of_observed(again, committed)
+    found += _of_engine(again.engine, committed.engine)
     new, old = again.measured, committed.measured
     if new is None or old is None:
         found += [] if new == old else ["only one of the two has measured numbers"]
@@ -59,7 +62,10 @@ def differences(
         found += _of_curve(again, committed, bases)
     else:
         bound = BOUNDS[again.spec.precision]
-        found += [*_scalars(new, old, ("steps",)), *_of_ranks(new.ranks, old.ranks)]
+        exchanges = again.engine and again.world == "executed" and again.spec.layout.gpus > 1
+        loose = (*OF_THE_GPU, *(OF_GLOO if exchanges else ()))
+        found += _scalars(new, old, ("steps", "warmup_steps"))
+        found += _of_ranks(new.ranks, old.ranks, loose)
         found += _of_steps(new, old, ("losses", "gradient_norms"), bound)
         found += _of_verdict(new, old)
     changed = [what for what in INPUTS if _input(again, what) != _input(committed, what)]
@@ -70,18 +76,11 @@ def _input(record: Record, what: str) -> str:
     return str(getattr(record.spec, f"{what}_hash"))
 
 
-def _of_observed(again: Record, committed: Record) -> Iterator[str]:
-    """What a foreign package showed."""
-    new, old = again.observed, committed.observed
+def _of_engine(new: Engine | None, old: Engine | None) -> Iterator[str]:
     if new is None or old is None:
-        if new != old:
-            yield "only one of the two has observed numbers"
-        return
-    yield from _scalars(new, old, ("label", "shim", "kernels", "backend", *STATES))
-    if not (again.world == "executed" and again.spec.layout.gpus > 1):
-        yield from _scalars(new, old, ("activation_peak_bytes", "host_peak_bytes"))
-    bound = BOUNDS[again.spec.precision]
-    yield from _of_steps(new, old, ("losses", "gradient_norm"), bound)
+        yield from [] if new == old else ["only one of the two ran a package"]
+    else:
+        yield from _scalars(new, old, RAN)
 
 
 def _of_curve(
@@ -116,18 +115,18 @@ def _scalars(a: object, b: object, names: Sequence[str]) -> Iterator[str]:
             yield f"{name} {now}, committed {then}"
 
 
-def _of_ranks(new: Sequence[Struct], old: Sequence[Struct]) -> Iterator[str]:
+def _of_ranks(
+    new: Sequence[Struct], old: Sequence[Struct], loose: Sequence[str] = ()
+) -> Iterator[str]:
     if len(new) != len(old):
         yield f"{len(new)} ranks, committed {len(old)}"
         return
     for number, (a, b) in enumerate(zip(new, old, strict=True)):
-        names = [n for n in msgspec.structs.asdict(a) if n not in OF_AN_ALLOCATOR]
+        names = [n for n in msgspec.structs.asdict(a) if n not in loose]
         yield from (f"rank {number}: {line}" for line in _scalars(a, b, names))
 
 
-def _of_steps(
-    new: Measured | Observed, old: Measured | Observed, names: Sequence[str], bound: float
-) -> Iterator[str]:
+def _of_steps(new: Measured, old: Measured, names: Sequence[str], bound: float) -> Iterator[str]:
     """Losses and norms of gradients, step by step."""
     for name in names:
         now, then = getattr(new, name), getattr(old, name)

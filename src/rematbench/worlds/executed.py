@@ -70,11 +70,11 @@ def run(
 def again(record: Record, cell: Cell, registry: Registry) -> Record:
     """A run of this machine's processes once more: as many steps, and compared with the same method
     as its record says."""
-    found = record.measured or Measured(steps=How().steps)
+    found = record.measured or Measured()
     against = found.comparison.against if found.comparison else ""
     how = How(
         device="cpu" if record.provenance.device.startswith("cpu") else "cuda",
-        steps=found.steps,
+        steps=found.steps if record.measured else How().steps,
         compare=bool(against),
         norms=any(found.gradient_norms),
         timed_steps=len(found.step_s),

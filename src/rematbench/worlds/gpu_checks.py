@@ -143,11 +143,11 @@ def _packages(folder: Path) -> Iterator[Finding]:
     cells = read_cells(folder)
     said: list[tuple[str, bool | None, str]] = []
     for name, record in cells.records.items():
-        seen, ok = record.observed, record.status == "ok"
+        seen, ok = record.measured, record.status == "ok"
         if seen is None or not seen.step_s:
             said.append((name, ok, f"{record.status} {record.reason}".rstrip()))
             continue
-        step_s, peak = statistics.median(seen.slowest_s), max(seen.allocated_bytes)
+        step_s, peak = statistics.median(seen.step_s), max(r.allocated_bytes for r in seen.ranks)
         said.append((name, ok, f"{step_s:.4g} s, allocated {peak / 2**30:.3f} GiB"))
     said += [(name, False, why) for name, why in cells.unreadable.items()]
     if said:

@@ -1,4 +1,4 @@
-"""What the torch runtime saw -> the `measured` part of a record, beside the ledgers."""
+"""What the torch runtime saw -> the numbers of a record, beside the ledgers."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,15 @@ from rematbench.problem import Problem
 from rematbench.program.ledger import live_bytes
 from rematbench.program.program import Program
 from rematbench.runs.cell import Cell
-from rematbench.runs.measured import BOUNDS, Comparison, Measured, RankMeasured, largest, relative
+from rematbench.runs.measured import (
+    BOUNDS,
+    Comparison,
+    Measured,
+    RankMeasured,
+    largest,
+    relative,
+    whole_norms,
+)
 from rematbench.runs.record import Record, World, plan_hash, provenance, run_spec
 from rematbench.simulate.evaluate import RankBytes, program_bytes
 from rematbench.spec.load import load_system
@@ -58,7 +66,7 @@ def activation_bytes(problem: Problem, plan: Plan) -> int:
 
 
 def measured_rank(
-    result: "RankResult", program: Program, simulated: tuple[RankBytes, ...], steps: int
+    rank: int, result: "RankResult", program: Program, simulated: tuple[RankBytes, ...], steps: int
 ) -> RankMeasured:
     """One process's bytes beside its stage's ledger."""
     stage = result.place.pp
@@ -66,14 +74,15 @@ def measured_rank(
     bytes_of = simulated[stage]
     states = bytes_of.parameter + bytes_of.gradient + bytes_of.optimizer + bytes_of.pools
     return RankMeasured(
-        **result.place._asdict(),
+        rank=rank,
+        pp=stage,
+        activation_peak_bytes=result.peak_bytes,
         actions=len(expected),
         differing_actions=sum(
             want != got for want, got in zip(expected, result.bytes_after, strict=True)
         ),
         boundary_peak_bytes=result.device_peak_bytes,
         ledger_boundary_peak_bytes=max(device for device, _ in expected),
-        peak_bytes=result.peak_bytes + result.state_bytes,
         simulated_peak_bytes=bytes_of.device_peak,
         state_bytes=result.state_bytes,
         simulated_state_bytes=states,
@@ -84,33 +93,29 @@ def measured_rank(
         allocated_bytes=result.allocated_bytes,
         reserved_bytes=result.reserved_bytes,
         pinned_bytes=result.pinned_bytes,
+        step_s=tuple(result.step_s),
     )
 
 
 def measured_ranks(
-    problem: Problem, plan: Plan, results: list["RankResult"], steps: int
+    problem: Problem, plan: Plan, results: list["RankResult"], steps: int, first: int = 0
 ) -> tuple[RankMeasured, ...]:
-    """Every process, in rank order."""
+    """Processes in rank order, from the rank `first` on."""
     program = lower(plan, problem)
     run = as_run(problem)
     simulated = program_bytes(run, plan, program if run is problem else lower(plan, run))
-    return tuple(measured_rank(result, program, simulated, steps) for result in results)
+    return tuple(
+        measured_rank(rank, result, program, simulated, steps)
+        for rank, result in enumerate(results, first)
+    )
 
 
 def measured(problem: Problem, plan: Plan, result: "Result") -> Measured:
     """An executed run's numbers."""
-    on_gpu = any(rank.allocated_bytes for rank in result.ranks)
-    steps = len(result.losses)
     return Measured(
-        steps=steps,
         losses=tuple(result.losses),
-        gradient_norms=tuple(
-            sum(norm**2 for norm in step.values()) ** 0.5 for step in result.gradient_norms
-        ),
-        ranks=measured_ranks(problem, plan, result.ranks, steps),
-        step_s=tuple(max(times) for times in zip(*(r.step_s for r in result.ranks), strict=True))
-        if on_gpu
-        else (),
+        gradient_norms=whole_norms(result.gradient_norms),
+        ranks=measured_ranks(problem, plan, result.ranks, len(result.losses)),
     )
 
 

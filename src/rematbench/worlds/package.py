@@ -8,7 +8,8 @@ from rematbench.packages.process import Job, job, run_jobs, run_rank
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
-from rematbench.runs.record import Observed, Record
+from rematbench.runs.measured import Measured
+from rematbench.runs.record import Record
 from rematbench.simulate.evaluate import fullest
 from rematbench.worlds.launched import leave
 
@@ -27,15 +28,14 @@ def run(
 def again(record: Record) -> Record:
     """A record's job once more: the package takes all of it from the record.  (What `--options`
     told a package is in no record.)"""
-    seen = record.observed or Observed(label="", stack={})
-    steps = len(seen.losses) or 1
+    seen, engine = record.measured or Measured(), record.engine
     asked = Job(
         run=record.spec,
-        steps=steps,
-        warmup=max(1, seen.warmup_steps - steps),
-        timed_steps=len(seen.step_s[0]) if seen.step_s else 0,
-        device="cuda" if seen.backend == "nccl" else "cpu",
-        rank=seen.traced_ranks[0] if seen.traced_ranks else 0,
+        steps=seen.steps,
+        warmup=max(1, seen.warmup_steps - seen.steps),
+        timed_steps=len(seen.step_s),
+        device="cuda" if engine and engine.backend == "nccl" else "cpu",
+        rank=seen.ranks[0].rank if seen.ranks else 0,
         timeout_s=LIMIT_S,
     )
     (made,) = run_jobs(record.spec.method, [asked])

@@ -21,7 +21,7 @@ def run(cell: Cell, stage: int | None = None) -> Record:
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.memory import ExecutionError  # noqa: PLC0415
     from rematbench.torch.model import NotExecutable  # noqa: PLC0415
-    from rematbench.torch.trace import trace_rank  # noqa: PLC0415
+    from rematbench.torch.trace import rank_at, trace_rank  # noqa: PLC0415
 
     where: dict[str, Any] = {**job.versions("cpu"), "device": "meta"}
     problem, plan = cell.problem, cell.plan
@@ -29,9 +29,11 @@ def run(cell: Cell, stage: int | None = None) -> Record:
     if isinstance(plan, Unsupported):
         return measured_record("traced", cell, ("unsupported", plan.reason, None), where)
     try:
-        result = trace_rank(problem, plan, fullest(problem, plan) if stage is None else stage)
-        ranks = measured_ranks(problem, plan, [result], 1)
-        outcome = ("ok", "", Measured(steps=1, ranks=ranks))
+        stage = fullest(problem, plan) if stage is None else stage
+        result = trace_rank(problem, plan, stage)
+        first = rank_at(problem.layout, problem.system.rank_order, stage)
+        ranks = measured_ranks(problem, plan, [result], 1, first)
+        outcome = ("ok", "", Measured(ranks=ranks))
     except NotExecutable as error:
         outcome = ("unsupported", str(error), None)
     except ExecutionError as error:

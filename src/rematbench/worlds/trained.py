@@ -75,7 +75,7 @@ def run(cell: Cell, steps: int) -> Record:
     (result,) = job.run_own([case], 3600.0)
     found = None
     if result.status == "ok":
-        found = Measured(steps=steps, losses=tuple(result.losses))
+        found = Measured(losses=tuple(result.losses))
     where: dict[str, Any] = {
         **job.versions("cpu"),
         "ranks_per_host": (cell.problem.layout.gpus,),

@@ -23,9 +23,9 @@ def run_again(record: Record, cell_of: Callable[[], Cell], registry: Registry) -
         return simulated.run(cell)
     if record.world == "traced":
         return traced.again(record, cell)
-    if record.observed is not None:
-        device: Device = "cpu" if record.observed.device == "cpu" else "cuda"
-        return executor_record(cell.problem, device, len(record.observed.losses))
+    if record.engine is not None and record.measured is not None:
+        device: Device = "cpu" if record.engine.device == "cpu" else "cuda"
+        return executor_record(cell.problem, device, record.measured.steps)
     if is_curve(record):
         return trained.again(record, cell)
     return executed.again(record, cell, registry)
