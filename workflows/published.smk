@@ -6,6 +6,7 @@ TABLES = [
     "atc24_figure7_memory",
     "atc24_figure9_scaling",
     "atc24_table8_waterfall",
+    "bands",
     "cells",
     "fujii_80_percent_rule",
     "oom_verdicts",
@@ -34,6 +35,7 @@ rule predict:
     input:
         sheet="results/paper/sheets/{method}.csv",
         methods=method_files,
+        bands="config/left_out.csv",
     output:
         "results/paper/predictions/{method}.csv",
     log:
@@ -53,7 +55,7 @@ rule predict:
 rule tables:
     input:
         predictions=expand("results/paper/predictions/{method}.csv", method=SHEETS),
-        accuracy=["config/accuracy.yaml", "config/left_out.yaml"],
+        accuracy=["config/accuracy.yaml", "config/left_out.csv"],
     output:
         cells="results/paper/predictions.csv",
         tables=expand(

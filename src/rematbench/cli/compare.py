@@ -1,23 +1,24 @@
 """The command `compare`: every method and baseline for one job in one table."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from msgspec.structs import replace
 from typer import Option
 
-from rematbench.choose.candidates import CompareConfig, load_compare
+from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
 from rematbench.choose.entry import Comparison, Entry
 from rematbench.choose.would_fit import would_fit
 from rematbench.cli.options import Request, RunOptions, request, takes_problem
 from rematbench.cli.ranking import Judged, Ranking
-from rematbench.cli.targets import need_file, read
+from rematbench.cli.targets import need_file
 from rematbench.host.console import console
-from rematbench.published.evidence import RULES, Known, evidence, published_cells
+from rematbench.published.bands import band_of, fits_word, ratio_band
 from rematbench.published.sheets import write_sheet
 from rematbench.simulate.breakdown import PARTS
-from rematbench.spec.paths import data_dir
 
 
 @takes_problem
@@ -25,10 +26,6 @@ def compare(
     run: RunOptions,
     output: Annotated[
         Path | None, Option("-o", "--output", metavar="FILE.csv", help="Also write every number.")
-    ] = None,
-    predictions: Annotated[
-        Path | None,
-        Option(metavar="PRED.csv", help="Errors of the published cells themselves (`predict`)."),
     ] = None,
     limit: Annotated[int, Option(min=1, metavar="S", help="CPU seconds for one candidate.")] = 4,
     processes: Annotated[int, Option(min=1, help="Worker processes.")] = 2,
@@ -45,8 +42,6 @@ def compare(
     need_file("-o", output)
     asked = request(run)
     config = load_compare()
-    source = predictions or data_dir("published") / "runs.csv"
-    cells = read(source, "--predictions", "pred_status" if predictions else "source")
     comparing = Comparing(
         asked.problem,
         asked.base,
@@ -55,15 +50,14 @@ def compare(
         processes=processes,
         limit_s=limit,
     )
-    known = published_cells(cells, comparing.registry)
     found = comparing.quick()
     printed = Ranking(console(), asked, config.shown_share)
-    printed.table(judge(found, asked, known, config))
+    printed.table(judge(found, asked))
     for entry in comparing.late():
         found = comparing.comparison()
-        printed.late([i for i in judge(found, asked, known, config) if i.entry.name == entry.name])
+        printed.late([i for i in judge(found, asked) if i.entry.name == entry.name])
     found = comparing.comparison()
-    judged = judge(found, asked, known, config)
+    judged = judge(found, asked)
     fits = any(entry.status == "ok" for entry in found.entries)
     changes = () if fits else would_fit(asked.problem, found.entries, comparing.registry)
     printed.notes(found, judged, changes)
@@ -71,40 +65,32 @@ def compare(
         write_sheet(output, [line(item) for item in judged])
 
 
-def judge(
-    found: Comparison, asked: Request, known: Sequence[Known], config: CompareConfig
-) -> list[Judged]:
-    """Entries with their evidence; an equal plan has the evidence of the plan it equals."""
+def judge(found: Comparison, asked: Request) -> list[Judged]:
+    """Entries with their bands (an equal plan has that of the plan it equals), whether they fit,
+    and whether they tie with the fastest."""
     family = {entry.name: entry.candidate.family for entry in found.entries}
-    judged = [
-        Judged(
-            entry,
-            evidence(
-                asked.problem,
-                family.get(entry.same_as, entry.candidate.family),
-                known,
-                config.context_factor,
-            ),
-        )
-        for entry in found.entries
-    ]
-    return tied(judged)
+    usable = asked.problem.cluster.usable_bytes
+    judged = []
+    for entry in found.entries:
+        name, room = family.get(entry.same_as, entry.candidate.family), entry.verdict
+        fits = fits_word(room.headroom_bytes, usable) if room and room.fits else "no"
+        judged.append(Judged(entry, band_of(asked.problem, name), fits))
+    return tied(judged, ratio_band())
 
 
-def tied(judged: Sequence[Judged]) -> list[Judged]:
-    """Mark fitting entries whose speed is within the error of predictions of the fastest's: the
-    larger error of the two counts; without any error nothing is marked."""
+def tied(judged: Sequence[Judged], half_width: float) -> list[Judged]:
+    """Mark fitting entries that are slower than the fastest by less than the error of ratios of
+    speeds at one layout (`half_width`, a logarithm)."""
     best = next((item for item in judged if item.entry.status == "ok"), None)
     if best is None:
         return list(judged)
-    fastest = _speed(best.entry)
-    found = []
-    for item in judged:
-        errors = [e for e in (best.evidence.error, item.evidence.error) if e is not None]
-        near = item.entry.status == "ok" and item is not best and bool(errors)
-        equal = near and _speed(item.entry) >= fastest * (1 - max(errors))
-        found.append(Judged(item.entry, item.evidence, equal))
-    return found
+    least = _speed(best.entry) * math.exp(-half_width)
+    return [
+        replace(item, tied=True)
+        if item.entry.status == "ok" and item is not best and _speed(item.entry) >= least
+        else item
+        for item in judged
+    ]
 
 
 def _speed(entry: Entry) -> float:
@@ -115,7 +101,7 @@ def _speed(entry: Entry) -> float:
 def line(item: Judged) -> dict[str, Any]:
     """Every number of an entry, for the CSV: base SI units, fractions; empty where there is none.
     Speeds of a plan that does not fit are those it would have if it did."""
-    entry, found = item.entry, item.evidence
+    entry = item.entry
     evaluation, verdict = entry.evaluation, entry.verdict
     speeds = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
     amounts = ("recompute_flop", "offload_bytes", "reserved_bytes", "host_node_bytes")
@@ -134,10 +120,14 @@ def line(item: Judged) -> dict[str, Any]:
         **{key: getattr(verdict, key, "") for key in rooms},
         **{f"{part}_s": entry.parts_s.get(part, "") for part in PARTS},
         "plan": "; ".join(f"{k}={v}" for k, v in (entry.plan.fit if entry.plan else {}).items()),
-        "evidence": found.grade or "none",
-        "evidence_rule": RULES[found.rule - 1] if found.rule else "",
-        "evidence_cells": found.cells,
-        "evidence_error": "" if found.error is None else found.error,
-        "evidence_groups": "; ".join(found.groups),
+        "fits": item.fits,
+        "low_tokens_per_s_per_gpu": item.band.low(evaluation.tokens_per_s_per_gpu)
+        if evaluation
+        else "",
+        "high_tokens_per_s_per_gpu": item.band.high(evaluation.tokens_per_s_per_gpu)
+        if evaluation
+        else "",
+        "outside": ", ".join(item.band.outside),
+        "evidence": item.band.evidence,
         "tied_with_best": "yes" if item.tied else "no",
     }

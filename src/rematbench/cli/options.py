@@ -14,12 +14,13 @@ from msgspec.structs import fields, replace
 from typer import Argument, Option
 
 from rematbench.choose.outcome import make_problem
-from rematbench.host.console import CommandError
+from rematbench.host.console import GIB, CommandError
 from rematbench.packages.process import baselines
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
+from rematbench.published.bands import reserve_bytes
 from rematbench.spec.problemspec import ProblemSpec, flag
 
 MOST_S = 7 * 86_400.0
@@ -76,6 +77,10 @@ class RunOptions:
     settings: Annotated[
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="A parameter of the method (repeatable)."),
+    ] = None
+    reserve_gib: Annotated[
+        float | None,
+        Option(min=0, metavar="G", help="What tuned plans leave free (else: errors of peaks)."),
     ] = None
     methods: Annotated[
         list[Path] | None, Option(metavar="DIR", help="More method files (repeatable).")
@@ -152,7 +157,7 @@ def request(options: RunOptions) -> Request:
     if missing:
         raise CommandError(f"missing option: {', '.join(missing)}")
     method = _method(options)
-    problem = make_problem(ProblemSpec(**given))
+    problem = _with_reserve(make_problem(ProblemSpec(**given)), options.reserve_gib)
     base = problem.base_plan
     if options.partition:
         base = replace(base, partition=_partition(options.partition, problem))
@@ -161,6 +166,16 @@ def request(options: RunOptions) -> Request:
             raise CommandError(f"--gpipe has one chunk per rank, --vpp is {problem.layout.vpp}")
         base = replace(base, schedule="gpipe")
     return Request(problem=problem, method=method, base=base)
+
+
+def _with_reserve(problem: Problem, reserve_gib: float | None) -> Problem:
+    """The problem with the device bytes that tuned plans leave free."""
+    usable = problem.cluster.usable_bytes
+    nbytes = reserve_bytes(usable) if reserve_gib is None else round(reserve_gib * GIB)
+    if nbytes >= usable:
+        most = f"the device has {usable / GIB:.2f} GiB"
+        raise CommandError(f"--reserve-gib {reserve_gib:g}: {most}")
+    return dataclasses.replace(problem, reserve_bytes=nbytes)
 
 
 def _method(options: RunOptions) -> Composition:

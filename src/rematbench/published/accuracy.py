@@ -24,6 +24,8 @@ Split = Literal["fitted", "in-sample", "held-out"]
 Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
 """`missed_oom` and `false_oom` count cells; the others are fractions of the published value."""
 
+SPEED: Metric = "tokens_per_s_per_gpu"
+
 
 class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One number to keep: the target, and what was last reached (`accepted`) with reason and date.
@@ -68,25 +70,6 @@ def load_accuracy() -> Accuracy:
                 where = f"{group.name}: {name}"
                 raise ConfigError("config/accuracy.yaml", where, "missed without a reason")
     return found
-
-
-class LeftOut(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/left_out.yaml: mean errors by group with the constants refitted without its source."""
-
-    date: datetime.date
-    how: str
-    errors: dict[str, float]
-
-
-def load_left_out() -> dict[str, float]:
-    """The committed leave-one-source-out errors; none where they were not computed."""
-    path = data_dir("config") / "left_out.yaml"
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.yaml.decode(path.read_bytes(), type=LeftOut).errors
-    except msgspec.DecodeError as error:
-        raise ConfigError("config/left_out.yaml", "", str(error)) from error
 
 
 def number(row: Row, key: str) -> float | None:

@@ -5,13 +5,11 @@ Plans are made once, with the constants the fit starts from, and lowered once pe
 costs of their actions change from trial to trial.
 """
 
-import datetime
 import multiprocessing
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 from msgspec.structs import replace
@@ -24,10 +22,11 @@ from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.program import Program
-from rematbench.published.accuracy import Accuracy, Group, LeftOut, errors_of, members, split_of
+from rematbench.published.accuracy import SPEED, Accuracy
+from rematbench.published.left_out import REFITTED, SHEETS, SHIPPED, lines_of
 from rematbench.published.predict import predict_rows, run_case
 from rematbench.published.rows import Case, read_case
-from rematbench.published.validate import SPEED
+from rematbench.published.sheets import Cell
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
 from rematbench.spec.load import load_cluster
@@ -153,33 +152,32 @@ def without_source(calibration: Calibration, rows: Sequence[Row], source: str) -
 
 
 def leave_one_out(
-    rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy, processes: int = 2
-) -> LeftOut:
-    """Mean absolute errors of every group of speeds, predicted with constants that were fitted to
-    the other sources only."""
-    groups = [group for group in accuracy.groups if group.metric == SPEED]
-    errors: dict[str, float] = {}
-    for source in dict.fromkeys(group.rule.source for group in groups):
+    rows: Sequence[Row],
+    more: Sequence[Row],
+    calibration: Calibration,
+    accuracy: Accuracy,
+    processes: int = 2,
+) -> list[Cell]:
+    """Lines of config/left_out.csv: the cells of every source of `rows` predicted with constants
+    that were fitted to the other sources only, then `more`, to which none is fitted."""
+    fitted, unfitted = SHEETS
+    scored: list[tuple[int, Row]] = []
+    for source in sources(accuracy):
         start = without_source(calibration, rows, source)
         constants = calibrate(rows, start, processes).calibration
-        own = [group for group in groups if group.rule.source == source]
-        scored = predict_rows(
-            [row for row in rows if source in row["source"]],
-            processes=processes,
-            constants=constants,
-        )
-        for group in own:
-            errors[group.name] = _mean_error(group, scored, calibration)
-    return LeftOut(date=datetime.datetime.now(datetime.UTC).date(), how=HOW, errors=errors)
+        own = [index for index, row in enumerate(rows) if source in row["source"]]
+        chosen = [rows[index] for index in own]
+        made = predict_rows(chosen, processes=processes, constants=constants)
+        scored += zip(own, made, strict=True)
+    rest = predict_rows(more, processes=processes, constants=calibration)
+    lines = lines_of(fitted, rows, sorted(scored, key=lambda pair: pair[0]), REFITTED)
+    return lines + lines_of(unfitted, more, enumerate(rest), SHIPPED)
 
 
-HOW = "rematbench calibrate --leave-one-out"
-
-
-def _mean_error(group: Group, scored: Sequence[Mapping[str, Any]], declared: Calibration) -> float:
-    """Over the same cells as the accuracy table: those the shipped constants were not fitted to."""
-    cells = [row for row in members(group, scored) if split_of(row, group, declared) != "fitted"]
-    return statistics.fmean(abs(error) for error in errors_of(group.metric, cells))
+def sources(accuracy: Accuracy) -> list[str]:
+    """The sources of speeds, as the accuracy groups name them."""
+    groups = [group for group in accuracy.groups if group.metric == SPEED]
+    return list(dict.fromkeys(group.rule.source for group in groups))
 
 
 def moved(before: Calibration, after: Calibration) -> list[tuple[str, float, float]]:

@@ -3,8 +3,19 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import asdict
+
 from rematbench.cost.constants import Calibration
 from rematbench.published.accuracy import Accuracy, Row, members, number, ratio_error, split_of
+from rematbench.published.bands import (
+    LEVEL,
+    by_source,
+    coverage,
+    peak_band,
+    pooled,
+    ratio_band,
+)
+from rematbench.published.evidence import known_cells
 from rematbench.published.validate import Report, Verdicts
 from rematbench.tables.table import Column, Table, gib, percent, signed_percent, whole
 
@@ -23,6 +34,7 @@ def score_tables(
         accuracy_table(report),
         promise_table(report),
         verdict_table(report.verdicts),
+        band_table(),
         cell_table(rows, calibration, accuracy),
     ]
 
@@ -120,7 +132,44 @@ def verdict_table(verdicts: Verdicts) -> Table:
         rows=tuple(rows),
         note=f"Right: {percent(verdicts.right)} % of {verdicts.cells} cells; always fits: "
         f"{percent(verdicts.always_fits)} %. Headroom is usable less predicted peak bytes "
-        "(negative: does not fit). Dashes of the sources are not scored.",
+        "(negative: does not fit). Dashes of the sources are not scored. Tight: "
+        f"{verdicts.tight} cells fit with less left than published peaks lie above predicted ones "
+        f"({percent(peak_band())} %, from {RESERVED}). {_of_oom(verdicts)}",
+    )
+
+
+RESERVED = "peaks as their sources count them, allocated or reserved"
+LEAST_OOMS = 50
+"""Cells out of memory from which a rate of them could be promised."""
+
+
+def _of_oom(verdicts: Verdicts) -> str:
+    missed = verdicts.counts.get(("oom", "ok"), 0)
+    said = f"{missed} of {verdicts.ooms} cells out of memory are predicted to fit"
+    few = verdicts.ooms < LEAST_OOMS
+    return f"{said}: {f'fewer than {LEAST_OOMS}, so ' if few else ''}reported, not promised."
+
+
+def band_table() -> Table:
+    """How many of each source's rows lie inside the bands that the other sources teach."""
+    known = known_cells()
+    found = coverage(known) if len(by_source(known)) > 2 else []
+    return Table(
+        name="bands",
+        title=f"{100 * LEVEL:.0f} % bands: rows inside the band that other sources teach",
+        columns=(
+            Column("source", "source"),
+            Column("rows", "rows", whole),
+            Column("inside", "inside %", percent),
+            Column("half_width", "median half-width %", percent),
+            Column("error", f"{100 * LEVEL:.0f} % quantile of errors", percent),
+        ),
+        rows=tuple(asdict(one) for one in (*found, *([pooled(found, known)] if found else ()))),
+        note="Errors out of source (config/left_out.csv) and half-widths are logarithms. A band "
+        "is the quantile over the other sources' errors at jobs with as many things (stack, "
+        "generation, scale, context, mechanism) outside what was published. Ratios on one stack: "
+        f"{percent(ratio_band())} % at one layout, {percent(ratio_band(one_layout=False))} % "
+        f"between layouts. Peaks: {percent(peak_band())} %.",
     )
 
 

@@ -11,6 +11,7 @@ from rematbench.cost.constants import Calibration, FitRule
 from rematbench.published.accuracy import (
     OVER_ERRORS,
     OVER_ROWS,
+    SPEED,
     Accuracy,
     Group,
     Row,
@@ -22,11 +23,11 @@ from rematbench.published.accuracy import (
     split_of,
     statistic,
 )
+from rematbench.published.bands import fits_word
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster, load_system
 
 Status = Literal["met", "accepted", "FAIL", "-"]
-SPEED = "tokens_per_s_per_gpu"
 
 
 class Check(Struct, frozen=True, kw_only=True):
@@ -84,8 +85,10 @@ class GroupReport(Struct, frozen=True, kw_only=True):
 
 class Verdicts(Struct, frozen=True, kw_only=True):
     """Fits or not, published against predicted: counts and signed headroom (bytes; negative:
-    predicted not to fit) of every kind of cell, and the share right beside `always fits`."""
+    predicted not to fit) of every kind of cell, cells predicted to fit with less left than the error
+    of peaks (`tight`), and the share right beside `always fits`."""
 
+    tight: int
     counts: dict[tuple[str, str], int]
     headroom_bytes: dict[tuple[str, str], tuple[float, ...]]
 
@@ -93,6 +96,11 @@ class Verdicts(Struct, frozen=True, kw_only=True):
     def cells(self) -> int:
         """Cells with a published verdict."""
         return sum(self.counts.values())
+
+    @property
+    def ooms(self) -> int:
+        """Cells published as out of memory."""
+        return sum(count for (told, _), count in self.counts.items() if told == "oom")
 
     @property
     def right(self) -> float:
@@ -139,7 +147,7 @@ def by_source(rows: Sequence[Row]) -> Accuracy:
             if number(row, metric) is not None:
                 name = source if metric == SPEED else f"{source} (peak bytes)"
                 rule = FitRule(source=source)
-                found[name] = Group(name=name, rule=rule, metric=metric)  # type: ignore[arg-type]
+                found[name] = Group(name=name, rule=rule, metric=metric)
     return Accuracy(groups=tuple(found.values()))
 
 
@@ -281,6 +289,7 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
     """The confusion matrix of fits and OOM over every scored row."""
     counts: dict[tuple[str, str], int] = {}
     headroom: dict[tuple[str, str], tuple[float, ...]] = {}
+    tight = 0
     for row in rows:
         if not is_scored(row):
             continue
@@ -289,7 +298,8 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
         left = headroom_bytes(row)
         if left is not None:
             headroom[cell] = (*headroom.get(cell, ()), left)
-    return Verdicts(counts=counts, headroom_bytes=headroom)
+            tight += fits_word(left, load_cluster(row["cluster"]).usable_bytes) == "tight"
+    return Verdicts(tight=tight, counts=counts, headroom_bytes=headroom)
 
 
 def headroom_bytes(row: Row) -> float | None:

@@ -1,0 +1,99 @@
+"""Predictions out of source: published rows beside what constants say that never saw their source.
+
+`config/left_out.csv` has a line per published row: of runs.csv after refits without its source, of
+runs_more.csv with the shipped constants, which are fitted to none of its rows.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from statistics import fmean
+from typing import Any
+
+from rematbench.cost.constants import Calibration
+from rematbench.published.accuracy import (
+    SPEED,
+    Accuracy,
+    Row,
+    errors_of,
+    is_scored,
+    members,
+    number,
+    split_of,
+)
+from rematbench.published.sheets import Cell, read_sheet
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.paths import data_dir
+
+NAME = "left_out.csv"
+SHEETS = ("runs.csv", "runs_more.csv")
+"""The fitted sheet, and the one to which nothing is fitted."""
+PEAK = "peak_device_bytes"
+REFITTED, SHIPPED = "refitted", "shipped"
+PLACE = ("sheet", "row", SPEED, PEAK)
+
+
+def lines_of(
+    sheet: str, rows: Sequence[Row], scored: Iterable[tuple[int, Row]], how: str
+) -> list[Cell]:
+    """Lines of left_out.csv: `scored` are (index, predicted row) of a sheet's rows; those without a
+    published number or a prediction have none."""
+    found = []
+    for index, row in scored:
+        if row["status"] != "ok" or not is_scored(row):
+            continue
+        pairs = {key: (rows[index][key], number(row, f"pred_{key}")) for key in (SPEED, PEAK)}
+        if any(told and made for told, made in pairs.values()):
+            line = {"sheet": sheet, "row": str(index + 1), "constants": how}
+            for key, (told, made) in pairs.items():
+                both = bool(told and made)
+                line |= {key: told if both else "", f"pred_{key}": f"{made:.5g}" if both else ""}
+            found.append(line)
+    return found
+
+
+@cache
+def out_of_source() -> tuple[Cell, ...]:
+    """The committed lines, each with the columns of its published row.
+
+    ConfigError where a published row is no longer the one that was predicted.
+    """
+    lines = read_sheet(
+        data_dir("config") / NAME, (*PLACE, "constants", f"pred_{SPEED}", f"pred_{PEAK}")
+    )
+    sheets = {name: read_sheet(data_dir("published") / name) for name in SHEETS}
+    return tuple(joined(line, sheets) for line in lines)
+
+
+def joined(line: Cell, sheets: Mapping[str, Sequence[Cell]]) -> Cell:
+    """A line with the columns of its published row."""
+    rows, index = sheets.get(line["sheet"], ()), int(line["row"]) - 1
+    row = rows[index] if 0 <= index < len(rows) else {}
+    if any(line[key] and line[key] != row.get(key) for key in (SPEED, PEAK)):
+        where = f"{line['sheet']} row {line['row']}"
+        reason = "another row was predicted (`rematbench calibrate --leave-one-out` makes it anew)"
+        raise ConfigError(f"config/{NAME}", where, reason)
+    return {**row, **line}
+
+
+def log_error(row: Row, key: str = SPEED) -> float | None:
+    """ln(predicted / published); None where either is missing."""
+    told, made = number(row, key), number(row, f"pred_{key}")
+    return math.log(made / told) if told and made else None
+
+
+def left_out_errors(
+    rows: Sequence[Row], accuracy: Accuracy, calibration: Calibration
+) -> dict[str, float]:
+    """Mean absolute errors of the groups of speeds, over the cells of the accuracy table (those the
+    shipped constants were not fitted to); groups without such rows are left out."""
+    found: dict[str, float] = {}
+    refitted = [row for row in rows if row["constants"] == REFITTED]
+    for group in accuracy.groups:
+        if group.metric != SPEED:
+            continue
+        cells = [r for r in members(group, refitted) if split_of(r, group, calibration) != "fitted"]
+        errors: list[Any] = errors_of(group.metric, cells)
+        if errors:
+            found[group.name] = fmean(abs(error) for error in errors)
+    return found
