@@ -8,6 +8,7 @@ TABLES = [
     "atc24_table8_waterfall",
     "bands",
     "cells",
+    "decisions",
     "fujii_80_percent_rule",
     "oom_verdicts",
     "promises",

@@ -99,5 +99,7 @@ def test_every_fitted_source_is_refitted_without_and_no_other() -> None:
     """A row of a sheet with FIT rows is out of source only after a refit without its source."""
     declared = [rule.source for rule in calibration().fit]
     for row in out_of_source():
+        if log_error(row) is None:
+            continue  # a peak alone, to which no constant is fitted
         fitted_to = any(source in row["source"] for source in declared)
         assert fitted_to == (row["constants"] == REFITTED) or row["sheet"] == "runs_more.csv"

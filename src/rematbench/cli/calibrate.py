@@ -109,9 +109,10 @@ def validate(
         cells = predicted(read(source, "--rows", *SCORED), processes, None)
     cells = [cell for cell in cells if cell.get("cell", "published") == "published"]
     accuracy = load_accuracy() if rows is None else by_source(cells)
-    left_out = left_out_errors(out_of_source(), accuracy, calibration())
+    strange = out_of_source() if rows is None else ()
+    left_out = left_out_errors(strange, accuracy, calibration())
     report = score(cells, calibration(), accuracy, left_out)
-    made = score_tables(report, cells, calibration(), accuracy)
+    made = score_tables(report, cells, calibration(), accuracy, strange)
     out = console()
     for table in made:
         if table.name != "cells" and table.rows:

@@ -110,9 +110,10 @@ def tables(
     ]
     published = [cell for cell in cells if cell.get("cell", "published") == "published"]
     accuracy, constants = load_accuracy(), calibration()
-    left_out = left_out_errors(out_of_source(), accuracy, constants)
+    strange = out_of_source()
+    left_out = left_out_errors(strange, accuracy, constants)
     report = score(published, constants, accuracy, left_out)
-    made = [*score_tables(report, published, constants, accuracy), rule_table(published)]
+    made = [*score_tables(report, published, constants, accuracy, strange), rule_table(published)]
     if any("cell" in cell for cell in cells):
         made += paper_tables(cells)
     for table in made:

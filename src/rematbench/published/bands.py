@@ -18,7 +18,7 @@ from statistics import fmean, median
 from msgspec import Struct
 
 from rematbench.problem import Problem
-from rematbench.published.accuracy import Row
+from rematbench.published.accuracy import SPEED, Row, number
 from rematbench.published.evidence import Job, Known, Range, covered, job_of, known_cells
 from rematbench.published.left_out import PEAK, log_error, out_of_source
 
@@ -162,6 +162,25 @@ def coverage(known: Sequence[Known]) -> list[Coverage]:
             )
         )
     return found
+
+
+def shipped_coverage(rows: Sequence[Row]) -> list[Coverage]:
+    """Rows by source under the bands that they were predicted with."""
+    cells: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        error, high, made = log_error(row), number(row, "pred_high"), number(row, f"pred_{SPEED}")
+        if error is not None and high and made:
+            cells[row["source"]].append((abs(error), math.log(high / made)))
+    return [
+        Coverage(
+            source=source,
+            rows=len(some),
+            inside=fmean(error <= width for error, width in some),
+            half_width=median(width for _, width in some),
+            error=quantile({source: [error for error, _ in some]}),
+        )
+        for source, some in cells.items()
+    ]
 
 
 def pooled(found: Sequence[Coverage], known: Sequence[Known]) -> Coverage:

@@ -18,7 +18,7 @@ from rematbench.choose.outcome import Variant, system_variant
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
-from rematbench.published.accuracy import Row, number
+from rematbench.published.accuracy import LAYOUT, SWEEP, Row, number
 from rematbench.published.left_out import log_error, out_of_source
 from rematbench.published.sheets import bundle_of
 from rematbench.spec.load import claim_of_row, load_cluster, load_system, names
@@ -166,14 +166,6 @@ def _speed(thing: System) -> dict[str, Any]:
 
 
 # -- published rows -----------------------------------------------------------------------------
-
-SWEEP = (
-    *("source", "table", "system", "cluster", "model", "layers", "hidden", "heads", "vocab"),
-    *("gpus", "seq_len"),
-)
-"""Columns that rows of one sweep share."""
-LAYOUT = ("tp", "cp", "pp", "vpp", "dp", "zero_stage")
-"""Columns that rows of one layout share too."""
 
 
 @cache

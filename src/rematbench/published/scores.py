@@ -9,16 +9,18 @@ from rematbench.cost.constants import Calibration
 from rematbench.published.accuracy import Accuracy, Row, members, number, ratio_error, split_of
 from rematbench.published.bands import (
     LEVEL,
-    by_source,
     coverage,
     peak_band,
     pooled,
     ratio_band,
+    shipped_coverage,
 )
-from rematbench.published.evidence import known_cells
+from rematbench.published.decisions import Decision, decisions, summary
+from rematbench.published.evidence import Known, known_cells
 from rematbench.published.validate import Report, Verdicts
-from rematbench.tables.table import Column, Table, gib, percent, signed_percent, whole
+from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
+SHOWN = 40
 READ = (
     "Errors are of predictions only (fitted cells left out); n counts in-sample and held-out "
     "cells. floor: one constant MFU fitted to the same cells as the model. left out: mean error "
@@ -27,14 +29,20 @@ READ = (
 
 
 def score_tables(
-    report: Report, rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy
+    report: Report,
+    rows: Sequence[Row],
+    calibration: Calibration,
+    accuracy: Accuracy,
+    strange: Sequence[Row] = (),
 ) -> list[Table]:
-    """Everything `rematbench validate` knows, as tables."""
+    """Everything `rematbench validate` knows, as tables.  `strange`: published rows out of source
+    (none: bands are held to the rows themselves, whose `pred_low` and `pred_high` are shipped)."""
     return [
         accuracy_table(report),
         promise_table(report),
         verdict_table(report.verdicts),
-        band_table(),
+        band_table(known_cells() if strange else (), rows),
+        decision_table(decisions(rows, strange)),
         cell_table(rows, calibration, accuracy),
     ]
 
@@ -55,7 +63,7 @@ def accuracy_table(report: Report) -> Table:
             "status": group.status,
         }
         for group in report.groups
-        if group.metric != "verdict"
+        if group.metric not in ("verdict", "regret")
     ]
     return Table(
         name="accuracy_by_source",
@@ -150,10 +158,12 @@ def _of_oom(verdicts: Verdicts) -> str:
     return f"{said}: {f'fewer than {LEAST_OOMS}, so ' if few else ''}reported, not promised."
 
 
-def band_table() -> Table:
-    """How many of each source's rows lie inside the bands that the other sources teach."""
-    known = known_cells()
-    found = coverage(known) if len(by_source(known)) > 2 else []
+def band_table(known: Sequence[Known], rows: Sequence[Row]) -> Table:
+    """How many of each source's rows lie inside the bands that the other sources teach; without
+    known rows, how many of `rows` inside their own."""
+    found = coverage(known) if known else shipped_coverage(rows)
+    if known:
+        found.append(pooled(found, known))
     return Table(
         name="bands",
         title=f"{100 * LEVEL:.0f} % bands: rows inside the band that other sources teach",
@@ -164,12 +174,38 @@ def band_table() -> Table:
             Column("half_width", "median half-width %", percent),
             Column("error", f"{100 * LEVEL:.0f} % quantile of errors", percent),
         ),
-        rows=tuple(asdict(one) for one in (*found, *([pooled(found, known)] if found else ()))),
+        rows=tuple(asdict(one) for one in found),
         note="Errors out of source (config/left_out.csv) and half-widths are logarithms. A band "
         "is the quantile over the other sources' errors at jobs with as many things (stack, "
         "generation, scale, context, mechanism) outside what was published. Ratios on one stack: "
         f"{percent(ratio_band())} % at one layout, {percent(ratio_band(one_layout=False))} % "
         f"between layouts. Peaks: {percent(peak_band())} %.",
+    )
+
+
+def decision_table(found: Sequence[Decision]) -> Table:
+    """One line per sweep: how well speeds are ranked, and what the pick loses."""
+    lines: list[Mapping[str, Any]] = [{**one.job, **asdict(one)} for one in found]
+    if found:
+        lines.append({"source": f"mean over {len(found)} sweeps", **summary(found)})
+    job = ("source", "cluster", "model", "gpus", "seq_len", "global_batch")
+    return Table(
+        name="decisions",
+        title="Decisions: what the layout predicted to be the fastest loses, by sweep",
+        columns=(
+            *(Column(key, key) for key in job),
+            Column("rows", "rows", whole),
+            Column("correlation", "rank correlation", fixed(2)),
+            Column("regret", "loss of our pick %", percent),
+            Column("left_out", "with constants that never saw the source %", percent),
+            Column("floor", "loss of one MFU and a memory formula %", percent),
+        ),
+        rows=tuple(lines),
+        note="A sweep: one job in four layouts or more. Loss: of the best measured speed, by the "
+        "row predicted to be the fastest of those that fit; a pick that was out of memory loses "
+        "all. One MFU cannot tell layouts apart: the mean over those that the formula (Fujii et "
+        "al. or Korthikanti et al.) says fit. Dashes of the sources are left out.",
+        shown=SHOWN,
     )
 
 

@@ -27,6 +27,8 @@ from rematbench.published.bands import fits_word
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster, load_system
 
+WHOLE = ("verdict", "regret")
+"""Metrics that compare every cell, also one without a speed."""
 Status = Literal["met", "accepted", "FAIL", "-"]
 
 
@@ -85,8 +87,8 @@ class GroupReport(Struct, frozen=True, kw_only=True):
 
 class Verdicts(Struct, frozen=True, kw_only=True):
     """Fits or not, published against predicted: counts and signed headroom (bytes; negative:
-    predicted not to fit) of every kind of cell, cells predicted to fit with less left than the error
-    of peaks (`tight`), and the share right beside `always fits`."""
+    predicted not to fit) of every kind of cell, cells predicted to fit with less left than the
+    error of peaks (`tight`), and the share right beside `always fits`."""
 
     tight: int
     counts: dict[tuple[str, str], int]
@@ -157,7 +159,7 @@ def _group_report(
     cells = members(group, rows)
     judged = [(row, split_of(row, group, calibration)) for row in cells]
     tested = [row for row, split in judged if split != "fitted"]
-    if group.metric == "gain":
+    if group.metric in ("gain", "regret"):
         tested = cells
     errors = [abs(error) for error in errors_of(group.metric, tested)]
     reached = {name: over(errors) if errors else None for name, over in OVER_ERRORS.items()}
@@ -181,13 +183,13 @@ def _splits(group: Group, judged: Sequence[tuple[Row, Split]]) -> dict[Split, in
     counts: dict[Split, int] = {"fitted": 0, "in-sample": 0, "held-out": 0}
     key = SPEED if group.metric == "gain" else group.metric
     for row, split in judged:
-        counts[split] += group.metric == "verdict" or number(row, key) is not None
+        counts[split] += group.metric in WHOLE or number(row, key) is not None
     return counts
 
 
 def _missing(group: Group, tested: Sequence[Row]) -> int:
     """Published cells with no prediction to compare."""
-    if group.metric == "verdict":
+    if group.metric in WHOLE:
         return sum(row["pred_status"] not in ("ok", "oom") for row in tested)
     key = SPEED if group.metric == "gain" else group.metric
     published = [row for row in tested if number(row, key) is not None]
