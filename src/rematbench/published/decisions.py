@@ -75,11 +75,11 @@ def rank_correlation(rows: Sequence[Row]) -> float | None:
     from scipy.stats import spearmanr  # noqa: PLC0415 (slow, and only validation needs it)
 
     pairs = [(number(row, SPEED), number(row, f"pred_{SPEED}")) for row in rows]
-    known = [(told, made) for told, made in pairs if told and made]
-    columns = list(zip(*known, strict=True))
-    if len(known) < 3 or min(len(set(column)) for column in columns) < 2:
+    known = [(one, other) for one, other in pairs if one and other]
+    told, made = [pair[0] for pair in known], [pair[1] for pair in known]
+    if len(known) < 3 or min(len(set(told)), len(set(made))) < 2:
         return None
-    return float(spearmanr(*columns).statistic)
+    return float(spearmanr(told, made).statistic)
 
 
 def constant_mfu_regret(rows: Sequence[Row], registry: Registry) -> float | None:
