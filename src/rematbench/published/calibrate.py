@@ -8,7 +8,7 @@ costs of their actions change from trial to trial.
 import datetime
 import multiprocessing
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +17,17 @@ import msgspec
 from msgspec.structs import replace
 
 from rematbench.cost.constants import Calibration
-from rematbench.cost.fit import PRIORS, FitReport, Row, fit, fit_rows, with_values
+from rematbench.cost.fit import (
+    PRIORS,
+    FitReport,
+    Row,
+    StepFit,
+    fit,
+    fit_rows,
+    is_fit,
+    value_of,
+    with_values,
+)
 from rematbench.host.garbage import collect_rarely
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
@@ -158,19 +168,32 @@ def leave_one_out(
     """Mean absolute errors of every group of speeds, predicted with constants that were fitted to
     the other sources only."""
     groups = [group for group in accuracy.groups if group.metric == SPEED]
+    sources = list(dict.fromkeys(group.rule.source for group in groups))
     errors: dict[str, float] = {}
-    for source in dict.fromkeys(group.rule.source for group in groups):
-        start = without_source(calibration, rows, source)
-        constants = calibrate(rows, start, processes).calibration
-        own = [group for group in groups if group.rule.source == source]
-        scored = predict_rows(
-            [row for row in rows if source in row["source"]],
-            processes=processes,
-            constants=constants,
-        )
-        for group in own:
-            errors[group.name] = _mean_error(group, scored, calibration)
+    for source, scored in left_out_rows(rows, calibration, sources, processes):
+        for group in groups:
+            if group.rule.source == source:
+                errors[group.name] = _mean_error(group, scored, calibration)
     return LeftOut(date=datetime.datetime.now(datetime.UTC).date(), how=HOW, errors=errors)
+
+
+def left_out_rows(
+    rows: Sequence[Row], calibration: Calibration, sources: Sequence[str], processes: int = 2
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(source, its rows predicted with constants that never saw it), source by source.
+
+    The programs and the slopes of the step model are those of `calibration`, made once; the errors
+    of every trial are simulated.
+    """
+    with StepModel(calibration, processes) as model:
+        step_fit = StepFit(fit_rows(rows, calibration.fit), calibration, model)
+        slopes = step_fit.slopes(calibration)
+        for source in sources:
+            start = without_source(calibration, rows, source)
+            kept = [i for i, row in enumerate(step_fit.rows) if is_fit(row, start.fit)]
+            constants = step_fit.solved(start, kept, slopes)
+            own = [row for row in rows if source in row["source"]]
+            yield source, predict_rows(own, processes=processes, constants=constants)
 
 
 HOW = "rematbench calibrate --leave-one-out"
@@ -184,9 +207,4 @@ def _mean_error(group: Group, scored: Sequence[Mapping[str, Any]], declared: Cal
 
 def moved(before: Calibration, after: Calibration) -> list[tuple[str, float, float]]:
     """(name, before, after) of every fitted constant."""
-    return [(name, _value(before, name), _value(after, name)) for name in before.fitted]
-
-
-def _value(calibration: Calibration, name: str) -> float:
-    section, entry, key = name.split(".")
-    return float(getattr(getattr(calibration, section)[entry], key))
+    return [(name, value_of(before, name), value_of(after, name)) for name in before.fitted]
