@@ -69,7 +69,7 @@ def tight(p: Problem, share: float) -> Problem:
     lean = p.cost.peak_bytes(Relocation(p, p.base_plan, exact=False).lean(p.base_plan))
     full = p.cost.peak_bytes(p.base_plan)
     usable = int(lean + share * (full - lean))
-    cluster = replace(p.cluster, hbm_bytes=usable + p.cluster.non_torch_bytes)
+    cluster = replace(p.cluster, hbm_bytes=usable + p.non_torch_bytes)
     return dataclasses.replace(p, cluster=cluster, _memo={})
 
 
@@ -240,7 +240,7 @@ def test_plans_fit_and_are_sound(spec: str, share: float, degrees: dict[str, Any
     layout = {"tp": 2, "pp": 2, "global_batch": 4, **degrees}
     p = tight(problem(model=layers(8), seq_len=64, **layout), share)
     plan = plan_of(p, spec)
-    assert p.cost.peak_bytes(plan) <= p.cluster.usable_bytes
+    assert p.cost.peak_bytes(plan) <= p.usable_bytes
     lowered = lower(plan, p)
     check(lowered)
     interpret(lowered)
@@ -253,7 +253,7 @@ def test_plans_fit_and_are_sound(spec: str, share: float, degrees: dict[str, Any
 @pytest.mark.parametrize("system", ["rematbench", "megatron-lm"])
 def test_both_beat_every_recomputation_of_megatron_that_fits(system: str) -> None:
     p = gpt(system)
-    usable = p.cluster.usable_bytes
+    usable = p.usable_bytes
     rivals = [plan_of(p, "full_recompute"), plan_of(p, "balanced_checkpointing")]
     rivals += [plan_of(p, "full_recompute", method="block", num_layers=n) for n in range(1, 12)]
     best = min(p.cost.step_s(plan) for plan in rivals if p.cost.peak_bytes(plan) <= usable)

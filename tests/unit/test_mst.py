@@ -230,7 +230,7 @@ def test_longest_sequence_is_a_bracket() -> None:
     found = longest_sequence(lambda s: one_a100("llama3-8b", s), method, granularity=512)
     assert found.fails_at == found.seq_len + 512
     if found.seq_len:
-        assert found.peak_device_bytes <= one_a100("llama3-8b", 512).cluster.usable_bytes
+        assert found.peak_device_bytes <= one_a100("llama3-8b", 512).usable_bytes
     assert "device memory" in found.binds
     assert found.evaluations <= 2 * ceil(found.fails_at / 512).bit_length()
 
@@ -256,7 +256,7 @@ def test_an_allocator_may_decide() -> None:
         REGISTRY.resolve("mst"),
         granularity=64,
         limit=4096,
-        reserved=lambda q, _: p.cluster.usable_bytes + q.workload.seq_len - 1000,
+        reserved=lambda q, _: p.usable_bytes + q.workload.seq_len - 1000,
     )
     assert halves.seq_len == 960
     assert "allocator reserves" in halves.binds

@@ -167,7 +167,7 @@ def reserved_bytes(
 ) -> int:
     """What the fullest rank's allocator holds, replayed (`known`: as `unpressed` found it)."""
     rank = fullest_rank(ranks)
-    return rank_reserved_bytes(program, rank, ranks[rank], problem.cluster.usable_bytes, known)
+    return rank_reserved_bytes(program, rank, ranks[rank], problem.usable_bytes, known)
 
 
 def rank_reserved_bytes(
@@ -194,7 +194,7 @@ def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
     host memory."""
     cluster = problem.cluster
     rank = fullest_rank(evaluation.ranks)
-    device = cluster.usable_bytes - evaluation.reserved_bytes
+    device = problem.usable_bytes - evaluation.reserved_bytes
     host = cluster.host_bytes - evaluation.host_node_bytes
     short = []
     if device < 0:
