@@ -38,8 +38,6 @@ CASES = [
     Stacked("one", TINY, FUSED),
     Stacked("cp2", TINY, {}),
     Stacked("tp2", GPT, {}, "unfused"),
-]
-MORE_CASES = [
     Stacked("one", TINY, {}),
     Stacked("tp2", TINY, {}),
     Stacked("one", GPT, {}),
@@ -48,26 +46,18 @@ MORE_CASES = [
 ]
 
 
-def test_one_more_layer_of_megatron_core_weighs_what_the_stack_says(tmp_path: Path) -> None:
-    check_layer(CASES, tmp_path)
-
-
 @pytest.mark.full
-def test_one_more_layer_of_other_stacks_weighs_what_they_say(tmp_path: Path) -> None:
-    check_layer(MORE_CASES, tmp_path)
-
-
-def check_layer(cases: list[Stacked], folder: Path) -> None:
+def test_one_more_layer_of_megatron_core_weighs_what_the_stack_says(tmp_path: Path) -> None:
     """Traced with four and with five layers: the difference is one layer's saved tensors."""
     pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
     jobs = [
         make_job(case.problem(count), policy("megatron_core", case.settings), "traced")
-        for case in cases
+        for case in CASES
         for count in (4, 5)
     ]
-    records = run_jobs("megatron_core", jobs, folder)
+    records = run_jobs("megatron_core", jobs, tmp_path)
     traced, said = [], []
-    for number, case in enumerate(cases):
+    for number, case in enumerate(CASES):
         few, more = (record.measured for record in records[2 * number : 2 * number + 2])
         assert few is not None, records[2 * number].reason
         assert more is not None

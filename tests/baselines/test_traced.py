@@ -16,8 +16,6 @@ Bytes = tuple[int, int, int, int]
 MEGATRON = [
     Asked("one", {"offload_modules": ["core_attn", "mlp_norm"]}),
     Asked("pp2", {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}),
-]
-LAYOUTS = [
     Asked("one"),
     Asked("one", {"recompute": "selective", "modules": ["core_attn", "mlp"]}),
     Asked("pp2-vpp2"),
@@ -79,13 +77,9 @@ def of_megatron_core(asked: list[Asked], folder: Path) -> None:
     }
 
 
+@pytest.mark.full
 def test_megatron_core_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
     of_megatron_core(MEGATRON, tmp_path)
-
-
-@pytest.mark.full
-def test_layouts_of_megatron_core_weigh_the_same_on_fake_tensors(tmp_path: Path) -> None:
-    of_megatron_core(LAYOUTS, tmp_path)
 
 
 @pytest.mark.soak

@@ -53,6 +53,7 @@ def test_all_of_the_smoke_suite_runs_as_jobs(cluster: Cluster) -> None:
     assert "| lynx_opt " in table
 
 
+@pytest.mark.full
 def test_the_smoke_suite_runs_as_jobs(cluster: Cluster) -> None:
     """With two methods and their composition, to be quick: all that its figures need."""
     leave_methods(cluster.path, {"balanced_checkpointing", "pp_offload"})
