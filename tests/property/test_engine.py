@@ -79,6 +79,7 @@ def test_text_is_the_program(case: Case) -> None:
     program = program_of(case)
     parsed = parse_program(program.text())
     assert parsed.text() == program.text()
+    assert [list(r.actions()) for r in parsed.ranks] == [list(r.actions()) for r in program.ranks]
     real = action_seconds(case[0])
     assert simulate(parsed, real).step_s == simulate(program, real).step_s
     assert issue_order(parsed) == issue_order(program)

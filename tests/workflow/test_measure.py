@@ -119,19 +119,6 @@ def test_code_parameters_and_new_problems_make_their_own_bundles_due(measured: C
     suite.write_text(before)
 
 
-@pytest.mark.soak  # tests/unit/test_slurm_engines.py asks the keys themselves
-def test_code_and_pins_of_a_baseline_make_its_bundles_due(measured: Checkout) -> None:
-    folder = measured.path / "baselines"
-    for name in ("megatron_core/step.py", "common/driver.py", "megatron_core/requirements.txt"):
-        path = folder / name
-        before = path.read_text()
-        path.write_text(f"{before}# edited\n")
-        assert due(measured) == {"megatron_core.1x2.0"}
-        path.write_text(before)
-    (folder / "deepspeed/engine.py").touch()
-    assert due(measured) == set()
-
-
 @pytest.mark.full
 def test_retry_makes_the_bundle_of_a_finished_failure_due(measured: Checkout) -> None:
     folder = measured.path / "results/measure"
