@@ -32,8 +32,6 @@ MORE_MEGATRON = [
 DEEPSPEED = [
     Asked("one", {"loss_tiles": 4, "offload_optimizer": True}, precision="bf16"),
     Asked("one", {"checkpointing": "partitioned_cpu"}),
-]
-STAGES = [
     Asked("one", {"mlp_tiles": 2, "loss_tiles": 4}),
     Asked("dp2"),
     Asked("dp2-zero2", {"checkpointing": "plain"}, precision="bf16"),
@@ -95,14 +93,6 @@ def test_deepspeed_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
     real, fake = both("deepspeed", DEEPSPEED, tmp_path)
     assert fake == real
     assert moved(fake) == {str(asked) for asked in DEEPSPEED if _moves(asked)}
-
-
-@pytest.mark.full
-def test_stages_of_deepspeed_weigh_the_same_on_fake_tensors(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
-    real, fake = both("deepspeed", STAGES, tmp_path)
-    assert fake == real
-    assert moved(fake) == {str(asked) for asked in STAGES if _moves(asked)}
 
 
 @pytest.mark.soak
