@@ -163,7 +163,7 @@ def test_milps_do_not_depend_on_the_process() -> None:
 
 
 @settings(
-    max_examples=25,
+    max_examples=settings.default.max_examples // 4,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(problems(), st.lists(st.sampled_from(sorted(REGISTRY.methods)), min_size=1, max_size=2))

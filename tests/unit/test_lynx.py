@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
-from rematbench.plan import Plan, Recompute, Unsupported
+from rematbench.plan import Recompute, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
@@ -32,18 +32,12 @@ from rematbench.solve.partition import balance, contiguous
 from rematbench.solve.relocate import Relocation
 from rematbench.solve.windows import Job, LayerWindows, Slot, idle_s, layer_windows
 from rematbench.spec.layout import Layout
-from tests.problems import layers, make_problem, problem
+from tests.problems import layers, make_problem, plan_of, problem
 from tests.twin.interpreter import interpret
 
 REGISTRY = discover()
 BOTH = ("lynx_heu", "lynx_opt")
 SHARES = [0.5, *(pytest.param(share, marks=pytest.mark.full) for share in (0.15, 0.85))]
-
-
-def plan_of(p: Problem, spec: str, **settings: Any) -> Plan:
-    plan = REGISTRY.resolve(spec, settings).plan(p)
-    assert isinstance(plan, Plan), plan
-    return plan
 
 
 def gpt(system: str = "rematbench", seq_len: int = 2048, **layout: Any) -> Problem:
@@ -296,12 +290,6 @@ def _rebuilds_beside_tp(block: Block) -> bool:
         elif action.kind is Kind.RECOMPUTE and pending:
             return True
     return False
-
-
-@pytest.mark.full  # solvers are deterministic: tests/twin/test_methods.py
-@pytest.mark.parametrize("spec", BOTH)
-def test_plans_are_the_same_every_time(spec: str) -> None:
-    assert plan_of(gpt(), spec) == plan_of(gpt(), spec)
 
 
 def test_refusal_and_composition() -> None:
