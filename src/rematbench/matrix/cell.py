@@ -216,6 +216,8 @@ class Cell:
         assert tried.candidate.problem is not None
         assert tried.plan is not None
         found = self.programs.evaluate(tried.candidate.problem, tried.plan)
+        if found.not_timed:
+            return msgspec.structs.replace(tried, status="unsupported", reason=found.not_timed)
         return msgspec.structs.replace(tried, evaluation=found)
 
     def best(
