@@ -30,6 +30,7 @@ COMMON = CommonConstants(
     pcie_efficiency=0.5,
     copy_latency_s=0.0,
     optimizer_extra_bytes=0.0,
+    host_system_share=0.0,
 )
 ROUND = Calibration(
     gpus={"hopper": GPU, "ampere": GPU},

@@ -193,12 +193,12 @@ def rank_reserved_bytes(
 
 
 def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
-    """What the fullest rank reserves against the usable bytes, pinned bytes of a node against its
-    host memory."""
+    """What the fullest rank reserves against the usable bytes, pinned bytes of a node against what
+    the system leaves of its host memory."""
     cluster = problem.cluster
     rank = fullest_rank(evaluation.ranks)
     device = cluster.usable_bytes - evaluation.reserved_bytes
-    host = cluster.host_bytes - evaluation.host_node_bytes
+    host = problem.cost.host_room_bytes - evaluation.host_node_bytes
     short = []
     if device < 0:
         short.append(f"device memory of pipeline rank {rank}: {_gib(-device)} GiB short")

@@ -45,7 +45,10 @@ def _more_bytes(problem: Problem, entry: Entry) -> str:
     assert entry.plan is not None
     assert entry.verdict is not None
     plan, cluster = entry.plan, problem.cluster
-    host = -(-max(0, -entry.verdict.host_headroom_bytes) // STEP_BYTES) * STEP_BYTES
+    short = max(0, -entry.verdict.host_headroom_bytes) / (
+        1.0 - problem.cost.common.host_system_share
+    )
+    host = int(-(-short // STEP_BYTES)) * STEP_BYTES
     most = -(-max(0, -entry.verdict.headroom_bytes) // STEP_BYTES)
 
     def larger(steps: int) -> Problem:

@@ -225,13 +225,14 @@ def nominal(problem: Problem) -> list[str]:
 def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
     """Host bytes per node, bytes freed, and where the numbers come from."""
     problem = shown.request.problem
-    host, memory = evaluation.host_node_bytes, problem.cluster.host_bytes
+    host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
     reserved, peak = evaluation.reserved_bytes, max(evaluation.peak_device_bytes)
     usable = problem.cluster.usable_bytes
     return [
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; default segments)",
-        f"host memory per node: {gib(host)} of {gib(memory)} GiB pinned at the peak",
+        f"host memory per node: {gib(host)} GiB pinned at the peak, in torch's blocks, of "
+        f"{gib(room)} that the system leaves of {gib(problem.cluster.host_bytes)}",
         _freed_line(shown, evaluation),
         *([] if evaluation.not_timed else nominal(problem) or [_trust_line(shown)]),
         f"world: simulated (rematbench {__version__}, constants of "

@@ -270,6 +270,11 @@ class CostModel:
         )
         return float(self._memory_s(float(traffic)))
 
+    @cached_property
+    def host_room_bytes(self) -> int:
+        """Memory of a node that training may pin: what the system and its processes leave."""
+        return int(self.cluster.host_bytes * (1.0 - self.common.host_system_share))
+
     def host_update_s(self, parameters_per_rank: int) -> float:
         """Seconds of the update of a rank's share of the parameters on the host: each of a node's
         ranks has its part of the node's cores.  Without a rate it takes no time (`not_timed` says

@@ -86,6 +86,7 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pcie_efficiency: float
     copy_latency_s: float
     optimizer_extra_bytes: float
+    host_system_share: float
 
 
 class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -55,7 +55,7 @@ class Weight(Struct, frozen=True, kw_only=True):
         cluster = problem.cluster
         short = {
             "device": self.reserved_bytes - cluster.usable_bytes,
-            "host": self.host_node_bytes - cluster.host_bytes,
+            "host": self.host_node_bytes - problem.cost.host_room_bytes,
         }
         return {where: nbytes for where, nbytes in short.items() if nbytes > 0}
 
@@ -256,7 +256,7 @@ def _preference(tried: Tried) -> tuple[int, float]:
     if tried.status == "oom" and tried.weight is not None and problem is not None:
         cluster, weight = problem.cluster, tried.weight
         device = weight.peak_bytes - cluster.usable_bytes
-        amount = max(device, weight.host_node_bytes - cluster.host_bytes)
+        amount = max(device, weight.host_node_bytes - problem.cost.host_room_bytes)
     return order[tried.status], amount
 
 

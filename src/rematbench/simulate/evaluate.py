@@ -20,7 +20,9 @@ from rematbench.simulate.step import Simulation, simulate
 
 
 class RankBytes(Struct, frozen=True, kw_only=True):
-    """Device and host bytes of one rank: resident states and the activation ledger's peak."""
+    """Device and host bytes of one rank: resident states and the activation ledger's peak;
+    `host_rounding` is what the blocks pinned for activations take beyond their bytes (states are
+    pinned as few large buffers, and counted as they are)."""
 
     parameter: int
     gradient: int
@@ -30,6 +32,7 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     host_state: int
     host_activation_peak: int
     peak_step: int
+    host_rounding: int = 0
 
     @property
     def device_peak(self) -> int:
@@ -39,7 +42,7 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     @property
     def host_peak(self) -> int:
         """Peak of pinned host bytes."""
-        return self.host_state + self.host_activation_peak
+        return self.host_state + self.host_activation_peak + self.host_rounding
 
 
 class PlanEvaluation(Struct, frozen=True, kw_only=True):
@@ -200,6 +203,7 @@ def _rank_bytes(
         pools=pools,
         host_state=host,
         host_activation_peak=ledger.host_peak_bytes,
+        host_rounding=ledger.pinned_peak_bytes - ledger.host_peak_bytes,
         peak_step=ledger.peak_step,
     )
 
