@@ -34,6 +34,7 @@ COMMON = CommonConstants(
     optimizer_extra_bytes=0.0,
     communicator_node_bytes=0.0,
     communicator_network_bytes=0.0,
+    host_system_share=0.0,
 )
 ROUND = Calibration(
     gpus={"hopper": GPU, "ampere": GPU},

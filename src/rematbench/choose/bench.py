@@ -53,6 +53,10 @@ class Bench:
             )
         outcome = run_plan(self.problem, plan)
         assert outcome.evaluation is not None
+        if outcome.status == "unsupported":
+            return Entry(
+                candidate=candidate, status="unsupported", reason=outcome.reason, settings=settings
+            )
         parts_s: dict[str, float] = {}
         if outcome.status == "ok" and candidate.origin != "grid":
             program = lower(plan, self.problem)

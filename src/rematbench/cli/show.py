@@ -48,7 +48,8 @@ def result(shown: Shown) -> dict[str, Any]:
     outcome = shown.outcome
     evaluation, verdict = outcome.evaluation, outcome.verdict
     speeds = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
-    values: dict[str, Any] = {key: getattr(evaluation, key, None) for key in speeds}
+    timed = None if evaluation is None or evaluation.not_timed else evaluation
+    values: dict[str, Any] = {key: getattr(timed, key, None) for key in speeds}
     peaks = evaluation.peak_device_bytes if evaluation else None
     values["peak_device_bytes"] = peaks and {"per_rank": list(peaks), "max": max(peaks)}
     values["peak_host_bytes"] = max(evaluation.peak_host_bytes) if evaluation else None
@@ -76,7 +77,8 @@ def show(out: Console, shown: Shown) -> None:
     evaluation = shown.outcome.evaluation
     if evaluation is None:
         return
-    for part in (speeds(shown, evaluation), stages(shown, evaluation)):
+    timed = [] if evaluation.not_timed else [speeds(shown, evaluation)]
+    for part in (*timed, stages(shown, evaluation)):
         out.print()
         out.print(part)
     out.print()
@@ -223,15 +225,16 @@ def nominal(problem: Problem) -> list[str]:
 def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
     """Host bytes per node, bytes freed, and where the numbers come from."""
     problem = shown.request.problem
-    host, memory = evaluation.host_node_bytes, problem.cluster.host_bytes
+    host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
     reserved, peak = evaluation.reserved_bytes, max(evaluation.peak_device_bytes)
     usable = problem.usable_bytes
     return [
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; default segments)",
-        f"host memory per node: {gib(host)} of {gib(memory)} GiB pinned at the peak",
+        f"host memory per node: {gib(host)} GiB pinned at the peak, in torch's blocks, of "
+        f"{gib(room)} that the system leaves of {gib(problem.cluster.host_bytes)}",
         _freed_line(shown, evaluation),
-        *(nominal(problem) or [_trust_line(shown)]),
+        *([] if evaluation.not_timed else nominal(problem) or [_trust_line(shown)]),
         f"world: simulated (rematbench {__version__}, constants of "
         f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]
@@ -268,10 +271,11 @@ def _freed_line(shown: Shown, evaluation: PlanEvaluation) -> str:
         return "freed against keep_all: not compared"
     before, after = max(shown.keep_all.peak_device_bytes), max(evaluation.peak_device_bytes)
     freed = [freed_bytes(shown, rank) for rank in range(len(evaluation.ranks))]
-    slower = evaluation.step_s / shown.keep_all.step_s - 1
+    slower = f", step {100 * (evaluation.step_s / shown.keep_all.step_s - 1):+.1f} %"
+    slower = "" if evaluation.not_timed or shown.keep_all.not_timed else slower
     if not any(freed):
         return "freed against keep_all: nothing; this policy is a no-op here"
     return (
         f"freed against keep_all: {gib(before - after)} GiB of the largest peak "
-        f"({gib(before)} -> {gib(after)}), step {100 * slower:+.1f} %"
+        f"({gib(before)} -> {gib(after)}){slower}"
     )

@@ -92,6 +92,7 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     optimizer_extra_bytes: float
     communicator_node_bytes: float
     communicator_network_bytes: float
+    host_system_share: float
 
 
 class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

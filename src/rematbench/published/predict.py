@@ -150,7 +150,7 @@ def _prediction(problem: Problem, outcome: Outcome, assumed: str) -> Prediction:
     """The pred_* columns; the peak is counted as the stack's publications count theirs."""
     evaluation, plan = outcome.evaluation, outcome.plan
     reason = "; ".join(text for text in (outcome.reason, assumed) if text)
-    if evaluation is None or plan is None:
+    if evaluation is None or plan is None or evaluation.not_timed:
         return _nothing(outcome.status, reason)
     values = (
         evaluation.tokens_per_s_per_gpu,

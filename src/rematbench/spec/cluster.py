@@ -17,8 +17,11 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `host_bytes` is the memory of a node; `non_torch_bytes` is what driver, CUDA context and NCCL
     were measured to take from `hbm_bytes` before the allocator sees any (None: by the rule of
     cost/device_memory.py, from the layout); `pcie_gpus_per_link` is how many GPUs share one host
-    link.  `constants`: entries of config/calibration.yaml that are this
-    cluster's, the first that is there counts (load.py sets it).
+    link.  `host_update_parameters_per_s`: how many parameters all ranks of a node update per second
+    where AdamW runs on its CPUs, each rank on cores of its own (None: not measured, so plans with
+    an optimizer in host memory have bytes and no time).  `constants`: entries of
+    config/calibration.yaml that are this cluster's, the first that is there counts (load.py sets
+    it).
     """
 
     name: str
@@ -36,6 +39,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pcie_gpus_per_link: Count = 1
     numa_nodes: Count = 2
     host_bytes: Bytes
+    host_update_parameters_per_s: Rate | None = None
     constants: tuple[str, ...] = ()
     sources: dict[str, str] = {}
 
