@@ -10,6 +10,7 @@ import msgspec
 
 from rematbench.cost.bind import CostModel
 from rematbench.cost.constants import Calibration
+from rematbench.cost.device_memory import non_torch_bytes
 from rematbench.cost.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.cost.kernel_rates import AttentionBackend
 from rematbench.operators.block import embedding_table, head_table, layer_table
@@ -86,6 +87,16 @@ class Problem:
         found = self.calibration
         network = found.network_entry(self.cluster.constants)
         return self.cluster.generation, network, found.system_entry(self.system.constants)
+
+    @cached_property
+    def non_torch_bytes(self) -> int:
+        """Device bytes of driver, CUDA context and communicators."""
+        return non_torch_bytes(self.cluster, self.layout, self.system, self.calibration)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Device bytes the framework's allocator may reserve."""
+        return self.cluster.hbm_bytes - self.non_torch_bytes
 
     @cached_property
     def cost(self) -> "CostFacade":
@@ -251,7 +262,7 @@ class CostFacade(CostModel):
     def headroom_bytes(self, plan: Plan) -> int:
         """Usable device bytes of the cluster, less those to leave free, less what the fullest rank
         reserves; negative: more than a tuned plan may take."""
-        room = self.cluster.usable_bytes - self._problem.reserve_bytes
+        room = self._problem.usable_bytes - self._problem.reserve_bytes
         key = msgspec.json.encode(plan)
         weights, weigher = self._problem._weights, self._problem.weigher
         if weigher is not None and key not in self._problem._memo:

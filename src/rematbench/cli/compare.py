@@ -69,7 +69,7 @@ def judge(found: Comparison, asked: Request) -> list[Judged]:
     """Entries with their bands (an equal plan has that of the plan it equals), whether they fit,
     and whether they tie with the fastest."""
     family = {entry.name: entry.candidate.family for entry in found.entries}
-    usable = asked.problem.cluster.usable_bytes
+    usable = asked.problem.usable_bytes
     judged = []
     for entry in found.entries:
         name, room = family.get(entry.same_as, entry.candidate.family), entry.verdict

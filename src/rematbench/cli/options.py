@@ -170,7 +170,7 @@ def request(options: RunOptions) -> Request:
 
 def _with_reserve(problem: Problem, reserve_gib: float | None) -> Problem:
     """The problem with the device bytes that tuned plans leave free."""
-    usable = problem.cluster.usable_bytes
+    usable = problem.usable_bytes
     nbytes = reserve_bytes(usable) if reserve_gib is None else round(reserve_gib * GIB)
     if nbytes >= usable:
         most = f"the device has {usable / GIB:.2f} GiB"

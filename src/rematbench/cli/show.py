@@ -38,7 +38,8 @@ def result(shown: Shown) -> dict[str, Any]:
     outcome = shown.outcome
     evaluation, verdict = outcome.evaluation, outcome.verdict
     speeds = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
-    values: dict[str, Any] = {key: getattr(evaluation, key, None) for key in speeds}
+    timed = None if evaluation is None or evaluation.not_timed else evaluation
+    values: dict[str, Any] = {key: getattr(timed, key, None) for key in speeds}
     peaks = evaluation.peak_device_bytes if evaluation else None
     values["peak_device_bytes"] = peaks and {"per_rank": list(peaks), "max": max(peaks)}
     values["peak_host_bytes"] = max(evaluation.peak_host_bytes) if evaluation else None
@@ -62,7 +63,7 @@ def fits(shown: Shown) -> str | None:
     verdict = shown.outcome.verdict
     if verdict is None:
         return None
-    usable = shown.request.problem.cluster.usable_bytes
+    usable = shown.request.problem.usable_bytes
     return fits_word(verdict.headroom_bytes, usable) if verdict.fits else "no"
 
 
@@ -82,7 +83,8 @@ def show(out: Console, shown: Shown) -> None:
     evaluation = shown.outcome.evaluation
     if evaluation is None:
         return
-    for part in (speeds(shown, evaluation), stages(shown, evaluation)):
+    timed = [] if evaluation.not_timed else [speeds(shown, evaluation)]
+    for part in (*timed, stages(shown, evaluation)):
         out.print()
         out.print(part)
     out.print()
@@ -164,7 +166,7 @@ def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
 
 def stages(shown: Shown, evaluation: PlanEvaluation) -> Table:
     """Peak bytes of every pipeline rank with what is left of the device."""
-    usable = shown.request.problem.cluster.usable_bytes
+    usable = shown.request.problem.usable_bytes
     table = grid(
         "rank (GiB)",
         "parameters",
@@ -230,15 +232,16 @@ def nominal(problem: Problem) -> list[str]:
 def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
     """Host bytes per node, bytes freed, and where the numbers come from."""
     problem = shown.request.problem
-    host, memory = evaluation.host_node_bytes, problem.cluster.host_bytes
+    host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
     reserved, peak = evaluation.reserved_bytes, max(evaluation.peak_device_bytes)
-    usable = problem.cluster.usable_bytes
+    usable = problem.usable_bytes
     return [
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; default segments)",
-        f"host memory per node: {gib(host)} of {gib(memory)} GiB pinned at the peak",
+        f"host memory per node: {gib(host)} GiB pinned at the peak, in torch's blocks, of "
+        f"{gib(room)} that the system leaves of {gib(problem.cluster.host_bytes)}",
         _freed_line(shown, evaluation),
-        *(nominal(problem) or trust(_band(shown), evaluation.tokens_per_s_per_gpu)),
+        *([] if evaluation.not_timed else nominal(problem) or _trust(shown, evaluation)),
         f"world: simulated (rematbench {__version__}, constants of "
         f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]
@@ -249,6 +252,10 @@ def _band(shown: Shown) -> Band:
     asked, plan = shown.request, shown.outcome.plan
     idle = plan is not None and same_plan(plan) == same_plan(asked.base)
     return band_of(asked.problem, IDENTITY if idle else asked.method.name)
+
+
+def _trust(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
+    return trust(_band(shown), evaluation.tokens_per_s_per_gpu)
 
 
 def trust(band: Band, speed: float) -> list[str]:
@@ -266,10 +273,11 @@ def _freed_line(shown: Shown, evaluation: PlanEvaluation) -> str:
         return "freed against keep_all: not compared"
     before, after = max(shown.keep_all.peak_device_bytes), max(evaluation.peak_device_bytes)
     freed = [freed_bytes(shown, rank) for rank in range(len(evaluation.ranks))]
-    slower = evaluation.step_s / shown.keep_all.step_s - 1
+    slower = f", step {100 * (evaluation.step_s / shown.keep_all.step_s - 1):+.1f} %"
+    slower = "" if evaluation.not_timed or shown.keep_all.not_timed else slower
     if not any(freed):
         return "freed against keep_all: nothing; this policy is a no-op here"
     return (
         f"freed against keep_all: {gib(before - after)} GiB of the largest peak "
-        f"({gib(before)} -> {gib(after)}), step {100 * slower:+.1f} %"
+        f"({gib(before)} -> {gib(after)}){slower}"
     )

@@ -270,6 +270,18 @@ class CostModel:
         )
         return float(self._memory_s(float(traffic)))
 
+    @cached_property
+    def host_room_bytes(self) -> int:
+        """Memory of a node that training may pin: what the system and its processes leave."""
+        return int(self.cluster.host_bytes * (1.0 - self.common.host_system_share))
+
+    def host_update_s(self, parameters_per_rank: int) -> float:
+        """Seconds of the update of a rank's share of the parameters on the host: each of a node's
+        ranks has its part of the node's cores.  Without a rate it takes no time (`not_timed` says
+        so to whoever asks for seconds)."""
+        rate = self.cluster.host_update_parameters_per_s
+        return parameters_per_rank * self.cluster.gpus_per_node / rate if rate else 0.0
+
     def slowed_s(self, seconds: float, other_s: float, other_stream: str) -> float:
         """Seconds of compute slowed for as long as work on another stream runs beside it."""
         slowdown = self.overlap_factor("compute", other_stream)

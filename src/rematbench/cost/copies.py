@@ -14,6 +14,12 @@ def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonCons
     return common.copy_latency_s + nbytes / (link_bytes_per_s * common.pcie_efficiency)
 
 
+def pinned_block_bytes(nbytes: int) -> int:
+    """Host bytes of one pinned tensor: torch takes the next power of two (CachingHostAllocator.h,
+    PowerOf2Ceil, PyTorch 2.1 to 2.8), and gives no pinned block back to the system."""
+    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
+
+
 def device_copy_s(nbytes: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants) -> Quantity:
     """Copy inside the device (SPLIT, JOIN): each byte is read once and written once."""
     return memory_s(2.0 * nbytes, hbm_bytes_per_s, gpu)

@@ -102,7 +102,7 @@ def _made(grid: Grid, asked: ProblemSpec) -> tuple[Candidate, Estimate | None]:
         problem = make_problem(asked)
     except LayoutError:
         return Candidate(layout=layout, fate=RULES[0]), None
-    free = reserve_bytes(problem.cluster.usable_bytes)
+    free = reserve_bytes(problem.usable_bytes)
     problem = dataclasses.replace(problem, reserve_bytes=free)
     guess = estimate(problem)
     if guess.states >= guess.usable:
@@ -143,7 +143,7 @@ def estimate(problem: Problem) -> Estimate:
         head=float(problem.head.saved_bytes),
         first=chunks * layers * table.saved_bytes,
         last=(chunks - lay.pp + 1 if lay.vpp > 1 else 1) * layers * table.saved_bytes,
-        usable=problem.cluster.usable_bytes,
+        usable=problem.usable_bytes,
     )
 
 

@@ -6,16 +6,27 @@ costs of their actions change from trial to trial.
 """
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 from msgspec.structs import replace
 
 from rematbench.cost.constants import Calibration
-from rematbench.cost.fit import PRIORS, FitReport, Row, fit, fit_rows, with_values
+from rematbench.cost.fit import (
+    PRIORS,
+    Concerns,
+    FitReport,
+    Row,
+    StepFit,
+    fit,
+    fit_rows,
+    is_fit,
+    value_of,
+    with_values,
+)
 from rematbench.host.garbage import collect_rarely
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
@@ -29,7 +40,7 @@ from rematbench.published.rows import Case, read_case
 from rematbench.published.sheets import Cell
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
-from rematbench.spec.load import load_cluster
+from rematbench.spec.load import load_cluster, load_system
 
 WARM, LONG = 2, 3
 """Rounds of pp micro-batches after which a 1F1B step only repeats itself: a step of many is that
@@ -135,7 +146,22 @@ def _step_s(problem: Problem, program: Program) -> float:
 def calibrate(rows: Sequence[Row], start: Calibration, processes: int = 2) -> FitReport:
     """The constants fitted to the FIT rows, from `start`; plans are those of `start`."""
     with StepModel(start, processes) as model:
-        return fit(rows, start, model)
+        return fit(rows, start, model, concerns(start))
+
+
+def concerns(calibration: Calibration) -> Concerns:
+    """A row's constants are those of its cluster's GPUs and network, and of its stack."""
+
+    def concerned(name: str, row: Row) -> bool:
+        cluster, system = load_cluster(row["cluster"]), load_system(row["system"])
+        entries = {
+            ("gpus", cluster.generation),
+            ("networks", calibration.network_entry(cluster.constants)),
+            ("systems", calibration.system_entry(system.constants)),
+        }
+        return tuple(name.split(".")[:2]) in entries
+
+    return concerned
 
 
 def without_source(calibration: Calibration, rows: Sequence[Row], source: str) -> Calibration:
@@ -162,12 +188,8 @@ def leave_one_out(
     that were fitted to the other sources only, then `more`, to which none is fitted."""
     fitted, unfitted = SHEETS
     scored: list[tuple[int, Row]] = []
-    for source in sources(accuracy):
-        start = without_source(calibration, rows, source)
-        constants = calibrate(rows, start, processes).calibration
+    for source, made in left_out_rows(rows, calibration, sources(accuracy), processes):
         own = [index for index, row in enumerate(rows) if source in row["source"]]
-        chosen = [rows[index] for index in own]
-        made = predict_rows(chosen, processes=processes, constants=constants)
         scored += zip(own, made, strict=True)
     rest = predict_rows(more, processes=processes, constants=calibration)
     lines = lines_of(fitted, rows, sorted(scored, key=lambda pair: pair[0]), REFITTED)
@@ -180,11 +202,26 @@ def sources(accuracy: Accuracy) -> list[str]:
     return list(dict.fromkeys(group.rule.source for group in groups))
 
 
+def left_out_rows(
+    rows: Sequence[Row], calibration: Calibration, sources: Sequence[str], processes: int = 2
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(source, its rows predicted with constants that never saw it), source by source.
+
+    The programs and the slopes of the step model are those of `calibration`, made once; the errors
+    of every trial are simulated.
+    """
+    with StepModel(calibration, processes) as model:
+        fitted = fit_rows(rows, calibration.fit)
+        step_fit = StepFit(fitted, calibration, model, concerns(calibration))
+        slopes = step_fit.slopes(calibration)
+        for source in sources:
+            start = without_source(calibration, rows, source)
+            kept = [i for i, row in enumerate(step_fit.rows) if is_fit(row, start.fit)]
+            constants = step_fit.solved(start, kept, slopes)
+            own = [row for row in rows if source in row["source"]]
+            yield source, predict_rows(own, processes=processes, constants=constants)
+
+
 def moved(before: Calibration, after: Calibration) -> list[tuple[str, float, float]]:
     """(name, before, after) of every fitted constant."""
-    return [(name, _value(before, name), _value(after, name)) for name in before.fitted]
-
-
-def _value(calibration: Calibration, name: str) -> float:
-    section, entry, key = name.split(".")
-    return float(getattr(getattr(calibration, section)[entry], key))
+    return [(name, value_of(before, name), value_of(after, name)) for name in before.fitted]

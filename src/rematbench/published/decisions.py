@@ -108,7 +108,7 @@ def formula_share(row: Row, registry: Registry) -> float | None:
         activations = fujii_estimate(work.model, lay, work.seq_len).activation_bytes
     else:
         activations = korthikanti_activation_bytes(work.model, lay, work.seq_len, kind) / lay.cp
-    return (_states(problem) + activations) / problem.cluster.usable_bytes
+    return (_states(problem) + activations) / problem.usable_bytes
 
 
 def _states(problem: Problem) -> int:

@@ -300,16 +300,11 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
         left = headroom_bytes(row)
         if left is not None:
             headroom[cell] = (*headroom.get(cell, ()), left)
-            tight += fits_word(left, load_cluster(row["cluster"]).usable_bytes) == "tight"
+            tight += fits_word(left, number(row, "pred_usable_bytes") or 0.0) == "tight"
     return Verdicts(tight=tight, counts=counts, headroom_bytes=headroom)
 
 
 def headroom_bytes(row: Row) -> float | None:
     """Usable device bytes less the predicted peak; None where nothing was predicted."""
-    peak = number(row, "pred_peak_device_bytes")
-    if peak is None:
-        return None
-    try:
-        return load_cluster(row["cluster"]).usable_bytes - peak
-    except ConfigError:
-        return None
+    peak, usable = number(row, "pred_peak_device_bytes"), number(row, "pred_usable_bytes")
+    return None if peak is None or usable is None else usable - peak

@@ -7,7 +7,7 @@ from typing import get_args
 from rematbench.cost.bind import Direction
 from rematbench.operators.ops import Comm, Group, Op
 from rematbench.problem import Problem
-from rematbench.program.action import Action, Kind
+from rematbench.program.action import HOST_UPDATE, Action, Kind
 from rematbench.simulate.step import RankedSeconds
 
 DIRECTION: dict[Kind, Direction] = {
@@ -91,7 +91,9 @@ class ActionCosts:
 
     def _optimizer_s(self, action: Action, _: int) -> float:
         """The update of the parameters whose compute copies are `nbytes` large."""
-        return self.cost.optimizer_s(action.nbytes // self.problem.system.param_bytes)
+        count = action.nbytes // self.problem.system.param_bytes
+        on_host = action.stream == HOST_UPDATE
+        return self.cost.host_update_s(count) if on_host else self.cost.optimizer_s(count)
 
 
 def _beside(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
