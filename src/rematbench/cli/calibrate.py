@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from typer import Option
 
+from rematbench.cli.own_stack import calibrate_own
 from rematbench.cli.sheet import PROCESSES, predicted
 from rematbench.cli.targets import Predictions, need_file, need_folder, read, rich_table
 from rematbench.cost.constants import Calibration, updated_text
@@ -29,36 +30,47 @@ def calibrate(
     output: Annotated[
         Path | None, Option("-o", "--output", metavar="FILE", help="Write the outcome as YAML.")
     ] = None,
+    rows: Annotated[
+        Path | None,
+        Option("--rows", metavar="MINE.csv", help="Your rows: 1 to 20, one stack, one cluster."),
+    ] = None,
     leave_out: Annotated[
         bool, Option("--leave-one-out", help="Refit without each source and predict its cells.")
     ] = False,
     processes: PROCESSES = 2,
 ) -> None:
-    """Refit the `fitted` constants to the declared FIT rows, from their present values.
+    """Refit the `fitted` constants to the declared FIT rows, from their present values; or, with
+    --rows, a stack to its user's own rows (tokens/s/GPU or step_s): a stack file with four scales.
 
-    Minutes of CPU time.  Nothing is changed without --output; the outcome of a plain fit has the
-    form of config/calibration.yaml, that of --leave-one-out (an hour and a half) the form of
+    Minutes of CPU time without --rows.  Nothing is changed without --output; the outcome of a plain
+    fit has the form of config/calibration.yaml, that of --leave-one-out (an hour) the form of
     config/left_out.csv, from which every band is learnt.
 
     \b
     Example:
       rematbench calibrate
       rematbench calibrate --leave-one-out -o config/left_out.csv
+      rematbench calibrate --rows mine.csv -o mine.yaml
     """
     need_file("-o", output)
-    rows = read(data_dir("published") / "runs.csv", "runs.csv")
+    if rows is not None:
+        if leave_out:
+            raise CommandError("--rows and --leave-one-out: give one of them")
+        calibrate_own(rows, output, processes)
+        return
+    known = read(data_dir("published") / "runs.csv", "runs.csv")
     start = calibration()
     if leave_out:
         more = read(data_dir("published") / SHEETS[1], SHEETS[1])
-        lines = leave_one_out(rows, more, start, load_accuracy(), processes)
+        lines = leave_one_out(known, more, start, load_accuracy(), processes)
         if output is not None:
             write_sheet(output, lines)
-        sheets = dict(zip(SHEETS, (rows, more), strict=True))
+        sheets = dict(zip(SHEETS, (known, more), strict=True))
         made = [joined(line, sheets) for line in lines]
         for name, error in left_out_errors(made, load_accuracy(), start).items():
             typer.echo(f"{name}: {100 * error:.1f} % with constants that never saw the source")
         return
-    report = fitted(rows, start, processes)
+    report = fitted(known, start, processes)
     _show(start, report)
     if output is not None:
         shipped = (data_dir("config") / "calibration.yaml").read_text(encoding="utf-8")

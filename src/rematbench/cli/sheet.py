@@ -27,6 +27,9 @@ def predict(
     output: Annotated[Path, Option("-o", "--output", metavar="PRED.csv")],
     processes: PROCESSES = 2,
     methods: Methods = None,
+    system: Annotated[
+        str, Option(metavar="Y", help="The stack of every row, whatever its column says.")
+    ] = "",
 ) -> None:
     """Predict every row of a sheet; adds pred_* columns, never drops a row.
 
@@ -40,6 +43,8 @@ def predict(
     need_file("-o", output)
     collect_rarely()
     sheet = read(rows, "ROWS.csv")
+    for row in sheet if system else ():
+        row["system"] = system
     found = predicted(sheet, processes, methods)
     write_sheet(output, found, [*sheet.columns, *COLUMNS])
     counts: dict[str, int] = {}

@@ -95,8 +95,10 @@ class CostModel:
                     busy, launches = self._memory_s(kernel.hbm_bytes), kernel.launches
                 case Attention():
                     busy, launches = self._attention_s(kernel, direction)
-            gaps = launches * self.stack.launch_s
-            scale = self.stack.kernel_scale * self.network.kernel_scale
+            own = self.system.scales
+            gaps = launches * self.stack.launch_s * own.host
+            scale = self.stack.kernel_scale * self.network.kernel_scale * own.kernels
+            scale *= own.attention if isinstance(kernel, Attention) else 1.0
             self._kernels[key] = float(busy * scale + gaps)
         return self._kernels[key]
 
@@ -196,7 +198,7 @@ class CostModel:
                 )
             case "ring":
                 seconds = collectives.ring_exchange_s(comm.nbytes, size, nodes, nvlink, nic, common)
-        return float(seconds)
+        return float(seconds) * self.system.scales.communication
 
     def _group_nvlink_bytes_per_s(self, ranks_on_node: int) -> float:
         """Reached NVLink rate of a GPU inside a group with so many ranks on its node."""
@@ -238,15 +240,14 @@ class CostModel:
         )
 
     def _send_s(self, nbytes: int, from_stage: int, to_stage: int) -> float:
-        return float(
-            collectives.point_to_point_s(
-                nbytes,
-                self.crosses(from_stage, to_stage),
-                self._group_nvlink_bytes_per_s(2),
-                self.nic_bytes_per_s,
-                self.common,
-            )
+        seconds = collectives.point_to_point_s(
+            nbytes,
+            self.crosses(from_stage, to_stage),
+            self._group_nvlink_bytes_per_s(2),
+            self.nic_bytes_per_s,
+            self.common,
         )
+        return float(seconds) * self.system.scales.communication
 
     def copy_s(self, nbytes: int, direction: CopyDirection) -> float:
         """Seconds of a copy to or from pinned host memory (both directions cost the same)."""

@@ -16,6 +16,7 @@ from itertools import combinations
 from statistics import fmean, median
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.problem import Problem
 from rematbench.published.accuracy import SPEED, Row, number
@@ -231,8 +232,13 @@ def shipped() -> Bands:
 
 
 def band_of(problem: Problem, family: str) -> Band:
-    """The band of a method's speed (composed name, parameters apart) on a problem."""
-    return shipped().band(job_of(problem, family))
+    """The band of a method's speed (composed name, parameters apart) on a problem.  A stack that
+    its user calibrated has the band that follows, but where something lies outside."""
+    found = shipped().band(job_of(problem, family))
+    own = problem.system.scales.half_width
+    if not own or (found.outside and found.half_width >= own):
+        return found
+    return replace(found, half_width=own)
 
 
 @cache

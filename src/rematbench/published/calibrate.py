@@ -5,6 +5,7 @@ Plans are made once, with the constants the fit starts from, and lowered once pe
 costs of their actions change from trial to trial.
 """
 
+import math
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -34,7 +35,7 @@ from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.program import Program
 from rematbench.published.accuracy import SPEED, Accuracy
-from rematbench.published.left_out import REFITTED, SHEETS, SHIPPED, lines_of
+from rematbench.published.left_out import REFITTED, SHEETS, SHIPPED, lines_of, slope_column
 from rematbench.published.predict import predict_rows, run_case
 from rematbench.published.rows import Case, read_case
 from rematbench.published.sheets import Cell
@@ -122,6 +123,27 @@ def _lowered(case: Case, calibration: Calibration) -> _Lowered:
     return _Lowered(tuple(short), rest / ((LONG - WARM) * lay.pp))
 
 
+def slopes(row: Row, calibration: Calibration) -> dict[str, float]:
+    """d ln(step seconds) / d ln(scale) of a row's plan, for each of SCALES, by a tenth more."""
+    lowered = _lowered(read_case(row, discover()), calibration)
+    base_s = _seconds(lowered, calibration)
+    found = {}
+    for name in SCALES:
+        parts = tuple((_scaled(case, name), program) for case, program in lowered.parts)
+        more_s = _seconds(replace(lowered, parts=parts), calibration)
+        found[name] = math.log(more_s / base_s) / math.log(MORE)
+    return found
+
+
+SCALES = ("kernels", "attention", "communication", "host")
+MORE = 1.1
+
+
+def _scaled(case: Case, name: str) -> Case:
+    scales = replace(case.system.scales, **{name: MORE * getattr(case.system.scales, name)})
+    return replace(case, system=replace(case.system, scales=scales))
+
+
 def _shortened(
     case: Case, plan: Plan, calibration: Calibration, rounds: int
 ) -> tuple[Case, Program]:
@@ -192,8 +214,21 @@ def leave_one_out(
         own = [index for index, row in enumerate(rows) if source in row["source"]]
         scored += zip(own, made, strict=True)
     rest = predict_rows(more, processes=processes, constants=calibration)
-    lines = lines_of(fitted, rows, sorted(scored, key=lambda pair: pair[0]), REFITTED)
-    return lines + lines_of(unfitted, more, enumerate(rest), SHIPPED)
+    both = [*sorted(scored, key=lambda pair: pair[0]), *enumerate(rest)]
+    with ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), _start, (calibration,)
+    ) as pool:
+        sloped = list(pool.map(_sloped, [dict(row) for _, row in both], chunksize=8))
+    made = [(index, row) for (index, _), row in zip(both, sloped, strict=True)]
+    lines = lines_of(fitted, rows, made[: len(scored)], REFITTED)
+    return lines + lines_of(unfitted, more, made[len(scored) :], SHIPPED)
+
+
+def _sloped(row: dict[str, Any]) -> dict[str, Any]:
+    """A predicted row with its slopes, where it has a speed."""
+    if row["status"] != "ok" or not (row[SPEED] and row[f"pred_{SPEED}"]):
+        return row
+    return {**row, **{slope_column(k): v for k, v in slopes(row, _START[0]).items()}}
 
 
 def sources(accuracy: Accuracy) -> list[str]:

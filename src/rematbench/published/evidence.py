@@ -133,8 +133,9 @@ def methods_of(family: str) -> frozenset[str]:
     return frozenset(family.split("+")) - {IDENTITY}
 
 
-NO_SPEED = frozenset(("name", "version", "sources", "constants", "non_torch_bytes"))
-"""Fields of a stack that change no step's seconds (constants are compared apart)."""
+NO_SPEED = frozenset(("name", "version", "sources", "constants", "non_torch_bytes", "scales"))
+"""Fields of a stack that change no step's seconds (constants are compared apart; scales have a
+band of their own)."""
 
 
 def published_stack(problem: Problem) -> str:

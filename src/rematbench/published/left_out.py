@@ -30,6 +30,7 @@ SHEETS = ("runs.csv", "runs_more.csv")
 """The fitted sheet, and the one to which nothing is fitted."""
 PEAK = "peak_device_bytes"
 REFITTED, SHIPPED = "refitted", "shipped"
+SLOPE = "slope_"
 PLACE = ("sheet", "row", SPEED, PEAK)
 
 
@@ -48,8 +49,15 @@ def lines_of(
             for key, (told, made) in pairs.items():
                 both = bool(told and made)
                 line |= {key: told if both else "", f"pred_{key}": f"{made:.5g}" if both else ""}
+            slopes = {key: value for key, value in row.items() if key.startswith(SLOPE)}
+            line |= {key: f"{value:.3f}" if line[SPEED] else "" for key, value in slopes.items()}
             found.append(line)
     return found
+
+
+def slope_column(scale: str) -> str:
+    """The column of d ln(step seconds) / d ln(scale)."""
+    return f"{SLOPE}{scale}"
 
 
 @cache
