@@ -7,6 +7,7 @@ TABLES = [
     "atc24_figure9_scaling",
     "atc24_table8_waterfall",
     "bands",
+    "calibrated",
     "cells",
     "decisions",
     "fujii_80_percent_rule",

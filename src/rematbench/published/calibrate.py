@@ -219,9 +219,9 @@ def leave_one_out(
         processes, multiprocessing.get_context("spawn"), _start, (calibration,)
     ) as pool:
         sloped = list(pool.map(_sloped, [dict(row) for _, row in both], chunksize=8))
-    made = [(index, row) for (index, _), row in zip(both, sloped, strict=True)]
-    lines = lines_of(fitted, rows, made[: len(scored)], REFITTED)
-    return lines + lines_of(unfitted, more, made[len(scored) :], SHIPPED)
+    pairs = [(index, row) for (index, _), row in zip(both, sloped, strict=True)]
+    lines = lines_of(fitted, rows, pairs[: len(scored)], REFITTED)
+    return lines + lines_of(unfitted, more, pairs[len(scored) :], SHIPPED)
 
 
 def _sloped(row: dict[str, Any]) -> dict[str, Any]:

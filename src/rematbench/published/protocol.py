@@ -7,7 +7,6 @@ predictions out of source, with a prior from the other sources; the rest is pred
 from collections.abc import Sequence
 from functools import cache
 from statistics import median
-from typing import Any
 
 import numpy as np
 from msgspec import Struct
@@ -28,6 +27,7 @@ from rematbench.published.user_fit import (
     solved,
 )
 from rematbench.published.user_fit import measured as of_rows
+from rematbench.tables.table import Column, Table, percent, whole
 
 COUNTS = (1, 3, 5)
 DRAWS = 20
@@ -122,7 +122,8 @@ def _log_mfus(rows: Sequence[Row]) -> Array:
         case = read_case(row, registry)
         flop = model_flop_per_token(case.model, case.seq_len)
         found.append((number(row, SPEED) or 0.0) * flop)
-    return np.log(np.array(found))
+    logs: Array = np.log(np.array(found))
+    return logs
 
 
 def _one_mfu(mfus: Array, some: Sequence[int]) -> Array:
@@ -131,15 +132,29 @@ def _one_mfu(mfus: Array, some: Sequence[int]) -> Array:
     return left
 
 
-def lines() -> list[dict[str, Any]]:
-    """The table's rows."""
-    return [
+def calibrated_table() -> Table:
+    """One line per published stack: errors against the number of rows that calibrate it."""
+    rows = [
         {
             **{key: getattr(one, key) for key in ("source", "system", "cluster", "rows")},
-            "uncalibrated": one.uncalibrated,
-            "fitted": one.fitted,
+            "after_0": one.uncalibrated,
             **{f"after_{k}": value for k, value in one.after.items()},
+            "fitted": one.fitted,
             **{f"mfu_{k}": value for k, value in one.mfu.items()},
         }
         for one in calibrated()
     ]
+    return Table(
+        name="calibrated",
+        title="Calibrated by its user: mean error of the rest after a few rows of a stack",
+        columns=(
+            *(Column(key, key) for key in ("source", "system", "cluster")),
+            Column("rows", "rows", whole),
+            *(Column(f"after_{k}", f"after {k} rows, %", percent) for k in (0, *COUNTS)),
+            Column("fitted", "the scales fitted to all rows, %", percent),
+            *(Column(f"mfu_{k}", f"one MFU of {k} rows, %", percent) for k in COUNTS),
+        ),
+        rows=tuple(rows),
+        note=f"Predictions out of source; medians of {DRAWS} draws of rows. One MFU: the geometric "
+        "mean over the same rows. After 0 rows: as predicted.",
+    )

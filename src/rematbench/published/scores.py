@@ -17,6 +17,7 @@ from rematbench.published.bands import (
 )
 from rematbench.published.decisions import Decision, decisions, summary
 from rematbench.published.evidence import Known, known_cells
+from rematbench.published.protocol import calibrated_table
 from rematbench.published.validate import Report, Verdicts
 from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
@@ -43,6 +44,7 @@ def score_tables(
         verdict_table(report.verdicts),
         band_table(known_cells() if strange else (), rows),
         decision_table(decisions(rows, strange)),
+        *([calibrated_table()] if strange else []),
         cell_table(rows, calibration, accuracy),
     ]
 

@@ -2,8 +2,9 @@
 
 With e = ln(predicted / published speed) and S the slopes d ln(step) / d ln(scale) of each row, the
 log scales are the MAP of e = S theta + noise, theta ~ N(0, spreads^2): ridge regression in closed
-form (Hoerl and Kennard 1970).  Spreads and noise are learnt from published stacks, each of the same
-weight, by expectation maximisation, so that a row moves most what differs most between stacks.
+form (Hoerl and Kennard 1970).  Spreads are those that a refit declares for the same kinds of
+constants (cost/fit.py); the noise is learnt from published stacks, each of the same weight, by
+expectation maximisation.
 """
 
 import math
@@ -15,6 +16,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from rematbench.cost.fit import PRIORS, ROW_SPREAD
 from rematbench.published.accuracy import SPEED, Row, number
 from rematbench.published.calibrate import SCALES
 from rematbench.published.left_out import log_error, slope_column
@@ -22,7 +24,11 @@ from rematbench.published.left_out import log_error, slope_column
 Array: TypeAlias = NDArray[np.float64]
 
 ROUNDS = 50
-"""Of expectation maximisation; its values no longer change in the third digit."""
+"""Of expectation maximisation; its value no longer changes in the third digit."""
+
+KINDS = ("kernel_scale", "kernel_scale", "nic_efficiency", "launch_s")
+"""The fitted constants that the scales stand for, in the order of SCALES."""
+SPREADS = tuple(PRIORS[kind].spread for kind in KINDS)
 
 
 class Prior(Struct, frozen=True, kw_only=True):
@@ -68,23 +74,22 @@ def by_stack(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
 def solved(rows: Measured, prior: Prior) -> tuple[Array, Array]:
     """The log scales and their covariance."""
     precision = rows.slopes.T @ rows.slopes / prior.noise**2
-    covariance = np.linalg.inv(precision + np.diag(np.array(prior.spreads) ** -2.0))
-    theta = covariance @ rows.slopes.T @ rows.errors / prior.noise**2
+    whole = precision + np.diag(np.array(prior.spreads) ** -2.0)
+    covariance: Array = np.linalg.inv(whole).astype(np.float64)
+    theta: Array = covariance @ rows.slopes.T @ rows.errors / prior.noise**2
     return theta, covariance
 
 
 def learnt(stacks: Sequence[Measured]) -> Prior:
-    """The prior that makes published stacks likely, each of weight 1."""
-    prior = Prior(spreads=(0.1,) * len(SCALES), noise=0.1)  # where the rounds start, no more
+    """The declared spreads and the noise that makes published stacks likely, each of weight 1."""
+    prior = Prior(spreads=SPREADS, noise=ROW_SPREAD)
     for _ in range(ROUNDS):
-        squares, left = [], []
+        left = []
         for rows in stacks:
             theta, covariance = solved(rows, prior)
-            squares.append(theta**2 + np.diag(covariance))
             spread = np.einsum("ij,jk,ik->i", rows.slopes, covariance, rows.slopes)
             left.append(float(np.mean(rows.left(theta) ** 2 + spread)))
-        spreads = np.sqrt(np.mean(squares, axis=0))
-        prior = Prior(spreads=tuple(map(float, spreads)), noise=math.sqrt(float(np.mean(left))))
+        prior = Prior(spreads=SPREADS, noise=math.sqrt(float(np.mean(left))))
     return prior
 
 
