@@ -31,6 +31,7 @@ COMMON = CommonConstants(
     copy_latency_s=0.0,
     optimizer_extra_bytes=0.0,
     host_system_share=0.0,
+    dram_efficiency=1.0,
 )
 ROUND = Calibration(
     gpus={"hopper": GPU, "ampere": GPU},

@@ -15,6 +15,7 @@ from rematbench.cost.constants import (
     NetworkConstants,
     SystemConstants,
 )
+from rematbench.cost.copies import ALONE, Crowd
 from rematbench.cost.kernel_rates import AttentionBackend
 from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel
 from rematbench.operators.ops import Comm, Op
@@ -52,6 +53,7 @@ class CostModel:
         self._kernels: dict[tuple[Kernel, Direction], float] = {}
         self._ops: dict[tuple[int, Direction, float], tuple[Op, float]] = {}
         self._comms: dict[tuple[Comm, int], float] = {}
+        self._copies: dict[tuple[CopyDirection, Crowd], float] = {}
 
     @cached_property
     def gpu(self) -> GpuConstants:
@@ -248,11 +250,30 @@ class CostModel:
             )
         )
 
-    def copy_s(self, nbytes: int, direction: CopyDirection) -> float:
-        """Seconds of a copy to or from pinned host memory (both directions cost the same)."""
-        assert direction in ("d2h", "h2d")
-        link = self.cluster.host_link_bytes_per_s
-        return float(copies.host_copy_s(nbytes, link, self.common))
+    def copy_s(self, nbytes: int, direction: CopyDirection, crowd: Crowd = ALONE) -> float:
+        """Seconds of a copy to or from pinned host memory, in the crowd that the program's copies
+        run in."""
+        key = (direction, crowd)
+        if key not in self._copies:
+            self._copies[key] = self._copy_bytes_per_s(direction, crowd)
+        return float(copies.host_copy_s(nbytes, self._copies[key], self.common))
+
+    def _copy_bytes_per_s(self, direction: CopyDirection, crowd: Crowd) -> float:
+        """The link's rate, or what is less: the copying GPU's share of its socket's DRAM."""
+        cluster, common = self.cluster, self.common
+        link, dram = cluster.host_link_bytes_per_s, float("inf")
+        if cluster.dram_bytes_per_s is not None:
+            here = -(-min(cluster.gpus_per_node, self.layout.gpus) // cluster.numa_nodes)
+            dram = cluster.dram_bytes_per_s * common.dram_efficiency / here / common.pcie_efficiency
+        outwards = direction == "d2h"
+        keeps = cluster.d2h_beside_h2d if outwards else cluster.h2d_beside_d2h
+        return copies.crowded_bytes_per_s(
+            min(link, dram),
+            min(link * keeps, dram / 2),
+            self.nic_bytes_per_s,
+            crowd.both,
+            crowd.sent_per_d2h if outwards else crowd.received_per_h2d,
+        )
 
     def device_copy_s(self, nbytes: int) -> float:
         """Seconds of a copy inside the device (SPLIT, JOIN)."""

@@ -87,6 +87,7 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     copy_latency_s: float
     optimizer_extra_bytes: float
     host_system_share: float
+    dram_efficiency: float
 
 
 class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

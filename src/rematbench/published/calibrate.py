@@ -127,7 +127,7 @@ def _seconds(lowered: _Lowered, calibration: Calibration) -> float:
 
 
 def _step_s(problem: Problem, program: Program) -> float:
-    return simulate_chunks(program, action_seconds(problem)).step_s
+    return simulate_chunks(program, action_seconds(problem, program)).step_s
 
 
 # -- fits -------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ PARTS = ("compute", "recompute", "bubble", *TRAFFIC)
 
 def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, float]:
     """Seconds of the step by PARTS; they add up to `step_s`, the program's chunk-level step."""
-    seconds = action_seconds(problem)
+    seconds = action_seconds(problem, program)
     spared: frozenset[str] = frozenset()
     found: dict[str, float] = {}
     before, simulation = step_s, None
