@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from rematbench.choose.outcome import make_problem
 from rematbench.cli.app import app
 from rematbench.host.console import CommandError
 from rematbench.packages import points as baseline_points
@@ -14,7 +15,6 @@ from rematbench.packages.points import load_points
 from rematbench.packages.process import Job, NotInstalled
 from rematbench.runs.record import Record, read_record, write_record
 from rematbench.runs.suite import Variant
-from rematbench.spec.load import load_cluster
 from rematbench.worlds import package
 from rematbench.worlds.again import differences
 
@@ -223,7 +223,7 @@ def test_a_prediction_is_what_the_package_holds(name: str, bound: float, tmp_pat
     assert done.exit_code == 0, done.output
     record = read_record(tmp_path / "run.json")
     assert record.ranks[0].device_peak == pytest.approx(traced, rel=bound)
-    usable = load_cluster(record.spec.cluster).usable_bytes
+    usable = make_problem(record.spec).usable_bytes
     reserved = usable - (record.headroom_bytes or 0)
     assert traced < reserved < 1.4 * traced
     if name == "llama2-7b-4k-offload":  # its node has no rate for an update on the host

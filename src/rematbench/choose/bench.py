@@ -94,7 +94,7 @@ class Bench:
         if least >= 0:
             found = smallest_feasible(lambda index: margins[index](), last)
             return last if found is None else found
-        if -least > FRAGMENTS * self.problem.cluster.usable_bytes:
+        if -least > FRAGMENTS * self.problem.usable_bytes:
             return last
         known = [margin() for margin in margins]
         fitting = [index for index, value in enumerate(known) if value >= 0]

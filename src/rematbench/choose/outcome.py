@@ -170,7 +170,7 @@ def reserved_bytes(
 ) -> int:
     """What the fullest rank's allocator holds, replayed (`known`: as `unpressed` found it)."""
     rank = fullest_rank(ranks)
-    return rank_reserved_bytes(program, rank, ranks[rank], problem.cluster.usable_bytes, known)
+    return rank_reserved_bytes(program, rank, ranks[rank], problem.usable_bytes, known)
 
 
 def rank_reserved_bytes(
@@ -195,9 +195,8 @@ def rank_reserved_bytes(
 def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
     """What the fullest rank reserves against the usable bytes, pinned bytes of a node against what
     the system leaves of its host memory."""
-    cluster = problem.cluster
     rank = fullest_rank(evaluation.ranks)
-    device = cluster.usable_bytes - evaluation.reserved_bytes
+    device = problem.usable_bytes - evaluation.reserved_bytes
     host = problem.cost.host_room_bytes - evaluation.host_node_bytes
     short = []
     if device < 0:

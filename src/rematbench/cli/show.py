@@ -159,7 +159,7 @@ def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
 
 def stages(shown: Shown, evaluation: PlanEvaluation) -> Table:
     """Peak bytes of every pipeline rank with what is left of the device."""
-    usable = shown.request.problem.cluster.usable_bytes
+    usable = shown.request.problem.usable_bytes
     table = grid(
         "rank (GiB)",
         "parameters",
@@ -227,7 +227,7 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
     problem = shown.request.problem
     host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
     reserved, peak = evaluation.reserved_bytes, max(evaluation.peak_device_bytes)
-    usable = problem.cluster.usable_bytes
+    usable = problem.usable_bytes
     return [
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; default segments)",

@@ -8,7 +8,7 @@ costs of their actions change from trial to trial.
 import datetime
 import multiprocessing
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +17,18 @@ import msgspec
 from msgspec.structs import replace
 
 from rematbench.cost.constants import Calibration
-from rematbench.cost.fit import PRIORS, FitReport, Row, fit, fit_rows, with_values
+from rematbench.cost.fit import (
+    PRIORS,
+    Concerns,
+    FitReport,
+    Row,
+    StepFit,
+    fit,
+    fit_rows,
+    is_fit,
+    value_of,
+    with_values,
+)
 from rematbench.host.garbage import collect_rarely
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
@@ -30,7 +41,7 @@ from rematbench.published.rows import Case, read_case
 from rematbench.published.validate import SPEED
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
-from rematbench.spec.load import load_cluster
+from rematbench.spec.load import load_cluster, load_system
 
 WARM, LONG = 2, 3
 """Rounds of pp micro-batches after which a 1F1B step only repeats itself: a step of many is that
@@ -136,7 +147,22 @@ def _step_s(problem: Problem, program: Program) -> float:
 def calibrate(rows: Sequence[Row], start: Calibration, processes: int = 2) -> FitReport:
     """The constants fitted to the FIT rows, from `start`; plans are those of `start`."""
     with StepModel(start, processes) as model:
-        return fit(rows, start, model)
+        return fit(rows, start, model, concerns(start))
+
+
+def concerns(calibration: Calibration) -> Concerns:
+    """A row's constants are those of its cluster's GPUs and network, and of its stack."""
+
+    def concerned(name: str, row: Row) -> bool:
+        cluster, system = load_cluster(row["cluster"]), load_system(row["system"])
+        entries = {
+            ("gpus", cluster.generation),
+            ("networks", calibration.network_entry(cluster.constants)),
+            ("systems", calibration.system_entry(system.constants)),
+        }
+        return tuple(name.split(".")[:2]) in entries
+
+    return concerned
 
 
 def without_source(calibration: Calibration, rows: Sequence[Row], source: str) -> Calibration:
@@ -158,19 +184,33 @@ def leave_one_out(
     """Mean absolute errors of every group of speeds, predicted with constants that were fitted to
     the other sources only."""
     groups = [group for group in accuracy.groups if group.metric == SPEED]
+    sources = list(dict.fromkeys(group.rule.source for group in groups))
     errors: dict[str, float] = {}
-    for source in dict.fromkeys(group.rule.source for group in groups):
-        start = without_source(calibration, rows, source)
-        constants = calibrate(rows, start, processes).calibration
-        own = [group for group in groups if group.rule.source == source]
-        scored = predict_rows(
-            [row for row in rows if source in row["source"]],
-            processes=processes,
-            constants=constants,
-        )
-        for group in own:
-            errors[group.name] = _mean_error(group, scored, calibration)
+    for source, scored in left_out_rows(rows, calibration, sources, processes):
+        for group in groups:
+            if group.rule.source == source:
+                errors[group.name] = _mean_error(group, scored, calibration)
     return LeftOut(date=datetime.datetime.now(datetime.UTC).date(), how=HOW, errors=errors)
+
+
+def left_out_rows(
+    rows: Sequence[Row], calibration: Calibration, sources: Sequence[str], processes: int = 2
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(source, its rows predicted with constants that never saw it), source by source.
+
+    The programs and the slopes of the step model are those of `calibration`, made once; the errors
+    of every trial are simulated.
+    """
+    with StepModel(calibration, processes) as model:
+        fitted = fit_rows(rows, calibration.fit)
+        step_fit = StepFit(fitted, calibration, model, concerns(calibration))
+        slopes = step_fit.slopes(calibration)
+        for source in sources:
+            start = without_source(calibration, rows, source)
+            kept = [i for i, row in enumerate(step_fit.rows) if is_fit(row, start.fit)]
+            constants = step_fit.solved(start, kept, slopes)
+            own = [row for row in rows if source in row["source"]]
+            yield source, predict_rows(own, processes=processes, constants=constants)
 
 
 HOW = "rematbench calibrate --leave-one-out"
@@ -184,9 +224,4 @@ def _mean_error(group: Group, scored: Sequence[Mapping[str, Any]], declared: Cal
 
 def moved(before: Calibration, after: Calibration) -> list[tuple[str, float, float]]:
     """(name, before, after) of every fitted constant."""
-    return [(name, _value(before, name), _value(after, name)) for name in before.fitted]
-
-
-def _value(calibration: Calibration, name: str) -> float:
-    section, entry, key = name.split(".")
-    return float(getattr(getattr(calibration, section)[entry], key))
+    return [(name, value_of(before, name), value_of(after, name)) for name in before.fitted]
