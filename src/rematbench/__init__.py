@@ -1,3 +1,17 @@
-"""rematbench: activation memory in large-model training, compared on the same work."""
+"""rematbench: activation memory in large-model training, compared on the same work.
+
+`from rematbench import Problem, simulate, compare, load_method` is the Python door (`api`).
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+__all__ = ["MethodError", "Problem", "Run", "__version__", "compare", "load_method", "simulate"]
+
+
+def __getattr__(name: str) -> object:
+    """The names of `api`, loaded when one is asked for: a module of rematbench alone loads little
+    (`__init__.pyi` has their types)."""
+    if name in __all__:
+        return getattr(importlib.import_module("rematbench.api"), name)
+    raise AttributeError(f"module 'rematbench' has no attribute {name!r}")

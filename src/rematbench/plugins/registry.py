@@ -1,5 +1,6 @@
 """Methods by name: what one is, compositions of them, and how settings find their parameters."""
 
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -81,6 +82,12 @@ class Composition(Struct, frozen=True):
         return "+".join(m.name for m in self.methods)
 
     @property
+    def text(self) -> str:
+        """What `resolve` reads as this composition: the names with the settings that are not the
+        defaults."""
+        return "+".join(_said(method) for method in self.methods)
+
+    @property
     def parameters(self) -> dict[str, dict[str, Any]]:
         """All parameters with their values as JSON knows them, by method."""
         return {m.name: msgspec.json.decode(msgspec.json.encode(m)) for m in self.methods}
@@ -94,6 +101,19 @@ class Composition(Struct, frozen=True):
                 return Unsupported(f"{method.name}: {answer.reason}")
             plan = answer
         return plan
+
+
+def _said(method: Method) -> str:
+    own, usual = msgspec.structs.asdict(method), msgspec.structs.asdict(type(method)())
+    words = [f"{key}={_word(value)}" for key, value in own.items() if value != usual[key]]
+    return f"{method.name}:{','.join(words)}" if words else method.name
+
+
+def _word(value: object) -> str:
+    """A value as it stands inside a method's text; items of a list in brackets."""
+    if isinstance(value, str):
+        return value
+    return msgspec.json.encode(value).decode().replace('"', "")
 
 
 def planned(method: Method, problem: Problem, base: Plan) -> Plan | Unsupported:
@@ -196,7 +216,7 @@ class Registry(Struct, frozen=True):
 def _inline(text: str, spec: str) -> dict[str, Value]:
     """`key=value,key=value` of a method's text."""
     found: dict[str, Value] = {}
-    for word in text.split(",") if text else ():
+    for word in re.split(r",(?![^\[]*\])", text) if text else ():  # a list stays whole
         key, equals, value = (piece.strip() for piece in word.partition("="))
         if not equals or not key or key in found:
             raise MethodError(f"method {spec!r}: expected METHOD:KEY=VALUE,KEY=VALUE, not {word!r}")
