@@ -104,7 +104,9 @@ class Composition(Struct, frozen=True):
 
 
 def _said(method: Method) -> str:
-    own, usual = msgspec.structs.asdict(method), msgspec.structs.asdict(type(method)())
+    kind = type(method)
+    assert issubclass(kind, Struct)
+    own, usual = ({f: getattr(one, f) for f in kind.__struct_fields__} for one in (method, kind()))
     words = [f"{key}={_word(value)}" for key, value in own.items() if value != usual[key]]
     return f"{method.name}:{','.join(words)}" if words else method.name
 

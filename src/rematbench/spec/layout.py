@@ -35,7 +35,7 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """LayoutError for a degree that is no whole number above 0."""
-        wrong = wrong_field(self)
+        wrong = wrong_field(self, Layout)
         if wrong is not None:
             raise LayoutError(": ".join(wrong))
 

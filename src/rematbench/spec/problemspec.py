@@ -46,7 +46,7 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def __post_init__(self) -> None:
         """ConfigError for a value of another type: `gpus="8"`, `tp=0`."""
-        wrong = wrong_field(self)
+        wrong = wrong_field(self, ProblemSpec)
         if wrong is not None:
             raise ConfigError("", *wrong)
 
