@@ -16,9 +16,7 @@ from rematbench.published.sheets import (
     write_sheet,
 )
 
-ROWS = Annotated[
-    Path, Argument(metavar="ROWS.csv", help="A row per configuration (see `examples`).")
-]
+ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Rows as `examples` has.")]
 
 
 PROCESSES = Annotated[int, Option(min=1, help="Worker processes.")]
