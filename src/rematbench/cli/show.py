@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 from rich.console import Console, RenderableType
 from rich.table import Table
 
@@ -16,6 +17,7 @@ from rematbench.host.console import gib, grid, percent, plain, rounded, seconds
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
+from rematbench.program.check import Proof
 from rematbench.published.evidence import (
     RULES,
     Evidence,
@@ -58,6 +60,11 @@ def result(shown: Shown) -> dict[str, Any]:
     values["parameters"] = resolved_parameters(shown)
     values["headroom_bytes"] = verdict.headroom_bytes if verdict else None
     values["binds"] = verdict.binds if verdict else None
+    job, method = shown.request.job, shown.request.method
+    values["job"] = {"method": method.name, **job.facts()}
+    values["run_with"] = shown.request.run_with
+    if outcome.proof is not None:
+        values["proof"] = asdict(outcome.proof)
     return {**values, "status": outcome.status, "reason": outcome.reason}
 
 
@@ -75,6 +82,8 @@ def show(out: Console, shown: Shown) -> None:
     out.print()
     out.print(plain(banner(shown)), style="bold")
     evaluation = shown.outcome.evaluation
+    if shown.outcome.proof is not None:
+        out.print(plain(proved(shown.outcome.proof)))
     if evaluation is None:
         return
     timed = [] if evaluation.not_timed else [speeds(shown, evaluation)]
@@ -86,16 +95,28 @@ def show(out: Console, shown: Shown) -> None:
         out.print(plain(line))
 
 
+def proved(proof: Proof) -> str:
+    """What `--check` has shown of every action, in one sentence."""
+    return (
+        f"proved safe: {proof.actions:,} actions of {proof.ranks} pipeline ranks; each of "
+        f"{proof.allocations:,} storages is freed once, after its last reader, and none is left; "
+        f"{proof.reads:,} reads come after what they read is made, whatever streams take "
+        f"({proof.waits:,} waits); no gradient after its reduction, no weight after its update; no "
+        "deadlock"
+    )
+
+
 def heading(request: Request) -> list[str]:
     """What is trained on what, how it is laid out, which kernels and constants are assumed, and the
     method."""
     problem = request.problem
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
+    ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     return [
         f"{work.model.name}, {work.seq_len:,} tokens, {work.precision}, on {lay.gpus} x "
         f"{cluster.gpu} ({cluster.name}), stack {problem.system.name}",
-        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}  zero "
+        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}  zero "
         f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
         f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
         assumed(problem),
