@@ -11,7 +11,7 @@ from rematbench.program.action import Action, Kind
 from rematbench.program.program import parse_program
 from rematbench.simulate.max_plus import macro_of, simulate_chunks
 from rematbench.simulate.seconds import action_seconds
-from rematbench.simulate.step import DeadlockError, compile_block, simulate
+from rematbench.simulate.step import HOST, DeadlockError, compile_block, simulate
 from tests.problems import BALANCED, FULL, LLAMA, SKELETAL, half, layers, problem, transfers
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -74,7 +74,7 @@ def test_a_block_is_a_max_plus_map() -> None:
     )
     (block,) = parse_program(text).ranks[0].blocks
     macro = macro_of(compile_block(block, 0, lambda action, rank: float(action.nbytes)))
-    compute, d2h, event = 0, 6, 8
+    compute, d2h, event = 0, 6, HOST + 1
     assert macro.waits == ("h2d",)
     assert {target: dict(terms) for target, terms in macro.streams} == {
         compute: {compute: 3.0, event: 2.0},

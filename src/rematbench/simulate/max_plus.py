@@ -1,7 +1,7 @@
 """Chunk-level simulation: each block becomes one macro, exact in (max, +) algebra.
 
-Inside a block every end time is a maximum of (input time + constant): inputs are the streams'
-free times at entry and the events it waits for from outside.  So a block is a small (max, +)
+Inside a block every end time is a maximum of (input time + constant): inputs are the streams' and the
+host's free times at entry and the events it waits for from outside.  So a block is a small (max, +)
 matrix, computed once, and running it costs a few additions instead of one per action.  The result
 equals the op-level simulation up to rounding for every plan, with no restriction on overlap.
 (Baccelli, Cohen, Olsder, Quadrat 1992, Synchronization and Linearity, for the algebra.)
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from rematbench.program.action import STREAM_INDEX, STREAMS, is_local
 from rematbench.program.program import Program, RankProgram, Step
 from rematbench.simulate.step import (
+    HOST,
     Clock,
     MessageKey,
     Seconds,
@@ -25,7 +26,7 @@ from rematbench.simulate.step import (
 )
 
 Affine = dict[int, float]
-"""A maximum of input + constant, by input index: streams first, then external events."""
+"""A maximum of input + constant, by input index: streams, the host, then external events."""
 
 COMPUTE = STREAM_INDEX["compute"]
 NEVER = float("-inf")
@@ -78,14 +79,14 @@ def _frozen(value: Shifted) -> AffineTerms:
 def _awaited(event: str, seen: dict[str, Shifted], externals: dict[str, int]) -> Shifted:
     """When an event is there: a new input, where nothing before has recorded it."""
     if event not in seen:
-        externals[event] = len(STREAMS) + len(externals)
+        externals[event] = HOST + 1 + len(externals)
         seen[event] = ({externals[event]: 0.0}, 0.0)
     return seen[event]
 
 
 def macro_of(*blocks: TimedBlock) -> Macro:
     """Run blocks issued one after the other symbolically; local events end with their block."""
-    free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(len(STREAMS))]
+    free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(HOST + 1)]
     seen: dict[str, Shifted] = {}
     externals: dict[str, int] = {}
     events: dict[str, Shifted] = {}
@@ -93,8 +94,13 @@ def macro_of(*blocks: TimedBlock) -> Macro:
     touched: set[int] = set()
     for block in blocks:
         seen = {name: value for name, value in seen.items() if not is_local(name)}
-        for stream, seconds, wait, begin, event, shared, send, _ in block.items:
+        for stream, seconds, issue, held, wait, begin, event, shared, send, _ in block.items:
             end = before = free[stream]
+            if issue:
+                host = free[HOST]
+                free[HOST] = (host[0], host[1] + issue)
+                touched.add(HOST)
+                end = _join(end, free[HOST])
             if wait:
                 end = _join(end, _awaited(wait, seen, externals))
             if begin:
@@ -110,6 +116,9 @@ def macro_of(*blocks: TimedBlock) -> Macro:
             if end is not before:
                 touched.add(stream)
                 free[stream] = end
+            if held:
+                touched.add(HOST)
+                free[HOST] = _join(free[HOST], end)
     return Macro(
         streams=tuple(Terms(i, _frozen(free[i])) for i in sorted(touched)),
         events=tuple((name, _frozen(value)) for name, value in events.items()),
@@ -123,7 +132,8 @@ def prune(macros: Sequence[Macro]) -> list[Macro]:
     """Drop terms that can never win: streams that every block leaves no later than compute.
 
     If in every block a stream's end is bounded by the compute stream's, its free time never exceeds
-    compute's, so a term through it with a smaller constant than compute's is dominated.
+    compute's, so a term through it with a smaller constant than compute's is dominated.  The host
+    leads: it is no such stream.
     """
     ends = [{target: dict(terms) for target, terms in m.streams} for m in macros]
     trailing = {s for s in range(len(STREAMS)) if s != COMPUTE and _trails(s, ends)}

@@ -48,6 +48,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     holds the model's output (0: nobody does).
     `p2p_overlap`: under which schedules a pipeline send runs beside the next pass; else a rank
     waits for each send at once.
+    `p2p_synchronous`: where sends do not run beside passes, the host waits until a pipeline message
+    has arrived before it issues more.
     `vocab_multiple`: the vocabulary is padded up to a multiple of this times tp.
     `reported_peak` is what this stack's publications print as peak device bytes: the allocator's
     allocated or reserved bytes, or the first stage's layers alone (their states, and their kept
@@ -79,6 +81,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     held_logit_bytes: StateBytes = 0
     tp_overlap: TpOverlap
     p2p_overlap: P2pOverlap
+    p2p_synchronous: bool = False
     reduce_overlap: bool
     gather_overlap: bool
     bucket_bytes: Bytes = 0
@@ -93,6 +96,11 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     features: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     sources: dict[str, str] = {}
+
+    def sends_beside(self, vpp: int) -> bool:
+        """Whether a pipeline send runs beside the next pass, with so many chunks on a rank."""
+        always = self.p2p_overlap == "always"
+        return always or (self.p2p_overlap == "interleaved" and vpp > 1)
 
     def padded_vocab(self, vocab: int, tp: int) -> int:
         """The vocabulary this stack computes with: padded up to vocab_multiple x tp."""
