@@ -86,9 +86,10 @@ class CostModel:
 
     @cached_property
     def host_launch_s(self) -> float:
-        """Seconds that the host takes for a launch: the stack's, and more where the ranks of a
-        tensor-parallel group, which issue in step, are more than the node's cores serve at once."""
-        return self.stack.host_launch_s * max(1.0, self.layout.tp / self.network.host_ranks)
+        """Seconds that the host takes for a launch: the stack's, and more where a node has more ranks
+        of a tensor-parallel group, which issue in step, than its cores serve at once."""
+        ranks = min(self.layout.tp, self.cluster.gpus_per_node)
+        return self.stack.host_launch_s * max(1.0, ranks / self.network.host_ranks)
 
     def calls(self, op: Op, direction: Direction) -> int:
         """Launches that the host issues for an operator in a direction; what is compiled is issued
