@@ -29,7 +29,14 @@ VPP_5 = {"model": "llama-65b", "cluster": "h800-80gb", "system": "megatron-kwai"
 ZERO_3 = {"model": "llama-7b", "cluster": "h100-80gb", "system": "torchtitan"}
 SYNC = {"model": "gpt-3.6b", "cluster": "a100-vtrain", "system": "megatron-deepspeed"}
 CELLS: dict[str, tuple[dict[str, str], int, str, tuple[Any, ...], Layout, float]] = {
-    "tp 8": (TP_8, 2048, "unfused", (), Layout(tp=8, global_batch=4, micro_batch=4), 1.31153318487063),
+    "tp 8": (
+        TP_8,
+        2048,
+        "unfused",
+        (),
+        Layout(tp=8, global_batch=4, micro_batch=4),
+        1.31153318487063,
+    ),
     "pp 4": (PP_4, 4096, "flash", (), Layout(pp=4, global_batch=8), 1.2379594662489561),
     "vpp 5, half offloaded": (
         VPP_5,
@@ -103,6 +110,15 @@ def test_a_slower_host_or_fewer_cores_never_make_a_step_faster(name: str) -> Non
     assert (cores[-1] > cores[0]) == (CELLS[name][4].tp > 1)
 
 
+def test_cores_are_shared_by_the_ranks_of_a_node_only() -> None:
+    given, _ = lowered("tp 8", with_host(1e-5, ranks=4.0))
+    wide = replace(given.layout, tp=16)
+    spread = Problem(
+        given.workload, given.cluster, given.system, wide, given.calibration, "unfused"
+    )
+    assert spread.cost.host_launch_s == given.cost.host_launch_s == 2e-5
+
+
 class Whimsical:
     """Any seconds at all on the device and on the host, powers of two, so that sums are exact."""
 
@@ -168,9 +184,7 @@ class Hand:
 def test_the_host_leads_until_it_waits(event: str, step: float) -> None:
     """Issued at 2 and 4: the second is ready when the first ends, unless the host waited for it."""
     text = (
-        "rank 0\nblock F\n"
-        f"F0.0 compute L0.a a=L0.x:8 e={event} n=9\n"
-        "F0.0 compute L0.b r=L0.x n=1\n"
+        f"rank 0\nblock F\nF0.0 compute L0.a a=L0.x:8 e={event} n=9\nF0.0 compute L0.b r=L0.x n=1\n"
     )
     program = parse_program(text)
     assert simulate(program, Hand()).step_s == step

@@ -16,7 +16,7 @@ from rematbench.cost.constants import (
     SystemConstants,
 )
 from rematbench.cost.kernel_rates import AttentionBackend
-from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel
+from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel, launches
 from rematbench.operators.ops import Comm, Op
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
@@ -25,9 +25,6 @@ from rematbench.workload import Workload
 
 Direction = Literal["forward", "backward_input", "backward_weight"]
 CopyDirection = Literal["d2h", "h2d"]
-
-FLASH_BACKWARD_LAUNCHES = 3
-"""Row sums of dO * O, the main kernel, and the conversion of dQ (Dao 2023)."""
 
 
 class CostModel:
@@ -86,8 +83,8 @@ class CostModel:
 
     @cached_property
     def host_launch_s(self) -> float:
-        """Seconds that the host takes for a launch: the stack's, and more where a node has more ranks
-        of a tensor-parallel group, which issue in step, than its cores serve at once."""
+        """Seconds that the host takes for a launch: the stack's, and more where a node has more
+        ranks of a tensor-parallel group, which issue in step, than its cores serve at once."""
         ranks = min(self.layout.tp, self.cluster.gpus_per_node)
         return self.stack.host_launch_s * max(1.0, ranks / self.network.host_ranks)
 
@@ -95,21 +92,12 @@ class CostModel:
         """Launches that the host issues for an operator in a direction; what is compiled is issued
         at once."""
         kernels: tuple[Kernel, ...] = getattr(op, direction)
-        count = sum(self.launches(kernel, direction) for kernel in kernels)
+        count = sum(self._launches(kernel, direction) for kernel in kernels)
         return min(1, count) if self.system.compiled else count
 
-    def launches(self, kernel: Kernel, direction: Direction) -> int:
-        """Kernels on the device: of unfused attention two batched GEMMs (four in the backward), the
-        softmax and the dropout."""
-        match kernel:
-            case Gemm():
-                return 1
-            case Elementwise(launches=launches):
-                return launches
-        forward = direction == "forward"
-        if kernel.fused:
-            return 1 if forward else FLASH_BACKWARD_LAUNCHES
-        return (2 if forward else 4) + 1 + int(self.workload.model.dropout > 0)
+    def _launches(self, kernel: Kernel, direction: Direction) -> int:
+        dropout = self.workload.model.dropout > 0
+        return launches(kernel, forward=direction == "forward", dropout=dropout)
 
     def kernel_s(self, kernel: Kernel, direction: Direction) -> float:
         """Seconds of one kernel: busy seconds x the stack's scale + the device's gaps."""
@@ -122,7 +110,7 @@ class CostModel:
                     busy = self._memory_s(kernel.hbm_bytes)
                 case Attention():
                     busy = self._attention_s(kernel, direction)
-            gaps = self.launches(kernel, direction) * self.stack.gap_s
+            gaps = self._launches(kernel, direction) * self.stack.gap_s
             scale = self.stack.kernel_scale * self.network.kernel_scale
             self._kernels[key] = float(busy * scale + gaps)
         return self._kernels[key]

@@ -1,9 +1,9 @@
-"""Where a step's time goes: compute, recomputation, the pipeline's bubble, what waiting for the host,
-copies and communication add.
+"""Where a step's time goes: compute, recomputation, the pipeline's bubble, what waiting for the
+host, copies and communication add.
 
-`exposed` means lost: the step less the same program's step with a host that takes no time, then with
-those actions taking no time (and kernels beside them not slowed).  They are taken away one after the
-other, so the parts add up to the step; what remains is the busiest rank's compute and that rank's
+`exposed` means lost: the step less the same program's step with hosts that issue at once, then with
+those actions taking no time (and kernels beside them not slowed).  They are taken away one after
+another, so the parts add up to the step; what remains is the busiest rank's compute and that rank's
 idle time, the bubble.
 """
 

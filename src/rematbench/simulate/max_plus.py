@@ -1,9 +1,9 @@
 """Chunk-level simulation: each block becomes one macro, exact in (max, +) algebra.
 
-Inside a block every end time is a maximum of (input time + constant): inputs are the streams' and the
-host's free times at entry and the events it waits for from outside.  So a block is a small (max, +)
-matrix, computed once, and running it costs a few additions instead of one per action.  The result
-equals the op-level simulation up to rounding for every plan, with no restriction on overlap.
+Inside a block every end time is a maximum of (input time + constant): inputs are the free times of
+the streams and the host at entry and the events it waits for from outside.  So a block is a small
+(max, +) matrix, computed once, and running it costs a few additions instead of one per action.  The
+result equals the op-level simulation up to rounding for every plan, with no restriction on overlap.
 (Baccelli, Cohen, Olsder, Quadrat 1992, Synchronization and Linearity, for the algebra.)
 """
 
@@ -19,6 +19,7 @@ from rematbench.simulate.step import (
     MessageKey,
     Seconds,
     Simulation,
+    Timed,
     TimedBlock,
     busy,
     compile_program,
@@ -84,46 +85,63 @@ def _awaited(event: str, seen: dict[str, Shifted], externals: dict[str, int]) ->
     return seen[event]
 
 
+class _Run:
+    """Blocks run symbolically: when streams and the host are free, and what has happened."""
+
+    def __init__(self) -> None:
+        self.free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(HOST + 1)]
+        self.seen: dict[str, Shifted] = {}
+        self.externals: dict[str, int] = {}
+        self.events: dict[str, Shifted] = {}
+        self.sends: list[tuple[str, Shifted]] = []
+        self.touched: set[int] = set()
+
+    def take(self, item: Timed) -> None:
+        """Issue and run one action."""
+        before = self.free[item.stream]
+        end = self._start(item, before)
+        if item.begin:
+            self.seen[item.begin] = end
+        if item.seconds:
+            end = (end[0], end[1] + item.seconds)
+        if item.event:
+            self.seen[item.event] = end
+        if item.shared:
+            self.events[item.event] = end
+        if item.send:
+            self.sends.append((item.send, end))
+        if end is not before:
+            self._set(item.stream, end)
+        if item.held:
+            self._set(HOST, _join(self.free[HOST], end))
+
+    def _start(self, item: Timed, start: Shifted) -> Shifted:
+        """When the stream is free, the host has issued it and what it waits for is there."""
+        if item.issue:
+            terms, shift = self.free[HOST]
+            self._set(HOST, (terms, shift + item.issue))
+            start = _join(start, self.free[HOST])
+        if item.wait:
+            start = _join(start, _awaited(item.wait, self.seen, self.externals))
+        return start
+
+    def _set(self, stream: int, end: Shifted) -> None:
+        self.touched.add(stream)
+        self.free[stream] = end
+
+
 def macro_of(*blocks: TimedBlock) -> Macro:
     """Run blocks issued one after the other symbolically; local events end with their block."""
-    free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(HOST + 1)]
-    seen: dict[str, Shifted] = {}
-    externals: dict[str, int] = {}
-    events: dict[str, Shifted] = {}
-    sends: list[tuple[str, Shifted]] = []
-    touched: set[int] = set()
+    run = _Run()
     for block in blocks:
-        seen = {name: value for name, value in seen.items() if not is_local(name)}
-        for stream, seconds, issue, held, wait, begin, event, shared, send, _ in block.items:
-            end = before = free[stream]
-            if issue:
-                host = free[HOST]
-                free[HOST] = (host[0], host[1] + issue)
-                touched.add(HOST)
-                end = _join(end, free[HOST])
-            if wait:
-                end = _join(end, _awaited(wait, seen, externals))
-            if begin:
-                seen[begin] = end
-            if seconds:
-                end = (end[0], end[1] + seconds)
-            if event:
-                seen[event] = end
-            if shared:
-                events[event] = end
-            if send:
-                sends.append((send, end))
-            if end is not before:
-                touched.add(stream)
-                free[stream] = end
-            if held:
-                touched.add(HOST)
-                free[HOST] = _join(free[HOST], end)
+        run.seen = {name: value for name, value in run.seen.items() if not is_local(name)}
+        for item in block.items:
+            run.take(item)
     return Macro(
-        streams=tuple(Terms(i, _frozen(free[i])) for i in sorted(touched)),
-        events=tuple((name, _frozen(value)) for name, value in events.items()),
-        sends=tuple((name, _frozen(value)) for name, value in sends),
-        waits=tuple(externals),
+        streams=tuple(Terms(i, _frozen(run.free[i])) for i in sorted(run.touched)),
+        events=tuple((name, _frozen(value)) for name, value in run.events.items()),
+        sends=tuple((name, _frozen(value)) for name, value in run.sends),
+        waits=tuple(run.externals),
         receives=tuple(name for block in blocks for name in block.receives),
     )
 
