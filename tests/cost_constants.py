@@ -17,6 +17,8 @@ GPU = GpuConstants(
     gemm_tail_waves=0.0,
     gemm_half_k=0.0,
     hbm_efficiency=0.5,
+    withheld_bytes=0.0,
+    context_bytes=0.0,
 )
 NETWORK = NetworkConstants(
     nvlink_efficiency=1.0,
@@ -37,6 +39,10 @@ COMMON = CommonConstants(
     pcie_efficiency=0.5,
     copy_latency_s=0.0,
     optimizer_extra_bytes=0.0,
+    communicator_node_bytes=0.0,
+    communicator_network_bytes=0.0,
+    host_system_share=0.0,
+    dram_efficiency=1.0,
 )
 ROUND = Calibration(
     gpus={"hopper": GPU, "ampere": GPU},

@@ -10,6 +10,7 @@ import msgspec
 
 from rematbench.cost.bind import CostModel
 from rematbench.cost.constants import Calibration
+from rematbench.cost.device_memory import non_torch_bytes
 from rematbench.cost.estimators import PipelineOffloadEstimator, pipeline_offload_estimator
 from rematbench.cost.kernel_rates import AttentionBackend
 from rematbench.operators.block import embedding_table, head_table, layer_table
@@ -84,6 +85,16 @@ class Problem:
         found = self.calibration
         network = found.network_entry(self.cluster.constants)
         return self.cluster.generation, network, found.system_entry(self.system.constants)
+
+    @cached_property
+    def non_torch_bytes(self) -> int:
+        """Device bytes of driver, CUDA context and communicators."""
+        return non_torch_bytes(self.cluster, self.layout, self.system, self.calibration)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Device bytes the framework's allocator may reserve."""
+        return self.cluster.hbm_bytes - self.non_torch_bytes
 
     @cached_property
     def cost(self) -> "CostFacade":
@@ -254,8 +265,8 @@ class CostFacade(CostModel):
         if weigher is not None and key not in self._problem._memo:
             if key not in weights:
                 weights[key] = weigher(self._problem, plan)
-            return self.cluster.usable_bytes - weights[key]
-        return self.cluster.usable_bytes - self.evaluate(plan).reserved_bytes
+            return self._problem.usable_bytes - weights[key]
+        return self._problem.usable_bytes - self.evaluate(plan).reserved_bytes
 
     def pipeline_offload_estimator(self, chunk_bytes: float) -> PipelineOffloadEstimator:
         """ATC'24's own estimate of first-stage bytes, as a function of the offloaded share."""

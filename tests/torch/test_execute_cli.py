@@ -69,8 +69,8 @@ def dropped_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def executed(dropped_in: Path) -> tuple[Record, str]:
     out = dropped_in / "record.json"
-    words = ("--gpus", "2", "--tp", "2", "--seq-len", "32", "--precision", "fp64", "--out")
-    more = (str(out), "--against", "keep_all", "--methods", str(dropped_in))
+    words = ("--gpus", "2", "--tp", "2", "--seq-len", "32", "--precision", "fp64", "--steps", "1")
+    more = ("--out", str(out), "--against", "keep_all", "--methods", str(dropped_in))
     done = rematbench("execute", "drop_norms", *TINY, *words, *more)
     assert done.returncode == 0, done.stderr
     return read_record(out), done.stdout

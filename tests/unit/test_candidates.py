@@ -10,13 +10,11 @@ from rematbench.choose.candidates import (
     KINDS,
     Candidate,
     Made,
-    Policy,
     changed_kinds,
     clash,
     composed,
     compositions,
     load_compare,
-    present,
 )
 from rematbench.cost.constants import FitRule
 from rematbench.plan import (
@@ -30,6 +28,7 @@ from rematbench.plan import (
     Transfers,
 )
 from rematbench.plugins.discover import discover
+from rematbench.plugins.policies import Policy, present
 from rematbench.problem import Problem
 from rematbench.published.accuracy import Accuracy, Group, Promise
 from rematbench.published.evidence import Known, evidence, known_cells

@@ -32,6 +32,8 @@ KEYS = {
     "binds",
     "status",
     "reason",
+    "job",
+    "run_with",
 }
 
 

@@ -12,12 +12,13 @@ from rich.console import Console
 
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
+from rematbench.choose.judged import judge
 from rematbench.cli.app import main
-from rematbench.cli.compare import judge
 from rematbench.cli.options import Request, RunOptions, request
-from rematbench.cli.ranking import Ranking
+from rematbench.cli.ranking import Ranking, Shown
 from rematbench.cost.estimators import fujii_estimate
 from rematbench.host.console import percent
+from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.published.closed_forms import closed_form
@@ -173,7 +174,7 @@ def asked_of(**problem: Any) -> Request:
     return request(RunOptions(method="keep_all", problem={"system": "megatron-core", **problem}))
 
 
-@pytest.mark.parametrize("width", [100, 160])
+@pytest.mark.parametrize("width", [80, 100, 160])
 def test_the_table_is_not_cut(width: int) -> None:
     """No cell loses letters at the width of a terminal or of a pipe."""
     options = dict(zip((w[2:].replace("-", "_") for w in PIPE[::2]), PIPE[1::2], strict=True))
@@ -181,15 +182,16 @@ def test_the_table_is_not_cut(width: int) -> None:
     asked = asked_of(**{**options, **numbers})
     config = replace(load_compare(), policies=load_compare().policies[-2:])
     found = Comparing(asked.problem, asked.base, config, limit_s=60).everything()
-    judged = judge(found, asked, [], config)
+    judged = judge(found, asked.problem, [], config)
     out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    printed = Ranking(out, asked, config.shown_share)
+    shown = Shown(asked=asked, engines=Engines(asked.problem), share=config.shown_share)
+    printed = Ranking(out, shown)
     printed.table(judged)
     printed.notes(found, judged)
     text = out.export_text()
     assert "\u2026" not in text
     assert max(map(len, text.splitlines())) <= width
-    for word in ("selective_recompute:", "layernorm", "+mst", "no cell", "plan of keep_all"):
+    for word in ("selective_recompute:", "layernorm", "+mst", "plan of keep_all"):
         assert word in text
     assert "no published cell says which differences mean anything" in text
 

@@ -16,11 +16,13 @@ from rematbench.choose.candidates import (
 )
 from rematbench.choose.compare import Comparing
 from rematbench.choose.entry import Comparison, Entry
+from rematbench.choose.judged import Judged, tied
 from rematbench.choose.outcome import run_method
-from rematbench.cli.compare import tied
-from rematbench.cli.ranking import Judged, texts, verdict
+from rematbench.cli.options import Request
+from rematbench.cli.ranking import Shown, texts, verdict
 from rematbench.host.workers import Pool
 from rematbench.lowering.lower import lower
+from rematbench.packages.flags import Engines
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
@@ -142,13 +144,13 @@ def test_a_broken_planner_takes_nobody_down(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(source)
     p = demo()
     config = CompareConfig(policies=(), most_methods=1, shown_share=0.0, context_factor=2.0)
-    found = Comparing(p, p.base_plan, config, methods=[tmp_path], limit_s=3).everything()
+    found = Comparing(p, p.base_plan, config, methods=[tmp_path], limit_s=2).everything()
     entries = by_name(found)
     assert entries["raises"].status == "failed"
     assert "KeyError" in entries["raises"].reason
     assert (entries["dies"].status, entries["dies"].reason) == ("failed", "its process died")
     assert entries["spins"].status == "timed out"
-    assert "3 CPU seconds" in entries["spins"].reason
+    assert "2 CPU seconds" in entries["spins"].reason
     assert entries["keep_all"].status == "oom"
 
 
@@ -224,10 +226,13 @@ def test_ties_are_within_the_larger_error(found: Comparison) -> None:
 
 def test_a_row_shows_no_speed_of_what_does_not_fit(found: Comparison) -> None:
     entry = by_name(found)["keep_all"]
-    row = texts(Judged(entry, Evidence(grade="held-out", rule=1, error=0.1)), 0.02, wide=True)
+    item = Judged(entry, Evidence(grade="held-out", rule=1, error=0.1))
+    p = demo(seq_len=65536)
+    asked = Request(problem=p, method=discover().resolve("keep_all"), base=p.base_plan)
+    row = texts(item, Shown(asked=asked, engines=Engines(p), share=0.02), folded=False)
     assert row[:2] == ["keep_all", "no"]
     assert row[2].startswith("-")
-    assert set(row[3:]) == {"-"}
+    assert set(row[3:]) == {"-", "0.0"}
     assert verdict([Judged(entry, Evidence(grade=None))]).startswith("NOTHING FITS: nearest is")
     assert verdict([]) == "NOTHING FITS: no method has a plan"
 

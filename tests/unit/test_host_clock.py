@@ -20,9 +20,19 @@ from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.workload import Workload
 from tests.cost_constants import ROUND
-from tests.problems import BALANCED, FULL, half, problem, transfers
-from tests.unit.test_chunk import LAYOUTS, PLANS
+from tests.problems import BALANCED, FULL, SKELETAL, half, problem, transfers
 
+LAYOUTS: list[dict[str, Any]] = [
+    {"global_batch": 3},
+    {"tp": 2, "cp": 2, "pp": 2, "vpp": 2, "dp": 2, "global_batch": 8},
+    {"system": "megatron-kwai", "tp": 2, "pp": 4, "global_batch": 6},
+    {"system": "torchtitan", "dp": 2, "zero_stage": 3, "global_batch": 6},
+]
+PLANS = {
+    "keep_all": ((), {}),
+    "balanced+offload": ((BALANCED, half()), {"before_send_phases": ("warmup", "cooldown")}),
+    "skeletal": (SKELETAL, {"granularity": "layer"}),
+}
 TP_8 = {"model": "gpt-22b", "cluster": "a100-80gb-selene", "system": "megatron-lm"}
 PP_4 = {"model": "llama-7b", "cluster": "h800-80gb", "system": "megatron-core"}
 VPP_5 = {"model": "llama-65b", "cluster": "h800-80gb", "system": "megatron-kwai"}

@@ -51,8 +51,8 @@ def test_a_fitting_plan_is_ok_with_headroom() -> None:
     assert got.evaluation is not None
     reserved = got.evaluation.reserved_bytes
     assert reserved >= max(got.evaluation.peak_device_bytes)
-    assert got.verdict.headroom_bytes == p.cluster.usable_bytes - reserved
-    assert got.verdict.host_headroom_bytes == p.cluster.host_bytes
+    assert got.verdict.headroom_bytes == p.usable_bytes - reserved
+    assert got.verdict.host_headroom_bytes == p.cost.host_room_bytes < p.cluster.host_bytes
     assert got.verdict.binds == "nothing"
 
 
@@ -99,7 +99,9 @@ def test_checked_and_memoised_runs_agree() -> None:
     p = case()
     plan = REGISTRY.resolve("balanced_checkpointing").plan(p)
     assert isinstance(plan, Plan)
-    assert run_plan(p, plan) == run_plan(p, plan, checked=True)
+    proved = run_plan(p, plan, checked=True)
+    assert proved.proof is not None
+    assert run_plan(p, plan) == msgspec.structs.replace(proved, proof=None)
 
 
 # -- records ---------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def keeps_too_much(problem: Problem, entry: Entry) -> bool:
     kept = resident_bytes(problem, entry.plan)
     ranks = entry.evaluation.ranks
     states = [rank.parameter + rank.gradient + rank.optimizer for rank in ranks]
-    return any(a + b > problem.cluster.usable_bytes for a, b in zip(kept, states, strict=True))
+    return any(a + b > problem.usable_bytes for a, b in zip(kept, states, strict=True))
 
 
 def _variant(

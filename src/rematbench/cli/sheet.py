@@ -19,7 +19,7 @@ from rematbench.published.sheets import (
 )
 from rematbench.spec.load import calibration
 
-ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Columns as results/published/runs.csv.")]
+ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Rows as `examples` has.")]
 
 
 PROCESSES = Annotated[int, Option(min=1, help="Worker processes.")]
@@ -36,12 +36,13 @@ def predict(
 ) -> None:
     """Predict every row of a sheet; adds pred_* columns, never drops a row.
 
-    An empty offload_fraction means the smallest that fits.  A row that cannot be predicted gets
-    a pred_status and a pred_reason.
+    An empty offload_fraction means the smallest that fits; an empty dp is what gpus, tp, cp and pp
+    leave.  A row that cannot be predicted gets a pred_status and a pred_reason.
 
     \b
     Example:
-      rematbench predict results/published/runs.csv -o predictions.csv
+      rematbench examples .
+      rematbench predict sheet.csv -o predictions.csv
     """
     need_file("-o", output)
     collect_rarely()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 from rich.console import Console, RenderableType
 from rich.table import Table
 
@@ -17,6 +18,7 @@ from rematbench.lowering.lower import lower
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
+from rematbench.program.check import Proof
 from rematbench.published.evidence import (
     RULES,
     Evidence,
@@ -53,7 +55,8 @@ def result(shown: Shown) -> dict[str, Any]:
     outcome = shown.outcome
     evaluation, verdict = outcome.evaluation, outcome.verdict
     speeds = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
-    values: dict[str, Any] = {key: getattr(evaluation, key, None) for key in speeds}
+    timed = None if evaluation is None or evaluation.not_timed else evaluation
+    values: dict[str, Any] = {key: getattr(timed, key, None) for key in speeds}
     peaks = evaluation.peak_device_bytes if evaluation else None
     values["peak_device_bytes"] = peaks and {"per_rank": list(peaks), "max": max(peaks)}
     values["peak_host_bytes"] = max(evaluation.peak_host_bytes) if evaluation else None
@@ -62,6 +65,11 @@ def result(shown: Shown) -> dict[str, Any]:
     values["parameters"] = resolved_parameters(shown)
     values["headroom_bytes"] = verdict.headroom_bytes if verdict else None
     values["binds"] = verdict.binds if verdict else None
+    job, method = shown.request.job, shown.request.method
+    values["job"] = {"method": method.name, **job.facts()}
+    values["run_with"] = shown.request.run_with
+    if outcome.proof is not None:
+        values["proof"] = asdict(outcome.proof)
     return {**values, "status": outcome.status, "reason": outcome.reason}
 
 
@@ -79,14 +87,28 @@ def show(out: Console, shown: Shown) -> None:
     out.print()
     out.print(plain(banner(shown)), style="bold")
     evaluation = shown.outcome.evaluation
+    if shown.outcome.proof is not None:
+        out.print(plain(proved(shown.outcome.proof)))
     if evaluation is None:
         return
-    for part in (speeds(shown, evaluation), stages(shown, evaluation)):
+    timed = [] if evaluation.not_timed else [speeds(shown, evaluation)]
+    for part in (*timed, stages(shown, evaluation)):
         out.print()
         out.print(part)
     out.print()
     for line in footer(shown, evaluation):
         out.print(plain(line))
+
+
+def proved(proof: Proof) -> str:
+    """What `--check` has shown of every action, in one sentence."""
+    return (
+        f"proved safe: {proof.actions:,} actions of {proof.ranks} pipeline ranks; each of "
+        f"{proof.allocations:,} storages is freed once, after its last reader, and none is left; "
+        f"{proof.reads:,} reads come after what they read is made, whatever streams take "
+        f"({proof.waits:,} waits); no gradient after its reduction, no weight after its update; no "
+        "deadlock"
+    )
 
 
 def heading(request: Request) -> list[str]:
@@ -95,10 +117,11 @@ def heading(request: Request) -> list[str]:
     problem = request.problem
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
+    ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     return [
         f"{work.model.name}, {work.seq_len:,} tokens, {work.precision}, on {lay.gpus} x "
         f"{cluster.gpu} ({cluster.name}), stack {problem.system.name}",
-        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}  zero "
+        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}  zero "
         f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
         f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
         assumed(problem),
@@ -167,13 +190,14 @@ def _host_shares(problem: Problem, shown: Shown) -> list[float]:
     if plan is None or evaluation is None:
         return []
     step_s = evaluation.step_s
-    share = host_wait_s(action_seconds(problem), lower(plan, problem), step_s) / step_s
+    program = lower(plan, problem)
+    share = host_wait_s(action_seconds(problem, program), program, step_s) / step_s
     return [share] if share > HOST_SHARE else []
 
 
 def stages(shown: Shown, evaluation: PlanEvaluation) -> Table:
     """Peak bytes of every pipeline rank with what is left of the device."""
-    usable = shown.request.problem.cluster.usable_bytes
+    usable = shown.request.problem.usable_bytes
     table = grid(
         "rank (GiB)",
         "parameters",
@@ -239,15 +263,16 @@ def nominal(problem: Problem) -> list[str]:
 def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
     """Host bytes per node, bytes freed, and where the numbers come from."""
     problem = shown.request.problem
-    host, memory = evaluation.host_node_bytes, problem.cluster.host_bytes
+    host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
     reserved, peak = evaluation.reserved_bytes, max(evaluation.peak_device_bytes)
-    usable = problem.cluster.usable_bytes
+    usable = problem.usable_bytes
     return [
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; default segments)",
-        f"host memory per node: {gib(host)} of {gib(memory)} GiB pinned at the peak",
+        f"host memory per node: {gib(host)} GiB pinned at the peak, in torch's blocks, of "
+        f"{gib(room)} that the system leaves of {gib(problem.cluster.host_bytes)}",
         _freed_line(shown, evaluation),
-        *(nominal(problem) or [_trust_line(shown)]),
+        *([] if evaluation.not_timed else nominal(problem) or [_trust_line(shown)]),
         f"world: simulated (rematbench {__version__}, constants of "
         f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]
@@ -284,10 +309,11 @@ def _freed_line(shown: Shown, evaluation: PlanEvaluation) -> str:
         return "freed against keep_all: not compared"
     before, after = max(shown.keep_all.peak_device_bytes), max(evaluation.peak_device_bytes)
     freed = [freed_bytes(shown, rank) for rank in range(len(evaluation.ranks))]
-    slower = evaluation.step_s / shown.keep_all.step_s - 1
+    slower = f", step {100 * (evaluation.step_s / shown.keep_all.step_s - 1):+.1f} %"
+    slower = "" if evaluation.not_timed or shown.keep_all.not_timed else slower
     if not any(freed):
         return "freed against keep_all: nothing; this policy is a no-op here"
     return (
         f"freed against keep_all: {gib(before - after)} GiB of the largest peak "
-        f"({gib(before)} -> {gib(after)}), step {100 * slower:+.1f} %"
+        f"({gib(before)} -> {gib(after)}){slower}"
     )

@@ -15,6 +15,7 @@ from rematbench.cost.constants import (
     NetworkConstants,
     SystemConstants,
 )
+from rematbench.cost.copies import ALONE, Crowd
 from rematbench.cost.kernel_rates import AttentionBackend
 from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel, launches
 from rematbench.operators.ops import Comm, Op
@@ -49,6 +50,7 @@ class CostModel:
         self._kernels: dict[tuple[Kernel, Direction], float] = {}
         self._ops: dict[tuple[int, Direction, float], tuple[Op, float]] = {}
         self._comms: dict[tuple[Comm, int], float] = {}
+        self._copies: dict[tuple[CopyDirection, Crowd], float] = {}
 
     @cached_property
     def gpu(self) -> GpuConstants:
@@ -258,11 +260,30 @@ class CostModel:
             )
         )
 
-    def copy_s(self, nbytes: int, direction: CopyDirection) -> float:
-        """Seconds of a copy to or from pinned host memory (both directions cost the same)."""
-        assert direction in ("d2h", "h2d")
-        link = self.cluster.host_link_bytes_per_s
-        return float(copies.host_copy_s(nbytes, link, self.common))
+    def copy_s(self, nbytes: int, direction: CopyDirection, crowd: Crowd = ALONE) -> float:
+        """Seconds of a copy to or from pinned host memory, in the crowd that the program's copies
+        run in."""
+        key = (direction, crowd)
+        if key not in self._copies:
+            self._copies[key] = self._copy_bytes_per_s(direction, crowd)
+        return float(copies.host_copy_s(nbytes, self._copies[key], self.common))
+
+    def _copy_bytes_per_s(self, direction: CopyDirection, crowd: Crowd) -> float:
+        """The link's rate, or what is less: the copying GPU's share of its socket's DRAM."""
+        cluster, common = self.cluster, self.common
+        link, dram = cluster.host_link_bytes_per_s, float("inf")
+        if cluster.dram_bytes_per_s is not None:
+            here = -(-min(cluster.gpus_per_node, self.layout.gpus) // cluster.numa_nodes)
+            dram = cluster.dram_bytes_per_s * common.dram_efficiency / here / common.pcie_efficiency
+        outwards = direction == "d2h"
+        keeps = cluster.d2h_beside_h2d if outwards else cluster.h2d_beside_d2h
+        return copies.crowded_bytes_per_s(
+            min(link, dram),
+            min(link * keeps, dram / 2),
+            self.nic_bytes_per_s,
+            crowd.both,
+            crowd.sent_per_d2h if outwards else crowd.received_per_h2d,
+        )
 
     def device_copy_s(self, nbytes: int) -> float:
         """Seconds of a copy inside the device (SPLIT, JOIN)."""
@@ -279,6 +300,18 @@ class CostModel:
             self.common,
         )
         return float(self._memory_s(float(traffic)))
+
+    @cached_property
+    def host_room_bytes(self) -> int:
+        """Memory of a node that training may pin: what the system and its processes leave."""
+        return int(self.cluster.host_bytes * (1.0 - self.common.host_system_share))
+
+    def host_update_s(self, parameters_per_rank: int) -> float:
+        """Seconds of the update of a rank's share of the parameters on the host: each of a node's
+        ranks has its part of the node's cores.  Without a rate it takes no time (`not_timed` says
+        so to whoever asks for seconds)."""
+        rate = self.cluster.host_update_parameters_per_s
+        return parameters_per_rank * self.cluster.gpus_per_node / rate if rate else 0.0
 
     def slowed_s(self, seconds: float, other_s: float, other_stream: str) -> float:
         """Seconds of compute slowed for as long as work on another stream runs beside it."""

@@ -34,7 +34,8 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Efficiencies are fractions of the dense peak or of the HBM rate; `gemm_tail_waves` is the part
     of a wave of tiles lost at the end of a GEMM; `*_half_*` is the size at which an efficiency is
-    half its limit; `sm_count`, `tile_rows`, `tile_columns` are hardware facts.
+    half its limit; `sm_count`, `tile_rows`, `tile_columns` are hardware facts.  `withheld_bytes` is
+    what the driver keeps of the device's memory, `context_bytes` what a CUDA context takes.
     """
 
     sm_count: float
@@ -44,6 +45,8 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gemm_tail_waves: float
     gemm_half_k: float
     hbm_efficiency: float
+    withheld_bytes: float
+    context_bytes: float
 
 
 class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +84,8 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Constants of libraries and host links, the same everywhere; seconds and fractions.
 
     Tuples are NCCL's protocols (LL128, Simple): base latency, latency of a hop inside a node and
-    between nodes, and share of the link rate.
+    between nodes, and share of the link rate.  `communicator_*_bytes` is the device memory of one
+    NCCL communicator whose ranks share a node, or do not.
     """
 
     nccl_base_s: tuple[float, ...]
@@ -91,6 +95,10 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pcie_efficiency: float
     copy_latency_s: float
     optimizer_extra_bytes: float
+    communicator_node_bytes: float
+    communicator_network_bytes: float
+    host_system_share: float
+    dram_efficiency: float
 
 
 class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,6 +16,8 @@ from rematbench.cost.constants import Calibration, FitRule
 
 Row: TypeAlias = Mapping[str, Any]
 Predict: TypeAlias = Callable[[Row, Calibration], float]
+Concerns: TypeAlias = Callable[[str, Row], bool]
+"""Whether a constant (`section.entry.field`) may move a row."""
 PredictAll: TypeAlias = Callable[[Sequence[tuple[Row, Calibration]]], Sequence[float]]
 Logs: TypeAlias = NDArray[np.float64]
 
@@ -136,10 +138,21 @@ def row_weights(rows: Sequence[Row]) -> Logs:
     return np.array([counts[key] ** -0.25 for key in keys])
 
 
-def fit(rows: Iterable[Row], calibration: Calibration, predict_all: PredictAll) -> FitReport:
+def all_concern(name: str, row: Row) -> bool:
+    """Any constant may move any row."""
+    del name, row
+    return True
+
+
+def fit(
+    rows: Iterable[Row],
+    calibration: Calibration,
+    predict_all: PredictAll,
+    concerns: Concerns = all_concern,
+) -> FitReport:
     """Least squares on log step seconds over the FIT rows, robust, with log-normal priors, from
     the calibration's present values."""
-    step_fit = StepFit(fit_rows(rows, calibration.fit), calibration, predict_all)
+    step_fit = StepFit(fit_rows(rows, calibration.fit), calibration, predict_all, concerns)
     every = range(len(step_fit.rows))
     fitted = step_fit.solved(calibration, every)
     errors: dict[str, list[float]] = {}
@@ -157,7 +170,13 @@ class StepFit:
     ran there.
     """
 
-    def __init__(self, rows: list[Row], calibration: Calibration, predict_all: PredictAll) -> None:
+    def __init__(
+        self,
+        rows: list[Row],
+        calibration: Calibration,
+        predict_all: PredictAll,
+        concerns: Concerns,
+    ) -> None:
         self.rows, self.calibration, self.predict_all = rows, calibration, predict_all
         self.target = np.log([published_step_s(row) for row in rows])
         self.scale = row_weights(rows) / ROW_SPREAD
@@ -165,17 +184,18 @@ class StepFit:
         self.names: list[str] = []
         self.moves: list[list[int]] = []
         for name in calibration.fitted:
-            moved = self._moved(name, base)
+            near = [i for i, row in enumerate(rows) if concerns(name, row)]
+            moved = self._moved(name, near, base)
             if moved:
                 self.names.append(name)
                 self.moves.append(moved)
 
-    def _moved(self, name: str, base: Sequence[float]) -> list[int]:
-        """Rows that a constant moves."""
+    def _moved(self, name: str, near: list[int], base: Sequence[float]) -> list[int]:
+        """Of the rows that a constant concerns, those that it moves."""
         value = value_of(self.calibration, name)
         trial = with_values(self.calibration, [name], [value * 1.2 if value < 1 else value / 1.2])
-        after = self.predict_all([(row, trial) for row in self.rows])
-        return [i for i, (a, b) in enumerate(zip(after, base, strict=True)) if a != b]
+        after = self.predict_all([(self.rows[i], trial) for i in near])
+        return [i for i, seconds in zip(near, after, strict=True) if seconds != base[i]]
 
     def log_errors(self, trial: Calibration, chosen: Sequence[int]) -> Logs:
         """log(predicted / published seconds) of the chosen rows."""

@@ -8,7 +8,7 @@ from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.lowering.emit_backward import BackwardEmitter
 from rematbench.lowering.emit_forward import Fates, ForwardEmitter
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
-from rematbench.lowering.fates import covered, resolve, unmatched
+from rematbench.lowering.fates import covered, resolve, said, unmatched
 from rematbench.lowering.mini import unused
 from rematbench.lowering.rank_steps import (
     Class,
@@ -45,7 +45,9 @@ def lower(plan: Plan, problem: Problem) -> Program:
     matched = {index for lowering in lowerings for index in lowering.matched}
     idle = unmatched(plan, matched)
     if idle:
-        raise PlanError(f"rule matches no saved tensor: {idle[0].select}")
+        tables = (problem.embedding, *problem.layer_kinds, problem.head)
+        known = {name for table in tables for name in table.activations}
+        raise PlanError(f"rule matches no saved tensor: {said(idle[0].select, known)}")
     return program
 
 
@@ -76,6 +78,7 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
         raise PlanError(
             "parameters gathered per layer are released by the forward or the backward, not never"
         )
+    _check_host_states(plan)
     late = completed_after_backward(problem)
     if late and plan.state("optimizer").update == "backward":
         raise PlanError(late)
@@ -88,6 +91,14 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
     idle = unused(plan.mini_sequences, [*problem.layer_kinds, problem.head])
     if idle:
         raise PlanError(f"mini-sequence of {idle.ops} names no operator of this model")
+
+
+def _check_host_states(plan: Plan) -> None:
+    gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
+    if optimizer.home == "host" and optimizer.update == "backward":
+        raise PlanError("an optimizer in host memory updates once per step, not in the backward")
+    if gradient.home == "host" and optimizer.home == "device":
+        raise PlanError("gradients in host memory need their optimizer there")
 
 
 def _at_once(order: tuple[Pass, ...], chunk: int) -> bool:
@@ -117,7 +128,8 @@ class _RankLowering:
         self.holders: dict[int, tuple[ChunkOps, PassClass]] = {}
         parameter, peers = plan.state("parameter"), lay.state_shards > 1
         self.update_in_backward = plan.state("optimizer").update == "backward"
-        self.transient_gradients = plan.state("gradient").shards > 1 or self.update_in_backward
+        gradient = plan.state("gradient")
+        self.leaving_gradients = gradient.home == "host" or gradient.shards > 1
         self.overlap_reduce = system.reduce_overlap and peers
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
         self.layerwise = parameter.gather == "layer" and peers
@@ -159,7 +171,7 @@ class _RankLowering:
             sends_beside=self.problem.system.sends_beside(self.problem.layout.vpp),
             gather=self.layerwise,
             gather_first=self.overlap_gather,
-            reduce=self.transient_gradients,
+            reduce=self.leaving_gradients or self.update_in_backward,
             reduce_last=self.overlap_reduce,
         )
 

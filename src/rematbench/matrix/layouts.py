@@ -139,7 +139,7 @@ def estimate(problem: Problem) -> Estimate:
         head=float(problem.head.saved_bytes),
         first=chunks * layers * table.saved_bytes,
         last=(chunks - lay.pp + 1 if lay.vpp > 1 else 1) * layers * table.saved_bytes,
-        usable=problem.cluster.usable_bytes,
+        usable=problem.usable_bytes,
     )
 
 

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from rematbench.cost.constants import Calibration
 from rematbench.cost.fit import (
     PRIORS,
+    Concerns,
     FitReport,
     Row,
     StepFit,
@@ -40,7 +41,7 @@ from rematbench.published.rows import Case, read_case
 from rematbench.published.validate import SPEED
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
-from rematbench.spec.load import load_cluster
+from rematbench.spec.load import load_cluster, load_system
 
 WARM, LONG = 2, 3
 """Rounds of pp micro-batches after which a 1F1B step only repeats itself: a step of many is that
@@ -137,7 +138,7 @@ def _seconds(lowered: _Lowered, calibration: Calibration) -> float:
 
 
 def _step_s(problem: Problem, program: Program) -> float:
-    return simulate_chunks(program, action_seconds(problem)).step_s
+    return simulate_chunks(program, action_seconds(problem, program)).step_s
 
 
 # -- fits -------------------------------------------------------------------------------------
@@ -146,7 +147,22 @@ def _step_s(problem: Problem, program: Program) -> float:
 def calibrate(rows: Sequence[Row], start: Calibration, processes: int = 2) -> FitReport:
     """The constants fitted to the FIT rows, from `start`; plans are those of `start`."""
     with StepModel(start, processes) as model:
-        return fit(rows, start, model)
+        return fit(rows, start, model, concerns(start))
+
+
+def concerns(calibration: Calibration) -> Concerns:
+    """A row's constants are those of its cluster's GPUs and network, and of its stack."""
+
+    def concerned(name: str, row: Row) -> bool:
+        cluster, system = load_cluster(row["cluster"]), load_system(row["system"])
+        entries = {
+            ("gpus", cluster.generation),
+            ("networks", calibration.network_entry(cluster.constants)),
+            ("systems", calibration.system_entry(system.constants)),
+        }
+        return tuple(name.split(".")[:2]) in entries
+
+    return concerned
 
 
 def without_source(calibration: Calibration, rows: Sequence[Row], source: str) -> Calibration:
@@ -186,7 +202,8 @@ def left_out_rows(
     of every trial are simulated.
     """
     with StepModel(calibration, processes) as model:
-        step_fit = StepFit(fit_rows(rows, calibration.fit), calibration, model)
+        fitted = fit_rows(rows, calibration.fit)
+        step_fit = StepFit(fitted, calibration, model, concerns(calibration))
         slopes = step_fit.slopes(calibration)
         for source in sources:
             start = without_source(calibration, rows, source)

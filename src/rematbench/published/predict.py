@@ -21,6 +21,7 @@ COLUMNS = (
     "pred_mfu_causal",
     "pred_peak_device_bytes",
     "pred_peak_host_bytes",
+    "pred_usable_bytes",
     "pred_offload_fraction",
     "pred_status",
     "pred_reason",
@@ -149,7 +150,7 @@ def _prediction(problem: Problem, outcome: Outcome, assumed: str) -> Prediction:
     """The pred_* columns; the peak is counted as the stack's publications count theirs."""
     evaluation, plan = outcome.evaluation, outcome.plan
     reason = "; ".join(text for text in (outcome.reason, assumed) if text)
-    if evaluation is None or plan is None:
+    if evaluation is None or plan is None or evaluation.not_timed:
         return _nothing(outcome.status, reason)
     values = (
         evaluation.tokens_per_s_per_gpu,
@@ -157,6 +158,7 @@ def _prediction(problem: Problem, outcome: Outcome, assumed: str) -> Prediction:
         evaluation.mfu_causal,
         reported_peak_bytes(problem, plan, evaluation),
         max(evaluation.peak_host_bytes),
+        problem.usable_bytes,
         plan.fit.get("alpha", 0.0),
         outcome.status,
         reason,

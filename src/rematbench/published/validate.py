@@ -294,10 +294,5 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
 
 def headroom_bytes(row: Row) -> float | None:
     """Usable device bytes less the predicted peak; None where nothing was predicted."""
-    peak = number(row, "pred_peak_device_bytes")
-    if peak is None:
-        return None
-    try:
-        return load_cluster(row["cluster"]).usable_bytes - peak
-    except ConfigError:
-        return None
+    peak, usable = number(row, "pred_peak_device_bytes"), number(row, "pred_usable_bytes")
+    return None if peak is None or usable is None else usable - peak

@@ -202,7 +202,7 @@ def make_record(
     spec = run_spec(asked or problem, method, base=base)
     evaluation, verdict = outcome.evaluation, outcome.verdict
     repeats: tuple[Metrics, ...] = ()
-    if evaluation is not None:
+    if evaluation is not None and not evaluation.not_timed:
         repeats = (
             Metrics(
                 peak_device_bytes=max(evaluation.peak_device_bytes),

@@ -14,27 +14,28 @@ from math import fsum
 from msgspec.structs import replace
 
 from rematbench.problem import Problem
-from rematbench.program.action import Action, Kind
+from rematbench.program.action import HOST_UPDATE, Action, Kind
 from rematbench.program.program import Program
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import RankedSeconds, Seconds, Simulation
 
 TRAFFIC: dict[str, frozenset[str]] = {
-    "copies": frozenset({"d2h", "h2d"}),
+    "copies": frozenset({"d2h", "h2d", HOST_UPDATE}),
     "pp": frozenset({"pp_send", "pp_recv"}),
     "dp": frozenset({"dp"}),
     "cp": frozenset({"cp"}),
     "tp": frozenset({"tp"}),
 }
-"""Streams by what they carry, in the order they are taken away: what a method adds first."""
+"""Streams by what they carry, in the order they are taken away: what a method adds first (states in
+host memory cost their copies, and the update between them)."""
 
 PARTS = ("compute", "recompute", "bubble", *TRAFFIC, "host")
 
 
 def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, float]:
     """Seconds of the step by PARTS; they add up to `step_s`, the program's chunk-level step."""
-    seconds = action_seconds(problem)
+    seconds = action_seconds(problem, program)
     spared: frozenset[str] = frozenset()
     found = {"host": host_wait_s(seconds, program, step_s)}
     before, simulation = step_s - found["host"], None

@@ -50,6 +50,9 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     waits for each send at once.
     `p2p_synchronous`: where sends do not run beside passes, the host waits until a pipeline message
     has arrived before it issues more.
+    `host_grad_bytes`: of one gradient on its way to an optimizer in host memory (DeepSpeed widens
+    it to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary, and in
+    stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
     `vocab_multiple`: the vocabulary is padded up to a multiple of this times tp.
     `reported_peak` is what this stack's publications print as peak device bytes: the allocator's
     allocated or reserved bytes, or the first stage's layers alone (their states, and their kept
@@ -90,6 +93,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data_parallel: DataParallelKind = "zero"
     compiled: bool = False
     optimizer_on_host: bool = False
+    host_grad_bytes: StateBytes = 4
     vocab_multiple: Multiple = 1
     reported_peak: ReportedPeak = "allocated"
     rank_order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
