@@ -1,5 +1,6 @@
 """Constants and accuracy: `calibrate` fits the constants, `validate` holds predictions to print."""
 
+from collections.abc import Sequence
 from math import fsum
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,7 @@ from typer import Option
 from rematbench.cli.sheet import PROCESSES, predicted
 from rematbench.cli.targets import Predictions, need_file, need_folder, read, rich_table
 from rematbench.cost.constants import Calibration, updated_text
-from rematbench.cost.fit import FitReport
+from rematbench.cost.fit import FitReport, Row, fit_rows
 from rematbench.host.console import CommandError, console, grid, plain
 from rematbench.published.accuracy import load_accuracy, load_left_out
 from rematbench.published.calibrate import calibrate as fitted
@@ -48,8 +49,8 @@ def calibrate(
       rematbench calibrate --leave-one-out -o config/left_out.yaml
     """
     need_file("-o", output)
-    rows = read(data_dir("published") / "runs.csv", "runs.csv")
     start = calibration()
+    rows = [*_published("runs.csv"), *fit_rows(_published("runs_more.csv"), start.fit)]
     if leave_out:
         found = leave_one_out(rows, start, load_accuracy(), processes)
         console().print(_left_out_table(found.errors))
@@ -62,6 +63,10 @@ def calibrate(
     if output is not None:
         output.write_text(text, encoding="utf-8")
         typer.echo(f"{output}: written")
+
+
+def _published(name: str) -> Sequence[Row]:
+    return read(data_dir("published") / name, name)
 
 
 def _left_out_table(errors: dict[str, float]) -> RichTable:

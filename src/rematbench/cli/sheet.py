@@ -8,6 +8,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_file, read
+from rematbench.cost.constants import Calibration
+from rematbench.cost.constants import instant_hosts as instant
 from rematbench.host.console import console
 from rematbench.host.garbage import collect_rarely
 from rematbench.published.predict import COLUMNS, predict_rows
@@ -15,6 +17,7 @@ from rematbench.published.sheets import (
     Cell,
     write_sheet,
 )
+from rematbench.spec.load import calibration
 
 ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Rows as `examples` has.")]
 
@@ -27,6 +30,9 @@ def predict(
     output: Annotated[Path, Option("-o", "--output", metavar="PRED.csv")],
     processes: PROCESSES = 2,
     methods: Methods = None,
+    instant_hosts: Annotated[
+        bool, Option("--instant-hosts", help="As if hosts issued everything at once.")
+    ] = False,
 ) -> None:
     """Predict every row of a sheet; adds pred_* columns, never drops a row.
 
@@ -41,7 +47,8 @@ def predict(
     need_file("-o", output)
     collect_rarely()
     sheet = read(rows, "ROWS.csv")
-    found = predicted(sheet, processes, methods)
+    constants = instant(calibration()) if instant_hosts else None
+    found = predicted(sheet, processes, methods, constants)
     write_sheet(output, found, [*sheet.columns, *COLUMNS])
     counts: dict[str, int] = {}
     for row in found:
@@ -50,7 +57,12 @@ def predict(
     typer.echo(f"{output}: {len(found)} rows ({summary or 'the sheet is empty'})")
 
 
-def predicted(rows: list[Cell], processes: int, methods: list[Path] | None) -> list[Cell]:
+def predicted(
+    rows: list[Cell],
+    processes: int,
+    methods: list[Path] | None,
+    constants: Calibration | None = None,
+) -> list[Cell]:
     """predict_rows with a progress bar on stderr."""
     err = console(error=True)
     columns = (
@@ -65,4 +77,10 @@ def predicted(rows: list[Cell], processes: int, methods: list[Path] | None) -> l
         def advance(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        return predict_rows(rows, processes=processes, methods=methods or (), progress=advance)
+        return predict_rows(
+            rows,
+            processes=processes,
+            methods=methods or (),
+            progress=advance,
+            constants=constants,
+        )

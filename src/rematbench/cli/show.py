@@ -14,6 +14,7 @@ from rematbench.choose.outcome import Outcome
 from rematbench.cli.options import Request
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds
+from rematbench.lowering.lower import lower
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
@@ -26,9 +27,13 @@ from rematbench.published.evidence import (
     published_cells,
 )
 from rematbench.published.sheets import read_sheet
+from rematbench.simulate.breakdown import host_wait_s
 from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
+from rematbench.simulate.seconds import action_seconds
 from rematbench.spec.paths import data_dir
 
+HOST_SHARE = 0.01
+"""Of a step: less of waiting for the host is not printed."""
 BANNERS = {
     "ok": "FITS",
     "oom": "OUT OF MEMORY",
@@ -172,10 +177,22 @@ def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
         ("offloaded", f"{evaluation.offload_bytes / 2**40:.3f} TiB per step, all ranks"),
     ]
     plan = shown.outcome.plan
+    rows += [("waits for the host", percent(share)) for share in _host_shares(problem, shown)]
     rows += [("plan", f"{key}: {value}") for key, value in (plan.fit if plan else {}).items()]
     for name, value in rows:
         table.add_row(name, plain(value))
     return table
+
+
+def _host_shares(problem: Problem, shown: Shown) -> list[float]:
+    """The share of the step in which devices wait for their hosts, where it is worth a line."""
+    plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
+    if plan is None or evaluation is None:
+        return []
+    step_s = evaluation.step_s
+    program = lower(plan, problem)
+    share = host_wait_s(action_seconds(problem, program), program, step_s) / step_s
+    return [share] if share > HOST_SHARE else []
 
 
 def stages(shown: Shown, evaluation: PlanEvaluation) -> Table:

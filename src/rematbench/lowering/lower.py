@@ -160,7 +160,6 @@ class _RankLowering:
     def _facts(self) -> StepFacts:
         rules, transfers = self.plan.rules, self.plan.transfers
         windows = tuple(w for rule in rules if (w := rule.select.micro_batches) is not None)
-        lay, overlap = self.problem.layout, self.problem.system.p2p_overlap
         return StepFacts(
             order=self.order,
             windows=windows,
@@ -169,7 +168,7 @@ class _RankLowering:
             release_lag=transfers.release_lag,
             reload_slots=transfers.reload_slots,
             hold_phases=transfers.before_send_phases,
-            sends_beside=overlap == "always" or (overlap == "interleaved" and lay.vpp > 1),
+            sends_beside=self.problem.system.sends_beside(self.problem.layout.vpp),
             gather=self.layerwise,
             gather_first=self.overlap_gather,
             reduce=self.leaving_gradients or self.update_in_backward,

@@ -48,6 +48,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     holds the model's output (0: nobody does).
     `p2p_overlap`: under which schedules a pipeline send runs beside the next pass; else a rank
     waits for each send at once.
+    `p2p_synchronous`: where sends do not run beside passes, the host waits until a pipeline message
+    has arrived before it issues more.
     `host_grad_bytes`: of one gradient on its way to an optimizer in host memory (DeepSpeed widens
     it to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary, and in
     stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
@@ -82,6 +84,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     held_logit_bytes: StateBytes = 0
     tp_overlap: TpOverlap
     p2p_overlap: P2pOverlap
+    p2p_synchronous: bool = False
     reduce_overlap: bool
     gather_overlap: bool
     bucket_bytes: Bytes = 0
@@ -97,6 +100,11 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     features: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
     sources: dict[str, str] = {}
+
+    def sends_beside(self, vpp: int) -> bool:
+        """Whether a pipeline send runs beside the next pass, with so many chunks on a rank."""
+        always = self.p2p_overlap == "always"
+        return always or (self.p2p_overlap == "interleaved" and vpp > 1)
 
     def padded_vocab(self, vocab: int, tp: int) -> int:
         """The vocabulary this stack computes with: padded up to vocab_multiple x tp."""
