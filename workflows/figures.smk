@@ -20,6 +20,47 @@ rule table_figure:
         "python {input.script} {input.cells} {output.pdf} > {log} 2>&1"
 
 
+rule predict_more:
+    input:
+        "results/published/runs_more.csv",
+    output:
+        "results/paper/predictions_more{hosts}.csv",
+    log:
+        "results/paper/logs/predict_more{hosts}.log",
+    localrule: SIMULATE_HERE
+    conda:
+        "../environment.yml"
+    wildcard_constraints:
+        hosts="|_instant_hosts",
+    resources:
+        **SIMULATED,
+    params:
+        engine=code("sheet"),
+        hosts=lambda wildcards: wildcards.hosts.replace("_", "-").replace("-", "--", 1),
+    shell:
+        "rematbench predict {input} -o {output} --processes 1 {params.hosts} > {log} 2>&1"
+
+
+rule small_models_figure:
+    input:
+        script="figures/small_models.py",
+        style="figures/style.py",
+        cells=[
+            "results/paper/predictions_more.csv",
+            "results/paper/predictions_more_instant_hosts.csv",
+        ],
+    output:
+        pdf="results/{suite}/figures/small_models.pdf",
+        png=report("results/{suite}/figures/small_models.png", category="figures"),
+    log:
+        "results/{suite}/logs/small_models.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "python {input.script} {input.cells} {output.pdf} > {log} 2>&1"
+
+
 rule stages:
     input:
         records=looked_into,

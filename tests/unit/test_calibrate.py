@@ -13,7 +13,7 @@ from rematbench.published.left_out import (
     REFITTED,
     joined,
     left_out_errors,
-    lines_of,
+    line_of,
     log_error,
     out_of_source,
 )
@@ -85,8 +85,10 @@ def test_every_group_of_speeds_has_a_left_out_error() -> None:
 
 def test_a_line_is_of_the_row_that_was_predicted() -> None:
     rows = [dict(ROWS[0], status="oom"), dict(ROWS[1])]
-    scored = [(i, {**row, "pred_tokens_per_s_per_gpu": "3000"}) for i, row in enumerate(rows)]
-    (line,) = lines_of("runs.csv", rows, scored, REFITTED)  # what has no speed has no error
+    made = [{**row, "pred_tokens_per_s_per_gpu": "3000"} for row in rows]
+    found = [line_of("runs.csv", i, rows[i], made[i], REFITTED) for i in range(2)]
+    assert found[0] == {}  # what ran out of memory has no error
+    line = found[1]
     assert joined(line, {"runs.csv": rows})["model"] == rows[1]["model"]
     assert log_error(joined(line, {"runs.csv": rows})) == pytest.approx(
         math.log(3000 / float(rows[1]["tokens_per_s_per_gpu"]))

@@ -8,13 +8,11 @@ from rematbench.choose.candidates import (
     KINDS,
     Candidate,
     Made,
-    Policy,
     changed_kinds,
     clash,
     composed,
     compositions,
     load_compare,
-    present,
 )
 from rematbench.plan import (
     MiniSequence,
@@ -27,6 +25,7 @@ from rematbench.plan import (
     Transfers,
 )
 from rematbench.plugins.discover import discover
+from rematbench.plugins.policies import Policy, present
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
 from tests.problems import make_problem

@@ -18,11 +18,13 @@ from rematbench.choose.candidates import (
 )
 from rematbench.choose.compare import Comparing
 from rematbench.choose.entry import Comparison, Entry
+from rematbench.choose.judged import Judged, tied
 from rematbench.choose.outcome import run_method
-from rematbench.cli.compare import tied
-from rematbench.cli.ranking import Judged, safest, texts, verdict
+from rematbench.cli.options import Request
+from rematbench.cli.ranking import Shown, safest, texts, verdict
 from rematbench.host.workers import Pool
 from rematbench.lowering.lower import lower
+from rematbench.packages.flags import Engines
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
@@ -168,7 +170,7 @@ def test_free_traffic_leaves_compute_and_bubble() -> None:
     busy = max(left.busy_s(rank, "compute") for rank in range(4))
     assert found["compute"] + found["recompute"] == pytest.approx(busy)
     assert found["bubble"] == pytest.approx(left.step_s - busy)
-    assert found["pp"] == pytest.approx(step_s - left.step_s)
+    assert found["pp"] + found["host"] == pytest.approx(step_s - left.step_s)
     assert [found[key] for key in ("copies", "dp", "cp", "tp", "recompute")] == [0.0] * 5
 
 
@@ -234,10 +236,13 @@ def test_the_safest_of_a_tie_leaves_most_of_the_device_free(found: Comparison) -
 
 def test_a_row_shows_no_speed_of_what_does_not_fit(found: Comparison) -> None:
     entry = by_name(found)["keep_all"]
-    row = texts(Judged(entry, BAND, "no"), 0.02, wide=True)
+    p = demo(seq_len=65536)
+    asked = Request(problem=p, method=discover().resolve("keep_all"), base=p.base_plan)
+    shown = Shown(asked=asked, engines=Engines(p), share=0.02)
+    row = texts(Judged(entry, BAND, "no"), shown, folded=False)
     assert row[:2] == ["keep_all", "no"]
     assert row[2].startswith("-")
-    assert set(row[3:]) == {"-"}
+    assert set(row[3:]) == {"-", "0.0"}
     assert verdict([Judged(entry, BAND, "no")]).startswith("NOTHING FITS: nearest is")
     assert verdict([]) == "NOTHING FITS: no method has a plan"
 

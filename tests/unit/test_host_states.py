@@ -83,7 +83,9 @@ def test_a_slower_host_never_makes_a_step_faster(name: str, kinds: tuple[str, ..
 @pytest.mark.parametrize("name", ["one", "tp"])
 def test_with_infinite_rates_only_the_devices_update_is_gone(name: str) -> None:
     given, plan = timed(name, ("optimizer",))
-    given = on(given, host_update_parameters_per_s=1e21, pcie_bytes_per_s=1e21)
+    given = on(
+        given, host_update_parameters_per_s=1e21, pcie_bytes_per_s=1e21, dram_bytes_per_s=None
+    )
     constants = given.calibration.common
     free = replaced(
         given,

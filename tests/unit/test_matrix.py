@@ -1,6 +1,5 @@
 """The matrix: one candidate list for all arms, two tables that never mix, verdicts with reasons."""
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rematbench.matrix.sweep import BEST, NOT_RUN, SAME, Line, run_matrix
 from rematbench.matrix.tables import fastest_table, matrix_tables, shortage
 from rematbench.matrix.verdicts import by_cell, judged, outcome, speed
 from rematbench.plugins.discover import discover
-from rematbench.published.bands import ratio_band, reserve_bytes, shipped
+from rematbench.published.bands import leaving_reserve, ratio_band, reserve_bytes, shipped
 from rematbench.published.evidence import methods_of
 from rematbench.runs.suite import load_suite
 from rematbench.spec.configfile import ConfigError
@@ -116,9 +115,7 @@ def test_a_cell_is_what_simulate_says(ran: tuple[list[Line], list[Line]]) -> Non
         problem = make_problem(
             model="llama3-8b", cluster="h800-80gb", system=spec.system, layout=lay, seq_len=16384
         )
-        free = reserve_bytes(problem.usable_bytes)
-        leaving = dataclasses.replace(problem, reserve_bytes=free)
-        got = run_method(leaving, arm.resolved(REGISTRY))
+        got = run_method(leaving_reserve(problem), arm.resolved(REGISTRY))
         assert got.evaluation is not None
         assert got.evaluation.tokens_per_s_per_gpu == line["tokens_per_s_per_gpu"]
         assert got.evaluation.reserved_bytes == line["reserved_bytes"]

@@ -5,8 +5,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from rematbench.tables.expected import Bound, check, differences, load_artifact, measured
+from rematbench.tables.expected import (
+    Artifact,
+    Bound,
+    Claim,
+    Find,
+    check,
+    counted,
+    differences,
+    load_artifact,
+    measured,
+)
 from rematbench.tables.html import page_html
 from rematbench.tables.page import (
     Page,
@@ -18,6 +29,7 @@ from rematbench.tables.page import (
     table_html,
 )
 from rematbench.tables.table import Column, Table, gib, whole
+from tests.typed import typed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -129,6 +141,7 @@ def test_claims_fail_on_missing_changed_and_unbounded_tables(tmp_path: Path) -> 
         (ours / f"{name}.csv").write_text("error\n0.01\n")
     assert all(finding.problems for finding in check(artifact, ours, theirs))
     shutil.copytree(ours, theirs)
+    artifact = replace(artifact, claims=tuple(replace(c, finds=()) for c in artifact.claims))
     assert not any(finding.problems for finding in check(artifact, ours, theirs))
     for folder in (ours, theirs):
         (folder / "atc24_figure9_scaling.csv").write_text("error\n0.5\n")
@@ -137,10 +150,52 @@ def test_claims_fail_on_missing_changed_and_unbounded_tables(tmp_path: Path) -> 
     assert failed[0].line.startswith("FAIL C2")
 
 
+FIND = Find(says="fastest", table="t", rows={"arm": "a"}, count=2, of=3)
+
+
+def test_a_finding_counts_rows_and_those_that_agree_with_others(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("arm,kept,cost\na,1,2\nb,1,2\na,3,4\n,5,6\n")
+    assert counted(FIND, tmp_path) == (2, 3)
+    agree = replace(FIND, same=("kept", "cost"), beside={"arm": "b"})
+    assert counted(agree, tmp_path) == (1, 2)
+    claim = Claim(id="C1", text="Text.", place="here", tables=("t",), finds=(FIND,))
+    artifact = Artifact(claims=(claim,), tolerance=1e-6)
+    (passed,) = check(artifact, tmp_path, tmp_path)
+    assert passed.line == "PASS C1 Text. Found: fastest: 2 of 3."
+    wrong = replace(claim, finds=(replace(FIND, count=1),))
+    (failed,) = check(replace(artifact, claims=(wrong,)), tmp_path, tmp_path)
+    assert failed.line == "FAIL C1 Text. [fastest: 2 of 3, claimed 1 of 3]"
+
+
+def test_what_was_not_made_has_not_failed(tmp_path: Path) -> None:
+    expected = ROOT / "results" / "expected"
+    name = "atc24_figure7_memory.csv"
+    shutil.copy(expected / name, tmp_path / name)
+    ran = typed("expect", str(tmp_path), str(expected), "--claim", "C1")
+    lines = ran.out.splitlines()
+    assert ran.code in (0, None)
+    assert lines[0].startswith("PASS C1")
+    assert all(line.startswith("NOT MADE") for line in lines[1:-1])
+    assert lines[-1] == "1 of 1 claims pass"
+    assert typed("expect", str(tmp_path), str(expected), "--claim", "C2").code == 1
+    assert typed("expect", str(tmp_path), str(expected)).code == 1
+    assert "no claim 'C99'" in typed("expect", str(tmp_path), str(expected), "--claim", "C99").err
+
+
+def test_the_committed_tables_find_what_is_claimed() -> None:
+    expected = ROOT / "results" / "expected"
+    findings = check(load_artifact(), expected, expected)
+    assert not [finding.line for finding in findings if finding.problems]
+
+
 def test_the_artifact_page_has_every_claim_and_only_real_tables() -> None:
     text = (ROOT / "ARTIFACT.md").read_text()
     claims = load_artifact().claims
     for claim in claims:
         row = next(line for line in text.splitlines() if line.startswith(f"| {claim.id} |"))
-        assert row.split("|")[3].strip(" `") in claim.tables
+        output = Path(row.split("|")[3].strip(" `"))
+        assert output.parent == Path("results/paper/tables")
+        assert output.stem in claim.tables
+        for find in claim.finds:
+            assert str(find.count) in row.split("|")[4], find.says
     assert f"`{len(claims)} of {len(claims)} claims pass`" in text

@@ -123,10 +123,7 @@ def _on(problem: Problem, cluster: Cluster) -> Problem:
 def _again(problem: Problem, entry: Entry, registry: Registry) -> Outcome | None:
     """An entry's methods with its settings on another problem."""
     try:
-        names = entry.name if entry.candidate.origin != "policy" else entry.candidate.method
-        plan = registry.resolve(names, entry.settings if entry.candidate.smallest else None).plan(
-            problem
-        )
+        plan = registry.resolve(entry.name, None, problem).plan(problem)
     except (MethodError, PlanError, LayoutError):
         return None
     return None if isinstance(plan, Unsupported) else _run(problem, plan)

@@ -58,19 +58,17 @@ def calibrate(
             raise CommandError("--rows and --leave-one-out: give one of them")
         calibrate_own(rows, output, processes)
         return
-    known = read(data_dir("published") / "runs.csv", "runs.csv")
     start = calibration()
+    sheets = {name: read(data_dir("published") / name, name) for name in SHEETS}
     if leave_out:
-        more = read(data_dir("published") / SHEETS[1], SHEETS[1])
-        lines = leave_one_out(known, more, start, load_accuracy(), processes)
+        lines = leave_one_out(sheets, start, load_accuracy(), processes)
         if output is not None:
             write_sheet(output, lines)
-        sheets = dict(zip(SHEETS, (known, more), strict=True))
         made = [joined(line, sheets) for line in lines]
         for name, error in left_out_errors(made, load_accuracy(), start).items():
             typer.echo(f"{name}: {100 * error:.1f} % with constants that never saw the source")
         return
-    report = fitted(known, start, processes)
+    report = fitted([row for name in SHEETS for row in sheets[name]], start, processes)
     _show(start, report)
     if output is not None:
         shipped = (data_dir("config") / "calibration.yaml").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
@@ -13,6 +14,7 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 from typer import Argument, Option
 
+from rematbench.choose.job import Job
 from rematbench.choose.outcome import make_problem
 from rematbench.host.console import GIB, CommandError
 from rematbench.packages.process import baselines
@@ -20,7 +22,7 @@ from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
-from rematbench.published.bands import reserve_bytes
+from rematbench.published.bands import leaving_reserve
 from rematbench.spec.problemspec import ProblemSpec, flag
 
 MOST_S = 7 * 86_400.0
@@ -67,7 +69,9 @@ class RunOptions:
     field is an option of the same name."""
 
     problem: dict[str, Any]
-    method: Annotated[str, Argument(metavar="METHOD", help="A method or a+b (see `methods`).")]
+    method: Annotated[
+        str, Argument(metavar="METHOD", help="A method, a+b, or the name of a row of `compare`.")
+    ]
     partition: Annotated[
         str, Option(metavar="9,8,..", help="Layers of each of the pp x vpp chunks, in order.")
     ] = ""
@@ -88,11 +92,25 @@ class RunOptions:
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One run, ready to plan."""
+    """One run, ready to plan: of the method that was `named` with `settings`, on a problem of which
+    `words` are the options."""
 
     problem: Problem
     method: Composition
     base: Plan
+    words: tuple[str, ...] = ()
+    named: str = ""
+    settings: tuple[str, ...] = ()
+
+    @property
+    def job(self) -> Job:
+        """The problem and its options, without the method."""
+        return Job(problem=self.problem, base=self.base, words=self.words)
+
+    @property
+    def run_with(self) -> str:
+        """The command of this run."""
+        return self.job.run_with(self.named or self.method.name, *self.settings)
 
 
 def takes_run(command: Callable[..., None]) -> Callable[..., None]:
@@ -115,6 +133,8 @@ def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[...,
         problem = {name: given.pop(name) for name in _OPTIONS}
         problem["sp"] = False if problem["sp"] else None
         typed = {f.name: given.pop(f.name) for f in kept}
+        if "method" not in fixed and typed["methods"]:
+            _tell_broken(typed["methods"])
         command(RunOptions(problem=problem, **typed, **fixed), **given)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -137,6 +157,12 @@ def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[...,
     return run
 
 
+def _tell_broken(folders: list[Path]) -> None:
+    """Say on stderr which files of a person's folders have no method; `compare` says it itself."""
+    for path, reason in discover(folders).broken.items():
+        sys.stderr.write(f"unavailable: {path}: {reason}\n")
+
+
 def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
     """The fields of a ProblemSpec as options; what is required may still be filled in by a command,
     so that None stands for it."""
@@ -156,8 +182,9 @@ def request(options: RunOptions) -> Request:
     missing = [flag(f.name) for f in fields(ProblemSpec) if f.required and not given.get(f.name)]
     if missing:
         raise CommandError(f"missing option: {', '.join(missing)}")
-    method = _method(options)
-    problem = _with_reserve(make_problem(ProblemSpec(**given)), options.reserve_gib)
+    spec = ProblemSpec(**given)
+    problem = _with_reserve(make_problem(spec), options.reserve_gib)
+    method = _method(options, problem)
     base = problem.base_plan
     if options.partition:
         base = replace(base, partition=_partition(options.partition, problem))
@@ -165,24 +192,46 @@ def request(options: RunOptions) -> Request:
         if problem.layout.vpp > 1:
             raise CommandError(f"--gpipe has one chunk per rank, --vpp is {problem.layout.vpp}")
         base = replace(base, schedule="gpipe")
-    return Request(problem=problem, method=method, base=base)
+    words = (*spec.to_arguments(), *_words(options))
+    settings = tuple(word for text in options.settings or () for word in ("--set", text))
+    return Request(
+        problem=problem,
+        method=method,
+        base=base,
+        words=words,
+        named=options.method,
+        settings=settings,
+    )
+
+
+def _words(options: RunOptions) -> Iterator[str]:
+    """What is no field of a ProblemSpec, as it was typed."""
+    if options.partition:
+        yield from ("--partition", options.partition)
+    if options.gpipe:
+        yield "--gpipe"
+    if options.reserve_gib is not None:
+        yield from ("--reserve-gib", f"{options.reserve_gib:g}")
+    for folder in options.methods or ():
+        yield from ("--methods", str(folder))
 
 
 def _with_reserve(problem: Problem, reserve_gib: float | None) -> Problem:
     """The problem with the device bytes that tuned plans leave free."""
-    usable = problem.usable_bytes
-    nbytes = reserve_bytes(usable) if reserve_gib is None else round(reserve_gib * GIB)
+    if reserve_gib is None:
+        return leaving_reserve(problem)
+    usable, nbytes = problem.usable_bytes, round(reserve_gib * GIB)
     if nbytes >= usable:
         most = f"the device has {usable / GIB:.2f} GiB"
         raise CommandError(f"--reserve-gib {reserve_gib:g}: {most}")
     return dataclasses.replace(problem, reserve_bytes=nbytes)
 
 
-def _method(options: RunOptions) -> Composition:
+def _method(options: RunOptions, problem: Problem) -> Composition:
     """The method that is named; a baseline's name is no method's, and has commands of its own."""
     try:
         found = discover(options.methods or ())
-        return found.resolve(options.method, settings_of(options.settings))
+        return found.resolve(options.method, settings_of(options.settings), problem)
     except MethodError as error:
         named = [word.strip() for word in options.method.split("+")]
         name = next((word for word in named if word in baselines()), "")

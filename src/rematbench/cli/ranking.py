@@ -4,61 +4,91 @@ import re
 from collections.abc import Sequence
 
 from msgspec import Struct
-from rich.console import Console
-from rich.table import Column, Table
+from rich.console import Console, JustifyMethod
+from rich.table import Table
 
 from rematbench import __version__
 from rematbench.choose.entry import Comparison, Entry
+from rematbench.choose.judged import Judged, Order
 from rematbench.cli.options import Request
 from rematbench.cli.show import heading, nominal
-from rematbench.host.console import gib, percent, plain, rounded
+from rematbench.host.console import GIB, gib, percent, plain, rounded
+from rematbench.packages.flags import Engines
 from rematbench.published.bands import Band, peak_band, ratio_band
 
 WIDE = 150
 """From this width on names and parts of the step stand on one line."""
 
+UNBOUNDED = 1000
+"""Columns of `--wide`: more than any row has."""
+
 LONGEST = 48
 """Characters of a name that stand on one line."""
+
+RUNS_ON = "runs\non"
 
 MOST_PARTS = 3
 """Parts of the step named in the table (the CSV has all)."""
 
-HEADS = (
-    "method",
-    "fits",
-    "headroom\nGiB",
-    "step s",
-    "tokens/s\n/GPU",
-    "MFU %\ncausal",
-    "MFU %\ndense",
-    "GPU-h\nper 1e9\ntokens",
-    "where the\nstep goes\n%",
-    "80 %\nband;\noutside",
-)
-TEXTS = (0, 1, 8, 9)
+
+class Shown(Struct, frozen=True, kw_only=True):
+    """What a table is about: the job, which engines run its plans, what is to be trained, and the
+    least share of a step that is named."""
+
+    asked: Request
+    engines: Engines
+    order: Order = Order()
+    share: float
 
 
-class Judged(Struct, frozen=True):
-    """An entry, the band of its speed, whether it fits (yes, tight, no), and whether it is within
-    the error of ratios of the best (`tied`)."""
+class Head(Struct, frozen=True):
+    """A column: its heading, whether it holds words, and how early it is given up for room (0:
+    never)."""
 
-    entry: Entry
-    band: Band
-    fits: str
-    tied: bool = False
+    text: str
+    words: bool = False
+    given_up: int = 0
+
+
+def heads(shown: Shown) -> tuple[Head, ...]:
+    """The columns of a table, in order."""
+    host = f"{shown.asked.problem.cluster.host_bytes / GIB:.0f}"
+    days = (Head("days"),) if shown.order.tokens else ()
+    cost = (Head("cost"),) if shown.order.tokens and shown.order.price else ()
+    return (
+        Head("method", words=True),
+        Head("fits", words=True),
+        Head("headroom\nGiB"),
+        Head("step s"),
+        Head("tokens/s\n/GPU"),
+        Head("MFU %\ncausal", given_up=3),
+        Head("MFU %\ndense", given_up=5),
+        Head(f"host GiB\nper node\nof {host}", given_up=1),
+        Head("GPU-h\nper 1e9\ntokens", given_up=7),
+        *days,
+        *cost,
+        Head("where the\nstep goes\n%", words=True, given_up=2),
+        Head(RUNS_ON, words=True, given_up=6),
+        Head("80 %\nband;\noutside", words=True, given_up=4),
+    )
 
 
 class Ranking:
     """A comparison as it is printed: the table of what is quick, planners as they end, notes."""
 
-    def __init__(self, out: Console, asked: Request, share: float) -> None:
-        self.out, self.asked, self.share = out, asked, share
-        self.wide = out.width >= WIDE
-        self.said, self.widths = "", [0] * len(HEADS)
+    def __init__(self, out: Console, shown: Shown, *, wide: bool = False) -> None:
+        self.out, self.shown = out, shown
+        if wide:
+            self.out.width = UNBOUNDED
+        self.folded = out.width < WIDE
+        self.said = ""
+        self.heads = heads(shown)
+        self.kept: list[int] = []
+        self.widths: list[int] = []
 
     def table(self, judged: Sequence[Judged]) -> None:
         """Heading, verdict and table."""
-        for text in heading(self.asked)[:3]:
+        for text in heading(self.shown.asked)[:3]:
             self.out.print(plain(text))
         self.out.print()
         self.said = verdict(judged)
@@ -66,15 +96,42 @@ class Ranking:
         if line := safest(judged):
             self.out.print(plain(line))
         self.out.print()
-        made = table(judged, self.share, wide=self.wide)
-        self.widths = [_width(self.out, column) for column in made.columns]
-        self.out.print(made)
+        rows = self._rows(judged)
+        cells = zip(*([head.text for head in self.heads], *rows), strict=True)
+        widths = [
+            max(len(line) for cell in column for line in cell.split("\n")) for column in cells
+        ]
+        self.kept = kept(self.heads, widths, self.out.width, self._gap())
+        self.widths = [widths[index] for index in self.kept]
+        self.out.width = max(self.out.width, sum(self.widths) + self._gap() * len(self.widths))
+        self._print(rows, heads=True)
 
     def late(self, judged: Sequence[Judged]) -> None:
         """A planner's row, under the same columns."""
-        row = table(judged, self.share, wide=self.wide, widths=self.widths)
-        if row.row_count:
-            self.out.print(row)
+        self._print(self._rows(judged), heads=False)
+
+    def _gap(self) -> int:
+        return 1 if self.folded else 2
+
+    def _rows(self, judged: Sequence[Judged]) -> list[list[str]]:
+        """Fitting plans by speed, then those that do not fit; refusals are lines below."""
+        return [
+            texts(item, self.shown, folded=self.folded)
+            for item in judged
+            if item.entry.verdict is not None
+        ]
+
+    def _print(self, rows: Sequence[Sequence[str]], *, heads: bool) -> None:
+        """Rows under the columns that there is room for."""
+        made = Table(box=None, pad_edge=False, padding=(0, self._gap(), 0, 0), show_header=heads)
+        for index, width in zip(self.kept, self.widths, strict=True):
+            head = self.heads[index]
+            justify: JustifyMethod = "left" if head.words else "right"
+            made.add_column(head.text, justify=justify, no_wrap=True, min_width=width)
+        for row in rows:
+            made.add_row(*(plain(row[index]) for index in self.kept))
+        if rows or heads:
+            self.out.print(made, crop=False)
 
     def notes(
         self, found: Comparison, judged: Sequence[Judged], would_fit: Sequence[str] = ()
@@ -83,18 +140,31 @@ class Ranking:
         self.out.print()
         if verdict(judged) != self.said:
             self.out.print(plain(f"{verdict(judged)} (a planner)"), style="bold")
-        for text in (*notes(judged), *left_out(found, judged), *nominal(self.asked.problem)):
+        problem = self.shown.asked.problem
+        dropped = [head.text for i, head in enumerate(self.heads) if i not in self.kept]
+        if dropped:
+            names = ", ".join(text.replace("\n", " ") for text in dropped)
+            line = f"no room for: {names} (--wide shows them, -o FILE.csv has them)"
+            self.out.print(plain(line))
+        if RUNS_ON not in dropped:
+            self.out.print(plain(f"runs on: {self.shown.engines.legend()}"))
+        for text in (*notes(judged), *left_out(found, judged), *nominal(problem)):
             self.out.print(plain(text))
-        date = self.asked.problem.calibration.date
+        date = problem.calibration.date
         self.out.print(plain(f"world: simulated (rematbench {__version__}, constants of {date})"))
         if would_fit:
             text = f"WOULD FIT: {'; or '.join(would_fit)}"
             self.out.print(plain(text), style="bold", soft_wrap=True)
 
 
-def _width(out: Console, column: Column) -> int:
-    """Characters that a column takes, padding apart."""
-    return max(out.measure(text).maximum for text in (column.header, *column.cells))
+def kept(heads: Sequence[Head], widths: Sequence[int], room: int, gap: int) -> list[int]:
+    """The columns that stay: of those that may be given up, the first to go go until the rest has
+    room."""
+    found = list(range(len(heads)))
+    early = sorted((i for i in found if heads[i].given_up), key=lambda i: heads[i].given_up)
+    while early and sum(widths[i] + gap for i in found) - gap > room:
+        found.remove(early.pop())
+    return found
 
 
 def verdict(judged: Sequence[Judged]) -> str:
@@ -129,41 +199,27 @@ def _said(item: Judged) -> str:
     )
 
 
-def table(
-    judged: Sequence[Judged], share: float, *, wide: bool, widths: Sequence[int] = ()
-) -> Table:
-    """Fitting plans by speed, then those that do not fit; refusals are lines below.  `widths`: of
-    the columns of the table that these rows continue, which has the heads."""
-    padding = (0, 2 if wide else 1, 0, 0)
-    made = Table(box=None, pad_edge=False, padding=padding, show_header=not widths)
-    for index, head in enumerate(HEADS):
-        made.add_column(
-            head,
-            justify="left" if index in TEXTS else "right",
-            no_wrap=True,
-            min_width=widths[index] if widths else None,
-        )
-    for item in judged:
-        if item.entry.verdict is not None:
-            made.add_row(*(plain(text) for text in texts(item, share, wide=wide)))
-    return made
-
-
-def texts(item: Judged, share: float, *, wide: bool) -> list[str]:
+def texts(item: Judged, shown: Shown, *, folded: bool) -> list[str]:
     """The cells of one row."""
-    entry = item.entry
+    entry, order = item.entry, shown.order
     assert entry.evaluation is not None
     assert entry.verdict is not None
     found, fits = entry.evaluation, entry.status == "ok"
-    name = entry.name if wide and len(entry.name) <= LONGEST else _folded(entry)
+    between = "\n" if folded else ", "
+    name = _folded(entry) if folded or len(entry.name) > LONGEST else entry.name
     device, host = entry.verdict.headroom_bytes, entry.verdict.host_headroom_bytes
     short = host < 0 <= device
     fit = "host" if short else item.fits
     room = gib(host if short else device)
+    pinned = f"{found.host_node_bytes / GIB:.1f}"
+    asked = bool(order.tokens) + bool(order.tokens and order.price)
     if entry.same_as:
-        return [name, fit, room, *["-"] * 5, f"plan of {entry.same_as}", "-"]
+        where = f"plan of {entry.same_as}"
+        return [name, fit, room, *["-"] * 4, pinned, *["-"] * (1 + asked), where, "-", "-"]
     if not fits:
-        return [name, fit, room, *["-"] * 7]
+        return [name, fit, room, *["-"] * 4, pinned, *["-"] * (4 + asked)]
+    assert entry.plan is not None
+    totals = (order.days(entry, shown.asked.problem.layout.gpus), order.cost(entry))
     return [
         name,
         fit,
@@ -172,9 +228,12 @@ def texts(item: Judged, share: float, *, wide: bool) -> list[str]:
         rounded(found.tokens_per_s_per_gpu) + ("=" if item.tied else " "),
         f"{100 * found.mfu_causal:.1f}",
         f"{100 * found.mfu_dense:.1f}",
+        pinned,
         rounded(entry.gpu_hours_per_1e9_tokens or 0.0),
-        parts(entry, share, ", " if wide else "\n"),
-        banded(item.band, " " if wide else "\n"),
+        *(rounded(value) for value in totals if value is not None),
+        parts(entry, shown.share, between),
+        " ".join(name[0].upper() for name in shown.engines.of(entry.plan)) or "-",
+        banded(item.band, between if folded else " "),
     ]
 
 

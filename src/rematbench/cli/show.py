@@ -3,6 +3,7 @@
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 from rich.console import Console, RenderableType
 from rich.table import Table
 
@@ -12,11 +13,17 @@ from rematbench.choose.outcome import Outcome
 from rematbench.cli.options import Request
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds
+from rematbench.lowering.lower import lower
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
+from rematbench.program.check import Proof
 from rematbench.published.bands import Band, band_of, fits_word, peak_band
+from rematbench.simulate.breakdown import host_wait_s
 from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
+from rematbench.simulate.seconds import action_seconds
 
+HOST_SHARE = 0.01
+"""Of a step: less of waiting for the host is not printed."""
 BANNERS = {
     "ok": "FITS",
     "oom": "OUT OF MEMORY",
@@ -50,6 +57,11 @@ def result(shown: Shown) -> dict[str, Any]:
     values["fits"] = fits(shown)
     values["band"] = evaluation and band_result(_band(shown), evaluation.tokens_per_s_per_gpu)
     values["binds"] = verdict.binds if verdict else None
+    job, method = shown.request.job, shown.request.method
+    values["job"] = {"method": method.name, **job.facts()}
+    values["run_with"] = shown.request.run_with
+    if outcome.proof is not None:
+        values["proof"] = asdict(outcome.proof)
     return {**values, "status": outcome.status, "reason": outcome.reason}
 
 
@@ -81,6 +93,8 @@ def show(out: Console, shown: Shown) -> None:
     out.print()
     out.print(plain(banner(shown)), style="bold")
     evaluation = shown.outcome.evaluation
+    if shown.outcome.proof is not None:
+        out.print(plain(proved(shown.outcome.proof)))
     if evaluation is None:
         return
     timed = [] if evaluation.not_timed else [speeds(shown, evaluation)]
@@ -92,16 +106,28 @@ def show(out: Console, shown: Shown) -> None:
         out.print(plain(line))
 
 
+def proved(proof: Proof) -> str:
+    """What `--check` has shown of every action, in one sentence."""
+    return (
+        f"proved safe: {proof.actions:,} actions of {proof.ranks} pipeline ranks; each of "
+        f"{proof.allocations:,} storages is freed once, after its last reader, and none is left; "
+        f"{proof.reads:,} reads come after what they read is made, whatever streams take "
+        f"({proof.waits:,} waits); no gradient after its reduction, no weight after its update; no "
+        "deadlock"
+    )
+
+
 def heading(request: Request) -> list[str]:
     """What is trained on what, how it is laid out, which kernels and constants are assumed, and the
     method."""
     problem = request.problem
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
+    ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     return [
         f"{work.model.name}, {work.seq_len:,} tokens, {work.precision}, on {lay.gpus} x "
         f"{cluster.gpu} ({cluster.name}), stack {problem.system.name}",
-        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}  zero "
+        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}  zero "
         f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
         f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
         assumed(problem),
@@ -158,10 +184,22 @@ def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
         ("offloaded", f"{evaluation.offload_bytes / 2**40:.3f} TiB per step, all ranks"),
     ]
     plan = shown.outcome.plan
+    rows += [("waits for the host", percent(share)) for share in _host_shares(problem, shown)]
     rows += [("plan", f"{key}: {value}") for key, value in (plan.fit if plan else {}).items()]
     for name, value in rows:
         table.add_row(name, plain(value))
     return table
+
+
+def _host_shares(problem: Problem, shown: Shown) -> list[float]:
+    """The share of the step in which devices wait for their hosts, where it is worth a line."""
+    plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
+    if plan is None or evaluation is None:
+        return []
+    step_s = evaluation.step_s
+    program = lower(plan, problem)
+    share = host_wait_s(action_seconds(problem, program), program, step_s) / step_s
+    return [share] if share > HOST_SHARE else []
 
 
 def stages(shown: Shown, evaluation: PlanEvaluation) -> Table:

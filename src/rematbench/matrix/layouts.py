@@ -3,7 +3,6 @@
 The estimate that ranks candidates is closed form and only ranks: speeds in tables are simulated.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from itertools import product
 
@@ -14,7 +13,7 @@ from rematbench.choose.outcome import make_problem
 from rematbench.cost.states import shard
 from rematbench.matrix.spec import Grid, MatrixSpec, Work
 from rematbench.problem import Problem, rank_parameters
-from rematbench.published.bands import reserve_bytes
+from rematbench.published.bands import leaving_reserve
 from rematbench.solve.layers import backward_s, forward_s
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError
@@ -102,8 +101,7 @@ def _made(grid: Grid, asked: ProblemSpec) -> tuple[Candidate, Estimate | None]:
         problem = make_problem(asked)
     except LayoutError:
         return Candidate(layout=layout, fate=RULES[0]), None
-    free = reserve_bytes(problem.usable_bytes)
-    problem = dataclasses.replace(problem, reserve_bytes=free)
+    problem = leaving_reserve(problem)
     guess = estimate(problem)
     if guess.states >= guess.usable:
         return Candidate(layout=layout, fate=RULES[2]), None

@@ -15,6 +15,7 @@ from typing import Any, cast
 from msgspec import Struct
 
 from rematbench.plugins.file import TO_RUN, MethodFile, problem_of
+from rematbench.plugins.policies import shipped_policies
 from rematbench.plugins.registry import MethodEntry, MethodError, Registry, build
 from rematbench.spec.paths import data_dir
 
@@ -37,7 +38,7 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
             _enter(cast(type[Any], point.load()), point.value, None, methods)
         except Exception as error:  # a foreign distribution may fail in any way
             broken[point.name] = _one_line(error)
-    return Registry(dict(sorted(methods.items())), broken)
+    return Registry(dict(sorted(methods.items())), broken, shipped_policies())
 
 
 def entry_of(path: Path) -> MethodEntry:

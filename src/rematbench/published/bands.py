@@ -8,6 +8,7 @@ neighbours, and more outside is never narrower (pool adjacent violators, Barlow 
 numbers come from config/left_out.csv; LEVEL is what a band promises.
 """
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -258,6 +259,11 @@ def reserve_bytes(usable_bytes: int) -> int:
     """Device bytes to leave free, so that a plan fits although its peak lies above the prediction
     by as much as published peaks do."""
     return math.ceil(usable_bytes * -math.expm1(-peak_band()))
+
+
+def leaving_reserve(problem: Problem) -> Problem:
+    """The problem whose tuned plans leave that free."""
+    return dataclasses.replace(problem, reserve_bytes=reserve_bytes(problem.usable_bytes))
 
 
 def fits_word(headroom_bytes: float, usable_bytes: float) -> str:

@@ -7,7 +7,7 @@ costs of their actions change from trial to trial.
 
 import math
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -35,7 +35,7 @@ from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.program import Program
 from rematbench.published.accuracy import SPEED, Accuracy
-from rematbench.published.left_out import REFITTED, SHEETS, SHIPPED, lines_of, slope_column
+from rematbench.published.left_out import REFITTED, SHEETS, SHIPPED, line_of, slope_column
 from rematbench.published.predict import predict_rows, run_case
 from rematbench.published.rows import Case, read_case
 from rematbench.published.sheets import Cell
@@ -159,7 +159,7 @@ def _seconds(lowered: _Lowered, calibration: Calibration) -> float:
 
 
 def _step_s(problem: Problem, program: Program) -> float:
-    return simulate_chunks(program, action_seconds(problem)).step_s
+    return simulate_chunks(program, action_seconds(problem, program)).step_s
 
 
 # -- fits -------------------------------------------------------------------------------------
@@ -200,28 +200,31 @@ def without_source(calibration: Calibration, rows: Sequence[Row], source: str) -
 
 
 def leave_one_out(
-    rows: Sequence[Row],
-    more: Sequence[Row],
+    sheets: Mapping[str, Sequence[Row]],
     calibration: Calibration,
     accuracy: Accuracy,
     processes: int = 2,
 ) -> list[Cell]:
-    """Lines of config/left_out.csv: the cells of every source of `rows` predicted with constants
-    that were fitted to the other sources only, then `more`, to which none is fitted."""
-    fitted, unfitted = SHEETS
-    scored: list[tuple[int, Row]] = []
-    for source, made in left_out_rows(rows, calibration, sources(accuracy), processes):
-        own = [index for index, row in enumerate(rows) if source in row["source"]]
-        scored += zip(own, made, strict=True)
-    rest = predict_rows(more, processes=processes, constants=calibration)
-    both = [*sorted(scored, key=lambda pair: pair[0]), *enumerate(rest)]
-    with ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), _start, (calibration,)
-    ) as pool:
-        sloped = list(pool.map(_sloped, [dict(row) for _, row in both], chunksize=8))
-    pairs = [(index, row) for (index, _), row in zip(both, sloped, strict=True)]
-    lines = lines_of(fitted, rows, pairs[: len(scored)], REFITTED)
-    return lines + lines_of(unfitted, more, pairs[len(scored) :], SHIPPED)
+    """Lines of config/left_out.csv: the cells of every fitted source predicted with constants that
+    were fitted to the other sources only, and those of sources to which none is fitted."""
+    places = [(name, index) for name in SHEETS for index in range(len(sheets[name]))]
+    rows = [sheets[name][index] for name, index in places]
+    made: dict[int, tuple[str, dict[str, Any]]] = {}
+    for source, scored in left_out_rows(rows, calibration, sources(accuracy), processes):
+        own = [at for at, row in enumerate(rows) if source in row["source"]]
+        made |= {at: (REFITTED, row) for at, row in zip(own, scored, strict=True)}
+    rest = [at for at in range(len(rows)) if at not in made]
+    plain = predict_rows([rows[at] for at in rest], processes=processes, constants=calibration)
+    made |= {at: (SHIPPED, row) for at, row in zip(rest, plain, strict=True)}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _start, (calibration,)) as pool:
+        sloped = pool.map(_sloped, [made[at][1] for at in range(len(rows))], chunksize=8)
+    lines = zip(places, sloped, strict=True)
+    found = [
+        line_of(name, index, sheets[name][index], row, made[at][0])
+        for at, ((name, index), row) in enumerate(lines)
+    ]
+    return [line for line in found if line]
 
 
 def _sloped(row: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ runs_more.csv with the shipped constants, which are fitted to none of its rows.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from statistics import fmean
 from typing import Any
@@ -34,25 +34,19 @@ SLOPE = "slope_"
 PLACE = ("sheet", "row", SPEED, PEAK)
 
 
-def lines_of(
-    sheet: str, rows: Sequence[Row], scored: Iterable[tuple[int, Row]], how: str
-) -> list[Cell]:
-    """Lines of left_out.csv: `scored` are (index, predicted row) of a sheet's rows; those without a
-    published number or a prediction have none."""
-    found = []
-    for index, row in scored:
-        if row["status"] != "ok" or not is_scored(row):
-            continue
-        pairs = {key: (rows[index][key], number(row, f"pred_{key}")) for key in (SPEED, PEAK)}
-        if any(told and made for told, made in pairs.values()):
-            line = {"sheet": sheet, "row": str(index + 1), "constants": how}
-            for key, (told, made) in pairs.items():
-                both = bool(told and made)
-                line |= {key: told if both else "", f"pred_{key}": f"{made:.5g}" if both else ""}
-            slopes = {key: value for key, value in row.items() if key.startswith(SLOPE)}
-            line |= {key: f"{value:.3f}" if line[SPEED] else "" for key, value in slopes.items()}
-            found.append(line)
-    return found
+def line_of(sheet: str, index: int, row: Row, scored: Row, how: str) -> Cell:
+    """The line of left_out.csv of a sheet's row; empty without a published number or a prediction
+    (`scored`)."""
+    if row["status"] != "ok" or not is_scored(row):
+        return {}
+    line = {"sheet": sheet, "row": str(index + 1), "constants": how}
+    for key in (SPEED, PEAK):
+        told, made = row[key], number(scored, f"pred_{key}")
+        both = bool(told and made)
+        line |= {key: told if both else "", f"pred_{key}": f"{made:.5g}" if both else ""}
+    slopes = {key: value for key, value in scored.items() if key.startswith(SLOPE)}
+    line |= {key: f"{value:.3f}" if line[SPEED] else "" for key, value in slopes.items()}
+    return line if line[SPEED] or line[PEAK] else {}
 
 
 def slope_column(scale: str) -> str:

@@ -26,7 +26,7 @@ Array: TypeAlias = NDArray[np.float64]
 ROUNDS = 50
 """Of expectation maximisation; its value no longer changes in the third digit."""
 
-KINDS = ("kernel_scale", "kernel_scale", "nic_efficiency", "launch_s")
+KINDS = ("kernel_scale", "kernel_scale", "nic_efficiency", "host_launch_s")
 """The fitted constants that the scales stand for, in the order of SCALES."""
 SPREADS = tuple(PRIORS[kind].spread for kind in KINDS)
 

@@ -34,7 +34,7 @@ def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) 
     problems = {spec.name: spec.problem() for spec in suite.problems}
     found = []
     for name, at, variant in _asked(suite, registry, only):
-        method = registry.resolve(variant.method, dict(variant.settings))
+        method = registry.resolve(variant.method, dict(variant.settings), problems[at])
         found.append(Cell(name, problems[at], method, _plan(problems[at], method)))
     return found
 

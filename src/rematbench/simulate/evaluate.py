@@ -112,7 +112,7 @@ def evaluate_program(
 ) -> PlanEvaluation:
     """Time and bytes of a lowered plan; `record` keeps the timeline (op level only), `ranks` are
     its `program_bytes` where they are known."""
-    seconds = action_seconds(problem)
+    seconds = action_seconds(problem, program)
     if op_level or record:
         simulation = simulate(program, seconds, record=record)
     else:
