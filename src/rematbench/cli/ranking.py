@@ -238,7 +238,8 @@ def notes(judged: Sequence[Judged]) -> list[str]:
     lines = [*_tie_lines(fitting)]
     lines.append(
         "where the step goes: compute and recompute of the busiest rank, its pipeline bubble, and "
-        "what copies, tp, cp, dp and pp traffic add to the step (exposed, not their length)"
+        "what copies, tp, cp, dp and pp traffic and waiting for the host add to the step (exposed, "
+        "not their length)"
     )
     lines.append(
         "validated: error in speed of published cells that share (rule) with the row (their mean "
