@@ -1,6 +1,7 @@
 """What people bring: methods that fail, models of a hub, sheets, scripts; what they start from."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -214,6 +215,29 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
     table = pd.read_csv(made)
     assert set(table["name"]) == {"keep_all", "memo", "memo:alpha=0.3"}
     assert table["gpus"].eq(4).all()
+
+
+def test_the_snippet_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text()
+    (snippet,) = (block.partition("```")[0] for block in text.split("```python\n")[1:]
+                  if block.startswith("from rematbench import"))  # fmt: skip
+    exec(compile(snippet, "README.md", "exec"), {})  # our own text
+    told = capsys.readouterr().out
+    assert told.startswith("True ")
+    assert "rematbench simulate memo:alpha=0.25 --model llama-7b" in told
+    assert "device_peak_bytes" in told
+    assert "memo:alpha=0.5" in told
+
+
+def test_what_the_readme_writes_is_ignored() -> None:
+    """Every file that a command of the README writes into the checkout."""
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    shell = "\n".join(block.partition("```")[0] for block in text.split("```sh\n")[1:])
+    written = re.findall(r" (?:-o|--out|--plot|--write) (\S+)", shell)
+    assert {"run.json", "mine/predictions.csv", "compare.png"} <= set(written)
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
+    for path in (*written, "methods/recompute_mlp.py"):
+        assert {path, path.partition("/")[0]} & set(ignored), path
 
 
 def test_names_are_lists() -> None:
