@@ -15,6 +15,7 @@ from rematbench.plan import Plan
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition
 from rematbench.published.predict import predict_rows
+from rematbench.published.sheets import write_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_model
@@ -125,6 +126,17 @@ def test_a_missing_dp_follows_from_the_gpus() -> None:
     assert {**found[1], "dp": "2"} == found[0]
     assert found[2]["pred_reason"] == "gpus 12 is no multiple of tp x cp x pp = 8"
     assert "dp empty" in found[3]["pred_reason"]
+
+
+def test_a_model_that_is_unknown_is_said(tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    write_sheet(rows, [{**ROW, "model": "llama7b"}, {**ROW, "model": "llama-7b"}])
+    ran = typed("predict", str(rows), "-o", str(out), "--processes", "1")
+    first, said = ran.out.splitlines()
+    assert "2 rows (2 ok)" in first
+    assert said.startswith(
+        "unknown model 'llama7b'; did you mean 'llama-7b'?: shapes are the row's"
+    )
 
 
 # -- the Python door --------------------------------------------------------------------------
@@ -290,6 +302,14 @@ def test_completion_is_offered() -> None:
     told = typed("--help").out
     assert "--install-completion" in told.partition("Options:")[0] + told.partition("Start with")[2]
     assert "--show-completion" in told
+
+
+def test_a_timeline_takes_a_name_with_a_point(tmp_path: Path) -> None:
+    """What ends in .json is a record; `memo:alpha=0.3` is none."""
+    out = tmp_path / "trace.json"
+    ran = typed("timeline", "memo:alpha=0.3", *WORDS, "-o", str(out))
+    assert ran.code in (0, None), ran.err
+    assert out.stat().st_size > 0
 
 
 def test_a_plan_of_the_door_is_a_plan() -> None:
