@@ -112,6 +112,7 @@ def test_also_adds_a_row_and_changes_no_other(made: tuple[Request, list[dict[str
         (["compare", *WORDS, "--only", "kep_all"], "did you mean 'keep_all'"),
         (["compare", *WORDS, "--also", "memo:alfa=1"], "did you mean 'alpha'"),
         (["compare", *WORDS, "--plot", "a.doc"], ".pdf, .png, .svg"),
+        (["compare", *WORDS, "--price", "2"], "no cost without --tokens"),
         (["compare", *WORDS, "--plot", "nowhere/a.png"], "no folder nowhere"),
         (["simulate", "full_recompute:block", *WORDS], "give its num_layers"),
         (["simulate", "full_recompute:block x", *WORDS], "'x' behind the policy"),
