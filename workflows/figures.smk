@@ -20,9 +20,27 @@ rule table_figure:
         "python {input.script} {input.cells} {output.pdf} > {log} 2>&1"
 
 
+rule calibrated_figure:
+    input:
+        script="figures/calibrated.py",
+        style="figures/style.py",
+        table="results/{suite}/tables/calibrated.csv",
+    output:
+        pdf="results/{suite}/figures/calibrated.pdf",
+        png=report("results/{suite}/figures/calibrated.png", category="figures"),
+    log:
+        "results/{suite}/logs/calibrated.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "python {input.script} {input.table} {output.pdf} > {log} 2>&1"
+
+
 rule predict_more:
     input:
-        "results/published/runs_more.csv",
+        sheet="results/published/runs_more.csv",
+        bands="config/left_out.csv",
     output:
         "results/paper/predictions_more{hosts}.csv",
     log:
@@ -38,7 +56,7 @@ rule predict_more:
         engine=code("sheet"),
         hosts=lambda wildcards: wildcards.hosts.replace("_", "-").replace("-", "--", 1),
     shell:
-        "rematbench predict {input} -o {output} --processes 1 {params.hosts} > {log} 2>&1"
+        "rematbench predict {input.sheet} -o {output} --processes 1 {params.hosts} > {log} 2>&1"
 
 
 rule small_models_figure:

@@ -105,7 +105,7 @@ predict no.csv
 study no.yaml
 claims no.json
 matrix no.yaml
-matrix-tables no.yaml no.csv --predictions no.csv
+matrix-tables no.yaml no.csv
 stages no.json
 speeds no.csv
 compare --model no --cluster no --gpus 1 --seq-len 1 --global-batch 1

@@ -113,11 +113,11 @@ def _doubled(layout: Layout) -> Iterator[Layout]:
 
 
 def _at(problem: Problem, layout: Layout) -> Problem:
-    return replaced(problem, layout=layout, _memo={}, _weights={})
+    return replaced(problem, layout=layout, reserve_bytes=0, _memo={}, _weights={})
 
 
 def _on(problem: Problem, cluster: Cluster) -> Problem:
-    return replaced(problem, cluster=cluster, _memo={}, _weights={})
+    return replaced(problem, cluster=cluster, reserve_bytes=0, _memo={}, _weights={})
 
 
 def _again(problem: Problem, entry: Entry, registry: Registry) -> Outcome | None:

@@ -32,6 +32,9 @@ def predict(
     output: Annotated[Path, Option("-o", "--output", metavar="PRED.csv")],
     processes: PROCESSES = 2,
     methods: Methods = None,
+    system: Annotated[
+        str, Option(metavar="Y", help="The stack of every row, whatever its column says.")
+    ] = "",
     instant_hosts: Annotated[
         bool, Option("--instant-hosts", help="As if hosts issued everything at once.")
     ] = False,
@@ -49,6 +52,8 @@ def predict(
     need_file("-o", output)
     collect_rarely()
     sheet = read(rows, "ROWS.csv")
+    for row in sheet if system else ():
+        row["system"] = system
     constants = instant(calibration()) if instant_hosts else None
     found = predicted(sheet, processes, methods, constants)
     write_sheet(output, found, [*sheet.columns, *COLUMNS])

@@ -88,7 +88,8 @@ class CostModel:
         """Seconds that the host takes for a launch: the stack's, and more where a node has more
         ranks of a tensor-parallel group, which issue in step, than its cores serve at once."""
         ranks = min(self.layout.tp, self.cluster.gpus_per_node)
-        return self.stack.host_launch_s * max(1.0, ranks / self.network.host_ranks)
+        seconds = self.stack.host_launch_s * max(1.0, ranks / self.network.host_ranks)
+        return seconds * self.system.scales.host
 
     def calls(self, op: Op, direction: Direction) -> int:
         """Launches that the host issues for an operator in a direction; what is compiled is issued
@@ -113,7 +114,9 @@ class CostModel:
                 case Attention():
                     busy = self._attention_s(kernel, direction)
             gaps = self._launches(kernel, direction) * self.stack.gap_s
-            scale = self.stack.kernel_scale * self.network.kernel_scale
+            own = self.system.scales
+            scale = self.stack.kernel_scale * self.network.kernel_scale * own.kernels
+            scale *= own.attention if isinstance(kernel, Attention) else 1.0
             self._kernels[key] = float(busy * scale + gaps)
         return self._kernels[key]
 
@@ -208,7 +211,7 @@ class CostModel:
                 )
             case "ring":
                 seconds = collectives.ring_exchange_s(comm.nbytes, size, nodes, nvlink, nic, common)
-        return float(seconds)
+        return float(seconds) * self.system.scales.communication
 
     def _group_nvlink_bytes_per_s(self, ranks_on_node: int) -> float:
         """Reached NVLink rate of a GPU inside a group with so many ranks on its node."""
@@ -250,15 +253,14 @@ class CostModel:
         )
 
     def _send_s(self, nbytes: int, from_stage: int, to_stage: int) -> float:
-        return float(
-            collectives.point_to_point_s(
-                nbytes,
-                self.crosses(from_stage, to_stage),
-                self._group_nvlink_bytes_per_s(2),
-                self.nic_bytes_per_s,
-                self.common,
-            )
+        seconds = collectives.point_to_point_s(
+            nbytes,
+            self.crosses(from_stage, to_stage),
+            self._group_nvlink_bytes_per_s(2),
+            self.nic_bytes_per_s,
+            self.common,
         )
+        return float(seconds) * self.system.scales.communication
 
     def copy_s(self, nbytes: int, direction: CopyDirection, crowd: Crowd = ALONE) -> float:
         """Seconds of a copy to or from pinned host memory, in the crowd that the program's copies

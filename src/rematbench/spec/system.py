@@ -17,6 +17,21 @@ DataParallelKind = Literal["zero", "fsdp"]
 ReportedPeak = Literal["allocated", "reserved", "layers"]
 
 
+Scale = Annotated[float, Meta(gt=0.0, le=100.0)]
+
+
+class Scales(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a user's own rows say of a stack (`rematbench calibrate --rows`): factors on the seconds
+    of all kernels, of attention besides, of collectives and sends, and of a host's launches; the
+    half-width of the band that follows from so many rows, a logarithm (0: not calibrated)."""
+
+    kernels: Scale = 1.0
+    attention: Scale = 1.0
+    communication: Scale = 1.0
+    host: Scale = 1.0
+    half_width: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
+
+
 class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A training stack, as far as it decides bytes and time.
 
@@ -58,6 +73,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     allocated or reserved bytes, or the first stage's layers alone (their states, and their kept
     activations times the micro-batches in flight).  Predictions of a published peak follow it;
     verdicts never do.
+    `scales` is what its user measured of it.
     `features` lists what the stack can do beyond this struct; asking for another is Unsupported.
     """
 
@@ -99,6 +115,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rank_order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
     features: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
+    scales: Scales = Scales()
     sources: dict[str, str] = {}
 
     def sends_beside(self, vpp: int) -> bool:
