@@ -48,6 +48,12 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     assert f"rematbench {command}" in ran.out.partition("Example:")[2]
 
 
+@pytest.mark.parametrize("command", typed(COMMANDS))
+def test_examples_of_what_a_person_uses_need_no_checkout(cli: Any, command: str) -> None:
+    example = cli(command, "--help").out.partition("Example:")[2].partition("Options:")[0]
+    assert not [path for path in ("results/", "config/", "src/", "tests/") if path in example]
+
+
 def listed(text: str) -> list[str]:
     """The commands of a help text, in its order."""
     lines = text.partition("Commands:")[2].partition("\n\n")[0].splitlines()

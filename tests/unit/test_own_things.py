@@ -1,6 +1,7 @@
 """What people bring: methods that fail, models of a hub, sheets, scripts; what they start from."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from rematbench.plan import Plan
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition
 from rematbench.published.predict import predict_rows
+from rematbench.published.sheets import write_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_model
@@ -126,6 +128,17 @@ def test_a_missing_dp_follows_from_the_gpus() -> None:
     assert "dp empty" in found[3]["pred_reason"]
 
 
+def test_a_model_that_is_unknown_is_said(tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    write_sheet(rows, [{**ROW, "model": "llama7b"}, {**ROW, "model": "llama-7b"}])
+    ran = typed("predict", str(rows), "-o", str(out), "--processes", "1")
+    first, said = ran.out.splitlines()
+    assert "2 rows (2 ok)" in first
+    assert said.startswith(
+        "unknown model 'llama7b'; did you mean 'llama-7b'?: shapes are the row's"
+    )
+
+
 # -- the Python door --------------------------------------------------------------------------
 
 PROBLEM = rematbench.Problem(
@@ -216,6 +229,29 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
     assert table["gpus"].eq(4).all()
 
 
+def test_the_snippet_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text()
+    (snippet,) = (block.partition("```")[0] for block in text.split("```python\n")[1:]
+                  if block.startswith("from rematbench import"))  # fmt: skip
+    exec(compile(snippet, "README.md", "exec"), {})  # our own text
+    told = capsys.readouterr().out
+    assert told.startswith("True ")
+    assert "rematbench simulate memo:alpha=0.25 --model llama-7b" in told
+    assert "device_peak_bytes" in told
+    assert "memo:alpha=0.5" in told
+
+
+def test_what_the_readme_writes_is_ignored() -> None:
+    """Every file that a command of the README writes into the checkout."""
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    shell = "\n".join(block.partition("```")[0] for block in text.split("```sh\n")[1:])
+    written = re.findall(r" (?:-o|--out|--plot|--write) (\S+)", shell)
+    assert {"run.json", "mine/predictions.csv", "compare.png"} <= set(written)
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
+    for path in (*written, "methods/recompute_mlp.py"):
+        assert {path, path.partition("/")[0]} & set(ignored), path
+
+
 def test_names_are_lists() -> None:
     with pytest.raises(ConfigError, match="expected a list of names, not the text 'memo'"):
         rematbench.compare(PROBLEM, only="memo")
@@ -266,6 +302,14 @@ def test_completion_is_offered() -> None:
     told = typed("--help").out
     assert "--install-completion" in told.partition("Options:")[0] + told.partition("Start with")[2]
     assert "--show-completion" in told
+
+
+def test_a_timeline_takes_a_name_with_a_point(tmp_path: Path) -> None:
+    """What ends in .json is a record; `memo:alpha=0.3` is none."""
+    out = tmp_path / "trace.json"
+    ran = typed("timeline", "memo:alpha=0.3", *WORDS, "-o", str(out))
+    assert ran.code in (0, None), ran.err
+    assert out.stat().st_size > 0
 
 
 def test_a_plan_of_the_door_is_a_plan() -> None:

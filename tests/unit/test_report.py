@@ -1,12 +1,19 @@
 """The page is self-contained and silent about what is not there; claims pass or say why not."""
 
+import html
+import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from rematbench.matrix.commands import Commands
+from rematbench.plugins.discover import discover
+from rematbench.published.sheets import read_sheet
+from rematbench.runs.suite import load_suite
 from rematbench.tables.expected import (
     Artifact,
     Bound,
@@ -18,7 +25,7 @@ from rematbench.tables.expected import (
     load_artifact,
     measured,
 )
-from rematbench.tables.html import page_html
+from rematbench.tables.html import matrix_grids, page_html
 from rematbench.tables.page import (
     Page,
     gather,
@@ -186,6 +193,33 @@ def test_the_committed_tables_find_what_is_claimed() -> None:
     expected = ROOT / "results" / "expected"
     findings = check(load_artifact(), expected, expected)
     assert not [finding.line for finding in findings if finding.problems]
+
+
+def test_a_cell_of_the_matrix_has_its_command() -> None:
+    """Typed, it gives the cell's number; and the page shows it under the name that one types."""
+    tables, spec = ROOT / "results" / "expected", load_suite(ROOT / "config" / "paper.yaml").matrix
+    assert spec is not None
+    commands = Commands(spec, discover())
+    wanted = ("llama3-8b", "h800-80gb", "4096", "balanced + offload")
+    row = next(
+        row
+        for row in read_sheet(tables / "matrix_best_layout.csv")
+        if (row["model"], row["cluster"], row["seq_len"], row["arm"]) == wanted
+    )
+    command = commands.of(row)
+    words = shlex.split(command)[1:]
+    assert words[1] == "balanced_checkpointing+pp_offload:steps=20"
+    found = json.loads(typed(*words, "--json").out)
+    assert found["tokens_per_s_per_gpu"] == pytest.approx(float(row["tokens_per_s_per_gpu"]))
+    shown = matrix_grids(tables, commands)
+    assert f"<code>{html.escape(command)}</code>" in shown
+    assert "<code>balanced_checkpointing+<wbr>pp_offload:steps=20</code>" in shown
+    assert commands.of({**row, "layout": ""}) == ""
+
+
+def test_the_table_of_winners_is_not_folded() -> None:
+    section = next(one for one in load_report().sections if "matrix_fastest" in one.tables)
+    assert section.open
 
 
 def test_the_artifact_page_has_every_claim_and_only_real_tables() -> None:

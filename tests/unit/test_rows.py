@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, Shown, kept
 from rematbench.host.console import gib
 from rematbench.packages.flags import Engines, costs, flags_of
-from rematbench.plan import Plan
+from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError
 from rematbench.tables.comparison_plot import write_plot
@@ -111,6 +112,7 @@ def test_also_adds_a_row_and_changes_no_other(made: tuple[Request, list[dict[str
         (["compare", *WORDS, "--only", "kep_all"], "did you mean 'keep_all'"),
         (["compare", *WORDS, "--also", "memo:alfa=1"], "did you mean 'alpha'"),
         (["compare", *WORDS, "--plot", "a.doc"], ".pdf, .png, .svg"),
+        (["compare", *WORDS, "--price", "2"], "no cost without --tokens"),
         (["compare", *WORDS, "--plot", "nowhere/a.png"], "no folder nowhere"),
         (["simulate", "full_recompute:block", *WORDS], "give its num_layers"),
         (["simulate", "full_recompute:block x", *WORDS], "'x' behind the policy"),
@@ -216,6 +218,20 @@ def test_the_nearest_options_lose_the_fewest_bytes() -> None:
     assert ran.code == 1
     assert "\nnearest: --tensor-model-parallel-size" in ran.out
     assert "against selective_recompute:mlp it has peak +" in ran.out
+
+
+def test_a_missing_line_says_two_different_things() -> None:
+    """Windows are named, and a scope is nothing where nothing is rebuilt."""
+    windows = Recompute(window=Window(op="proj", direction="backward"))
+    one = asked(tp=2, pp=1)
+    norms = Rule(Select(activations=("attn_norm_out",)), windows)
+    for plan in (one.base.with_rules(norms), discover().resolve("memo").plan(one.problem)):
+        assert isinstance(plan, Plan)
+        missing = flags_of(one.problem, plan, "megatron_core").missing
+        told = [re.fullmatch(r"\S+: (.*) \(there: (.*)\)", line) for line in missing]
+        pairs = [match.groups() for match in told if match]
+        assert pairs
+        assert not [pair for pair in pairs if pair[0] == pair[1]]
 
 
 def test_check_says_what_it_proved() -> None:

@@ -29,11 +29,13 @@ def said(*words: str) -> tuple[int | str | None, str]:
     return ran.code, line
 
 
-def test_folders_and_files_are_made_ready(tmp_path: Path) -> None:
+def test_folders_are_made_and_those_of_files_must_be_there(tmp_path: Path) -> None:
     need_folder("-o", tmp_path / "a" / "b")
-    need_file("--out", tmp_path / "c" / "record.json")
+    need_file("--out", tmp_path / "a" / "record.json")
     need_file("--out", None)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "c"]
+    with pytest.raises(CommandError, match=r"cannot be written \(no folder .*/c\)"):
+        need_file("--out", tmp_path / "c" / "record.json")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b"]
 
 
 @pytest.mark.parametrize("below", ["", "folder"])

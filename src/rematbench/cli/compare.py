@@ -65,7 +65,9 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     need_file("--plot", plot)
     if plot is not None and plot.suffix.lower() not in FORMATS:
         raise CommandError(f"--plot {plot}: expected a file of {', '.join(FORMATS)}")
-    asked = request(run)
+    if price and not tokens:
+        raise CommandError("--price: has no cost without --tokens")
+    asked = request(run, told=True)
     config = load_compare()
     comparing = Comparing(
         asked.problem,

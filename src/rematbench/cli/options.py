@@ -133,8 +133,6 @@ def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[...,
         problem = {name: given.pop(name) for name in _OPTIONS}
         problem["sp"] = False if problem["sp"] else None
         typed = {f.name: given.pop(f.name) for f in kept}
-        if "method" not in fixed and typed["methods"]:
-            _tell_broken(typed["methods"])
         command(RunOptions(problem=problem, **typed, **fixed), **given)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -158,7 +156,7 @@ def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[...,
 
 
 def _tell_broken(folders: list[Path]) -> None:
-    """Say on stderr which files of a person's folders have no method; `compare` says it itself."""
+    """Say on stderr which files of a person's folders have no method."""
     for path, reason in discover(folders).broken.items():
         sys.stderr.write(f"unavailable: {path}: {reason}\n")
 
@@ -176,8 +174,10 @@ def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(field.name, keyword, annotation=option, default=default)
 
 
-def request(options: RunOptions) -> Request:
-    """Load names and files, derive dp; CommandError and the loaders' errors are one line each."""
+def request(options: RunOptions, *, told: bool = False) -> Request:
+    """Load names and files, derive dp; CommandError and the loaders' errors are one line each.
+    Files of a person's folders that have no method are named on stderr, unless they are `told`
+    elsewhere."""
     given = options.problem
     missing = [flag(f.name) for f in fields(ProblemSpec) if f.required and not given.get(f.name)]
     if missing:
@@ -193,6 +193,8 @@ def request(options: RunOptions) -> Request:
             raise CommandError(f"--gpipe has one chunk per rank, --vpp is {problem.layout.vpp}")
         base = replace(base, schedule="gpipe")
     words = (*spec.to_arguments(), *_words(options))
+    if options.methods and not told:
+        _tell_broken(options.methods)
     settings = tuple(word for text in options.settings or () for word in ("--set", text))
     return Request(
         problem=problem,

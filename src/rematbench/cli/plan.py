@@ -250,7 +250,7 @@ def timeline(
 def _replayed(run: RunOptions) -> Replay:
     """The run of a record file, or of a method with its options."""
     path = Path(run.method)
-    if path.suffix or path.is_file():
+    if path.suffix == ".json" or path.is_file():
         return replay(read_record(path), cluster=run.problem["cluster"] or "", timeline=True)
     asked = request(run)
     made = asked.method.plan(asked.problem, asked.base)

@@ -266,7 +266,8 @@ def notes(judged: Sequence[Judged]) -> list[str]:
     lines = [*_tie_lines(fitting)]
     lines.append(
         "where the step goes: compute and recompute of the busiest rank, its pipeline bubble, and "
-        "what copies, tp, cp, dp and pp traffic add to the step (exposed, not their length)"
+        "what copies, tp, cp, dp and pp traffic and waiting for the host add to the step (exposed, "
+        "not their length)"
     )
     outside = dict.fromkeys(w for item in fitting for w in item.band.outside.values())
     lines.append(

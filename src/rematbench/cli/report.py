@@ -9,9 +9,11 @@ from typer import Argument, Option
 from rematbench import __version__
 from rematbench.cli.matrix import SUITE, declared, lines_of
 from rematbench.host.console import CommandError
+from rematbench.matrix.commands import Commands
 from rematbench.matrix.sweep import TABLES
 from rematbench.matrix.tables import NAMES, equal_terms
 from rematbench.matrix.verdicts import outcome
+from rematbench.plugins.discover import discover
 from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import require_known
 from rematbench.spec.load import calibration
@@ -57,7 +59,7 @@ def report(
         outcome=outcome(lines, spec.baseline).sentence,
         facts=facts(counts, results),
         sections=tuple(gather(config, results)),
-        grids=matrix_grids(tables),
+        grids=matrix_grids(tables, Commands(spec, discover())),
     )
     text = page_html(page)
     if len(text.encode()) > MOST_BYTES:

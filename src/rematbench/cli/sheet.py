@@ -13,11 +13,13 @@ from rematbench.cost.constants import instant_hosts as instant
 from rematbench.host.console import console
 from rematbench.host.garbage import collect_rarely
 from rematbench.published.predict import COLUMNS, predict_rows
+from rematbench.published.rows import ASSUMED
 from rematbench.published.sheets import (
     Cell,
     write_sheet,
 )
-from rematbench.spec.load import calibration
+from rematbench.spec.configfile import closest
+from rematbench.spec.load import calibration, names
 
 ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Rows as `examples` has.")]
 
@@ -60,6 +62,10 @@ def predict(
         counts[row["pred_status"]] = counts.get(row["pred_status"], 0) + 1
     summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     typer.echo(f"{output}: {len(found)} rows ({summary or 'the sheet is empty'})")
+    for name in dict.fromkeys(row["model"] for row in found if ASSUMED in row["pred_reason"]):
+        near = closest(name, names("model"))
+        told = "shapes are the row's, the rest is a relative's (pred_reason)"
+        typer.echo(f"unknown model {name!r}{near}: {told}")
 
 
 def predicted(

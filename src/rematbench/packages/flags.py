@@ -106,8 +106,15 @@ def _chunk_fates(problem: Problem, plan: Plan, rank: int, chunk: int) -> Table:
     sites = ChunkOps(problem, rank, chunk, plan.partition[rank][chunk]).sites
     for phase in PHASES:
         found, _ = resolve(plan, sites, phase, 0)
-        table |= {(rank, chunk, phase, *site): fate for site, fate in found.items()}
+        table |= {(rank, chunk, phase, *site): _plain(fate) for site, fate in found.items()}
     return table
+
+
+def _plain(fate: Resolved) -> Resolved:
+    """A fate without the words that mean nothing where no byte is rebuilt."""
+    if fate.recompute_bytes:
+        return fate
+    return Resolved(fate.keep_bytes, fate.offload_bytes, 0)
 
 
 class Engines:
@@ -191,7 +198,7 @@ def _words(fate: Resolved) -> str:
     word = next(iter(alive), "kept")
     if word != "recomputed":
         return word
-    whole = ", all of it" if fate.whole else ""
+    whole = ", all of it" if fate.whole else ", in a window" if fate.window else ""
     return f"recomputed by {fate.scope if isinstance(fate.scope, str) else 'group'}{whole}"
 
 

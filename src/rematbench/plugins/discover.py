@@ -26,7 +26,8 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
     """Every method of the shipped folder, of entry points and of extra folders."""
     methods: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
-    folders = [data_dir("methods"), *extra]
+    shipped = data_dir("methods")
+    folders = [shipped, *(path for path in extra if path.resolve() != shipped.resolve())]
     for folder in folders:
         if not folder.is_dir():
             raise MethodError(f"no such folder of methods: {folder}")

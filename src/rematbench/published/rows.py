@@ -24,6 +24,8 @@ from rematbench.spec.system import System
 from rematbench.workload import MlpKind, Model, Precision
 
 Row = Mapping[str, str]
+ASSUMED = "unknown model: norms, biases and positions taken from"
+"""How a row says that its model is none of config/models."""
 
 LAYOUT_COLUMNS = ("global_batch", "tp", "pp", "dp")
 SHAPE_COLUMNS = {
@@ -192,7 +194,7 @@ def _model(row: Row) -> tuple[Model, str]:
             raise RowError("failed", f"unknown model {name!r}, and no column {columns} to build it")
         relative = _relative(name, mlp)
         model = msgspec.structs.replace(load_model(relative), max_positions=0)
-        assumed = f"unknown model: norms, biases and positions taken from {relative}"
+        assumed = f"{ASSUMED} {relative}"
     return _reshaped(model, name, shape, mlp or model.mlp), assumed
 
 

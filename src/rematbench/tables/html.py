@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from rematbench.matrix.commands import Commands
 from rematbench.matrix.sweep import TABLES
 from rematbench.matrix.tables import NAMES
 from rematbench.published.sheets import read_sheet
@@ -70,8 +71,9 @@ def _from(path: str, kind: str, command: str) -> str:
     return f'<p class="from"><a href="{name}">{kind}</a> <code>{told}</code></p>'
 
 
-def matrix_grids(tables: Path) -> str:
-    """Both matrices, one grid per model and cluster: arms by lengths.  Never mixed."""
+def matrix_grids(tables: Path, commands: Commands) -> str:
+    """Both matrices, one grid per model and cluster: arms by lengths, with the names that one types
+    and each cell's command.  Never mixed."""
     made = [KEY]
     for number_of, table in enumerate(TABLES[::-1]):
         path = tables / f"{NAMES[table]}.csv"
@@ -84,18 +86,20 @@ def matrix_grids(tables: Path) -> str:
             own = [row for row in rows if (row["model"], row["cluster"]) == (model, cluster)]
             shown = " open" if index == 0 and number_of == 0 else ""
             name = html.escape(f"{model}, {cluster}, {table}")
-            made.append(f"<details{shown}><summary>{name}</summary>{_grid(own)}</details>")
+            made.append(
+                f"<details{shown}><summary>{name}</summary>{_grid(own, commands)}</details>"
+            )
     return "".join(made)
 
 
-def _grid(rows: Sequence[Row]) -> str:
+def _grid(rows: Sequence[Row], commands: Commands) -> str:
     lengths = sorted({int(row["seq_len"]) for row in rows})
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     at = {(row["arm"], int(row["seq_len"])): row for row in rows}
     head = "".join(f"<th>{length // 1024}K</th>" for length in lengths)
     body = "".join(
-        f"<tr><th>{html.escape(arm)}</th>"
-        + "".join(_grid_cell(at.get((arm, length))) for length in lengths)
+        f"<tr><th>{html.escape(arm)}{_typed(arm, commands)}</th>"
+        + "".join(_grid_cell(at.get((arm, length)), commands) for length in lengths)
         + "</tr>"
         for arm in arms
     )
@@ -105,10 +109,20 @@ def _grid(rows: Sequence[Row]) -> str:
     )
 
 
-def _grid_cell(row: Row | None) -> str:
+def _typed(arm: str, commands: Commands) -> str:
+    name = commands.names.get(arm, arm)
+    shown = html.escape(name).replace("+", "+<wbr>")
+    return "" if name == arm else f"<small><code>{shown}</code></small>"
+
+
+def _grid_cell(row: Row | None, commands: Commands) -> str:
     if row is None:
         return '<td class="none">not run</td>'
     layout = f"<small>{html.escape(row['layout'])}</small>"
+    command = html.escape(commands.of(row))
+    if command:
+        told = f"<p><code>{command}</code></p>"
+        layout += f'<details class="more"><summary>run</summary>{told}</details>'
     if row["status"] == "oom":
         return f'<td class="oom"><small>{html.escape(row["binds"])}</small>{layout}</td>'
     if row["status"] != "ok":
