@@ -103,7 +103,8 @@ class Ranking:
         ]
         self.kept = kept(self.heads, widths, self.out.width, self._gap())
         self.widths = [widths[index] for index in self.kept]
-        self.out.width = max(self.out.width, sum(self.widths) + self._gap() * len(self.widths))
+        between = self._gap() * (len(self.widths) - 1)
+        self.out.width = max(self.out.width, sum(self.widths) + between)
         self._print(rows, heads=True)
 
     def late(self, judged: Sequence[Judged]) -> None:
