@@ -178,6 +178,28 @@ def test_numbers_are_whole_at_any_width(width: int) -> None:
         assert not wide or out.width == UNBOUNDED
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_late_row_is_not_cut_either(first: int) -> None:
+    """It may be wider than those before it, or there may be none before it."""
+    one = asked()
+    names = ["keep_all", "balanced_checkpointing+memo:alpha=0.25+mst"]
+    comparing = Comparing(one.problem, one.base, load_compare(), only=names)
+    judged = judge(comparing.everything(), one.problem, [], load_compare())
+    shown = Shown(asked=one, engines=Engines(one.problem), share=0.02)
+    out = Console(width=30, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    printed = Ranking(out, shown)
+    printed.table(judged[:first])
+    printed.late(judged[first:])
+    text = out.export_text()
+    assert "\u2026" not in text
+    assert text.count("headroom") == 1
+    for word in ("+memo:", "alpha=0.25", "+mst"):
+        assert word in text
+    for item in judged:
+        assert item.entry.evaluation is not None
+        assert f" {item.entry.evaluation.step_s:.4g} " in text
+
+
 def test_the_table_says_host_memory_and_engines() -> None:
     one = asked(model="llama-7b", pp=1, tp=2, seq_len=16384)
     ran = Comparing(one.problem, one.base, load_compare(), only=["memo", "full_recompute"])
