@@ -16,7 +16,7 @@ from rematbench.choose.job import Job
 from rematbench.choose.judged import Order, judge, lines
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, Shown, kept
-from rematbench.host.console import gib
+from rematbench.host.console import gib, grid, show_whole
 from rematbench.packages.flags import Engines, costs, flags_of
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.plugins.discover import discover
@@ -176,6 +176,20 @@ def test_numbers_are_whole_at_any_width(width: int) -> None:
             assert f" {gib(item.entry.verdict.headroom_bytes)} " in text
         assert ("no room for" in text) == (not wide and width < 160)
         assert not wide or out.width == UNBOUNDED
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_table_of_stages_keeps_its_digits(width: int) -> None:
+    """Ten columns with frames need more than 80; headings fold, numbers do not."""
+    table = grid(*("activations" for _ in range(10)))
+    numbers = [f"{100 + i}.{i}5" for i in range(10)]
+    table.add_row(*numbers)
+    out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    show_whole(out, table)
+    text = out.export_text()
+    assert all(number in text for number in numbers)
+    assert ("|" in text) == (width == 120)
+    assert out.width == width
 
 
 @pytest.mark.parametrize("first", [0, 1])

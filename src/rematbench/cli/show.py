@@ -13,7 +13,7 @@ from rematbench.choose.candidates import load_compare, same_plan
 from rematbench.choose.outcome import Outcome
 from rematbench.cli.options import Request
 from rematbench.cost.flops import model_flop_per_token
-from rematbench.host.console import gib, grid, percent, plain, rounded, seconds
+from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
@@ -85,9 +85,10 @@ def show(out: Console, shown: Shown) -> None:
         out.print(plain(proved(shown.outcome.proof)))
     if evaluation is None:
         return
-    for part in (speeds(shown, evaluation), stages(shown, evaluation)):
-        out.print()
-        out.print(part)
+    out.print()
+    out.print(speeds(shown, evaluation))
+    out.print()
+    show_whole(out, stages(shown, evaluation))
     out.print()
     for line in footer(shown, evaluation):
         out.print(plain(line))
