@@ -143,7 +143,7 @@ def drawn(baseline: str, count: int) -> list[Drawn]:
         stage = min(int(place * (asked.layout.pp + 2)), asked.layout.pp - 1)
         planned = program_bytes(here, plan, program)[stage]
         one = Drawn(model.name, method.methods[0], here, program.ranks[stage], planned)
-        if one.peak() <= 2 * asked.cluster.usable_bytes:
+        if one.peak() <= 2 * asked.usable_bytes:
             found.append(one)
     return found
 

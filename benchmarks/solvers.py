@@ -44,7 +44,7 @@ def policies(problem: Problem, *, exact: bool) -> object:
     ledger in the loop."""
     base = problem.base_plan
     relocation = Relocation(problem, base, exact=exact)
-    budget = 0.25 * problem.cluster.usable_bytes
+    budget = 0.25 * problem.usable_bytes
     return [
         stage.solve(relocation.layer, relocation.front, budget, relocation.per_chunk)
         for stage in relocation.stages(base)

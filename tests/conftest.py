@@ -1,5 +1,6 @@
-"""Property tests draw the same examples on every machine, and have no deadline; golden files are
-rewritten by `pytest tests/golden --update-golden`."""
+"""Property tests draw the same examples on every machine, and have no deadline; a run without the
+tests marked full draws a quarter of them.  Golden files are rewritten by
+`pytest tests/golden --update-golden`."""
 
 import gc
 import os
@@ -16,8 +17,24 @@ os.environ["OMP_NUM_THREADS"] = "1"
 """As in the runtime's own processes: threads that wait for each other cost these tiny tensors three
 to five times the CPU seconds, and torch reads it as it is loaded."""
 
-settings.register_profile("rematbench", deadline=None, derandomize=True)
-settings.load_profile("rematbench")
+for name, examples in (("short", 25), ("all", 100)):
+    settings.register_profile(name, max_examples=examples, deadline=None, derandomize=True)
+
+
+def is_short(config: pytest.Config) -> bool:
+    """Whether tests marked full are left out."""
+    return "not full" in config.option.markexpr
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test file is read: how many examples its tests draw."""
+    settings.load_profile("short" if is_short(config) else "all")
+
+
+@pytest.fixture(scope="session")
+def short(request: pytest.FixtureRequest) -> bool:
+    """Whether tests marked full are left out: shared set-ups are then smaller too."""
+    return is_short(request.config)
 
 
 SLOW_FIRST = ("workflow", "slurm", "baselines", "torch", "property", "published")

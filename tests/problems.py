@@ -18,9 +18,12 @@ from rematbench.plan import (
     Select,
     Split,
     Transfers,
+    Unsupported,
 )
 from rematbench.plugins import contract
+from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
+from rematbench.program.action import Action, Kind
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_system
 from rematbench.spec.paths import data_dir
@@ -98,3 +101,24 @@ def by_layer(plan: Plan, **transfers: Any) -> Plan:
 def transfers(plan: Plan, **changes: Any) -> Plan:
     """The same plan with other transfer settings."""
     return replace(plan, transfers=Transfers(**changes))
+
+
+def slots(action: Action, rank: int) -> float:
+    """A layer's forward takes 1 second, its backward 2, all else nothing: a slot is 3."""
+    if action.op != "attention":
+        return 0.0
+    return {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 2.0}.get(action.kind, 0.0)
+
+
+def plan_of(problem: Problem, spec: str, **settings: Any) -> Plan:
+    """What a method or composition plans, which must be a plan."""
+    plan = discover().resolve(spec, settings).plan(problem)
+    assert isinstance(plan, Plan), plan
+    return plan
+
+
+def refusal(problem: Problem, spec: str, **settings: Any) -> str:
+    """Why a method or composition has no plan."""
+    answer = discover().resolve(spec, settings).plan(problem)
+    assert isinstance(answer, Unsupported), answer
+    return answer.reason

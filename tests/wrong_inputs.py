@@ -56,7 +56,8 @@ ROW = {
 }  # fmt: skip
 PREDICTED = ROW | {
     "pred_tokens_per_s_per_gpu": "1100", "pred_step_s": "1", "pred_mfu_causal": "0.4",
-    "pred_peak_device_bytes": "1e10", "pred_peak_host_bytes": "0", "pred_offload_fraction": "0.0",
+    "pred_peak_device_bytes": "1e10", "pred_peak_host_bytes": "0",
+    "pred_usable_bytes": "7e10", "pred_offload_fraction": "0.0",
     "pred_status": "ok", "pred_reason": "",
 }  # fmt: skip
 

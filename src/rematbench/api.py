@@ -17,11 +17,9 @@ from rematbench.choose.outcome import Outcome, make_problem, run_method
 from rematbench.packages.flags import Engines
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
-from rematbench.published.evidence import published_cells
-from rematbench.published.sheets import read_sheet
+from rematbench.published.bands import leaving_reserve
 from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.spec.configfile import ConfigError
-from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
 
 Problem = ProblemSpec
@@ -152,8 +150,7 @@ def compare(
         processes=processes,
         limit_s=limit_s,
     )
-    known = published_cells(read_sheet(data_dir("published") / "runs.csv"), comparing.registry)
-    items = judge(comparing.everything(), job.problem, known, config)
+    items = judge(comparing.everything(), job.problem)
     return pd.DataFrame(lines(items, job, Engines(job.problem), order))
 
 
@@ -161,7 +158,7 @@ def _job(problem: ProblemSpec) -> Job:
     """The problem made; MethodError's kin for what is no Problem."""
     if not isinstance(problem, ProblemSpec):
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")
-    made = make_problem(problem)
+    made = leaving_reserve(make_problem(problem))
     try:
         words = tuple(problem.to_arguments())
     except ConfigError:  # a model, cluster or system that is an object has no name to type

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from rematbench.choose.outcome import make_problem
 from rematbench.cli.app import app
 from rematbench.host.console import CommandError
 from rematbench.packages import points as baseline_points
@@ -14,7 +15,6 @@ from rematbench.packages.points import load_points
 from rematbench.packages.process import Job, NotInstalled
 from rematbench.runs.record import Record, read_record, write_record
 from rematbench.runs.suite import Variant
-from rematbench.spec.load import load_cluster
 from rematbench.worlds import package
 from rematbench.worlds.again import differences
 
@@ -223,11 +223,15 @@ def test_a_prediction_is_what_the_package_holds(name: str, bound: float, tmp_pat
     assert done.exit_code == 0, done.output
     record = read_record(tmp_path / "run.json")
     assert record.ranks[0].device_peak == pytest.approx(traced, rel=bound)
-    assert record.repeats[0].peak_device_bytes == record.ranks[0].device_peak
-    usable = load_cluster(record.spec.cluster).usable_bytes
+    usable = make_problem(record.spec).usable_bytes
     reserved = usable - (record.headroom_bytes or 0)
     assert traced < reserved < 1.4 * traced
-    assert record.status == ("ok" if reserved <= usable else "oom")
+    if name == "llama2-7b-4k-offload":  # its node has no rate for an update on the host
+        assert (record.status, record.repeats) == ("unsupported", ())
+        assert record.reason.startswith("time not modelled: an optimizer in host memory")
+    else:
+        assert record.status == ("ok" if reserved <= usable else "oom")
+        assert record.repeats[0].peak_device_bytes == record.ranks[0].device_peak
     assert f"stage 0: peak {record.ranks[0].device_peak / 2**30:.2f} GiB" in done.output
 
 

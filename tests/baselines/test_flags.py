@@ -147,6 +147,7 @@ def test_offloading_runs_as_it_is_printed() -> None:
     assert same.ranks == own.ranks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", MEGATRON)
 def test_megatron_core_under_the_printed_arguments(method: str) -> None:
     """Gradients of the method's own execution; bytes of the named policy, executed and traced."""
@@ -164,6 +165,7 @@ def test_megatron_core_under_the_printed_arguments(method: str) -> None:
     assert peaks[2] - said({}).activation_peak == SCALARS
 
 
+@pytest.mark.full
 def test_arguments_of_another_job_are_refused() -> None:
     pytest.importorskip("megatron.core")
     words = ["the job has 1", "--recompute-everything is not known", "more than a chunk's 4"]

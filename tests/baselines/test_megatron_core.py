@@ -8,9 +8,12 @@ from tests.baselines.cases import (
     ODD,
     Asked,
     Ran,
+    asked_job,
     asked_problem,
     assert_equal,
     run_all,
+    run_together,
+    weighed,
 )
 
 pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
@@ -20,11 +23,16 @@ BF16 = 1e-2
 """Weights and activations round to 2^-8; RoPE and norms round at other places in each engine."""
 
 FULL = {"recompute": "full"}
+PLAIN = Asked("one")
+BLOCK = Asked("one", {**FULL, "method": "block", "num_layers": 3})
+AWAY = Asked("one", {"offload_modules": ["qkv_linear", "mlp_norm"]})
+SCALARS = 6 * 4
+"""The loss, its sum, their copies and gradients, and the count of labels: no tensor is missing."""
 FAST = [
-    Asked("one"),
-    Asked("one", {**FULL, "method": "block", "num_layers": 3}),
+    PLAIN,
+    BLOCK,
+    AWAY,
     Asked("one", {"recompute": "selective", "modules": ["core_attn", "layernorm", "mlp"]}),
-    Asked("one", {"offload_modules": ["qkv_linear", "mlp_norm"]}),
     Asked("one", model=GPT),
     Asked("tp2"),
     Asked("cp2"),
@@ -78,9 +86,14 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
-    """What runs and what is refused, in one process: importing the package takes seconds."""
-    asked = [*FAST, *(asked for asked, _ in REFUSED)]
-    return run_all("megatron_core", asked, tmp_path_factory.mktemp("fast"))
+    """What runs and what is refused, then the default policy under printed arguments and a trace,
+    in one process: importing the package takes seconds."""
+    jobs = [asked_job("megatron_core", one) for one in (*FAST, *(asked for asked, _ in REFUSED))]
+    words = policy("megatron_core", BLOCK.settings).methods[0].flags(asked_problem(BLOCK))  # type: ignore[attr-defined]
+    jobs.append(asked_job("megatron_core", PLAIN, options=words))
+    own = policy("megatron_core", AWAY.settings)
+    jobs.append(job(asked_problem(AWAY), own, "traced", steps=2))  # the second is like all others
+    return run_together("megatron_core", jobs, tmp_path_factory.mktemp("fast"))
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +104,26 @@ def fast(together: list[Ran]) -> list[Ran]:
 @pytest.mark.parametrize("number", range(len(FAST)), ids=[str(asked) for asked in FAST])
 def test_loss_and_gradients_equal_the_executors(fast: list[Ran], number: int) -> None:
     assert_equal(FAST[number], fast[number], FP32)
+
+
+def peaks(ran: Ran) -> tuple[int, int]:
+    """Of the first rank: activations on the device, and on the host."""
+    assert ran.record.measured is not None, ran.record.reason
+    rank = ran.record.measured.ranks[0]
+    return rank.activation_peak_bytes, rank.host_peak_bytes
+
+
+def test_printed_arguments_alone_run_as_the_policy(together: list[Ran]) -> None:
+    """More methods: test_flags.py."""
+    assert_equal(BLOCK, together[-2], FP32)
+    assert peaks(together[-2]) == peaks(together[FAST.index(BLOCK)])
+
+
+def test_fake_tensors_and_the_stack_weigh_what_ran(together: list[Ran]) -> None:
+    """More layouts: test_traced.py and test_stack.py."""
+    assert peaks(together[-1]) == peaks(together[FAST.index(AWAY)])
+    held = weighed(policy("megatron_core"), asked_problem(PLAIN)).activation_peak
+    assert peaks(together[0]) == (held + SCALARS, 0)
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +207,6 @@ def check_freed(asked_for: list[Asked], found: list[Ran], base: Ran) -> None:
 
 
 def test_known_traps_are_refused_by_name(together: list[Ran]) -> None:
-    for ran, (asked, words) in zip(together[len(FAST) :], REFUSED, strict=True):
+    for ran, (asked, words) in zip(together[len(FAST) : -2], REFUSED, strict=True):
         assert ran.record.status == "unsupported", str(asked)
         assert words in ran.record.reason

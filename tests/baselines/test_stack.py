@@ -38,8 +38,6 @@ CASES = [
     Stacked("one", TINY, FUSED),
     Stacked("cp2", TINY, {}),
     Stacked("tp2", GPT, {}, "unfused"),
-]
-MORE_CASES = [
     Stacked("one", TINY, {}),
     Stacked("tp2", TINY, {}),
     Stacked("one", GPT, {}),
@@ -48,26 +46,18 @@ MORE_CASES = [
 ]
 
 
-def test_one_more_layer_of_megatron_core_weighs_what_the_stack_says(tmp_path: Path) -> None:
-    check_layer(CASES, tmp_path)
-
-
 @pytest.mark.full
-def test_one_more_layer_of_other_stacks_weighs_what_they_say(tmp_path: Path) -> None:
-    check_layer(MORE_CASES, tmp_path)
-
-
-def check_layer(cases: list[Stacked], folder: Path) -> None:
+def test_one_more_layer_of_megatron_core_weighs_what_the_stack_says(tmp_path: Path) -> None:
     """Traced with four and with five layers: the difference is one layer's saved tensors."""
     pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
     jobs = [
         make_job(case.problem(count), policy("megatron_core", case.settings), "traced")
-        for case in cases
+        for case in CASES
         for count in (4, 5)
     ]
-    records = run_jobs("megatron_core", jobs, folder)
+    records = run_jobs("megatron_core", jobs, tmp_path)
     traced, said = [], []
-    for number, case in enumerate(cases):
+    for number, case in enumerate(CASES):
         few, more = (record.measured for record in records[2 * number : 2 * number + 2])
         assert few is not None, records[2 * number].reason
         assert more is not None
@@ -122,8 +112,6 @@ WHOLE = [
     Whole(Asked("pp2", AWAY, replace(WIDE, num_kv_heads=4)), 9 * LOSS, stage=1, exact=False),
     Whole(Asked("pp2-vpp2", FULL, WIDE), 5 * LOSS, exact=False),
     Whole(Asked("tp2", MLP, replace(TINY, dropout=0.1, vocab=64)), 8 * LOSS, exact=False),
-]
-OTHERS = [
     Whole(Asked("one", model=GPT), 6 * LOSS),
     Whole(Asked("cp2", FULL), 8 * LOSS, exact=False),
     Whole(Asked("one", FULL, TIED), 6 * LOSS, exact=False),
@@ -212,11 +200,6 @@ def test_the_whole_peak_of_megatron_core_is_the_plans_and_some_scalars(tmp_path:
     check_whole(WHOLE, tmp_path)
 
 
-@pytest.mark.full
-def test_other_whole_peaks_of_megatron_core_are_the_plans(tmp_path: Path) -> None:
-    check_whole(OTHERS, tmp_path)
-
-
 @pytest.mark.soak
 def test_more_whole_peaks_of_megatron_core_are_the_plans(tmp_path: Path) -> None:
     check_whole(MORE, tmp_path)
@@ -224,8 +207,9 @@ def test_more_whole_peaks_of_megatron_core_are_the_plans(tmp_path: Path) -> None
 
 PLAIN = {"checkpointing": "plain"}
 Traced = tuple[Model, dict[str, Any], Precision]
-DEEPSPEED: list[Traced] = [(TINY, {}, "fp32"), (GPT, PLAIN, "bf16")]
-MORE_DEEPSPEED: list[Traced] = [
+DEEPSPEED: list[Traced] = [
+    (TINY, {}, "fp32"),
+    (GPT, PLAIN, "bf16"),
     (TINY, {}, "bf16"),
     (GPT, {}, "fp32"),
     (GPT, {}, "bf16"),
@@ -238,23 +222,14 @@ SCALARS = 3 * 4
 
 @pytest.mark.full
 def test_one_more_layer_of_deepspeed_weighs_what_the_plan_says(tmp_path: Path) -> None:
-    check_deepspeed(DEEPSPEED, tmp_path)
-
-
-@pytest.mark.full
-def test_one_more_layer_of_other_deepspeed_jobs_weighs_what_the_plan_says(tmp_path: Path) -> None:
-    check_deepspeed(MORE_DEEPSPEED, tmp_path)
-
-
-def check_deepspeed(cases: list[Traced], folder: Path) -> None:
     """Plan and stack against the trace, with so many rows that the peak is in the loss: one more
     layer to the byte, and without a policy in fp32 the whole peak."""
     pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
-    problems = [_wide(case, count) for case in cases for count in (4, 5)]
-    policies = [policy("deepspeed", case[1]) for case in cases for _ in (4, 5)]
+    problems = [_wide(case, count) for case in DEEPSPEED for count in (4, 5)]
+    policies = [policy("deepspeed", case[1]) for case in DEEPSPEED for _ in (4, 5)]
     jobs = [make_job(*pair, "traced") for pair in zip(problems, policies, strict=True)]
     traced, said = [], []
-    for number, record in enumerate(run_jobs("deepspeed", jobs, folder)):
+    for number, record in enumerate(run_jobs("deepspeed", jobs, tmp_path)):
         assert record.measured is not None, record.reason
         traced.append(record.measured.ranks[0].activation_peak_bytes)
         known = weighed(policies[number], problems[number]).activation_peak
@@ -262,7 +237,7 @@ def check_deepspeed(cases: list[Traced], folder: Path) -> None:
         said.append(known + gradients)  # traced, they are no state
     layers = [b - a for a, b in zip(traced[::2], traced[1::2], strict=True)]
     assert layers == [b - a for a, b in zip(said[::2], said[1::2], strict=True)]
-    for number, (_, settings, precision) in enumerate(cases):
+    for number, (_, settings, precision) in enumerate(DEEPSPEED):
         if not settings and precision == "fp32":
             assert traced[2 * number] - said[2 * number] == SCALARS
 

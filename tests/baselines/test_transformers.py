@@ -247,6 +247,7 @@ def job(**changes: Any) -> Job:
     return Job(run=RunSpec(**{**spec, **changes}))
 
 
+@pytest.mark.full  # ten CPU seconds; the other tests trace in this process
 def test_a_job_ends_in_a_record(tmp_path: Path) -> None:
     """The same JSON in and record out as of the other packages, in a process of its own."""
     jobs = tmp_path / "jobs.json"

@@ -89,7 +89,7 @@ def lynx() -> tuple[Problem, Plan]:
     given = dataclasses.replace(given, calibration=ROUND, evaluator=evaluate)
     lean = Relocation(given, given.base_plan, exact=False).lean(given.base_plan)
     room = (given.cost.peak_bytes(lean) + given.cost.peak_bytes(given.base_plan)) // 2
-    cluster = replace(given.cluster, hbm_bytes=room + given.cluster.non_torch_bytes)
+    cluster = replace(given.cluster, hbm_bytes=room + given.non_torch_bytes)
     return by_method(dataclasses.replace(given, cluster=cluster, _memo={}), "lynx_heu")
 
 

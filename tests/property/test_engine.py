@@ -23,7 +23,10 @@ from tests.problems import BALANCED, layers, problem, transfers
 from tests.strategies import SYSTEMS, cases
 from tests.twin.interpreter import EARLY, interpret
 
-SLOW = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+SLOW = settings(
+    max_examples=settings.default.max_examples * 2 // 5,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 Case = tuple[Problem, Plan]
 
 
@@ -31,7 +34,7 @@ def program_of(case: Case) -> Program:
     return lower(case[1], case[0])
 
 
-@settings(SLOW, max_examples=50)
+@SLOW
 @given(cases())
 def test_never_deadlocks_leaks_or_loses_bytes(case: Case) -> None:
     """check() is clean, memory equals the ledger after every action, all of it is given back, and
@@ -51,7 +54,7 @@ def test_never_deadlocks_leaks_or_loses_bytes(case: Case) -> None:
             assert twin.slot_bytes() == pool_bytes(rank)
 
 
-@settings(SLOW, max_examples=30)
+@SLOW
 @given(cases(), st.integers(0, 3))
 def test_chunk_level_equals_op_level(case: Case, shape: int) -> None:
     """With the machine's costs and with costs under which copies or sends dominate."""
@@ -70,12 +73,13 @@ def test_chunk_level_equals_op_level(case: Case, shape: int) -> None:
     assert op.step_s >= busiest * (1 - 1e-12)
 
 
-@settings(SLOW, max_examples=40)
+@SLOW
 @given(cases())
 def test_text_is_the_program(case: Case) -> None:
     program = program_of(case)
     parsed = parse_program(program.text())
     assert parsed.text() == program.text()
+    assert [list(r.actions()) for r in parsed.ranks] == [list(r.actions()) for r in program.ranks]
     real = action_seconds(case[0])
     assert simulate(parsed, real).step_s == simulate(program, real).step_s
     assert issue_order(parsed) == issue_order(program)
@@ -100,7 +104,7 @@ def deep_pipelines(draw: st.DrawFn) -> tuple[Problem, Plan]:
     return drawn, transfers(plan, granularity=draw(st.sampled_from(["chunk", "layer"])))
 
 
-@settings(SLOW, max_examples=40)
+@SLOW
 @given(deep_pipelines())
 def test_offloading_more_never_raises_a_deep_ranks_peak(case: Case) -> None:
     """(1 - alpha) of what is in flight against four copies in motion: down from five on."""

@@ -78,7 +78,7 @@ def fastest_that_fits(problem: Problem, plans: Sequence[Weighed]) -> tuple[float
     bytes would fit is run."""
     fitting = []
     for one in plans:
-        if one.allocated_bytes <= problem.cluster.usable_bytes:
+        if one.allocated_bytes <= problem.usable_bytes:
             outcome = run_plan(problem, one.plan)
             if outcome.status == "ok" and outcome.evaluation is not None:
                 fitting.append((outcome.evaluation.step_s, one.name))
@@ -150,7 +150,7 @@ def at_the_edge(problem: Problem, plans: Sequence[Weighed], share: float) -> Pro
     """The problem on a device that holds about this share of the plans."""
     needs = sorted(plan.reserved_bytes for plan in plans)
     usable = needs[int(share * len(needs))]
-    cluster = replace(problem.cluster, hbm_bytes=usable + problem.cluster.non_torch_bytes)
+    cluster = replace(problem.cluster, hbm_bytes=usable + problem.non_torch_bytes)
     return replaced(problem, cluster=cluster, _memo={}, _weights={})
 
 

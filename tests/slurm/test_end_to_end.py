@@ -12,7 +12,6 @@ import pytest
 from tests.slurm.conftest import Cluster
 from tests.slurm.fragile import write_suite
 from tests.slurm.slow import leave_methods
-from tests.workflow.checkout import ROOT
 
 pytestmark = pytest.mark.slurm
 
@@ -32,7 +31,6 @@ def measured(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record["record"].items() if key not in elsewhere}
 
 
-METHODS = len(list((ROOT / "methods").glob("*.py")))
 CALL_OUT = "import socket; socket.create_connection(('192.0.2.7', 53), timeout=5)"
 
 
@@ -44,15 +42,7 @@ def test_nodes_have_no_network(cluster: Cluster) -> None:
     assert "Network is unreachable" in tried.stderr
 
 
-@pytest.mark.soak
-def test_all_of_the_smoke_suite_runs_as_jobs(cluster: Cluster) -> None:
-    done = cluster.submit("smoke", "--config", "simulate_on=slurm")
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("has been submitted with SLURM jobid") == METHODS + 1
-    table = (cluster.path / "results/smoke/tables/methods.md").read_text()
-    assert "| lynx_opt " in table
-
-
+@pytest.mark.full
 def test_the_smoke_suite_runs_as_jobs(cluster: Cluster) -> None:
     """With two methods and their composition, to be quick: all that its figures need."""
     leave_methods(cluster.path, {"balanced_checkpointing", "pp_offload"})

@@ -28,6 +28,7 @@ TINY = replace(LLAMA, name="tiny", num_layers=2, hidden=64, head_dim=16, ffn=96,
 TINY_GPT = replace(
     GPT, name="tiny-gpt", num_layers=2, hidden=64, head_dim=16, ffn=96, vocab=160, dropout=0.0
 )
+TIED = replace(TINY, name="tiny-tied", tied_embeddings=True)
 SEQ = 32
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -15,17 +15,15 @@ from rematbench.program.action import Kind
 from rematbench.program.program import Program
 from rematbench.torch.case import Case
 from rematbench.torch.groups import Channel, channels
-from rematbench.torch.launch import execute_cases
 from rematbench.torch.messages import overtaken, used_channels
-from tests.torch import cases, grid
+from tests.torch import cases
 from tests.torch.rendezvous import Comm, Walk
 
 PIPELINES = [name for name, degrees in cases.LAYOUTS.items() if degrees.get("pp", 1) > 1]
-TIED = replace(cases.TINY, tied_embeddings=True)
 
 
 def lowered(layout: str, plan: str, tied: bool) -> tuple[Case, Program]:
-    case = cases.case(layout, plan, model=TIED if tied else cases.TINY)
+    case = cases.case(layout, plan, model=cases.TIED if tied else cases.TINY)
     return case, lower(case.plan, case.problem)
 
 
@@ -66,13 +64,6 @@ def test_closing_links_are_opened_where_they_are_used(layout: str, tied: bool) -
     closing = {Channel("f", 1, 0), Channel("b", 0, 1)}
     used = used_channels(program, case.problem.layout)
     assert used == (straight | closing if layout != "pp2" or tied else straight)
-
-
-def test_ends_that_share_an_embedding_compute_the_autograd_models_gradients() -> None:
-    every = [cases.case("pp2", plan, model=TIED) for plan in ("keep", "offload")]
-    for case, result in zip(every, execute_cases(every), strict=True):
-        grid.check_twin(case, result)
-        grid.check_gradients(case, result)
 
 
 def test_a_message_that_overtakes_another_is_named() -> None:

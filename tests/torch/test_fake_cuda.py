@@ -23,11 +23,12 @@ from tests.torch.recorder import Event, recording
 from tests.torch.test_faults import edited
 
 FAST = (
-    *(("one", plan) for plan in ("offload-layers", "offload-slots")),
-    *(("tp2", "windows"), ("cp2", "rows"), ("dp2", "full"), ("tp2-ulysses2", "offload")),
+    *(("one", "offload-slots"), ("tp2", "windows"), ("cp2", "rows")),
+    ("tp2-ulysses2", "offload"),
 )
 MORE = (
-    *(("one", plan) for plan in ("offload", "rows")),
+    *(("one", plan) for plan in ("offload", "offload-layers", "rows")),
+    ("dp2", "full"),
     *(("tp2", plan) for plan in ("keep", "mini-dropped")),
     *(("tp2-no-sp", "mini"), ("pp2", "offload")),
     *(("tp2-cp2", "skeletal"), ("pp2-vpp2", "offload-slots")),
@@ -60,7 +61,8 @@ def test_collectives_beside_kernels(layout: str, monkeypatch: pytest.MonkeyPatch
     check(cases.case(layout, "windows", precision="bf16", system_changes=OVERLAP), monkeypatch)
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("fp64", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_other_precisions_and_the_gpt_variant(
     precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

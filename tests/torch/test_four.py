@@ -23,36 +23,25 @@ CASES = grid.short(
         *(grid.in_order(case, "pp", "dp", "cp", "tp") for case in STATE_PEERS),
         *grid.method_cases("pp4-vpp2", METHODS),
         *grid.composed_cases("pp4-vpp2-one-group", ("pp_offload+mst",)),  # the head is offloaded
-    ]
-)
-MORE = grid.short(
-    [
         *grid.raw_cases("tp2-pp2", "windows"),
         *grid.raw_cases("tp2-ulysses2", "rows"),
         *grid.method_cases("tp2-pp2", METHODS),
     ]
 )
-NAMES = [case.name for case in CASES] + [
-    pytest.param(case.name, marks=pytest.mark.full) for case in MORE
-]
+NAMES = [case.name for case in CASES]
+pytestmark = pytest.mark.full
 
 
 @cache
-def results(*, more: bool) -> dict[str, tuple[Case, Result]]:
-    return laws.torchrun(MORE if more else CASES)
+def results() -> dict[str, tuple[Case, Result]]:
+    return laws.torchrun(CASES)
 
 
-def result(name: str) -> tuple[Case, Result]:
-    return results(more=name in {case.name for case in MORE})[name]
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_live_bytes_equal_the_ledger_after_every_action(name: str) -> None:
-    grid.check_twin(*result(name))
+    grid.check_twin(*results()[name])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_equal_the_autograd_model(name: str) -> None:
-    grid.check_gradients(*result(name))
+    grid.check_gradients(*results()[name])

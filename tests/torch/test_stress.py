@@ -4,12 +4,17 @@ Streams are threads (rematbench.torch.threads), so that what a program does not 
 in any order; gradients are compared with the undelayed autograd model.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
 import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
+from rematbench.lowering.lower import lower
 from rematbench.program.action import Action, Kind
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
@@ -35,12 +40,11 @@ def run_here(case: Case) -> Result:
     return combine(case, [worker.run_case(case, 0, torch.device("cpu"), {})])
 
 
-def tp_events(case: Case) -> set[str]:
-    """Events of tensor-parallel collectives, by block-local name."""
-    program = edited(case, lambda action: [action]).program
-    assert program is not None
+def events(case: Case, wanted: Callable[[Action], bool]) -> set[str]:
+    """Events of some actions, by block-local name."""
+    program = lower(case.plan, case.problem)
     actions = (a for rank in program.ranks for b in rank.blocks for a in b.actions)
-    return {a.event for a in actions if a.stream == "tp" and a.event}
+    return {a.event for a in actions if a.event and wanted(a)}
 
 
 def no_wait_for(events: set[str]) -> Edit:
@@ -69,15 +73,64 @@ def test_a_removed_wait_for_a_copy_is_found() -> None:
     assert found.status == "nan" or not laws.gradient_error(case, found) <= grid.TOLERANCE
 
 
-def test_delayed_collectives_change_nothing_and_a_removed_wait_is_found() -> None:
-    plans = (*PLANS[:2], "windows")  # the last one computes while collectives are under way
-    whole = [delayed(cases.case("tp2", plan), seed) for plan in plans for seed in range(2)]
-    broken = cases.case("tp2", "keep")
-    broken = delayed(edited(broken, no_wait_for(tp_events(broken))), 0, LONG_S)
-    *results, found = execute_cases([*whole, broken], timeout_s=120.0)
-    for case, result in zip(whole, results, strict=True):
-        grid.check_gradients(case, result)
-    assert found.status == "nan" or not laws.gradient_error(broken, found) <= grid.TOLERANCE
+def without_heads(case: Case) -> Case:
+    """The forward frees the order of heads; everything else is as it was."""
+    seen: set[str] = set()
+
+    def edit(action: Action) -> list[Action]:
+        if action.kind is Kind.ALL_TO_ALL and action.op == "to_rows" and action.allocs:
+            (source,) = action.reads
+            if not source.startswith("d:") and source not in seen:
+                seen.add(source)
+                return [action, Action(kind=Kind.FREE, stream="compute", frees=(source,))]
+        return [action]
+
+    return edited(case, edit)
+
+
+SOUND = [
+    *(
+        delayed(cases.case("tp2", p), seed)
+        for p in ("offload", "offload-layers")
+        for seed in (0, 1)
+    ),
+    *(delayed(cases.case("tp2", "windows"), seed) for seed in (0, 1)),  # beside collectives
+    *(delayed(cases.case("ulysses2", plan), 1) for plan in ("keep", "offload", "windows")),
+]
+
+
+@cache
+def results() -> dict[str, tuple[Case, Result]]:
+    """One launch: delayed runs, then each mutation."""
+    split, exchanged = cases.case("tp2", "keep"), cases.case("ulysses2", "keep")
+    reduced = events(split, lambda action: action.stream == "tp")
+    sent = events(exchanged, lambda action: action.kind is Kind.ALL_TO_ALL)
+    broken = {
+        "no wait for a collective": edited(split, no_wait_for(reduced)),
+        "no wait for an exchange": edited(exchanged, no_wait_for(sent)),
+        "one copy": without_heads(exchanged),
+    }
+    changed = [replace(delayed(case, 0, LONG_S), name=name) for name, case in broken.items()]
+    made = [*SOUND, *changed]
+    found = execute_cases(made, timeout_s=120.0)
+    return {case.name: (case, result) for case, result in zip(made, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", [case.name for case in SOUND])
+def test_delayed_collectives_and_exchanges_change_nothing(name: str) -> None:
+    grid.check_gradients(*results()[name])
+
+
+@pytest.mark.parametrize("name", ["no wait for a collective", "no wait for an exchange"])
+def test_a_removed_wait_is_found(name: str) -> None:
+    case, result = results()[name]
+    assert result.status == "nan" or not laws.gradient_error(case, result) <= grid.TOLERANCE
+
+
+def test_one_copy_of_an_exchanged_output_is_not_enough() -> None:
+    _, result = results()["one copy"]
+    assert result.status == "failed"
+    assert "attn_heads" in result.reason
 
 
 @pytest.mark.soak

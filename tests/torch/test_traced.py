@@ -17,8 +17,8 @@ from rematbench.torch.trace import trace_rank
 from tests.torch import cases, grid
 from tests.torch.cases import TINY_GPT
 
-LAYOUTS = ("tp2", "pp2", "cp2", "ulysses2", "dp2", "pp4-vpp2")
-MORE = ("tp2-pp2", "tp2-ulysses2")
+LAYOUTS = ("tp2", "cp2", "pp4-vpp2")
+MORE = ("pp2", "ulysses2", "dp2", "tp2-pp2", "tp2-ulysses2")
 
 
 def real(case: Case) -> tuple[list[tuple[int, int]], int, int]:

@@ -1,5 +1,6 @@
 """Twin law and gradients, two processes: one torchrun; the fast share (all of it: test_grid.py)."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.torch.case import Case, Result
-from tests.torch import grid, laws
+from tests.torch import cases, grid, laws
+from tests.torch.cases import TINY_GPT
 
 LAYOUTS = ("tp2", "pp2", "cp2", "ulysses2", "dp2")
 BITWISE = ("tp2",)
@@ -18,6 +20,12 @@ RAW = {
     "ulysses2": ("full-kept", "rows", "skeletal", "offload-slots", "mini-dropped"),
     "dp2": ("mini",),
 }
+VARIANTS = {
+    "tied ends keep": cases.case("pp2", "keep", model=cases.TIED),
+    "tied ends offload": cases.case("pp2", "offload", model=cases.TIED),
+    "biases and learned positions offload": cases.case("ulysses2", "offload", model=TINY_GPT),
+    "unfused attention full": cases.case("ulysses2", "full", attention="unfused"),
+}
 CASES = grid.short(
     [
         *(case for layout, plans in RAW.items() for case in grid.raw_cases(layout, *plans)),
@@ -26,6 +34,7 @@ CASES = grid.short(
         *grid.in_groups("tp2"),
         *grid.raw_cases("dp2-zero0", "keep"),
         *grid.raw_cases("ulysses2-zero0", "keep"),
+        *(replace(case, name=name) for name, case in VARIANTS.items()),
     ]
 ) + [case for layout in BITWISE for case in grid.bitwise_cases(layout)]
 NAMES = [case.name for case in CASES]

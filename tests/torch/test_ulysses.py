@@ -1,8 +1,5 @@
 """Ulysses: the two orders of a tensor, what each backward reads, and what it takes to go wrong."""
 
-import itertools
-from functools import cache
-
 import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
@@ -10,16 +7,9 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from torch import Tensor
 
-from rematbench.program.action import Action, Kind
 from rematbench.torch import ulysses
-from rematbench.torch.case import Case, Result
 from rematbench.torch.groups import Group
-from rematbench.torch.launch import execute_cases
 from tests.problems import problem
-from tests.torch import cases, grid, laws
-from tests.torch.cases import TINY_GPT
-from tests.torch.test_faults import edited
-from tests.torch.test_stress import LONG_S, delayed, no_wait_for
 
 RANKS, ROWS, WIDTH = 4, 6, 3
 
@@ -110,71 +100,3 @@ def test_copies_of_few_kv_heads_are_counted() -> None:
     tensors = given.layer(0).activations
     assert tensors["k"].nbytes == 2 * tensors["k_rows"].nbytes == 64 * 8 * 2
     assert tensors["q"].nbytes == tensors["q_rows"].nbytes
-
-
-# -- what it takes to go wrong --------------------------------------------------------------------
-
-
-def without_heads(case: Case) -> Case:
-    """The forward frees the order of heads; everything else is as it was."""
-    seen: set[str] = set()
-
-    def edit(action: Action) -> list[Action]:
-        if action.kind is Kind.ALL_TO_ALL and action.op == "to_rows" and action.allocs:
-            (source,) = action.reads
-            if not source.startswith("d:") and source not in seen:
-                seen.add(source)
-                return [action, Action(kind=Kind.FREE, stream="compute", frees=(source,))]
-        return [action]
-
-    return edited(case, edit)
-
-
-def named(case: Case, name: str) -> Case:
-    return Case(**{**vars(case), "name": name, "steps": 1})
-
-
-def a2a_events(case: Case) -> set[str]:
-    """Events of the all-to-alls, by block-local name."""
-    program = edited(case, lambda action: [action]).program
-    assert program is not None
-    blocks = itertools.chain.from_iterable(rank.blocks for rank in program.ranks)
-    return {a.event for b in blocks for a in b.actions if a.kind is Kind.ALL_TO_ALL}
-
-
-@cache
-def results() -> dict[str, tuple[Case, Result]]:
-    """One launch: sound variants, delayed ones, and each mutation."""
-    keep = cases.case("ulysses2", "keep")
-    late = delayed(keep, 0, LONG_S)
-    made = [
-        named(cases.case("ulysses2", "offload", model=TINY_GPT), "gpt offload"),
-        named(cases.case("ulysses2", "full", attention="unfused"), "unfused full"),
-        *(delayed(cases.case("ulysses2", plan), 1) for plan in ("keep", "offload", "windows")),
-        named(without_heads(keep), "one copy"),
-        named(edited(late, no_wait_for(a2a_events(keep))), "no wait"),
-    ]
-    found = execute_cases(made, timeout_s=120.0)
-    return {case.name: (case, result) for case, result in zip(made, found, strict=True)}
-
-
-@pytest.mark.parametrize("name", ["gpt offload", "unfused full"])
-def test_biases_learned_positions_and_unfused_attention(name: str) -> None:
-    grid.check_twin(*results()[name])
-    grid.check_gradients(*results()[name])
-
-
-@pytest.mark.parametrize("plan", ["keep", "offload", "windows"])
-def test_delayed_exchanges_change_nothing(plan: str) -> None:
-    grid.check_gradients(*results()[f"ulysses2 {plan} #1"])
-
-
-def test_one_copy_of_the_output_is_not_enough() -> None:
-    _, result = results()["one copy"]
-    assert result.status == "failed"
-    assert "attn_heads" in result.reason
-
-
-def test_a_removed_wait_for_an_exchange_is_found() -> None:
-    case, result = results()["no wait"]
-    assert result.status == "nan" or not laws.gradient_error(case, result) <= grid.TOLERANCE

@@ -62,7 +62,7 @@ def tight(made: Problem) -> Problem:
     """The problem on a device with half the room that keeping everything needs beyond the least."""
     lean = made.cost.peak_bytes(Relocation(made, made.base_plan, exact=False).lean(made.base_plan))
     usable = (lean + made.cost.peak_bytes(made.base_plan)) // 2
-    cluster = replace(made.cluster, hbm_bytes=usable + made.cluster.non_torch_bytes)
+    cluster = replace(made.cluster, hbm_bytes=usable + made.non_torch_bytes)
     return dataclasses.replace(made, cluster=cluster, _memo={})
 
 
@@ -163,7 +163,7 @@ def test_milps_do_not_depend_on_the_process() -> None:
 
 
 @settings(
-    max_examples=25,
+    max_examples=settings.default.max_examples // 4,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(problems(), st.lists(st.sampled_from(sorted(REGISTRY.methods)), min_size=1, max_size=2))

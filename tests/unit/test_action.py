@@ -1,11 +1,9 @@
 """Actions print, parse and diff; a whole program comes back from its text."""
 
 import pytest
-from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
 from rematbench.operators.ops import Comm
-from rematbench.plan import MiniSequence
 from rematbench.program.action import (
     COPY,
     KEPT,
@@ -27,8 +25,7 @@ from rematbench.program.action import (
     to_text,
 )
 from rematbench.program.program import parse_program
-from rematbench.simulate.step import simulate
-from tests.problems import BALANCED, FULL, LLAMA, SKELETAL, by_layer, half, problem, transfers
+from tests.problems import problem
 
 LINES = [
     (
@@ -131,45 +128,6 @@ def test_place_of_a_storage() -> None:
     assert place("L12.attn_out#o") == ("L12", "attn_out#o")
     assert place("H.loss_saved") == ("H", "loss_saved")
     assert place("optimizer") == ("", "optimizer")
-
-
-HEAD = (MiniSequence(ops=("lm_head", "loss"), count=3),)
-
-
-def _plans() -> list[tuple[str, dict[str, object]]]:
-    pipeline = {"tp": 2, "cp": 2, "pp": 2, "vpp": 2, "dp": 2, "global_batch": 8}
-    return [
-        ("keep", {}),
-        ("pipeline", pipeline),
-        ("offload", pipeline),
-        ("layer copies", pipeline),
-        ("zero 3", {"dp": 2, "zero_stage": 3, "global_batch": 4}),
-        ("tied", {"pp": 2, "global_batch": 2}),
-        ("pieces", {"tp": 2}),
-    ]
-
-
-@pytest.mark.parametrize(("name", "layout"), _plans(), ids=[name for name, _ in _plans()])
-def test_a_program_comes_back_from_its_text(name: str, layout: dict[str, object]) -> None:
-    model = replace(LLAMA, tied_embeddings=name == "tied")
-    given = problem(model=model, **layout)
-    plan = given.base_plan
-    match name:
-        case "offload":
-            plan = transfers(plan.with_rules(BALANCED, half()), reload_slots=2)
-        case "layer copies":
-            plan = by_layer(plan.with_rules(*SKELETAL))
-        case "pieces":
-            plan = replace(plan.with_rules(*FULL), mini_sequences=HEAD)
-    program = lower(plan, given)
-    parsed = parse_program(program.text())
-    assert [list(r.actions()) for r in parsed.ranks] == [list(r.actions()) for r in program.ranks]
-    assert parsed.text() == program.text()
-
-    def seconds(action: Action, rank: int) -> float:
-        return len(action.reads) + 0.25 * len(action.allocs) + 0.125 * rank
-
-    assert simulate(parsed, seconds) == simulate(program, seconds)
 
 
 def test_a_block_of_two_micro_batches_is_refused() -> None:

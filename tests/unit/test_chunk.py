@@ -1,45 +1,16 @@
-"""Chunk level equals op level: one macro per block, exact in (max, +)."""
+"""One macro per block, exact in (max, +); equal to op level: tests/property/test_engine.py."""
 
 import random
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
-from rematbench.program.action import Action, Kind
+from rematbench.program.action import STREAM_INDEX, Action
 from rematbench.program.program import parse_program
 from rematbench.simulate.max_plus import macro_of, simulate_chunks
-from rematbench.simulate.seconds import action_seconds
-from rematbench.simulate.step import DeadlockError, compile_block, simulate
-from tests.problems import BALANCED, FULL, LLAMA, SKELETAL, half, layers, problem, transfers
-
-LAYOUTS: list[dict[str, Any]] = [
-    {"global_batch": 3},
-    {"tp": 2, "cp": 2, "pp": 2, "vpp": 2, "dp": 2, "global_batch": 8},
-    {"system": "megatron-kwai", "tp": 2, "pp": 4, "global_batch": 6},
-    {"system": "torchtitan", "dp": 2, "zero_stage": 3, "global_batch": 6},
-    {"system": "megatron-core", "cp": 2, "pp": 2, "vpp": 2, "global_batch": 4},
-]
-PLANS = {
-    "keep_all": ((), {}),
-    "full": (FULL, {}),
-    "balanced+offload": ((BALANCED, half()), {"before_send_phases": ("warmup", "cooldown")}),
-    "skeletal": (SKELETAL, {"granularity": "layer"}),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", PLANS)
-def test_equal_to_op_level(layout: dict[str, Any], name: str) -> None:
-    given = problem(**layout)
-    rules, moves = PLANS[name]
-    program = lower(transfers(given.base_plan.with_rules(*rules), **moves), given)
-    for seconds in (action_seconds(given), whimsical):
-        op, chunk = simulate(program, seconds), simulate_chunks(program, seconds)
-        assert chunk.step_s == pytest.approx(op.step_s, rel=1e-9)
-        assert chunk.rank_end_s == pytest.approx(op.rank_end_s, rel=1e-9)
-        assert chunk.stream_busy_s == op.stream_busy_s
+from rematbench.simulate.step import HOST, DeadlockError, compile_block, simulate
+from tests.problems import LLAMA, layers, problem, slots
 
 
 def whimsical(action: Action, rank: int) -> float:
@@ -74,7 +45,7 @@ def test_a_block_is_a_max_plus_map() -> None:
     )
     (block,) = parse_program(text).ranks[0].blocks
     macro = macro_of(compile_block(block, 0, lambda action, rank: float(action.nbytes)))
-    compute, d2h, event = 0, 6, 8
+    compute, d2h, event = STREAM_INDEX["compute"], STREAM_INDEX["d2h"], HOST + 1
     assert macro.waits == ("h2d",)
     assert {target: dict(terms) for target, terms in macro.streams} == {
         compute: {compute: 3.0, event: 2.0},
@@ -90,17 +61,11 @@ def test_linear_in_micro_batches() -> None:
     steps = []
     for m in (8, 12, 16):
         given = problem(model=layers(8), pp=4, vpp=2, global_batch=m)
-        steps.append(simulate_chunks(lower(given.base_plan, given), _slots).step_s)
+        steps.append(simulate_chunks(lower(given.base_plan, given), slots).step_s)
     assert steps[2] - steps[1] == steps[1] - steps[0] == 4 * 2 * 3
-
-
-def _slots(action: Action, rank: int) -> float:
-    if action.op != "attention":
-        return 0.0
-    return {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 2.0}.get(action.kind, 0.0)
 
 
 def test_a_deadlock_is_named_here_too() -> None:
     text = "rank 0\nblock B\nWAIT0.0 compute - w=recv_b\nF0.0 compute L0.a\n"
     with pytest.raises(DeadlockError, match=r"rank 0 waits for message \('b', 0, 0\)"):
-        simulate_chunks(parse_program(text), _slots)
+        simulate_chunks(parse_program(text), slots)

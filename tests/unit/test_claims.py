@@ -12,7 +12,19 @@ from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from rematbench.studies.answers import Answer
-from rematbench.studies.claim_ledger import OUTSIDE, WITHIN, claims_table, prediction_answers
+from rematbench.studies.claim_ledger import (
+    ALSO,
+    BESIDE,
+    CLAIM_VERDICTS,
+    MET,
+    MISSED,
+    OUTSIDE,
+    PRIMARY,
+    WITHIN,
+    claim_verdict,
+    claims_table,
+    prediction_answers,
+)
 from rematbench.studies.claims import (
     Claim,
     Claims,
@@ -56,9 +68,9 @@ def query(**changes: Any) -> Query:
 
 def ledger(value: str, *parts: Part, answers: list[Answer] | None = None) -> list[dict[str, Any]]:
     """Lines of a claim with this published value and a tolerance of a tenth."""
-    row = dict.fromkeys(ROWS[0], "") | {"id": "c", "value": value}
+    row = dict.fromkeys(ROWS[0], "") | {"id": "c", "value": value, "conditions": "4x and 50 GB"}
     declared = Claims(
-        tolerances={"tenth": Tolerance(value=0.1, reason="a test")},
+        tolerances={"tenth": Tolerance(value=0.1, reason="a test", declared="before")},
         claims=(Claim(id="c", tolerance="tenth", parts=parts or (Part(query=query()),)),),
     )
     found = [answer()] if answers is None else answers
@@ -105,10 +117,11 @@ def test_every_query_asks_what_a_study_answers() -> None:
 
 
 def test_every_part_has_a_published_number() -> None:
-    texts = {row["id"]: published(row["value"]) for row in ROWS}
+    rows = {row["id"]: row for row in ROWS}
     for claim in CLAIMS.claims:
+        row = rows[claim.id]
         for part in claim.parts:
-            assert texts[claim.id].told(part) is not None, claim.id
+            assert published(row["value"]).told(part, row["conditions"]) is not None, claim.id
 
 
 def test_every_method_of_a_study_resolves() -> None:
@@ -128,10 +141,10 @@ def test_a_claim_without_an_entry_says_so() -> None:
 
 
 def test_lines_of_one_claim_say_what_tells_them_apart() -> None:
-    ways = [Part(name=name, query=query()) for name in ("one way", "another")]
-    assert [line["how"] for line in ledger("8", *ways)] == ["one way", "another"]
+    ways = [Part(name=name, query=query(), also=bool(at)) for at, name in enumerate(("one", "two"))]
+    assert [line["how"] for line in ledger("8", *ways)] == ["one", "two"]
     for claim in CLAIMS.claims:
-        names = [part.name for part in claim.parts]
+        names = [part.name or part.beside for part in claim.parts]
         assert len(set(names)) == len(names), claim.id
 
 
@@ -139,7 +152,7 @@ def test_no_answer_is_no_agreement() -> None:
     table = claims_table(ROWS, CLAIMS, [])
     assert {line["id"] for line in table.rows} == {row["id"] for row in ROWS}
     assert all(line["verdict"].startswith("not comparable: ") for line in table.rows)
-    assert f"0 {WITHIN}, 0 {OUTSIDE}" in table.note
+    assert f"0 {CLAIM_VERDICTS[0]}, 0 {CLAIM_VERDICTS[1]}, 0 {MISSED}" in table.note
 
 
 # -- verdicts ---------------------------------------------------------------------------------
@@ -153,11 +166,11 @@ def test_no_answer_is_no_agreement() -> None:
         ("56", OUTSIDE),
         ("up to 47", WITHIN),
         ("up to 45", OUTSIDE),
-        ("< 60", WITHIN),
-        ("< 46", WITHIN),
-        ("< 40", OUTSIDE),
-        ("> 40", WITHIN),
-        ("> 60", OUTSIDE),
+        ("< 60", MET),
+        ("< 50.1", MET),
+        ("< 49.9", MISSED),
+        ("> 49.9", MET),
+        ("> 50.1", MISSED),
     ],
 )
 def test_a_mutated_published_value_changes_the_verdict(value: str, verdict: str) -> None:
@@ -173,6 +186,41 @@ def test_a_plan_that_does_not_fit_never_agrees() -> None:
     assert line["verdict"] == WITHIN
 
 
+def test_what_is_also_asked_never_counts() -> None:
+    lines = ledger("80", Part(query=query()), Part(query=query(scale=1.6), also=True))
+    assert [(line["asked"], line["verdict"]) for line in lines] == [
+        (PRIMARY, OUTSIDE),
+        (ALSO, WITHIN),
+    ]
+    assert claim_verdict(lines) == MISSED
+    lines = ledger("50", Part(query=query()), Part(query=query(scale=1.6), also=True))
+    assert claim_verdict(lines) == CLAIM_VERDICTS[0]
+
+
+@pytest.mark.parametrize(
+    ("beside", "told", "verdict"),
+    [("50 GB", "50", CLAIM_VERDICTS[0]), ("4x", "4", CLAIM_VERDICTS[1])],
+)
+def test_what_a_row_says_beside_its_headline_is_scored(
+    beside: str, told: str, verdict: str
+) -> None:
+    lines = ledger("50", Part(query=query()), Part(query=query(), beside=beside))
+    assert (lines[1]["asked"], lines[1]["published"]) == (BESIDE, told)
+    assert claim_verdict(lines) == verdict
+
+
+def test_words_that_a_row_does_not_say_are_not_compared() -> None:
+    line = ledger("50", Part(query=query()), Part(query=query(), beside="5x"))[1]
+    assert line["verdict"] == "not comparable: '50' has no '5x'"
+
+
+def test_a_tolerance_says_whether_it_came_before_our_value() -> None:
+    lines = ledger("50", Part(query=query()), Part(query=query(), beside="4x", declared="after"))
+    assert [line["declared"] for line in lines] == ["before", "after"]
+    (bound,) = ledger("> 40")
+    assert bound["tolerance"] is None
+
+
 def test_the_command_is_the_answers() -> None:
     (line,) = ledger("50")
     assert line["command"] == "rematbench simulate ours w"
@@ -180,7 +228,7 @@ def test_the_command_is_the_answers() -> None:
 
 
 def test_a_number_that_was_not_published_is_not_compared() -> None:
-    (line,) = ledger("50", Part(query=query(), number=1))
+    line = ledger("50", Part(query=query()), Part(query=query(), number=1))[1]
     assert line["verdict"] == "not comparable: '50' has no number 1"
 
 
@@ -259,6 +307,7 @@ def test_dividing_by_nothing_is_said() -> None:
         ("- {id: a, basis: fitted, tolerance: t, parts: [P]}", "a: basis fitted needs"),
         ("- {id: a, tolerance: u, parts: [P]}", "a: unknown tolerance 'u' (known: t)"),
         ("- {id: a, tolerance: t, parts: [R]}", "a: form ratio needs"),
+        ("- {id: a, tolerance: t, parts: [P, P]}", "a: has one primary question for each number"),
     ],
 )
 def test_contradictions_are_one_line(
@@ -266,7 +315,7 @@ def test_contradictions_are_one_line(
 ) -> None:
     part = "{query: {study: s, of: [w], methods: [m], metric: x}}"
     lines = text.replace("P", part).replace("R", part.replace("x}", "x, form: ratio}"))
-    head = "tolerances: {t: {value: 0.1, reason: because}}\nclaims:\n"
+    head = "tolerances: {t: {value: 0.1, reason: because, declared: before}}\nclaims:\n"
     (tmp_path / "claims.yaml").write_text(head + lines)
     monkeypatch.setattr("rematbench.studies.claims.data_dir", lambda kind: tmp_path)
     with pytest.raises(ConfigError) as raised:

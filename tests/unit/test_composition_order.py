@@ -33,7 +33,7 @@ def with_room(given: Problem, share: float) -> Problem:
     """On devices that hold so much of what keeping everything needs."""
     given = dataclasses.replace(given, evaluator=evaluate)
     usable = int(share * given.cost.peak_bytes(given.base_plan))
-    cluster = replace(given.cluster, hbm_bytes=usable + given.cluster.non_torch_bytes)
+    cluster = replace(given.cluster, hbm_bytes=usable + given.non_torch_bytes)
     return dataclasses.replace(given, cluster=cluster, _memo={})
 
 

@@ -13,6 +13,8 @@ from tests.problems import problem
 
 REGISTRY = discover()
 KEEP = ("q", "attn_out")
+SLOW = {"point": "front"}
+"""A search of half a minute."""
 MORE: dict[str, tuple[dict[str, Any], ...]] = {
     "selective_recompute": (
         {"keep": KEEP},
@@ -20,11 +22,11 @@ MORE: dict[str, tuple[dict[str, Any], ...]] = {
         {"activations": ("mlp_norm_scaled",), "scope": "layer"},
         {"ops": ("attn_norm",)},
     ),
-    "balanced_checkpointing": ({"point": "full"}, {"point": "front"}),
+    "balanced_checkpointing": ({"point": "full"}, SLOW),
     "full_recompute": ({"num_layers": 2}, {"method": "block"}, {"every": 2}),
 }
 CASES = [
-    (name, settings)
+    pytest.param(name, settings, marks=[pytest.mark.full] if settings == SLOW else [])
     for name, entry in REGISTRY.methods.items()
     for settings in ({}, *entry.grid, *MORE.get(name, ()))
 ]

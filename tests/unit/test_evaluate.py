@@ -148,7 +148,7 @@ def test_peaks_add_up() -> None:
     ):
         states = rank.parameter + rank.gradient + rank.optimizer
         assert device == states + rank.activation_peak + rank.pools
-        assert host == rank.host_state + rank.host_activation_peak
+        assert host == rank.host_state + rank.host_activation_peak + rank.host_rounding
         assert rank.pools > 0
         assert rank.host_activation_peak > 0
 

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -44,10 +45,15 @@ MODULES = {module_name(path): path for path in python_files("src")}
 
 
 @cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def imports(path: Path) -> frozenset[str]:
     """Every dotted name a file imports, at any depth; `from a import b` counts as a and a.b."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -170,9 +176,8 @@ def test_methods_import_only_the_vocabulary(path: Path) -> None:
     assert "rematbench" not in names or ours, f"{label(path)}: import a module of rematbench"
 
 
-@pytest.mark.parametrize("path", python_files("src"), ids=label)
-def test_src_imports_no_method_baseline_or_figure(path: Path) -> None:
-    assert not top(imports(path)) & OUTSIDE
+def test_src_imports_no_method_baseline_or_figure() -> None:
+    assert not [label(path) for path in python_files("src") if top(imports(path)) & OUTSIDE]
 
 
 def test_frameworks_stay_in_their_places() -> None:
@@ -209,11 +214,18 @@ def reads_environment(node: ast.AST) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", python_files("src", "methods"), ids=label)
-def test_library_code_does_not_read_the_environment(path: Path) -> None:
-    assert not [
-        node.lineno for node in ast.walk(ast.parse(path.read_text())) if reads_environment(node)
+def places(wrong: Callable[[ast.AST], bool]) -> list[str]:
+    """File and line of every such node of the library and the methods."""
+    return [
+        f"{label(path)}:{node.lineno}"  # type: ignore[attr-defined]
+        for path in python_files("src", "methods")
+        for node in nodes(path)
+        if wrong(node)
     ]
+
+
+def test_library_code_does_not_read_the_environment() -> None:
+    assert places(reads_environment) == []
 
 
 def adds_seconds(node: ast.AST) -> bool:
@@ -227,8 +239,6 @@ def adds_seconds(node: ast.AST) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", python_files("src", "methods"), ids=label)
-def test_times_are_added_alike_on_every_python(path: Path) -> None:
+def test_times_are_added_alike_on_every_python() -> None:
     """sum() of floats rounds differently since Python 3.12; math.fsum is exact on all of them."""
-    found = [node for node in ast.walk(ast.parse(path.read_text())) if adds_seconds(node)]
-    assert not [node.lineno for node in found]  # type: ignore[attr-defined]
+    assert places(adds_seconds) == []

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from rematbench.cost.copies import pinned_block_bytes
 from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Recompute, Rule
 from rematbench.problem import Problem
@@ -25,6 +26,7 @@ from tests.problems import (
     GPT,
     LLAMA,
     SCORES,
+    by_layer,
     half,
     layers,
     problem,
@@ -200,3 +202,25 @@ def test_literal_ledger() -> None:
     assert list(live_bytes(program.ranks[0].actions())) == [(12, 0), (12, 8), (4, 8), (0, 0)]
     ledger = issue_order(program)[0]
     assert (ledger.device_peak_bytes, ledger.host_peak_bytes) == (28, 8)
+
+
+@pytest.mark.parametrize(("nbytes", "block"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192)])
+def test_a_pinned_block_is_a_power_of_two(nbytes: int, block: int) -> None:
+    assert pinned_block_bytes(nbytes) == block
+
+
+def test_pinned_blocks_are_counted_whole() -> None:
+    """Every tensor that leaves takes its block from its copy out to its copy in."""
+    given = problem(pp=2, global_batch=4)
+    plan = by_layer(given.base_plan.with_rules(rule(Offload(), "q", "k", "v", "lse", "fc1_out")))
+    for rank, found in zip(lower(plan, given).ranks, issue_order(lower(plan, given)), strict=True):
+        held: dict[object, int] = {}
+        peak = 0
+        for action, micro_batch, chunk in rank.actions():
+            for alloc in action.allocs:
+                if alloc.name.endswith("@host"):
+                    held[alloc.name, micro_batch, chunk] = 1 << (alloc.nbytes - 1).bit_length()
+            peak = max(peak, sum(held.values()))
+            for name in action.frees:
+                held.pop((name, micro_batch, chunk), None)
+        assert found.pinned_peak_bytes == peak >= found.host_peak_bytes > 0

@@ -10,16 +10,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
-from rematbench.plan import Plan, Recompute, Unsupported
+from rematbench.plan import Recompute, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
 from rematbench.program.check import check
 from rematbench.program.program import Block
 from rematbench.simulate.evaluate import evaluate
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.seconds import action_seconds
-from rematbench.simulate.step import simulate
 from rematbench.solve.lynx import (
     Group,
     Policy,
@@ -32,18 +29,12 @@ from rematbench.solve.partition import balance, contiguous
 from rematbench.solve.relocate import Relocation
 from rematbench.solve.windows import Job, LayerWindows, Slot, idle_s, layer_windows
 from rematbench.spec.layout import Layout
-from tests.problems import layers, make_problem, problem
+from tests.problems import layers, make_problem, plan_of, problem
 from tests.twin.interpreter import interpret
 
 REGISTRY = discover()
 BOTH = ("lynx_heu", "lynx_opt")
 SHARES = [0.5, *(pytest.param(share, marks=pytest.mark.full) for share in (0.15, 0.85))]
-
-
-def plan_of(p: Problem, spec: str, **settings: Any) -> Plan:
-    plan = REGISTRY.resolve(spec, settings).plan(p)
-    assert isinstance(plan, Plan), plan
-    return plan
 
 
 def gpt(system: str = "rematbench", seq_len: int = 2048, **layout: Any) -> Problem:
@@ -69,7 +60,7 @@ def tight(p: Problem, share: float) -> Problem:
     lean = p.cost.peak_bytes(Relocation(p, p.base_plan, exact=False).lean(p.base_plan))
     full = p.cost.peak_bytes(p.base_plan)
     usable = int(lean + share * (full - lean))
-    cluster = replace(p.cluster, hbm_bytes=usable + p.cluster.non_torch_bytes)
+    cluster = replace(p.cluster, hbm_bytes=usable + p.non_torch_bytes)
     return dataclasses.replace(p, cluster=cluster, _memo={})
 
 
@@ -240,20 +231,17 @@ def test_plans_fit_and_are_sound(spec: str, share: float, degrees: dict[str, Any
     layout = {"tp": 2, "pp": 2, "global_batch": 4, **degrees}
     p = tight(problem(model=layers(8), seq_len=64, **layout), share)
     plan = plan_of(p, spec)
-    assert p.cost.peak_bytes(plan) <= p.cluster.usable_bytes
+    assert p.cost.peak_bytes(plan) <= p.usable_bytes
     lowered = lower(plan, p)
     check(lowered)
     interpret(lowered)
-    seconds = action_seconds(p)
-    exact = simulate(lowered, seconds).step_s
-    assert simulate_chunks(lowered, seconds).step_s == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("system", ["rematbench", "megatron-lm"])
 def test_both_beat_every_recomputation_of_megatron_that_fits(system: str) -> None:
     p = gpt(system)
-    usable = p.cluster.usable_bytes
+    usable = p.usable_bytes
     rivals = [plan_of(p, "full_recompute"), plan_of(p, "balanced_checkpointing")]
     rivals += [plan_of(p, "full_recompute", method="block", num_layers=n) for n in range(1, 12)]
     best = min(p.cost.step_s(plan) for plan in rivals if p.cost.peak_bytes(plan) <= usable)
@@ -296,12 +284,6 @@ def _rebuilds_beside_tp(block: Block) -> bool:
         elif action.kind is Kind.RECOMPUTE and pending:
             return True
     return False
-
-
-@pytest.mark.full  # solvers are deterministic: tests/twin/test_methods.py
-@pytest.mark.parametrize("spec", BOTH)
-def test_plans_are_the_same_every_time(spec: str) -> None:
-    assert plan_of(gpt(), spec) == plan_of(gpt(), spec)
 
 
 def test_refusal_and_composition() -> None:

@@ -14,28 +14,13 @@ from rematbench.program.check import CheckError, check
 from rematbench.program.ledger import issue_order, pool_bytes
 from rematbench.program.program import Block, Program
 from rematbench.simulate.evaluate import evaluate
-from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.seconds import action_seconds
-from rematbench.simulate.step import simulate
 from rematbench.spec.layout import Layout
-from tests.problems import GPT, layers, make_problem, problem
+from tests.problems import GPT, layers, make_problem, plan_of, problem, refusal
 from tests.twin.interpreter import interpret
 
 REGISTRY = discover()
 KIB = 1 << 10
 WHOLE = ("layer_input", "attn_out", "lse")
-
-
-def plan_of(p: Problem, spec: str = "memo", **settings: Any) -> Plan:
-    plan = REGISTRY.resolve(spec, settings).plan(p)
-    assert isinstance(plan, Plan), plan
-    return plan
-
-
-def refusal(p: Problem, **settings: Any) -> str:
-    answer = REGISTRY.resolve("memo", settings).plan(p)
-    assert isinstance(answer, Unsupported)
-    return answer.reason
 
 
 def paper(seq_len: int, **layout: Any) -> Problem:
@@ -57,28 +42,32 @@ def node_host_bytes(p: Problem, plan: Plan) -> int:
 
 
 def test_alpha_at_1m_tokens_is_bound_by_host_memory() -> None:
-    """30 (2 + 14 alpha) GiB <= 256 GiB gives 0.466; attention's row statistics take 0.001 of it."""
+    """The system leaves 248.3 of 256 GiB a GPU: 30 (2 + 14 alpha) GiB gives 0.447, attention's row
+    statistics take 0.001 of it.  A part of a tensor is pinned in a block of a power of two, so that
+    0.447 takes as much as 0.5, which does not fit: a quarter leaves."""
     p = paper(1 << 20)
-    fit = plan_of(p).fit
+    fit = plan_of(p, "memo").fit
     assert fit["bound"] == "host memory"
-    exact = (256 / 30 - 2 - 1 / 64) / 14
+    exact = (p.cost.host_room_bytes / 8 / 2**30 / 30 - 2 - 1 / 64) / 14
     assert fit["alpha_host"] == pytest.approx(exact)
-    assert isinstance(fit["alpha"], float)
-    assert 0.465 < fit["alpha"] <= exact < 0.466
+    assert 0.447 < exact < 0.448
+    assert fit["alpha"] == 0.25
     assert isinstance(fit["alpha_bandwidth"], float)
     assert fit["alpha_bandwidth"] > 1.0
 
 
-def test_the_host_is_filled_to_less_than_a_row_of_every_layer() -> None:
-    p = paper(1 << 20)
-    used = node_host_bytes(p, plan_of(p))
-    row = 14 * p.layer(0).activations["layer_input"].row_bytes
-    assert 0 <= p.cluster.host_bytes - used < 8 * 30 * row
+@pytest.mark.parametrize("seq_len", [640 * KIB, 1 << 20])
+def test_another_row_of_every_layer_does_not_fit_the_host(seq_len: int) -> None:
+    p = paper(seq_len)
+    alpha, room = float(plan_of(p, "memo").fit["alpha"]), p.cost.host_room_bytes
+    assert node_host_bytes(p, plan_of(p, "memo")) <= room
+    rows = p.layer(0).activations["layer_input"].rows
+    assert node_host_bytes(p, plan_of(p, "memo", alpha=alpha + 1 / rows)) > room
 
 
 def test_full_offload_hides_from_about_192k_tokens() -> None:
     """The paper's figure 1b.  The bandwidth bound grows with the sequence."""
-    bounds = [plan_of(paper(k * KIB)).fit for k in (64, 128, 256, 512)]
+    bounds = [plan_of(paper(k * KIB), "memo").fit for k in (64, 128, 256, 512)]
     values = [float(fit["alpha_bandwidth"]) for fit in bounds]
     assert values == sorted(values)
     assert values[1] < 1.0 < values[2]
@@ -87,10 +76,10 @@ def test_full_offload_hides_from_about_192k_tokens() -> None:
 def test_copies_hide_up_to_the_bound_and_not_beyond() -> None:
     """Nothing else overlaps here, so a step without waits lasts as long as compute and tp work."""
     p = paper(96 * KIB, zero_stage=0)
-    plan = plan_of(p)
+    plan = plan_of(p, "memo")
     assert plan.fit["bound"] == "PCIe bandwidth"
     for alpha, waits in ((float(plan.fit["alpha"]), False), (1.0, True)):
-        found = evaluate(p, plan_of(p, alpha=alpha))
+        found = evaluate(p, plan_of(p, "memo", alpha=alpha))
         compute, tp = found.simulation.stream_busy_s[0][:2]
         assert (found.step_s > 1.01 * (compute + tp)) == waits
         if not waits:
@@ -103,12 +92,12 @@ def test_a_given_host_size_binds() -> None:
     whole = sum(tensors[n].nbytes for n in WHOLE)
     other = sum(tensors[n].nbytes for n in p.layer(0).saved if n not in WHOLE)
     half = 4 * (whole + other // 2)
-    fit = plan_of(p, host_bytes=half).fit
+    fit = plan_of(p, "memo", host_bytes=half).fit
     assert fit["alpha_host"] == pytest.approx(0.5)
 
 
 def test_too_little_host_is_alpha_zero_and_says_so() -> None:
-    fit = plan_of(paper(1 << 20), host_bytes=1 << 30).fit
+    fit = plan_of(paper(1 << 20), "memo", host_bytes=1 << 30).fit
     assert fit["alpha"] == 0.0
     assert "host memory" in str(fit["bound"])
     assert "leave whole" in str(fit["bound"])
@@ -123,13 +112,13 @@ def test_bytes_on_the_host_are_the_closed_form(alpha: float) -> None:
     tensors = p.layer(0).activations
     whole = sum(tensors[n].nbytes for n in WHOLE)
     other = sum(tensors[n].nbytes for n in p.layer(0).saved if n not in WHOLE)
-    (ledger,) = issue_order(lower(plan_of(p, alpha=alpha), p))
+    (ledger,) = issue_order(lower(plan_of(p, "memo", alpha=alpha), p))
     assert ledger.host_peak_bytes == 4 * (whole + alpha * other)
 
 
 def test_attention_never_runs_again_and_the_last_two_layers_never_do() -> None:
     p = problem(model=layers(6), tp=2)
-    (rank,) = lower(plan_of(p, alpha=0.5), p).ranks
+    (rank,) = lower(plan_of(p, "memo", alpha=0.5), p).ranks
     again = [a for b in rank.blocks for a in b.actions if a.kind is Kind.RECOMPUTE]
     assert "attention" not in {a.op for a in again}
     assert {a.part for a in again} == {"L0", "L1", "L2", "L3"}
@@ -140,7 +129,7 @@ def test_attention_never_runs_again_and_the_last_two_layers_never_do() -> None:
 
 def test_prefetch_of_layer_i_follows_the_backward_of_layer_i_plus_2() -> None:
     p = problem(model=layers(6))
-    (rank,) = lower(plan_of(p, alpha=0.5), p).ranks
+    (rank,) = lower(plan_of(p, "memo", alpha=0.5), p).ranks
     backward = next(block for block in rank.blocks if block.label == "B")
     order = [
         (a.kind, a.part)
@@ -160,17 +149,17 @@ def test_two_buffers_hold_a_layer_each() -> None:
     """The exempt layers wait in the buffers (all but their inputs), so a buffer is a layer."""
     p = problem(model=layers(6))
     tensors = p.layer(0).activations
-    (rank,) = lower(plan_of(p, alpha=0.5), p).ranks
+    (rank,) = lower(plan_of(p, "memo", alpha=0.5), p).ranks
     inner = sum(tensors[n].nbytes for n in p.layer(0).saved if n != "layer_input")
     assert pool_bytes(rank) == 2 * inner
-    assert pool_bytes(lower(plan_of(p, alpha=0.5, buffers=0), p).ranks[0]) == 0
+    assert pool_bytes(lower(plan_of(p, "memo", alpha=0.5, buffers=0), p).ranks[0]) == 0
 
 
 def test_device_bytes_do_not_grow_with_the_layers() -> None:
     peaks = []
     for count in (6, 12):
         p = problem(model=layers(count))
-        lowered = lower(plan_of(p, alpha=1.0), p)
+        lowered = lower(plan_of(p, "memo", alpha=1.0), p)
         peaks.append(issue_order(lowered)[0].device_peak_bytes + pool_bytes(lowered.ranks[0]))
     assert peaks[0] == peaks[1]
 
@@ -180,12 +169,9 @@ def test_device_bytes_do_not_grow_with_the_layers() -> None:
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"pp": 2, "global_batch": 3}])
 def test_every_byte_arrives(buffers: int, alpha: float, degrees: dict[str, Any]) -> None:
     p = problem(model=layers(8), **degrees)
-    lowered = lower(plan_of(p, alpha=alpha, buffers=buffers), p)
+    lowered = lower(plan_of(p, "memo", alpha=alpha, buffers=buffers), p)
     check(lowered)
     interpret(lowered)
-    seconds = action_seconds(p)
-    exact = simulate(lowered, seconds).step_s
-    assert simulate_chunks(lowered, seconds).step_s == pytest.approx(exact, rel=1e-9)
 
 
 def without_a_wait(lowered: Program) -> Program:
@@ -202,7 +188,7 @@ def without_a_wait(lowered: Program) -> Program:
 
 def test_overwriting_a_buffer_without_its_wait_is_caught() -> None:
     p = problem(model=layers(6))
-    mutant = without_a_wait(lower(plan_of(p, alpha=0.5), p))
+    mutant = without_a_wait(lower(plan_of(p, "memo", alpha=0.5), p))
     with pytest.raises(CheckError, match="d2h may still use it"):
         check(mutant)
 
@@ -211,10 +197,12 @@ def test_overwriting_a_buffer_without_its_wait_is_caught() -> None:
 
 
 def test_refusals_name_the_reason() -> None:
-    assert "more than 2 layers on every rank" in refusal(problem(model=layers(2)))
-    assert "no activation offload" in refusal(problem(model=layers(6), system="megatron-lm"))
+    assert "more than 2 layers on every rank" in refusal(problem(model=layers(2)), "memo")
+    assert "no activation offload" in refusal(
+        problem(model=layers(6), system="megatron-lm"), "memo"
+    )
     unfused = problem(model=layers(6, GPT), attention="unfused")
-    assert "fused attention" in refusal(unfused)
+    assert "fused attention" in refusal(unfused, "memo")
 
 
 def test_what_a_base_recomputes_stays_recomputed() -> None:
@@ -233,7 +221,3 @@ def test_a_base_that_keeps_nothing_leaves_nothing_to_swap() -> None:
     (method,) = REGISTRY.resolve("memo").methods
     answer = method.plan(p, p.base_plan.with_rules(everything))
     assert isinstance(answer, Unsupported)
-
-
-def test_plans_are_the_same_every_time() -> None:
-    assert plan_of(paper(1 << 20)) == plan_of(paper(1 << 20))

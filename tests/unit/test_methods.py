@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rematbench.lowering.lower import lower
-from rematbench.plan import ByteBudget, Group, Keep, Plan, Recompute, Rule, Select, Unsupported
+from rematbench.plan import ByteBudget, Group, Keep, Recompute, Rule, Select
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
@@ -18,22 +18,10 @@ from rematbench.solve.kept import kept_activations, kept_layer_bytes
 from rematbench.solve.pareto import cheapest_within, front, point
 from rematbench.solve.search import smallest_feasible
 from rematbench.spec.layout import Layout
-from tests.problems import GPT, layers, make_problem, problem
+from tests.problems import GPT, layers, make_problem, plan_of, problem, refusal
 
 REGISTRY = discover()
 PUBLISHED = ("act_out", "attn_norm_out", "fc2_in", "mlp_norm_out")
-
-
-def plan_of(p: Problem, spec: str, **settings: Any) -> Plan:
-    plan = REGISTRY.resolve(spec, settings).plan(p)
-    assert isinstance(plan, Plan), plan
-    return plan
-
-
-def refusal(p: Problem, spec: str, **settings: Any) -> str:
-    answer = REGISTRY.resolve(spec, settings).plan(p)
-    assert isinstance(answer, Unsupported)
-    return answer.reason
 
 
 def kept(p: Problem, spec: str, **settings: Any) -> set[str]:

@@ -110,7 +110,7 @@ def test_equal_layers_are_solved_once() -> None:
         assert plan.distinct_segments < plan.tensors / 6
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(cases())
 def test_any_program_has_a_plan_between_its_live_bytes_and_their_sum(
     case: tuple[Problem, Plan],

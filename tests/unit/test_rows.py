@@ -39,7 +39,7 @@ def asked(**problem: Any) -> Request:
 def made() -> tuple[Request, list[dict[str, Any]]]:
     one = asked()
     comparing = Comparing(one.problem, one.base, load_compare(), limit_s=60)
-    items = judge(comparing.everything(), one.problem, [], load_compare())
+    items = judge(comparing.everything(), one.problem)
     order = Order(tokens=1e12, price=2.0)
     return one, lines(items, one.job, Engines(one.problem), order)
 
@@ -100,7 +100,7 @@ def test_only_and_also_are_the_rows(tmp_path: Path) -> None:
 def test_also_adds_a_row_and_changes_no_other(made: tuple[Request, list[dict[str, Any]]]) -> None:
     one, rows = made
     more = Comparing(one.problem, one.base, load_compare(), also=["memo:alpha=0.4"], limit_s=60)
-    items = judge(more.everything(), one.problem, [], load_compare())
+    items = judge(more.everything(), one.problem)
     found = lines(items, one.job, Engines(one.problem), Order(tokens=1e12, price=2.0))
     assert [row for row in found if row["origin"] != "asked"] == rows
     assert [row["name"] for row in found if row["origin"] == "asked"] == ["memo:alpha=0.4"]
@@ -160,7 +160,7 @@ def test_numbers_are_whole_at_any_width(width: int) -> None:
     one = asked()
     comparing = Comparing(one.problem, one.base, load_compare(), only=["keep_all", "memo"])
     found = comparing.everything()
-    judged = judge(found, one.problem, [], load_compare())
+    judged = judge(found, one.problem)
     engines = Engines(one.problem)
     shown = Shown(asked=one, engines=engines, order=Order(tokens=1e12), share=0.02)
     for wide in (False, True):
@@ -199,7 +199,7 @@ def test_a_late_row_is_not_cut_either(first: int) -> None:
     one = asked()
     names = ["keep_all", "balanced_checkpointing+memo:alpha=0.25+mst"]
     comparing = Comparing(one.problem, one.base, load_compare(), only=names)
-    judged = judge(comparing.everything(), one.problem, [], load_compare())
+    judged = judge(comparing.everything(), one.problem)
     shown = Shown(asked=one, engines=Engines(one.problem), share=0.02)
     out = Console(width=30, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     printed = Ranking(out, shown)
@@ -218,7 +218,7 @@ def test_a_late_row_is_not_cut_either(first: int) -> None:
 def test_the_table_says_host_memory_and_engines() -> None:
     one = asked(model="llama-7b", pp=1, tp=2, seq_len=16384)
     ran = Comparing(one.problem, one.base, load_compare(), only=["memo", "full_recompute"])
-    judged = judge(ran.everything(), one.problem, [], load_compare())
+    judged = judge(ran.everything(), one.problem)
     rows = {r["name"]: r for r in lines(judged, one.job, Engines(one.problem), Order())}
     assert rows["memo"]["host_node_bytes"] > 0
     assert rows["memo"]["host_bytes"] == one.problem.cluster.host_bytes

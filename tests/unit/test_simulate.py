@@ -9,14 +9,7 @@ from rematbench.program.action import Action, Kind
 from rematbench.program.program import parse_program
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.step import DeadlockError, simulate
-from tests.problems import layers, problem, rule
-
-
-def slots(action: Action, rank: int) -> float:
-    """A layer's forward takes 1, its backward 2, all else nothing: a slot is 3."""
-    if action.op != "attention":
-        return 0.0
-    return {Kind.FORWARD: 1.0, Kind.BACKWARD_INPUT: 2.0}.get(action.kind, 0.0)
+from tests.problems import layers, problem, rule, slots
 
 
 def unit(action: Action, rank: int) -> float:

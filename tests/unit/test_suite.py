@@ -51,8 +51,8 @@ def test_a_fitting_plan_is_ok_with_headroom() -> None:
     assert got.evaluation is not None
     reserved = got.evaluation.reserved_bytes
     assert reserved >= max(got.evaluation.peak_device_bytes)
-    assert got.verdict.headroom_bytes == p.cluster.usable_bytes - reserved
-    assert got.verdict.host_headroom_bytes == p.cluster.host_bytes
+    assert got.verdict.headroom_bytes == p.usable_bytes - reserved
+    assert got.verdict.host_headroom_bytes == p.cost.host_room_bytes < p.cluster.host_bytes
     assert got.verdict.binds == "nothing"
 
 

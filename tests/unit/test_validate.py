@@ -44,6 +44,7 @@ def row(published: float, predicted: float, **changes: Any) -> dict[str, Any]:
         f"pred_{SPEED}": str(predicted),
         "pred_mfu_causal": str(predicted * 0.001),
         "pred_peak_device_bytes": str(2**30),
+        "pred_usable_bytes": str(70 * 2**30),
         "pred_status": "ok",
         "pred_reason": "",
     }

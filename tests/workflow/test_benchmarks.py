@@ -13,8 +13,8 @@ from tests.workflow.checkout import ROOT
 
 FILES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__")
 
-DEAR = ("traced_cost", "workflow")
-"""Ten CPU seconds and more, for processes that other tests start too."""
+DEAR = ("host_cost", "traced_cost", "workflow")
+"""Ten CPU seconds and more each."""
 CASES = [pytest.param(name, marks=[pytest.mark.full] if name in DEAR else []) for name in FILES]
 
 

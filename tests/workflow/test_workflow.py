@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm.slow import leave_methods
 from tests.workflow.checkout import ROOT, Checkout
 
 README = (ROOT / "README.md").read_text()
@@ -17,9 +18,12 @@ NAME = "recompute_mlp"
 
 
 @pytest.fixture(scope="module")
-def smoked(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
-    """A checkout with the README's method, after one `snakemake smoke`."""
+def smoked(tmp_path_factory: pytest.TempPathFactory, short: bool) -> Checkout:
+    """A checkout with the README's method, after one `snakemake smoke`; in the short run with no
+    other methods than its figures need."""
     checkout = Checkout(tmp_path_factory.mktemp("checkout"))
+    if short:
+        leave_methods(checkout.path, {"balanced_checkpointing", "pp_offload"})
     (method,) = METHOD
     (checkout.path / "methods" / f"{NAME}.py").write_text(method)
     done = checkout.snakemake("smoke")

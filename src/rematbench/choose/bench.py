@@ -54,6 +54,10 @@ class Bench:
             )
         outcome = run_plan(self.problem, plan)
         assert outcome.evaluation is not None
+        if outcome.status == "unsupported":
+            return Entry(
+                candidate=candidate, status="unsupported", reason=outcome.reason, settings=settings
+            )
         parts_s: dict[str, float] = {}
         if outcome.status == "ok" and candidate.origin != "grid":
             program = lower(plan, self.problem)
@@ -91,7 +95,7 @@ class Bench:
         if least >= 0:
             found = smallest_feasible(lambda index: margins[index](), last)
             return last if found is None else found
-        if -least > FRAGMENTS * self.problem.cluster.usable_bytes:
+        if -least > FRAGMENTS * self.problem.usable_bytes:
             return last
         known = [margin() for margin in margins]
         fitting = [index for index, value in enumerate(known) if value >= 0]

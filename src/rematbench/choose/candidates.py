@@ -44,7 +44,6 @@ class CompareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     policies: tuple[Policy, ...]
     most_methods: PositiveInt
     shown_share: Annotated[float, Meta(ge=0.0, le=1.0)]
-    context_factor: Annotated[float, Meta(ge=1.0)]
 
 
 class Candidate(Struct, frozen=True, kw_only=True):

@@ -1,16 +1,17 @@
 """Entries with what is known of their errors, and every number of one as a line of a table."""
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
-from rematbench.choose.candidates import CompareConfig
 from rematbench.choose.entry import Comparison, Entry
 from rematbench.choose.job import Job
 from rematbench.packages.flags import Engines
 from rematbench.problem import Problem
-from rematbench.published.evidence import RULES, Evidence, Known, evidence
+from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 from rematbench.simulate.breakdown import PARTS
 from rematbench.spec.configfile import ConfigError, wrong_field
 
@@ -18,10 +19,12 @@ Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 
 
 class Judged(Struct, frozen=True):
-    """An entry, its evidence, and whether it is within the error of the best (`tied`)."""
+    """An entry, the band of its speed, whether it fits (yes, tight, no), and whether it is within
+    the error of ratios of the best (`tied`)."""
 
     entry: Entry
-    evidence: Evidence
+    band: Band
+    fits: str
     tied: bool = False
 
 
@@ -55,40 +58,33 @@ class Order(Struct, frozen=True, kw_only=True):
         return each * self.tokens / 1e9 if each and self.tokens else None
 
 
-def judge(
-    found: Comparison, problem: Problem, known: Sequence[Known], config: CompareConfig
-) -> list[Judged]:
-    """Entries with their evidence; an equal plan has the evidence of the plan it equals."""
+def judge(found: Comparison, problem: Problem) -> list[Judged]:
+    """Entries with their bands (an equal plan has that of the plan it equals), whether they fit,
+    and whether they tie with the fastest."""
     family = {entry.name: entry.candidate.family for entry in found.entries}
-    judged = [
-        Judged(
-            entry,
-            evidence(
-                problem,
-                family.get(entry.same_as, entry.candidate.family),
-                known,
-                config.context_factor,
-            ),
-        )
-        for entry in found.entries
-    ]
-    return tied(judged)
+    judged = []
+    for entry in found.entries:
+        name, room = family.get(entry.same_as, entry.candidate.family), entry.verdict
+        fits = "no"
+        if room is not None and room.fits:
+            fits = fits_word(room.headroom_bytes, problem.usable_bytes)
+        judged.append(Judged(entry, band_of(problem, name), fits))
+    return tied(judged, ratio_band())
 
 
-def tied(judged: Sequence[Judged]) -> list[Judged]:
-    """Mark fitting entries whose speed is within the error of predictions of the fastest's: the
-    larger error of the two counts; without any error nothing is marked."""
+def tied(judged: Sequence[Judged], half_width: float) -> list[Judged]:
+    """Mark fitting entries that are slower than the fastest by less than the error of ratios of
+    speeds at one layout (`half_width`, a logarithm)."""
     best = next((item for item in judged if item.entry.status == "ok"), None)
     if best is None:
         return list(judged)
-    fastest = _speed(best.entry)
-    found = []
-    for item in judged:
-        errors = [e for e in (best.evidence.error, item.evidence.error) if e is not None]
-        near = item.entry.status == "ok" and item is not best and bool(errors)
-        equal = near and _speed(item.entry) >= fastest * (1 - max(errors))
-        found.append(Judged(item.entry, item.evidence, equal))
-    return found
+    least = _speed(best.entry) * math.exp(-half_width)
+    return [
+        replace(item, tied=True)
+        if item.entry.status == "ok" and item is not best and _speed(item.entry) >= least
+        else item
+        for item in judged
+    ]
 
 
 def _speed(entry: Entry) -> float:
@@ -118,11 +114,12 @@ def lines(
 def line(item: Judged) -> dict[str, Any]:
     """Every number of an entry: base SI units, fractions; None where there is none.  Speeds of a
     plan that does not fit are those it would have if it did."""
-    entry, found = item.entry, item.evidence
+    entry = item.entry
     evaluation, verdict = entry.evaluation, entry.verdict
     speeds = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
     amounts = ("recompute_flop", "offload_bytes", "reserved_bytes", "host_node_bytes")
     rooms = ("headroom_bytes", "host_headroom_bytes", "binds")
+    speed = evaluation.tokens_per_s_per_gpu if evaluation else None
     return {
         "name": entry.name,
         "origin": entry.candidate.origin,
@@ -136,10 +133,10 @@ def line(item: Judged) -> dict[str, Any]:
         **{key: getattr(verdict, key, None) for key in rooms},
         **{f"{part}_s": entry.parts_s.get(part) for part in PARTS},
         "plan": "; ".join(f"{k}={v}" for k, v in (entry.plan.fit if entry.plan else {}).items()),
-        "evidence": found.grade or "none",
-        "evidence_rule": RULES[found.rule - 1] if found.rule else "",
-        "evidence_cells": found.cells,
-        "evidence_error": found.error,
-        "evidence_groups": "; ".join(found.groups),
+        "fits": item.fits,
+        "low_tokens_per_s_per_gpu": speed and item.band.low(speed),
+        "high_tokens_per_s_per_gpu": speed and item.band.high(speed),
+        "outside": ", ".join(item.band.outside),
+        "evidence": item.band.evidence,
         "tied_with_best": item.tied,
     }

@@ -43,7 +43,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """One method on one problem: always a row, whatever happened."""
+    """One method on one problem: always a row, whatever happened.  `evaluation` of an unsupported
+    one has bytes that hold and seconds that do not (its `not_timed` is the reason)."""
 
     status: Status
     reason: str = ""
@@ -120,9 +121,11 @@ def run_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Outcome:
         assert isinstance(found, PlanEvaluation)
         evaluation = found
     verdict = judge(problem, evaluation)
+    untimed = evaluation.not_timed if verdict.fits else ""
+    status: Status = "ok" if verdict.fits else "oom"
     return Outcome(
-        status="ok" if verdict.fits else "oom",
-        reason="" if verdict.fits else verdict.binds,
+        status="unsupported" if untimed else status,
+        reason=untimed if verdict.fits else verdict.binds,
         plan=plan,
         evaluation=evaluation,
         verdict=verdict,
@@ -172,7 +175,7 @@ def reserved_bytes(
 ) -> int:
     """What the fullest rank's allocator holds, replayed (`known`: as `unpressed` found it)."""
     rank = fullest_rank(ranks)
-    return rank_reserved_bytes(program, rank, ranks[rank], problem.cluster.usable_bytes, known)
+    return rank_reserved_bytes(program, rank, ranks[rank], problem.usable_bytes, known)
 
 
 def rank_reserved_bytes(
@@ -195,12 +198,11 @@ def rank_reserved_bytes(
 
 
 def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
-    """What the fullest rank reserves against the usable bytes, pinned bytes of a node against its
-    host memory."""
-    cluster = problem.cluster
+    """What the fullest rank reserves against the usable bytes, pinned bytes of a node against what
+    the system leaves of its host memory."""
     rank = fullest_rank(evaluation.ranks)
-    device = cluster.usable_bytes - evaluation.reserved_bytes
-    host = cluster.host_bytes - evaluation.host_node_bytes
+    device = problem.usable_bytes - evaluation.reserved_bytes
+    host = problem.cost.host_room_bytes - evaluation.host_node_bytes
     short = []
     if device < 0:
         short.append(f"device memory of pipeline rank {rank}: {_gib(-device)} GiB short")

@@ -45,7 +45,10 @@ def _more_bytes(problem: Problem, entry: Entry) -> str:
     assert entry.plan is not None
     assert entry.verdict is not None
     plan, cluster = entry.plan, problem.cluster
-    host = -(-max(0, -entry.verdict.host_headroom_bytes) // STEP_BYTES) * STEP_BYTES
+    short = max(0, -entry.verdict.host_headroom_bytes) / (
+        1.0 - problem.cost.common.host_system_share
+    )
+    host = int(-(-short // STEP_BYTES)) * STEP_BYTES
     most = -(-max(0, -entry.verdict.headroom_bytes) // STEP_BYTES)
 
     def larger(steps: int) -> Problem:
@@ -62,8 +65,7 @@ def _more_bytes(problem: Problem, entry: Entry) -> str:
 
 
 def _states_on_host(problem: Problem, entry: Entry) -> str:
-    """The optimizer's states in host memory, without a speed: the time of copies and of the host's
-    update is not modelled."""
+    """The optimizer's states in host memory, with a speed where the node's rate is known."""
     assert entry.plan is not None
     fate = entry.plan.state("optimizer")
     if fate.home == "host" or fate.update != "step":
@@ -71,12 +73,13 @@ def _states_on_host(problem: Problem, entry: Entry) -> str:
     others = tuple(state for state in entry.plan.states if state.kind != "optimizer")
     plan = replace(entry.plan, states=(*others, replace(fate, home="host")))
     outcome = _run(problem, plan)
-    if outcome is None or outcome.status != "ok" or outcome.evaluation is None:
+    found = outcome.evaluation if outcome else None
+    if found is None or outcome is None or not (outcome.verdict and outcome.verdict.fits):
         return ""
-    pinned = outcome.evaluation.host_node_bytes / GIB
+    speed = f"{found.tokens_per_s_per_gpu:.4g} tokens/s/GPU"
     return (
-        f"with the optimizer's states in host memory ({entry.name}; {pinned:.0f} GiB of each "
-        "node's; the time of their update is not modelled)"
+        f"with the optimizer's states in host memory ({entry.name}; "
+        f"{found.host_node_bytes / GIB:.0f} GiB of each node's; {found.not_timed or speed})"
     )
 
 
@@ -110,11 +113,11 @@ def _doubled(layout: Layout) -> Iterator[Layout]:
 
 
 def _at(problem: Problem, layout: Layout) -> Problem:
-    return replaced(problem, layout=layout, _memo={}, _weights={})
+    return replaced(problem, layout=layout, reserve_bytes=0, _memo={}, _weights={})
 
 
 def _on(problem: Problem, cluster: Cluster) -> Problem:
-    return replaced(problem, cluster=cluster, _memo={}, _weights={})
+    return replaced(problem, cluster=cluster, reserve_bytes=0, _memo={}, _weights={})
 
 
 def _again(problem: Problem, entry: Entry, registry: Registry) -> Outcome | None:

@@ -9,17 +9,14 @@ from typer import Option
 
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
-from rematbench.choose.entry import Comparison
-from rematbench.choose.judged import Judged, Order, judge, lines
+from rematbench.choose.judged import Order, judge, lines
 from rematbench.choose.would_fit import would_fit
 from rematbench.cli.options import RunOptions, request, takes_problem
 from rematbench.cli.ranking import Ranking, Shown
-from rematbench.cli.targets import Json, need_file, read
+from rematbench.cli.targets import Json, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.packages.flags import Engines
-from rematbench.published.evidence import published_cells
 from rematbench.published.sheets import write_sheet
-from rematbench.spec.paths import data_dir
 from rematbench.tables.comparison_plot import FORMATS, write_plot
 
 Names = list[str] | None
@@ -49,10 +46,6 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         Option(metavar="FILE.png", help="Draw speed against headroom, and steps (pdf, svg too)."),
     ] = None,
     wide: Annotated[bool, Option("--wide", help="Every column, however long lines get.")] = False,
-    predictions: Annotated[
-        Path | None,
-        Option(metavar="PRED.csv", help="Errors of the published cells themselves (`predict`)."),
-    ] = None,
     limit: Annotated[int, Option(min=1, metavar="S", help="CPU seconds for one candidate.")] = 4,
     processes: Annotated[int, Option(min=1, help="Worker processes.")] = 2,
 ) -> None:
@@ -75,8 +68,6 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     order = Order(tokens=tokens, price=price)
     asked = request(run, told=True)
     config = load_compare()
-    source = predictions or data_dir("published") / "runs.csv"
-    cells = read(source, "--predictions", "pred_status" if predictions else "source")
     comparing = Comparing(
         asked.problem,
         asked.base,
@@ -87,23 +78,18 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         processes=processes,
         limit_s=limit,
     )
-    known = published_cells(cells, comparing.registry)
-
-    def judged(found: Comparison) -> list[Judged]:
-        return judge(found, asked.problem, known, config)
-
     engines = Engines(asked.problem)
     shown = Shown(asked=asked, engines=engines, order=order, share=config.shown_share)
     printed = Ranking(console(), shown, wide=wide)
-    first = judged(comparing.quick())
+    first = judge(comparing.quick(), asked.problem)
     if not json:
         printed.table(first)
     for entry in comparing.late():
-        ended = judged(comparing.comparison())
+        ended = judge(comparing.comparison(), asked.problem)
         if not json:
             printed.late([item for item in ended if item.entry.name == entry.name])
     found = comparing.comparison()
-    items = judged(found)
+    items = judge(found, asked.problem)
     fits = any(entry.status == "ok" for entry in found.entries)
     changes = [] if fits else would_fit(asked.problem, found.entries, comparing.registry)
     rows = lines(items, asked.job, engines, order)

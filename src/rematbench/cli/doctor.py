@@ -137,7 +137,6 @@ def cluster_yaml(name: str, gpus: list[tuple[str, int]]) -> str:
         ("peak_flop_per_s", f"{alike.peak_flop_per_s:.4g}", f"{sheet}, dense bf16"),
         ("hbm_bytes", hbm, found),
         ("hbm_bytes_per_s", f"{alike.hbm_bytes_per_s:.3g}", sheet),
-        ("non_torch_bytes", 4 << 30, "CHECK: estimate; context, NCCL buffers and workspaces"),
         ("gpus_per_node", len(gpus) or 8, found),
         ("nvlink_bytes_per_s", f"{alike.nvlink_bytes_per_s:.3g}", f"{sheet}, one direction"),
         ("nics_per_node", 8, "CHECK: one NIC for each GPU"),

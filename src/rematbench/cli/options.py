@@ -16,12 +16,13 @@ from typer import Argument, Option
 
 from rematbench.choose.job import Job
 from rematbench.choose.outcome import make_problem
-from rematbench.host.console import CommandError
+from rematbench.host.console import GIB, CommandError
 from rematbench.packages.process import baselines
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
+from rematbench.published.bands import leaving_reserve
 from rematbench.spec.problemspec import ProblemSpec, flag
 
 MOST_S = 7 * 86_400.0
@@ -80,6 +81,10 @@ class RunOptions:
     settings: Annotated[
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="A parameter of the method (repeatable)."),
+    ] = None
+    reserve_gib: Annotated[
+        float | None,
+        Option(min=0, metavar="G", help="What tuned plans leave free (else: errors of peaks)."),
     ] = None
     methods: Annotated[
         list[Path] | None, Option(metavar="DIR", help="More method files (repeatable).")
@@ -178,7 +183,7 @@ def request(options: RunOptions, *, told: bool = False) -> Request:
     if missing:
         raise CommandError(f"missing option: {', '.join(missing)}")
     spec = ProblemSpec(**given)
-    problem = make_problem(spec)
+    problem = _with_reserve(make_problem(spec), options.reserve_gib)
     method = _method(options, problem)
     base = problem.base_plan
     if options.partition:
@@ -207,8 +212,21 @@ def _words(options: RunOptions) -> Iterator[str]:
         yield from ("--partition", options.partition)
     if options.gpipe:
         yield "--gpipe"
+    if options.reserve_gib is not None:
+        yield from ("--reserve-gib", f"{options.reserve_gib:g}")
     for folder in options.methods or ():
         yield from ("--methods", str(folder))
+
+
+def _with_reserve(problem: Problem, reserve_gib: float | None) -> Problem:
+    """The problem with the device bytes that tuned plans leave free."""
+    if reserve_gib is None:
+        return leaving_reserve(problem)
+    usable, nbytes = problem.usable_bytes, round(reserve_gib * GIB)
+    if nbytes >= usable:
+        most = f"the device has {usable / GIB:.2f} GiB"
+        raise CommandError(f"--reserve-gib {reserve_gib:g}: {most}")
+    return dataclasses.replace(problem, reserve_bytes=nbytes)
 
 
 def _method(options: RunOptions, problem: Problem) -> Composition:

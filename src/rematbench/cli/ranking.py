@@ -11,9 +11,10 @@ from rematbench import __version__
 from rematbench.choose.entry import Comparison, Entry
 from rematbench.choose.judged import Judged, Order
 from rematbench.cli.options import Request
-from rematbench.cli.show import basis, heading, nominal, validated
+from rematbench.cli.show import heading, nominal
 from rematbench.host.console import GIB, gib, percent, plain, rounded
 from rematbench.packages.flags import Engines
+from rematbench.published.bands import Band, peak_band, ratio_band
 
 WIDE = 150
 """From this width on names and parts of the step stand on one line."""
@@ -68,7 +69,7 @@ def heads(shown: Shown) -> tuple[Head, ...]:
         *cost,
         Head("where the\nstep goes\n%", words=True, given_up=2),
         Head(RUNS_ON, words=True, given_up=6),
-        Head("validated\n(rule)", words=True, given_up=4),
+        Head("80 %\nband;\noutside", words=True, given_up=4),
     )
 
 
@@ -93,6 +94,8 @@ class Ranking:
         if judged:
             self.said = verdict(judged)
             self.out.print(plain(self.said), style="bold")
+            if line := safest(judged):
+                self.out.print(plain(line))
             self.out.print()
         self._print(self._rows(judged))
 
@@ -175,9 +178,28 @@ def verdict(judged: Sequence[Judged]) -> str:
         return "NOTHING FITS: no method has a plan"
     if best.status == "oom":
         return f"NOTHING FITS: nearest is {best.name}, {best.reason}"
-    speed = rounded(best.evaluation.tokens_per_s_per_gpu)
+    return f"FASTEST: {_said(judged[0])}"
+
+
+def safest(judged: Sequence[Judged]) -> str:
+    """The one of a tie that leaves most of the device free, where it is not the fastest."""
+    fitting = [item for item in judged if item.entry.status == "ok" and not item.entry.same_as]
+    tie = [item for item in fitting if item.tied or item is fitting[0]]
+    if not tie:
+        return ""
+    most = max(tie, key=lambda item: item.entry.verdict.headroom_bytes if item.entry.verdict else 0)
+    return "" if most is tie[0] else f"SAFEST within the tie: {_said(most)}"
+
+
+def _said(item: Judged) -> str:
+    found, room = item.entry.evaluation, item.entry.verdict
+    assert found is not None
+    assert room is not None
+    speed, band = found.tokens_per_s_per_gpu, item.band
     return (
-        f"FASTEST: {best.name}, {speed} tokens/s/GPU, {gib(best.verdict.headroom_bytes)} GiB left"
+        f"{item.entry.name}, {rounded(speed)} tokens/s/GPU ({rounded(band.low(speed))} to "
+        f"{rounded(band.high(speed))}), {gib(room.headroom_bytes)} GiB left"
+        f"{', tight' if item.fits == 'tight' else ''}"
     )
 
 
@@ -191,7 +213,7 @@ def texts(item: Judged, shown: Shown, *, folded: bool) -> list[str]:
     name = _folded(entry) if folded or len(entry.name) > LONGEST else entry.name
     device, host = entry.verdict.headroom_bytes, entry.verdict.host_headroom_bytes
     short = host < 0 <= device
-    fit = "yes" if fits else ("host" if short else "no")
+    fit = "host" if short else item.fits
     room = gib(host if short else device)
     pinned = f"{found.host_node_bytes / GIB:.1f}"
     asked = bool(order.tokens) + bool(order.tokens and order.price)
@@ -215,8 +237,14 @@ def texts(item: Judged, shown: Shown, *, folded: bool) -> list[str]:
         *(rounded(value) for value in totals if value is not None),
         parts(entry, shown.share, between),
         " ".join(name[0].upper() for name in shown.engines.of(entry.plan)) or "-",
-        validated(item.evidence, between if folded else " "),
+        banded(item.band, between if folded else " "),
     ]
+
+
+def banded(band: Band, between: str = " ") -> str:
+    """The half-width, and what of the job nobody published."""
+    words = (f"+-{100 * band.half_width:.0f} %", *band.outside)
+    return between.join(words)
 
 
 def _folded(entry: Entry) -> str:
@@ -242,32 +270,29 @@ def notes(judged: Sequence[Judged]) -> list[str]:
     lines = [*_tie_lines(fitting)]
     lines.append(
         "where the step goes: compute and recompute of the busiest rank, its pipeline bubble, and "
-        "what copies, tp, cp, dp and pp traffic add to the step (exposed, not their length)"
+        "what copies, tp, cp, dp and pp traffic and waiting for the host add to the step (exposed, "
+        "not their length)"
     )
+    outside = dict.fromkeys(w for item in fitting for w in item.band.outside.values())
     lines.append(
-        "validated: error in speed of published cells that share (rule) with the row (their mean "
-        "with --predictions, else the accepted error of their groups); "
-        "held-out, in-sample (its source shaped a formula) or fitted (no evidence)"
+        "80 % band: of published speeds, 80 % lie as near to what constants say that never saw "
+        "their source, where as many things lie outside of what others published"
     )
-    for rule in sorted({item.evidence.rule for item in fitting} - {0}):
-        items = [item.evidence for item in fitting if item.evidence.rule == rule]
-        lines.append(f"  ({rule}) {basis(items)}")
+    lines += [f"outside: {'; '.join(outside)}"] if outside else []
+    lines.append(
+        "tight: less left than published peaks lie above predicted ones "
+        f"({percent(peak_band())}, 80 % of them)"
+    )
     return lines
 
 
 def _tie_lines(fitting: Sequence[Judged]) -> list[str]:
-    best = fitting[0]
-    equal = [item for item in fitting if item.tied and not item.entry.same_as]
-    if equal:
-        known = [item.evidence for item in (best, *equal) if item.evidence.error is not None]
-        most = max(known, key=lambda found: found.error or 0.0)
-        return [
-            f"= a tie: slower than {best.entry.name} by less than the error of such predictions "
-            f"({most.grade}, {percent(most.error)})"
-        ]
-    if best.evidence.error is None:
-        return ["no published cell says which differences mean anything here"]
-    return []
+    if not any(item.tied and not item.entry.same_as for item in fitting):
+        return []
+    return [
+        f"= a tie: slower than {fitting[0].entry.name} by less than the error of ratios of speeds "
+        f"at one layout on one stack ({percent(ratio_band())}, from published pairs)"
+    ]
 
 
 def left_out(found: Comparison, judged: Sequence[Judged]) -> list[str]:

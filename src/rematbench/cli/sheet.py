@@ -8,6 +8,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_file, read
+from rematbench.cost.constants import Calibration
+from rematbench.cost.constants import instant_hosts as instant
 from rematbench.host.console import console
 from rematbench.host.garbage import collect_rarely
 from rematbench.published.predict import COLUMNS, predict_rows
@@ -17,7 +19,7 @@ from rematbench.published.sheets import (
     write_sheet,
 )
 from rematbench.spec.configfile import closest
-from rematbench.spec.load import names
+from rematbench.spec.load import calibration, names
 
 ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Rows as `examples` has.")]
 
@@ -30,6 +32,12 @@ def predict(
     output: Annotated[Path, Option("-o", "--output", metavar="PRED.csv")],
     processes: PROCESSES = 2,
     methods: Methods = None,
+    system: Annotated[
+        str, Option(metavar="Y", help="The stack of every row, whatever its column says.")
+    ] = "",
+    instant_hosts: Annotated[
+        bool, Option("--instant-hosts", help="As if hosts issued everything at once.")
+    ] = False,
 ) -> None:
     """Predict every row of a sheet; adds pred_* columns, never drops a row.
 
@@ -44,7 +52,10 @@ def predict(
     need_file("-o", output)
     collect_rarely()
     sheet = read(rows, "ROWS.csv")
-    found = predicted(sheet, processes, methods)
+    for row in sheet if system else ():
+        row["system"] = system
+    constants = instant(calibration()) if instant_hosts else None
+    found = predicted(sheet, processes, methods, constants)
     write_sheet(output, found, [*sheet.columns, *COLUMNS])
     counts: dict[str, int] = {}
     for row in found:
@@ -57,7 +68,12 @@ def predict(
         typer.echo(f"unknown model {name!r}{near}: {told}")
 
 
-def predicted(rows: list[Cell], processes: int, methods: list[Path] | None) -> list[Cell]:
+def predicted(
+    rows: list[Cell],
+    processes: int,
+    methods: list[Path] | None,
+    constants: Calibration | None = None,
+) -> list[Cell]:
     """predict_rows with a progress bar on stderr."""
     err = console(error=True)
     columns = (
@@ -72,4 +88,10 @@ def predicted(rows: list[Cell], processes: int, methods: list[Path] | None) -> l
         def advance(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        return predict_rows(rows, processes=processes, methods=methods or (), progress=advance)
+        return predict_rows(
+            rows,
+            processes=processes,
+            methods=methods or (),
+            progress=advance,
+            constants=constants,
+        )

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from rematbench.cost.kernel_rates import KernelRates, load_kernel_rates
 from rematbench.spec.paths import data_dir
@@ -33,7 +34,8 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Efficiencies are fractions of the dense peak or of the HBM rate; `gemm_tail_waves` is the part
     of a wave of tiles lost at the end of a GEMM; `*_half_*` is the size at which an efficiency is
-    half its limit; `sm_count`, `tile_rows`, `tile_columns` are hardware facts.
+    half its limit; `sm_count`, `tile_rows`, `tile_columns` are hardware facts.  `withheld_bytes` is
+    what the driver keeps of the device's memory, `context_bytes` what a CUDA context takes.
     """
 
     sm_count: float
@@ -43,6 +45,8 @@ class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     gemm_tail_waves: float
     gemm_half_k: float
     hbm_efficiency: float
+    withheld_bytes: float
+    context_bytes: float
 
 
 class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +55,8 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `ring_nics` is the most NICs of a node that one ring uses; `nvlink_mesh` is 1 where the GPUs of
     a node are linked pairwise, without a switch, so that a small group has only its own pairs.
     `kernel_scale` multiplies the seconds of all kernels where a part is held below its generation's
-    power limit.
+    power limit.  `host_ranks`: how many ranks that issue in step (a tensor-parallel group's) the
+    cores of a node serve without slowing each other.
     """
 
     nvlink_efficiency: float
@@ -59,15 +64,18 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ring_nics: float
     nvlink_mesh: float
     kernel_scale: float
+    host_ranks: float
 
 
 class SystemConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a software stack differs from the generation's kernels: a multiplier on the seconds of
-    all kernels, the gap that launching a kernel leaves, and the share of a hidden collective's
-    seconds that compute beside it loses (tensor- or context-, and data-parallel)."""
+    all kernels, the gap that the device leaves between two of them, the seconds that the host takes
+    to issue one, and the share of a hidden collective's seconds that compute beside it loses
+    (tensor- or context-, and data-parallel)."""
 
     kernel_scale: float
-    launch_s: float
+    gap_s: float
+    host_launch_s: float
     tp_stall: float
     dp_stall: float
 
@@ -76,7 +84,8 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Constants of libraries and host links, the same everywhere; seconds and fractions.
 
     Tuples are NCCL's protocols (LL128, Simple): base latency, latency of a hop inside a node and
-    between nodes, and share of the link rate.
+    between nodes, and share of the link rate.  `communicator_*_bytes` is the device memory of one
+    NCCL communicator whose ranks share a node, or do not.
     """
 
     nccl_base_s: tuple[float, ...]
@@ -86,6 +95,10 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pcie_efficiency: float
     copy_latency_s: float
     optimizer_extra_bytes: float
+    communicator_node_bytes: float
+    communicator_network_bytes: float
+    host_system_share: float
+    dram_efficiency: float
 
 
 class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,7 +110,9 @@ class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     system: tuple[str, ...] = ()
     cluster: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
+    micro_batch: tuple[int, ...] = ()
     tp: tuple[int, ...] = ()
     cp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
@@ -138,6 +153,13 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def system_entry(self, names: Sequence[str]) -> str:
         """The first of a stack's entries (System.constants) that is there, or `default`."""
         return next((name for name in names if name in self.systems), DEFAULT)
+
+
+def instant_hosts(calibration: Calibration) -> Calibration:
+    """The same constants with hosts that issue everything at once."""
+    systems = calibration.systems.items()
+    instant = {name: replace(stack, host_launch_s=0.0) for name, stack in systems}
+    return replace(calibration, systems=instant)
 
 
 def load_calibration(path: Path) -> Calibration:

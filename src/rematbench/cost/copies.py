@@ -1,17 +1,55 @@
 """Seconds of copies between device and host memory, and inside the device."""
 
+from typing import NamedTuple
+
 from rematbench.cost.constants import CommonConstants, GpuConstants
 from rematbench.cost.formulas import Quantity, memory_s
+
+
+class Crowd(NamedTuple):
+    """What a program's copies run beside: the share of their bytes that go beside copies in the
+    other direction, bytes of pipeline messages on the same link per byte copied (out and in), and
+    the share of kernel seconds by which the HBM that copies take makes kernels longer."""
+
+    both: float
+    sent_per_d2h: float
+    received_per_h2d: float
+    drawn: float
+
+
+ALONE = Crowd(0.0, 0.0, 0.0, 0.0)
+
+
+def crowded_bytes_per_s(
+    alone_bytes_per_s: float,
+    both_bytes_per_s: float,
+    messages_bytes_per_s: float,
+    both: float,
+    messages: float,
+) -> float:
+    """Rate of copies of which a share goes beside the other direction, on a link that carries
+    `messages` bytes for each of theirs: all of these take their turn, but never more of the link
+    than the NIC fills."""
+    mean = 1.0 / ((1.0 - both) / alone_bytes_per_s + both / both_bytes_per_s)
+    left = alone_bytes_per_s - messages_bytes_per_s
+    most = alone_bytes_per_s / left if left > 0 else float("inf")
+    return mean / min(1.0 + messages, max(1.0, most))
 
 
 def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonConstants) -> Quantity:
     """Copy between device and pinned host memory: latency + bytes / (link share x efficiency).
 
-    `link_bytes_per_s` is one GPU's share of the PCIe link, per direction; both directions run at
-    once (PCIe is full duplex).  Source: PCI Express Base Specification 5.0 for the rate;
-    `pcie_efficiency` is the part left by 256-byte payload headers and flow control.
+    `link_bytes_per_s` is one GPU's share of the PCIe link, per direction.  Source: PCI Express Base
+    Specification 5.0 for the rate; `pcie_efficiency` is the part left by 256-byte payload headers
+    and flow control.
     """
     return common.copy_latency_s + nbytes / (link_bytes_per_s * common.pcie_efficiency)
+
+
+def pinned_block_bytes(nbytes: int) -> int:
+    """Host bytes of one pinned tensor: torch takes the next power of two (CachingHostAllocator.h,
+    PowerOf2Ceil, PyTorch 2.1 to 2.8), and gives no pinned block back to the system."""
+    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
 
 def device_copy_s(nbytes: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants) -> Quantity:

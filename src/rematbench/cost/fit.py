@@ -16,7 +16,10 @@ from rematbench.cost.constants import Calibration, FitRule
 
 Row: TypeAlias = Mapping[str, Any]
 Predict: TypeAlias = Callable[[Row, Calibration], float]
+Concerns: TypeAlias = Callable[[str, Row], bool]
+"""Whether a constant (`section.entry.field`) may move a row."""
 PredictAll: TypeAlias = Callable[[Sequence[tuple[Row, Calibration]]], Sequence[float]]
+Logs: TypeAlias = NDArray[np.float64]
 
 
 class Prior(Struct, frozen=True):
@@ -43,13 +46,15 @@ PRIORS: dict[str, Prior] = {
     "gemm_tail_waves": Prior(0.05, 0.5, 2.0),
     "gemm_half_k": Prior(10.0, 150.0, 1500.0, 0.3),
     "hbm_efficiency": Prior(0.4, 0.8, 0.95, 0.15),
-    "launch_s": Prior(1e-6, 5e-6, 4e-5),
+    "gap_s": Prior(1e-6, 5e-6, 4e-5),
+    "host_launch_s": Prior(5e-6, 3e-5, 2e-4),
     "nvlink_efficiency": Prior(0.2, 0.75, 1.0, 0.2),
     "nic_efficiency": Prior(0.1, 0.75, 1.0, 0.3),
     "kernel_scale": Prior(0.7, 1.0, 1.8, 0.1),
     "tp_stall": Prior(0.01, 0.25, 3.0, 0.7),
     "dp_stall": Prior(0.01, 0.25, 3.0, 0.7),
     "ring_nics": Prior(1.0, 1.6, 8.0, 1.0),
+    "host_ranks": Prior(1.0, 8.0, 16.0),
 }
 
 
@@ -68,7 +73,9 @@ def matches(rule: FitRule, row: Row) -> bool:
         "system": rule.system,
         "cluster": rule.cluster,
         "model": rule.model,
+        "layers": rule.layers,
         "gpus": rule.gpus,
+        "micro_batch": rule.micro_batch,
         "tp": rule.tp,
         "cp": rule.cp,
         "pp": rule.pp,
@@ -117,7 +124,13 @@ def with_values(calibration: Calibration, names: Sequence[str], values: Any) -> 
     return msgspec.structs.replace(calibration, **sections)
 
 
-def row_weights(rows: Sequence[Row]) -> NDArray[np.float64]:
+def value_of(calibration: Calibration, name: str) -> float:
+    """The constant `section.entry.field`."""
+    section, entry, key = name.split(".")
+    return float(getattr(getattr(calibration, section)[entry], key))
+
+
+def row_weights(rows: Sequence[Row]) -> Logs:
     """Square-root weights: a source (on one cluster) counts as the root of its number of rows, so
     that a long sweep speaks louder than a short one without drowning it."""
     keys = [(row["source"], row["cluster"]) for row in rows]
@@ -125,37 +138,45 @@ def row_weights(rows: Sequence[Row]) -> NDArray[np.float64]:
     return np.array([counts[key] ** -0.25 for key in keys])
 
 
-def fit(rows: Iterable[Row], calibration: Calibration, predict_all: PredictAll) -> FitReport:
+def all_concern(name: str, row: Row) -> bool:
+    """Any constant may move any row."""
+    del name, row
+    return True
+
+
+def fit(
+    rows: Iterable[Row],
+    calibration: Calibration,
+    predict_all: PredictAll,
+    concerns: Concerns = all_concern,
+) -> FitReport:
     """Least squares on log step seconds over the FIT rows, robust, with log-normal priors, from
     the calibration's present values."""
-    from scipy.optimize import least_squares  # noqa: PLC0415 (slow, and only fitting needs it)
-
-    problem = _Problem(fit_rows(rows, calibration.fit), calibration, predict_all)
-    low, high = problem.bounds()
-    found = least_squares(
-        problem.residuals,
-        problem.start(),
-        jac=problem.jacobian,
-        bounds=(low, high),
-        x_scale=0.1,
-        ftol=1e-4,
-        xtol=1e-4,
-        max_nfev=30,
-    )
-    fitted = with_values(calibration, problem.names, np.exp(found.x))
+    step_fit = StepFit(fit_rows(rows, calibration.fit), calibration, predict_all, concerns)
+    every = range(len(step_fit.rows))
+    fitted = step_fit.solved(calibration, every)
     errors: dict[str, list[float]] = {}
-    for row, error in zip(problem.rows, problem.log_errors(found.x), strict=True):
+    for row, error in zip(step_fit.rows, step_fit.log_errors(fitted, every), strict=True):
         errors.setdefault(row["source"], []).append(float(error))
     return FitReport(
-        calibration=fitted, rows=len(problem.rows), constants=len(problem.names), errors=errors
+        calibration=fitted, rows=len(every), constants=len(step_fit.names), errors=errors
     )
 
 
-class _Problem:
-    """Residuals over the FIT rows and their Jacobian, which is sparse: a constant of one cluster,
-    stack or generation moves only the rows that ran there."""
+class StepFit:
+    """The FIT rows, the fitted constants that move them, and fits to any subset of the rows.
 
-    def __init__(self, rows: list[Row], calibration: Calibration, predict_all: PredictAll) -> None:
+    The Jacobian is sparse: a constant of one cluster, stack or generation moves only the rows that
+    ran there.
+    """
+
+    def __init__(
+        self,
+        rows: list[Row],
+        calibration: Calibration,
+        predict_all: PredictAll,
+        concerns: Concerns,
+    ) -> None:
         self.rows, self.calibration, self.predict_all = rows, calibration, predict_all
         self.target = np.log([published_step_s(row) for row in rows])
         self.scale = row_weights(rows) / ROW_SPREAD
@@ -163,66 +184,85 @@ class _Problem:
         self.names: list[str] = []
         self.moves: list[list[int]] = []
         for name in calibration.fitted:
-            moved = self._moved(name, base)
+            near = [i for i, row in enumerate(rows) if concerns(name, row)]
+            moved = self._moved(name, near, base)
             if moved:
                 self.names.append(name)
                 self.moves.append(moved)
-        self.priors = [PRIORS[name.rsplit(".", 1)[1]] for name in self.names]
 
-    def _moved(self, name: str, base: Sequence[float]) -> list[int]:
-        """Rows that a constant moves."""
-        section, entry, key = name.split(".")
-        value = getattr(getattr(self.calibration, section)[entry], key)
+    def _moved(self, name: str, near: list[int], base: Sequence[float]) -> list[int]:
+        """Of the rows that a constant concerns, those that it moves."""
+        value = value_of(self.calibration, name)
         trial = with_values(self.calibration, [name], [value * 1.2 if value < 1 else value / 1.2])
-        after = self.predict_all([(row, trial) for row in self.rows])
-        return [i for i, (a, b) in enumerate(zip(after, base, strict=True)) if a != b]
+        after = self.predict_all([(self.rows[i], trial) for i in near])
+        return [i for i, seconds in zip(near, after, strict=True) if seconds != base[i]]
 
-    def start(self) -> NDArray[np.float64]:
-        """Logarithms of the calibration's present values, inside the priors' limits."""
-        low, high = self.bounds()
-        values = []
-        for name in self.names:
-            section, entry, key = name.split(".")
-            values.append(getattr(getattr(self.calibration, section)[entry], key))
-        return np.clip(np.log(values), low + 1e-6, high - 1e-6)
-
-    def bounds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Logarithms of the priors' limits."""
-        low = np.log([prior.low for prior in self.priors]) - 1e-9
-        return low, np.log([prior.high for prior in self.priors]) + 1e-9
-
-    def log_errors(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """log(predicted / published seconds) of every FIT row."""
-        trial = with_values(self.calibration, self.names, np.exp(logs))
-        seconds = self.predict_all([(row, trial) for row in self.rows])
-        errors: NDArray[np.float64] = np.log(np.asarray(seconds)) - self.target
+    def log_errors(self, trial: Calibration, chosen: Sequence[int]) -> Logs:
+        """log(predicted / published seconds) of the chosen rows."""
+        seconds = self.predict_all([(self.rows[i], trial) for i in chosen])
+        errors: Logs = np.log(np.asarray(seconds)) - self.target[list(chosen)]
         return errors
 
-    def residuals(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Robust weighted errors, then the pull of the priors."""
-        pull = [(x - np.log(p.centre)) / p.spread for x, p in zip(logs, self.priors, strict=True)]
-        return np.concatenate([_soft(self.log_errors(logs) * self.scale), np.array(pull)])
-
-    def jacobian(self, logs: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Forward differences of 1 % (the step model has corners), one batch for all of them."""
-        base = self.log_errors(logs)
-        _, high = self.bounds()
-        steps = np.where(logs + DIFFERENCE > high, -DIFFERENCE, DIFFERENCE)
-        jobs: list[tuple[Row, Calibration]] = []
-        for j, moved in enumerate(self.moves):
-            shifted = logs.copy()
-            shifted[j] += steps[j]
-            trial = with_values(self.calibration, self.names, np.exp(shifted))
+    def slopes(self, at: Calibration) -> Logs:
+        """d log(seconds) / d log(constant), [rows, names]: differences of 1 % (the step model has
+        corners), one batch for all of them."""
+        base = self.log_errors(at, range(len(self.rows)))
+        steps, jobs = [], []
+        for name, moved in zip(self.names, self.moves, strict=True):
+            value, prior = value_of(at, name), PRIORS[name.rsplit(".", 1)[1]]
+            steps.append(-DIFFERENCE if np.log(value / prior.high) > -DIFFERENCE else DIFFERENCE)
+            trial = with_values(at, [name], [value * np.exp(steps[-1])])
             jobs += [(self.rows[i], trial) for i in moved]
         seconds = iter(self.predict_all(jobs))
-        matrix = np.zeros((len(self.rows) + len(self.names), len(self.names)))
+        found = np.zeros((len(self.rows), len(self.names)))
         for j, moved in enumerate(self.moves):
             for i in moved:
-                error = np.log(next(seconds)) - self.target[i]
-                after, before = _soft(error * self.scale[i]), _soft(base[i] * self.scale[i])
-                matrix[i, j] = (after - before) / steps[j]
-            matrix[len(self.rows) + j, j] = 1.0 / self.priors[j].spread
-        return matrix
+                found[i, j] = (np.log(next(seconds)) - self.target[i] - base[i]) / steps[j]
+        return found
+
+    def solved(
+        self, start: Calibration, chosen: Sequence[int], slopes: Logs | None = None
+    ) -> Calibration:
+        """The constants fitted to the chosen rows, from those of `start`.  A constant that moves
+        none of the rows keeps its value.  `slopes`, when given, stand for those at every trial."""
+        from scipy.optimize import least_squares  # noqa: PLC0415 (slow, and only fitting needs it)
+
+        own = set(chosen)
+        columns = [j for j, moved in enumerate(self.moves) if own.intersection(moved)]
+        names = [self.names[j] for j in columns]
+        priors = [PRIORS[name.rsplit(".", 1)[1]] for name in names]
+        low = np.log([prior.low for prior in priors]) - 1e-9
+        high = np.log([prior.high for prior in priors]) + 1e-9
+        scale, picked = self.scale[list(chosen)], np.ix_(list(chosen), columns)
+
+        def trial(logs: Logs) -> Calibration:
+            return with_values(start, names, np.exp(logs))
+
+        def residuals(logs: Logs) -> Logs:
+            """Robust weighted errors, then the pull of the priors."""
+            pull = [(x - np.log(p.centre)) / p.spread for x, p in zip(logs, priors, strict=True)]
+            return np.concatenate([_soft(self.log_errors(trial(logs), chosen) * scale), pull])
+
+        def jacobian(logs: Logs) -> Logs:
+            at = trial(logs)
+            found = self.slopes(at) if slopes is None else slopes
+            bend = _soft_slope(self.log_errors(at, chosen) * scale) * scale
+            return np.vstack(
+                [bend[:, None] * found[picked], np.diag([1.0 / prior.spread for prior in priors])]
+            )
+
+        first = np.clip(np.log([value_of(start, n) for n in names]), low + 1e-6, high - 1e-6)
+        found = least_squares(
+            residuals,
+            first,
+            jac=jacobian,
+            bounds=(low, high),
+            x_scale=0.1,
+            ftol=1e-4,
+            xtol=1e-4,
+            max_nfev=30,
+        )
+        return trial(found.x)
 
 
 def one_by_one(predict: Predict) -> PredictAll:
@@ -234,3 +274,9 @@ def _soft(residual: Any) -> Any:
     """Residuals whose squares are the soft-L1 loss 2 (sqrt(1 + r^2) - 1): outliers are linear."""
     loss = 2.0 * (np.sqrt(1.0 + residual**2) - 1.0)
     return np.sign(residual) * np.sqrt(loss)
+
+
+def _soft_slope(residual: Any) -> Any:
+    """d _soft(r) / dr, which is 1 at r = 0."""
+    root = np.sqrt(1.0 + residual**2)
+    return np.sqrt((root + 1.0) / 2.0) / root

@@ -4,7 +4,15 @@ from rematbench.lowering.chunk_ops import Unit
 from rematbench.lowering.writer import COMPUTE, BlockWriter
 from rematbench.operators.ops import Comm, CommKind
 from rematbench.plan import StateFate
-from rematbench.program.action import COMM_KIND, Action, Alloc, Kind, gradient_buffer
+from rematbench.program.action import (
+    COMM_KIND,
+    GRADIENTS_DOWN,
+    SHARD_UP,
+    Action,
+    Alloc,
+    Kind,
+    gradient_buffer,
+)
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
 
@@ -13,7 +21,8 @@ class ParameterGatherer:
     """Gathers each unit's parameters on the dp stream ahead of its use.
 
     Layer gathers (ZeRO-3, FSDP) allocate the full parameters and run `prefetch_layers` ahead; a
-    step gather (ZeRO-1 with overlap) fills resident buffers, all units at once.  `release`: whether
+    step gather (ZeRO-1 with overlap) fills resident buffers, all units at once.  Shards in host
+    memory come up one by one before their gather.  `release`: whether
     a unit's copy is freed after its use (`keeps_ends`: but not the embedding's and the head's).
     `tied`: the embedding whose weight the head of the same rank projects by; where it is not there
     it is gathered for the head too.
@@ -78,6 +87,8 @@ class ParameterGatherer:
         if self.layerwise:
             allocs = (Alloc(self.buffer(unit), self.system.gather_bytes * unit.parameters),)
             w.parameters[unit.prefix] = self.buffers(unit)
+        if self.layerwise and self.fate.home == "host":
+            w.wait("dp", self._shard_up(w, unit))
         event = w.new_event()
         payload = self.system.gather_bytes * unit.parameters
         w.add(
@@ -93,6 +104,11 @@ class ParameterGatherer:
         )
         w.stall(Comm("all_gather", "dp", payload))
         self.pending[unit.prefix] = event
+
+    def _shard_up(self, w: BlockWriter, unit: Unit) -> str:
+        """Bring this rank's shard of a unit's parameters to the device; the event of its end."""
+        nbytes = self.system.param_bytes * -(-unit.parameters // self.fate.shards)
+        return w.state_copy(Kind.H2D, unit.prefix, SHARD_UP, nbytes, after=w.mark(COMPUTE))
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
         """Free the gathered copy after the unit, or leave it for the backward."""
@@ -123,9 +139,12 @@ class GradReducer:
     done, on the dp stream.
 
     Sharded gradients (ZeRO-2/3) live in a full buffer until reduced; resident ones are reduced in
-    place, in buckets of `bucket_bytes`.  `layout.state_shards` > 1: there are data-parallel peers
-    to reduce with.  `tied`: the unit of the embedding where the head projects by its weight on the
-    same rank, which adds to that gradient first.
+    place, in buckets of `bucket_bytes`.  Of gradients that live in host memory, the part that this
+    rank updates leaves as soon as it is reduced, beside the rest of the backward, in every
+    micro-batch (the host sums; DeepSpeed moves its sum up and down instead, which costs more).
+    `layout.state_shards` > 1: there are data-parallel peers to reduce with.  `tied`: the unit of
+    the embedding where the head projects by its weight on the same rank, which adds to that
+    gradient first.
     """
 
     def __init__(
@@ -137,7 +156,8 @@ class GradReducer:
         tied: Unit | None = None,
     ) -> None:
         self.update = optimizer.update == "backward"
-        self.transient = gradient.shards > 1 or self.update
+        self.leaves = gradient.home == "host"
+        self.transient = gradient.shards > 1 or self.update or self.leaves
         self.system, self.optimizer, self.tied = system, optimizer, tied
         self.shared, self.sums_norms = layout.state_shards > 1, layout.sequence_parallel
         scatter = optimizer.shards > 1 or gradient.shards > 1
@@ -183,7 +203,7 @@ class GradReducer:
             self._reduce(w, size)
         if self.transient:
             self._drain(w, 0 if last else 1)
-        if last:
+        if last and self.shared:
             w.wait("dp", w.mark(COMPUTE))
             w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
 
@@ -211,9 +231,20 @@ class GradReducer:
         w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(self.buffer(unit),)))
 
     def _reduce(self, w: BlockWriter, size: int) -> None:
+        names = tuple(self.buffer(u) for u in self.bucket) if self.transient else ()
+        event = self._exchange(w, size, names) if self.shared else w.mark(COMPUTE)
+        if self.leaves:
+            part, shards = self.bucket[-1].prefix, self.optimizer.shards
+            count = sum(-(-unit.parameters // shards) for unit in self.bucket)
+            nbytes = self.system.host_grad_bytes * count
+            event = w.state_copy(Kind.D2H, part, GRADIENTS_DOWN, nbytes, after=event, reads=names)
+        self.in_flight += [(event, name) for name in names]
+        self.bucket = []
+
+    def _exchange(self, w: BlockWriter, size: int, names: tuple[str, ...]) -> str:
+        """Reduce the bucket with the data-parallel peers; the event of its end."""
         w.wait("dp", w.mark(COMPUTE))
         event = w.new_event()
-        names = tuple(self.buffer(u) for u in self.bucket) if self.transient else ()
         w.add(
             Action(
                 kind=COMM_KIND[self.kind],
@@ -226,8 +257,7 @@ class GradReducer:
             )
         )
         w.stall(Comm(self.kind, "dp", size))
-        self.in_flight += [(event, name) for name in names]
-        self.bucket = []
+        return event
 
     def _drain(self, w: BlockWriter, leave: int) -> None:
         while len(self.in_flight) > leave:

@@ -78,6 +78,7 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
         raise PlanError(
             "parameters gathered per layer are released by the forward or the backward, not never"
         )
+    _check_host_states(plan)
     late = completed_after_backward(problem)
     if late and plan.state("optimizer").update == "backward":
         raise PlanError(late)
@@ -90,6 +91,14 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
     idle = unused(plan.mini_sequences, [*problem.layer_kinds, problem.head])
     if idle:
         raise PlanError(f"mini-sequence of {idle.ops} names no operator of this model")
+
+
+def _check_host_states(plan: Plan) -> None:
+    gradient, optimizer = plan.state("gradient"), plan.state("optimizer")
+    if optimizer.home == "host" and optimizer.update == "backward":
+        raise PlanError("an optimizer in host memory updates once per step, not in the backward")
+    if gradient.home == "host" and optimizer.home == "device":
+        raise PlanError("gradients in host memory need their optimizer there")
 
 
 def _at_once(order: tuple[Pass, ...], chunk: int) -> bool:
@@ -119,7 +128,8 @@ class _RankLowering:
         self.holders: dict[int, tuple[ChunkOps, PassClass]] = {}
         parameter, peers = plan.state("parameter"), lay.state_shards > 1
         self.update_in_backward = plan.state("optimizer").update == "backward"
-        self.transient_gradients = plan.state("gradient").shards > 1 or self.update_in_backward
+        gradient = plan.state("gradient")
+        self.leaving_gradients = gradient.home == "host" or gradient.shards > 1
         self.overlap_reduce = system.reduce_overlap and peers
         self.overlap_gather = system.gather_overlap and parameter.gather == "step" and peers
         self.layerwise = parameter.gather == "layer" and peers
@@ -150,7 +160,6 @@ class _RankLowering:
     def _facts(self) -> StepFacts:
         rules, transfers = self.plan.rules, self.plan.transfers
         windows = tuple(w for rule in rules if (w := rule.select.micro_batches) is not None)
-        lay, overlap = self.problem.layout, self.problem.system.p2p_overlap
         return StepFacts(
             order=self.order,
             windows=windows,
@@ -159,10 +168,10 @@ class _RankLowering:
             release_lag=transfers.release_lag,
             reload_slots=transfers.reload_slots,
             hold_phases=transfers.before_send_phases,
-            sends_beside=overlap == "always" or (overlap == "interleaved" and lay.vpp > 1),
+            sends_beside=self.problem.system.sends_beside(self.problem.layout.vpp),
             gather=self.layerwise,
             gather_first=self.overlap_gather,
-            reduce=self.transient_gradients,
+            reduce=self.leaving_gradients or self.update_in_backward,
             reduce_last=self.overlap_reduce,
         )
 

@@ -3,7 +3,15 @@
 from rematbench.lowering.emit_op import emit_copies_in, emit_copies_out
 from rematbench.lowering.writer import COMPUTE, BlockWriter
 from rematbench.operators.ops import Activation, Comm
-from rematbench.program.action import Action, Alloc, Kind, gradient_of
+from rematbench.program.action import (
+    GRADIENTS_DOWN,
+    HOST_UPDATE,
+    WEIGHTS_UP,
+    Action,
+    Alloc,
+    Kind,
+    gradient_of,
+)
 from rematbench.program.program import Block
 
 Storages = list[tuple[str, int]]
@@ -117,3 +125,23 @@ def optimizer_block(nbytes: int, scratch: int) -> Block:
         kind=Kind.OPTIMIZER, stream=COMPUTE, op="optimizer", nbytes=nbytes, scratch=scratch
     )
     return Block("OPT", (action,))
+
+
+def host_update_block(down: int, nbytes: int, up: int) -> Block:
+    """The optimizer step of the rank's share (`nbytes` of compute copies) on the host: `down` bytes
+    of gradients that are still on the device go first, `up` bytes of weights come back.
+
+    One after the other, as in a stack that clips by the norm of all gradients, updates and copies
+    back (DeepSpeed 0.19.8, stage3.py: step, _reassign_or_swap_out_partitioned_parameters).
+    """
+    w = BlockWriter()
+    ready = w.mark(COMPUTE)
+    if down:
+        ready = w.state_copy(Kind.D2H, "", GRADIENTS_DOWN, down, after=ready)
+    w.wait(HOST_UPDATE, ready)
+    done = w.new_event()
+    w.add(
+        Action(kind=Kind.OPTIMIZER, stream=HOST_UPDATE, op="optimizer", nbytes=nbytes, event=done)
+    )
+    w.wait(COMPUTE, w.state_copy(Kind.H2D, "", WEIGHTS_UP, up, after=done) if up else done)
+    return Block("OPT_HOST", tuple(w.actions))

@@ -9,6 +9,7 @@ from rematbench.lowering.emit_states import norm_reduction
 from rematbench.lowering.rank_steps import last_backwards
 from rematbench.lowering.step_blocks import (
     gather_block,
+    host_update_block,
     norm_block,
     optimizer_block,
     reduce_block,
@@ -39,10 +40,11 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     system, lay = problem.system, problem.layout
     sites = last_backwards(steps.order)
     updated = plan.state("optimizer").update == "backward"
-    sharded_gradients = plan.state("gradient").shards > 1
+    gradient = plan.state("gradient")
+    reduced_already = gradient.shards > 1 or gradient.home == "host" or steps.overlap_reduce
     if lay.state_shards > 1 and not updated:
         for chunk in reversed(steps.chunks):
-            if not (sharded_gradients or steps.overlap_reduce):
+            if not reduced_already:
                 comm = _reduction(plan, problem, chunk)
                 steps.add(("reduce", comm), partial(reduce_block, comm), sites[chunk.chunk])
             steps.add(("reduced",), partial(wait_block, "reduced", "reduced"), sites[chunk.chunk])
@@ -52,15 +54,28 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
     if problem.workload.model.tied_embeddings and lay.pp > 1 and steps.rank in (0, lay.pp - 1):
         _tied_embeddings(steps, problem)
     if not updated:
-        count = -(-rank_parameters(problem, plan, steps.rank) // plan.state("optimizer").shards)
-        scratch = system.step_scratch_bytes * count
-        update = partial(optimizer_block, system.param_bytes * count, scratch)
-        steps.add(("OPT", count), update, Pass(False, 0, 0))
+        _update(steps, plan, problem)
     gathered = plan.state("parameter").gather == "step" and lay.state_shards > 1
     if gathered and not system.gather_overlap:
         for chunk in steps.chunks:
             comm = Comm("all_gather", "dp", system.gather_bytes * _parameters(chunk))
             steps.add(("gather", comm), partial(gather_block, comm), sites[chunk.chunk])
+
+
+def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
+    """The optimizer step of the rank's share of the parameters, on the device or on the host."""
+    system, optimizer = problem.system, plan.state("optimizer")
+    count = -(-rank_parameters(problem, plan, steps.rank) // optimizer.shards)
+    nbytes = system.param_bytes * count
+    if optimizer.home == "device":
+        update = partial(optimizer_block, nbytes, system.step_scratch_bytes * count)
+        steps.add(("OPT", count), update, Pass(False, 0, 0))
+        return
+    gone = plan.state("gradient").home == "host"  # each backward has waited for its copies
+    down = 0 if gone else system.host_grad_bytes * count
+    up = nbytes if plan.state("parameter").home == "device" else 0
+    key = ("OPT_HOST", count, down, up)
+    steps.add(key, partial(host_update_block, down, nbytes, up), Pass(False, 0, 0))
 
 
 def _parameters(chunk: ChunkOps) -> int:

@@ -107,6 +107,28 @@ class BlockWriter:
         """What a collective that runs beside later compute takes from it (shared SMs)."""
         self.add(Action(kind=Kind.STALL, stream=COMPUTE, op="stall", comm=comm))
 
+    def state_copy(
+        self,
+        kind: Kind,
+        part: str,
+        op: str,
+        nbytes: int,
+        *,
+        after: str,
+        reads: tuple[str, ...] = (),
+    ) -> str:
+        """A copy of states between device and host, once event `after` holds; its end event.
+        States have their room on both sides, so nothing is allocated."""
+        stream = "d2h" if kind is Kind.D2H else "h2d"
+        self.wait(stream, after)
+        event = self.new_event()
+        self.add(
+            Action(
+                kind=kind, stream=stream, part=part, op=op, reads=reads, nbytes=nbytes, event=event
+            )
+        )
+        return event
+
     def collective(
         self,
         comm: Comm,

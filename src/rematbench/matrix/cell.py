@@ -52,10 +52,9 @@ class Weight(Struct, frozen=True, kw_only=True):
 
     def missing(self, problem: Problem) -> dict[str, int]:
         """Missing bytes, by device and host."""
-        cluster = problem.cluster
         short = {
-            "device": self.reserved_bytes - cluster.usable_bytes,
-            "host": self.host_node_bytes - cluster.host_bytes,
+            "device": self.reserved_bytes - problem.usable_bytes,
+            "host": self.host_node_bytes - problem.cost.host_room_bytes,
         }
         return {where: nbytes for where, nbytes in short.items() if nbytes > 0}
 
@@ -109,10 +108,10 @@ class Programs:
             if (lay, content) not in self._ranks:
                 self._ranks[lay, content] = program_bytes(problem, plan, program)
             ranks = self._ranks[lay, content]
-            at = (problem.cluster.usable_bytes, lay, content)
+            at = (problem.usable_bytes, lay, content)
             peak = max(rank.device_peak for rank in ranks)
             if at not in self._reserved:
-                over = peak > problem.cluster.usable_bytes
+                over = peak > problem.usable_bytes
                 self._reserved[at] = peak if over else self._replay(problem, program, key[1:])
             self._weights[key] = Weight(
                 reserved_bytes=self._reserved[at],
@@ -216,6 +215,8 @@ class Cell:
         assert tried.candidate.problem is not None
         assert tried.plan is not None
         found = self.programs.evaluate(tried.candidate.problem, tried.plan)
+        if found.not_timed:
+            return msgspec.structs.replace(tried, status="unsupported", reason=found.not_timed)
         return msgspec.structs.replace(tried, evaluation=found)
 
     def best(
@@ -252,9 +253,9 @@ def _preference(tried: Tried) -> tuple[int, float]:
     order = {"ok": 0, "oom": 1, "failed": 2, "unsupported": 3}
     problem, amount = tried.candidate.problem, -tried.speed
     if tried.status == "oom" and tried.weight is not None and problem is not None:
-        cluster, weight = problem.cluster, tried.weight
-        device = weight.peak_bytes - cluster.usable_bytes
-        amount = max(device, weight.host_node_bytes - cluster.host_bytes)
+        weight = tried.weight
+        device = weight.peak_bytes - problem.usable_bytes
+        amount = max(device, weight.host_node_bytes - problem.cost.host_room_bytes)
     return order[tried.status], amount
 
 
@@ -280,4 +281,4 @@ def _may_fit(limit: Limit, share: float) -> bool:
     assert limit.candidate.problem is not None
     states = state_bytes(limit.candidate.problem)
     need = states + share * (limit.peak_bytes - states)
-    return need <= SLACK * limit.candidate.problem.cluster.usable_bytes
+    return need <= SLACK * limit.candidate.problem.usable_bytes

@@ -119,10 +119,10 @@ def _result(tried: Tried | None, count: int) -> Line:
         "alpha": plan.fit.get("alpha"),
         "peak_device_bytes": weight.peak_bytes,
         "reserved_bytes": weight.reserved_bytes,
-        "usable_bytes": problem.cluster.usable_bytes,
-        "headroom_bytes": problem.cluster.usable_bytes - weight.reserved_bytes,
+        "usable_bytes": problem.usable_bytes,
+        "headroom_bytes": problem.usable_bytes - weight.reserved_bytes,
         "host_node_bytes": weight.host_node_bytes,
-        "host_headroom_bytes": problem.cluster.host_bytes - weight.host_node_bytes,
+        "host_headroom_bytes": problem.cost.host_room_bytes - weight.host_node_bytes,
     }
     line |= {f"{where}_short_bytes": short for where, short in weight.missing(problem).items()}
     found = tried.evaluation

@@ -39,9 +39,15 @@ class Kind(Enum):
     EVENT = "EVENT"
 
 
-STREAMS = ("compute", "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d")
+HOST_UPDATE = "host_update"
+"""The stream of an optimizer that runs on the rank's own cores."""
+STREAMS = ("compute", "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d", HOST_UPDATE)
 STREAM_INDEX = {name: index for index, name in enumerate(STREAMS)}
 HOST = "@host"
+
+GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP = "gradients_down", "weights_up", "shard_up"
+"""What copies of states carry: gradients to an update on the host, its results, and a rank's shard
+of weights in host memory, before it is gathered."""
 
 COMM_KIND: dict[CommKind, Kind] = {
     "all_gather": Kind.ALL_GATHER,

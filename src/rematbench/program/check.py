@@ -17,9 +17,11 @@ from collections.abc import Container
 from msgspec import Struct
 
 from rematbench.program.action import (
+    GRADIENTS_DOWN,
     HOST,
     STREAM_INDEX,
     STREAMS,
+    WEIGHTS_UP,
     Action,
     Kind,
     gradient_buffer,
@@ -39,6 +41,7 @@ REUSING = frozenset(STREAM_INDEX[name] for name in ("tp", "cp", "h2d"))
 """Streams whose tensors take memory that compute freed; gathers and receives have their own."""
 BACKWARD = frozenset({Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 KERNELS = BACKWARD | {Kind.FORWARD, Kind.RECOMPUTE}
+EXCHANGED = ("gradients", "norm_gradients", "tied", GRADIENTS_DOWN)
 
 
 class CheckError(ValueError):
@@ -224,10 +227,10 @@ class _StateCheck:
             words = self._unmet(action, micro_batch, chunk, alive)
             return words or self._kernel(action.kind, unit, micro_batch, clock)
         if action.kind is Kind.OPTIMIZER:
-            return self._update(unit, clock)
-        if action.op == "parameters":
+            return self._update(unit, stream, clock)
+        if action.op in ("parameters", WEIGHTS_UP):
             return self._gather(unit, stream, clock, in_place=not action.allocs)
-        if action.op in ("gradients", "norm_gradients", "tied") and action.kind is not Kind.ALLOC:
+        if action.op in EXCHANGED and action.kind is not Kind.ALLOC:
             units = self._exchanged(action, micro_batch, chunk)
             return self._exchange(action.kind, units, stream, clock)
         if action.op == "gradients":  # room for those of another micro-batch
@@ -270,9 +273,9 @@ class _StateCheck:
         return ""
 
     def _exchanged(self, action: Action, micro_batch: int, chunk: int) -> list[Unit]:
-        """Whose gradients: one or all units' (norms), the ends', the chunk's that are due (as the
-        runtime counts them: down to the one that is named)."""
-        if action.op == "norm_gradients":
+        """Whose gradients: one or all units' (norms, what leaves at the end), the ends', the
+        chunk's that are due (as the runtime counts them: down to the one that is named)."""
+        if action.op == "norm_gradients" or (action.op == GRADIENTS_DOWN and not action.part):
             return [(action.part, chunk)] if action.part else list(self.gradients)
         if action.op == "tied":
             return [unit for unit in self.gradients if unit[0] in ("E", "H")]
@@ -288,17 +291,19 @@ class _StateCheck:
         for unit in units:
             if unit in self.updated:
                 return f"exchanges gradients of {unit[0]} after their update"
-            late = self.gradients[unit].add(stream, clock, write=kind is not Kind.SEND)
+            writes = kind not in (Kind.SEND, Kind.D2H)
+            late = self.gradients[unit].add(stream, clock, write=writes)
             if late and kind is not Kind.RECV:  # what arrives has room of its own
                 return f"exchanges gradients of {unit[0]} while {late} may still use them"
         return ""
 
-    def _update(self, unit: Unit, clock: VectorClock) -> str:
+    def _update(self, unit: Unit, stream: int, clock: VectorClock) -> str:
         for one in [unit] if unit[0] else list(self.weights):
             if self.reduces and one in self.gradients and one not in self.reduced:
                 return f"updates {one[0]} with gradients that are not reduced"
-            late = self.gradients[one].add(COMPUTE, clock, write=True)  # they start again at zero
-            late = late or self.weights[one].add(COMPUTE, clock, write=True)
+            late = self.gradients[one].add(stream, clock, write=True)  # they start again at zero
+            if stream == COMPUTE:  # an update on the host writes none of the device's weights
+                late = late or self.weights[one].add(stream, clock, write=True)
             if late:
                 return f"updates {one[0]} while {late} may still use its weights or gradients"
             self.updated.add(one)

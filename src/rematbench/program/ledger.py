@@ -9,18 +9,22 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from rematbench.cost.copies import pinned_block_bytes
 from rematbench.program.action import HOST, Action, tenant
 from rematbench.program.program import Block, Program, RankProgram
 from rematbench.simulate.step import Interval
 
 
 class Profile(NamedTuple):
-    """Effect of one block: net and highest bytes above entry, on the device and on the host."""
+    """Effect of one block: net and highest bytes above entry, on the device, on the host, and in
+    the host blocks that are pinned for them."""
 
     device_net: int
     device_high: int
     host_net: int
     host_high: int
+    pinned_net: int
+    pinned_high: int
 
 
 class Outlive(NamedTuple):
@@ -31,10 +35,12 @@ class Outlive(NamedTuple):
 
 
 class RankLedger(Struct, frozen=True, kw_only=True):
-    """Peaks of one rank's activations, where they occur (step index), and what is left over."""
+    """Peaks of one rank's activations, where they occur (step index), and what is left over;
+    `pinned` counts host bytes in the blocks that torch pins for them."""
 
     device_peak_bytes: int
     host_peak_bytes: int
+    pinned_peak_bytes: int
     peak_step: int
     device_left_bytes: int
     host_left_bytes: int
@@ -129,25 +135,28 @@ def _outlive(block: Block) -> Outlive:
 
 def _profile(block: Block, sizes: dict[str, int]) -> Profile:
     """A block's effect; `sizes`: what is alive of its micro-batch and chunk when it starts."""
-    device = host = device_high = host_high = 0
+    device = host = pinned = device_high = host_high = pinned_high = 0
     for action in block.actions:
         for alloc in action.allocs:
             name, nbytes = alloc.name, 0 if alloc.slot else alloc.nbytes
             sizes[name] = nbytes
             if name.endswith(HOST):
                 host += nbytes
+                pinned += pinned_block_bytes(nbytes)
             else:
                 device += nbytes
         device_high = max(device_high, device + action.scratch)
         host_high = max(host_high, host)
+        pinned_high = max(pinned_high, pinned)
         for name in action.frees:
             if name not in sizes:
                 raise LedgerError(f"{block.label} frees {name}: not alive")
             if name.endswith(HOST):
-                host -= sizes.pop(name)
+                host -= sizes[name]
+                pinned -= pinned_block_bytes(sizes.pop(name))
             else:
                 device -= sizes.pop(name)
-    return Profile(device, device_high, host, host_high)
+    return Profile(device, device_high, host, host_high, pinned, pinned_high)
 
 
 def issue_order(program: Program) -> tuple[RankLedger, ...]:
@@ -157,18 +166,22 @@ def issue_order(program: Program) -> tuple[RankLedger, ...]:
 
 
 def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
-    device = host = device_peak = host_peak = peak_step = 0
+    device = host = pinned = device_peak = host_peak = pinned_peak = peak_step = 0
     for position, (block, _, _) in enumerate(rank.steps):
-        device_net, device_high, host_net, host_high = profiles[block]
+        device_net, device_high, host_net, host_high, pinned_net, pinned_high = profiles[block]
         if device + device_high > device_peak:
             device_peak, peak_step = device + device_high, position
         if host_high and host + host_high > host_peak:
             host_peak = host + host_high
+        if pinned_high and pinned + pinned_high > pinned_peak:
+            pinned_peak = pinned + pinned_high
         device += device_net
         host += host_net
+        pinned += pinned_net
     return RankLedger(
         device_peak_bytes=device_peak,
         host_peak_bytes=host_peak,
+        pinned_peak_bytes=pinned_peak,
         peak_step=peak_step,
         device_left_bytes=device,
         host_left_bytes=host,

@@ -5,10 +5,9 @@ Plans are made once, with the constants the fit starts from, and lowered once pe
 costs of their actions change from trial to trial.
 """
 
-import datetime
+import math
 import multiprocessing
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -17,20 +16,32 @@ import msgspec
 from msgspec.structs import replace
 
 from rematbench.cost.constants import Calibration
-from rematbench.cost.fit import PRIORS, FitReport, Row, fit, fit_rows, with_values
+from rematbench.cost.fit import (
+    PRIORS,
+    Concerns,
+    FitReport,
+    Row,
+    StepFit,
+    fit,
+    fit_rows,
+    is_fit,
+    value_of,
+    with_values,
+)
 from rematbench.host.garbage import collect_rarely
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.program import Program
-from rematbench.published.accuracy import Accuracy, Group, LeftOut, errors_of, members, split_of
+from rematbench.published.accuracy import SPEED, Accuracy
+from rematbench.published.left_out import REFITTED, SHEETS, SHIPPED, line_of, slope_column
 from rematbench.published.predict import predict_rows, run_case
 from rematbench.published.rows import Case, read_case
-from rematbench.published.validate import SPEED
+from rematbench.published.sheets import Cell
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
-from rematbench.spec.load import load_cluster
+from rematbench.spec.load import load_cluster, load_system
 
 WARM, LONG = 2, 3
 """Rounds of pp micro-batches after which a 1F1B step only repeats itself: a step of many is that
@@ -112,6 +123,27 @@ def _lowered(case: Case, calibration: Calibration) -> _Lowered:
     return _Lowered(tuple(short), rest / ((LONG - WARM) * lay.pp))
 
 
+def slopes(row: Row, calibration: Calibration) -> dict[str, float]:
+    """d ln(step seconds) / d ln(scale) of a row's plan, for each of SCALES, by a tenth more."""
+    lowered = _lowered(read_case(row, discover()), calibration)
+    base_s = _seconds(lowered, calibration)
+    found = {}
+    for name in SCALES:
+        parts = tuple((_scaled(case, name), program) for case, program in lowered.parts)
+        more_s = _seconds(replace(lowered, parts=parts), calibration)
+        found[name] = math.log(more_s / base_s) / math.log(MORE)
+    return found
+
+
+SCALES = ("kernels", "attention", "communication", "host")
+MORE = 1.1
+
+
+def _scaled(case: Case, name: str) -> Case:
+    scales = replace(case.system.scales, **{name: MORE * getattr(case.system.scales, name)})
+    return replace(case, system=replace(case.system, scales=scales))
+
+
 def _shortened(
     case: Case, plan: Plan, calibration: Calibration, rounds: int
 ) -> tuple[Case, Program]:
@@ -127,7 +159,7 @@ def _seconds(lowered: _Lowered, calibration: Calibration) -> float:
 
 
 def _step_s(problem: Problem, program: Program) -> float:
-    return simulate_chunks(program, action_seconds(problem)).step_s
+    return simulate_chunks(program, action_seconds(problem, program)).step_s
 
 
 # -- fits -------------------------------------------------------------------------------------
@@ -136,7 +168,22 @@ def _step_s(problem: Problem, program: Program) -> float:
 def calibrate(rows: Sequence[Row], start: Calibration, processes: int = 2) -> FitReport:
     """The constants fitted to the FIT rows, from `start`; plans are those of `start`."""
     with StepModel(start, processes) as model:
-        return fit(rows, start, model)
+        return fit(rows, start, model, concerns(start))
+
+
+def concerns(calibration: Calibration) -> Concerns:
+    """A row's constants are those of its cluster's GPUs and network, and of its stack."""
+
+    def concerned(name: str, row: Row) -> bool:
+        cluster, system = load_cluster(row["cluster"]), load_system(row["system"])
+        entries = {
+            ("gpus", cluster.generation),
+            ("networks", calibration.network_entry(cluster.constants)),
+            ("systems", calibration.system_entry(system.constants)),
+        }
+        return tuple(name.split(".")[:2]) in entries
+
+    return concerned
 
 
 def without_source(calibration: Calibration, rows: Sequence[Row], source: str) -> Calibration:
@@ -153,40 +200,66 @@ def without_source(calibration: Calibration, rows: Sequence[Row], source: str) -
 
 
 def leave_one_out(
-    rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy, processes: int = 2
-) -> LeftOut:
-    """Mean absolute errors of every group of speeds, predicted with constants that were fitted to
-    the other sources only."""
+    sheets: Mapping[str, Sequence[Row]],
+    calibration: Calibration,
+    accuracy: Accuracy,
+    processes: int = 2,
+) -> list[Cell]:
+    """Lines of config/left_out.csv: the cells of every fitted source predicted with constants that
+    were fitted to the other sources only, and those of sources to which none is fitted."""
+    places = [(name, index) for name in SHEETS for index in range(len(sheets[name]))]
+    rows = [sheets[name][index] for name, index in places]
+    made: dict[int, tuple[str, dict[str, Any]]] = {}
+    for source, scored in left_out_rows(rows, calibration, sources(accuracy), processes):
+        own = [at for at, row in enumerate(rows) if source in row["source"]]
+        made |= {at: (REFITTED, row) for at, row in zip(own, scored, strict=True)}
+    rest = [at for at in range(len(rows)) if at not in made]
+    plain = predict_rows([rows[at] for at in rest], processes=processes, constants=calibration)
+    made |= {at: (SHIPPED, row) for at, row in zip(rest, plain, strict=True)}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _start, (calibration,)) as pool:
+        sloped = pool.map(_sloped, [made[at][1] for at in range(len(rows))], chunksize=8)
+    lines = zip(places, sloped, strict=True)
+    found = [
+        line_of(name, index, sheets[name][index], row, made[at][0])
+        for at, ((name, index), row) in enumerate(lines)
+    ]
+    return [line for line in found if line]
+
+
+def _sloped(row: dict[str, Any]) -> dict[str, Any]:
+    """A predicted row with its slopes, where it has a speed."""
+    if row["status"] != "ok" or not (row[SPEED] and row[f"pred_{SPEED}"]):
+        return row
+    return {**row, **{slope_column(k): v for k, v in slopes(row, _START[0]).items()}}
+
+
+def sources(accuracy: Accuracy) -> list[str]:
+    """The sources of speeds, as the accuracy groups name them."""
     groups = [group for group in accuracy.groups if group.metric == SPEED]
-    errors: dict[str, float] = {}
-    for source in dict.fromkeys(group.rule.source for group in groups):
-        start = without_source(calibration, rows, source)
-        constants = calibrate(rows, start, processes).calibration
-        own = [group for group in groups if group.rule.source == source]
-        scored = predict_rows(
-            [row for row in rows if source in row["source"]],
-            processes=processes,
-            constants=constants,
-        )
-        for group in own:
-            errors[group.name] = _mean_error(group, scored, calibration)
-    return LeftOut(date=datetime.datetime.now(datetime.UTC).date(), how=HOW, errors=errors)
+    return list(dict.fromkeys(group.rule.source for group in groups))
 
 
-HOW = "rematbench calibrate --leave-one-out"
+def left_out_rows(
+    rows: Sequence[Row], calibration: Calibration, sources: Sequence[str], processes: int = 2
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(source, its rows predicted with constants that never saw it), source by source.
 
-
-def _mean_error(group: Group, scored: Sequence[Mapping[str, Any]], declared: Calibration) -> float:
-    """Over the same cells as the accuracy table: those the shipped constants were not fitted to."""
-    cells = [row for row in members(group, scored) if split_of(row, group, declared) != "fitted"]
-    return statistics.fmean(abs(error) for error in errors_of(group.metric, cells))
+    The programs and the slopes of the step model are those of `calibration`, made once; the errors
+    of every trial are simulated.
+    """
+    with StepModel(calibration, processes) as model:
+        fitted = fit_rows(rows, calibration.fit)
+        step_fit = StepFit(fitted, calibration, model, concerns(calibration))
+        slopes = step_fit.slopes(calibration)
+        for source in sources:
+            start = without_source(calibration, rows, source)
+            kept = [i for i, row in enumerate(step_fit.rows) if is_fit(row, start.fit)]
+            constants = step_fit.solved(start, kept, slopes)
+            own = [row for row in rows if source in row["source"]]
+            yield source, predict_rows(own, processes=processes, constants=constants)
 
 
 def moved(before: Calibration, after: Calibration) -> list[tuple[str, float, float]]:
     """(name, before, after) of every fitted constant."""
-    return [(name, _value(before, name), _value(after, name)) for name in before.fitted]
-
-
-def _value(calibration: Calibration, name: str) -> float:
-    section, entry, key = name.split(".")
-    return float(getattr(getattr(calibration, section)[entry], key))
+    return [(name, value_of(before, name), value_of(after, name)) for name in before.fitted]

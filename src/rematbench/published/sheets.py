@@ -31,7 +31,15 @@ SCORED = ("source", "status")
 TABLED = ("table", "recompute", "gpus", "layers")
 """Further columns that the papers' tables need."""
 NUMBERS = {
-    *("tokens_per_s_per_gpu", "peak_device_bytes", "step_s", "mfu_causal", "mfu_pct_as_published"),
+    *(
+        "low",
+        "high",
+        "tokens_per_s_per_gpu",
+        "peak_device_bytes",
+        "step_s",
+        "mfu_causal",
+        "mfu_pct_as_published",
+    ),
     *("gpus", "layers", "seq_len", "global_batch", "micro_batch", "tp", "cp", "pp", "vpp", "dp"),
 }
 """Columns whose cells, published or predicted, are numbers above 0 or empty."""

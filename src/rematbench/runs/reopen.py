@@ -40,7 +40,7 @@ def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = F
     program = lower(plan, problem)
     evaluation = evaluate_program(problem, plan, program, record=timeline)
     work, alpha = problem.workload, plan.fit.get("alpha")
-    over = reserved_bytes(problem, program, evaluation.ranks) - problem.cluster.usable_bytes
+    over = reserved_bytes(problem, program, evaluation.ranks) - problem.usable_bytes
     words = (
         method if alpha is None else f"{method} alpha {float(alpha):.3g}",
         work.model.name,

@@ -11,7 +11,7 @@ from rematbench.cost.states import shard
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters
-from rematbench.program.action import Kind
+from rematbench.program.action import GRADIENTS_DOWN, Kind
 from rematbench.program.ledger import RankLedger, issue_order, pool_bytes
 from rematbench.program.program import Program
 from rematbench.simulate.max_plus import simulate_chunks
@@ -20,7 +20,9 @@ from rematbench.simulate.step import Simulation, simulate
 
 
 class RankBytes(Struct, frozen=True, kw_only=True):
-    """Device and host bytes of one rank: resident states and the activation ledger's peak."""
+    """Device and host bytes of one rank: resident states and the activation ledger's peak;
+    `host_rounding` is what the blocks pinned for activations take beyond their bytes (states are
+    pinned as few large buffers, and counted as they are)."""
 
     parameter: int
     gradient: int
@@ -30,6 +32,7 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     host_state: int
     host_activation_peak: int
     peak_step: int
+    host_rounding: int = 0
 
     @property
     def device_peak(self) -> int:
@@ -39,14 +42,15 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     @property
     def host_peak(self) -> int:
         """Peak of pinned host bytes."""
-        return self.host_state + self.host_activation_peak
+        return self.host_state + self.host_activation_peak + self.host_rounding
 
 
 class PlanEvaluation(Struct, frozen=True, kw_only=True):
     """One plan's simulated step.  Bytes are the issue-order ledger's; MFU and HFU are fractions.
 
     `reserved_bytes`: what the fullest rank's allocator holds, where it was modelled; else its
-    ledger peak.
+    ledger peak.  `not_timed`: why the seconds are less than a step's and not to be printed; empty
+    where they are a step's.
     """
 
     step_s: float
@@ -60,6 +64,7 @@ class PlanEvaluation(Struct, frozen=True, kw_only=True):
     recompute_flop: float
     offload_bytes: int
     simulation: Simulation
+    not_timed: str = ""
 
     @property
     def peak_device_bytes(self) -> tuple[int, ...]:
@@ -107,7 +112,7 @@ def evaluate_program(
 ) -> PlanEvaluation:
     """Time and bytes of a lowered plan; `record` keeps the timeline (op level only), `ranks` are
     its `program_bytes` where they are known."""
-    seconds = action_seconds(problem)
+    seconds = action_seconds(problem, program)
     if op_level or record:
         simulation = simulate(program, seconds, record=record)
     else:
@@ -132,7 +137,22 @@ def evaluate_program(
         recompute_flop=again * replicas,
         offload_bytes=moved * replicas,
         simulation=simulation,
+        not_timed=not_timed(problem, plan),
     )
+
+
+def not_timed(problem: Problem, plan: Plan) -> str:
+    """What of a plan no seconds are known for; empty if they are known for all of it."""
+    cluster, parameter = problem.cluster, plan.state("parameter")
+    if plan.state("optimizer").home == "host" and cluster.host_update_parameters_per_s is None:
+        return (
+            "time not modelled: an optimizer in host memory on cluster "
+            f"{cluster.name}, whose file has no host_update_parameters_per_s"
+        )
+    layerwise = parameter.gather == "layer" and problem.layout.state_shards > 1
+    if parameter.home == "host" and not layerwise:
+        return "time not modelled: parameters in host memory that no gather per layer brings up"
+    return ""
 
 
 def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankBytes, ...]:
@@ -183,6 +203,7 @@ def _rank_bytes(
         pools=pools,
         host_state=host,
         host_activation_peak=ledger.host_peak_bytes,
+        host_rounding=ledger.pinned_peak_bytes - ledger.host_peak_bytes,
         peak_step=ledger.peak_step,
     )
 
@@ -211,14 +232,15 @@ def kernel_flop(kernel: Kernel) -> float:
 
 
 def _work(problem: Problem, program: Program) -> tuple[float, int]:
-    """(recomputed FLOPs, bytes copied to the host) of one rank per stage, all stages."""
+    """(recomputed FLOPs, bytes of activations copied to the host) of one rank per stage, all
+    stages."""
     ends = {"E": problem.embedding, "H": problem.head}
     flop, moved = 0.0, 0
     for rank in program.ranks:
         runs = Counter(step.block for step in rank.steps)
         for index, block in enumerate(rank.blocks):
             for action in block.actions:
-                if action.kind is Kind.D2H:
+                if action.kind is Kind.D2H and action.op != GRADIENTS_DOWN:
                     moved += action.nbytes * runs[index]
                 elif action.kind is Kind.RECOMPUTE:
                     table = ends.get(action.part) or problem.layer_kinds[action.variant]

@@ -5,9 +5,12 @@ from math import fsum
 from typing import get_args
 
 from rematbench.cost.bind import Direction
+from rematbench.cost.copies import ALONE
 from rematbench.operators.ops import Comm, Group, Op
 from rematbench.problem import Problem
-from rematbench.program.action import Action, Kind
+from rematbench.program.action import HOST_UPDATE, Action, Kind
+from rematbench.program.program import Program
+from rematbench.simulate.contention import crowd
 from rematbench.simulate.step import RankedSeconds
 
 DIRECTION: dict[Kind, Direction] = {
@@ -21,18 +24,26 @@ DIRECTION: dict[Kind, Direction] = {
 class ActionCosts:
     """Seconds of an action on a rank, by what the action is."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, program: Program | None = None) -> None:
         self.problem, self.cost = problem, problem.cost
+        self.crowd = ALONE
         self._ops: dict[tuple[str, int, str], Op] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
+        self._issues: dict[tuple[object, ...], float] = {}
+        system, vpp = problem.system, problem.layout.vpp
+        self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
         self._table = {
-            Kind.D2H: lambda action, _: self.cost.copy_s(action.nbytes, "d2h"),
-            Kind.H2D: lambda action, _: self.cost.copy_s(action.nbytes, "h2d"),
+            Kind.D2H: lambda action, _: self.cost.copy_s(action.nbytes, "d2h", self.crowd),
+            Kind.H2D: lambda action, _: self.cost.copy_s(action.nbytes, "h2d", self.crowd),
             Kind.SPLIT: lambda action, _: self.cost.device_copy_s(action.nbytes),
             Kind.JOIN: lambda action, _: self.cost.device_copy_s(action.nbytes),
             Kind.SEND: self._send_s,
             Kind.OPTIMIZER: self._optimizer_s,
         }
+        if program is not None:
+            self.crowd = crowd(problem, program, self._kernels_s)
+            if self.crowd.drawn:
+                self._kernels.clear()
 
     def __call__(self, action: Action, rank: int) -> float:
         """Seconds of the action on its stream."""
@@ -44,6 +55,23 @@ class ActionCosts:
         if action.comm is not None:
             return self.cost.comm_s(action.comm, rank)
         return self._table[action.kind](action, rank)
+
+    def issue_s(self, action: Action, rank: int) -> float:
+        """Seconds that the host takes to issue an action: each of its kernels, or the one call of a
+        collective, a message or a copy.  What compute loses beside a collective is no call."""
+        if action.kind is Kind.STALL:
+            return 0.0
+        if action.kind not in DIRECTION:
+            return self.cost.host_launch_s
+        key = (action.kind, action.part[:1], action.variant, action.op)
+        if key not in self._issues:
+            calls = self.cost.calls(self._op(action, rank), DIRECTION[action.kind])
+            self._issues[key] = calls * self.cost.host_launch_s
+        return self._issues[key]
+
+    def held(self, action: Action) -> bool:
+        """Whether the host waits for the action: a message's arrival, where the stack does."""
+        return self._waits_for_messages and action.wait.startswith("recv_")
 
     def alike(self, rank: int) -> Hashable:
         """Ranks with the same groups on the same kinds of links, and the same links to the stages
@@ -66,6 +94,7 @@ class ActionCosts:
     def _compute_s(self, action: Action, rank: int) -> float:
         op = self._op(action, rank)
         seconds = self.cost.op_s(op, DIRECTION[action.kind], action.fraction * action.columns)
+        seconds *= 1.0 + self.crowd.drawn
         if not action.beside:
             return seconds
         comms = _beside(op, action.kind)
@@ -91,7 +120,9 @@ class ActionCosts:
 
     def _optimizer_s(self, action: Action, _: int) -> float:
         """The update of the parameters whose compute copies are `nbytes` large."""
-        return self.cost.optimizer_s(action.nbytes // self.problem.system.param_bytes)
+        count = action.nbytes // self.problem.system.param_bytes
+        on_host = action.stream == HOST_UPDATE
+        return self.cost.host_update_s(count) if on_host else self.cost.optimizer_s(count)
 
 
 def _beside(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
@@ -104,6 +135,7 @@ def _beside(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
     return (op.gather, op.reduce)
 
 
-def action_seconds(problem: Problem) -> RankedSeconds:
-    """(action, rank) -> seconds, by kind."""
-    return ActionCosts(problem)
+def action_seconds(problem: Problem, program: Program | None = None) -> RankedSeconds:
+    """(action, rank) -> seconds, by kind: of a program, with what its copies run beside; else of
+    actions alone."""
+    return ActionCosts(problem, program)

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from rematbench.cost.copies import pinned_block_bytes
 from rematbench.operators.ops import OpTable
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters
 from rematbench.solve.layers import forward_s, layers_in_flight
+from rematbench.solve.search import smallest_feasible
 
 PROBE_BYTES = 1 << 30
 
@@ -31,7 +33,8 @@ def swap_share(
     host_bytes: int | None,
 ) -> SwapShare:
     """max alpha, in whole rows, so that S_whole + alpha S_other of a layer hides behind its forward
-    and what all layers in flight leave fits a GPU's share of the host."""
+    and what all layers in flight leave, in the blocks that are pinned for it, fits a GPU's share of
+    the host.  `alpha_host` is the closed form, without what those blocks waste."""
     tables = [table for table in problem.layer_kinds]
     bandwidth = min(_hidden_share(problem, table, whole, other) for table in tables)
     table = tables[0]
@@ -39,15 +42,29 @@ def swap_share(
     in_flight = max(
         layers_in_flight(problem, base, rank, layers) for rank in range(problem.layout.pp)
     )
-    room = _host_share(problem, base, host_bytes) / in_flight - fixed
+    share = _host_share(problem, base, host_bytes) / in_flight
+    room = share - fixed
     host = room / free if free else float(room >= 0)
     alpha = min(1.0, max(0.0, min(bandwidth, host)))
     rows = min((table.activations[name].rows for name in other), default=1)
+    most = int(alpha * rows + 1e-9)
+    fits = smallest_feasible(
+        lambda less: int(share - _pinned(table, whole, other, (most - less) / rows)), most
+    )
     return SwapShare(
-        alpha=int(alpha * rows + 1e-9) / rows,
+        alpha=(0 if fits is None else most - fits) / rows,
         alpha_bandwidth=bandwidth,
         alpha_host=host,
         bound=_bound(bandwidth, host),
+    )
+
+
+def _pinned(table: OpTable, whole: Sequence[str], other: Sequence[str], alpha: float) -> int:
+    """Host bytes of what a layer leaves, in the blocks that torch pins for it."""
+    held = [table.activations[name] for name in whole if name in table.activations]
+    parts = [table.activations[name] for name in other if name in table.activations]
+    return sum(pinned_block_bytes(tensor.nbytes) for tensor in held) + sum(
+        pinned_block_bytes(int(alpha * tensor.rows + 1e-9) * tensor.row_bytes) for tensor in parts
     )
 
 
@@ -78,7 +95,7 @@ def _hidden_share(
 def _host_share(problem: Problem, base: Plan, host_bytes: int | None) -> float:
     """Host bytes that one GPU's activations may take."""
     cluster, layout, system = problem.cluster, problem.layout, problem.system
-    share = (host_bytes or cluster.host_bytes) / min(cluster.gpus_per_node, layout.gpus)
+    share = (host_bytes or problem.cost.host_room_bytes) / min(cluster.gpus_per_node, layout.gpus)
     if host_bytes is not None or base.state("optimizer").home == "device":
         return share
     count = max(rank_parameters(problem, base, rank) for rank in range(layout.pp))

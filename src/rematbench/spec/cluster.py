@@ -9,15 +9,22 @@ from rematbench.workload import NonNegativeInt
 Rate = Annotated[float, Meta(ge=1.0, le=1e21)]
 Bytes = Annotated[int, Meta(gt=0, le=1 << 60)]
 Count = Annotated[int, Meta(gt=0, le=1 << 16)]
+Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 
 
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One homogeneous cluster.  Rates are per direction; `generation` names the GPU constants.
 
-    `host_bytes` is the memory of a node; `non_torch_bytes` is what the CUDA context, NCCL and
-    workspaces take from `hbm_bytes` before the allocator sees any; `pcie_gpus_per_link` is how
-    many GPUs share one host link.  `constants`: entries of config/calibration.yaml that are this
-    cluster's, the first that is there counts (load.py sets it).
+    `host_bytes` is the memory of a node; `non_torch_bytes` is what driver, CUDA context and NCCL
+    were measured to take from `hbm_bytes` before the allocator sees any (None: by the rule of
+    cost/device_memory.py, from the layout); `pcie_gpus_per_link` is how many GPUs share one host
+    link; `d2h_beside_h2d` and `h2d_beside_d2h` the share of its rate that a copy keeps while one in
+    the other direction runs; `dram_bytes_per_s` the memory rate of one of the `numa_nodes` (None:
+    never what binds).  `host_update_parameters_per_s`: how many parameters all ranks of a node
+    update per second where AdamW runs on its CPUs, each rank on cores of its own (None: not
+    measured, so plans with an optimizer in host memory have bytes and no time).  `constants`:
+    entries of config/calibration.yaml that are this cluster's, the first that is there counts
+    (load.py sets it).
     """
 
     name: str
@@ -26,22 +33,21 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     peak_flop_per_s: Rate
     hbm_bytes: Bytes
     hbm_bytes_per_s: Rate
-    non_torch_bytes: NonNegativeInt
+    non_torch_bytes: NonNegativeInt | None = None
     gpus_per_node: Count
     nvlink_bytes_per_s: Rate
     nics_per_node: Count
     nic_bytes_per_s: Rate
     pcie_bytes_per_s: Rate
     pcie_gpus_per_link: Count = 1
+    d2h_beside_h2d: Share = 1.0
+    h2d_beside_d2h: Share = 1.0
+    dram_bytes_per_s: Rate | None = None
     numa_nodes: Count = 2
     host_bytes: Bytes
+    host_update_parameters_per_s: Rate | None = None
     constants: tuple[str, ...] = ()
     sources: dict[str, str] = {}
-
-    @property
-    def usable_bytes(self) -> int:
-        """Device bytes the framework's allocator may reserve."""
-        return self.hbm_bytes - self.non_torch_bytes
 
     @property
     def node_network_bytes_per_s(self) -> float:

@@ -79,7 +79,7 @@ def _cluster(path: Path) -> Cluster:
     entries = calibration().networks
     cluster = replace(cluster, constants=_constants(path, cluster.name, bases, entries))
     _one_of(cluster.generation, tuple(calibration().gpus), label, "generation")
-    if cluster.non_torch_bytes >= cluster.hbm_bytes:
+    if (cluster.non_torch_bytes or 0) >= cluster.hbm_bytes:
         raise ConfigError(label, "non_torch_bytes", "leaves no device memory to the framework")
     return cluster
 

@@ -147,11 +147,11 @@ def of_outcome(blank: Answer, outcome: Outcome) -> Answer:
     found, plan, verdict = outcome.evaluation, outcome.plan, outcome.verdict
     if found is None or plan is None or verdict is None:
         return replace(blank, status=outcome.status, reason=outcome.reason)
+    speeds = (
+        () if found.not_timed else ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense")
+    )
     values: Values = {
-        "step_s": found.step_s,
-        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
-        "mfu_causal": found.mfu_causal,
-        "mfu_dense": found.mfu_dense,
+        **{name: getattr(found, name) for name in speeds},
         "peak_device_bytes": max(found.peak_device_bytes),
         "reserved_bytes": found.reserved_bytes,
         "headroom_bytes": verdict.headroom_bytes,

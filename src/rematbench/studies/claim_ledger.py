@@ -1,5 +1,6 @@
 """The ledger of claims: every row of claims.csv with our number, its error, basis and verdict."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from rematbench.studies.claims import (
     Claims,
     Ours,
     Part,
-    Published,
     evaluate_query,
     published,
 )
@@ -22,6 +22,10 @@ from rematbench.tables.table import Column, Table, signed_percent
 
 Row = Mapping[str, str]
 WITHIN, OUTSIDE = "within tolerance", "outside"
+MET, MISSED = "met", "not met"
+"""Of an inequality, which has no tolerance."""
+PRIMARY, BESIDE, ALSO = "primary", "beside the headline", "also asked"
+"""What a line asks: the claim by its own words, another number of its row, or neither."""
 PREDICT = "rematbench predict results/published/runs.csv -o predictions.csv"
 SHEETS = (
     "rematbench sheets results/published/runs.csv -o sheets && "
@@ -35,8 +39,10 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[Answer]) -> 
     lines = [
         line for row in rows for line in claim_lines(row, known.get(row["id"]), claims, answers)
     ]
-    counts = {word: sum(line["verdict"].startswith(word) for line in lines) for word in VERDICTS}
-    summary = ", ".join(f"{count} {word}" for word, count in counts.items())
+    counts = Counter(
+        claim_verdict([line for line in lines if line["id"] == row["id"]]) for row in rows
+    )
+    summary = ", ".join(f"{counts[word]} {word}" for word in CLAIM_VERDICTS)
     return Table(
         name="claims",
         title="Claims of the papers beside our predictions (simulated)",
@@ -44,6 +50,7 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[Answer]) -> 
             Column("id", "claim"),
             Column("system", "system"),
             Column("what", "what is claimed"),
+            Column("asked", "asked"),
             Column("how", "how we ask it"),
             Column("published", "published"),
             Column("ours", "ours", _short),
@@ -52,6 +59,7 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[Answer]) -> 
             Column("world", "world"),
             Column("basis", "basis"),
             Column("tolerance", "tolerance %", lambda value: f"{100 * float(value):g}"),
+            Column("declared", "written down"),
             Column("verdict", "verdict"),
             Column("remark", "remark"),
             Column("source", "source and version"),
@@ -59,13 +67,42 @@ def claims_table(rows: Sequence[Row], claims: Claims, answers: list[Answer]) -> 
             Column("command", "command"),
         ),
         rows=tuple(lines),
-        note=f"{summary}. Tolerances with their reasons and the way each number is computed are in "
-        "config/claims.yaml. Basis: fitted (shaped a constant), in-sample (its source shaped a "
-        "formula or a stack), held-out, untested. Nothing here was executed.",
+        note=f"Of {len(rows)} claims: {summary}. {NOTE}",
     )
 
 
-VERDICTS = (WITHIN, OUTSIDE, "not comparable")
+NOTE = (
+    "A claim counts once, by what its own words ask and what its row says beside; what is also "
+    "asked never counts. An inequality is met or not, without a tolerance. Written down: before or "
+    "after our value was known. Tolerances with their reasons and the way each number is computed "
+    "are in config/claims.yaml. Basis: fitted (shaped a constant), in-sample (its source shaped a "
+    "formula or a stack), held-out, untested. Nothing here was executed."
+)
+CLAIM_VERDICTS = (
+    "met in all that is printed",
+    "met in the headline only",
+    MISSED,
+    "not comparable",
+)
+
+
+def claim_verdict(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The verdict of one claim by the lines that count, one of CLAIM_VERDICTS.  A number beside the
+    headline that is not comparable takes nothing from it."""
+    headline, beside = (
+        [_agrees(line["verdict"]) for line in lines if line["asked"] == word]
+        for word in (PRIMARY, BESIDE)
+    )
+    if None in headline or not headline:
+        return CLAIM_VERDICTS[3]
+    if False in headline:
+        return CLAIM_VERDICTS[2]
+    return CLAIM_VERDICTS[1 if False in beside else 0]
+
+
+def _agrees(text: str) -> bool | None:
+    """Whether a line's verdict is agreement; None where it was not compared."""
+    return None if text.startswith("not comparable") else text in (WITHIN, MET)
 
 
 def _short(value: Any) -> str:
@@ -82,6 +119,7 @@ def claim_lines(
     head: dict[str, Any] = {
         "id": row["id"],
         "system": row["system"],
+        "asked": PRIMARY,
         "how": "",
         "what": "; ".join(
             text for text in (row["metric"], row["model"], row["conditions"]) if text
@@ -98,40 +136,46 @@ def claim_lines(
     if claim is None or claim.not_comparable:
         why = claim.not_comparable if claim else "config/claims.yaml says nothing about it"
         return [{**head, "verdict": f"not comparable: {why}"}]
-    value = published(row["value"])
-    return [{**head, **_part_line(part, claim, value, claims, answers)} for part in claim.parts]
+    return [{**head, **_part_line(part, claim, row, claims, answers)} for part in claim.parts]
 
 
 def _part_line(
-    part: Part, claim: Claim, value: Published, claims: Claims, answers: list[Answer]
+    part: Part, claim: Claim, row: Row, claims: Claims, answers: list[Answer]
 ) -> dict[str, Any]:
     tolerance = claims.tolerances[claim.tolerance]
-    ours = evaluate_query(part.query, answers)
-    line: dict[str, Any] = {"world": "simulated", "basis": claim.basis, "how": part.name}
-    told = value.told(part)
+    ours, value = evaluate_query(part.query, answers), published(row["value"])
+    line: dict[str, Any] = {
+        "world": "simulated",
+        "basis": claim.basis,
+        "asked": ALSO if part.also else BESIDE if part.beside else PRIMARY,
+        "how": part.name or part.beside,
+    }
+    told = value.told(part, row["conditions"])
     if told is None:
-        return {**line, "verdict": f"not comparable: {value.text!r} has no number {part.number}"}
+        where = f"{part.beside!r}" if part.beside else f"number {part.number}"
+        return {**line, "verdict": f"not comparable: {value.text!r} has no {where}"}
+    bound = "" if part.beside else value.bound
     return line | {
-        "published": f"{value.prefix} {told:.7g}".strip(),
+        "published": f"{'' if part.beside else value.prefix} {told:.7g}".strip(),
         "ours": ours.value,
         "error": None if ours.value is None or not told else ours.value / told - 1,
-        "tolerance": tolerance.value,
-        "verdict": verdict(ours, told, value.bound, tolerance.value),
+        "tolerance": None if bound else tolerance.value,
+        "declared": part.declared or tolerance.declared,
+        "verdict": verdict(ours, told, bound, tolerance.value),
         "command": _command(part, ours),
         "remark": _remark(part, claim, ours),
     }
 
 
 def verdict(ours: Ours, told: float, bound: str, tolerance: float) -> str:
-    """Agreement of a number with the published one (or with a bound, missed by less than the
-    tolerance).  A plan that does not fit never agrees."""
+    """Agreement of a number with the published one; of a bound, whether it holds.  A plan that
+    does not fit never agrees."""
     if ours.value is None:
         return f"not comparable: {ours.problem}"
     if ours.problem:
-        return f"{OUTSIDE}: {ours.problem}"
+        return f"{MISSED if bound else OUTSIDE}: {ours.problem}"
     if bound:
-        sign = 1 if bound == "<" else -1
-        return WITHIN if sign * (ours.value / told - 1) < tolerance else OUTSIDE
+        return MET if (ours.value < told if bound == "<" else ours.value > told) else MISSED
     if told == 0:
         return WITHIN if ours.value == 0 else OUTSIDE
     return WITHIN if abs(ours.value / told - 1) <= tolerance else OUTSIDE

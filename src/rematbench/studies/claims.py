@@ -22,13 +22,16 @@ Reduce = Literal["only", "max", "min", "mean"]
 Basis = Literal["fitted", "in-sample", "held-out", "untested"]
 
 
+Declared = Literal["before", "after"]
+
+
 class Tolerance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Largest relative error that counts as agreement, why, and whether it was written down before
     our value was known."""
 
     value: float
     reason: str
-    declared: Literal["before", "after"] = "before"
+    declared: Declared
 
 
 class Query(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,11 +61,19 @@ class Query(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One number of a claim: the `number`-th of its published text (from 0), divided by its
-    `over`-th if that is given, and ours."""
+    `over`-th if that is given, and ours.
+
+    `beside`: words of the row's conditions, whose first number it is instead (what the row says
+    beside its headline).  `also`: asked in another way than the claim's words, never counted.
+    `declared`: after, where the question was put, or changed, when our value was known.
+    """
 
     query: Query
     number: int = 0
     over: int | None = None
+    beside: str = ""
+    also: bool = False
+    declared: Literal["", "after"] = ""
     name: str = ""
     remark: str = ""
 
@@ -113,7 +124,15 @@ def _problem(claim: Claim, claims: Claims, seen: set[str]) -> str:
         return "what is compared is not untested"
     if claim.basis in ("fitted", "in-sample") and not claim.because:
         return f"basis {claim.basis} needs `because`"
-    return next((p for part in claim.parts if (p := _query_problem(part.query))), "")
+    queries = (p for part in claim.parts if (p := _query_problem(part.query)))
+    return _primary_problem(claim) or next(queries, "")
+
+
+def _primary_problem(claim: Claim) -> str:
+    asked = [part.beside or part.number for part in claim.parts if not part.also]
+    if len(set(asked)) == len(asked) and (0 in asked or not claim.parts):
+        return ""
+    return "has one primary question for each number; others say `also: true`"
 
 
 def _query_problem(query: Query) -> str:
@@ -138,8 +157,11 @@ class Published(Struct, frozen=True):
         """The word before every number: a bound, or `up to`."""
         return "up to" if self.text.strip().startswith("up to") else self.bound
 
-    def told(self, part: Part) -> float | None:
-        """The number that a part is about; None if the text has no such number."""
+    def told(self, part: Part, conditions: str = "") -> float | None:
+        """The number that a part is about; None if the row has no such number."""
+        if part.beside:
+            numbers = published(part.beside).numbers
+            return numbers[0] if numbers and part.beside in conditions else None
         if max(part.number, part.over or 0) >= len(self.numbers):
             return None
         below = 1.0 if part.over is None else self.numbers[part.over]

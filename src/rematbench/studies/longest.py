@@ -106,7 +106,7 @@ def _attempt(
     outcome = run_method(problem, method)
     if reserved is None or outcome.status != "ok" or outcome.plan is None:
         return outcome
-    short = reserved(problem, outcome.plan) - problem.cluster.usable_bytes
+    short = reserved(problem, outcome.plan) - problem.usable_bytes
     if short <= 0:
         return outcome
     reason = f"allocator reserves {short / 2**30:.2f} GiB more than the device has"

@@ -97,7 +97,7 @@ def plan_waste(problem: Problem, plan: Plan) -> Values:
         "reserved_bytes": found.reserved_bytes,
         "expandable_bytes": found.expandable_bytes,
         "reserved_over_live": found.reserved_bytes / found.live_bytes,
-        "usable_bytes": problem.cluster.usable_bytes,
+        "usable_bytes": problem.usable_bytes,
     }
 
 

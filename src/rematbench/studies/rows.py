@@ -19,12 +19,13 @@ WORKLOAD, METHOD = Column("workload", "workload"), Column("method", "method")
 
 def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> Told:
     """Numbers of claims.csv for single cells, by the queries of config/claims.yaml."""
-    texts = {row["id"]: published(row["value"]) for row in rows}
+    texts = {row["id"]: (published(row["value"]), row["conditions"]) for row in rows}
     found: dict[tuple[str, str, str, str, str], float] = {}
     for claim in claims.claims:
         for part in claim.parts:
             query = part.query
-            told = texts[claim.id].told(part) if claim.id in texts else None
+            text, conditions = texts.get(claim.id, (None, ""))
+            told = text.told(part, conditions) if text else None
             if told is None or query.form != "value" or len(query.of) != 1:
                 continue
             for method in query.methods:

@@ -19,8 +19,8 @@ Row = Mapping[str, Any]
 
 
 def write_plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the rows of `choose.judged.lines` that fit: a point each with the error of such
-    predictions as its bar (hollow without one), and a stacked bar of its step's seconds."""
+    """Draw the rows of `choose.judged.lines` that fit: a point each with its band as
+    its bar (hollow outside of what was published), and a stacked bar of its step's seconds."""
     fitting = [row for row in rows if row["status"] == "ok" and not row["same_as"]]
     height = 2.4 + 0.32 * min(len(fitting), MOST_BARS)
     figure = Figure(figsize=(12, height), layout="constrained")
@@ -46,18 +46,25 @@ def _title(rows: Sequence[Row]) -> str:
 
 def _speeds(axes: Axes, rows: Sequence[Row]) -> None:
     for index, row in enumerate(rows):
-        speed, error = row["tokens_per_s_per_gpu"], row["evidence_error"]
+        speed = row["tokens_per_s_per_gpu"]
+        low, high = row["low_tokens_per_s_per_gpu"], row["high_tokens_per_s_per_gpu"]
         room = row["headroom_bytes"] / GIB
         colour = f"C{index % 10}"
-        if error is not None:
-            axes.errorbar(room, speed, yerr=speed * error, color=colour, capsize=2, linewidth=0.8)
-        face = "none" if error is None else colour
+        axes.errorbar(
+            room,
+            speed,
+            yerr=[[speed - low], [high - speed]],
+            color=colour,
+            capsize=2,
+            linewidth=0.8,
+        )
+        face = "none" if row["outside"] else colour
         axes.plot(room, speed, "o", color=colour, markerfacecolor=face, markersize=5)
         axes.annotate(
             str(index + 1), (room, speed), xytext=(4, 4), textcoords="offset points", fontsize=7
         )
     axes.set_xlabel("headroom of the fullest device (GiB)")
-    axes.set_ylabel("tokens/s/GPU (bar: error of such predictions)")
+    axes.set_ylabel("tokens/s/GPU (bar: 80 % band; hollow: outside of what was published)")
     axes.set_ylim(bottom=0)
     if not rows:
         axes.text(0.5, 0.5, "nothing fits", transform=axes.transAxes, ha="center")

@@ -9,7 +9,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rematbench.matrix.commands import Commands
 from rematbench.matrix.sweep import TABLES
 from rematbench.matrix.tables import NAMES
-from rematbench.published.accuracy import number
 from rematbench.published.sheets import read_sheet
 from rematbench.tables.page import Page, Part, ReportConfig, parse, picture, table_html
 from rematbench.tables.table import GIB
@@ -17,10 +16,10 @@ from rematbench.tables.table import GIB
 Row = Mapping[str, str]
 KEY = (
     '<p class="key grid note"><span class="best">fastest</span><span class="tie">tie: within the '
-    'expected error of the fastest</span><span class="out">hatched: outside validated contexts, '
-    'GPU counts or mechanisms</span><span class="oom">does not fit, by how much</span>'
+    'error of ratios of the fastest</span><span class="out">hatched: outside of what was '
+    'published</span><span class="oom">does not fit, by how much</span>'
     "A cell: tokens/s/GPU, MFU (causal), headroom; what binds (of the fastest: shares of its "
-    "step); layout; evidence grade with the rule that found it and the expected error.</p>"
+    "step); layout; 80 % band of the speed, and what of the job nobody published.</p>"
 )
 
 
@@ -132,13 +131,13 @@ def _grid_cell(row: Row | None, commands: Commands) -> str:
     mark = {"best": " fastest", "tie": " tie"}.get(rank, "")
     classes = " ".join(name for name in (rank, "out" if row["outside"] else "") if name)
     mfu, room = 100 * float(row["mfu_causal"]), float(row["headroom_bytes"]) / GIB
-    error = number(row, "expected_error")
-    grade = f"{row['grade']} ({row['rule']})" + (f" {100 * error:.0f} %" if error else "")
+    band = f"{float(row['low']):,.0f} to {float(row['high']):,.0f}"
+    tight = ", tight" if row["fits"] == "tight" else ""
     binds = f"<small>{html.escape(row['binds'])}</small>" if row["binds"] else ""
-    outside = f"outside: {row['outside']}" if row["outside"] else "inside the validated range"
+    outside = f"outside: {row['outside']}" if row["outside"] else "inside what was published"
     return (
         f'<td class="{classes}" title="{html.escape(outside, quote=True)}">'
         f"<b>{float(row['tokens_per_s_per_gpu']):,.0f}</b>{mark}"
-        f"<small>MFU {mfu:.1f} %, {room:.1f} GiB free</small>{binds}{layout}"
-        f"<small>{html.escape(grade)}</small></td>"
+        f"<small>MFU {mfu:.1f} %, {room:.1f} GiB free{tight}</small>{binds}{layout}"
+        f"<small>{html.escape(band)}; {html.escape(outside)}</small></td>"
     )

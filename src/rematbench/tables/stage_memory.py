@@ -44,13 +44,12 @@ def stage_bytes(
     problem: Problem, plan: Plan, program: Program, evaluation: PlanEvaluation
 ) -> tuple[StageBytes, ...]:
     """One bar per pipeline rank; its parts and `free` add up to the device."""
-    cluster = problem.cluster
     bars = []
     for rank, ledger in enumerate(evaluation.ranks):
         live = live_at_peak(program.ranks[rank], ledger.peak_step)
         saved = _saved_bytes(problem, plan, rank, live, staged=ledger.pools > 0)
         saved = min(saved, ledger.activation_peak)
-        reserved = rank_reserved_bytes(program, rank, ledger, cluster.usable_bytes)
+        reserved = rank_reserved_bytes(program, rank, ledger, problem.usable_bytes)
         lost = reserved - ledger.device_peak
         bars.append(
             StageBytes(
@@ -62,8 +61,8 @@ def stage_bytes(
                 transient=ledger.activation_peak - saved,
                 staging=ledger.pools,
                 fragmentation=lost,
-                non_torch=cluster.non_torch_bytes,
-                free=cluster.usable_bytes - ledger.device_peak - lost,
+                non_torch=problem.non_torch_bytes,
+                free=problem.usable_bytes - ledger.device_peak - lost,
             )
         )
     return tuple(bars)

@@ -1,0 +1,101 @@
+"""What a program's copies share with other work: the link's other direction, NICs, HBM.
+
+Fixed factors of a whole program, from what it issues: a copy does not know what runs beside it at
+its moment, but a plan decides what runs beside copies in general.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import fsum
+
+from rematbench.cost.copies import ALONE, Crowd
+from rematbench.problem import Problem
+from rematbench.program.action import Action, Kind
+from rematbench.program.program import Program, RankProgram
+
+KERNELS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]) -> Crowd:
+    """The crowd that a program's copies run in; `kernel_s`: seconds of a kernel beside no copy.
+
+    Between nodes: sends of the pipeline cross a GPU's x16 link as its copies do (the NIC hangs on
+    the same switch), both as far as they go at once.  Collectives at a step's end meet no copies.
+    """
+    moved = {kind: _moved(program, kind) for kind in (Kind.D2H, Kind.H2D)}
+    total = sum(moved.values())
+    if not total:
+        return ALONE
+    sent = fsum(
+        _sent_bytes(problem, action) * runs
+        for rank in program.ranks
+        for action, runs in _runs(rank)
+        if action.kind is Kind.SEND and _crosses(problem, action, rank.rank)
+    )
+    busy_s = fsum(
+        kernel_s(action, rank.rank) * runs
+        for rank in program.ranks
+        for action, runs in _runs(rank)
+        if action.kind in KERNELS
+    )
+    cost = problem.cost
+    hbm_bytes_per_s = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
+    return Crowd(
+        both=_both(program, total),
+        sent_per_d2h=sent / moved[Kind.D2H] if moved[Kind.D2H] else 0.0,
+        received_per_h2d=sent / moved[Kind.H2D] if moved[Kind.H2D] else 0.0,
+        drawn=total / hbm_bytes_per_s / busy_s if busy_s else 0.0,
+    )
+
+
+def _runs(rank: RankProgram) -> Iterator[tuple[Action, int]]:
+    """(action, how often it runs) of every block."""
+    runs = Counter(step.block for step in rank.steps)
+    return (
+        (action, runs[index]) for index, block in enumerate(rank.blocks) for action in block.actions
+    )
+
+
+def _moved(program: Program, kind: Kind) -> int:
+    """Bytes of all copies in a direction, but those of states after the last kernel."""
+    return sum(
+        action.nbytes * runs
+        for rank in program.ranks
+        for action, runs in _runs(rank)
+        if action.kind is kind and action.part
+    )
+
+
+def _both(program: Program, total: int) -> float:
+    """The share of bytes in copies of whole chunks that are issued next to one of the other
+    direction and of another pass: both run beside the same pass.  Copies by layer run in their own
+    pass, out in forwards and in in backwards."""
+    beside = 0
+    for rank in program.ranks:
+        copies = [step for step in rank.steps if rank.blocks[step.block].label in ("D2H", "H2D")]
+        sizes = {step.block: _block_bytes(rank, step.block) for step in copies}
+        met = {
+            at + side
+            for at, (one, other) in enumerate(pairwise(copies))
+            if one.block != other.block
+            and rank.blocks[one.block].label != rank.blocks[other.block].label
+            and one[1:] != other[1:]
+            for side in (0, 1)
+        }
+        beside += sum(sizes[copies[at].block] for at in met)
+    return beside / total
+
+
+def _block_bytes(rank: RankProgram, block: int) -> int:
+    return sum(action.nbytes for action in rank.blocks[block].actions)
+
+
+def _crosses(problem: Problem, action: Action, rank: int) -> bool:
+    peer = {"f": rank + 1, "b": rank - 1}.get(action.op)
+    return peer is not None and problem.cost.crosses(rank, peer)
+
+
+def _sent_bytes(problem: Problem, action: Action) -> float:
+    """What one rank sends of a tensor: its part, where tensor-parallel ranks all hold it."""
+    return action.nbytes / (1 if problem.layout.sp else problem.layout.tp)
