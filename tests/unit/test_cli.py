@@ -36,6 +36,8 @@ KEYS = {
     "reason",
     "job",
     "run_with",
+    "band",
+    "fits",
 }
 
 
