@@ -15,7 +15,7 @@ Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One homogeneous cluster.  Rates are per direction; `generation` names the GPU constants.
 
-        `host_bytes` is the memory of a node; `non_torch_bytes` is what driver, CUDA context and NCCL
+    `host_bytes` is the memory of a node; `non_torch_bytes` is what driver, CUDA context and NCCL
     were measured to take from `hbm_bytes` before the allocator sees any (None: by the rule of
     cost/device_memory.py, from the layout); `pcie_gpus_per_link` is how many GPUs share one host
     link; `d2h_beside_h2d` and `h2d_beside_d2h` the share of its rate that a copy keeps while one in
