@@ -35,7 +35,7 @@ def require_executable(problem: Problem, plan: Plan) -> None:
     """NotExecutable with the names of everything that the kernels and executor lack."""
     model, lay, system = problem.workload.model, problem.layout, problem.system
     states = {state.kind: state for state in plan.states}
-    hosted = [kind for kind, state in states.items() if state.home == "host"]
+    hosted = [k for k, state in states.items() if state.home == "host" and k != "optimizer"]
     windows = [w for w in model.attention_window if 0 < w < problem.workload.seq_len]
     refused = {
         "dropout": model.dropout > 0,
@@ -61,7 +61,7 @@ def require_executable(problem: Problem, plan: Plan) -> None:
         "ZeRO stages 2 and 3": lay.state_shards > 1 and lay.zero_stage >= 2,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
         **_refused_in_backward(problem, plan),
-        f"{' and '.join(hosted)} states on the host": bool(hosted) or system.optimizer_on_host,
+        f"{' and '.join(hosted)} states on the host": bool(hosted),
         "parameters gathered per layer": plan.state("parameter").gather == "layer",
     }
     found = [name for name, is_so in refused.items() if is_so]
@@ -99,6 +99,7 @@ class RankModel:
         lay, stage = problem.layout, place.pp
         layers = plan.partition[stage]
         self.update_in_backward = plan.state("optimizer").update == "backward"
+        self.optimizer_on_host = plan.state("optimizer").home == "host"
         self.chunks = [
             ChunkOps(problem, stage, c, layers[c], held=plan.held) for c in range(lay.vpp)
         ]
@@ -141,7 +142,14 @@ class RankModel:
                 keeps = not self.update_in_backward
                 full = draws.take(spec) if draws is not None else None
                 self.parameters[spec.name] = build(
-                    spec, owner, seed, self.dtype, self.device, gradients=keeps, full=full
+                    spec,
+                    owner,
+                    seed,
+                    self.dtype,
+                    self.device,
+                    gradients=keeps,
+                    full=full,
+                    on_host=self.optimizer_on_host,
                 )
             found[local] = self.parameters[spec.name]
         return found
@@ -170,8 +178,12 @@ class RankModel:
             return wide(self.dtype)
         return wide(self.dtype) if tensor.name == "lse" else self.dtype
 
+    def host_states(self) -> list[Tensor]:
+        """Storages of the optimizer in host memory."""
+        return [t for p in self.parameters.values() for t in p.host_tensors()]
+
     def states(self) -> list[Tensor]:
-        """Storages that are not activations."""
+        """Storages on the device that are not activations."""
         found = [t for p in self.parameters.values() for t in p.tensors()]
         found += [t for b in self.batches for t in (b.ids, b.labels)]
         return [*found, self.where, self.cos, self.sin]
