@@ -36,8 +36,6 @@ KEYS = {
     "reason",
     "job",
     "run_with",
-    "band",
-    "fits",
 }
 
 
