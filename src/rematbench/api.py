@@ -135,6 +135,10 @@ def compare(
     for name, names in (("also", also), ("only", only), ("folders", folders)):
         if isinstance(names, str):
             raise ConfigError("", name, f"expected a list of names, not the text {names!r}")
+    for name, value in (("limit_s", limit_s), ("processes", processes)):
+        if type(value) is not int or value < 1:
+            raise ConfigError("", name, f"expected a whole number above 0, not {value!r}")
+    order = Order(tokens=tokens, price=price)
     config, job = load_compare(), _job(problem)
     comparing = Comparing(
         job.problem,
@@ -147,7 +151,6 @@ def compare(
         limit_s=limit_s,
     )
     items = judge(comparing.everything(), job.problem)
-    order = Order(tokens=tokens, price=price)
     return pd.DataFrame(lines(items, job, Engines(job.problem), order))
 
 

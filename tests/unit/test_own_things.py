@@ -255,6 +255,10 @@ def test_what_the_readme_writes_is_ignored() -> None:
 def test_names_are_lists() -> None:
     with pytest.raises(ConfigError, match="expected a list of names, not the text 'memo'"):
         rematbench.compare(PROBLEM, only="memo")
+    with pytest.raises(ConfigError, match="processes: expected a whole number above 0, not 0"):
+        rematbench.compare(PROBLEM, processes=0)
+    with pytest.raises(ConfigError, match="tokens: '2e12': expected float, got str"):
+        rematbench.compare(PROBLEM, tokens="2e12")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"expected a rematbench\.Problem"):
         rematbench.simulate("llama-7b", "memo")  # type: ignore[arg-type]
 

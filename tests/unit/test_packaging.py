@@ -156,15 +156,20 @@ for kind in ("config", "methods", "published"):
     print(data_dir(kind), len(list(data_dir(kind).iterdir())) > 0)
 main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, "methods"],
-        cwd=elsewhere,
-        env=os.environ | {"PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=False,
+    done, copied = (
+        subprocess.run(
+            [sys.executable, "-c", code, *words],
+            cwd=elsewhere,
+            env=os.environ | {"PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for words in (["methods"], ["examples", "work"])
     )
     assert done.returncode == 0, done.stderr
+    assert copied.returncode == 0, copied.stderr
+    assert (elsewhere / "work" / "recompute_mlp.py").is_file()
     data = site / "rematbench" / "_data"
     assert done.stdout.splitlines()[:3] == [
         f"{data / kind} True" for kind in ("config", "methods", "published")

@@ -16,7 +16,7 @@ from rematbench.choose.job import Job
 from rematbench.choose.judged import Order, judge, lines
 from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, Shown, kept
-from rematbench.host.console import gib
+from rematbench.host.console import gib, grid, show_whole
 from rematbench.packages.flags import Engines, costs, flags_of
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.plugins.discover import discover
@@ -112,7 +112,8 @@ def test_also_adds_a_row_and_changes_no_other(made: tuple[Request, list[dict[str
         (["compare", *WORDS, "--only", "kep_all"], "did you mean 'keep_all'"),
         (["compare", *WORDS, "--also", "memo:alfa=1"], "did you mean 'alpha'"),
         (["compare", *WORDS, "--plot", "a.doc"], ".pdf, .png, .svg"),
-        (["compare", *WORDS, "--price", "2"], "no cost without --tokens"),
+        (["compare", *WORDS, "--price", "2"], "price: has no cost without tokens"),
+        (["compare", *WORDS, "--tokens", "-1"], "'--tokens'"),
         (["compare", *WORDS, "--plot", "nowhere/a.png"], "no folder nowhere"),
         (["simulate", "full_recompute:block", *WORDS], "give its num_layers"),
         (["simulate", "full_recompute:block x", *WORDS], "'x' behind the policy"),
@@ -176,6 +177,42 @@ def test_numbers_are_whole_at_any_width(width: int) -> None:
             assert f" {gib(item.entry.verdict.headroom_bytes)} " in text
         assert ("no room for" in text) == (not wide and width < 160)
         assert not wide or out.width == UNBOUNDED
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_table_of_stages_keeps_its_digits(width: int) -> None:
+    """Ten columns with frames need more than 80; headings fold, numbers do not."""
+    table = grid(*("activations" for _ in range(10)))
+    numbers = [f"{100 + i}.{i}5" for i in range(10)]
+    table.add_row(*numbers)
+    out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    show_whole(out, table)
+    text = out.export_text()
+    assert all(number in text for number in numbers)
+    assert ("|" in text) == (width == 120)
+    assert out.width == width
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_late_row_is_not_cut_either(first: int) -> None:
+    """It may be wider than those before it, or there may be none before it."""
+    one = asked()
+    names = ["keep_all", "balanced_checkpointing+memo:alpha=0.25+mst"]
+    comparing = Comparing(one.problem, one.base, load_compare(), only=names)
+    judged = judge(comparing.everything(), one.problem)
+    shown = Shown(asked=one, engines=Engines(one.problem), share=0.02)
+    out = Console(width=30, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    printed = Ranking(out, shown)
+    printed.table(judged[:first])
+    printed.late(judged[first:])
+    text = out.export_text()
+    assert "\u2026" not in text
+    assert text.count("headroom") == 1
+    for word in ("+memo:", "alpha=0.25", "+mst"):
+        assert word in text
+    for item in judged:
+        assert item.entry.evaluation is not None
+        assert f" {item.entry.evaluation.step_s:.4g} " in text
 
 
 def test_the_table_says_host_memory_and_engines() -> None:

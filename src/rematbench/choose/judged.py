@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from rematbench.choose.entry import Comparison, Entry
@@ -13,6 +13,9 @@ from rematbench.packages.flags import Engines
 from rematbench.problem import Problem
 from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 from rematbench.simulate.breakdown import PARTS
+from rematbench.spec.configfile import ConfigError, wrong_field
+
+Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 
 
 class Judged(Struct, frozen=True):
@@ -29,8 +32,16 @@ class Order(Struct, frozen=True, kw_only=True):
     """What is to be trained (`tokens`) and what an hour of a GPU costs (`price`); zero where nobody
     said."""
 
-    tokens: float = 0.0
-    price: float = 0.0
+    tokens: Amount = 0.0
+    price: Amount = 0.0
+
+    def __post_init__(self) -> None:
+        """ConfigError for what is no such number, or a price of nothing."""
+        wrong = wrong_field(self, Order)
+        if wrong is not None:
+            raise ConfigError("", *wrong)
+        if self.price and not self.tokens:
+            raise ConfigError("", "price", "has no cost without tokens")
 
     def days(self, entry: Entry, gpus: int) -> float | None:
         """Days on all GPUs for all tokens."""

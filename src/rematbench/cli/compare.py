@@ -65,8 +65,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     need_file("--plot", plot)
     if plot is not None and plot.suffix.lower() not in FORMATS:
         raise CommandError(f"--plot {plot}: expected a file of {', '.join(FORMATS)}")
-    if price and not tokens:
-        raise CommandError("--price: has no cost without --tokens")
+    order = Order(tokens=tokens, price=price)
     asked = request(run, told=True)
     config = load_compare()
     comparing = Comparing(
@@ -79,7 +78,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         processes=processes,
         limit_s=limit,
     )
-    engines, order = Engines(asked.problem), Order(tokens=tokens, price=price)
+    engines = Engines(asked.problem)
     shown = Shown(asked=asked, engines=engines, order=order, share=config.shown_share)
     printed = Ranking(console(), shown, wide=wide)
     first = judge(comparing.quick(), asked.problem)

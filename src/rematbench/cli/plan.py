@@ -24,6 +24,7 @@ from rematbench.host.console import (
     percent,
     plain,
     seconds,
+    show_whole,
 )
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, resolve
@@ -127,7 +128,7 @@ def show_estimate(out: Console, shown: Shown, form: ClosedForm) -> None:
         ours = (gib(nbytes) for nbytes in (states, activations, rank.device_peak))
         table.add_row(str(index), *ours, *theirs)
     out.print()
-    out.print(table)
+    show_whole(out, table)
     out.print(plain(f"{form.name}: {form.remark}"))
     if form.name == "fujii":
         hbm = shown.request.problem.cluster.hbm_bytes

@@ -91,25 +91,17 @@ class Ranking:
         for text in heading(self.shown.asked)[:3]:
             self.out.print(plain(text))
         self.out.print()
-        self.said = verdict(judged)
-        self.out.print(plain(self.said), style="bold")
-        if line := safest(judged):
-            self.out.print(plain(line))
-        self.out.print()
-        rows = self._rows(judged)
-        cells = zip(*([head.text for head in self.heads], *rows), strict=True)
-        widths = [
-            max(len(line) for cell in column for line in cell.split("\n")) for column in cells
-        ]
-        self.kept = kept(self.heads, widths, self.out.width, self._gap())
-        self.widths = [widths[index] for index in self.kept]
-        between = self._gap() * (len(self.widths) - 1)
-        self.out.width = max(self.out.width, sum(self.widths) + between)
-        self._print(rows, heads=True)
+        if judged:
+            self.said = verdict(judged)
+            self.out.print(plain(self.said), style="bold")
+            if line := safest(judged):
+                self.out.print(plain(line))
+            self.out.print()
+        self._print(self._rows(judged))
 
     def late(self, judged: Sequence[Judged]) -> None:
         """A planner's row, under the same columns."""
-        self._print(self._rows(judged), heads=False)
+        self._print(self._rows(judged))
 
     def _gap(self) -> int:
         return 1 if self.folded else 2
@@ -122,17 +114,28 @@ class Ranking:
             if item.entry.verdict is not None
         ]
 
-    def _print(self, rows: Sequence[Sequence[str]], *, heads: bool) -> None:
-        """Rows under the columns that there is room for."""
-        made = Table(box=None, pad_edge=False, padding=(0, self._gap(), 0, 0), show_header=heads)
-        for index, width in zip(self.kept, self.widths, strict=True):
+    def _print(self, rows: Sequence[Sequence[str]]) -> None:
+        """Rows under the columns that there is room for beside the first of them, never cut."""
+        if not rows:
+            return
+        first, gap = not self.kept, self._gap()
+        texts = [[head.text for head in self.heads], *rows] if first else rows
+        widths = [max(map(len, "\n".join(each).split("\n"))) for each in zip(*texts, strict=True)]
+        if first:
+            self.kept = kept(self.heads, widths, self.out.width, gap)
+            self.widths = [widths[index] for index in self.kept]
+        made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=first)
+        for index, least in zip(self.kept, self.widths, strict=True):
             head = self.heads[index]
             justify: JustifyMethod = "left" if head.words else "right"
-            made.add_column(head.text, justify=justify, no_wrap=True, min_width=width)
+            made.add_column(head.text, justify=justify, no_wrap=True, min_width=least)
         for row in rows:
             made.add_row(*(plain(row[index]) for index in self.kept))
-        if rows or heads:
-            self.out.print(made, crop=False)
+        taken = (max(w, widths[i]) for i, w in zip(self.kept, self.widths, strict=True))
+        width = self.out.width
+        self.out.width = max(width, sum(taken) + gap * len(self.kept))
+        self.out.print(made, crop=False)
+        self.out.width = width
 
     def notes(
         self, found: Comparison, judged: Sequence[Judged], would_fit: Sequence[str] = ()
@@ -143,7 +146,7 @@ class Ranking:
             self.out.print(plain(f"{verdict(judged)} (a planner)"), style="bold")
         problem = self.shown.asked.problem
         dropped = [head.text for i, head in enumerate(self.heads) if i not in self.kept]
-        if dropped:
+        if self.kept and dropped:
             names = ", ".join(text.replace("\n", " ") for text in dropped)
             line = f"no room for: {names} (--wide shows them, -o FILE.csv has them)"
             self.out.print(plain(line))

@@ -12,7 +12,7 @@ from rematbench.choose.candidates import same_plan
 from rematbench.choose.outcome import Outcome
 from rematbench.cli.options import Request
 from rematbench.cost.flops import model_flop_per_token
-from rematbench.host.console import gib, grid, percent, plain, rounded, seconds
+from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
 from rematbench.lowering.lower import lower
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
@@ -97,10 +97,11 @@ def show(out: Console, shown: Shown) -> None:
         out.print(plain(proved(shown.outcome.proof)))
     if evaluation is None:
         return
-    timed = [] if evaluation.not_timed else [speeds(shown, evaluation)]
-    for part in (*timed, stages(shown, evaluation)):
+    if not evaluation.not_timed:
         out.print()
-        out.print(part)
+        out.print(speeds(shown, evaluation))
+    out.print()
+    show_whole(out, stages(shown, evaluation))
     out.print()
     for line in footer(shown, evaluation):
         out.print(plain(line))
