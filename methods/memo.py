@@ -11,7 +11,8 @@ with n = L - 2 layers (of all micro-batches in flight under pipeline parallelism
 buffers take turns; after the backward of layer i + 2 the copies of layer i come back.
 Deviations: the row statistics of attention leave with its output; a split tensor is stored in
 parts (SPLIT and JOIN are copies on the device), so the rounding buffers hold what leaves, not the
-whole layer; at the end of a pipeline stage's chunk its copies are waited for.
+whole layer; under pipeline parallelism the last layer that a chunk swaps leaves from memory of its
+own, beside the next pass; a part of a tensor is pinned in a block of a power of two, as torch does.
 """
 
 from typing import ClassVar

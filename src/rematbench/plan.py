@@ -122,7 +122,8 @@ class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `granularity` chunk: D2H is issued when the chunk's forward ends and its device copy is freed
     after the rank's next pass (`release_lag` passes); H2D is issued when the previous backward
     starts, so both run beside it.  layer: D2H after each layer's forward, freed after the next
-    layer; H2D `prefetch_layers` layers ahead in the backward.  `before_send_phases`: phases in
+    layer (the last layer's of a chunk: after the rank's next pass, unless that is its own
+    backward); H2D `prefetch_layers` layers ahead in the backward.  `before_send_phases`: phases in
     which the copy that runs beside a forward must end before that forward's send starts (copies
     never share the link with point-to-point traffic).  `reload_slots`: staging slots that take
     turns (0: fresh memory); chunk: what comes back; layer: rounding buffers, both ways (a layer may

@@ -13,10 +13,12 @@ from rematbench.lowering.lower import lower
 from rematbench.plan import Recompute, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program.action import Kind
+from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
 from rematbench.program.program import Block
 from rematbench.simulate.evaluate import evaluate
+from rematbench.simulate.seconds import action_seconds
+from rematbench.simulate.step import simulate
 from rematbench.solve.lynx import (
     Group,
     Policy,
@@ -271,6 +273,33 @@ def test_hidden_work_runs_between_a_collectives_start_and_its_wait() -> None:
     assert any(isinstance(r.fate, Recompute) and r.fate.window for r in plan.rules)
     blocks = [b for rank in lower(plan, p).ranks for b in rank.blocks if b.label == "B"]
     assert any(_rebuilds_beside_tp(block) for block in blocks)
+
+
+def test_hidden_work_and_its_collective_lose_to_each_other() -> None:
+    """A kernel beside a collective costs tp_stall x the shorter of the two, once both are done."""
+    p = tight(problem(model=layers(8), seq_len=64, tp=2, global_batch=4), 0.7)
+    lowered = lower(plan_of(p, "lynx_opt"), p)
+    alike = [a for rank in lowered.ranks for b in rank.blocks for a in b.actions]
+    stalls = [a for a in alike if a.kind is Kind.STALL]
+    assert stalls
+    seconds = action_seconds(p)
+    for stall in stalls:
+        assert stall.comm is not None
+        kernel = replace(stall, kind=Kind.RECOMPUTE, comm=None)
+        shorter = min(seconds(kernel, 0), p.cost.comm_s(stall.comm, 0))
+        assert seconds(stall, 0) == pytest.approx(p.cost.stack.tp_stall * shorter)
+    for block in (b for rank in lowered.ranks for b in rank.blocks if b.label == "B"):
+        pending: set[str] = set()
+        for action in block.actions:
+            if action.stream == "tp" and action.event:
+                pending.add(action.event)
+            pending.discard(action.wait)
+            assert action.kind is not Kind.STALL or not pending
+
+    def free(action: Action, rank: int) -> float:
+        return 0.0 if action.kind is Kind.STALL else seconds(action, rank)
+
+    assert simulate(lowered, seconds).step_s > simulate(lowered, free).step_s
 
 
 def _rebuilds_beside_tp(block: Block) -> bool:

@@ -1,5 +1,6 @@
 """MEMO: alpha in closed form, what leaves, the rounding buffers, and who binds."""
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ from rematbench.program.check import CheckError, check
 from rematbench.program.ledger import issue_order, pool_bytes
 from rematbench.program.program import Block, Program
 from rematbench.simulate.evaluate import evaluate
+from rematbench.simulate.seconds import action_seconds
+from rematbench.simulate.step import simulate
 from rematbench.spec.layout import Layout
 from tests.problems import GPT, layers, make_problem, plan_of, problem, refusal
 from tests.twin.interpreter import interpret
@@ -191,6 +194,47 @@ def test_overwriting_a_buffer_without_its_wait_is_caught() -> None:
     mutant = without_a_wait(lower(plan_of(p, "memo", alpha=0.5), p))
     with pytest.raises(CheckError, match="d2h may still use it"):
         check(mutant)
+
+
+def pipelined() -> tuple[Problem, Program]:
+    """A slow link: a layer's copies take longer than its forward."""
+    p = problem(model=layers(12), pp=2, vpp=2, global_batch=4)
+    slow = msgspec.structs.replace(p.cluster, pcie_bytes_per_s=1e8)
+    p = dataclasses.replace(p, cluster=slow, _memo={}, _weights={})
+    return p, lower(plan_of(p, "memo", alpha=1.0), p)
+
+
+def test_copies_run_on_beside_the_next_pass() -> None:
+    """The pass after a chunk's forward, and its send, start while the chunk's last copies are under
+    way; its device copies are freed after that pass."""
+    p, lowered = pipelined()
+    check(lowered)
+    interpret(lowered)
+    found = simulate(lowered, action_seconds(p, lowered), record=True)
+    moved = [i for i in found.intervals if i.rank == 0]
+    send = next(i for i in moved if i.action.kind is Kind.SEND)
+    copies = [i for i in moved if i.action.kind is Kind.D2H and i[-2:] == send[-2:]]
+    assert send.start_s < copies[-1].end_s
+    order = [i for i in moved if i.action.kind is Kind.FORWARD or i.action.event == "d2h"]
+    last = max(order.index(i) for i in order if i.action.event == "d2h" and i[-2:] == (0, 0))
+    follower = next(i for i in order[last:] if i.action.kind is Kind.FORWARD)
+    assert follower[-2:] != (0, 0)
+    assert follower.start_s < order[last].end_s
+    labels = [lowered.ranks[0].blocks[step.block].label for step in lowered.ranks[0].steps]
+    first = labels.index("free_d2h")
+    assert labels[:first].count("F") == 2  # its own pass and the next
+
+
+def test_memory_of_a_copy_under_way_is_not_freed() -> None:
+    _, lowered = pipelined()
+    rank = lowered.ranks[0]
+    blocks = tuple(
+        Block(block.label, tuple(a for a in block.actions if a.wait != "d2h"))
+        for block in rank.blocks
+    )
+    changed = msgspec.structs.replace(rank, blocks=blocks)
+    with pytest.raises(CheckError, match="d2h may still use it"):
+        check(msgspec.structs.replace(lowered, ranks=(changed, *lowered.ranks[1:])))
 
 
 # -- refusals and composition -----------------------------------------------------------------

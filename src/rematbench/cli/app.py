@@ -133,12 +133,12 @@ def _check(path: Path, registry: Registry) -> None:
 
 COMMANDS = (
     *(methods, systems, plan, simulate, compare, timeline, tables.stages, flags, doctor),
-    *(execute, trace, verify, predict, validate),
+    *(execute, trace, verify, predict, validate, calibrate),
 )
 """What a person uses, beside the group of baselines."""
 WORKFLOW = (
     examples,
-    *(run, study, calibrate, matrix, report, expect, measure, measure_gpu, retrace, converge),
+    *(run, study, matrix, report, expect, measure, measure_gpu, retrace, converge),
     *(tables.collect, tables.sheets, tables.tables, tables.claims, tables.speeds),
     *(tables.matrix_tables, tables.worlds, tables.curves),
     *(cells.submit_plan, cells.run_cells, cells.cells, cells.collect_cells),

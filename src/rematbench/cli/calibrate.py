@@ -48,9 +48,9 @@ def calibrate(
 
     \b
     Example:
-      rematbench calibrate
-      rematbench calibrate --leave-one-out -o config/left_out.csv
       rematbench calibrate --rows mine.csv -o mine.yaml
+      rematbench calibrate
+      rematbench calibrate --leave-one-out -o left_out.csv
     """
     need_file("-o", output)
     if rows is not None:

@@ -320,9 +320,11 @@ class CostModel:
         slowdown = self.overlap_factor("compute", other_stream)
         return float(formulas.slowed_s(seconds, other_s, slowdown))
 
-    def stall_s(self, comm: Comm, stage: int) -> float:
-        """Seconds that compute loses to a data-parallel collective that runs beside it."""
-        return self.stack.dp_stall * self.comm_s(comm, stage)
+    def stall_s(self, comm: Comm, stage: int, beside_s: float = float("inf")) -> float:
+        """Seconds that compute (`beside_s` of it) and a collective lose to each other while they
+        run beside each other."""
+        lost = self.overlap_factor("compute", comm.group) - 1.0
+        return lost * min(beside_s, self.comm_s(comm, stage))
 
     def overlap_factor(self, kernel_stream: str, other_stream: str) -> float:
         """Slowdown of work on one stream beside work on the other; 1 where no SMs are shared.

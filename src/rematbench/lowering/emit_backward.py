@@ -147,6 +147,7 @@ class BackwardEmitter:
             self.grads[self.recomputer.name(unit, name)] = incoming[0]
         if op.exchanges:
             self._exchange(unit, op, incoming)
+            self.rebuild.settle()
         if not op.backward_input and not op.backward_weight:
             return
         beside = ""
@@ -169,6 +170,7 @@ class BackwardEmitter:
         pending, regathered = self._regather(unit, op, saved)
         pending = pending or beside
         self._kernels(unit, op, [*incoming, *saved], regathered, pending)
+        self.rebuild.settle()
 
     def _exchange(self, unit: Unit, op: Op, incoming: list[str]) -> None:
         """The gradients go back the way the tensors came."""

@@ -28,6 +28,7 @@ class ForwardEmitter:
         self.survivors: set[str] = set()
         self.in_flight: list[tuple[str, tuple[str, ...], int]] = []
         self.position = 0
+        self.trailing = trailing_unit(chunk, fates, transfers)
 
     def block(self) -> Block:
         """F: from the chunk's input to its output, leaving what the backward needs."""
@@ -42,7 +43,9 @@ class ForwardEmitter:
             self._store(unit)
             if self.gatherer:
                 self.gatherer.after(w, unit)
-        self._drain(0)
+        self._drain(int(self.trailing is not None))
+        for _, names, _ in self.in_flight:
+            self.survivors.update(names)
         if not chunk.last:
             self.survivors.add(chunk.output_name)
         w.add(Action(kind=Kind.EVENT, stream=COMPUTE, event="f_end"))
@@ -61,12 +64,16 @@ class ForwardEmitter:
         self.position = position
         self._drain(sum(1 for _, _, at in self.in_flight if at > position - slots))
         stays = unit in stays_in_slots(self.chunk, self.fates, slots)
-        self.w.slots = {
-            part.name: layer_slot(position, slots)
-            for name, _, site in self.chunk.saved(unit)
-            for part in self.chunk.parts(unit, name, self.fates[site])
-            if (part.offload or stays) and place(part.name)[0] == unit.prefix
-        }
+        self.w.slots = (
+            {}
+            if unit is self.trailing
+            else {
+                part.name: layer_slot(position, slots)
+                for name, _, site in self.chunk.saved(unit)
+                for part in self.chunk.parts(unit, name, self.fates[site])
+                if (part.offload or stays) and place(part.name)[0] == unit.prefix
+            }
+        )
 
     def _operators(self, unit: Unit) -> None:
         runs = self.chunk.runs(unit)
@@ -89,7 +96,7 @@ class ForwardEmitter:
                 self._split(storage, fate)
             leaving += [(part.name, part.nbytes) for part in parts if part.offload]
         if leaving and self.transfers.granularity == "layer":
-            self._copy_out(leaving)
+            self._copy_out(leaving, "d2h" if unit is self.trailing else "")
 
     def _split(self, storage: str, fate: Resolved) -> None:
         allocs = tuple(Alloc(p.name, p.nbytes) for p in stored_parts(storage, fate))
@@ -106,10 +113,10 @@ class ForwardEmitter:
             )
         )
 
-    def _copy_out(self, leaving: list[tuple[str, int]]) -> None:
+    def _copy_out(self, leaving: list[tuple[str, int]], event: str) -> None:
         self._drain(self.transfers.release_lag)
         self.w.wait("d2h", self.w.mark(COMPUTE))
-        event = emit_copies_out(self.w, leaving, self.w.new_event())
+        event = emit_copies_out(self.w, leaving, event or self.w.new_event())
         names = tuple(name for name, _ in leaving)
         self.survivors.difference_update(names)
         self.survivors.update(name + HOST for name in names)
@@ -121,6 +128,20 @@ class ForwardEmitter:
             event, names, _ = self.in_flight.pop(0)
             self.w.wait(COMPUTE, event)
             self.w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=names))
+
+
+def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit | None:
+    """With copies by layer, the last unit that leaves anything: its copy runs on beside the rank's
+    next pass, so its tensors have memory of their own that is freed after that pass.  None where
+    the next pass is the chunk's own backward, which needs the rounding buffers at once."""
+    if transfers.granularity != "layer" or chunk.at_once:
+        return None
+    leaves = (
+        unit
+        for unit in reversed(chunk.units)
+        if any(fates[site].offload_bytes for _, _, site in chunk.saved(unit))
+    )
+    return next(leaves, None)
 
 
 def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:

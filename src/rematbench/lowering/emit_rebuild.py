@@ -2,9 +2,13 @@
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from rematbench.lowering.chunk_ops import Unit
 from rematbench.lowering.emit_recompute import Recomputer
+from rematbench.lowering.writer import COMPUTE
 from rematbench.plan import Group
+from rematbench.program.action import Action, Kind
 
 
 class Rebuilder:
@@ -15,6 +19,7 @@ class Rebuilder:
         self.windows = any(fate.window is not None for fate in self.fates.values())
         self.visited: set[str] = set()  # units whose layer- or group-scoped work is done
         self.arrive = arrive  # called before a unit is rebuilt ahead of its turn
+        self.stalls: list[Action] = []  # what windows cost, due when their collective is done
 
     def scopes(self, unit: Unit) -> None:
         """Layer- and group-scoped recomputation that is due when this unit's backward starts."""
@@ -35,10 +40,12 @@ class Rebuilder:
         return {f.scope for f in fates if f.recompute_bytes and isinstance(f.scope, Group)}
 
     def window(self, consumer: Unit, op: str, direction: str) -> None:
-        """Rebuild what plans put beside this collective (`layer_offset` layers ahead of use)."""
+        """Rebuild what plans put beside the collective just issued (`layer_offset` layers ahead of
+        use)."""
         if not self.windows:
             return
         maker = self.recomputer
+        issued = len(maker.w.actions)
         at_work = maker.run, maker.piece
         for unit in self.chunk.units:
             maker.run, maker.piece = at_work if unit.prefix == consumer.prefix else (None, None)
@@ -55,6 +62,34 @@ class Rebuilder:
                 self.arrive(unit)
                 maker.rebuild_inside(unit, missing)
         maker.run, maker.piece = at_work
+        self._note_stalls(issued)
+
+    def _note_stalls(self, issued: int) -> None:
+        """Each kernel rebuilt beside a collective shares SMs and HBM with it: whichever of the two
+        lasts longer gets longer, so what is lost comes after both."""
+        actions = self.recomputer.w.actions
+        comm = next((a.comm for a in reversed(actions[:issued]) if a.stream != COMPUTE), None)
+        self.stalls += [
+            replace(
+                action,
+                kind=Kind.STALL,
+                comm=comm,
+                reads=(),
+                allocs=(),
+                event="",
+                begin="",
+                beside="",
+                scratch=0,
+            )
+            for action in actions[issued:]
+            if comm is not None and action.kind is Kind.RECOMPUTE
+        ]
+
+    def settle(self) -> None:
+        """The collectives that work was rebuilt beside are done: count what that cost."""
+        for stall in self.stalls:
+            self.recomputer.w.add(stall)
+        self.stalls = []
 
     def before_receive(self) -> None:
         """Rebuild what plans put in front of the pipeline's receive."""

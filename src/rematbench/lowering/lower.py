@@ -6,7 +6,7 @@ from functools import partial
 from rematbench.lowering.block_cache import BlockCache, PassClass
 from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.lowering.emit_backward import BackwardEmitter
-from rematbench.lowering.emit_forward import Fates, ForwardEmitter
+from rematbench.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
 from rematbench.lowering.fates import covered, resolve, said, unmatched
 from rematbench.lowering.mini import unused
@@ -182,7 +182,8 @@ class _RankLowering:
         for kind, item in pass_kinds(self.order, windows).items():
             cls = self._pass_class(kind, item, reached[kind.chunk])
             self.holders.setdefault(cls.number, (self.chunks[kind.chunk], cls))
-            found.append((kind, Class(cls.number, bool(cls.leaving))))
+            whole = self.plan.transfers.granularity == "chunk"
+            found.append((kind, Class(cls.number, bool(cls.leaving), whole=whole)))
         return tuple(found)
 
     def _pass_class(self, kind: PassKind, item: Pass, reached: object) -> PassClass:
@@ -198,12 +199,15 @@ class _RankLowering:
         return found
 
     def _leaving(self, chunk: ChunkOps, fates: Fates) -> Storages:
-        """Storages that go to the host when the whole chunk's forward is done."""
-        if self.plan.transfers.granularity != "chunk":
-            return []
+        """Storages whose copies to the host outlive the chunk's forward: all of them, or with
+        copies by layer those of its last unit that leaves any."""
+        units = chunk.units
+        if self.plan.transfers.granularity == "layer":
+            last = trailing_unit(chunk, fates, self.plan.transfers)
+            units = [last] if last else []
         return [
             (part.name, part.nbytes)
-            for unit in chunk.units
+            for unit in units
             for name, _, where in chunk.saved(unit)
             for part in chunk.parts(unit, name, fates[where])
             if part.offload

@@ -27,10 +27,12 @@ class PassKind(NamedTuple):
 
 
 class Class(NamedTuple):
-    """The number of a class of equal passes, and whether any of its tensors go to the host."""
+    """The number of a class of equal passes, whether any copies of its tensors to the host outlive
+    its forward, and whether those are copies of the whole chunk, in blocks of their own."""
 
     number: int
     leaves: bool
+    whole: bool
 
 
 class Ends(NamedTuple):
@@ -137,7 +139,7 @@ class _Walk:
             if item.forward:
                 forward_at[where] = index
                 continue
-            if self.class_of[where].leaves:
+            if self.class_of[where].leaves and self.class_of[where].whole:
                 beside = previous if previous >= 0 else index - 1
                 at.setdefault(max(beside, forward_at[where] + 1), []).append(item)
             previous = index
@@ -145,23 +147,25 @@ class _Walk:
 
     def _forward(self, item: Pass, position: int) -> None:
         facts, ends = self.facts, self.facts.chunks[item.chunk]
-        number, leaves = self.class_of[item[1:]]
+        number, leaves, whole = self.class_of[item[1:]]
         if not ends.first:
             self._add(("recv_f",), item)
         gather = facts.gather or (facts.gather_first and item.chunk not in self.started)
         self.started.add(item.chunk)
         self._add(("F", number, gather), item)
         if leaves:
-            self._add(("D2H", number), item)
+            if whole:
+                self._add(("D2H", number), item)
             self.releases.append((position + facts.release_lag, "d2h", item))
         if not ends.last:
             self._hold_send(item)
             self._send(item, position, "send_f")
-        if leaves:
+        if leaves and whole:
             self.copying = item
 
     def _backward(self, item: Pass, position: int) -> None:
         facts, ends = self.facts, self.facts.chunks[item.chunk]
+        self._release_copies(item)
         if not ends.last:
             self._add(("recv_b", ends.output), item)
         reduce = facts.reduce or (facts.reduce_last and item in self.final)
@@ -181,14 +185,18 @@ class _Walk:
 
     def _fetch(self, item: Pass) -> None:
         """H2D of a (chunk, micro-batch); its device copy must be released first."""
-        waiting = [r for r in self.releases if r[1] == "d2h" and r[2][1:] == item[1:]]
-        for release in waiting:
-            self.releases.remove(release)
-            self._release("d2h", release[2])
+        self._release_copies(item)
         slots = self.facts.reload_slots
         slot = f"slot/reload{self.fetches % slots}" if slots else ""
         self.fetches += 1
         self._add(("H2D", self.class_of[item[1:]].number, slot), item)
+
+    def _release_copies(self, item: Pass) -> None:
+        """Release a (chunk, micro-batch)'s device copies now, if they still wait for it."""
+        waiting = [r for r in self.releases if r[1] == "d2h" and r[2][1:] == item[1:]]
+        for release in waiting:
+            self.releases.remove(release)
+            self._release("d2h", release[2])
 
     def _release_due(self, position: int) -> None:
         due = [r for r in self.releases if r[0] <= position]

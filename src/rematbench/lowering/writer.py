@@ -5,7 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from rematbench.operators.ops import Comm, Op
-from rematbench.program.action import COMM_KIND, Action, Alloc, Kind, local_event
+from rematbench.program.action import COMM_KIND, STALL, Action, Alloc, Kind, local_event
 
 COMPUTE = "compute"
 
@@ -105,7 +105,7 @@ class BlockWriter:
 
     def stall(self, comm: Comm) -> None:
         """What a collective that runs beside later compute takes from it (shared SMs)."""
-        self.add(Action(kind=Kind.STALL, stream=COMPUTE, op="stall", comm=comm))
+        self.add(Action(kind=Kind.STALL, stream=COMPUTE, op=STALL, comm=comm))
 
     def state_copy(
         self,

@@ -45,6 +45,9 @@ STREAMS = ("compute", "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d", HOST
 STREAM_INDEX = {name: index for index, name in enumerate(STREAMS)}
 HOST = "@host"
 
+STALL = "stall"
+"""Operator of a STALL that is of no kernel: what a collective takes of all compute beside it."""
+
 GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP = "gradients_down", "weights_up", "shard_up"
 """What copies of states carry: gradients to an update on the host, its results, and a rank's shard
 of weights in host memory, before it is gathered."""

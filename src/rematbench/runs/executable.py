@@ -11,7 +11,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
     """The names of everything that the runtime's kernels and executor lack for a plan."""
     model, lay, system = problem.workload.model, problem.layout, problem.system
     states = {state.kind: state for state in plan.states}
-    hosted = [kind for kind, state in states.items() if state.home == "host"]
+    hosted = [k for k, state in states.items() if state.home == "host" and k != "optimizer"]
     windows = [w for w in model.attention_window if 0 < w < problem.workload.seq_len]
     refused = {
         "dropout": model.dropout > 0,
@@ -37,7 +37,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
         "ZeRO stages 2 and 3": lay.state_shards > 1 and lay.zero_stage >= 2,
         "KV heads replicated over tp": model.num_kv_heads % lay.tp != 0,
         **_refused_in_backward(problem, plan),
-        f"{' and '.join(hosted)} states on the host": bool(hosted) or system.optimizer_on_host,
+        f"{' and '.join(hosted)} states on the host": bool(hosted),
         "parameters gathered per layer": plan.state("parameter").gather == "layer",
     }
     return [name for name, is_so in refused.items() if is_so]

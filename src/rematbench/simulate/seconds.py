@@ -8,7 +8,7 @@ from rematbench.cost.bind import Direction
 from rematbench.cost.copies import ALONE
 from rematbench.operators.ops import Comm, Group, Op
 from rematbench.problem import Problem
-from rematbench.program.action import HOST_UPDATE, Action, Kind
+from rematbench.program.action import HOST_UPDATE, STALL, Action, Kind
 from rematbench.program.program import Program
 from rematbench.simulate.contention import crowd
 from rematbench.simulate.step import RankedSeconds
@@ -50,8 +50,7 @@ class ActionCosts:
         if action.kind in DIRECTION:
             return self._kernels_s(action, rank)
         if action.kind is Kind.STALL:
-            assert action.comm is not None
-            return self.cost.stall_s(action.comm, rank)
+            return self._stall_s(action, rank)
         if action.comm is not None:
             return self.cost.comm_s(action.comm, rank)
         return self._table[action.kind](action, rank)
@@ -100,6 +99,16 @@ class ActionCosts:
         comms = _beside(op, action.kind)
         other_s = fsum(self.cost.comm_s(comm, rank) for comm in comms if comm is not None)
         return self.cost.slowed_s(seconds, other_s * action.fraction, action.beside)
+
+    def _stall_s(self, action: Action, rank: int) -> float:
+        """What a collective takes of the compute beside it: all that follows, or one kernel that
+        was put into its window."""
+        assert action.comm is not None
+        if action.op == STALL:
+            return self.cost.stall_s(action.comm, rank)
+        share = action.fraction * action.columns
+        kernel_s = self.cost.op_s(self._op(action, rank), "forward", share)
+        return self.cost.stall_s(action.comm, rank, kernel_s)
 
     def _op(self, action: Action, rank: int) -> Op:
         """The operator an action runs, in its own layer's table."""

@@ -4,7 +4,8 @@ The formulation is ours (the equations of Lynx, arXiv 2406.08756, could not be r
 set of jobs (rebuild the saved outputs of one operator) and of windows (idle compute beside a
 tensor-parallel collective of its own backward or of the layer above).  A job is left out (its
 tensors are kept), put into a window, or left in the critical path; what a window cannot hold, and
-what has no window (the top layer of a chunk has no layer above), is exposed.  Exposed seconds are
+what has no window (the top layer of a chunk has no layer above), is exposed, and so is what a job
+and the collective beside it lose to each other, as Megatron's own overlaps do.  Exposed seconds are
 minimised under a budget of kept bytes.
 """
 
@@ -81,7 +82,7 @@ def greedy_policy(layer: LayerWindows, dropped: Sequence[Job], layers_per_chunk:
         for slot in layer.allowed(job) if earliest is not None else ():
             if earliest is not None and slot.at >= earliest:
                 exposed = max(0.0, job.seconds - max(0.0, room[slot.op]))
-                exposed += slot.layer_offset * job.seconds / layers_per_chunk
+                exposed += (layer.stall + slot.layer_offset / layers_per_chunk) * job.seconds
                 choices.append((exposed, -slot.at, slot))
         _, _, chosen = min(choices, key=lambda c: (c[0], c[1]))
         placed[job.op] = Placed(job=job, slot=chosen)
@@ -112,7 +113,7 @@ def settled(layer: LayerWindows, placed: tuple[Placed, ...], layers_per_chunk: i
             exposed += seconds
             continue
         load[item.slot.op] += seconds
-        exposed += item.slot.layer_offset * seconds / layers_per_chunk
+        exposed += (layer.stall + item.slot.layer_offset / layers_per_chunk) * seconds
         hidden += seconds
     exposed += fsum(max(0.0, load[op] - layer.idle_s[op]) for op in load)
     kept = sum(job.nbytes for job in layer.jobs) - sum(item.job.nbytes for item in placed)
@@ -180,7 +181,8 @@ class _Model:
         cost = np.zeros(self.size)
         seconds = {job.op: job.seconds / self.scale for job in self.layer.jobs}
         for (number, job, slot), column in self.x.items():
-            weight = 1.0 if slot is None else TIE + slot.layer_offset / self.per_chunk
+            hidden = TIE + self.layer.stall
+            weight = 1.0 if slot is None else hidden + slot.layer_offset / self.per_chunk
             cost[column] = weight * seconds[job] * self.groups[number].layers
         for (number, _), column in self.overflow.items():
             cost[column] = self.groups[number].layers

@@ -40,11 +40,13 @@ class Slot(Struct, frozen=True, kw_only=True):
 
 
 class LayerWindows(Struct, frozen=True, kw_only=True):
-    """Jobs in forward order, windows in backward order, idle seconds by operator."""
+    """Jobs in forward order, windows in backward order, idle seconds by operator; `stall`: the
+    share of a job's seconds that it and the collective beside it lose to each other."""
 
     jobs: tuple[Job, ...]
     slots: tuple[Slot, ...]
     idle_s: dict[str, float]
+    stall: float = 0.0
 
     def allowed(self, job: Job) -> tuple[Slot, ...]:
         """Windows that close before the job's first reader."""
@@ -63,7 +65,8 @@ def layer_windows(problem: Problem, table: OpTable, kept: Collection[str]) -> La
     ]
     makers = [op for op in table.ops if any(name in kept for name in op.outputs)]
     jobs = tuple(_job(problem, table, op, kept, order) for op in makers)
-    return LayerWindows(jobs=jobs, slots=tuple(slots), idle_s=idle)
+    stall = problem.cost.stack.tp_stall
+    return LayerWindows(jobs=jobs, slots=tuple(slots), idle_s=idle, stall=stall)
 
 
 def _job(

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rematbench.program.action import Action, Kind, is_local
+from rematbench.program.action import HOST_UPDATE, Action, Kind, is_local
 from rematbench.program.program import RankProgram
 from rematbench.torch import operators
 from rematbench.torch.calls import Call
 from rematbench.torch.exchanges import Exchanges
 from rematbench.torch.groups import Groups
+from rematbench.torch.host_update import HostUpdates
 from rematbench.torch.memory import (
     ExecutionError,
     Memory,
@@ -58,6 +59,7 @@ class Executor:
         self.slots = Slots(program, model.device)
         self.movers = Movers(model, self.memory, self.slots, tracker, self.streams)
         self.messages = Messages(model, groups, self.memory, self.streams)
+        self.host_updates = HostUpdates(self.streams)
         self.events: dict[tuple[str, int, int], Mark] = {}
         self.local: dict[str, Mark] = {}
         self.counting: dict[str, bool] = {}  # loss_saved -> whether its loss is a first one
@@ -90,7 +92,7 @@ class Executor:
         }
 
     def states(self) -> list[Tensor]:
-        """Storages that are not activations."""
+        """Storages on the device that are not activations."""
         own = [*self.slots.arenas.values(), *self.messages.states(), self.loss]
         return [*self.model.states(), *own]
 
@@ -117,7 +119,7 @@ class Executor:
                 parameter.grad_flat.zero_()
         self.streams.begin()
         if self.tracker is not None:
-            self.tracker.exclude(self.states())
+            self.tracker.exclude([*self.states(), *self.model.host_states()])
             with self.tracker:
                 self._walk()
         else:
@@ -164,10 +166,13 @@ class Executor:
         return Span(micro_batch, chunk, first, count)
 
     def _record(self, name: str, action: Action, span: Span) -> None:
-        """Record an event; a SEND's or RECV's holds its message too."""
+        """Record an event; a SEND's or RECV's holds its message too, an update's on the host its
+        thread."""
         mark = self.streams.mark(action.stream)
         if action.kind in (Kind.SEND, Kind.RECV):
             self.messages.attach(mark)
+        if action.stream == HOST_UPDATE:
+            self.host_updates.attach(mark)
         if is_local(name):
             self.local[name] = mark
         else:
@@ -272,5 +277,13 @@ class Executor:
             parameters = self.model.unit_parameters(span.chunk, action.part)
         with _disable_current_modes():  # an observer of gradients is no part of the program
             self.before_update(parameters)
-        for parameter in parameters:
-            parameter.update(self.optimizer, self.step)
+        rule, step = self.optimizer, self.step
+
+        def work() -> None:
+            for parameter in parameters:
+                parameter.update(rule, step)
+
+        if action.stream == HOST_UPDATE:
+            self.host_updates.start(work)
+        else:
+            work()

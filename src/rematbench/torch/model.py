@@ -59,6 +59,7 @@ class RankModel:
         lay, stage = problem.layout, place.pp
         layers = plan.partition[stage]
         self.update_in_backward = plan.state("optimizer").update == "backward"
+        self.optimizer_on_host = plan.state("optimizer").home == "host"
         self.chunks = [
             ChunkOps(problem, stage, c, layers[c], held=plan.held) for c in range(lay.vpp)
         ]
@@ -101,7 +102,14 @@ class RankModel:
                 keeps = not self.update_in_backward
                 full = draws.take(spec) if draws is not None else None
                 self.parameters[spec.name] = build(
-                    spec, owner, seed, self.dtype, self.device, gradients=keeps, full=full
+                    spec,
+                    owner,
+                    seed,
+                    self.dtype,
+                    self.device,
+                    gradients=keeps,
+                    full=full,
+                    on_host=self.optimizer_on_host,
                 )
             found[local] = self.parameters[spec.name]
         return found
@@ -130,8 +138,12 @@ class RankModel:
             return wide(self.dtype)
         return wide(self.dtype) if tensor.name == "lse" else self.dtype
 
+    def host_states(self) -> list[Tensor]:
+        """Storages of the optimizer in host memory."""
+        return [t for p in self.parameters.values() for t in p.host_tensors()]
+
     def states(self) -> list[Tensor]:
-        """Storages that are not activations."""
+        """Storages on the device that are not activations."""
         found = [t for p in self.parameters.values() for t in p.tensors()]
         found += [t for b in self.batches for t in (b.ids, b.labels)]
         return [*found, self.where, self.cos, self.sin]

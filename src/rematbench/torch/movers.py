@@ -8,6 +8,8 @@ from torch import Tensor
 
 from rematbench.operators.ops import Activation
 from rematbench.program.action import (
+    GRADIENTS_DOWN,
+    WEIGHTS_UP,
     Action,
     Alloc,
     identity,
@@ -15,6 +17,7 @@ from rematbench.program.action import (
     is_gradient_buffer,
     place,
 )
+from rematbench.torch.host_update import gradients_down, weights_up
 from rematbench.torch.kernels import wide
 from rematbench.torch.memory import (
     Block,
@@ -157,7 +160,10 @@ class Movers:
     # -- host -------------------------------------------------------------------------------------
 
     def to_host(self, action: Action, span: Span) -> None:
-        """Offload: copy a storage into the host pool."""
+        """Offload: copy a storage into the host pool, or the gradients of an update there."""
+        if action.op == GRADIENTS_DOWN:
+            gradients_down(self.model.parameters.values(), self.streams, action.stream)
+            return
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         nbytes = source.data.numel() * source.data.element_size()
         with self.tracker.on_host() if self.tracker else nullcontext():
@@ -180,7 +186,10 @@ class Movers:
         self.tracker.lend(block.nbytes)
 
     def to_device(self, action: Action, span: Span) -> None:
-        """Reload: copy a storage back, into fresh memory or a staging slot."""
+        """Reload: copy a storage back, into fresh memory or a staging slot; or updated weights."""
+        if action.op == WEIGHTS_UP:
+            weights_up(self.model.parameters.values(), self.streams, action.stream)
+            return
         source, alloc = self.memory[span.key(action.reads[0])], action.allocs[0]
         if alloc.slot:
             room = self.slots.take(alloc.slot, span.key(alloc.name), alloc.nbytes)

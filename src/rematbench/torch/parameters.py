@@ -140,9 +140,18 @@ def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
     return full.chunk(degree, spec.split)[rank]
 
 
+class HostShard(NamedTuple):
+    """What goes between the device and an update in host memory: gradients and weights of this
+    rank's shard."""
+
+    grad: Tensor
+    value: Tensor
+
+
 @dataclass
 class Parameter:
-    """One rank's part of a parameter with its gradient and, on its ZeRO shard, AdamW's state."""
+    """One rank's part of a parameter with its gradient and, on its ZeRO shard, AdamW's state;
+    `host`: where that state is in host memory."""
 
     spec: ParameterSpec
     flat: Tensor
@@ -153,6 +162,7 @@ class Parameter:
     master: Tensor
     moment1: Tensor
     moment2: Tensor
+    host: HostShard | None = None
 
     @cached_property
     def value(self) -> Tensor:
@@ -165,18 +175,27 @@ class Parameter:
         return self.grad_flat[: self.shape.numel()].view(self.shape)
 
     def tensors(self) -> list[Tensor]:
-        """Every storage of the parameter."""
-        return [self.flat, self.grad_flat, self.master, self.moment1, self.moment2]
+        """Every storage of the parameter on the device."""
+        return [self.flat, self.grad_flat, *([] if self.host else self._state())]
+
+    def host_tensors(self) -> list[Tensor]:
+        """Every storage of the parameter in host memory."""
+        return [*self._state(), *self.host] if self.host else []
+
+    def _state(self) -> list[Tensor]:
+        return [self.master, self.moment1, self.moment2]
 
     def update(self, rule: AdamW, step: int) -> None:
         """One AdamW step (Loshchilov and Hutter, arXiv 1711.05101) on this rank's shard."""
-        g = self.grad_flat[self.start : self.stop].to(self.master.dtype)
+        own = HostShard(self.grad_flat[self.start : self.stop], self.flat[self.start : self.stop])
+        grad, value = self.host or own
+        g = grad.to(self.master.dtype)
         self.master.mul_(1.0 - rule.lr * rule.weight_decay)
         self.moment1.lerp_(g, 1.0 - rule.beta1)
         self.moment2.mul_(rule.beta2).addcmul_(g, g, value=1.0 - rule.beta2)
         root = (self.moment2 / (1.0 - rule.beta2**step)).sqrt_().add_(rule.eps)
         self.master.addcdiv_(self.moment1, root, value=-rule.lr / (1.0 - rule.beta1**step))
-        self.flat[self.start : self.stop].copy_(self.master)
+        value.copy_(self.master)
 
 
 class Owner(NamedTuple):
@@ -198,9 +217,10 @@ def build(
     *,
     gradients: bool = True,
     full: Tensor | None = None,
+    on_host: bool = False,
 ) -> Parameter:
     """This rank's part of a parameter (`full`: the whole, if it is drawn already), its gradients
-    zero (or without room for them yet)."""
+    zero (or without room for them yet), AdamW's state on the device or in host memory."""
     if full is None:
         full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
     own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)
@@ -211,7 +231,10 @@ def build(
     stop = start + size
     master = torch.zeros_like(flat, dtype=wide(dtype))
     master[: own.numel()].copy_(own.reshape(-1))
-    master = master[start:stop].clone()
+    master, host = master[start:stop].clone(), None
+    if on_host:
+        master = in_host_memory(master)
+        host = HostShard(in_host_memory(master), in_host_memory(flat[start:stop]))
     return Parameter(
         spec=spec,
         flat=flat,
@@ -222,4 +245,13 @@ def build(
         master=master,
         moment1=torch.zeros_like(master),
         moment2=torch.zeros_like(master),
+        host=host,
     )
+
+
+def in_host_memory(tensor: Tensor) -> Tensor:
+    """A copy in host memory, pinned beside a GPU (of a tensor without values: one without)."""
+    if tensor.device.type == "meta":
+        return tensor.clone()
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return made.copy_(tensor)

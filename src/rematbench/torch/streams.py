@@ -46,6 +46,9 @@ class Streams(Protocol):
     def wait(self, stream: str, mark: Mark) -> None:
         """Hold a stream until an event."""
 
+    def reach(self, mark: Mark) -> None:
+        """Hold the calling thread until an event."""
+
     def room(self) -> AbstractContextManager[object]:
         """Take the memory of a storage that outlives its action."""
 
@@ -91,6 +94,9 @@ class HostStreams:
     def wait(self, stream: str, mark: Mark) -> None:
         """The host waits for messages."""
         mark.finish()
+
+    def reach(self, mark: Mark) -> None:
+        """Issued is done."""
 
     def room(self) -> AbstractContextManager[object]:
         """One stream only."""
@@ -221,6 +227,11 @@ class CudaStreams:
                 mark.then.pop(0)()
         if mark.event is not None:
             self.streams[stream].wait_event(mark.event)
+
+    def reach(self, mark: Mark) -> None:
+        """Hold the thread until the device has reached the event."""
+        if mark.event is not None:
+            mark.event.synchronize()
 
     def room(self) -> AbstractContextManager[object]:
         """Memory from compute's pool."""

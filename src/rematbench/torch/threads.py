@@ -89,6 +89,11 @@ class ThreadStreams:
         else:
             self.queues[stream].put(lambda: self._reach(mark))
 
+    def reach(self, mark: Mark) -> None:
+        """Hold the thread until the event's stream has reached it."""
+        assert isinstance(mark, Flag)
+        self._reach(mark)
+
     def _reach(self, flag: Flag) -> None:
         if not flag.reached.wait(GIVE_UP_S):
             raise TimeoutError(f"an event was not reached within {GIVE_UP_S:g} s")
