@@ -43,6 +43,7 @@ def verified(*words: object) -> tuple[int, str]:
         ("keep_all", "--gpipe"),
         ("full_recompute", "--partition", "7,9,8,8"),
         ("pp_offload+mst", "--set", "pp_offload.alpha=0.5", "--vpp", "2"),
+        ("pp_offload", "--reserve-gib", "30", "--vpp", "2"),
     ],
 )
 def test_a_record_says_all_that_its_run_needs(words: tuple[str, ...], tmp_path: Path) -> None:
