@@ -230,7 +230,7 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
     usable = problem.usable_bytes
     return [
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
-        f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; default segments)",
+        f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; {_segments(shown)})",
         f"host memory per node: {gib(host)} GiB pinned at the peak, in torch's blocks, of "
         f"{gib(room)} that the system leaves of {gib(problem.cluster.host_bytes)}",
         _freed_line(shown, evaluation),
@@ -238,6 +238,13 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
         f"world: simulated (rematbench {__version__}, constants of "
         f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]
+
+
+def _segments(shown: Shown) -> str:
+    plan, system = shown.outcome.plan, shown.request.problem.system
+    if plan is not None and plan.addresses == "planned":
+        return "planned addresses"
+    return "expandable segments" if system.expandable_segments else "default segments"
 
 
 def _trust_line(shown: Shown) -> str:
