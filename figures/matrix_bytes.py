@@ -1,6 +1,7 @@
-"""Peak device and pinned host bytes against context length, each method at its best layout.
+"""Peak device and pinned host bytes against context length, all methods of a length at one layout.
+Lines join lengths that have the same layout: others would rise and fall with it.
 
-usage: matrix_bytes.py matrix_best_layout.csv FIGURE.pdf
+usage: matrix_bytes.py matrix_same_layout.csv FIGURE.pdf
 """
 
 import matplotlib.pyplot as plt
@@ -14,7 +15,7 @@ KINDS = {"reserved_bytes": "device (GiB)", "host_node_bytes": "host (GiB/node)"}
 
 
 def main() -> None:
-    source, target = style.arguments(2, "matrix_best_layout.csv FIGURE.pdf")
+    source, target = style.arguments(2, "matrix_same_layout.csv FIGURE.pdf")
     rows, cluster = style.of_first_cluster(source)
     models = list(rows.model.unique())
     style.apply()
@@ -39,10 +40,11 @@ def curves(axis: Axes, cells: pd.DataFrame, key: str) -> None:
         color, marker = style.STRONG.get(str(arm), (style.FAINT, ""))
         fits = own[own.status == "ok"].sort_values("seq_len")
         order = 3 if arm in style.STRONG else 1
-        axis.plot(
-            fits.seq_len, fits[key] / GIB, "-", marker=marker or None, color=color, ms=3,
-            zorder=order,
-        )  # fmt: skip
+        for _, joined in fits.groupby((fits.layout != fits.layout.shift()).cumsum()):
+            axis.plot(
+                joined.seq_len, joined[key] / GIB, "-", marker=marker or ".", color=color, ms=3,
+                zorder=order,
+            )  # fmt: skip
     if key == "reserved_bytes":
         usable = (cells.reserved_bytes + cells.headroom_bytes).dropna()
         axis.axhline(usable.iloc[0] / GIB, color=style.BLACK, lw=0.8, ls="--")

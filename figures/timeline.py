@@ -35,7 +35,7 @@ def main() -> None:
         panel(axis, trace, count)
     axes[-1, 0].set_xlabel("seconds")
     axes[0, 0].set_xlim(0, max(trace["otherData"]["step_s"] for trace in traces))
-    figure.legend(handles=legend(), loc="outside lower center", ncols=7, columnspacing=1.0)
+    figure.legend(handles=legend(), loc="outside upper center", ncols=7, columnspacing=1.0)
     style.save(figure, target)
 
 

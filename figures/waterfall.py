@@ -25,14 +25,15 @@ def main() -> None:
             edgecolor="white", lw=0.3,
         )  # fmt: skip
         tall = max(high, row.published if pd.notna(row.published) else 0.0) + 3
-        gain = f"{row.predicted:.0f}" if first else f"{100 * row.gain:+.1f} %"
+        total = f"{row.predicted:.0f}"
+        gain = total if first else f"{total}\n{100 * row.gain:+.1f} %"
         axis.annotate(gain, (at, tall), ha="center", va="bottom", fontsize=7)
         if pd.notna(row.published):
             axis.plot([at - 0.42, at + 0.42], [row.published] * 2, color=style.BLACK, lw=1.2)
         before = row.predicted
     axis.set_xticks(range(len(rows)), ["Megatron-LM", *(f"+ {name}" for name in rows.step[1:])])
     axis.tick_params(axis="x", labelrotation=20)
-    axis.set_ylim(0, 1.15 * max(rows.predicted.max(), rows.published.max()))
+    axis.set_ylim(0, 1.22 * max(rows.predicted.max(), rows.published.max()))
     axis.set_ylabel("tokens/s/GPU")
     axis.plot([], [], color=style.BLACK, lw=1.2, label="published")
     axis.bar([0], [0], color=style.BLUE, label="ours (simulated)")

@@ -78,14 +78,17 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return alpha, "paper estimate" if fits else "nothing fits the paper's estimate"
         if problem.cost.headroom_bytes(base) >= 0:
             return 0.0, "device ledger"
+        nothing = (
+            "nothing leaves the reserve" if problem.reserve_bytes else "nothing fits the device"
+        )
         if self._refusal(problem, base, 1.0):
-            return 1.0, "nothing fits the device"
+            return 1.0, nothing
         steps = smallest_feasible(
             lambda k: problem.cost.headroom_bytes(self.at(problem, base, k / self.steps)),
             self.steps,
         )
         if steps is None:
-            return 1.0, "nothing fits the device"
+            return 1.0, nothing
         return steps / self.steps, "device ledger"
 
     def _refusal(self, problem: Problem, base: Plan, alpha: float) -> str:

@@ -21,9 +21,16 @@ GPU = GpuConstants(
     context_bytes=0.0,
 )
 NETWORK = NetworkConstants(
-    nvlink_efficiency=1.0, nic_efficiency=0.5, ring_nics=8.0, nvlink_mesh=0.0, kernel_scale=1.0
+    nvlink_efficiency=1.0,
+    nic_efficiency=0.5,
+    ring_nics=8.0,
+    nvlink_mesh=0.0,
+    kernel_scale=1.0,
+    host_ranks=8.0,
 )
-SYSTEM = SystemConstants(kernel_scale=1.0, launch_s=0.0, tp_stall=0.5, dp_stall=0.25)
+SYSTEM = SystemConstants(
+    kernel_scale=1.0, gap_s=0.0, host_launch_s=0.0, tp_stall=0.5, dp_stall=0.25
+)
 COMMON = CommonConstants(
     nccl_base_s=(0.0,),
     nccl_nvlink_hop_s=(0.0,),

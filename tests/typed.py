@@ -21,7 +21,7 @@ def typed(*words: str) -> Ran:
     """Run `rematbench WORDS`; what is no exit escapes as the traceback that a person would see."""
     out, err = io.StringIO(), io.StringIO()
     code: int | str | None = None
-    with patch.object(sys, "argv", ["rematbench", *words]):
+    with patch.object(sys, "argv", ["started/as.py", *words]):
         try:
             with redirect_stdout(out), redirect_stderr(err):
                 main()

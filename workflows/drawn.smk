@@ -1,7 +1,7 @@
 """Figures that are drawn from one table each."""
 
 DRAWN_FROM = {
-    "matrix_bytes": "matrix_best_layout",
+    "matrix_bytes": "matrix_same_layout",
     "matrix_context": "matrix_best_layout",
     "matrix_longest": "matrix_longest",
     "matrix_parts": "matrix_fastest",

@@ -20,6 +20,65 @@ rule table_figure:
         "python {input.script} {input.cells} {output.pdf} > {log} 2>&1"
 
 
+rule calibrated_figure:
+    input:
+        script="figures/calibrated.py",
+        style="figures/style.py",
+        table="results/{suite}/tables/calibrated.csv",
+    output:
+        pdf="results/{suite}/figures/calibrated.pdf",
+        png=report("results/{suite}/figures/calibrated.png", category="figures"),
+    log:
+        "results/{suite}/logs/calibrated.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "python {input.script} {input.table} {output.pdf} > {log} 2>&1"
+
+
+rule predict_more:
+    input:
+        sheet="results/published/runs_more.csv",
+        bands="config/left_out.csv",
+    output:
+        "results/paper/predictions_more{hosts}.csv",
+    log:
+        "results/paper/logs/predict_more{hosts}.log",
+    localrule: SIMULATE_HERE
+    conda:
+        "../environment.yml"
+    wildcard_constraints:
+        hosts="|_instant_hosts",
+    resources:
+        **SIMULATED,
+    params:
+        engine=code("sheet"),
+        hosts=lambda wildcards: wildcards.hosts.replace("_", "-").replace("-", "--", 1),
+    shell:
+        "rematbench predict {input.sheet} -o {output} --processes 1 {params.hosts} > {log} 2>&1"
+
+
+rule small_models_figure:
+    input:
+        script="figures/small_models.py",
+        style="figures/style.py",
+        cells=[
+            "results/paper/predictions_more.csv",
+            "results/paper/predictions_more_instant_hosts.csv",
+        ],
+    output:
+        pdf="results/{suite}/figures/small_models.pdf",
+        png=report("results/{suite}/figures/small_models.png", category="figures"),
+    log:
+        "results/{suite}/logs/small_models.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "python {input.script} {input.cells} {output.pdf} > {log} 2>&1"
+
+
 rule stages:
     input:
         records=looked_into,

@@ -57,8 +57,7 @@ rule matrix_tables:
             model=MATRIX_MODELS,
             part=MATRIX_PARTS,
         ),
-        predictions="results/paper/predictions.csv",
-        accuracy="config/accuracy.yaml",
+        bands="config/left_out.csv",
     output:
         expand(
             "results/paper/tables/{table}.{suffix}",
@@ -74,5 +73,5 @@ rule matrix_tables:
         engine=code("tables"),
         folder=lambda wildcards, output: Path(output[0]).parent,
     shell:
-        "rematbench matrix-tables {input.suite} {input.results}"
-        " --predictions {input.predictions} -o {params.folder} > {log} 2>&1"
+        "rematbench matrix-tables {input.suite} {input.results} -o {params.folder}"
+        " > {log} 2>&1"

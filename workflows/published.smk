@@ -6,7 +6,10 @@ TABLES = [
     "atc24_figure7_memory",
     "atc24_figure9_scaling",
     "atc24_table8_waterfall",
+    "bands",
+    "calibrated",
     "cells",
+    "decisions",
     "fujii_80_percent_rule",
     "oom_verdicts",
     "promises",
@@ -34,6 +37,7 @@ rule predict:
     input:
         sheet="results/paper/sheets/{method}.csv",
         methods=method_files,
+        bands="config/left_out.csv",
     output:
         "results/paper/predictions/{method}.csv",
     log:
@@ -53,7 +57,7 @@ rule predict:
 rule tables:
     input:
         predictions=expand("results/paper/predictions/{method}.csv", method=SHEETS),
-        accuracy=["config/accuracy.yaml", "config/left_out.yaml"],
+        accuracy=["config/accuracy.yaml", "config/left_out.csv"],
     output:
         cells="results/paper/predictions.csv",
         tables=expand(

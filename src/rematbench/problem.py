@@ -46,7 +46,8 @@ Weigher = Callable[["Problem", Plan], int]
 @dataclass(frozen=True, eq=False)
 class Problem:
     """The only argument of a method.  `attention`: whether scores are in memory; `backend`: a fused
-    kernel other than the stack's ("": the stack's).  `evaluator` is the chunk-level evaluator;
+    kernel other than the stack's ("": the stack's).  `reserve_bytes` of each device stay free where
+    a method tunes its plan to the device.  `evaluator` is the chunk-level evaluator;
     `weigher` gives the bytes that the fullest rank reserves without simulating time (both
     memoised).  Raises LayoutError, and RateError for a kernel that the GPUs cannot run."""
 
@@ -59,6 +60,7 @@ class Problem:
     evaluator: Evaluator | None = None
     weigher: Weigher | None = None
     backend: AttentionBackend | Literal[""] = ""
+    reserve_bytes: int = 0
     _memo: dict[bytes, Evaluation] = field(default_factory=dict, repr=False)
     _weights: dict[bytes, int] = field(default_factory=dict, repr=False)
 
@@ -258,15 +260,16 @@ class CostFacade(CostModel):
         return max(self.evaluate(plan).peak_device_bytes)
 
     def headroom_bytes(self, plan: Plan) -> int:
-        """Usable device bytes of the cluster less what the fullest rank reserves; negative: out of
-        memory."""
+        """Usable device bytes of the cluster, less those to leave free, less what the fullest rank
+        reserves; negative: more than a tuned plan may take."""
+        room = self._problem.usable_bytes - self._problem.reserve_bytes
         key = msgspec.json.encode(plan)
         weights, weigher = self._problem._weights, self._problem.weigher
         if weigher is not None and key not in self._problem._memo:
             if key not in weights:
                 weights[key] = weigher(self._problem, plan)
-            return self._problem.usable_bytes - weights[key]
-        return self._problem.usable_bytes - self.evaluate(plan).reserved_bytes
+            return room - weights[key]
+        return room - self.evaluate(plan).reserved_bytes
 
     def pipeline_offload_estimator(self, chunk_bytes: float) -> PipelineOffloadEstimator:
         """ATC'24's own estimate of first-stage bytes, as a function of the offloaded share."""

@@ -43,6 +43,11 @@ def test_every_comparable_cell_is_predicted() -> None:
     assert {each.name: each.missing for each in report().groups if each.missing} == {}
 
 
+def test_few_cells_are_tight() -> None:
+    verdicts = report().verdicts
+    assert 0 < verdicts.tight <= 0.15 * verdicts.cells
+
+
 def test_verdicts_beat_always_fits() -> None:
     verdicts = report().verdicts
     assert verdicts.right > verdicts.always_fits

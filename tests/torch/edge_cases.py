@@ -26,8 +26,6 @@ from tests.torch import cases, test_in_backward
 from tests.torch.fake_cuda import DEVICE, OVERLAP, executor_of, first_fault
 from tests.torch.recorder import Recorder, recording
 
-TIED = replace(cases.TINY, tied_embeddings=True)
-
 
 def late_copies() -> Case:
     """A sound program that copies the second micro-batch out after the first one's backward, so
@@ -55,7 +53,7 @@ def held() -> Case:
 
 
 MADE: dict[str, Callable[[], Case]] = {
-    "pp2 tied": lambda: cases.case("pp2", "keep", precision="bf16", model=TIED),
+    "pp2 tied": lambda: cases.case("pp2", "keep", precision="bf16", model=cases.TIED),
     "dp2 once": lambda: test_in_backward.case("dp2", "keep", "bf16")[1],
     "tp2 once": lambda: test_in_backward.case("tp2", "keep", "bf16")[1],
     "pp2 held": held,

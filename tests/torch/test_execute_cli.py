@@ -3,21 +3,19 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.cli.app import main
 from rematbench.cli.measured import converge
 from rematbench.host.console import CommandError
 from rematbench.runs.record import Record, read_record
 from rematbench.spec.paths import data_dir
 from rematbench.torch import job
+from tests.typed import typed
 
-Here = Callable[..., tuple[object, str, str]]
 TINY = ("--model", "tiny-llama-deep", "--cluster", "this-machine", "--system", "rematbench")
 METHOD = '''"""drop_norms: rebuild both norms' outputs.
 
@@ -76,21 +74,8 @@ def executed(dropped_in: Path) -> tuple[Record, str]:
     return read_record(out), done.stdout
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
-    """A command in this process, where it starts none: its exit code, output and errors."""
-
-    def run(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["rematbench", *words])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        return (exit_.value.code, *capsys.readouterr())
-
-    return run
-
-
-def test_a_baseline_is_no_method_and_its_command_is_named(here: Here) -> None:
-    code, _, said = here("execute", "megatron_core", *TINY, "--gpus", "1")
+def test_a_baseline_is_no_method_and_its_command_is_named() -> None:
+    code, _, said = typed("execute", "megatron_core", *TINY, "--gpus", "1")
     (line,) = said.splitlines()
     assert code == 2
     assert "`rematbench baseline run megatron_core` executes it" in line
@@ -136,21 +121,21 @@ def test_the_same_file_is_traced_to_the_same_bytes(
     ],
 )
 def test_what_is_not_modelled_is_refused_before_any_process(
-    words: tuple[str, ...], said: str, here: Here, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "execute_cases", None)  # what starts processes
-    code, out, _ = here("execute", "keep_all", "--cluster", "this-machine", *words)
+    code, out, _ = typed("execute", "keep_all", "--cluster", "this-machine", *words)
     assert code == 1
     assert said in out
 
 
 def test_a_launcher_with_another_number_of_processes_is_said(
-    here: Here, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    code, _, said = here("execute", "keep_all", *TINY, "--gpus", "2")
+    code, _, said = typed("execute", "keep_all", *TINY, "--gpus", "2")
     assert code == 2
     assert "--gpus 2: the launcher started 4 processes" in said
 

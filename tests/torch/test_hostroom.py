@@ -1,7 +1,6 @@
 """A job that this host has no memory for is not started: the kernel would kill somebody."""
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
-from rematbench.cli.app import main
 from rematbench.host import memory as hostmemory
 from rematbench.lowering.lower import lower
 from rematbench.program.ledger import issue_order
@@ -24,6 +22,7 @@ from rematbench.torch.trace import trace_rank
 from rematbench.worlds.measure import activation_bytes
 from tests.torch import cases, test_in_backward
 from tests.torch.test_execute_cli import TINY, rematbench
+from tests.typed import typed
 
 CASES = {
     "fp64": lambda: cases.case("pp2", "keep"),
@@ -129,10 +128,7 @@ def test_what_no_host_holds_is_answered_and_not_tried(
     monkeypatch.setattr(hostroom, "free_bytes", lambda: 100 << 30)
     out = tmp_path / "record.json"
     asked = ["execute", "keep_all", *TINY, "--gpus", "1", *words, "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["rematbench", *asked, "--device", "cpu"])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 1
+    assert typed(*asked, "--device", "cpu").code == 1
     assert read_record(out).status == "oom"
 
 

@@ -1,17 +1,26 @@
 """The engine as the step model of the fit, and refits that never see a source."""
 
+import math
 from typing import Any
 
 import pytest
 
 from rematbench.cost.fit import PRIORS, fit_rows, with_values
 from rematbench.plugins.discover import discover
-from rematbench.published.accuracy import load_accuracy, load_left_out
+from rematbench.published.accuracy import SPEED, load_accuracy
 from rematbench.published.calibrate import StepModel, _lowered, _seconds, without_source
+from rematbench.published.left_out import (
+    REFITTED,
+    joined,
+    left_out_errors,
+    line_of,
+    log_error,
+    out_of_source,
+)
 from rematbench.published.predict import predict_rows
 from rematbench.published.rows import read_case
 from rematbench.published.sheets import read_sheet
-from rematbench.published.validate import SPEED
+from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 
@@ -71,4 +80,28 @@ def test_predictions_follow_the_constants_given() -> None:
 
 def test_every_group_of_speeds_has_a_left_out_error() -> None:
     groups = {group.name for group in load_accuracy().groups if group.metric == SPEED}
-    assert set(load_left_out()) == groups
+    assert set(left_out_errors(out_of_source(), load_accuracy(), calibration())) == groups
+
+
+def test_a_line_is_of_the_row_that_was_predicted() -> None:
+    rows = [dict(ROWS[0], status="oom"), dict(ROWS[1])]
+    made = [{**row, "pred_tokens_per_s_per_gpu": "3000"} for row in rows]
+    found = [line_of("runs.csv", i, rows[i], made[i], REFITTED) for i in range(2)]
+    assert found[0] == {}  # what ran out of memory has no error
+    line = found[1]
+    assert joined(line, {"runs.csv": rows})["model"] == rows[1]["model"]
+    assert log_error(joined(line, {"runs.csv": rows})) == pytest.approx(
+        math.log(3000 / float(rows[1]["tokens_per_s_per_gpu"]))
+    )
+    with pytest.raises(ConfigError, match="row 2: another row was predicted"):
+        joined(line, {"runs.csv": rows[::-1]})
+
+
+def test_every_fitted_source_is_refitted_without_and_no_other() -> None:
+    """A row of a sheet with FIT rows is out of source only after a refit without its source."""
+    declared = [rule.source for rule in calibration().fit]
+    for row in out_of_source():
+        if log_error(row) is None:
+            continue  # a peak alone, to which no constant is fitted
+        fitted_to = any(source in row["source"] for source in declared)
+        assert fitted_to == (row["constants"] == REFITTED) or row["sheet"] == "runs_more.csv"

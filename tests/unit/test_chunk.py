@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
-from rematbench.program.action import STREAM_INDEX, STREAMS, Action
+from rematbench.program.action import STREAM_INDEX, Action
 from rematbench.program.program import parse_program
 from rematbench.simulate.max_plus import macro_of, simulate_chunks
-from rematbench.simulate.step import DeadlockError, compile_block, simulate
+from rematbench.simulate.step import HOST, DeadlockError, compile_block, simulate
 from tests.problems import LLAMA, layers, problem, slots
 
 
@@ -45,7 +45,7 @@ def test_a_block_is_a_max_plus_map() -> None:
     )
     (block,) = parse_program(text).ranks[0].blocks
     macro = macro_of(compile_block(block, 0, lambda action, rank: float(action.nbytes)))
-    compute, d2h, event = STREAM_INDEX["compute"], STREAM_INDEX["d2h"], len(STREAMS)
+    compute, d2h, event = STREAM_INDEX["compute"], STREAM_INDEX["d2h"], HOST + 1
     assert macro.waits == ("h2d",)
     assert {target: dict(terms) for target, terms in macro.streams} == {
         compute: {compute: 3.0, event: 2.0},

@@ -1,16 +1,16 @@
 """What a person types: one clear line for a mistake, results for out of memory and unsupported."""
 
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rematbench.cli.app import COMMANDS, WORKFLOW, main
+from rematbench.cli.app import COMMANDS, WORKFLOW
 from rematbench.cli.doctor import cluster_yaml
 from rematbench.runs.record import read_record
+from tests.typed import typed
 
 DEMO = [
     *("--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4"),
@@ -18,6 +18,8 @@ DEMO = [
 ]
 PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
 KEYS = {
+    "band",
+    "fits",
     "step_s",
     "tokens_per_s_per_gpu",
     "mfu_causal",
@@ -32,36 +34,26 @@ KEYS = {
     "binds",
     "status",
     "reason",
+    "job",
+    "run_with",
 }
 
 
-class Ran:
-    """A command's exit code and what it printed."""
-
-    def __init__(self, code: object, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*words: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["started/as.py", *words])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        return Ran(exit_.value.code, *capsys.readouterr())
-
-    return run
-
-
-def typed(functions: Iterable[Any]) -> list[str]:
+def words_of(functions: Iterable[Any]) -> list[str]:
     return [function.__name__.replace("_", "-") for function in functions]
 
 
-@pytest.mark.parametrize("command", typed((*COMMANDS, *WORKFLOW)))
-def test_every_command_has_help_with_an_example(cli: Any, command: str) -> None:
-    ran = cli(command, "--help")
+@pytest.mark.parametrize("command", words_of((*COMMANDS, *WORKFLOW)))
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    ran = typed(command, "--help")
     assert ran.code == 0
     assert f"rematbench {command}" in ran.out.partition("Example:")[2]
+
+
+@pytest.mark.parametrize("command", words_of(COMMANDS))
+def test_examples_of_what_a_person_uses_need_no_checkout(command: str) -> None:
+    example = typed(command, "--help").out.partition("Example:")[2].partition("Options:")[0]
+    assert not [path for path in ("results/", "config/", "src/", "tests/") if path in example]
 
 
 def listed(text: str) -> list[str]:
@@ -70,12 +62,12 @@ def listed(text: str) -> list[str]:
     return [line.split()[0] for line in lines if line.startswith("  ") and line[2:3].strip()]
 
 
-def test_help_lists_what_a_person_uses_and_help_all_every_command(cli: Any) -> None:
-    short, every = listed(cli("--help").out), listed(cli("--help-all").out)
-    assert len(short) == 15
-    assert sorted(short) == sorted([*typed(COMMANDS), "baseline"])
-    assert sorted(every) == sorted([*short, *typed(WORKFLOW)])
-    assert listed(cli("--help").out) == short  # --help-all changes nothing that lasts
+def test_help_lists_what_a_person_uses_and_help_all_every_command() -> None:
+    short, every = listed(typed("--help").out), listed(typed("--help-all").out)
+    assert len(short) == 16
+    assert sorted(short) == sorted([*words_of(COMMANDS), "baseline"])
+    assert sorted(every) == sorted([*short, *words_of(WORKFLOW)])
+    assert listed(typed("--help").out) == short  # --help-all changes nothing that lasts
 
 
 NAMES = """
@@ -86,8 +78,8 @@ curves baseline
 """
 
 
-def test_names_of_commands_are_a_contract(cli: Any) -> None:
-    assert set(NAMES.split()) <= set(listed(cli("--help-all").out))
+def test_names_of_commands_are_a_contract() -> None:
+    assert set(NAMES.split()) <= set(listed(typed("--help-all").out))
 
 
 @pytest.mark.parametrize(
@@ -126,8 +118,8 @@ def test_names_of_commands_are_a_contract(cli: Any) -> None:
     ],
     ids=lambda value: " ".join(value[:2] + value[-2:]) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line_and_exit_code_2(cli: Any, words: list[str], told: str) -> None:
-    ran = cli(*words)
+def test_a_mistake_is_one_line_and_exit_code_2(words: list[str], told: str) -> None:
+    ran = typed(*words)
     assert ran.code == 2
     assert ran.out == ""
     assert ran.err.count("\n") == 1
@@ -135,8 +127,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(cli: Any, words: list[str], told:
     assert ran.err.startswith("rematbench")
 
 
-def test_json_has_the_agreed_keys(cli: Any) -> None:
-    ran = cli("simulate", "balanced_checkpointing+pp_offload", *PIPE, "--set", "alpha=.5", "--json")
+def test_json_has_the_agreed_keys() -> None:
+    ran = typed(
+        "simulate", "balanced_checkpointing+pp_offload", *PIPE, "--set", "alpha=.5", "--json"
+    )
     found = json.loads(ran.out)
     assert ran.code == 0
     assert found.keys() == KEYS
@@ -148,21 +142,21 @@ def test_json_has_the_agreed_keys(cli: Any) -> None:
     assert found["offload_bytes"] > 0
 
 
-def test_unsupported_and_out_of_memory_are_results(cli: Any) -> None:
-    ran = cli("simulate", "pp_offload", *DEMO, "--json")
+def test_unsupported_and_out_of_memory_are_results() -> None:
+    ran = typed("simulate", "pp_offload", *DEMO, "--json")
     found = json.loads(ran.out)
     assert (ran.code, found["status"]) == (0, "unsupported")
     assert "pp >= 3" in found["reason"]
     assert found["step_s"] is None
-    ran = cli("simulate", "keep_all", *DEMO, "--seq-len", "65536", "--json")
+    ran = typed("simulate", "keep_all", *DEMO, "--seq-len", "65536", "--json")
     found = json.loads(ran.out)
     assert (ran.code, found["status"]) == (0, "oom")
     assert found["headroom_bytes"] < 0
     assert "GiB short" in found["reason"]
 
 
-def test_a_person_reads_the_verdict_first_and_no_op_aloud(cli: Any) -> None:
-    ran = cli("simulate", "selective_recompute", *PIPE)
+def test_a_person_reads_the_verdict_first_and_no_op_aloud() -> None:
+    ran = typed("simulate", "selective_recompute", *PIPE)
     assert ran.code == 0
     verdict, speed = ran.out.index("FITS"), ran.out.index("tokens/s/GPU")
     assert verdict < speed
@@ -173,28 +167,28 @@ def test_a_person_reads_the_verdict_first_and_no_op_aloud(cli: Any) -> None:
     assert ran.out.isascii()
 
 
-def test_partition_moves_layers(cli: Any) -> None:
+def test_partition_moves_layers() -> None:
     sizes = "3,4,4,5,3,4,4,5"
-    ran = cli("plan", "keep_all", *PIPE, "--partition", sizes, "--rank", "3", "--json")
+    ran = typed("plan", "keep_all", *PIPE, "--partition", sizes, "--rank", "3", "--json")
     partition = json.loads(ran.out)["partition"]
     assert [len(chunks[0]) for chunks in partition] == [3, 4, 4, 5]
     assert partition[3][1] == [27, 28, 29, 30, 31]
 
 
-def test_another_partition_is_another_run(cli: Any, tmp_path: Path) -> None:
+def test_another_partition_is_another_run(tmp_path: Path) -> None:
     ids = set()
     for number, sizes in enumerate(("4,4,4,4,4,4,4,4", "3,4,4,5,3,4,4,5")):
         path = tmp_path / f"{number}.json"
-        cli("simulate", "keep_all", *PIPE, "--partition", sizes, "--out", str(path))
+        typed("simulate", "keep_all", *PIPE, "--partition", sizes, "--out", str(path))
         ids.add(read_record(path).run_id)
     assert len(ids) == 2
 
 
-def test_gpipe_takes_as_long_and_keeps_every_micro_batch(cli: Any) -> None:
+def test_gpipe_takes_as_long_and_keeps_every_micro_batch() -> None:
     found = []
     for more in ((), ("--gpipe",)):
         options = (*PIPE[: PIPE.index("--vpp")], *PIPE[PIPE.index("--vpp") + 2 :], *more)
-        found.append(json.loads(cli("simulate", "keep_all", *options, "--json").out))
+        found.append(json.loads(typed("simulate", "keep_all", *options, "--json").out))
     assert (
         found[1]["peak_device_bytes"]["per_rank"][-1]
         > 2 * found[0]["peak_device_bytes"]["per_rank"][-1]
@@ -202,35 +196,35 @@ def test_gpipe_takes_as_long_and_keeps_every_micro_batch(cli: Any) -> None:
     assert found[1]["step_s"] == pytest.approx(found[0]["step_s"], rel=0.05)
 
 
-def test_gpipe_does_not_interleave(cli: Any) -> None:
-    ran = cli("simulate", "keep_all", *PIPE, "--gpipe")
+def test_gpipe_does_not_interleave() -> None:
+    ran = typed("simulate", "keep_all", *PIPE, "--gpipe")
     assert "--gpipe has one chunk per rank, --vpp is 2" in ran.err
 
 
-def test_plan_prints_a_rank_of_actions(cli: Any) -> None:
-    ran = cli("plan", "full_recompute", *PIPE, "--actions", "--rank", "2")
+def test_plan_prints_a_rank_of_actions() -> None:
+    ran = typed("plan", "full_recompute", *PIPE, "--actions", "--rank", "2")
     assert ran.out.startswith("block ")
     assert "\nR0.0 compute L0.attn_norm" in ran.out
 
 
-def test_a_record_is_replayed_as_stages_and_trace(cli: Any, tmp_path: Path) -> None:
+def test_a_record_is_replayed_as_stages_and_trace(tmp_path: Path) -> None:
     record, trace, stages = (tmp_path / name for name in ("run.json", "trace.json", "stages.csv"))
-    assert cli("simulate", "keep_all", *PIPE, "--out", str(record)).code == 0
+    assert typed("simulate", "keep_all", *PIPE, "--out", str(record)).code == 0
     assert read_record(record).status == "ok"
-    assert cli("stages", str(record), "-o", str(stages)).code == 0
+    assert typed("stages", str(record), "-o", str(stages)).code == 0
     assert len(stages.read_text().splitlines()) == 1 + 4
-    assert cli("timeline", str(record), "-o", str(trace)).code == 0
+    assert typed("timeline", str(record), "-o", str(trace)).code == 0
     step_s = json.loads(trace.read_text())["otherData"]["step_s"]
     assert step_s == pytest.approx(read_record(record).repeats[0].step_s, rel=1e-9)
 
 
-def test_doctor_writes_a_cluster_file_that_loads(cli: Any, tmp_path: Path) -> None:
+def test_doctor_writes_a_cluster_file_that_loads(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    assert cli("doctor", "--write", str(path)).code == 0
-    again = cli("doctor", "--write", str(path))
+    assert typed("doctor", "--write", str(path)).code == 0
+    again = typed("doctor", "--write", str(path))
     assert again.code == 2
     assert "exists" in again.err
-    ran = cli("simulate", "keep_all", *DEMO, "--cluster", str(path), "--gpus", "8")
+    ran = typed("simulate", "keep_all", *DEMO, "--cluster", str(path), "--gpus", "8")
     assert ran.code == 0
     assert "(mine)" in ran.out
 
@@ -249,18 +243,18 @@ def test_doctor_takes_a_generation_from_files_of_such_gpus(gpu: str, told: str) 
     assert ("hbm_bytes_per_s:\n  value: 2.04e+12" in text) is ("A100" in gpu)
 
 
-def test_a_sheet_keeps_its_bad_rows(cli: Any, tmp_path: Path) -> None:
+def test_a_sheet_keeps_its_bad_rows(tmp_path: Path) -> None:
     sheet, out = tmp_path / "rows.csv", tmp_path / "pred.csv"
     head = "model,system,cluster,gpus,seq_len,global_batch,tp,pp,dp,recompute\n"
     good = "llama-7b,megatron-core,a800-80gb,4,4096,8,2,1,2,full\n"
     bad = "llama-7b,megatron-core,a800-80gb,4,4096,8,3,1,2,full\n"
     sheet.write_text(head + good + bad)
-    ran = cli("predict", str(sheet), "-o", str(out), "--processes", "1")
+    ran = typed("predict", str(sheet), "-o", str(out), "--processes", "1")
     assert ran.code == 0
     lines = out.read_text().splitlines()
     assert ",ok," in lines[1]
     assert ",failed,gpus 4 is not tp x cp x pp x dp = 6" in lines[2]
 
 
-def test_version(cli: Any) -> None:
-    assert cli("--version").out.startswith("rematbench ")
+def test_version() -> None:
+    assert typed("--version").out.startswith("rematbench ")

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +11,23 @@ from rich.console import Console
 
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
-from rematbench.cli.app import main
-from rematbench.cli.compare import judge
+from rematbench.choose.judged import judge
 from rematbench.cli.options import Request, RunOptions, request
-from rematbench.cli.ranking import Ranking
+from rematbench.cli.ranking import Ranking, Shown
 from rematbench.cost.estimators import fujii_estimate
-from rematbench.host.console import percent
+from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.published.closed_forms import closed_form
-from rematbench.published.evidence import RULES
 from rematbench.published.rule80 import rule_table, scored_cells
 from rematbench.simulate.breakdown import PARTS
-from rematbench.spec.paths import data_dir
+from tests.typed import typed
 
 DEMO = [
     *("--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4"),
     *("--seq-len", "4096", "--global-batch", "8"),
 ]
 PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
-
-
-class Ran:
-    """A command's exit code and what it printed."""
-
-    def __init__(self, code: object, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*words: str) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["rematbench", *words])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        return Ran(exit_.value.code, *capsys.readouterr())
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -63,7 +42,6 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (["compare", *DEMO, "--set", "alpha=1"], "No such option: --set"),
         (["compare", *DEMO, "--limit", "0"], "'--limit'"),
         (["compare", *DEMO, "--processes", "0"], "'--processes'"),
-        (["compare", *DEMO, "--predictions", "no.csv"], "no.csv: cannot be read"),
         (["compare", *DEMO, "--methods", "nowhere"], "no such folder of methods"),
         (["compare", *DEMO, "-o", "/dev/null/x.csv"], "cannot be written"),
         (["compare", *DEMO, "-o", "."], "-o .: cannot be written (Is a directory)"),
@@ -77,8 +55,8 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         (["simulate", "full_recompute", *PIPE, "--estimator", "atc24"], "run again whole"),
     ],
 )
-def test_a_mistake_is_one_clear_line(cli: Any, words: list[str], told: str) -> None:
-    ran = cli(*words)
+def test_a_mistake_is_one_clear_line(words: list[str], told: str) -> None:
+    ran = typed(*words)
     assert ran.code == 2
     assert ran.out == ""
     assert ran.err.startswith(f"rematbench {words[0]}: ")
@@ -89,9 +67,9 @@ def test_a_mistake_is_one_clear_line(cli: Any, words: list[str], told: str) -> N
 # -- compare ----------------------------------------------------------------------------------
 
 
-def test_the_csv_says_what_simulate_says(cli: Any, tmp_path: Path) -> None:
+def test_the_csv_says_what_simulate_says(tmp_path: Path) -> None:
     path = tmp_path / "compare.csv"
-    ran = cli("compare", *PIPE, "--limit", "60", "-o", str(path))
+    ran = typed("compare", *PIPE, "--limit", "60", "-o", str(path))
     assert ran.code == 0
     assert ran.out.splitlines()[4].startswith("FASTEST: ")
     with path.open(newline="") as file:
@@ -99,7 +77,7 @@ def test_the_csv_says_what_simulate_says(cli: Any, tmp_path: Path) -> None:
     assert rows["memo+mst"]["origin"] == "composition"
     assert rows["selective_recompute"]["same_as"] == "keep_all"
     for name in ("keep_all", "selective_recompute", "memo", "memo+mst"):
-        alone = json.loads(cli("simulate", name, *PIPE, "--json").out)
+        alone = json.loads(typed("simulate", name, *PIPE, "--json").out)
         row = rows[name]
         assert row["status"] == alone["status"]
         for key in ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "headroom_bytes"):
@@ -107,31 +85,44 @@ def test_the_csv_says_what_simulate_says(cli: Any, tmp_path: Path) -> None:
         assert sum(float(row[f"{part}_s"]) for part in PARTS) == pytest.approx(alone["step_s"])
         assert float(row["peak_device_bytes"]) == alone["peak_device_bytes"]["max"]
         assert name in ran.out
-        told = trust(cli("simulate", name, *PIPE).out)
-        assert f"{row['evidence']} {percent(float(row['evidence_error']))} (" in told
-        assert f"same {row['evidence_rule']}: {row['evidence_groups']}" in told
+        told = trust(typed("simulate", name, *PIPE).out)
+        assert told == f"evidence: {row['evidence']}"
+        ends = [float(row[f"{end}_tokens_per_s_per_gpu"]) for end in ("low", "high")]
+        assert [alone["band"]["low"], alone["band"]["high"]] == ends
+        assert alone["fits"] == row["fits"]
+    assert "in-sample" not in ran.out
 
 
 def trust(text: str) -> str:
-    """The line of `simulate` about errors of predictions like this one."""
-    return next(line for line in text.splitlines() if "published cell" in line)
+    """The line of `simulate` about the evidence for predictions like this one."""
+    return next(line for line in text.splitlines() if line.startswith("evidence: "))
 
 
-def test_simulate_is_validated_by_facts_and_not_by_names(cli: Any, tmp_path: Path) -> None:
-    """A stack that claims rows by another name has them; a cluster has not those of its name."""
-    job = ("full_recompute", "--gpus", "8", "--seq-len", "8192", "--global-batch", "64")
-    model = ("--model", "llama-3.1-8b", "--cluster", "h100-96gb-hbm2e", "--system", "torchtitan")
-    told = trust(cli("simulate", *job, *model, "--zero", "3").out)
-    assert f"same {RULES[0]}: torchtitan" in told
-    shipped = (data_dir("config") / "clusters" / "h800-80gb.yaml").read_text()
+def test_what_nobody_published_is_said_in_words() -> None:
+    """Neither a long job nor a method of a minute ago has the evidence of a published cell."""
+    job = ("--model", "llama-3.1-8b", "--cluster", "h100-80gb", "--gpus", "8", "--cp", "8")
+    far = ("--global-batch", "1", "--seq-len", "262144")
+    told = trust(typed("simulate", "memo", *job, *far).out)
+    assert "262,144 tokens (published on megatron-core: 8,192)" in told
+    assert "mechanism memo" in told
+
+
+def test_a_stack_is_known_by_its_facts_and_not_by_its_name(tmp_path: Path) -> None:
+    job = ("full_recompute", "--gpus", "64", "--seq-len", "8192", "--global-batch", "64")
+    job += ("--model", "llama-7b", "--cluster", "h800-80gb", "--tp", "2", "--pp", "4")
     mine = tmp_path / "mine.yaml"
-    mine.write_text(shipped.replace("value: 9.895e14", "value: 3.958e14"))
-    pipe = (*job, "--model", "llama-7b", "--system", "megatron-kwai", "--tp", "2", "--pp", "4")
-    for cluster, rule in (("h800-80gb", RULES[0]), (str(mine), RULES[2])):
-        assert f"same {rule}: " in trust(cli("simulate", *pipe, "--cluster", cluster).out)
+    copy = "name: mine\nversion: '1'\nbase: megatron-kwai\n"
+    mine.write_text(copy)
+    told = trust(typed("simulate", *job, "--system", str(mine)).out)
+    assert told == trust(typed("simulate", *job, "--system", "megatron-kwai").out)
+    assert "stack" not in told
+    mine.write_text(copy + "tp_overlap: {value: none, source: mine}\n")
+    assert "stack with facts of its own" in trust(
+        typed("simulate", *job, "--system", str(mine)).out
+    )
 
 
-def test_my_model_and_my_cluster(cli: Any, tmp_path: Path) -> None:
+def test_my_model_and_my_cluster(tmp_path: Path) -> None:
     config = {
         "model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096,
         "num_hidden_layers": 10, "num_attention_heads": 16, "num_key_value_heads": 4,
@@ -141,12 +132,12 @@ def test_my_model_and_my_cluster(cli: Any, tmp_path: Path) -> None:
     model.write_text(json.dumps(config))
     cluster.write_text(CLUSTER)
     job = ("--model", str(model), "--cluster", str(cluster), "--gpus", "4", "--seq-len", "2048")
-    ran = cli("compare", *job, "--global-batch", "8", "--pp", "4", "--limit", "60")
+    ran = typed("compare", *job, "--global-batch", "8", "--pp", "4", "--limit", "60")
     assert ran.code == 0
     assert "on 4 x A100 (mine)" in ran.out
     assert "FASTEST: " in ran.out
-    assert "same stack and GPU generation, any method" in ran.out  # megatron-core ran on A100s
-    refused = cli("compare", *job, "--global-batch", "8", "--limit", "60")
+    assert "mechanism " in ran.out
+    refused = typed("compare", *job, "--global-batch", "8", "--limit", "60")
     assert "unsupported: pp_offload: needs pp >= 3" in refused.out
     assert "unsupported: lynx_heu: needs tp, cp or pp > 1" in refused.out
 
@@ -173,7 +164,7 @@ def asked_of(**problem: Any) -> Request:
     return request(RunOptions(method="keep_all", problem={"system": "megatron-core", **problem}))
 
 
-@pytest.mark.parametrize("width", [100, 160])
+@pytest.mark.parametrize("width", [80, 100, 160])
 def test_the_table_is_not_cut(width: int) -> None:
     """No cell loses letters at the width of a terminal or of a pipe."""
     options = dict(zip((w[2:].replace("-", "_") for w in PIPE[::2]), PIPE[1::2], strict=True))
@@ -181,17 +172,18 @@ def test_the_table_is_not_cut(width: int) -> None:
     asked = asked_of(**{**options, **numbers})
     config = replace(load_compare(), policies=load_compare().policies[-2:])
     found = Comparing(asked.problem, asked.base, config, limit_s=60).everything()
-    judged = judge(found, asked, [], config)
+    judged = judge(found, asked.problem)
     out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    printed = Ranking(out, asked, config.shown_share)
+    shown = Shown(asked=asked, engines=Engines(asked.problem), share=config.shown_share)
+    printed = Ranking(out, shown)
     printed.table(judged)
     printed.notes(found, judged)
     text = out.export_text()
     assert "\u2026" not in text
     assert max(map(len, text.splitlines())) <= width
-    for word in ("selective_recompute:", "layernorm", "+mst", "no cell", "plan of keep_all"):
+    for word in ("selective_recompute:", "layernorm", "+mst", "plan of keep_all"):
         assert word in text
-    assert "no published cell says which differences mean anything" in text
+    assert "80 % band: of published speeds" in text
 
 
 LONG = [
@@ -203,11 +195,11 @@ LONG = [
 @pytest.mark.full
 @pytest.mark.parametrize(("seq_len", "faster_than"), [("1048576", 500.0), ("786432", 300.0)])
 def test_long_contexts_fit_where_a_composition_does(
-    cli: Any, tmp_path: Path, seq_len: str, faster_than: float
+    tmp_path: Path, seq_len: str, faster_than: float
 ) -> None:
     """Both were NOTHING FITS once; dropping everything and rebuilding it took 550 and 320 s."""
     path = tmp_path / "compare.csv"
-    ran = cli("compare", *LONG, "--seq-len", seq_len, "--limit", "60", "-o", str(path))
+    ran = typed("compare", *LONG, "--seq-len", seq_len, "--limit", "60", "-o", str(path))
     assert ran.code == 0
     first = ran.out.splitlines()[4]
     assert first.startswith("FASTEST: ")
@@ -215,13 +207,13 @@ def test_long_contexts_fit_where_a_composition_does(
         best = next(csv.DictReader(file))
     assert (best["status"], best["origin"]) == ("ok", "variant")
     assert float(best["step_s"]) < faster_than
-    alone = json.loads(cli("simulate", best["name"], *LONG, "--seq-len", seq_len, "--json").out)
+    alone = json.loads(typed("simulate", best["name"], *LONG, "--seq-len", seq_len, "--json").out)
     assert (alone["status"], alone["step_s"]) == ("ok", float(best["step_s"]))
 
 
-def test_where_nothing_fits_the_last_line_says_what_would(cli: Any) -> None:
+def test_where_nothing_fits_the_last_line_says_what_would() -> None:
     job = ["--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "1", "--seq-len", "2048"]
-    ran = cli("compare", *job, "--global-batch", "1", "--limit", "60")
+    ran = typed("compare", *job, "--global-batch", "1", "--limit", "60")
     assert ran.code == 0
     assert ran.out.splitlines()[4].startswith("NOTHING FITS: nearest is ")
     last = ran.out.splitlines()[-1]
@@ -234,12 +226,12 @@ def test_where_nothing_fits_the_last_line_says_what_would(cli: Any) -> None:
 # -- estimators -------------------------------------------------------------------------------
 
 
-def test_fujii_stands_beside_the_ledger(cli: Any) -> None:
+def test_fujii_stands_beside_the_ledger() -> None:
     words = ["keep_all", *DEMO, "--pp", "2", "--tp", "2", "--estimator", "fujii"]
-    ran = cli("simulate", *words)
+    ran = typed("simulate", *words)
     assert ran.code == 0
     assert "80 % rule: " in ran.out
-    found = json.loads(cli("simulate", *words, "--json").out)["estimate"]
+    found = json.loads(typed("simulate", *words, "--json").out)["estimate"]
     asked = asked_of(model="llama-7b", cluster="a800-80gb", gpus=4, seq_len=4096, global_batch=8,
                      pp=2, tp=2)  # fmt: skip
     form = fujii_estimate(asked.problem.workload.model, asked.problem.layout, 4096)
@@ -248,7 +240,7 @@ def test_fujii_stands_beside_the_ledger(cli: Any) -> None:
     assert f"{form.total_bytes / 2**30:.2f}" in ran.out
 
 
-def test_atc24_is_the_estimate_that_the_method_asks(cli: Any) -> None:
+def test_atc24_is_the_estimate_that_the_method_asks() -> None:
     """The alpha that `fit: paper` chooses is the smallest whose estimate is below its cap."""
     method = discover().resolve("balanced_checkpointing+pp_offload", {"fit": "paper"})
     asked = asked_of(model="llama-7b", cluster="a800-80gb", gpus=4, seq_len=16384, global_batch=8,
@@ -261,8 +253,8 @@ def test_atc24_is_the_estimate_that_the_method_asks(cli: Any) -> None:
     assert form.total_bytes == pytest.approx(65_000 * 2**20, rel=1e-3)
 
 
-def test_without_an_estimator_nothing_is_added(cli: Any) -> None:
-    assert "estimate" not in json.loads(cli("simulate", "keep_all", *DEMO, "--json").out)
+def test_without_an_estimator_nothing_is_added() -> None:
+    assert "estimate" not in json.loads(typed("simulate", "keep_all", *DEMO, "--json").out)
 
 
 # -- Fujii's 80 % rule ------------------------------------------------------------------------

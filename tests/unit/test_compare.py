@@ -1,5 +1,7 @@
 """The comparison: its numbers are those of a run of one method, its rules hold without names."""
 
+import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,17 @@ from rematbench.choose.candidates import (
 )
 from rematbench.choose.compare import Comparing
 from rematbench.choose.entry import Comparison, Entry
+from rematbench.choose.judged import Judged, tied
 from rematbench.choose.outcome import run_method
-from rematbench.cli.compare import tied
-from rematbench.cli.ranking import Judged, texts, verdict
+from rematbench.cli.options import Request
+from rematbench.cli.ranking import Shown, safest, texts, verdict
 from rematbench.host.workers import Pool
 from rematbench.lowering.lower import lower
+from rematbench.packages.flags import Engines
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
-from rematbench.published.evidence import Evidence
+from rematbench.published.bands import Band
 from rematbench.simulate.breakdown import PARTS, Spared, parts_of
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
@@ -141,7 +145,7 @@ def test_a_broken_planner_takes_nobody_down(tmp_path: Path) -> None:
         source = source.replace("import msgspec", "import msgspec\nfrom typing import ClassVar")
         (tmp_path / f"{name}.py").write_text(source)
     p = demo()
-    config = CompareConfig(policies=(), most_methods=1, shown_share=0.0, context_factor=2.0)
+    config = CompareConfig(policies=(), most_methods=1, shown_share=0.0)
     found = Comparing(p, p.base_plan, config, methods=[tmp_path], limit_s=2).everything()
     entries = by_name(found)
     assert entries["raises"].status == "failed"
@@ -166,7 +170,7 @@ def test_free_traffic_leaves_compute_and_bubble() -> None:
     busy = max(left.busy_s(rank, "compute") for rank in range(4))
     assert found["compute"] + found["recompute"] == pytest.approx(busy)
     assert found["bubble"] == pytest.approx(left.step_s - busy)
-    assert found["pp"] == pytest.approx(step_s - left.step_s)
+    assert found["pp"] + found["host"] == pytest.approx(step_s - left.step_s)
     assert [found[key] for key in ("copies", "dp", "cp", "tp", "recompute")] == [0.0] * 5
 
 
@@ -208,28 +212,52 @@ def test_each_part_is_the_one_that_was_added() -> None:
 # -- ties and rows ----------------------------------------------------------------------------
 
 
-def test_ties_are_within_the_larger_error(found: Comparison) -> None:
+BAND = Band(half_width=0.1, outside={"context": "1 token"}, sources=4)
+
+
+def test_ties_are_within_the_error_of_ratios(found: Comparison) -> None:
     entries = [entry for entry in found.entries if entry.status == "ok" and not entry.same_as]
     speeds = [e.evaluation.tokens_per_s_per_gpu for e in entries if e.evaluation]
-    gap = 1 - speeds[1] / speeds[0]
-    for error, equal in ((gap * 1.01, True), (gap * 0.99, False)):
-        judged = tied([
-            Judged(entries[0], Evidence(grade="held-out", rule=1, error=error)),
-            Judged(entries[1], Evidence(grade=None)),
-        ])  # fmt: skip
-        assert [item.tied for item in judged] == [False, equal]
-    nothing = tied([Judged(entry, Evidence(grade=None)) for entry in entries])
-    assert not any(item.tied for item in nothing)
+    gap = math.log(speeds[0] / speeds[1])
+    judged = [Judged(entry, BAND, "yes") for entry in entries[:2]]
+    for half_width, equal in ((gap * 1.01, True), (gap * 0.99, False)):
+        assert [item.tied for item in tied(judged, half_width)] == [False, equal]
+
+
+def test_the_safest_of_a_tie_leaves_most_of_the_device_free(found: Comparison) -> None:
+    entries = [entry for entry in found.entries if entry.status == "ok" and not entry.same_as]
+    judged = [Judged(entry, BAND, "yes", tied=bool(index)) for index, entry in enumerate(entries)]
+    free = {entry.name: entry.verdict.headroom_bytes for entry in entries if entry.verdict}
+    most = max(free, key=free.__getitem__)
+    assert most != entries[0].name
+    assert f": {most}, " in safest(judged)
+    assert safest([replace(item, tied=False) for item in judged]) == ""
 
 
 def test_a_row_shows_no_speed_of_what_does_not_fit(found: Comparison) -> None:
     entry = by_name(found)["keep_all"]
-    row = texts(Judged(entry, Evidence(grade="held-out", rule=1, error=0.1)), 0.02, wide=True)
+    p = demo(seq_len=65536)
+    asked = Request(problem=p, method=discover().resolve("keep_all"), base=p.base_plan)
+    shown = Shown(asked=asked, engines=Engines(p), share=0.02)
+    row = texts(Judged(entry, BAND, "no"), shown, folded=False)
     assert row[:2] == ["keep_all", "no"]
     assert row[2].startswith("-")
-    assert set(row[3:]) == {"-"}
-    assert verdict([Judged(entry, Evidence(grade=None))]).startswith("NOTHING FITS: nearest is")
+    assert set(row[3:]) == {"-", "0.0"}
+    assert verdict([Judged(entry, BAND, "no")]).startswith("NOTHING FITS: nearest is")
     assert verdict([]) == "NOTHING FITS: no method has a plan"
+
+
+def test_tuned_methods_leave_the_reserve_free() -> None:
+    """Its offloaded share, and the least layers that are recomputed, are tuned to the device."""
+    reserve = 6 * 2**30
+    for name in ("balanced_checkpointing+pp_offload", "keep_all+pp_offload"):
+        free = []
+        for nbytes in (0, reserve):
+            p = dataclasses.replace(demo(), reserve_bytes=nbytes)
+            outcome = run_method(p, discover().resolve(name))
+            assert outcome.verdict is not None
+            free.append(outcome.verdict.headroom_bytes)
+        assert free[0] < reserve <= free[1]
 
 
 # -- workers ----------------------------------------------------------------------------------

@@ -163,11 +163,11 @@ KNOWN = "gemma2, gpt2, gpt_neox, internlm, llama, mistral, mpt, qwen2, qwen3"
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {**LLAMA, "model_type": "qwen4"},
-        f"model_type: 'qwen4' is not supported; did you mean 'qwen3'? (known: {KNOWN})",
+        f"model_type: 'qwen4': is not modelled (modelled: {KNOWN})",
     ),
     (
         {"architectures": ["T5"], "d_model": 8},
-        f"model_type: None is not supported (known: {KNOWN})",
+        f"model_type: 'None': is not modelled (modelled: {KNOWN})",
     ),
     (
         {**LLAMA, "model_type": "mixtral", "num_local_experts": 8},

@@ -17,7 +17,6 @@ from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
 from rematbench.program.program import Block
 from rematbench.simulate.evaluate import evaluate
-from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
 from rematbench.solve.lynx import (
@@ -238,9 +237,6 @@ def test_plans_fit_and_are_sound(spec: str, share: float, degrees: dict[str, Any
     lowered = lower(plan, p)
     check(lowered)
     interpret(lowered)
-    seconds = action_seconds(p)
-    exact = simulate(lowered, seconds).step_s
-    assert simulate_chunks(lowered, seconds).step_s == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.full

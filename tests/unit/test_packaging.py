@@ -1,5 +1,6 @@
 """What is installed: one set of pins, one list of checks, a command, a wheel that stands alone."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+import rematbench
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -35,6 +38,37 @@ def test_environment_carries_the_direct_pins_of_the_lock() -> None:
     direct = names(PROJECT["dependencies"])
     conda = pins([line for line in ENVIRONMENT["dependencies"] if isinstance(line, str)])
     assert conda == {name: locked[name] for name in direct}
+
+
+def test_environment_stands_alone_and_the_project_comes_after_it(tmp_path: Path) -> None:
+    """Snakemake copies the file away, where `-e .` would have no project."""
+    assert all(isinstance(line, str) for line in ENVIRONMENT["dependencies"])
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s " "$PWD" "$@"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", ROOT / "environment.post-deploy.sh"],
+        cwd=ROOT,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == f"{ROOT} -m pip install --no-deps --editable ."
+
+
+def test_whoever_cites_it_is_told_the_same_everywhere() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    meta = json.loads((ROOT / "codemeta.json").read_text())
+    (author,) = PROJECT["authors"]
+    assert cited["authors"] == [author]
+    assert [one["name"] for one in meta["author"]] == [author["name"]]
+    assert cited["version"] == meta["version"] == rematbench.__version__
+    assert str(cited["date-released"]) == meta["dateModified"]
+    assert cited["keywords"] == meta["keywords"] == PROJECT["keywords"]
+    assert meta["description"] == PROJECT["description"]
+    assert cited["license"] == PROJECT["license"]
+    assert meta["license"].endswith(PROJECT["license"])
 
 
 def test_environment_has_the_oldest_supported_python() -> None:
@@ -122,15 +156,20 @@ for kind in ("config", "methods", "published"):
     print(data_dir(kind), len(list(data_dir(kind).iterdir())) > 0)
 main()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, "methods"],
-        cwd=elsewhere,
-        env=os.environ | {"PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=False,
+    done, copied = (
+        subprocess.run(
+            [sys.executable, "-c", code, *words],
+            cwd=elsewhere,
+            env=os.environ | {"PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for words in (["methods"], ["examples", "work"])
     )
     assert done.returncode == 0, done.stderr
+    assert copied.returncode == 0, copied.stderr
+    assert (elsewhere / "work" / "recompute_mlp.py").is_file()
     data = site / "rematbench" / "_data"
     assert done.stdout.splitlines()[:3] == [
         f"{data / kind} True" for kind in ("config", "methods", "published")

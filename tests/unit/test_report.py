@@ -1,13 +1,33 @@
 """The page is self-contained and silent about what is not there; claims pass or say why not."""
 
+import html
+import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from rematbench.tables.expected import Bound, check, differences, load_artifact, measured
-from rematbench.tables.html import page_html
+from rematbench.choose.outcome import make_problem, run_method
+from rematbench.matrix.commands import Commands
+from rematbench.plugins.discover import discover
+from rematbench.published.bands import leaving_reserve
+from rematbench.published.sheets import write_sheet
+from rematbench.runs.suite import load_suite
+from rematbench.tables.expected import (
+    Artifact,
+    Bound,
+    Claim,
+    Find,
+    check,
+    counted,
+    differences,
+    load_artifact,
+    measured,
+)
+from rematbench.tables.html import matrix_grids, page_html
 from rematbench.tables.page import (
     Page,
     gather,
@@ -18,6 +38,7 @@ from rematbench.tables.page import (
     table_html,
 )
 from rematbench.tables.table import Column, Table, gib, whole
+from tests.typed import typed
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -129,6 +150,7 @@ def test_claims_fail_on_missing_changed_and_unbounded_tables(tmp_path: Path) -> 
         (ours / f"{name}.csv").write_text("error\n0.01\n")
     assert all(finding.problems for finding in check(artifact, ours, theirs))
     shutil.copytree(ours, theirs)
+    artifact = replace(artifact, claims=tuple(replace(c, finds=()) for c in artifact.claims))
     assert not any(finding.problems for finding in check(artifact, ours, theirs))
     for folder in (ours, theirs):
         (folder / "atc24_figure9_scaling.csv").write_text("error\n0.5\n")
@@ -137,10 +159,89 @@ def test_claims_fail_on_missing_changed_and_unbounded_tables(tmp_path: Path) -> 
     assert failed[0].line.startswith("FAIL C2")
 
 
+FIND = Find(says="fastest", table="t", rows={"arm": "a"}, count=2, of=3)
+
+
+def test_a_finding_counts_rows_and_those_that_agree_with_others(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("arm,kept,cost\na,1,2\nb,1,2\na,3,4\n,5,6\n")
+    assert counted(FIND, tmp_path) == (2, 3)
+    agree = replace(FIND, same=("kept", "cost"), beside={"arm": "b"})
+    assert counted(agree, tmp_path) == (1, 2)
+    claim = Claim(id="C1", text="Text.", place="here", tables=("t",), finds=(FIND,))
+    artifact = Artifact(claims=(claim,), tolerance=1e-6)
+    (passed,) = check(artifact, tmp_path, tmp_path)
+    assert passed.line == "PASS C1 Text. Found: fastest: 2 of 3."
+    wrong = replace(claim, finds=(replace(FIND, count=1),))
+    (failed,) = check(replace(artifact, claims=(wrong,)), tmp_path, tmp_path)
+    assert failed.line == "FAIL C1 Text. [fastest: 2 of 3, claimed 1 of 3]"
+
+
+def test_what_was_not_made_has_not_failed(tmp_path: Path) -> None:
+    expected = ROOT / "results" / "expected"
+    name = "atc24_figure7_memory.csv"
+    shutil.copy(expected / name, tmp_path / name)
+    ran = typed("expect", str(tmp_path), str(expected), "--claim", "C1")
+    lines = ran.out.splitlines()
+    assert ran.code in (0, None)
+    assert lines[0].startswith("PASS C1")
+    assert all(line.startswith("NOT MADE") for line in lines[1:-1])
+    assert lines[-1] == "1 of 1 claims pass"
+    assert typed("expect", str(tmp_path), str(expected), "--claim", "C2").code == 1
+    assert typed("expect", str(tmp_path), str(expected)).code == 1
+    assert "no claim 'C99'" in typed("expect", str(tmp_path), str(expected), "--claim", "C99").err
+
+
+def test_the_committed_tables_find_what_is_claimed() -> None:
+    expected = ROOT / "results" / "expected"
+    findings = check(load_artifact(), expected, expected)
+    assert not [finding.line for finding in findings if finding.problems]
+
+
+CELL = {
+    "model": "llama3-8b", "cluster": "h800-80gb", "seq_len": "4096", "arm": "balanced + offload",
+    "status": "ok", "rank": "best", "layout": "tp 2 pp 4 vpp 2 dp 4", "mfu_causal": "0.4",
+    "tokens_per_s_per_gpu": "7900", "headroom_bytes": "1e9", "low": "7000", "high": "8800",
+    "outside": "", "binds": "", "fits": "yes",
+}  # fmt: skip
+
+
+def test_a_cell_of_the_matrix_has_its_command(tmp_path: Path) -> None:
+    """Typed, it is the arm on the cell's problem; the page shows it and the name that one types."""
+    spec = load_suite(ROOT / "config" / "paper.yaml").matrix
+    assert spec is not None
+    commands = Commands(spec, discover())
+    command = commands.of(CELL)
+    words = shlex.split(command)[1:]
+    assert words[1] == "balanced_checkpointing+pp_offload:steps=20"
+    found = json.loads(typed(*words, "--json").out)
+    degrees = {"tp": 2, "pp": 4, "vpp": 2}
+    asked = spec.problem(4096, model="llama3-8b", cluster="h800-80gb", gpus=32, **degrees)
+    made = leaving_reserve(make_problem(asked))
+    arm = next(one for one in spec.arms if one.name == CELL["arm"])
+    ran = run_method(made, arm.resolved(discover()))
+    assert made.layout.dp == 4
+    assert ran.evaluation is not None
+    assert found["tokens_per_s_per_gpu"] == ran.evaluation.tokens_per_s_per_gpu
+    write_sheet(tmp_path / "matrix_best_layout.csv", [CELL])
+    shown = matrix_grids(tmp_path, commands)
+    assert f"<code>{html.escape(command)}</code>" in shown
+    assert "<code>balanced_checkpointing+<wbr>pp_offload:steps=20</code>" in shown
+    assert commands.of({**CELL, "layout": ""}) == ""
+
+
+def test_the_table_of_winners_is_not_folded() -> None:
+    section = next(one for one in load_report().sections if "matrix_fastest" in one.tables)
+    assert section.open
+
+
 def test_the_artifact_page_has_every_claim_and_only_real_tables() -> None:
     text = (ROOT / "ARTIFACT.md").read_text()
     claims = load_artifact().claims
     for claim in claims:
         row = next(line for line in text.splitlines() if line.startswith(f"| {claim.id} |"))
-        assert row.split("|")[3].strip(" `") in claim.tables
+        output = Path(row.split("|")[3].strip(" `"))
+        assert output.parent == Path("results/paper/tables")
+        assert output.stem in claim.tables
+        for find in claim.finds:
+            assert str(find.count) in row.split("|")[4], find.says
     assert f"`{len(claims)} of {len(claims)} claims pass`" in text

@@ -1,19 +1,18 @@
 """Studies: files, candidate layouts, every question on a small model, commands to type."""
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rematbench.cli import app as cli
 from rematbench.plugins.discover import discover
 from rematbench.spec.configfile import ConfigError
 from rematbench.studies.answers import Answer, ask_study, dump, read_answers
 from rematbench.studies.measures import part_peak_bytes, saved_layer_bytes
 from rematbench.studies.study import load_study, narrowed
 from tests.problems import layers, problem
+from tests.typed import typed
 
 REGISTRY = discover()
 HEAD = """name: small
@@ -151,17 +150,15 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     assert [q.workloads for q in narrowed(good, "two", "").questions] == [("two",)]
 
 
-def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(tmp_path: Path) -> None:
     """study writes answers, claims reads them; a person's mistakes are one line and exit code 2."""
     keep = "    methods: [{name: keep, method: keep_all}]\n"
     path = study(tmp_path, f"  - ask: saved\n    workloads: [one]\n{keep}")
     answers = tmp_path / "answers.json"
-    assert main("study", str(path), "-o", str(answers)) == 0
-    assert main("study", str(path)) == 0
-    assert "kept_bytes" in capfd.readouterr().out
-    assert main("claims", str(answers), "-o", str(tmp_path / "tables")) == 0
+    assert typed("study", str(path), "-o", str(answers)).code == 0
+    assert "kept_bytes" in typed("study", str(path)).out
+    assert typed("claims", str(answers), "-o", str(tmp_path / "tables")).code == 0
     assert (tmp_path / "tables/claims.md").stat().st_size > 1000
-    capfd.readouterr()
     (tmp_path / "bad.json").write_text("{")
     for words in (
         ["study", str(path), "--workload", "on"],
@@ -169,17 +166,8 @@ def test_the_command_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
         ["claims", str(tmp_path / "bad.json"), "-o", str(tmp_path)],
         ["claims", str(tmp_path / "none.json"), "-o", str(tmp_path)],
     ):
-        assert main(*words) == 2
-        assert len(capfd.readouterr().err.splitlines()) == 1
-
-
-def main(*words: str) -> int:
-    """The exit code of a command."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["rematbench", *words])
-        with pytest.raises(SystemExit) as raised:
-            cli.main()
-    return int(raised.value.code or 0)
+        ran = typed(*words)
+        assert (ran.code, len(ran.err.splitlines())) == (2, 1)
 
 
 # -- measures ---------------------------------------------------------------------------------

@@ -1,15 +1,12 @@
 """What a command cannot write, and what it cannot be a rank of, is said in one line beforehand."""
 
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from rematbench.choose import outcome as suite
 from rematbench.cli import measured
 from rematbench.cli import study as study_command
-from rematbench.cli.app import main
 from rematbench.cli.launched import is_launched
 from rematbench.cli.targets import need_file, need_folder
 from rematbench.host.console import CommandError
@@ -18,26 +15,27 @@ from rematbench.program.ledger import LedgerError
 from rematbench.simulate.step import DeadlockError
 from rematbench.spec.paths import data_dir
 from rematbench.worlds import executed, traced, trained
+from tests.typed import typed
 
 CONFIG = data_dir("config")
 TINY = ("--model", "tiny-llama", "--cluster", "this-machine", "--gpus", "1")
 RUN = (*TINY, "--seq-len", "128", "--global-batch", "1")
 
 
-def said(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+def said(*words: str) -> tuple[int | str | None, str]:
     """Exit code and the one line on stderr of a command."""
-    patch.setattr(sys, "argv", ["rematbench", *words])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    (line,) = capsys.readouterr().err.splitlines()
-    return exit_.value.code, line
+    ran = typed(*words)
+    (line,) = ran.err.splitlines()
+    return ran.code, line
 
 
-def test_folders_and_files_are_made_ready(tmp_path: Path) -> None:
+def test_folders_are_made_and_those_of_files_must_be_there(tmp_path: Path) -> None:
     need_folder("-o", tmp_path / "a" / "b")
-    need_file("--out", tmp_path / "c" / "record.json")
+    need_file("--out", tmp_path / "a" / "record.json")
     need_file("--out", None)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "c"]
+    with pytest.raises(CommandError, match=r"cannot be written \(no folder .*/c\)"):
+        need_file("--out", tmp_path / "c" / "record.json")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b"]
 
 
 @pytest.mark.parametrize("below", ["", "folder"])
@@ -73,10 +71,7 @@ def taken(tmp_path: Path) -> Path:
     ],
 )
 def test_nothing_is_run_for_what_cannot_be_kept(
-    words: tuple[str, ...],
-    taken: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...], taken: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object) -> None:
         raise AssertionError("run")
@@ -85,7 +80,7 @@ def test_nothing_is_run_for_what_cannot_be_kept(
     monkeypatch.setattr(measured, "cells", lambda *_: [_Planned()])
     for world, run in ((executed, "run_cells"), (traced, "run"), (trained, "run")):
         monkeypatch.setattr(world, run, never)
-    code, line = said(monkeypatch, capsys, *words, "-o", str(taken))
+    code, line = said(*words, "-o", str(taken))
     assert code == 2
     assert f"-o {taken}: cannot be written" in line
 
@@ -94,11 +89,9 @@ class _Planned:
     name, plan = "problem.method.0", suite.Plan(partition=(((0,),),))
 
 
-def test_curves_say_what_they_cannot_write(
-    taken: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_curves_say_what_they_cannot_write(taken: Path) -> None:
     records = str(Path(__file__).parents[2] / "results" / "measured" / "convergence")
-    code, line = said(monkeypatch, capsys, "curves", records, "-o", str(taken))
+    code, line = said("curves", records, "-o", str(taken))
     assert code == 2
     assert "cannot be written" in line
 
@@ -112,7 +105,7 @@ predict no.csv
 study no.yaml
 claims no.json
 matrix no.yaml
-matrix-tables no.yaml no.csv --predictions no.csv
+matrix-tables no.yaml no.csv
 stages no.json
 speeds no.csv
 compare --model no --cluster no --gpus 1 --seq-len 1 --global-batch 1
@@ -147,24 +140,20 @@ baseline trace no
         *(f"{line} --out" for line in TO_OUT.strip().splitlines()),
     ],
 )
-def test_the_target_is_tried_before_all_else(
-    line: str, taken: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_target_is_tried_before_all_else(line: str, taken: Path) -> None:
     """What else is wrong with a line would be said otherwise."""
     *words, flag = line.split()
-    code, told = said(monkeypatch, capsys, *words, flag, str(taken / "target"))
+    code, told = said(*words, flag, str(taken / "target"))
     assert code == 2
     assert f"{flag} {taken / 'target'}: cannot be written" in told
 
 
-def test_an_error_of_the_system_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(study_command, "ask_study", full)
-    code, line = said(monkeypatch, capsys, "study", str(CONFIG / "study" / "mst.yaml"))
+    code, line = said("study", str(CONFIG / "study" / "mst.yaml"))
     assert code == 2
     assert line == "rematbench study: [Errno 28] No space left on device"
 
@@ -173,13 +162,8 @@ def test_an_error_of_the_system_is_one_line(
 @pytest.mark.parametrize(
     "words", [("execute", "keep_all"), ("measure", "x.yaml", "--world", "executed", "-o", "x")]
 )
-def test_seconds_without_a_result_have_bounds(
-    words: tuple[str, ...],
-    seconds: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    code, line = said(monkeypatch, capsys, *words, "--timeout", seconds)
+def test_seconds_without_a_result_have_bounds(words: tuple[str, ...], seconds: str) -> None:
+    code, line = said(*words, "--timeout", seconds)
     assert code == 2
     assert "'--timeout'" in line
 
@@ -195,24 +179,22 @@ def test_a_rank_is_one_of_the_processes() -> None:
 
 @pytest.mark.parametrize("kind", [CheckError, DeadlockError, LedgerError])
 def test_an_unsound_program_is_one_line_that_says_whose_fault_it_is(
-    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsound(program: object) -> None:
         raise kind("rank 0: q is never freed")
 
     monkeypatch.setattr(suite, "check", unsound)
-    code, line = said(monkeypatch, capsys, "simulate", "keep_all", *RUN, "--check")
+    code, line = said("simulate", "keep_all", *RUN, "--check")
     assert code == 2
     assert "a bug of rematbench, or of a method's file of yours" in line
     assert line.endswith(f"{kind.__name__}: rank 0: q is never freed")
 
 
-def test_an_interrupted_command_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(program: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(suite, "check", interrupted)
-    found = said(monkeypatch, capsys, "simulate", "keep_all", *RUN, "--check")
+    found = said("simulate", "keep_all", *RUN, "--check")
     assert found == (130, "rematbench: interrupted")

@@ -11,7 +11,8 @@ from tests.slurm.slow import leave_methods
 from tests.workflow.checkout import ROOT, Checkout
 
 README = (ROOT / "README.md").read_text()
-METHOD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+METHOD = [block for block in PYTHON if "def plan" in block]
 SHELL = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
 NAME = "recompute_mlp"
 
@@ -112,11 +113,11 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     commands = readme_commands()
     used = {shlex.split(command)[1] for command in commands if command.startswith("rematbench")}
     wanted = {"methods", "simulate", "stages", "timeline", "plan", "doctor", "predict", "validate"}
-    assert used == wanted | {"compare", "systems", "verify"}
+    assert used == wanted | {"compare", "systems", "verify", "calibrate", "examples"}
     for command in commands:
         done = checkout.run(command)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    for name in ("run.json", "trace.json", "my-cluster.yaml", "predictions.csv"):
+    for name in ("run.json", "trace.json", "compare.png", "mine/predictions.csv"):
         assert (checkout.path / name).stat().st_size > 0
 
 

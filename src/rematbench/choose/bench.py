@@ -7,14 +7,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from rematbench.choose.candidates import Candidate, clash, present
+from rematbench.choose.candidates import Candidate, clash
 from rematbench.choose.entry import UNPLANNED, Entry
 from rematbench.choose.outcome import run_plan
 from rematbench.host.garbage import collect_rarely
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
-from rematbench.plugins.registry import MethodError, typed
+from rematbench.plugins.policies import present
+from rematbench.plugins.registry import MethodError, planned, typed
 from rematbench.problem import Problem
 from rematbench.simulate.breakdown import parts_of
 from rematbench.solve.search import smallest_feasible
@@ -108,8 +109,11 @@ class Bench:
         return self.problem.cost.headroom_bytes(plan)
 
     def _plan(self, candidate: Candidate, settings: Mapping[str, Any]) -> Plan | Unsupported:
-        method = self.registry.resolve(candidate.method, settings).methods[0]
-        return method.plan(self.problem, candidate.base or self.base)
+        found = self.registry.resolve(candidate.method, settings, self.problem)
+        base = candidate.base or self.base
+        if len(found.methods) > 1:
+            return found.plan(self.problem, base)
+        return planned(found.methods[0], self.problem, base)
 
     def _smallest(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
         """The least value from 1 to a chunk's layers that fits; where none fits, the best of powers

@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from rematbench.plan import ByteBudget, Fate, Offload, Plan, Recompute, Settings, Split
+from rematbench.plugins.policies import LABEL, Policy, Setting
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 from rematbench.solve.kept import overruled
@@ -32,21 +33,9 @@ cut last, from what is whole.  `ends`: fates of the embedding or the head alone.
 TUNED = "device ledger"
 """The `bound` that a method notes when it took the least that fits the device."""
 
-Origin = Literal["method", "policy", "composition", "variant", "grid"]
-"""`grid`: one of the values that a grid declares; `variant`: the best of those, which is shown."""
-
-Setting = str | int | float | bool | list[str]
-
-
-class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A baseline of config/compare.yaml: a method with settings, and perhaps a parameter to tune
-    (`smallest`: raised from 1 until the plan fits)."""
-
-    name: str
-    method: str
-    why: str
-    settings: dict[str, Setting] = {}
-    smallest: str = ""
+Origin = Literal["method", "policy", "composition", "variant", "grid", "asked"]
+"""`grid`: one of the values that a grid declares; `variant`: the best of those, which is shown;
+`asked`: named by a person, and nothing else is made of it."""
 
 
 class CompareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +44,6 @@ class CompareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     policies: tuple[Policy, ...]
     most_methods: PositiveInt
     shown_share: Annotated[float, Meta(ge=0.0, le=1.0)]
-    context_factor: Annotated[float, Meta(ge=1.0)]
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
@@ -89,8 +77,8 @@ class Made(Struct, frozen=True, kw_only=True):
 
 def load_compare() -> CompareConfig:
     """The committed policies and limits."""
-    label = "config/compare.yaml"
-    return convert(read_mapping(data_dir("config") / "compare.yaml", label), CompareConfig, label)
+    data = read_mapping(data_dir("config") / "compare.yaml", LABEL)
+    return convert(data, CompareConfig, LABEL)
 
 
 def first_candidates(registry: Registry, config: CompareConfig) -> list[Candidate]:
@@ -112,13 +100,21 @@ def first_candidates(registry: Registry, config: CompareConfig) -> list[Candidat
     ]
 
 
-def present(settings: dict[str, Setting], problem: Problem) -> dict[str, Setting]:
-    """A policy's settings with operators that no layer of the problem has left out."""
-    ops = settings.get("ops")
-    if not isinstance(ops, list):
-        return settings
-    known = {op.name for table in problem.layer_kinds for op in table.ops}
-    return {**settings, "ops": [name for name in ops if name in known]}
+def asked_candidates(
+    registry: Registry, config: CompareConfig, problem: Problem, names: Iterable[str]
+) -> list[Candidate]:
+    """The candidates of names that a person gives: a method or policy as `compare` has it, or any
+    text that a method's name may be; MethodError where it is none."""
+    shipped = {candidate.name: candidate for candidate in first_candidates(registry, config)}
+    found = []
+    for name in dict.fromkeys(names):
+        known = shipped.get(name)
+        if known is None:
+            resolved = registry.resolve(name, None, problem)
+            methods = tuple(method.name for method in resolved.methods)
+            known = Candidate(name=name, origin="asked", methods=methods, method=name)
+        found.append(replace(known, origin="asked"))
+    return found
 
 
 def changed_kinds(base: Plan, plan: Plan) -> frozenset[Kind]:

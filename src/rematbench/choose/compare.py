@@ -1,6 +1,6 @@
 """Every method, composition and baseline policy on one problem: made, judged, ranked."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -10,6 +10,7 @@ from rematbench.choose.candidates import (
     Candidate,
     CompareConfig,
     Made,
+    asked_candidates,
     composed,
     compositions,
     first_candidates,
@@ -25,7 +26,8 @@ from rematbench.problem import Problem
 
 class Comparing:
     """One comparison under way: `quick` is everything but planners, `late` the planners.  Each
-    candidate has `limit_s` CPU seconds of a worker process.
+    candidate has `limit_s` CPU seconds of a worker process.  `also` are further methods by name;
+    with `only`, nothing but what is named is made.
 
     Within a step nothing depends on which process answers first, so tables are the same on every
     machine (a candidate given up after `limit_s` CPU seconds apart).
@@ -38,28 +40,35 @@ class Comparing:
         config: CompareConfig,
         *,
         methods: Sequence[Path] = (),
+        also: Sequence[str] = (),
+        only: Sequence[str] = (),
         processes: int = 2,
         limit_s: int = 4,
     ) -> None:
         self.registry = discover(methods)
         self.config, self.limit_s = config, limit_s
         self.problem, self.base = problem, base
+        asked = asked_candidates(self.registry, config, problem, (*only, *also))
         self.pool: Pool[Candidate, Entry] = Pool(
             processes, Bench, (problem, base, tuple(methods)), limit_s
         )
-        self.first = first_candidates(self.registry, config)
+        self.all, self.asked = not only, {candidate.name for candidate in asked}
+        self.first = first_candidates(self.registry, config) if self.all else []
+        known = {candidate.name for candidate in self.first}
+        self.first += [candidate for candidate in asked if candidate.name not in known]
         self.tree = _Tree(base, config.most_methods)
         self.entries: dict[str, Entry] = {}
 
     def quick(self) -> Comparison:
         """Every candidate without a planner, and the best of the methods' grids."""
         list(self._grow([c for c in self.first if not self._planned(c)]))
-        for entry in self._variants():
+        for entry in self._variants() if self.all else ():
             self.entries[entry.name] = entry
         return self.comparison()
 
     def _variants(self) -> list[Entry]:
-        known = sorted((e for e in self.entries.values() if not e.clash), key=lambda e: e.name)
+        made = (e for e in self.entries.values() if e.candidate.origin != "asked" and not e.clash)
+        known = sorted(made, key=lambda e: e.name)
         most = self.config.most_methods
         return best_variants(self.problem, self.registry, self.base, most, known, self.ask)
 
@@ -76,7 +85,7 @@ class Comparing:
 
     def comparison(self) -> Comparison:
         """The entries so far, best first."""
-        kept, repeated = _without_repeats(self.listed())
+        kept, repeated = _without_repeats(self.listed(), self.asked)
         return Comparison(
             entries=tuple(sorted(kept, key=_rank)),
             repeated=repeated,
@@ -87,8 +96,10 @@ class Comparing:
         """Entries in the order of declaration, compositions after what they are made of; those
         that free nothing beside their base are left out."""
         known = [self.entries[c.name] for c in self.first if c.name in self.entries]
+        first = {candidate.name for candidate in self.first}
+        grown = (e for e in self.entries.values() if e.candidate.name not in first)
         made = sorted(
-            (e for e in self.entries.values() if e.candidate.origin in ("composition", "variant")),
+            (e for e in grown if e.candidate.origin in ("composition", "variant")),
             key=lambda e: (len(e.candidate.methods), e.candidate.name),
         )
         return known + [entry for entry in made if self.tree.worth(entry)]
@@ -127,7 +138,7 @@ class _Tree:
 
     def grown_by(self, entry: Entry) -> list[Candidate]:
         """The candidates that an entry makes possible."""
-        if entry.plan is None or entry.candidate.origin == "policy" or entry.clash:
+        if entry.plan is None or entry.candidate.origin in ("policy", "asked") or entry.clash:
             return []
         self.entries[entry.candidate.methods] = entry
         if entry.candidate.origin == "method":
@@ -156,9 +167,9 @@ def _lost(candidate: Candidate, why: Lost, limit_s: int) -> Entry:
     return Entry(candidate=candidate, status="timed out", reason=reason)
 
 
-def _without_repeats(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
+def _without_repeats(entries: Sequence[Entry], asked: Container[str]) -> tuple[list[Entry], int]:
     """Entries with `same_as` filled in, without the compositions and policies that repeat a plan
-    and without policies whose tuning ends at their method's own plan."""
+    and without policies whose tuning ends at their method's own plan, unless they are `asked`."""
     seen: dict[bytes, str] = {}
     kept: list[Entry] = []
     repeated = 0
@@ -167,9 +178,10 @@ def _without_repeats(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
             kept.append(entry)
             continue
         first = seen.setdefault(same_plan(entry.plan), entry.name)
-        if first == entry.name and not _repeats(entry, kept):
+        wanted = entry.candidate.name in asked
+        if first == entry.name and (wanted or not _repeats(entry, kept)):
             kept.append(entry)
-        elif entry.candidate.origin == "method":
+        elif wanted or entry.candidate.origin == "method":
             kept.append(replace(entry, same_as=first))
         else:
             repeated += 1

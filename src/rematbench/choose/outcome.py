@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from rematbench.cost.constants import Calibration
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
-from rematbench.plugins.registry import Composition
+from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
 from rematbench.program.allocator import AllocatorPeaks, Mode, replay
-from rematbench.program.check import check
+from rematbench.program.check import Proof, check
 from rematbench.program.program import Program
 from rematbench.simulate.evaluate import (
     PlanEvaluation,
@@ -52,6 +52,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     plan: Plan | None = None
     evaluation: PlanEvaluation | None = None
     verdict: Verdict | None = None
+    proof: Proof | None = None
 
 
 def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:
@@ -105,13 +106,16 @@ def run_method(
         return run_plan(problem, plan, checked=checked)
     except (PlanError, LayoutError) as error:
         return Outcome(status="failed", reason=f"{method.name}: {error}")
+    except MethodError as error:
+        return Outcome(status="failed", reason=str(error))
 
 
 def run_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Outcome:
     """Evaluate a plan and judge it.  Raises PlanError if it cannot be lowered."""
+    proof = None
     if checked:
         program = lower(plan, problem)
-        check(program)
+        proof = check(program)
         evaluation = evaluated(problem, plan, program)
     else:
         found = problem.cost.evaluate(plan)
@@ -126,6 +130,7 @@ def run_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Outcome:
         plan=plan,
         evaluation=evaluation,
         verdict=verdict,
+        proof=proof,
     )
 
 

@@ -55,18 +55,18 @@ def best_variants(
     known: Sequence[Entry],
     ask: Ask,
 ) -> list[Entry]:
-    """For each combination of methods the fastest variant that fits, if it is faster than what is
-    known of the combination; where nothing fits at all, the leanest variant.  `known`: entries of
-    methods, policies and compositions at their defaults; `most` methods are composed."""
-    grids = _Grids(registry, base, known, ask)
+    """For each combination of methods the fastest variant that fits and leaves the reserve free
+    (any that fits, where none does), if it is better than what is known of the combination; where
+    nothing fits at all, the leanest variant.  `known`: entries of methods, policies and
+    compositions at their defaults; `most` methods are composed."""
+    grids = _Grids(registry, base, known, ask, problem.reserve_bytes)
     grids.make_without_pieces(most - 1)
     grids.make_in_pieces(problem)
     made = [entry for entry in grids.entries if entry.candidate.origin == "grid"]
     fastest: dict[tuple[str, ...], Entry] = {}
-    for entry in (*known, *made):
-        best = fastest.get(entry.candidate.methods)
-        if entry.status == "ok" and (best is None or entry.step_s < best.step_s):
-            fastest[entry.candidate.methods] = entry
+    fitting = [entry for entry in (*known, *made) if entry.status == "ok"]
+    for entry in sorted(fitting, key=lambda e: (not grids.roomy(e), e.step_s)):
+        fastest.setdefault(entry.candidate.methods, entry)
     chosen = [entry for entry in fastest.values() if entry.candidate.origin == "grid"]
     if made and not fastest:
         leanest = min(made, key=_short_bytes)
@@ -85,8 +85,11 @@ def _short_bytes(entry: Entry) -> int:
 class _Grids:
     """Variants of one problem.  `limit_s`: a variant is made if its step can be shorter."""
 
-    def __init__(self, registry: Registry, base: Plan, known: Sequence[Entry], ask: Ask) -> None:
+    def __init__(
+        self, registry: Registry, base: Plan, known: Sequence[Entry], ask: Ask, reserve_bytes: int
+    ) -> None:
         self.registry, self.base, self.ask = registry, base, ask
+        self.reserve_bytes = reserve_bytes
         self.entries: list[Entry] = []
         self.limit_s = float("inf")
         self._learn(known)
@@ -115,7 +118,7 @@ class _Grids:
     def make_in_pieces(self, problem: Problem) -> None:
         """For what is short of device bytes, may be faster than what fits and does not keep more
         than the device has: the first of each grid of pieces that fits, fastest first."""
-        short = [e for e in self.entries if e.verdict and e.verdict.headroom_bytes < 0]
+        short = [e for e in self.entries if e.plan and not self.roomy(e)]
         short = [e for e in short if e.step_s < self.limit_s and not keeps_too_much(problem, e)]
         short = list({same_plan(e.plan): e for e in reversed(short) if e.plan}.values())
         short.sort(key=lambda entry: (entry.step_s, entry.name))
@@ -146,8 +149,13 @@ class _Grids:
             self._learn(entries)
             self.entries += entries
 
+    def roomy(self, entry: Entry) -> bool:
+        """Whether the device has the bytes that are to stay free."""
+        return entry.verdict is not None and entry.verdict.headroom_bytes >= self.reserve_bytes
+
     def _learn(self, entries: Iterable[Entry]) -> None:
-        steps = [WORTH * entry.step_s for entry in entries if entry.status == "ok"]
+        fitting = [entry for entry in entries if entry.status == "ok" and self.roomy(entry)]
+        steps = [WORTH * entry.step_s for entry in fitting]
         self.limit_s = min([self.limit_s, *steps])
 
 

@@ -113,20 +113,17 @@ def _doubled(layout: Layout) -> Iterator[Layout]:
 
 
 def _at(problem: Problem, layout: Layout) -> Problem:
-    return replaced(problem, layout=layout, _memo={}, _weights={})
+    return replaced(problem, layout=layout, reserve_bytes=0, _memo={}, _weights={})
 
 
 def _on(problem: Problem, cluster: Cluster) -> Problem:
-    return replaced(problem, cluster=cluster, _memo={}, _weights={})
+    return replaced(problem, cluster=cluster, reserve_bytes=0, _memo={}, _weights={})
 
 
 def _again(problem: Problem, entry: Entry, registry: Registry) -> Outcome | None:
     """An entry's methods with its settings on another problem."""
     try:
-        names = entry.name if entry.candidate.origin != "policy" else entry.candidate.method
-        plan = registry.resolve(names, entry.settings if entry.candidate.smallest else None).plan(
-            problem
-        )
+        plan = registry.resolve(entry.name, None, problem).plan(problem)
     except (MethodError, PlanError, LayoutError):
         return None
     return None if isinstance(plan, Unsupported) else _run(problem, plan)

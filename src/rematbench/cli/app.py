@@ -13,6 +13,7 @@ from rematbench.cli import baseline, cells, tables
 from rematbench.cli.calibrate import calibrate, validate
 from rematbench.cli.compare import compare
 from rematbench.cli.doctor import doctor
+from rematbench.cli.examples import examples
 from rematbench.cli.execute import execute
 from rematbench.cli.flags import flags
 from rematbench.cli.gpu import measure_gpu
@@ -53,9 +54,9 @@ UNSOUND = (CheckError, DeadlockError, LedgerError)
 app = typer.Typer(
     name="rematbench",
     help="Which activation-memory strategy and parallel layout: will it fit, how fast is it?",
-    epilog="Start with: rematbench methods; rematbench simulate --help.  The commands of the "
-    "workflow and of Slurm: rematbench --help-all",
-    add_completion=False,
+    epilog="Start with: rematbench examples DIR; rematbench methods; rematbench simulate --help.  "
+    "Completion in the shell: rematbench --install-completion.  The commands of the workflow and "
+    "of Slurm: rematbench --help-all",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -132,17 +133,19 @@ def _check(path: Path, registry: Registry) -> None:
 
 COMMANDS = (
     *(methods, systems, plan, simulate, compare, timeline, tables.stages, flags, doctor),
-    *(execute, trace, verify, predict, validate),
+    *(execute, trace, verify, predict, validate, calibrate),
 )
 """What a person uses, beside the group of baselines."""
 WORKFLOW = (
-    *(run, study, calibrate, matrix, report, expect, measure, measure_gpu, retrace, converge),
+    examples,
+    *(run, study, matrix, report, expect, measure, measure_gpu, retrace, converge),
     *(tables.collect, tables.sheets, tables.tables, tables.claims, tables.speeds),
     *(tables.matrix_tables, tables.worlds, tables.curves),
     *(cells.submit_plan, cells.run_cells, cells.cells, cells.collect_cells),
     *(cells.retry, cells.settle, cells.resume),
 )
-"""What rules, `./bench` and jobs of Slurm call; listed by --help-all."""
+"""What rules, `./bench` and jobs of Slurm call, and `examples`, which the help's last lines name;
+listed by --help-all."""
 
 for function in COMMANDS:
     app.command()(function)

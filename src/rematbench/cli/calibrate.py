@@ -4,24 +4,22 @@ from math import fsum
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table as RichTable
 from typer import Option
 
+from rematbench.cli.own_stack import calibrate_own
 from rematbench.cli.sheet import PROCESSES, predicted
 from rematbench.cli.targets import Predictions, need_file, need_folder, read, rich_table
 from rematbench.cost.constants import Calibration, updated_text
 from rematbench.cost.fit import FitReport
 from rematbench.host.console import CommandError, console, grid, plain
-from rematbench.published.accuracy import load_accuracy, load_left_out
+from rematbench.published.accuracy import load_accuracy
 from rematbench.published.calibrate import calibrate as fitted
 from rematbench.published.calibrate import leave_one_out, moved
+from rematbench.published.left_out import SHEETS, joined, left_out_errors, out_of_source
 from rematbench.published.scores import READ, score_tables
-from rematbench.published.sheets import (
-    SCORED,
-)
+from rematbench.published.sheets import SCORED, write_sheet
 from rematbench.published.validate import Report, by_source
 from rematbench.published.validate import validate as score
 from rematbench.spec.load import calibration
@@ -32,43 +30,50 @@ def calibrate(
     output: Annotated[
         Path | None, Option("-o", "--output", metavar="FILE", help="Write the outcome as YAML.")
     ] = None,
+    rows: Annotated[
+        Path | None,
+        Option("--rows", metavar="MINE.csv", help="Your rows: 1 to 20, one stack, one cluster."),
+    ] = None,
     leave_out: Annotated[
         bool, Option("--leave-one-out", help="Refit without each source and predict its cells.")
     ] = False,
     processes: PROCESSES = 2,
 ) -> None:
-    """Refit the `fitted` constants to the declared FIT rows, from their present values.
+    """Refit the `fitted` constants to the declared FIT rows, from their present values; or, with
+    --rows, a stack to its user's own rows (tokens/s/GPU or step_s): a stack file with four scales.
 
-    Minutes of CPU time.  Nothing is changed without --output; the outcome of a plain fit has the
-    form of config/calibration.yaml, that of --leave-one-out the form of config/left_out.yaml.
+    Minutes of CPU time without --rows.  Nothing is changed without --output; the outcome of a plain
+    fit has the form of config/calibration.yaml, that of --leave-one-out (an hour) the form of
+    config/left_out.csv, from which every band is learnt.
 
     \b
     Example:
+      rematbench calibrate --rows mine.csv -o mine.yaml
       rematbench calibrate
-      rematbench calibrate --leave-one-out -o config/left_out.yaml
+      rematbench calibrate --leave-one-out -o left_out.csv
     """
     need_file("-o", output)
-    rows = read(data_dir("published") / "runs.csv", "runs.csv")
+    if rows is not None:
+        if leave_out:
+            raise CommandError("--rows and --leave-one-out: give one of them")
+        calibrate_own(rows, output, processes)
+        return
     start = calibration()
+    sheets = {name: read(data_dir("published") / name, name) for name in SHEETS}
     if leave_out:
-        found = leave_one_out(rows, start, load_accuracy(), processes)
-        console().print(_left_out_table(found.errors))
-        text = msgspec.yaml.encode(found).decode()
-    else:
-        report = fitted(rows, start, processes)
-        _show(start, report)
-        shipped = (data_dir("config") / "calibration.yaml").read_text(encoding="utf-8")
-        text = updated_text(shipped, report.calibration)
+        lines = leave_one_out(sheets, start, load_accuracy(), processes)
+        if output is not None:
+            write_sheet(output, lines)
+        made = [joined(line, sheets) for line in lines]
+        for name, error in left_out_errors(made, load_accuracy(), start).items():
+            typer.echo(f"{name}: {100 * error:.1f} % with constants that never saw the source")
+        return
+    report = fitted([row for name in SHEETS for row in sheets[name]], start, processes)
+    _show(start, report)
     if output is not None:
-        output.write_text(text, encoding="utf-8")
+        shipped = (data_dir("config") / "calibration.yaml").read_text(encoding="utf-8")
+        output.write_text(updated_text(shipped, report.calibration), encoding="utf-8")
         typer.echo(f"{output}: written")
-
-
-def _left_out_table(errors: dict[str, float]) -> RichTable:
-    table = grid("cells", "mean %", title="Mean error with constants that never saw the source")
-    for name, error in errors.items():
-        table.add_row(name, f"{100 * error:.1f}")
-    return table
 
 
 def _show(start: Calibration, report: FitReport) -> None:
@@ -114,8 +119,10 @@ def validate(
         cells = predicted(read(source, "--rows", *SCORED), processes, None)
     cells = [cell for cell in cells if cell.get("cell", "published") == "published"]
     accuracy = load_accuracy() if rows is None else by_source(cells)
-    report = score(cells, calibration(), accuracy, load_left_out())
-    made = score_tables(report, cells, calibration(), accuracy)
+    strange = out_of_source() if rows is None else ()
+    left_out = left_out_errors(strange, accuracy, calibration())
+    report = score(cells, calibration(), accuracy, left_out)
+    made = score_tables(report, cells, calibration(), accuracy, strange)
     out = console()
     for table in made:
         if table.name != "cells" and table.rows:

@@ -86,5 +86,5 @@ def _with_defaults(run: RunOptions) -> RunOptions:
 
 def _other(asked: Request, run: RunOptions, against: str) -> Cell:
     """The cell of the method to compare with, named as it was asked for."""
-    method = discover(run.methods or ()).resolve(against)
+    method = discover(run.methods or ()).resolve(against, None, asked.problem)
     return Cell(against, asked.problem, method, method.plan(asked.problem, asked.base))

@@ -4,12 +4,13 @@ from typing import Annotated
 
 import msgspec
 import typer
+from msgspec.structs import asdict
 from typer import Option
 
 from rematbench.cli.options import RunOptions, request, takes_run
 from rematbench.cli.targets import Json
-from rematbench.host.console import CommandError
-from rematbench.packages.flags import flags_of
+from rematbench.host.console import GIB, CommandError
+from rematbench.packages.flags import costs, flags_of
 from rematbench.packages.process import BaselineError, baselines
 from rematbench.plan import Unsupported
 
@@ -39,12 +40,20 @@ def flags(
     if isinstance(plan, Unsupported):
         raise CommandError(f"unsupported: {plan.reason}")
     answer = flags_of(made.problem, plan, baseline)
+    lost = costs(made.problem, plan, answer.plan) if answer.missing and answer.plan else None
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+        values = {**asdict(answer), "nearest": lost and asdict(lost)}
+        del values["plan"]
+        typer.echo(msgspec.json.format(msgspec.json.encode(values)).decode())
     elif answer.missing:
         typer.echo(f"{baseline} has no options equal to {run.method}; missing there:")
         for line in answer.missing:
             typer.echo(f"  {line}")
+        if lost is not None:
+            peak, step = f"{lost.peak_bytes / GIB:+.2f} GiB", f"{100 * lost.step_share:+.1f} %"
+            room = f"{lost.headroom_bytes / GIB:.2f} GiB left"
+            typer.echo(f"nearest: {answer.flags}")
+            typer.echo(f"against {run.method} it has peak {peak}, step {step}; {room}")
     else:
         typer.echo(answer.flags)
     raise typer.Exit(1 if answer.missing else 0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
@@ -13,13 +14,15 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 from typer import Argument, Option
 
+from rematbench.choose.job import Job
 from rematbench.choose.outcome import make_problem
-from rematbench.host.console import CommandError
+from rematbench.host.console import GIB, CommandError
 from rematbench.packages.process import baselines
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
+from rematbench.published.bands import leaving_reserve
 from rematbench.spec.problemspec import ProblemSpec, flag
 
 MOST_S = 7 * 86_400.0
@@ -66,7 +69,9 @@ class RunOptions:
     field is an option of the same name."""
 
     problem: dict[str, Any]
-    method: Annotated[str, Argument(metavar="METHOD", help="A method or a+b (see `methods`).")]
+    method: Annotated[
+        str, Argument(metavar="METHOD", help="A method, a+b, or the name of a row of `compare`.")
+    ]
     partition: Annotated[
         str, Option(metavar="9,8,..", help="Layers of each of the pp x vpp chunks, in order.")
     ] = ""
@@ -77,17 +82,35 @@ class RunOptions:
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="A parameter of the method (repeatable)."),
     ] = None
+    reserve_gib: Annotated[
+        float | None,
+        Option(min=0, metavar="G", help="What tuned plans leave free (else: errors of peaks)."),
+    ] = None
     methods: Annotated[
         list[Path] | None, Option(metavar="DIR", help="More method files (repeatable).")
     ] = None
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One run, ready to plan."""
+    """One run, ready to plan: of the method that was `named` with `settings`, on a problem of which
+    `words` are the options."""
 
     problem: Problem
     method: Composition
     base: Plan
+    words: tuple[str, ...] = ()
+    named: str = ""
+    settings: tuple[str, ...] = ()
+
+    @property
+    def job(self) -> Job:
+        """The problem and its options, without the method."""
+        return Job(problem=self.problem, base=self.base, words=self.words)
+
+    @property
+    def run_with(self) -> str:
+        """The command of this run."""
+        return self.job.run_with(self.named or self.method.name, *self.settings)
 
 
 def takes_run(command: Callable[..., None]) -> Callable[..., None]:
@@ -132,6 +155,12 @@ def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[...,
     return run
 
 
+def _tell_broken(folders: list[Path]) -> None:
+    """Say on stderr which files of a person's folders have no method."""
+    for path, reason in discover(folders).broken.items():
+        sys.stderr.write(f"unavailable: {path}: {reason}\n")
+
+
 def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
     """The fields of a ProblemSpec as options; what is required may still be filled in by a command,
     so that None stands for it."""
@@ -145,14 +174,17 @@ def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(field.name, keyword, annotation=option, default=default)
 
 
-def request(options: RunOptions) -> Request:
-    """Load names and files, derive dp; CommandError and the loaders' errors are one line each."""
+def request(options: RunOptions, *, told: bool = False) -> Request:
+    """Load names and files, derive dp; CommandError and the loaders' errors are one line each.
+    Files of a person's folders that have no method are named on stderr, unless they are `told`
+    elsewhere."""
     given = options.problem
     missing = [flag(f.name) for f in fields(ProblemSpec) if f.required and not given.get(f.name)]
     if missing:
         raise CommandError(f"missing option: {', '.join(missing)}")
-    method = _method(options)
-    problem = make_problem(ProblemSpec(**given))
+    spec = ProblemSpec(**given)
+    problem = _with_reserve(make_problem(spec), options.reserve_gib)
+    method = _method(options, problem)
     base = problem.base_plan
     if options.partition:
         base = replace(base, partition=_partition(options.partition, problem))
@@ -160,14 +192,48 @@ def request(options: RunOptions) -> Request:
         if problem.layout.vpp > 1:
             raise CommandError(f"--gpipe has one chunk per rank, --vpp is {problem.layout.vpp}")
         base = replace(base, schedule="gpipe")
-    return Request(problem=problem, method=method, base=base)
+    words = (*spec.to_arguments(), *_words(options))
+    if options.methods and not told:
+        _tell_broken(options.methods)
+    settings = tuple(word for text in options.settings or () for word in ("--set", text))
+    return Request(
+        problem=problem,
+        method=method,
+        base=base,
+        words=words,
+        named=options.method,
+        settings=settings,
+    )
 
 
-def _method(options: RunOptions) -> Composition:
+def _words(options: RunOptions) -> Iterator[str]:
+    """What is no field of a ProblemSpec, as it was typed."""
+    if options.partition:
+        yield from ("--partition", options.partition)
+    if options.gpipe:
+        yield "--gpipe"
+    if options.reserve_gib is not None:
+        yield from ("--reserve-gib", f"{options.reserve_gib:g}")
+    for folder in options.methods or ():
+        yield from ("--methods", str(folder))
+
+
+def _with_reserve(problem: Problem, reserve_gib: float | None) -> Problem:
+    """The problem with the device bytes that tuned plans leave free."""
+    if reserve_gib is None:
+        return leaving_reserve(problem)
+    usable, nbytes = problem.usable_bytes, round(reserve_gib * GIB)
+    if nbytes >= usable:
+        most = f"the device has {usable / GIB:.2f} GiB"
+        raise CommandError(f"--reserve-gib {reserve_gib:g}: {most}")
+    return dataclasses.replace(problem, reserve_bytes=nbytes)
+
+
+def _method(options: RunOptions, problem: Problem) -> Composition:
     """The method that is named; a baseline's name is no method's, and has commands of its own."""
     try:
         found = discover(options.methods or ())
-        return found.resolve(options.method, settings_of(options.settings))
+        return found.resolve(options.method, settings_of(options.settings), problem)
     except MethodError as error:
         named = [word.strip() for word in options.method.split("+")]
         name = next((word for word in named if word in baselines()), "")

@@ -24,6 +24,7 @@ from rematbench.host.console import (
     percent,
     plain,
     seconds,
+    show_whole,
 )
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, resolve
@@ -127,7 +128,7 @@ def show_estimate(out: Console, shown: Shown, form: ClosedForm) -> None:
         ours = (gib(nbytes) for nbytes in (states, activations, rank.device_peak))
         table.add_row(str(index), *ours, *theirs)
     out.print()
-    out.print(table)
+    show_whole(out, table)
     out.print(plain(f"{form.name}: {form.remark}"))
     if form.name == "fujii":
         hbm = shown.request.problem.cluster.hbm_bytes
@@ -250,7 +251,7 @@ def timeline(
 def _replayed(run: RunOptions) -> Replay:
     """The run of a record file, or of a method with its options."""
     path = Path(run.method)
-    if path.suffix or path.is_file():
+    if path.suffix == ".json" or path.is_file():
         return replay(read_record(path), cluster=run.problem["cluster"] or "", timeline=True)
     asked = request(run)
     made = asked.method.plan(asked.problem, asked.base)

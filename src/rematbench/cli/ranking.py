@@ -4,73 +4,138 @@ import re
 from collections.abc import Sequence
 
 from msgspec import Struct
-from rich.console import Console
-from rich.table import Column, Table
+from rich.console import Console, JustifyMethod
+from rich.table import Table
 
 from rematbench import __version__
 from rematbench.choose.entry import Comparison, Entry
+from rematbench.choose.judged import Judged, Order
 from rematbench.cli.options import Request
-from rematbench.cli.show import basis, heading, nominal, validated
-from rematbench.host.console import gib, percent, plain, rounded
-from rematbench.published.evidence import Evidence
+from rematbench.cli.show import heading, nominal
+from rematbench.host.console import GIB, gib, percent, plain, rounded
+from rematbench.packages.flags import Engines
+from rematbench.published.bands import Band, peak_band, ratio_band
 
 WIDE = 150
 """From this width on names and parts of the step stand on one line."""
 
+UNBOUNDED = 1000
+"""Columns of `--wide`: more than any row has."""
+
 LONGEST = 48
 """Characters of a name that stand on one line."""
+
+RUNS_ON = "runs\non"
 
 MOST_PARTS = 3
 """Parts of the step named in the table (the CSV has all)."""
 
-HEADS = (
-    "method",
-    "fits",
-    "headroom\nGiB",
-    "step s",
-    "tokens/s\n/GPU",
-    "MFU %\ncausal",
-    "MFU %\ndense",
-    "GPU-h\nper 1e9\ntokens",
-    "where the\nstep goes\n%",
-    "validated\n(rule)",
-)
-TEXTS = (0, 1, 8, 9)
+
+class Shown(Struct, frozen=True, kw_only=True):
+    """What a table is about: the job, which engines run its plans, what is to be trained, and the
+    least share of a step that is named."""
+
+    asked: Request
+    engines: Engines
+    order: Order = Order()
+    share: float
 
 
-class Judged(Struct, frozen=True):
-    """An entry, its evidence, and whether it is within the error of the best (`tied`)."""
+class Head(Struct, frozen=True):
+    """A column: its heading, whether it holds words, and how early it is given up for room (0:
+    never)."""
 
-    entry: Entry
-    evidence: Evidence
-    tied: bool = False
+    text: str
+    words: bool = False
+    given_up: int = 0
+
+
+def heads(shown: Shown) -> tuple[Head, ...]:
+    """The columns of a table, in order."""
+    host = f"{shown.asked.problem.cluster.host_bytes / GIB:.0f}"
+    days = (Head("days"),) if shown.order.tokens else ()
+    cost = (Head("cost"),) if shown.order.tokens and shown.order.price else ()
+    return (
+        Head("method", words=True),
+        Head("fits", words=True),
+        Head("headroom\nGiB"),
+        Head("step s"),
+        Head("tokens/s\n/GPU"),
+        Head("MFU %\ncausal", given_up=3),
+        Head("MFU %\ndense", given_up=5),
+        Head(f"host GiB\nper node\nof {host}", given_up=1),
+        Head("GPU-h\nper 1e9\ntokens", given_up=7),
+        *days,
+        *cost,
+        Head("where the\nstep goes\n%", words=True, given_up=2),
+        Head(RUNS_ON, words=True, given_up=6),
+        Head("80 %\nband;\noutside", words=True, given_up=4),
+    )
 
 
 class Ranking:
     """A comparison as it is printed: the table of what is quick, planners as they end, notes."""
 
-    def __init__(self, out: Console, asked: Request, share: float) -> None:
-        self.out, self.asked, self.share = out, asked, share
-        self.wide = out.width >= WIDE
-        self.said, self.widths = "", [0] * len(HEADS)
+    def __init__(self, out: Console, shown: Shown, *, wide: bool = False) -> None:
+        self.out, self.shown = out, shown
+        if wide:
+            self.out.width = UNBOUNDED
+        self.folded = out.width < WIDE
+        self.said = ""
+        self.heads = heads(shown)
+        self.kept: list[int] = []
+        self.widths: list[int] = []
 
     def table(self, judged: Sequence[Judged]) -> None:
         """Heading, verdict and table."""
-        for text in heading(self.asked)[:3]:
+        for text in heading(self.shown.asked)[:3]:
             self.out.print(plain(text))
         self.out.print()
-        self.said = verdict(judged)
-        self.out.print(plain(self.said), style="bold")
-        self.out.print()
-        made = table(judged, self.share, wide=self.wide)
-        self.widths = [_width(self.out, column) for column in made.columns]
-        self.out.print(made)
+        if judged:
+            self.said = verdict(judged)
+            self.out.print(plain(self.said), style="bold")
+            if line := safest(judged):
+                self.out.print(plain(line))
+            self.out.print()
+        self._print(self._rows(judged))
 
     def late(self, judged: Sequence[Judged]) -> None:
         """A planner's row, under the same columns."""
-        row = table(judged, self.share, wide=self.wide, widths=self.widths)
-        if row.row_count:
-            self.out.print(row)
+        self._print(self._rows(judged))
+
+    def _gap(self) -> int:
+        return 1 if self.folded else 2
+
+    def _rows(self, judged: Sequence[Judged]) -> list[list[str]]:
+        """Fitting plans by speed, then those that do not fit; refusals are lines below."""
+        return [
+            texts(item, self.shown, folded=self.folded)
+            for item in judged
+            if item.entry.verdict is not None
+        ]
+
+    def _print(self, rows: Sequence[Sequence[str]]) -> None:
+        """Rows under the columns that there is room for beside the first of them, never cut."""
+        if not rows:
+            return
+        first, gap = not self.kept, self._gap()
+        texts = [[head.text for head in self.heads], *rows] if first else rows
+        widths = [max(map(len, "\n".join(each).split("\n"))) for each in zip(*texts, strict=True)]
+        if first:
+            self.kept = kept(self.heads, widths, self.out.width, gap)
+            self.widths = [widths[index] for index in self.kept]
+        made = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), show_header=first)
+        for index, least in zip(self.kept, self.widths, strict=True):
+            head = self.heads[index]
+            justify: JustifyMethod = "left" if head.words else "right"
+            made.add_column(head.text, justify=justify, no_wrap=True, min_width=least)
+        for row in rows:
+            made.add_row(*(plain(row[index]) for index in self.kept))
+        taken = (max(w, widths[i]) for i, w in zip(self.kept, self.widths, strict=True))
+        width = self.out.width
+        self.out.width = max(width, sum(taken) + gap * len(self.kept))
+        self.out.print(made, crop=False)
+        self.out.width = width
 
     def notes(
         self, found: Comparison, judged: Sequence[Judged], would_fit: Sequence[str] = ()
@@ -79,18 +144,31 @@ class Ranking:
         self.out.print()
         if verdict(judged) != self.said:
             self.out.print(plain(f"{verdict(judged)} (a planner)"), style="bold")
-        for text in (*notes(judged), *left_out(found, judged), *nominal(self.asked.problem)):
+        problem = self.shown.asked.problem
+        dropped = [head.text for i, head in enumerate(self.heads) if i not in self.kept]
+        if self.kept and dropped:
+            names = ", ".join(text.replace("\n", " ") for text in dropped)
+            line = f"no room for: {names} (--wide shows them, -o FILE.csv has them)"
+            self.out.print(plain(line))
+        if RUNS_ON not in dropped:
+            self.out.print(plain(f"runs on: {self.shown.engines.legend()}"))
+        for text in (*notes(judged), *left_out(found, judged), *nominal(problem)):
             self.out.print(plain(text))
-        date = self.asked.problem.calibration.date
+        date = problem.calibration.date
         self.out.print(plain(f"world: simulated (rematbench {__version__}, constants of {date})"))
         if would_fit:
             text = f"WOULD FIT: {'; or '.join(would_fit)}"
             self.out.print(plain(text), style="bold", soft_wrap=True)
 
 
-def _width(out: Console, column: Column) -> int:
-    """Characters that a column takes, padding apart."""
-    return max(out.measure(text).maximum for text in (column.header, *column.cells))
+def kept(heads: Sequence[Head], widths: Sequence[int], room: int, gap: int) -> list[int]:
+    """The columns that stay: of those that may be given up, the first to go go until the rest has
+    room."""
+    found = list(range(len(heads)))
+    early = sorted((i for i in found if heads[i].given_up), key=lambda i: heads[i].given_up)
+    while early and sum(widths[i] + gap for i in found) - gap > room:
+        found.remove(early.pop())
+    return found
 
 
 def verdict(judged: Sequence[Judged]) -> str:
@@ -100,47 +178,52 @@ def verdict(judged: Sequence[Judged]) -> str:
         return "NOTHING FITS: no method has a plan"
     if best.status == "oom":
         return f"NOTHING FITS: nearest is {best.name}, {best.reason}"
-    speed = rounded(best.evaluation.tokens_per_s_per_gpu)
+    return f"FASTEST: {_said(judged[0])}"
+
+
+def safest(judged: Sequence[Judged]) -> str:
+    """The one of a tie that leaves most of the device free, where it is not the fastest."""
+    fitting = [item for item in judged if item.entry.status == "ok" and not item.entry.same_as]
+    tie = [item for item in fitting if item.tied or item is fitting[0]]
+    if not tie:
+        return ""
+    most = max(tie, key=lambda item: item.entry.verdict.headroom_bytes if item.entry.verdict else 0)
+    return "" if most is tie[0] else f"SAFEST within the tie: {_said(most)}"
+
+
+def _said(item: Judged) -> str:
+    found, room = item.entry.evaluation, item.entry.verdict
+    assert found is not None
+    assert room is not None
+    speed, band = found.tokens_per_s_per_gpu, item.band
     return (
-        f"FASTEST: {best.name}, {speed} tokens/s/GPU, {gib(best.verdict.headroom_bytes)} GiB left"
+        f"{item.entry.name}, {rounded(speed)} tokens/s/GPU ({rounded(band.low(speed))} to "
+        f"{rounded(band.high(speed))}), {gib(room.headroom_bytes)} GiB left"
+        f"{', tight' if item.fits == 'tight' else ''}"
     )
 
 
-def table(
-    judged: Sequence[Judged], share: float, *, wide: bool, widths: Sequence[int] = ()
-) -> Table:
-    """Fitting plans by speed, then those that do not fit; refusals are lines below.  `widths`: of
-    the columns of the table that these rows continue, which has the heads."""
-    padding = (0, 2 if wide else 1, 0, 0)
-    made = Table(box=None, pad_edge=False, padding=padding, show_header=not widths)
-    for index, head in enumerate(HEADS):
-        made.add_column(
-            head,
-            justify="left" if index in TEXTS else "right",
-            no_wrap=True,
-            min_width=widths[index] if widths else None,
-        )
-    for item in judged:
-        if item.entry.verdict is not None:
-            made.add_row(*(plain(text) for text in texts(item, share, wide=wide)))
-    return made
-
-
-def texts(item: Judged, share: float, *, wide: bool) -> list[str]:
+def texts(item: Judged, shown: Shown, *, folded: bool) -> list[str]:
     """The cells of one row."""
-    entry = item.entry
+    entry, order = item.entry, shown.order
     assert entry.evaluation is not None
     assert entry.verdict is not None
     found, fits = entry.evaluation, entry.status == "ok"
-    name = entry.name if wide and len(entry.name) <= LONGEST else _folded(entry)
+    between = "\n" if folded else ", "
+    name = _folded(entry) if folded or len(entry.name) > LONGEST else entry.name
     device, host = entry.verdict.headroom_bytes, entry.verdict.host_headroom_bytes
     short = host < 0 <= device
-    fit = "yes" if fits else ("host" if short else "no")
+    fit = "host" if short else item.fits
     room = gib(host if short else device)
+    pinned = f"{found.host_node_bytes / GIB:.1f}"
+    asked = bool(order.tokens) + bool(order.tokens and order.price)
     if entry.same_as:
-        return [name, fit, room, *["-"] * 5, f"plan of {entry.same_as}", "-"]
+        where = f"plan of {entry.same_as}"
+        return [name, fit, room, *["-"] * 4, pinned, *["-"] * (1 + asked), where, "-", "-"]
     if not fits:
-        return [name, fit, room, *["-"] * 7]
+        return [name, fit, room, *["-"] * 4, pinned, *["-"] * (4 + asked)]
+    assert entry.plan is not None
+    totals = (order.days(entry, shown.asked.problem.layout.gpus), order.cost(entry))
     return [
         name,
         fit,
@@ -149,10 +232,19 @@ def texts(item: Judged, share: float, *, wide: bool) -> list[str]:
         rounded(found.tokens_per_s_per_gpu) + ("=" if item.tied else " "),
         f"{100 * found.mfu_causal:.1f}",
         f"{100 * found.mfu_dense:.1f}",
+        pinned,
         rounded(entry.gpu_hours_per_1e9_tokens or 0.0),
-        parts(entry, share, ", " if wide else "\n"),
-        validated(item.evidence, " " if wide else "\n"),
+        *(rounded(value) for value in totals if value is not None),
+        parts(entry, shown.share, between),
+        " ".join(name[0].upper() for name in shown.engines.of(entry.plan)) or "-",
+        banded(item.band, between if folded else " "),
     ]
+
+
+def banded(band: Band, between: str = " ") -> str:
+    """The half-width, and what of the job nobody published."""
+    words = (f"+-{100 * band.half_width:.0f} %", *band.outside)
+    return between.join(words)
 
 
 def _folded(entry: Entry) -> str:
@@ -178,32 +270,29 @@ def notes(judged: Sequence[Judged]) -> list[str]:
     lines = [*_tie_lines(fitting)]
     lines.append(
         "where the step goes: compute and recompute of the busiest rank, its pipeline bubble, and "
-        "what copies, tp, cp, dp and pp traffic add to the step (exposed, not their length)"
+        "what copies, tp, cp, dp and pp traffic and waiting for the host add to the step (exposed, "
+        "not their length)"
     )
+    outside = dict.fromkeys(w for item in fitting for w in item.band.outside.values())
     lines.append(
-        "validated: error in speed of published cells that share (rule) with the row (their mean "
-        "with --predictions, else the accepted error of their groups); "
-        "held-out, in-sample (its source shaped a formula) or fitted (no evidence)"
+        "80 % band: of published speeds, 80 % lie as near to what constants say that never saw "
+        "their source, where as many things lie outside of what others published"
     )
-    for rule in sorted({item.evidence.rule for item in fitting} - {0}):
-        items = [item.evidence for item in fitting if item.evidence.rule == rule]
-        lines.append(f"  ({rule}) {basis(items)}")
+    lines += [f"outside: {'; '.join(outside)}"] if outside else []
+    lines.append(
+        "tight: less left than published peaks lie above predicted ones "
+        f"({percent(peak_band())}, 80 % of them)"
+    )
     return lines
 
 
 def _tie_lines(fitting: Sequence[Judged]) -> list[str]:
-    best = fitting[0]
-    equal = [item for item in fitting if item.tied and not item.entry.same_as]
-    if equal:
-        known = [item.evidence for item in (best, *equal) if item.evidence.error is not None]
-        most = max(known, key=lambda found: found.error or 0.0)
-        return [
-            f"= a tie: slower than {best.entry.name} by less than the error of such predictions "
-            f"({most.grade}, {percent(most.error)})"
-        ]
-    if best.evidence.error is None:
-        return ["no published cell says which differences mean anything here"]
-    return []
+    if not any(item.tied and not item.entry.same_as for item in fitting):
+        return []
+    return [
+        f"= a tie: slower than {fitting[0].entry.name} by less than the error of ratios of speeds "
+        f"at one layout on one stack ({percent(ratio_band())}, from published pairs)"
+    ]
 
 
 def left_out(found: Comparison, judged: Sequence[Judged]) -> list[str]:

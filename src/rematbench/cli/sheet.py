@@ -8,15 +8,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_file, read
+from rematbench.cost.constants import Calibration
+from rematbench.cost.constants import instant_hosts as instant
 from rematbench.host.console import console
 from rematbench.host.garbage import collect_rarely
 from rematbench.published.predict import COLUMNS, predict_rows
+from rematbench.published.rows import ASSUMED
 from rematbench.published.sheets import (
     Cell,
     write_sheet,
 )
+from rematbench.spec.configfile import closest
+from rematbench.spec.load import calibration, names
 
-ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Columns as results/published/runs.csv.")]
+ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Rows as `examples` has.")]
 
 
 PROCESSES = Annotated[int, Option(min=1, help="Worker processes.")]
@@ -27,29 +32,48 @@ def predict(
     output: Annotated[Path, Option("-o", "--output", metavar="PRED.csv")],
     processes: PROCESSES = 2,
     methods: Methods = None,
+    system: Annotated[
+        str, Option(metavar="Y", help="The stack of every row, whatever its column says.")
+    ] = "",
+    instant_hosts: Annotated[
+        bool, Option("--instant-hosts", help="As if hosts issued everything at once.")
+    ] = False,
 ) -> None:
     """Predict every row of a sheet; adds pred_* columns, never drops a row.
 
-    An empty offload_fraction means the smallest that fits.  A row that cannot be predicted gets
-    a pred_status and a pred_reason.
+    An empty offload_fraction means the smallest that fits; an empty dp is what gpus, tp, cp and pp
+    leave.  A row that cannot be predicted gets a pred_status and a pred_reason.
 
     \b
     Example:
-      rematbench predict results/published/runs.csv -o predictions.csv
+      rematbench examples .
+      rematbench predict sheet.csv -o predictions.csv
     """
     need_file("-o", output)
     collect_rarely()
     sheet = read(rows, "ROWS.csv")
-    found = predicted(sheet, processes, methods)
+    for row in sheet if system else ():
+        row["system"] = system
+    constants = instant(calibration()) if instant_hosts else None
+    found = predicted(sheet, processes, methods, constants)
     write_sheet(output, found, [*sheet.columns, *COLUMNS])
     counts: dict[str, int] = {}
     for row in found:
         counts[row["pred_status"]] = counts.get(row["pred_status"], 0) + 1
     summary = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     typer.echo(f"{output}: {len(found)} rows ({summary or 'the sheet is empty'})")
+    for name in dict.fromkeys(row["model"] for row in found if ASSUMED in row["pred_reason"]):
+        near = closest(name, names("model"))
+        told = "shapes are the row's, the rest is a relative's (pred_reason)"
+        typer.echo(f"unknown model {name!r}{near}: {told}")
 
 
-def predicted(rows: list[Cell], processes: int, methods: list[Path] | None) -> list[Cell]:
+def predicted(
+    rows: list[Cell],
+    processes: int,
+    methods: list[Path] | None,
+    constants: Calibration | None = None,
+) -> list[Cell]:
     """predict_rows with a progress bar on stderr."""
     err = console(error=True)
     columns = (
@@ -64,4 +88,10 @@ def predicted(rows: list[Cell], processes: int, methods: list[Path] | None) -> l
         def advance(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        return predict_rows(rows, processes=processes, methods=methods or (), progress=advance)
+        return predict_rows(
+            rows,
+            processes=processes,
+            methods=methods or (),
+            progress=advance,
+            constants=constants,
+        )

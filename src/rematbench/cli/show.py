@@ -1,32 +1,29 @@
 """A run for a person: the verdict first, then speed, bytes per stage, what the policy frees."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import asdict
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
-from rematbench.choose.candidates import load_compare, same_plan
+from rematbench.choose.candidates import same_plan
 from rematbench.choose.outcome import Outcome
 from rematbench.cli.options import Request
 from rematbench.cost.flops import model_flop_per_token
-from rematbench.host.console import gib, grid, percent, plain, rounded, seconds
-from rematbench.plugins.discover import discover
+from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
+from rematbench.lowering.lower import lower
 from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
-from rematbench.published.evidence import (
-    RULES,
-    Evidence,
-    evidence,
-    family_of,
-    published_cells,
-)
-from rematbench.published.sheets import read_sheet
+from rematbench.program.check import Proof
+from rematbench.published.bands import Band, band_of, fits_word, peak_band
+from rematbench.simulate.breakdown import host_wait_s
 from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
-from rematbench.spec.paths import data_dir
+from rematbench.simulate.seconds import action_seconds
 
+HOST_SHARE = 0.01
+"""Of a step: less of waiting for the host is not printed."""
 BANNERS = {
     "ok": "FITS",
     "oom": "OUT OF MEMORY",
@@ -57,8 +54,29 @@ def result(shown: Shown) -> dict[str, Any]:
     values["offload_bytes"] = evaluation.offload_bytes if evaluation else None
     values["parameters"] = resolved_parameters(shown)
     values["headroom_bytes"] = verdict.headroom_bytes if verdict else None
+    values["fits"] = fits(shown)
+    values["band"] = timed and band_result(_band(shown), timed.tokens_per_s_per_gpu)
     values["binds"] = verdict.binds if verdict else None
+    job, method = shown.request.job, shown.request.method
+    values["job"] = {"method": method.name, **job.facts()}
+    values["run_with"] = shown.request.run_with
+    if outcome.proof is not None:
+        values["proof"] = asdict(outcome.proof)
     return {**values, "status": outcome.status, "reason": outcome.reason}
+
+
+def band_result(band: Band, speed: float) -> dict[str, Any]:
+    """The JSON of a band: its ends in tokens/s/GPU, and what of the job nobody published."""
+    return {"low": band.low(speed), "high": band.high(speed), "outside": list(band.outside)}
+
+
+def fits(shown: Shown) -> str | None:
+    """yes, tight or no; None without a plan."""
+    verdict = shown.outcome.verdict
+    if verdict is None:
+        return None
+    usable = shown.request.problem.usable_bytes
+    return fits_word(verdict.headroom_bytes, usable) if verdict.fits else "no"
 
 
 def resolved_parameters(shown: Shown) -> dict[str, Any]:
@@ -75,15 +93,29 @@ def show(out: Console, shown: Shown) -> None:
     out.print()
     out.print(plain(banner(shown)), style="bold")
     evaluation = shown.outcome.evaluation
+    if shown.outcome.proof is not None:
+        out.print(plain(proved(shown.outcome.proof)))
     if evaluation is None:
         return
-    timed = [] if evaluation.not_timed else [speeds(shown, evaluation)]
-    for part in (*timed, stages(shown, evaluation)):
+    if not evaluation.not_timed:
         out.print()
-        out.print(part)
+        out.print(speeds(shown, evaluation))
+    out.print()
+    show_whole(out, stages(shown, evaluation))
     out.print()
     for line in footer(shown, evaluation):
         out.print(plain(line))
+
+
+def proved(proof: Proof) -> str:
+    """What `--check` has shown of every action, in one sentence."""
+    return (
+        f"proved safe: {proof.actions:,} actions of {proof.ranks} pipeline ranks; each of "
+        f"{proof.allocations:,} storages is freed once, after its last reader, and none is left; "
+        f"{proof.reads:,} reads come after what they read is made, whatever streams take "
+        f"({proof.waits:,} waits); no gradient after its reduction, no weight after its update; no "
+        "deadlock"
+    )
 
 
 def heading(request: Request) -> list[str]:
@@ -92,10 +124,11 @@ def heading(request: Request) -> list[str]:
     problem = request.problem
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
+    ulysses = f" (of it ulysses {lay.ulysses})" if lay.ulysses > 1 else ""
     return [
         f"{work.model.name}, {work.seq_len:,} tokens, {work.precision}, on {lay.gpus} x "
         f"{cluster.gpu} ({cluster.name}), stack {problem.system.name}",
-        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}  zero "
+        f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}  zero "
         f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
         f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
         assumed(problem),
@@ -131,7 +164,8 @@ def banner(shown: Shown) -> str:
     peaks = outcome.evaluation.peak_device_bytes
     rank = peaks.index(max(peaks))
     spare = gib(outcome.verdict.headroom_bytes)
-    return f"{word}: {spare} GiB of headroom on the fullest rank ({rank})"
+    tight = "FITS, TIGHT" if fits(shown) == "tight" else word
+    return f"{tight}: {spare} GiB of headroom on the fullest rank ({rank})"
 
 
 def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
@@ -151,10 +185,22 @@ def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
         ("offloaded", f"{evaluation.offload_bytes / 2**40:.3f} TiB per step, all ranks"),
     ]
     plan = shown.outcome.plan
+    rows += [("waits for the host", percent(share)) for share in _host_shares(problem, shown)]
     rows += [("plan", f"{key}: {value}") for key, value in (plan.fit if plan else {}).items()]
     for name, value in rows:
         table.add_row(name, plain(value))
     return table
+
+
+def _host_shares(problem: Problem, shown: Shown) -> list[float]:
+    """The share of the step in which devices wait for their hosts, where it is worth a line."""
+    plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
+    if plan is None or evaluation is None:
+        return []
+    step_s = evaluation.step_s
+    program = lower(plan, problem)
+    share = host_wait_s(action_seconds(problem, program), program, step_s) / step_s
+    return [share] if share > HOST_SHARE else []
 
 
 def stages(shown: Shown, evaluation: PlanEvaluation) -> Table:
@@ -234,7 +280,7 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
         f"host memory per node: {gib(host)} GiB pinned at the peak, in torch's blocks, of "
         f"{gib(room)} that the system leaves of {gib(problem.cluster.host_bytes)}",
         _freed_line(shown, evaluation),
-        *([] if evaluation.not_timed else nominal(problem) or [_trust_line(shown)]),
+        *([] if evaluation.not_timed else nominal(problem) or _trust(shown, evaluation)),
         f"world: simulated (rematbench {__version__}, constants of "
         f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]
@@ -247,30 +293,25 @@ def _segments(shown: Shown) -> str:
     return "expandable segments" if system.expandable_segments else "default segments"
 
 
-def _trust_line(shown: Shown) -> str:
-    """How far off predictions like this one were, as `compare` says it; a plan that does nothing
-    has the evidence of keep_all."""
+def _band(shown: Shown) -> Band:
+    """The band of a run's speed; a plan that does nothing has that of keep_all."""
     asked, plan = shown.request, shown.outcome.plan
     idle = plan is not None and same_plan(plan) == same_plan(asked.base)
-    family = IDENTITY if idle else family_of(asked.method.name)
-    known = published_cells(read_sheet(data_dir("published") / "runs.csv"), discover())
-    found = evidence(asked.problem, family, known, load_compare().context_factor)
-    shared = f", {basis([found])}" if found.rule else ""
-    return f"speed validated on published cells: {validated(found)}{shared}"
+    return band_of(asked.problem, IDENTITY if idle else asked.method.name)
 
 
-def validated(found: Evidence, between: str = " ") -> str:
-    """Grade, error and rule."""
-    if found.grade is None:
-        return "no cell"
-    error = "" if found.error is None else f"{percent(found.error)} "
-    return f"{found.grade}{between}{error}({found.rule})"
+def _trust(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
+    return trust(_band(shown), evaluation.tokens_per_s_per_gpu)
 
 
-def basis(found: Sequence[Evidence]) -> str:
-    """What evidence of one rule shares with its cells, and the groups of those."""
-    groups = dict.fromkeys(group for one in found for group in one.groups)
-    return f"same {RULES[found[0].rule - 1]}: {'; '.join(groups)}"
+def trust(band: Band, speed: float) -> list[str]:
+    """How far to trust speed and bytes."""
+    return [
+        f"80 % band of the speed: {rounded(band.low(speed))} to {rounded(band.high(speed))} "
+        f"tokens/s/GPU, from errors of {band.sources} sources whose rows no constant had seen",
+        f"evidence: {band.evidence}",
+        f"tight: published peaks lie up to {percent(peak_band())} above predicted ones (80 %)",
+    ]
 
 
 def _freed_line(shown: Shown, evaluation: PlanEvaluation) -> str:

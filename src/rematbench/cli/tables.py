@@ -7,7 +7,6 @@ import typer
 from msgspec.structs import asdict
 from typer import Argument, Option
 
-from rematbench.choose.candidates import load_compare
 from rematbench.cli.matrix import CANDIDATES, SUITE, declared, lines_of
 from rematbench.cli.targets import (
     Methods,
@@ -26,8 +25,8 @@ from rematbench.matrix.tables import matrix_tables as tables_of
 from rematbench.matrix.verdicts import judged, outcome
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
-from rematbench.published.accuracy import load_accuracy, load_left_out
-from rematbench.published.evidence import published_cells
+from rematbench.published.accuracy import load_accuracy
+from rematbench.published.left_out import left_out_errors, out_of_source
 from rematbench.published.paper import paper_tables
 from rematbench.published.rule80 import rule_table
 from rematbench.published.scores import score_tables
@@ -111,8 +110,10 @@ def tables(
     ]
     published = [cell for cell in cells if cell.get("cell", "published") == "published"]
     accuracy, constants = load_accuracy(), calibration()
-    report = score(published, constants, accuracy, load_left_out())
-    made = [*score_tables(report, published, constants, accuracy), rule_table(published)]
+    strange = out_of_source()
+    left_out = left_out_errors(strange, accuracy, constants)
+    report = score(published, constants, accuracy, left_out)
+    made = [*score_tables(report, published, constants, accuracy, strange), rule_table(published)]
     if any("cell" in cell for cell in cells):
         made += paper_tables(cells)
     for table in made:
@@ -241,23 +242,20 @@ def _read(path: Path) -> list[Answer]:
 def matrix_tables(
     suite: SUITE,
     results: Annotated[list[Path], Argument(metavar="FILE.csv...", help="From matrix.")],
-    predictions: Annotated[Path, Option(metavar="PRED.csv", help="Predicted published cells.")],
     output: Output,
 ) -> None:
-    """Tables of the matrix, with evidence, validated range and ties; and the Pareto front.
+    """Tables of the matrix, with bands, what nobody published, and ties; and the Pareto front.
 
     \b
     Example:
       rematbench matrix-tables config/paper.yaml results/paper/matrix/llama3-8b.csv
-        --predictions results/paper/predictions.csv -o results/paper/tables
+        -o results/paper/tables
     """
     need_folder("-o", output)
-    spec, registry = declared(suite), discover()
+    spec = declared(suite)
     rows = [row for path in results for row in lines_of(path, "arm")]
     told = [row for path in results for row in lines_of(path.with_suffix(f".{CANDIDATES}"), "fate")]
-    cells = read(predictions, "--predictions", "pred_status")
-    known = published_cells(cells, registry)
-    lines = judged(rows, spec, known, load_compare().context_factor)
+    lines = judged(rows, spec)
     made = [*tables_of(lines, told, spec), pareto_table(spec)]
     for table in made:
         table.write(output)

@@ -43,11 +43,14 @@ def need_folder(option: str, folder: Path) -> None:
 
 
 def need_file(option: str, path: Path | None) -> None:
-    """Make a file's folder, if a file is asked for; CommandError if it cannot be written."""
+    """CommandError if a file that is asked for cannot be written, or its folder is not there: a
+    misspelt path makes no folders."""
     if path is None:
         return
     if path.is_dir():
         raise CommandError(f"{option} {path}: cannot be written (Is a directory)")
+    if not path.parent.exists():
+        raise CommandError(f"{option} {path}: cannot be written (no folder {path.parent})")
     _need(option, path, path.parent)
 
 

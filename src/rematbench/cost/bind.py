@@ -17,7 +17,7 @@ from rematbench.cost.constants import (
 )
 from rematbench.cost.copies import ALONE, Crowd
 from rematbench.cost.kernel_rates import AttentionBackend
-from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel
+from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel, launches
 from rematbench.operators.ops import Comm, Op
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
@@ -26,9 +26,6 @@ from rematbench.workload import Workload
 
 Direction = Literal["forward", "backward_input", "backward_weight"]
 CopyDirection = Literal["d2h", "h2d"]
-
-FLASH_BACKWARD_LAUNCHES = 3
-"""Row sums of dO * O, the main kernel, and the conversion of dQ (Dao 2023)."""
 
 
 class CostModel:
@@ -86,19 +83,40 @@ class CostModel:
         share = self.cluster.node_network_bytes_per_s / self.cluster.gpus_per_node
         return share * self.network.nic_efficiency
 
+    @cached_property
+    def host_launch_s(self) -> float:
+        """Seconds that the host takes for a launch: the stack's, and more where a node has more
+        ranks of a tensor-parallel group, which issue in step, than its cores serve at once."""
+        ranks = min(self.layout.tp, self.cluster.gpus_per_node)
+        seconds = self.stack.host_launch_s * max(1.0, ranks / self.network.host_ranks)
+        return seconds * self.system.scales.host
+
+    def calls(self, op: Op, direction: Direction) -> int:
+        """Launches that the host issues for an operator in a direction; what is compiled is issued
+        at once."""
+        kernels: tuple[Kernel, ...] = getattr(op, direction)
+        count = sum(self._launches(kernel, direction) for kernel in kernels)
+        return min(1, count) if self.system.compiled else count
+
+    def _launches(self, kernel: Kernel, direction: Direction) -> int:
+        dropout = self.workload.model.dropout > 0
+        return launches(kernel, forward=direction == "forward", dropout=dropout)
+
     def kernel_s(self, kernel: Kernel, direction: Direction) -> float:
-        """Seconds of one kernel: busy seconds x the stack's scale + launch gaps."""
+        """Seconds of one kernel: busy seconds x the stack's scale + the device's gaps."""
         key = (kernel, direction)
         if key not in self._kernels:
             match kernel:
                 case Gemm():
-                    busy, launches = self._gemm_s(kernel), 1
+                    busy = self._gemm_s(kernel)
                 case Elementwise():
-                    busy, launches = self._memory_s(kernel.hbm_bytes), kernel.launches
+                    busy = self._memory_s(kernel.hbm_bytes)
                 case Attention():
-                    busy, launches = self._attention_s(kernel, direction)
-            gaps = launches * self.stack.launch_s
-            scale = self.stack.kernel_scale * self.network.kernel_scale
+                    busy = self._attention_s(kernel, direction)
+            gaps = self._launches(kernel, direction) * self.stack.gap_s
+            own = self.system.scales
+            scale = self.stack.kernel_scale * self.network.kernel_scale * own.kernels
+            scale *= own.attention if isinstance(kernel, Attention) else 1.0
             self._kernels[key] = float(busy * scale + gaps)
         return self._kernels[key]
 
@@ -111,15 +129,13 @@ class CostModel:
     def _memory_s(self, nbytes: float) -> formulas.Quantity:
         return formulas.memory_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu)
 
-    def _attention_s(
-        self, kernel: Attention, direction: Direction
-    ) -> tuple[formulas.Quantity, int]:
-        """Busy seconds and launches of the backend's kernel, by its published rates."""
+    def _attention_s(self, kernel: Attention, direction: Direction) -> formulas.Quantity:
+        """Busy seconds of the backend's kernel, by its published rates."""
         forward = direction == "forward"
         if not kernel.fused:
             return self._unfused_attention_s(kernel, forward)
         rates, device = self._fused_attention
-        busy = kernel_rates.attention_s(
+        return kernel_rates.attention_s(
             rates,
             device,
             backward=not forward,
@@ -128,7 +144,6 @@ class CostModel:
             q_rows=kernel.q_rows,
             pairs=kernel.pairs,
         )
-        return busy, 1 if forward else FLASH_BACKWARD_LAUNCHES
 
     @cached_property
     def _fused_attention(self) -> tuple[kernel_rates.AttentionRates, kernel_rates.Device]:
@@ -141,9 +156,7 @@ class CostModel:
         )
         return kernels.attention(generation, self.attention), device
 
-    def _unfused_attention_s(
-        self, kernel: Attention, forward: bool
-    ) -> tuple[formulas.Quantity, int]:
+    def _unfused_attention_s(self, kernel: Attention, forward: bool) -> formulas.Quantity:
         """Scores in full (no causal savings): two batched GEMMs (four in the backward), softmax
         and dropout passes over the score matrix."""
         q, kv, d = kernel.q_rows, kernel.kv_rows, kernel.head_dim
@@ -159,7 +172,7 @@ class CostModel:
             self.gpu,
         )
         pairs = 1 if forward else 2
-        return pairs * pair + scores, 2 * pairs + 1 + int(dropout)
+        return pairs * pair + scores
 
     def op_s(self, op: Op, direction: Direction, rows_fraction: float = 1.0) -> float:
         """Seconds of an operator's kernels in a direction, on a share of its rows."""
@@ -198,7 +211,7 @@ class CostModel:
                 )
             case "ring":
                 seconds = collectives.ring_exchange_s(comm.nbytes, size, nodes, nvlink, nic, common)
-        return float(seconds)
+        return float(seconds) * self.system.scales.communication
 
     def _group_nvlink_bytes_per_s(self, ranks_on_node: int) -> float:
         """Reached NVLink rate of a GPU inside a group with so many ranks on its node."""
@@ -240,15 +253,14 @@ class CostModel:
         )
 
     def _send_s(self, nbytes: int, from_stage: int, to_stage: int) -> float:
-        return float(
-            collectives.point_to_point_s(
-                nbytes,
-                self.crosses(from_stage, to_stage),
-                self._group_nvlink_bytes_per_s(2),
-                self.nic_bytes_per_s,
-                self.common,
-            )
+        seconds = collectives.point_to_point_s(
+            nbytes,
+            self.crosses(from_stage, to_stage),
+            self._group_nvlink_bytes_per_s(2),
+            self.nic_bytes_per_s,
+            self.common,
         )
+        return float(seconds) * self.system.scales.communication
 
     def copy_s(self, nbytes: int, direction: CopyDirection, crowd: Crowd = ALONE) -> float:
         """Seconds of a copy to or from pinned host memory, in the crowd that the program's copies
@@ -278,7 +290,7 @@ class CostModel:
     def device_copy_s(self, nbytes: int) -> float:
         """Seconds of a copy inside the device (SPLIT, JOIN)."""
         busy = copies.device_copy_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu)
-        return float(busy) + self.stack.launch_s
+        return float(busy) + self.stack.gap_s
 
     def optimizer_s(self, parameters_per_rank: int) -> float:
         """Seconds of clipping and the update of a rank's share of the parameters, on the GPU."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from rematbench.cost.kernel_rates import KernelRates, load_kernel_rates
 from rematbench.spec.paths import data_dir
@@ -54,7 +55,8 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `ring_nics` is the most NICs of a node that one ring uses; `nvlink_mesh` is 1 where the GPUs of
     a node are linked pairwise, without a switch, so that a small group has only its own pairs.
     `kernel_scale` multiplies the seconds of all kernels where a part is held below its generation's
-    power limit.
+    power limit.  `host_ranks`: how many ranks that issue in step (a tensor-parallel group's) the
+    cores of a node serve without slowing each other.
     """
 
     nvlink_efficiency: float
@@ -62,15 +64,18 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ring_nics: float
     nvlink_mesh: float
     kernel_scale: float
+    host_ranks: float
 
 
 class SystemConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a software stack differs from the generation's kernels: a multiplier on the seconds of
-    all kernels, the gap that launching a kernel leaves, and the share of a hidden collective's
-    seconds that compute beside it loses (tensor- or context-, and data-parallel)."""
+    all kernels, the gap that the device leaves between two of them, the seconds that the host takes
+    to issue one, and the share of a hidden collective's seconds that compute beside it loses
+    (tensor- or context-, and data-parallel)."""
 
     kernel_scale: float
-    launch_s: float
+    gap_s: float
+    host_launch_s: float
     tp_stall: float
     dp_stall: float
 
@@ -105,7 +110,9 @@ class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     system: tuple[str, ...] = ()
     cluster: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
     gpus: tuple[int, ...] = ()
+    micro_batch: tuple[int, ...] = ()
     tp: tuple[int, ...] = ()
     cp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
@@ -146,6 +153,13 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def system_entry(self, names: Sequence[str]) -> str:
         """The first of a stack's entries (System.constants) that is there, or `default`."""
         return next((name for name in names if name in self.systems), DEFAULT)
+
+
+def instant_hosts(calibration: Calibration) -> Calibration:
+    """The same constants with hosts that issue everything at once."""
+    systems = calibration.systems.items()
+    instant = {name: replace(stack, host_launch_s=0.0) for name, stack in systems}
+    return replace(calibration, systems=instant)
 
 
 def load_calibration(path: Path) -> Calibration:

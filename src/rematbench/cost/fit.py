@@ -46,13 +46,15 @@ PRIORS: dict[str, Prior] = {
     "gemm_tail_waves": Prior(0.05, 0.5, 2.0),
     "gemm_half_k": Prior(10.0, 150.0, 1500.0, 0.3),
     "hbm_efficiency": Prior(0.4, 0.8, 0.95, 0.15),
-    "launch_s": Prior(1e-6, 5e-6, 4e-5),
+    "gap_s": Prior(1e-6, 5e-6, 4e-5),
+    "host_launch_s": Prior(5e-6, 3e-5, 2e-4),
     "nvlink_efficiency": Prior(0.2, 0.75, 1.0, 0.2),
     "nic_efficiency": Prior(0.1, 0.75, 1.0, 0.3),
     "kernel_scale": Prior(0.7, 1.0, 1.8, 0.1),
     "tp_stall": Prior(0.01, 0.25, 3.0, 0.7),
     "dp_stall": Prior(0.01, 0.25, 3.0, 0.7),
     "ring_nics": Prior(1.0, 1.6, 8.0, 1.0),
+    "host_ranks": Prior(1.0, 8.0, 16.0),
 }
 
 
@@ -71,7 +73,9 @@ def matches(rule: FitRule, row: Row) -> bool:
         "system": rule.system,
         "cluster": rule.cluster,
         "model": rule.model,
+        "layers": rule.layers,
         "gpus": rule.gpus,
+        "micro_batch": rule.micro_batch,
         "tp": rule.tp,
         "cp": rule.cp,
         "pp": rule.pp,

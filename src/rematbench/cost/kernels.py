@@ -38,3 +38,19 @@ class Elementwise(Struct, frozen=True, tag="elementwise"):
 
 
 Kernel = Gemm | Attention | Elementwise
+
+FLASH_BACKWARD_LAUNCHES = 3
+"""Row sums of dO * O, the main kernel, and the conversion of dQ (Dao 2023)."""
+
+
+def launches(kernel: Kernel, *, forward: bool, dropout: bool) -> int:
+    """Kernels that run on the device: of unfused attention two batched GEMMs (four in the
+    backward), the softmax and the dropout, if any."""
+    match kernel:
+        case Attention(fused=True):
+            return 1 if forward else FLASH_BACKWARD_LAUNCHES
+        case Attention():
+            return (2 if forward else 4) + 1 + int(dropout)
+        case Elementwise():
+            return kernel.launches
+    return 1

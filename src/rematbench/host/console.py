@@ -38,6 +38,23 @@ def left(table: Table, *indices: int) -> Table:
     return table
 
 
+def show_whole(out: Console, table: Table) -> None:
+    """Print a `grid` of numbers so that no cell is cut: without its frame where that has no room,
+    and beyond the width where nothing else helps.  Headings fold."""
+    numbers = [
+        max((len(str(cell)) for cell in column.cells), default=0) for column in table.columns
+    ]
+    for column, width in zip(table.columns, numbers, strict=True):
+        column.min_width = width
+    framed, bare = sum(numbers) + 3 * len(numbers) + 1, sum(numbers) + len(numbers)
+    if framed > out.width:
+        table.box, table.pad_edge, table.padding = None, False, (0, 1, 0, 0)
+    width = out.width
+    out.width = max(width, bare)
+    out.print(table, crop=False)
+    out.width = width
+
+
 def plain(text: str) -> Text:
     """Text with no markup (brackets in reasons stay brackets)."""
     return Text(text)

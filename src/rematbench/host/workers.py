@@ -8,10 +8,13 @@ import math
 import multiprocessing
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from types import ModuleType
 from typing import Any, Generic, Literal, TypeVar
 
 T = TypeVar("T")
@@ -29,7 +32,8 @@ class _Worker(Generic[T]):
         self.process: SpawnProcess = context.Process(
             target=_serve, args=(other, start, args, limit_s), daemon=True
         )
-        self.process.start()
+        with _no_main():
+            self.process.start()
         other.close()
         self.task: T | None = None
 
@@ -43,6 +47,18 @@ class _Worker(Generic[T]):
         self.process.join()
         self.connection.close()
         return "late" if self.process.exitcode == -signal.SIGXCPU else "died"
+
+
+@contextmanager
+def _no_main() -> Iterator[None]:
+    """Hide the main module: a new process imports what it is given by name, and would otherwise
+    run a person's script, or the command line, once more."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _serve(connection: Connection, start: Start, args: tuple[Any, ...], limit_s: int) -> None:

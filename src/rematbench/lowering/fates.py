@@ -1,9 +1,10 @@
 """Resolve a plan's rules: one exact fate, in bytes, for every saved tensor of a (chunk, phase)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from rematbench.operators.ops import Activation, Part
 from rematbench.plan import (
@@ -22,6 +23,7 @@ from rematbench.plan import (
     Split,
     Window,
 )
+from rematbench.spec.configfile import closest
 
 PHASES: tuple[Phase, ...] = ("warmup", "steady", "cooldown")
 Site = tuple[Part, int, str]
@@ -213,3 +215,13 @@ def _spend(budget: ByteBudget, sites: Mapping[Site, Activation]) -> dict[Site, R
 def unmatched(plan: Plan, matched: set[int]) -> list[Rule]:
     """Rules that matched no site anywhere (an error: they were meant to do something)."""
     return [rule for index, rule in enumerate(plan.rules) if index not in matched]
+
+
+def said(select: Select, known: Collection[str]) -> str:
+    """A selector in words: what it narrows, and the near name of an activation that is not among
+    the `known` ones."""
+    given = {key: value for key, value in asdict(select).items() if value not in (None, False)}
+    words = ", ".join(f"{key}={value!r}" for key, value in given.items())
+    unknown = [name for name in select.activations or () if name not in known]
+    hint = closest(unknown[0], known) if unknown else ""
+    return f"Select({words}){hint}"

@@ -8,7 +8,7 @@ from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.lowering.emit_backward import BackwardEmitter
 from rematbench.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
-from rematbench.lowering.fates import covered, resolve, unmatched
+from rematbench.lowering.fates import covered, resolve, said, unmatched
 from rematbench.lowering.mini import unused
 from rematbench.lowering.rank_steps import (
     Class,
@@ -49,7 +49,9 @@ def lower(plan: Plan, problem: Problem) -> Program:
     matched = {index for lowering in lowerings for index in lowering.matched}
     idle = unmatched(plan, matched)
     if idle:
-        raise PlanError(f"rule matches no saved tensor: {idle[0].select}")
+        tables = (problem.embedding, *problem.layer_kinds, problem.head)
+        known = {name for table in tables for name in table.activations}
+        raise PlanError(f"rule matches no saved tensor: {said(idle[0].select, known)}")
     return program
 
 
@@ -162,7 +164,6 @@ class _RankLowering:
     def _facts(self) -> StepFacts:
         rules, transfers = self.plan.rules, self.plan.transfers
         windows = tuple(w for rule in rules if (w := rule.select.micro_batches) is not None)
-        lay, overlap = self.problem.layout, self.problem.system.p2p_overlap
         return StepFacts(
             order=self.order,
             windows=windows,
@@ -171,7 +172,7 @@ class _RankLowering:
             release_lag=transfers.release_lag,
             reload_slots=transfers.reload_slots,
             hold_phases=transfers.before_send_phases,
-            sends_beside=overlap == "always" or (overlap == "interleaved" and lay.vpp > 1),
+            sends_beside=self.problem.system.sends_beside(self.problem.layout.vpp),
             gather=self.layerwise,
             gather_first=self.overlap_gather,
             reduce=self.leaving_gradients or self.update_in_backward,

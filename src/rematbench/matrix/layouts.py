@@ -13,6 +13,7 @@ from rematbench.choose.outcome import make_problem
 from rematbench.cost.states import shard
 from rematbench.matrix.spec import Grid, MatrixSpec, Work
 from rematbench.problem import Problem, rank_parameters
+from rematbench.published.bands import leaving_reserve
 from rematbench.solve.layers import backward_s, forward_s
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError
@@ -100,6 +101,7 @@ def _made(grid: Grid, asked: ProblemSpec) -> tuple[Candidate, Estimate | None]:
         problem = make_problem(asked)
     except LayoutError:
         return Candidate(layout=layout, fate=RULES[0]), None
+    problem = leaving_reserve(problem)
     guess = estimate(problem)
     if guess.states >= guess.usable:
         return Candidate(layout=layout, fate=RULES[2]), None

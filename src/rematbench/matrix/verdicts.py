@@ -1,5 +1,6 @@
-"""How far to trust the matrix's numbers: evidence, validated range, ties, and gaps."""
+"""How far to trust the matrix's numbers: bands, what nobody published, ties, and gaps."""
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,64 +10,23 @@ from msgspec import Struct
 
 from rematbench.choose.outcome import make_problem
 from rematbench.matrix.spec import MatrixSpec
-from rematbench.matrix.sweep import BEST, DEGREES
-from rematbench.plugins.registry import IDENTITY
+from rematbench.matrix.sweep import BEST, DEGREES, SAME
 from rematbench.problem import Problem
 from rematbench.published.accuracy import number
-from rematbench.published.evidence import Evidence, Known, evidence, family_of
-from rematbench.spec.load import load_cluster
+from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 
 Line = dict[str, Any]
 Row = Mapping[str, Any]
 CELL = ("model", "cluster", "seq_len")
 
 
-class Range(Struct, frozen=True, kw_only=True):
-    """The range of the published cells of a GPU generation to which no constant was fitted."""
+def judged(rows: Sequence[Row], spec: MatrixSpec) -> list[Line]:
+    """The matrix's lines with the bands of their speeds, whether they fit, what lies outside of
+    what was published, and ties.
 
-    least_seq: int
-    most_seq: int
-    least_gpus: int
-    most_gpus: int
-    methods: frozenset[str]
-
-    def outside(self, seq_len: int, gpus: int, family: str) -> list[str]:
-        """The properties of a prediction that no such cell covers."""
-        found = [] if self.least_seq <= seq_len <= self.most_seq else ["context"]
-        if not self.least_gpus <= gpus <= self.most_gpus:
-            found.append("GPUs")
-        if not set(family.split("+")) - {IDENTITY} <= self.methods:
-            found.append("mechanism")
-        return found
-
-
-def ranges(known: Iterable[Known]) -> dict[str, Range]:
-    """The validated range by GPU generation."""
-    cells: dict[str, list[Known]] = defaultdict(list)
-    for cell in known:
-        if cell.split != "fitted":
-            cells[cell.generation].append(cell)
-    return {
-        generation: Range(
-            least_seq=min(cell.seq_len for cell in own),
-            most_seq=max(cell.seq_len for cell in own),
-            least_gpus=min(cell.gpus for cell in own),
-            most_gpus=max(cell.gpus for cell in own),
-            methods=frozenset(name for cell in own for name in cell.family.split("+")),
-        )
-        for generation, own in cells.items()
-    }
-
-
-def judged(
-    rows: Sequence[Row], spec: MatrixSpec, known: Sequence[Known], context_factor: float
-) -> list[Line]:
-    """The matrix's lines with evidence, what lies outside the validated range, and ties.
-
-    A tie is slower than the cell's fastest by less than the error of such predictions, the larger
-    of the two counting.
+    A tie is slower than the cell's fastest by less than the error of ratios of speeds: at one
+    layout, or between the layouts of a sweep.
     """
-    covered = ranges(known)
     problems: dict[tuple[Any, ...], Problem] = {}
     lines: list[Line] = []
     for row in rows:
@@ -75,12 +35,12 @@ def judged(
             where = tuple(row[key] for key in CELL)
             if where not in problems:
                 problems[where] = _problem(row, spec)
-            found = evidence(problems[where], family_of(str(row["method"])), known, context_factor)
-            line |= _evidence(found) | {"outside": _outside(row, covered)}
+            line |= _trust(row, band_of(problems[where], str(row["method"])))
         lines.append(line)
     for table in dict.fromkeys(line["table"] for line in lines):
+        half_width = ratio_band(one_layout=table == SAME)
         for cell in by_cell(line for line in lines if line["table"] == table).values():
-            _mark_ties(cell)
+            _mark_ties(cell, half_width)
     return lines
 
 
@@ -92,16 +52,6 @@ def by_cell(lines: Iterable[Line]) -> dict[tuple[str, ...], list[Line]]:
     return dict(found)
 
 
-def _outside(row: Row, covered: Mapping[str, Range]) -> str:
-    """The uncovered properties in words; all of them where the generation has no cell."""
-    span = covered.get(load_cluster(row["cluster"]).generation)
-    if span is None:
-        return "context, GPUs, mechanism"
-    return ", ".join(
-        span.outside(int(row["seq_len"]), int(row["gpus"]), family_of(str(row["method"])))
-    )
-
-
 def _problem(row: Row, spec: MatrixSpec) -> Problem:
     whole = ("gpus", "global_batch", *DEGREES)
     numbers = {key: int(row[key]) for key in whole if key != "dp"}
@@ -110,13 +60,14 @@ def _problem(row: Row, spec: MatrixSpec) -> Problem:
     )
 
 
-def _evidence(found: Evidence) -> Line:
+def _trust(row: Row, band: Band) -> Line:
+    rate = float(row["tokens_per_s_per_gpu"])
     return {
-        "grade": found.grade or "no rows",
-        "rule": found.rule,
-        "evidence_cells": found.cells,
-        "expected_error": found.error,
-        "evidence_groups": "; ".join(found.groups),
+        "fits": fits_word(float(row["headroom_bytes"]), float(row["usable_bytes"])),
+        "low": band.low(rate),
+        "high": band.high(rate),
+        "half_width": band.half_width,
+        "outside": ", ".join(band.outside),
     }
 
 
@@ -125,14 +76,13 @@ def speed(line: Row) -> float:
     return (number(line, "tokens_per_s_per_gpu") or 0.0) if line["status"] == "ok" else 0.0
 
 
-def _mark_ties(cell: list[Line]) -> None:
+def _mark_ties(cell: list[Line], half_width: float) -> None:
     best = max(cell, key=speed)
     if not speed(best):
         return
     best["rank"] = "best"
     for line in cell:
-        errors = [one.get("expected_error") or 0.0 for one in (best, line)]
-        if line is not best and speed(line) >= speed(best) * (1.0 - max(errors)):
+        if line is not best and speed(line) >= speed(best) * math.exp(-half_width):
             line["rank"] = "tie"
 
 
@@ -144,6 +94,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
     fitting: int
     tied: int
     inside: int
+    tight: int
     gains: tuple[float, ...]
     beaten: int
     baseline: str
@@ -167,10 +118,10 @@ class Outcome(Struct, frozen=True, kw_only=True):
             f"(model x cluster x length); each method at its best layout, the fastest is a median "
             f"{median:.0f} % (from {low:.0f} to {high:.0f} %) above {self.baseline} in the "
             f"{len(self.gains)} cells where that fits too, by more than the error of such "
-            f"predictions in {self.beaten} of them; which method is fastest is clear in only "
+            f"ratios in {self.beaten} of them; which method is fastest is clear in only "
             f"{self.clear} cells and a tie in {self.tied}, and {self.inside} of the {self.fitting} "
-            f"winners lie inside the range of contexts, GPU counts and mechanisms that published "
-            f"cells validate."
+            f"winners lie inside the contexts, GPU counts, stacks and mechanisms that were "
+            f"published; {self.tight} of them are tight."
         )
 
 
@@ -178,10 +129,11 @@ def outcome(lines: Sequence[Line], baseline: str) -> Outcome:
     """Count the best-layout table."""
     cells = by_cell(line for line in lines if line["table"] == BEST)
     fitting = [cell for cell in cells.values() if any(speed(line) for line in cell)]
-    gains, inside, tied, beaten = [], 0, 0, 0
+    gains, inside, tight, tied, beaten = [], 0, 0, 0, 0
     for cell in fitting:
         best = max(cell, key=speed)
         inside += not best["outside"]
+        tight += best["fits"] == "tight"
         tied += any(line.get("rank") == "tie" for line in cell)
         base = next(line for line in cell if line["arm"] == baseline)
         if speed(base):
@@ -192,6 +144,7 @@ def outcome(lines: Sequence[Line], baseline: str) -> Outcome:
         fitting=len(fitting),
         tied=tied,
         inside=inside,
+        tight=tight,
         gains=tuple(gains),
         beaten=beaten,
         baseline=baseline,

@@ -15,6 +15,7 @@ from typing import Any, cast
 from msgspec import Struct
 
 from rematbench.plugins.file import TO_RUN, MethodFile, problem_of
+from rematbench.plugins.policies import shipped_policies
 from rematbench.plugins.registry import MethodEntry, MethodError, Registry, build
 from rematbench.spec.paths import data_dir
 
@@ -25,7 +26,8 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
     """Every method of the shipped folder, of entry points and of extra folders."""
     methods: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
-    folders = [data_dir("methods"), *extra]
+    shipped = data_dir("methods")
+    folders = [shipped, *(path for path in extra if path.resolve() != shipped.resolve())]
     for folder in folders:
         if not folder.is_dir():
             raise MethodError(f"no such folder of methods: {folder}")
@@ -37,7 +39,7 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
             _enter(cast(type[Any], point.load()), point.value, None, methods)
         except Exception as error:  # a foreign distribution may fail in any way
             broken[point.name] = _one_line(error)
-    return Registry(dict(sorted(methods.items())), broken)
+    return Registry(dict(sorted(methods.items())), broken, shipped_policies())
 
 
 def entry_of(path: Path) -> MethodEntry:

@@ -1,5 +1,8 @@
 """Methods by name: what one is, compositions of them, and how settings find their parameters."""
 
+import re
+import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
@@ -8,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.plan import Plan, Settings, Unsupported
+from rematbench.plugins.policies import Policy, present
 from rematbench.problem import Problem
 from rematbench.spec.configfile import closest, validation_problem
 
@@ -78,6 +82,12 @@ class Composition(Struct, frozen=True):
         return "+".join(m.name for m in self.methods)
 
     @property
+    def text(self) -> str:
+        """What `resolve` reads as this composition: the names with the settings that are not the
+        defaults."""
+        return "+".join(_said(method) for method in self.methods)
+
+    @property
     def parameters(self) -> dict[str, dict[str, Any]]:
         """All parameters with their values as JSON knows them, by method."""
         return {m.name: msgspec.json.decode(msgspec.json.encode(m)) for m in self.methods}
@@ -86,31 +96,77 @@ class Composition(Struct, frozen=True):
         """The composed plan, or the first method's reason not to plan."""
         plan = problem.base_plan if base is None else base
         for method in self.methods:
-            answer = method.plan(problem, plan)
+            answer = planned(method, problem, plan)
             if isinstance(answer, Unsupported):
                 return Unsupported(f"{method.name}: {answer.reason}")
             plan = answer
         return plan
 
 
+def _said(method: Method) -> str:
+    kind = type(method)
+    assert issubclass(kind, Struct)
+    own, usual = ({f: getattr(one, f) for f in kind.__struct_fields__} for one in (method, kind()))
+    words = [f"{key}={_word(value)}" for key, value in own.items() if value != usual[key]]
+    return f"{method.name}:{','.join(words)}" if words else method.name
+
+
+def _word(value: object) -> str:
+    """A value as it stands inside a method's text; items of a list in brackets."""
+    if isinstance(value, str):
+        return value
+    return msgspec.json.encode(value).decode().replace('"', "")
+
+
+def planned(method: Method, problem: Problem, base: Plan) -> Plan | Unsupported:
+    """A method's answer; MethodError, with the line of its file, where it raises an error that is
+    none of rematbench's own, or answers with something else than a plan."""
+    try:
+        answer: object = method.plan(problem, base)
+    except Exception as error:  # a method's file may fail in any way
+        if type(error).__module__.startswith("rematbench."):
+            raise
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise MethodError(f"{method.name}: plan raised {text} ({_where(method, error)})") from error
+    if isinstance(answer, Plan | Unsupported):
+        return answer
+    raise MethodError(f"{method.name}: plan returned {answer!r}, neither a Plan nor Unsupported")
+
+
+def _where(method: Method, error: Exception) -> str:
+    """The line of a method's file that an error passed last, else the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = getattr(sys.modules.get(type(method).__module__), "__file__", None)
+    frame = next((one for one in reversed(frames) if one.filename == file), frames[-1])
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
+
+
 class Registry(Struct, frozen=True):
-    """All methods found, and the reasons of those that could not be loaded (by file)."""
+    """All methods found, the reasons of those that could not be loaded (by file), and the baseline
+    policies whose names stand for a method with settings."""
 
     methods: dict[str, MethodEntry]
     broken: dict[str, str]
+    policies: dict[str, Policy] = {}
 
-    def resolve(self, spec: str, settings: Mapping[str, Value] | None = None) -> Composition:
+    def resolve(
+        self,
+        spec: str,
+        settings: Mapping[str, Value] | None = None,
+        problem: Problem | None = None,
+    ) -> Composition:
         """`a+b` with settings `key` (the only method that has it) or `a.key`, or inside the text
-        as `a:key=value,key=value+b`; MethodError if not every name and every setting finds its
-        place."""
-        parts = [part.strip().partition(":") for part in self._parts(spec)]
-        entries = [self._entry(name.strip()) for name, _, _ in parts]
+        as `a:key=value,key=value+b`; a part may be the name of a policy (`full_recompute:block 3`),
+        of which operators that the `problem` lacks are left out.  MethodError if not every name and
+        every setting finds its place."""
+        parts = [self._part(part.strip(), spec) for part in self._parts(spec)]
+        entries = [entry for entry, _ in parts]
         if len({e.name for e in entries}) < len(entries):
             raise MethodError(f"method {spec!r} names a method twice")
         wanted = [
             (f"{entry.name}.{key}", value)
-            for entry, (_, _, text) in zip(entries, parts, strict=True)
-            for key, value in _inline(text, spec).items()
+            for entry, words in parts
+            for key, value in (present(words, problem) if problem else words).items()
         ]
         given: dict[str, dict[str, Value]] = {entry.name: {} for entry in entries}
         for key, value in (*wanted, *(settings or {}).items()):
@@ -120,6 +176,23 @@ class Registry(Struct, frozen=True):
                 raise MethodError(f"parameter {parameter!r} is given twice: in {spec!r} and apart")
             values[parameter] = value
         return Composition(tuple(build(entry, given[entry.name]) for entry in entries))
+
+    def _part(self, text: str, spec: str) -> tuple[MethodEntry, dict[str, Value]]:
+        """The method of one part, and the settings that its text gives."""
+        start, _, tuned = text.rpartition(" ")
+        policy = self.policies.get(text) or self.policies.get(start)
+        if policy is None:
+            name, _, words = text.partition(":")
+            return self._entry(name.strip()), _inline(words, spec)
+        if text != policy.name and not (policy.smallest and tuned.isdigit()):
+            raise MethodError(f"method {text!r}: {tuned!r} behind the policy {policy.name!r}")
+        if text == policy.name and policy.smallest:
+            example = f"'{policy.name} 2'"
+            raise MethodError(
+                f"{policy.name} is tuned to each problem: give its {policy.smallest}, as {example}"
+            )
+        amount = {policy.smallest: int(tuned)} if policy.smallest else {}
+        return self._entry(policy.method), {**policy.settings, **amount}
 
     def _parts(self, spec: str) -> list[str]:
         """The methods of `a:key=x+y+b`: a plus inside a value stays where no method follows it."""
@@ -138,14 +211,14 @@ class Registry(Struct, frozen=True):
         for path, reason in self.broken.items():
             if Path(path).stem == name:
                 raise MethodError(f"method {name!r} is unavailable: {path}: {reason}")
-        hint = closest(name, self.methods)
+        hint = closest(name, (*self.methods, *self.policies))
         raise MethodError(f"unknown method {name!r}{hint} (known: {', '.join(self.methods)})")
 
 
 def _inline(text: str, spec: str) -> dict[str, Value]:
     """`key=value,key=value` of a method's text."""
     found: dict[str, Value] = {}
-    for word in text.split(",") if text else ():
+    for word in re.split(r",(?![^\[]*\])", text) if text else ():  # a list stays whole
         key, equals, value = (piece.strip() for piece in word.partition("="))
         if not equals or not key or key in found:
             raise MethodError(f"method {spec!r}: expected METHOD:KEY=VALUE,KEY=VALUE, not {word!r}")

@@ -14,6 +14,8 @@ held to the runtime's own storages by tests.
 from collections import defaultdict
 from collections.abc import Container
 
+from msgspec import Struct
+
 from rematbench.program.action import (
     GRADIENTS_DOWN,
     HOST,
@@ -46,11 +48,30 @@ class CheckError(ValueError):
     """A program breaks a rule; the message names rank, action and tensor."""
 
 
-def check(program: Program) -> None:
+class Proof(Struct, frozen=True, kw_only=True):
+    """How much `check` has held to its rules: actions of all ranks, storages allocated and freed,
+    reads of them, and waits for events."""
+
+    ranks: int
+    actions: int
+    allocations: int
+    reads: int
+    waits: int
+
+
+def check(program: Program) -> Proof:
     """Raise CheckError on the first violation; DeadlockError if ranks wait for ever."""
     for rank in program.ranks:
         _RankCheck(rank).run()
     simulate(program, lambda action, rank: 1.0)
+    found = [action for rank in program.ranks for action, _, _ in rank.actions()]
+    return Proof(
+        ranks=len(program.ranks),
+        actions=len(found),
+        allocations=sum(len(action.allocs) for action in found),
+        reads=sum(len(action.reads) for action in found),
+        waits=sum(bool(action.wait) for action in found),
+    )
 
 
 class _RankCheck:

@@ -19,10 +19,12 @@ from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 
 Row: TypeAlias = Mapping[str, Any]
-Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict"]
+Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict", "regret"]
 Split = Literal["fitted", "in-sample", "held-out"]
 Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
 """`missed_oom` and `false_oom` count cells; the others are fractions of the published value."""
+
+SPEED: Metric = "tokens_per_s_per_gpu"
 
 
 class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,25 +72,6 @@ def load_accuracy() -> Accuracy:
     return found
 
 
-class LeftOut(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/left_out.yaml: mean errors by group with the constants refitted without its source."""
-
-    date: datetime.date
-    how: str
-    errors: dict[str, float]
-
-
-def load_left_out() -> dict[str, float]:
-    """The committed leave-one-source-out errors; none where they were not computed."""
-    path = data_dir("config") / "left_out.yaml"
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.yaml.decode(path.read_bytes(), type=LeftOut).errors
-    except msgspec.DecodeError as error:
-        raise ConfigError("config/left_out.yaml", "", str(error)) from error
-
-
 def number(row: Row, key: str) -> float | None:
     """A numeric cell, or None when it is empty."""
     value = row.get(key)
@@ -132,12 +115,49 @@ def gain_errors(rows: Sequence[Row]) -> list[float]:
     return [(b1 / b0) - (a1 / a0) for (a0, b0), (a1, b1) in itertools.pairwise(known)]
 
 
+SWEEP = (
+    *("source", "system", "cluster", "model", "layers", "hidden"),
+    *("gpus", "seq_len", "global_batch"),
+)
+"""Columns that the rows of one decision share: where, what, and how much of it."""
+LAYOUT = ("tp", "cp", "pp", "vpp", "dp", "zero_stage")
+FEWEST_LAYOUTS = 4
+
+
+def sweeps(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
+    """Rows with a speed, or out of memory, of jobs that a source ran in four layouts or more."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        if is_scored(row) and (row["status"] == "oom" or number(row, SPEED)):
+            found.setdefault(tuple(str(row.get(key, "")) for key in SWEEP), []).append(row)
+    return {
+        key: cells
+        for key, cells in found.items()
+        if len({tuple(row.get(name) for name in LAYOUT) for row in cells}) >= FEWEST_LAYOUTS
+    }
+
+
+def regret(rows: Sequence[Row]) -> float:
+    """Share of the best measured speed that is lost by taking the row predicted to be the fastest
+    of those that fit; all of it where that was out of memory, or none is predicted to fit."""
+    fitting = [row for row in rows if row["pred_status"] == "ok"]
+    pick = max(fitting, key=lambda row: number(row, f"pred_{SPEED}") or 0.0, default=None)
+    return 1.0 if pick is None else lost(pick, rows)
+
+
+def lost(pick: Row, rows: Sequence[Row]) -> float:
+    """Share of the best measured speed that a row does not reach; 1 where it ran out of memory."""
+    return 1.0 - (number(pick, SPEED) or 0.0) / max(number(row, SPEED) or 0.0 for row in rows)
+
+
 def errors_of(metric: Metric, rows: Sequence[Row]) -> list[float]:
     """Signed errors of a group's cells by its metric (verdicts have counts instead)."""
     if metric == "verdict":
         return []
     if metric == "gain":
         return gain_errors(rows)
+    if metric == "regret":
+        return [regret(cells) for cells in sweeps(rows).values()]
     found = (ratio_error(row, metric) for row in rows)
     return [error for error in found if error is not None]
 

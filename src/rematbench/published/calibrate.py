@@ -5,9 +5,8 @@ Plans are made once, with the constants the fit starts from, and lowered once pe
 costs of their actions change from trial to trial.
 """
 
-import datetime
+import math
 import multiprocessing
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from types import TracebackType
@@ -35,10 +34,11 @@ from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.program import Program
-from rematbench.published.accuracy import Accuracy, Group, LeftOut, errors_of, members, split_of
+from rematbench.published.accuracy import SPEED, Accuracy
+from rematbench.published.left_out import REFITTED, SHEETS, SHIPPED, line_of, slope_column
 from rematbench.published.predict import predict_rows, run_case
 from rematbench.published.rows import Case, read_case
-from rematbench.published.validate import SPEED
+from rematbench.published.sheets import Cell
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
 from rematbench.spec.load import load_cluster, load_system
@@ -123,6 +123,27 @@ def _lowered(case: Case, calibration: Calibration) -> _Lowered:
     return _Lowered(tuple(short), rest / ((LONG - WARM) * lay.pp))
 
 
+def slopes(row: Row, calibration: Calibration) -> dict[str, float]:
+    """d ln(step seconds) / d ln(scale) of a row's plan, for each of SCALES, by a tenth more."""
+    lowered = _lowered(read_case(row, discover()), calibration)
+    base_s = _seconds(lowered, calibration)
+    found = {}
+    for name in SCALES:
+        parts = tuple((_scaled(case, name), program) for case, program in lowered.parts)
+        more_s = _seconds(replace(lowered, parts=parts), calibration)
+        found[name] = math.log(more_s / base_s) / math.log(MORE)
+    return found
+
+
+SCALES = ("kernels", "attention", "communication", "host")
+MORE = 1.1
+
+
+def _scaled(case: Case, name: str) -> Case:
+    scales = replace(case.system.scales, **{name: MORE * getattr(case.system.scales, name)})
+    return replace(case, system=replace(case.system, scales=scales))
+
+
 def _shortened(
     case: Case, plan: Plan, calibration: Calibration, rounds: int
 ) -> tuple[Case, Program]:
@@ -179,18 +200,44 @@ def without_source(calibration: Calibration, rows: Sequence[Row], source: str) -
 
 
 def leave_one_out(
-    rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy, processes: int = 2
-) -> LeftOut:
-    """Mean absolute errors of every group of speeds, predicted with constants that were fitted to
-    the other sources only."""
+    sheets: Mapping[str, Sequence[Row]],
+    calibration: Calibration,
+    accuracy: Accuracy,
+    processes: int = 2,
+) -> list[Cell]:
+    """Lines of config/left_out.csv: the cells of every fitted source predicted with constants that
+    were fitted to the other sources only, and those of sources to which none is fitted."""
+    places = [(name, index) for name in SHEETS for index in range(len(sheets[name]))]
+    rows = [sheets[name][index] for name, index in places]
+    made: dict[int, tuple[str, dict[str, Any]]] = {}
+    for source, scored in left_out_rows(rows, calibration, sources(accuracy), processes):
+        own = [at for at, row in enumerate(rows) if source in row["source"]]
+        made |= {at: (REFITTED, row) for at, row in zip(own, scored, strict=True)}
+    rest = [at for at in range(len(rows)) if at not in made]
+    plain = predict_rows([rows[at] for at in rest], processes=processes, constants=calibration)
+    made |= {at: (SHIPPED, row) for at, row in zip(rest, plain, strict=True)}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _start, (calibration,)) as pool:
+        sloped = pool.map(_sloped, [made[at][1] for at in range(len(rows))], chunksize=8)
+    lines = zip(places, sloped, strict=True)
+    found = [
+        line_of(name, index, sheets[name][index], row, made[at][0])
+        for at, ((name, index), row) in enumerate(lines)
+    ]
+    return [line for line in found if line]
+
+
+def _sloped(row: dict[str, Any]) -> dict[str, Any]:
+    """A predicted row with its slopes, where it has a speed."""
+    if row["status"] != "ok" or not (row[SPEED] and row[f"pred_{SPEED}"]):
+        return row
+    return {**row, **{slope_column(k): v for k, v in slopes(row, _START[0]).items()}}
+
+
+def sources(accuracy: Accuracy) -> list[str]:
+    """The sources of speeds, as the accuracy groups name them."""
     groups = [group for group in accuracy.groups if group.metric == SPEED]
-    sources = list(dict.fromkeys(group.rule.source for group in groups))
-    errors: dict[str, float] = {}
-    for source, scored in left_out_rows(rows, calibration, sources, processes):
-        for group in groups:
-            if group.rule.source == source:
-                errors[group.name] = _mean_error(group, scored, calibration)
-    return LeftOut(date=datetime.datetime.now(datetime.UTC).date(), how=HOW, errors=errors)
+    return list(dict.fromkeys(group.rule.source for group in groups))
 
 
 def left_out_rows(
@@ -211,15 +258,6 @@ def left_out_rows(
             constants = step_fit.solved(start, kept, slopes)
             own = [row for row in rows if source in row["source"]]
             yield source, predict_rows(own, processes=processes, constants=constants)
-
-
-HOW = "rematbench calibrate --leave-one-out"
-
-
-def _mean_error(group: Group, scored: Sequence[Mapping[str, Any]], declared: Calibration) -> float:
-    """Over the same cells as the accuracy table: those the shipped constants were not fitted to."""
-    cells = [row for row in members(group, scored) if split_of(row, group, declared) != "fitted"]
-    return statistics.fmean(abs(error) for error in errors_of(group.metric, cells))
 
 
 def moved(before: Calibration, after: Calibration) -> list[tuple[str, float, float]]:

@@ -1,159 +1,155 @@
-"""How well predictions like one are validated: published cells found by declared rules.
+"""What evidence knows of a job, and what published rows cover: stack, generation, scale, context,
+mechanisms.
 
-The strictest rule with a cell that no constant was fitted to decides; its error is what the
-accuracy targets accept for the groups of those cells, or, given predictions of the published
-cells, their own mean error.
+A stack is known by its facts and not by its name: a copy under another name has the evidence of the
+shipped one.
 """
 
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from rematbench.choose.outcome import Variant, system_variant
-from rematbench.cost.constants import Calibration
+from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
-from rematbench.published.accuracy import (
-    Accuracy,
-    Group,
-    Row,
-    Split,
-    load_accuracy,
-    members,
-    number,
-    ratio_error,
-    split_of,
-)
-from rematbench.published.sheets import PUBLISHED, bundle_of
-from rematbench.spec.cluster import Cluster
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.load import calibration, load_cluster, load_system, names
+from rematbench.published.accuracy import LAYOUT, SWEEP, Row, number
+from rematbench.published.left_out import log_error, out_of_source
+from rematbench.published.sheets import bundle_of
+from rematbench.spec.load import claim_of_row, load_cluster, load_system, names
 from rematbench.spec.system import System
 
-Made = TypeVar("Made", Cluster, System)
 
-SPEED = "tokens_per_s_per_gpu"
+class Job(Struct, frozen=True, kw_only=True):
+    """A job as evidence knows it: `methods` are the mechanisms of its composed method, `stack` is
+    "" where its facts are those of no shipped one."""
 
-RULES = (
-    "method, stack, cluster and context",
-    "method, stack and cluster",
-    "method and GPU generation",
-    "stack and GPU generation, any method",
-    "GPU generation only",
-)
-"""What a published cell must share with a prediction, strictest rule first, from number 1."""
-
-PREDICTED: tuple[Split, ...] = ("held-out", "in-sample")
-"""Cells whose errors are errors of predictions, the better kind first."""
+    stack: str
+    generation: str
+    gpus: int
+    seq_len: int
+    methods: frozenset[str]
 
 
 class Known(Struct, frozen=True, kw_only=True):
-    """A published cell with a speed: what it ran on, how much of it the model has seen, and the
-    error of its prediction (None without one)."""
+    """A published row predicted out of source: ln(predicted / published) of its speed, and what
+    rows of one layout and of one sweep share."""
 
-    family: str
-    system: str
-    cluster: str
-    generation: str
-    seq_len: int
-    gpus: int
-    split: Split
-    group: str
-    accepted: float | None
-    error: float | None
+    source: str
+    job: Job
+    log_error: float
+    layout: tuple[str, ...]
+    sweep: tuple[str, ...]
 
 
-class Evidence(Struct, frozen=True, kw_only=True):
-    """The evidence for a prediction.  `rule` counts from 1 (0: no cell at all); `error` is
-    a fraction; `groups` are the accuracy groups of the cells."""
+class Span(Struct, frozen=True):
+    """Least and most tokens, fewest and most GPUs of some rows."""
 
-    grade: Split | None
-    rule: int = 0
-    cells: int = 0
-    error: float | None = None
-    groups: tuple[str, ...] = ()
+    least_seq: int
+    most_seq: int
+    fewest_gpus: int
+    most_gpus: int
 
 
-def published_cells(rows: Sequence[Row], registry: Registry) -> list[Known]:
-    """What is known of a sheet's published cells (rows that are ours left out)."""
-    published = [row for row in rows if row.get("cell", PUBLISHED) == PUBLISHED]
-    return known_cells(published, load_accuracy(), calibration(), registry)
+class Range(Struct, frozen=True):
+    """What published rows cover: spans by (stack, generation), and mechanisms."""
+
+    spans: dict[tuple[str, str], Span]
+    methods: frozenset[str]
+
+    def outside(self, job: Job) -> dict[str, str]:
+        """What of a job no such row covers, and in which words.  Tokens and GPUs are held to the
+        job's stack on its generation, else to its generation, else to all rows."""
+        found = {}
+        if job.stack not in {stack for stack, _ in self.spans}:
+            found["stack"] = f"stack {job.stack or 'with facts of its own'}"
+        if job.generation not in {generation for _, generation in self.spans}:
+            found["generation"] = f"generation {job.generation}"
+        span, whose = self._nearest(job)
+        if not span.fewest_gpus <= job.gpus <= span.most_gpus:
+            between = _between(span.fewest_gpus, span.most_gpus)
+            found["scale"] = f"{job.gpus:,} GPUs (published{whose}: {between})"
+        if not span.least_seq <= job.seq_len <= span.most_seq:
+            between = _between(span.least_seq, span.most_seq)
+            found["context"] = f"{job.seq_len:,} tokens (published{whose}: {between})"
+        if strange := job.methods - self.methods:
+            found["mechanism"] = f"mechanism {'+'.join(sorted(strange))}"
+        return found
+
+    def _nearest(self, job: Job) -> tuple[Span, str]:
+        """The span that a job is held to, and whose it is."""
+        own = self.spans.get((job.stack, job.generation))
+        if own is not None:
+            return own, f" on {job.stack}"
+        alike = [span for (_, where), span in self.spans.items() if where == job.generation]
+        return _joined(alike or list(self.spans.values())), f" on {job.generation}" * bool(alike)
 
 
-def known_cells(
-    rows: Sequence[Row], accuracy: Accuracy, calibration: Calibration, registry: Registry
-) -> list[Known]:
-    """Published cells with a speed, by the groups of the accuracy targets (each cell once)."""
-    found: dict[int, Known] = {}
-    for group in accuracy.groups:
-        if group.metric != SPEED:
-            continue
-        for row in members(group, rows):
-            if number(row, SPEED) is None:
-                continue
-            cell = _known(row, group, calibration, registry)
-            if cell is not None:
-                found.setdefault(id(row), cell)
-    return list(found.values())
+def _between(least: int, most: int) -> str:
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
-def family_of(method: str) -> str:
-    """A method or bundle without the part that changes nothing."""
-    return method.removeprefix(f"{IDENTITY}+")
-
-
-def _known(row: Row, group: Group, calibration: Calibration, registry: Registry) -> Known | None:
-    try:
-        cluster = load_cluster(str(row["cluster"]))
-        system = _system_name(str(row["system"]))
-    except ConfigError:
-        return None  # a cell that cannot be predicted says nothing about predictions
-    family = bundle_of(row, registry)
-    promise = group.promises.get("mean") or group.promises.get("max")
-    return Known(
-        family=family_of(family),
-        system=system,
-        cluster=cluster.name,
-        generation=cluster.generation,
-        seq_len=int(number(row, "seq_len") or 0),
-        gpus=int(number(row, "gpus") or 0),
-        split=split_of(row, group, calibration),
-        group=group.name,
-        accepted=promise.accepted if promise else None,
-        error=ratio_error(row, SPEED),
+def _joined(spans: Sequence[Span]) -> Span:
+    return Span(
+        min(span.least_seq for span in spans),
+        max(span.most_seq for span in spans),
+        min(span.fewest_gpus for span in spans),
+        max(span.most_gpus for span in spans),
     )
 
 
-@cache
-def _system_name(name: str) -> str:
-    return load_system(name).name
+def covered(jobs: Iterable[Job]) -> Range:
+    """What jobs (one at least) cover."""
+    own: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    methods: set[str] = set()
+    for job in dict.fromkeys(jobs):
+        span = Span(job.seq_len, job.seq_len, job.gpus, job.gpus)
+        own[job.stack, job.generation].append(span)
+        methods |= job.methods
+    return Range({key: _joined(spans) for key, spans in own.items()}, frozenset(methods))
 
 
-NO_SPEED = frozenset(
-    ("name", "version", "gpu", "sources", "constants", "hbm_bytes", "host_bytes", "non_torch_bytes")
-)
-"""Fields of a cluster or stack that change no step's seconds (constants are compared apart)."""
+# -- a problem ----------------------------------------------------------------------------------
 
 
-def published_cluster(problem: Problem) -> str:
-    """The shipped cluster whose facts of speed and constants these are, whatever the name; "" where
-    there is none."""
-    mine, entry = problem.cluster, problem.calibration.network_entry
-    return _twin(mine, (load_cluster(n) for n in names("cluster")), lambda c: entry(c.constants))
+def job_of(problem: Problem, family: str) -> Job:
+    """A problem under a method (composed name, parameters apart)."""
+    return Job(
+        stack=published_stack(problem),
+        generation=problem.cluster.generation,
+        gpus=problem.layout.gpus,
+        seq_len=problem.workload.seq_len,
+        methods=methods_of(family),
+    )
+
+
+def methods_of(family: str) -> frozenset[str]:
+    """The mechanisms of a composed name; keeping everything is none."""
+    return frozenset(family.split("+")) - {IDENTITY}
+
+
+NO_SPEED = frozenset(("name", "version", "sources", "constants", "non_torch_bytes", "scales"))
+"""Fields of a stack that change no step's seconds (constants are compared apart; scales have a
+band of their own)."""
 
 
 def published_stack(problem: Problem) -> str:
     """The shipped stack whose facts of speed and constants these are, with any of its own options
-    switched on; "" where there is none."""
+    switched on; "" where there is none.  Of several, that of the same name, else the first."""
     mine, entry = problem.system, problem.calibration.system_entry
     if problem.attention == "flash":
         mine = replace(mine, attention=problem.kernel)
-    return _twin(mine, _stacks(), lambda s: entry(s.constants))
+    alike = [
+        other.name
+        for other in _stacks()
+        if entry(other.constants) == entry(mine.constants) and _speed(other) == _speed(mine)
+    ]
+    return mine.name if mine.name in alike else next(iter(alike), "")
 
 
 @cache
@@ -166,70 +162,50 @@ def _stacks() -> tuple[System, ...]:
     return tuple(system for system in made if isinstance(system, System))
 
 
-def _twin(mine: Made, shipped: Iterable[Made], entry: Callable[[Made], str]) -> str:
-    """Of the shipped ones that are alike, that of the same name, else the first."""
-    alike = [
-        other.name
-        for other in shipped
-        if entry(other) == entry(mine) and _speed(other) == _speed(mine)
-    ]
-    return mine.name if mine.name in alike else next(iter(alike), "")
-
-
-def _speed(thing: Struct) -> dict[str, Any]:
+def _speed(thing: System) -> dict[str, Any]:
     return {key: value for key, value in asdict(thing).items() if key not in NO_SPEED}
 
 
-def evidence(
-    problem: Problem, family: str, cells: Sequence[Known], context_factor: float
-) -> Evidence:
-    """The evidence for a method (composed name, parameters apart) on a problem."""
-    fallback = Evidence(grade=None)
-    for rule, alike in enumerate(_tests(problem, family, context_factor), start=1):
-        matching = [cell for cell in cells if alike(cell)]
-        for grade in PREDICTED:
-            chosen = [cell for cell in matching if cell.split == grade]
-            if chosen:
-                return _graded(grade, rule, chosen)
-        if matching and fallback.grade is None:
-            fallback = _graded("fitted", rule, matching)
-    return fallback
+# -- published rows -----------------------------------------------------------------------------
 
 
-def _tests(problem: Problem, family: str, factor: float) -> tuple[Callable[[Known], bool], ...]:
-    """One test per rule, in the order of RULES."""
-    cluster, system = problem.cluster, published_stack(problem)
-    where = published_cluster(problem)
-    length = problem.workload.seq_len
+@cache
+def known_cells() -> tuple[Known, ...]:
+    """The rows of config/left_out.csv with a speed."""
+    registry = discover()
+    found = (_known(row, registry) for row in out_of_source())
+    return tuple(cell for cell in found if cell is not None)
 
-    def near(cell: Known) -> bool:
-        return length / factor <= cell.seq_len <= length * factor
 
-    def place(cell: Known) -> bool:
-        return cell.system == system and cell.cluster == where
-
-    def generation(cell: Known) -> bool:
-        return cell.generation == cluster.generation
-
-    return (
-        lambda cell: cell.family == family and place(cell) and near(cell),
-        lambda cell: cell.family == family and place(cell),
-        lambda cell: cell.family == family and generation(cell),
-        lambda cell: cell.system == system and generation(cell),
-        generation,
+def _known(row: Row, registry: Registry) -> Known | None:
+    error = log_error(row)
+    if error is None:
+        return None
+    stack, words = _claim(row["system"], row["note"])
+    method = str(words.get(row["recompute"].lower(), row["recompute"]))
+    sweep = tuple(row[key] for key in SWEEP)
+    return Known(
+        source=row["source"],
+        job=Job(
+            stack=stack,
+            generation=_generation(row["cluster"]),
+            gpus=int(number(row, "gpus") or 0),
+            seq_len=int(number(row, "seq_len") or 0),
+            methods=methods_of(bundle_of({**row, "recompute": method}, registry)),
+        ),
+        log_error=error,
+        layout=(*sweep, *(row[key] for key in LAYOUT)),
+        sweep=sweep,
     )
 
 
-def _graded(grade: Split, rule: int, cells: Sequence[Known]) -> Evidence:
-    """Mean error of predicted cells; else the largest error accepted of their groups.  A fitted
-    cell's error is no evidence."""
-    errors = [abs(cell.error) for cell in cells if cell.error is not None]
-    accepted = [cell.accepted for cell in cells if cell.accepted is not None]
-    error = statistics.fmean(errors) if errors else max(accepted, default=None)
-    return Evidence(
-        grade=grade,
-        rule=rule,
-        cells=len(cells),
-        error=None if grade == "fitted" else error,
-        groups=tuple(dict.fromkeys(cell.group for cell in cells)),
-    )
+@cache
+def _claim(system: str, note: str) -> tuple[str, dict[str, str]]:
+    """The stack's own name, and its methods by the row's words."""
+    name, words = claim_of_row(system, note)
+    return load_system(name).name, words
+
+
+@cache
+def _generation(cluster: str) -> str:
+    return load_cluster(cluster).generation

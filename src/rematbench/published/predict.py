@@ -12,6 +12,7 @@ from rematbench.host.garbage import collect_rarely
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry
 from rematbench.problem import Problem
+from rematbench.published.bands import band_of
 from rematbench.published.reported import reported_peak_bytes
 from rematbench.published.rows import Case, Row, RowError, read_case
 
@@ -27,7 +28,11 @@ COLUMNS = (
     "pred_reason",
     "pred_attention",
     "pred_constants",
+    "pred_low",
+    "pred_high",
+    "pred_evidence",
 )
+"""What is predicted; `pred_low` and `pred_high` are the ends of the 80 % band of tokens/s/GPU."""
 Prediction = dict[str, Any]
 Progress = Callable[[int, int], None]
 Setting = tuple[tuple[Path, ...], Calibration | None]
@@ -117,26 +122,27 @@ def predict_case(
     """The prediction of a case, or its status and reason."""
     try:
         problem = case.problem(constants)
-        outcome = run_case(case, problem, registry)
+        method = method_of(case, problem, registry)
+        outcome = run_method(problem, method)
     except RowError as error:
         return _nothing(error.status, str(error))
     except Exception as error:  # a bad row never brings the sheet down
         return _nothing("failed", f"{type(error).__name__}: {error}")
-    return _prediction(problem, outcome, case.assumed)
+    found = _prediction(problem, outcome, case.assumed)
+    return found if constants else {**found, **_band(problem, method, found)}
 
 
 def run_case(case: Case, problem: Problem, registry: Registry) -> Outcome:
-    """Plan and judge a case: the recompute policy, then offloading at the given share; no share
-    given means the smallest that fits, by the paper's estimate for the paper's own stack."""
+    """Plan and judge a case."""
+    return run_method(problem, method_of(case, problem, registry))
+
+
+def method_of(case: Case, problem: Problem, registry: Registry) -> Composition:
+    """A case's recompute policy, then offloading at the given share; no share given means the
+    smallest that fits, by the paper's estimate for the paper's own stack."""
     plain = registry.resolve(case.method, case.settings)
     if case.offload == 0.0:
-        return run_method(problem, plain)
-    return run_method(problem, _with_offload(case, problem, plain, registry))
-
-
-def _with_offload(
-    case: Case, problem: Problem, plain: Composition, registry: Registry
-) -> Composition:
+        return plain
     settings: dict[str, Any] = {"alpha": case.offload}
     if case.offload is None:
         settings = {"fit": "paper" if case.system.name == "megatron-kwai" else "ledger"}
@@ -165,7 +171,17 @@ def _prediction(problem: Problem, outcome: Outcome, assumed: str) -> Prediction:
         problem.kernel,
         " ".join(problem.constants),
     )
-    return dict(zip(COLUMNS, values, strict=True))
+    return {**dict.fromkeys(COLUMNS, ""), **dict(zip(COLUMNS, values, strict=False))}
+
+
+def _band(problem: Problem, method: Composition, found: Prediction) -> Prediction:
+    """The band of a predicted speed, which is that of the shipped constants."""
+    speed = found["pred_tokens_per_s_per_gpu"]
+    if speed == "":
+        return {}
+    band = band_of(problem, method.name)
+    ends = {"pred_low": band.low(speed), "pred_high": band.high(speed)}
+    return {**ends, "pred_evidence": band.evidence}
 
 
 def _nothing(status: str, reason: str) -> Prediction:

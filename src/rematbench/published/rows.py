@@ -24,6 +24,8 @@ from rematbench.spec.system import System
 from rematbench.workload import MlpKind, Model, Precision
 
 Row = Mapping[str, str]
+ASSUMED = "unknown model: norms, biases and positions taken from"
+"""How a row says that its model is none of config/models."""
 
 LAYOUT_COLUMNS = ("global_batch", "tp", "pp", "dp")
 SHAPE_COLUMNS = {
@@ -192,7 +194,7 @@ def _model(row: Row) -> tuple[Model, str]:
             raise RowError("failed", f"unknown model {name!r}, and no column {columns} to build it")
         relative = _relative(name, mlp)
         model = msgspec.structs.replace(load_model(relative), max_positions=0)
-        assumed = f"unknown model: norms, biases and positions taken from {relative}"
+        assumed = f"{ASSUMED} {relative}"
     return _reshaped(model, name, shape, mlp or model.mlp), assumed
 
 
@@ -244,7 +246,8 @@ def _system(row: Row) -> System:
 
 
 def _layout(row: Row, system: System) -> Layout:
-    missing = [column for column in LAYOUT_COLUMNS if not text(row, column)]
+    known = row if text(row, "dp") else {**row, "dp": _dp(row)}
+    missing = [column for column in LAYOUT_COLUMNS if not text(known, column)]
     if missing:
         raise RowError("unsupported", f"layout not published: {', '.join(missing)} empty")
     tp = whole(row, "tp")
@@ -252,7 +255,7 @@ def _layout(row: Row, system: System) -> Layout:
     stage = whole(row, "zero_stage", default_stage)
     if stage not in get_args(ZeroStage):
         raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
-    cp, dp, ulysses = whole(row, "cp", 1), whole(row, "dp"), whole(row, "ulysses", 1)
+    cp, dp, ulysses = whole(row, "cp", 1), whole(known, "dp"), whole(row, "ulysses", 1)
     if system.cp_kind == "ulysses" and ulysses == 1:  # its context-parallel ranks are of dp here
         cp, dp, ulysses = 1, dp * cp, cp
     layout = Layout(
@@ -271,6 +274,18 @@ def _layout(row: Row, system: System) -> Layout:
     if gpus != layout.gpus:
         raise RowError("failed", f"gpus {gpus} is not tp x cp x pp x dp = {layout.gpus}")
     return layout
+
+
+def _dp(row: Row) -> str:
+    """The data-parallel degree that gpus, tp, cp and pp leave; empty where one is not given or they
+    do not divide."""
+    if not all(text(row, column) for column in ("gpus", "tp", "pp")):
+        return ""
+    gpus, ranks = whole(row, "gpus"), whole(row, "tp") * whole(row, "cp", 1) * whole(row, "pp")
+    dp, rest = divmod(gpus, ranks)
+    if rest:
+        raise RowError("failed", f"gpus {gpus} is no multiple of tp x cp x pp = {ranks}")
+    return str(dp)
 
 
 # -- method -----------------------------------------------------------------------------------

@@ -3,11 +3,25 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import asdict
+
 from rematbench.cost.constants import Calibration
 from rematbench.published.accuracy import Accuracy, Row, members, number, ratio_error, split_of
+from rematbench.published.bands import (
+    LEVEL,
+    coverage,
+    peak_band,
+    pooled,
+    ratio_band,
+    shipped_coverage,
+)
+from rematbench.published.decisions import Decision, decisions, summary
+from rematbench.published.evidence import Known, known_cells
+from rematbench.published.protocol import calibrated_table
 from rematbench.published.validate import Report, Verdicts
-from rematbench.tables.table import Column, Table, gib, percent, signed_percent, whole
+from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
+SHOWN = 40
 READ = (
     "Errors are of predictions only (fitted cells left out); n counts in-sample and held-out "
     "cells. floor: one constant MFU fitted to the same cells as the model. left out: mean error "
@@ -16,13 +30,21 @@ READ = (
 
 
 def score_tables(
-    report: Report, rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy
+    report: Report,
+    rows: Sequence[Row],
+    calibration: Calibration,
+    accuracy: Accuracy,
+    strange: Sequence[Row] = (),
 ) -> list[Table]:
-    """Everything `rematbench validate` knows, as tables."""
+    """Everything `rematbench validate` knows, as tables.  `strange`: published rows out of source
+    (none: bands are held to the rows themselves, whose `pred_low` and `pred_high` are shipped)."""
     return [
         accuracy_table(report),
         promise_table(report),
         verdict_table(report.verdicts),
+        band_table(known_cells() if strange else (), rows),
+        decision_table(decisions(rows, strange)),
+        *([calibrated_table()] if strange else []),
         cell_table(rows, calibration, accuracy),
     ]
 
@@ -43,7 +65,7 @@ def accuracy_table(report: Report) -> Table:
             "status": group.status,
         }
         for group in report.groups
-        if group.metric != "verdict"
+        if group.metric not in ("verdict", "regret")
     ]
     return Table(
         name="accuracy_by_source",
@@ -120,7 +142,72 @@ def verdict_table(verdicts: Verdicts) -> Table:
         rows=tuple(rows),
         note=f"Right: {percent(verdicts.right)} % of {verdicts.cells} cells; always fits: "
         f"{percent(verdicts.always_fits)} %. Headroom is usable less predicted peak bytes "
-        "(negative: does not fit). Dashes of the sources are not scored.",
+        "(negative: does not fit). Dashes of the sources are not scored. Tight: "
+        f"{verdicts.tight} cells fit with less left than published peaks lie above predicted ones "
+        f"({percent(peak_band())} %, from {RESERVED}). {_of_oom(verdicts)}",
+    )
+
+
+RESERVED = "peaks as their sources count them, allocated or reserved"
+LEAST_OOMS = 50
+"""Cells out of memory from which a rate of them could be promised."""
+
+
+def _of_oom(verdicts: Verdicts) -> str:
+    missed = verdicts.counts.get(("oom", "ok"), 0)
+    said = f"{missed} of {verdicts.ooms} cells out of memory are predicted to fit"
+    few = verdicts.ooms < LEAST_OOMS
+    return f"{said}: {f'fewer than {LEAST_OOMS}, so ' if few else ''}reported, not promised."
+
+
+def band_table(known: Sequence[Known], rows: Sequence[Row]) -> Table:
+    """How many of each source's rows lie inside the bands that the other sources teach; without
+    known rows, how many of `rows` inside their own."""
+    found = coverage(known) if known else shipped_coverage(rows)
+    if known:
+        found.append(pooled(found, known))
+    return Table(
+        name="bands",
+        title=f"{100 * LEVEL:.0f} % bands: rows inside the band that other sources teach",
+        columns=(
+            Column("source", "source"),
+            Column("rows", "rows", whole),
+            Column("inside", "inside %", percent),
+            Column("half_width", "median half-width %", percent),
+            Column("error", f"{100 * LEVEL:.0f} % quantile of errors", percent),
+        ),
+        rows=tuple(asdict(one) for one in found),
+        note="Errors out of source (config/left_out.csv) and half-widths are logarithms. A band "
+        "is the quantile over the other sources' errors at jobs with as many things (stack, "
+        "generation, scale, context, mechanism) outside what was published. Ratios on one stack: "
+        f"{percent(ratio_band())} % at one layout, {percent(ratio_band(one_layout=False))} % "
+        f"between layouts. Peaks: {percent(peak_band())} %.",
+    )
+
+
+def decision_table(found: Sequence[Decision]) -> Table:
+    """One line per sweep: how well speeds are ranked, and what the pick loses."""
+    lines: list[Mapping[str, Any]] = [{**one.job, **asdict(one)} for one in found]
+    if found:
+        lines.append({"source": f"mean over {len(found)} sweeps", **summary(found)})
+    job = ("source", "cluster", "model", "gpus", "seq_len", "global_batch")
+    return Table(
+        name="decisions",
+        title="Decisions: what the layout predicted to be the fastest loses, by sweep",
+        columns=(
+            *(Column(key, key) for key in job),
+            Column("rows", "rows", whole),
+            Column("correlation", "rank correlation", fixed(2)),
+            Column("regret", "loss of our pick %", percent),
+            Column("left_out", "with constants that never saw the source %", percent),
+            Column("floor", "loss of one MFU and a memory formula %", percent),
+        ),
+        rows=tuple(lines),
+        note="A sweep: one job in four layouts or more. Loss: of the best measured speed, by the "
+        "row predicted to be the fastest of those that fit; a pick that was out of memory loses "
+        "all. One MFU cannot tell layouts apart: the mean over those that the formula (Fujii et "
+        "al. or Korthikanti et al.) says fit. Dashes of the sources are left out.",
+        shown=SHOWN,
     )
 
 

@@ -23,14 +23,23 @@ OURS = "rematbench, derived from: "
 DEGREES = (1, 2, 4, 8)
 TP_CP, PP, CHUNK_LAYERS = (4, 8), (4, 8, 16), (1, 2, 4)
 POLICIES = ("full", "balanced")
-CONFIGURATION = ("model", "cluster", "system", "seq_len", "global_batch", "tp", "pp", "dp")
-"""The columns that a row's prediction needs; their cells may be empty, which becomes its status."""
+CONFIGURATION = ("model", "cluster", "system", "seq_len", "global_batch", "tp", "pp")
+"""The columns that a row's prediction needs, beside dp or gpus; their cells may be empty, which
+becomes its status."""
 SCORED = ("source", "status")
 """Further columns that a row needs to be scored."""
 TABLED = ("table", "recompute", "gpus", "layers")
 """Further columns that the papers' tables need."""
 NUMBERS = {
-    *("tokens_per_s_per_gpu", "peak_device_bytes", "step_s", "mfu_causal", "mfu_pct_as_published"),
+    *(
+        "low",
+        "high",
+        "tokens_per_s_per_gpu",
+        "peak_device_bytes",
+        "step_s",
+        "mfu_causal",
+        "mfu_pct_as_published",
+    ),
     *("gpus", "layers", "seq_len", "global_batch", "micro_batch", "tp", "cp", "pp", "vpp", "dp"),
 }
 """Columns whose cells, published or predicted, are numbers above 0 or empty."""

@@ -11,6 +11,7 @@ from rematbench.cost.constants import Calibration, FitRule
 from rematbench.published.accuracy import (
     OVER_ERRORS,
     OVER_ROWS,
+    SPEED,
     Accuracy,
     Group,
     Row,
@@ -22,11 +23,13 @@ from rematbench.published.accuracy import (
     split_of,
     statistic,
 )
+from rematbench.published.bands import fits_word
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster, load_system
 
+WHOLE = ("verdict", "regret")
+"""Metrics that compare every cell, also one without a speed."""
 Status = Literal["met", "accepted", "FAIL", "-"]
-SPEED = "tokens_per_s_per_gpu"
 
 
 class Check(Struct, frozen=True, kw_only=True):
@@ -84,8 +87,10 @@ class GroupReport(Struct, frozen=True, kw_only=True):
 
 class Verdicts(Struct, frozen=True, kw_only=True):
     """Fits or not, published against predicted: counts and signed headroom (bytes; negative:
-    predicted not to fit) of every kind of cell, and the share right beside `always fits`."""
+    predicted not to fit) of every kind of cell, cells predicted to fit with less left than the
+    error of peaks (`tight`), and the share right beside `always fits`."""
 
+    tight: int
     counts: dict[tuple[str, str], int]
     headroom_bytes: dict[tuple[str, str], tuple[float, ...]]
 
@@ -93,6 +98,11 @@ class Verdicts(Struct, frozen=True, kw_only=True):
     def cells(self) -> int:
         """Cells with a published verdict."""
         return sum(self.counts.values())
+
+    @property
+    def ooms(self) -> int:
+        """Cells published as out of memory."""
+        return sum(count for (told, _), count in self.counts.items() if told == "oom")
 
     @property
     def right(self) -> float:
@@ -139,7 +149,7 @@ def by_source(rows: Sequence[Row]) -> Accuracy:
             if number(row, metric) is not None:
                 name = source if metric == SPEED else f"{source} (peak bytes)"
                 rule = FitRule(source=source)
-                found[name] = Group(name=name, rule=rule, metric=metric)  # type: ignore[arg-type]
+                found[name] = Group(name=name, rule=rule, metric=metric)
     return Accuracy(groups=tuple(found.values()))
 
 
@@ -149,7 +159,7 @@ def _group_report(
     cells = members(group, rows)
     judged = [(row, split_of(row, group, calibration)) for row in cells]
     tested = [row for row, split in judged if split != "fitted"]
-    if group.metric == "gain":
+    if group.metric in ("gain", "regret"):
         tested = cells
     errors = [abs(error) for error in errors_of(group.metric, tested)]
     reached = {name: over(errors) if errors else None for name, over in OVER_ERRORS.items()}
@@ -173,13 +183,13 @@ def _splits(group: Group, judged: Sequence[tuple[Row, Split]]) -> dict[Split, in
     counts: dict[Split, int] = {"fitted": 0, "in-sample": 0, "held-out": 0}
     key = SPEED if group.metric == "gain" else group.metric
     for row, split in judged:
-        counts[split] += group.metric == "verdict" or number(row, key) is not None
+        counts[split] += group.metric in WHOLE or number(row, key) is not None
     return counts
 
 
 def _missing(group: Group, tested: Sequence[Row]) -> int:
     """Published cells with no prediction to compare."""
-    if group.metric == "verdict":
+    if group.metric in WHOLE:
         return sum(row["pred_status"] not in ("ok", "oom") for row in tested)
     key = SPEED if group.metric == "gain" else group.metric
     published = [row for row in tested if number(row, key) is not None]
@@ -281,6 +291,7 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
     """The confusion matrix of fits and OOM over every scored row."""
     counts: dict[tuple[str, str], int] = {}
     headroom: dict[tuple[str, str], tuple[float, ...]] = {}
+    tight = 0
     for row in rows:
         if not is_scored(row):
             continue
@@ -289,7 +300,8 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
         left = headroom_bytes(row)
         if left is not None:
             headroom[cell] = (*headroom.get(cell, ()), left)
-    return Verdicts(counts=counts, headroom_bytes=headroom)
+            tight += fits_word(left, number(row, "pred_usable_bytes") or 0.0) == "tight"
+    return Verdicts(tight=tight, counts=counts, headroom_bytes=headroom)
 
 
 def headroom_bytes(row: Row) -> float | None:

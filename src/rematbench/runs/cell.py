@@ -1,6 +1,7 @@
 """A cell: one method on one problem, planned; and the cells of a suite."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Composition, Registry
 from rematbench.problem import Problem
-from rematbench.runs.record import Record
+from rematbench.runs.record import RESERVE, Record
 from rematbench.runs.reopen import spec_problem
 from rematbench.runs.suite import Suite, Variant, bundles, load_suite
 from rematbench.spec.configfile import ConfigError
@@ -33,7 +34,7 @@ def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) 
     problems = {spec.name: spec.problem() for spec in suite.problems}
     found = []
     for name, at, variant in _asked(suite, registry, only):
-        method = registry.resolve(variant.method, dict(variant.settings))
+        method = registry.resolve(variant.method, dict(variant.settings), problems[at])
         found.append(Cell(name, problems[at], method, _plan(problems[at], method)))
     return found
 
@@ -56,7 +57,8 @@ def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = 
     the system and the constants: what has changed shows in the numbers."""
     spec = record.spec
     problem, parameters = spec_problem(spec, cluster), dict(spec.parameters)
-    own = parameters.pop("base", {})
+    own = dict(parameters.pop("base", {}))
+    problem = replace(problem, reserve_bytes=own.pop(RESERVE, 0))
     words = {f"{part}.{key}": v for part, keys in parameters.items() for key, v in keys.items()}
     base = msgspec.convert(msgspec.structs.asdict(problem.base_plan) | own, Plan)
     method = registry.resolve(spec.method, words)

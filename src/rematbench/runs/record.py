@@ -37,6 +37,8 @@ OF_A_STEP = (
 )
 OF_A_BASE = ("partition", "schedule")
 """What a person may choose of the plan that methods begin with."""
+RESERVE = "reserve_bytes"
+"""Beside those: what tuned plans leave free."""
 
 
 class RecordError(ValueError):
@@ -160,6 +162,7 @@ def run_spec(
     work, usual = problem.workload, problem.base_plan
     own = {key: getattr(base or usual, key) for key in OF_A_BASE}
     own = {key: value for key, value in own.items() if value != getattr(usual, key)}
+    own |= {RESERVE: problem.reserve_bytes} if problem.reserve_bytes else {}
     return RunSpec(
         method=method.name,
         parameters={**method.parameters, **({"base": own} if own else {})},

@@ -140,8 +140,8 @@ def _from_store(
     """A variant's record, finished earlier or run now."""
     if store is None:
         return run_variant(problem, variant, registry)
-    method = registry.resolve(variant.method, dict(variant.settings))
-    origins = [registry.methods[part].origin for part in variant.method.split("+")]
+    method = registry.resolve(variant.method, dict(variant.settings), problem)
+    origins = [registry.methods[part.name].origin for part in method.methods]
     code = [code_digest("simulated"), method_digest(origins)]
     key = f"{name}.{variant.method}.{content_hash([run_spec(problem, method), code])}"
     lease = store.claim(key)
@@ -153,7 +153,7 @@ def _from_store(
 def run_variant(problem: Problem, variant: Variant, registry: Registry) -> Record:
     """One record; the label of the variant is the record's."""
     settings: dict[str, Value] = dict(variant.settings)
-    method: Composition = registry.resolve(variant.method, settings)
+    method: Composition = registry.resolve(variant.method, settings, problem)
     return make_record(problem, method, run_method(problem, method))
 
 

@@ -1,9 +1,10 @@
-"""Where a step's time goes: compute, recomputation, the pipeline's bubble, what copies and
-communication add.
+"""Where a step's time goes: compute, recomputation, the pipeline's bubble, what waiting for the
+host, copies and communication add.
 
-`exposed` means lost: the step less the same program's step with those actions taking no time (and
-kernels beside them not slowed).  They are taken away one after the other, so the parts add up to
-the step; what remains is the busiest rank's compute and that rank's idle time, the bubble.
+`exposed` means lost: the step less the same program's step with hosts that issue at once, then with
+those actions taking no time (and kernels beside them not slowed).  They are taken away one after
+another, so the parts add up to the step; what remains is the busiest rank's compute and that rank's
+idle time, the bubble.
 """
 
 from collections import Counter
@@ -29,15 +30,15 @@ TRAFFIC: dict[str, frozenset[str]] = {
 """Streams by what they carry, in the order they are taken away: what a method adds first (states in
 host memory cost their copies, and the update between them)."""
 
-PARTS = ("compute", "recompute", "bubble", *TRAFFIC)
+PARTS = ("compute", "recompute", "bubble", *TRAFFIC, "host")
 
 
 def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, float]:
     """Seconds of the step by PARTS; they add up to `step_s`, the program's chunk-level step."""
     seconds = action_seconds(problem, program)
     spared: frozenset[str] = frozenset()
-    found: dict[str, float] = {}
-    before, simulation = step_s, None
+    found = {"host": host_wait_s(seconds, program, step_s)}
+    before, simulation = step_s - found["host"], None
     for name, streams in TRAFFIC.items():
         if not any(_uses(program, stream) for stream in streams):
             found[name] = 0.0
@@ -53,8 +54,15 @@ def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, flo
     return {"compute": busy - again, "recompute": again, "bubble": before - busy, **found}
 
 
+def host_wait_s(seconds: RankedSeconds, program: Program, step_s: float) -> float:
+    """Seconds of the step that devices wait for their hosts: the step less that of the same program
+    issued at once."""
+    return step_s - simulate_chunks(program, Spared(seconds, frozenset())).step_s
+
+
 class Spared:
-    """The costs of a machine whose traffic on some streams takes no time and slows nothing."""
+    """The costs of a machine whose host issues at once, and whose traffic on some streams takes no
+    time and slows nothing."""
 
     def __init__(self, seconds: RankedSeconds, streams: frozenset[str]) -> None:
         self.seconds, self.streams = seconds, streams
@@ -69,6 +77,14 @@ class Spared:
         if action.beside in self.streams:
             action = replace(action, beside="")
         return self.seconds(action, rank)
+
+    def issue_s(self, action: Action, rank: int) -> float:
+        """Nothing."""
+        return 0.0
+
+    def held(self, action: Action) -> bool:
+        """The host waits for nothing."""
+        return False
 
     def alike(self, rank: int) -> Hashable:
         """As on the machine with its traffic."""

@@ -1,9 +1,9 @@
 """Chunk-level simulation: each block becomes one macro, exact in (max, +) algebra.
 
-Inside a block every end time is a maximum of (input time + constant): inputs are the streams'
-free times at entry and the events it waits for from outside.  So a block is a small (max, +)
-matrix, computed once, and running it costs a few additions instead of one per action.  The result
-equals the op-level simulation up to rounding for every plan, with no restriction on overlap.
+Inside a block every end time is a maximum of (input time + constant): inputs are the free times of
+the streams and the host at entry and the events it waits for from outside.  So a block is a small
+(max, +) matrix, computed once, and running it costs a few additions instead of one per action.  The
+result equals the op-level simulation up to rounding for every plan, with no restriction on overlap.
 (Baccelli, Cohen, Olsder, Quadrat 1992, Synchronization and Linearity, for the algebra.)
 """
 
@@ -14,10 +14,12 @@ from typing import NamedTuple
 from rematbench.program.action import STREAM_INDEX, STREAMS, is_local
 from rematbench.program.program import Program, RankProgram, Step
 from rematbench.simulate.step import (
+    HOST,
     Clock,
     MessageKey,
     Seconds,
     Simulation,
+    Timed,
     TimedBlock,
     busy,
     compile_program,
@@ -25,7 +27,7 @@ from rematbench.simulate.step import (
 )
 
 Affine = dict[int, float]
-"""A maximum of input + constant, by input index: streams first, then external events."""
+"""A maximum of input + constant, by input index: streams, the host, then external events."""
 
 COMPUTE = STREAM_INDEX["compute"]
 NEVER = float("-inf")
@@ -78,43 +80,68 @@ def _frozen(value: Shifted) -> AffineTerms:
 def _awaited(event: str, seen: dict[str, Shifted], externals: dict[str, int]) -> Shifted:
     """When an event is there: a new input, where nothing before has recorded it."""
     if event not in seen:
-        externals[event] = len(STREAMS) + len(externals)
+        externals[event] = HOST + 1 + len(externals)
         seen[event] = ({externals[event]: 0.0}, 0.0)
     return seen[event]
 
 
+class _Run:
+    """Blocks run symbolically: when streams and the host are free, and what has happened."""
+
+    def __init__(self) -> None:
+        self.free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(HOST + 1)]
+        self.seen: dict[str, Shifted] = {}
+        self.externals: dict[str, int] = {}
+        self.events: dict[str, Shifted] = {}
+        self.sends: list[tuple[str, Shifted]] = []
+        self.touched: set[int] = set()
+
+    def take(self, item: Timed) -> None:
+        """Issue and run one action."""
+        before = self.free[item.stream]
+        end = self._start(item, before)
+        if item.begin:
+            self.seen[item.begin] = end
+        if item.seconds:
+            end = (end[0], end[1] + item.seconds)
+        if item.event:
+            self.seen[item.event] = end
+        if item.shared:
+            self.events[item.event] = end
+        if item.send:
+            self.sends.append((item.send, end))
+        if end is not before:
+            self._set(item.stream, end)
+        if item.held:
+            self._set(HOST, _join(self.free[HOST], end))
+
+    def _start(self, item: Timed, start: Shifted) -> Shifted:
+        """When the stream is free, the host has issued it and what it waits for is there."""
+        if item.issue:
+            terms, shift = self.free[HOST]
+            self._set(HOST, (terms, shift + item.issue))
+            start = _join(start, self.free[HOST])
+        if item.wait:
+            start = _join(start, _awaited(item.wait, self.seen, self.externals))
+        return start
+
+    def _set(self, stream: int, end: Shifted) -> None:
+        self.touched.add(stream)
+        self.free[stream] = end
+
+
 def macro_of(*blocks: TimedBlock) -> Macro:
     """Run blocks issued one after the other symbolically; local events end with their block."""
-    free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(len(STREAMS))]
-    seen: dict[str, Shifted] = {}
-    externals: dict[str, int] = {}
-    events: dict[str, Shifted] = {}
-    sends: list[tuple[str, Shifted]] = []
-    touched: set[int] = set()
+    run = _Run()
     for block in blocks:
-        seen = {name: value for name, value in seen.items() if not is_local(name)}
-        for stream, seconds, wait, begin, event, shared, send, _ in block.items:
-            end = before = free[stream]
-            if wait:
-                end = _join(end, _awaited(wait, seen, externals))
-            if begin:
-                seen[begin] = end
-            if seconds:
-                end = (end[0], end[1] + seconds)
-            if event:
-                seen[event] = end
-            if shared:
-                events[event] = end
-            if send:
-                sends.append((send, end))
-            if end is not before:
-                touched.add(stream)
-                free[stream] = end
+        run.seen = {name: value for name, value in run.seen.items() if not is_local(name)}
+        for item in block.items:
+            run.take(item)
     return Macro(
-        streams=tuple(Terms(i, _frozen(free[i])) for i in sorted(touched)),
-        events=tuple((name, _frozen(value)) for name, value in events.items()),
-        sends=tuple((name, _frozen(value)) for name, value in sends),
-        waits=tuple(externals),
+        streams=tuple(Terms(i, _frozen(run.free[i])) for i in sorted(run.touched)),
+        events=tuple((name, _frozen(value)) for name, value in run.events.items()),
+        sends=tuple((name, _frozen(value)) for name, value in run.sends),
+        waits=tuple(run.externals),
         receives=tuple(name for block in blocks for name in block.receives),
     )
 
@@ -123,7 +150,8 @@ def prune(macros: Sequence[Macro]) -> list[Macro]:
     """Drop terms that can never win: streams that every block leaves no later than compute.
 
     If in every block a stream's end is bounded by the compute stream's, its free time never exceeds
-    compute's, so a term through it with a smaller constant than compute's is dominated.
+    compute's, so a term through it with a smaller constant than compute's is dominated.  The host
+    leads: it is no such stream.
     """
     ends = [{target: dict(terms) for target, terms in m.streams} for m in macros]
     trailing = {s for s in range(len(STREAMS)) if s != COMPUTE and _trails(s, ends)}

@@ -29,6 +29,9 @@ class ActionCosts:
         self.crowd = ALONE
         self._ops: dict[tuple[str, int, str], Op] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
+        self._issues: dict[tuple[object, ...], float] = {}
+        system, vpp = problem.system, problem.layout.vpp
+        self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
         self._table = {
             Kind.D2H: lambda action, _: self.cost.copy_s(action.nbytes, "d2h", self.crowd),
             Kind.H2D: lambda action, _: self.cost.copy_s(action.nbytes, "h2d", self.crowd),
@@ -51,6 +54,23 @@ class ActionCosts:
         if action.comm is not None:
             return self.cost.comm_s(action.comm, rank)
         return self._table[action.kind](action, rank)
+
+    def issue_s(self, action: Action, rank: int) -> float:
+        """Seconds that the host takes to issue an action: each of its kernels, or the one call of a
+        collective, a message or a copy.  What compute loses beside a collective is no call."""
+        if action.kind is Kind.STALL:
+            return 0.0
+        if action.kind not in DIRECTION:
+            return self.cost.host_launch_s
+        key = (action.kind, action.part[:1], action.variant, action.op)
+        if key not in self._issues:
+            calls = self.cost.calls(self._op(action, rank), DIRECTION[action.kind])
+            self._issues[key] = calls * self.cost.host_launch_s
+        return self._issues[key]
+
+    def held(self, action: Action) -> bool:
+        """Whether the host waits for the action: a message's arrival, where the stack does."""
+        return self._waits_for_messages and action.wait.startswith("recv_")
 
     def alike(self, rank: int) -> Hashable:
         """Ranks with the same groups on the same kinds of links, and the same links to the stages

@@ -1,8 +1,10 @@
 """Actions x costs -> times.  Knows streams, events and messages; knows no method and no fate.
 
-Streams are in-order queues.  An action starts when its stream is free; a WAIT holds its stream
-until an event; sends are buffered (they end one transfer after they start, whether or not the
-receiver has posted), so a RECV costs nothing and its event is the message's arrival.
+Streams are in-order queues.  An action starts when its stream is free and its host has issued it; a
+WAIT holds its stream until an event; sends are buffered (they end one transfer after they start,
+whether or not the receiver has posted), so a RECV costs nothing and its event is the message's
+arrival.  The host is one more clock of a rank: it issues the rank's list one after the other, runs
+ahead of the device, and waits for it only where the stack says so.
 """
 
 from collections.abc import Callable, Hashable
@@ -31,8 +33,18 @@ class RankedSeconds(Protocol):
         """Equal for ranks on which every action takes equally long."""
         ...
 
+    def issue_s(self, action: Action, rank: int) -> float:
+        """Seconds that the host takes to issue the action; 0 where it costs nothing."""
+        ...
+
+    def held(self, action: Action) -> bool:
+        """Whether the host waits until the action has ended."""
+        ...
+
 
 COMPUTE = STREAM_INDEX["compute"]
+HOST = len(STREAMS)
+"""Where the host's clock stands among those of the streams: behind them."""
 TIMELESS = (Kind.FREE, Kind.ALLOC, Kind.RECV)
 """Kinds that take no part in time (a RECV's event is the message's arrival)."""
 
@@ -72,11 +84,11 @@ class Simulation(Struct, frozen=True, kw_only=True):
 
 
 class Clock:
-    """Time of one rank: when each stream is free, when each event happened."""
+    """Time of one rank: when each stream and the host are free, when each event happened."""
 
     def __init__(self, rank: int, pp: int) -> None:
         self.rank, self.pp = rank, pp
-        self.free = [0.0] * len(STREAMS)
+        self.free = [0.0] * (HOST + 1)
         self.events: dict[EventKey, float] = {}
         self.position = 0
         self.awaiting: MessageKey | None = None
@@ -96,11 +108,14 @@ class Clock:
 
 
 class Timed(NamedTuple):
-    """A compiled action: its stream and seconds; `wait`, `begin` and `event` as in the action,
-    `shared` whether another block may wait for the event, `send` the message's direction."""
+    """A compiled action: its stream and seconds, those that its host takes to issue it and whether
+    the host then waits for its end; `wait`, `begin` and `event` as in the action, `shared` whether
+    another block may wait for the event, `send` the message's direction."""
 
     stream: int
     seconds: float
+    issue: float
+    held: bool
     wait: str
     begin: str
     event: str
@@ -120,16 +135,19 @@ class TimedBlock(NamedTuple):
 def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = False) -> TimedBlock:
     """Bind seconds to the actions that take part in time; a recording also keeps those that only
     make or free room, at the time compute has reached when they are issued."""
+    host = seconds if isinstance(seconds, RankedSeconds) else None
     items = []
     for action in block.actions:
         if action.kind in TIMELESS:
             if record:
-                items.append(Timed(COMPUTE, 0.0, "", "", "", False, "", action))
+                items.append(Timed(COMPUTE, 0.0, 0.0, False, "", "", "", False, "", action))
             continue
         items.append(
             Timed(
                 STREAM_INDEX[action.stream],
                 0.0 if action.kind in STILL else seconds(action, rank),
+                host.issue_s(action, rank) if host and action.kind not in STILL else 0.0,
+                host is not None and host.held(action),
                 action.wait,
                 action.begin,
                 action.event,
@@ -252,12 +270,17 @@ def _run(
 ) -> None:
     """Issue one block; `local` holds event times inside it (receives are there already)."""
     free, events = clock.free, clock.events
-    for stream, seconds, wait, begin, event, shared, send, action in block.items:
+    for stream, seconds, issue, held, wait, begin, event, shared, send, action in block.items:
         start = free[stream]
+        if issue:
+            free[HOST] += issue
+            start = max(start, free[HOST])
         if wait:
             at = local[wait] if wait in local else events[(wait, micro_batch, chunk)]
             start = max(start, at)
         end = free[stream] = start + seconds
+        if held:
+            free[HOST] = max(free[HOST], end)
         if begin:
             local[begin] = start
         if event:

@@ -32,7 +32,7 @@ def resolve(registry: Registry, name: str, settings: Mapping[str, Value]) -> Com
         if is_baseline(registry, part):
             raise MethodError(f"{name!r}: {part} is a baseline, which composes with nothing")
         broken = any(Path(path).stem == part for path in registry.broken)
-        if part not in registry.methods and not broken:
+        if part not in registry.methods and ":" not in part and not broken:
             hint = closest(part, [*registry.methods, *baselines()])
             raise MethodError(
                 f"unknown method or baseline {part!r}{hint} (methods: "

@@ -82,7 +82,7 @@ class Relocation:
 
     def __init__(self, problem: Problem, base: Plan, *, exact: bool) -> None:
         self.problem, self.base, self.exact = problem, base, exact
-        self.usable = problem.usable_bytes
+        self.usable = problem.usable_bytes - problem.reserve_bytes
         table, lay = problem.layer_kinds[0], problem.layout
         kept = kept_activations(problem, base) - {"layer_input"}
         self.layer = layer_windows(problem, table, kept)

@@ -187,6 +187,21 @@ def convert(data: Mapping[str, Any], kind: type[T], label: str) -> T:
         raise ConfigError(label, key, problem) from error
 
 
+def wrong_field(struct: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str, str] | None:
+    """The first field of `kind` whose value is none of its type, and why, where code made the
+    struct: only what is read from files is checked by msgspec itself."""
+    for field in msgspec.structs.fields(kind):
+        value = getattr(struct, field.name)
+        try:
+            msgspec.convert(value, field.type)
+        except msgspec.ValidationError as error:
+            _, problem = validation_problem(str(error), kind)
+            allowed = _values(field.type)
+            listing = f" (allowed: {', '.join(map(str, allowed))})" if allowed else ""
+            return field.name, f"{value!r}: {problem}{listing}"
+    return None
+
+
 def _values(hint: object) -> tuple[object, ...]:
     """The values of a closed set, also inside a tuple or beside None."""
     if get_origin(hint) is Literal:

@@ -18,6 +18,19 @@ Config = Mapping[str, Any]
 
 Expansion = Annotated[float, Meta(gt=0.0, le=1024.0)]
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TELLING = {
+    **dict.fromkeys(_EXPERTS, "experts"),
+    "kv_lora_rank": "latent attention (keys and values of low rank)",
+    "state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "linear_conv_kernel_dim": "linear-attention layers",
+    "vision_config": "an image encoder",
+    "audio_config": "an audio encoder",
+    "parallel_attn": "attention and MLP side by side",
+    "partial_rotary_factor": "rotary positions on a part of a head",
+    "encoder_layers": "an encoder",
+}
+"""Keys of transformers configs by what they give an architecture."""
 _GATED = {"silu": "swiglu", "swish": "swiglu"}
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
@@ -41,11 +54,7 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
         raise ConfigError(label, *validation_problem(str(error), _Known)) from error
     _refuse(data, label)
     if build is None:
-        known = sorted(_ARCHITECTURES)
-        problem = (
-            f"{kind!r} is not supported{closest(str(kind), known)} (known: {', '.join(known)})"
-        )
-        raise ConfigError(label, "model_type", problem)
+        raise ConfigError(label, "model_type", _unmodelled(str(kind), data))
     try:
         fields = build(given)
     except KeyError as error:
@@ -93,6 +102,16 @@ class Unmodelled(Exception):
         super().__init__(key, reason)
         self.key = key
         self.reason = reason
+
+
+def _unmodelled(kind: str, data: Config) -> str:
+    """Why an architecture is none of ours: by what its keys say it has, never by a near name, for a
+    config that is read as another drops what sets the two apart."""
+    known = sorted(_ARCHITECTURES)
+    has = dict.fromkeys(words for key, words in _TELLING.items() if data.get(key))
+    why = f"it has {' and '.join(has)}, which is not modelled" if has else "is not modelled"
+    typed = closest(kind, known) if kind.replace("-", "_").lower() in known else ""
+    return f"{kind!r}: {why}{typed} (modelled: {', '.join(known)})"
 
 
 def _refuse(data: Config, label: str) -> None:

@@ -5,6 +5,7 @@ from typing import Literal
 from msgspec import Struct
 
 from rematbench.spec.cluster import Cluster
+from rematbench.spec.configfile import wrong_field
 from rematbench.spec.system import System
 from rematbench.workload import PositiveInt, Workload
 
@@ -31,6 +32,12 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ulysses: PositiveInt = 1
     micro_batch: PositiveInt = 1
     global_batch: PositiveInt = 1
+
+    def __post_init__(self) -> None:
+        """LayoutError for a degree that is no whole number above 0."""
+        wrong = wrong_field(self, Layout)
+        if wrong is not None:
+            raise LayoutError(": ".join(wrong))
 
     @property
     def gpus(self) -> int:

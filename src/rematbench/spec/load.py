@@ -1,5 +1,6 @@
 """Models, clusters and systems by name, by YAML file, or (models) by Hugging Face config.json."""
 
+import re
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -175,7 +176,7 @@ def located(kind: Kind, name_or_path: str | Path) -> Path:
         if path.is_dir():
             path = path / "config.json"
         if not path.is_file():
-            raise ConfigError(text, "", f"no such {kind} file")
+            raise ConfigError(text, "", f"no such {kind} file{_of_a_hub(kind, text)}")
         return path
     known = names(kind)
     aliases = _aliases() if kind == "system" else {}
@@ -184,6 +185,19 @@ def located(kind: Kind, name_or_path: str | Path) -> Path:
         hint = closest(stem, [*known, *aliases])
         raise ConfigError("", "", f"unknown {kind} {text!r}{hint} (known: {', '.join(known)})")
     return _folder(kind) / f"{stem}.yaml"
+
+
+def _of_a_hub(kind: Kind, text: str) -> str:
+    """What to give in place of ORGANISATION/MODEL, which is looked up nowhere."""
+    if kind != "model" or not re.fullmatch(r"[\w.-]+/[\w.-]+", text) or text[0] in "./~":
+        return ""
+    if Path(text).suffix in {".yaml", ".yml", ".json"}:
+        return ""
+    near = closest(text.partition("/")[2].lower(), names("model"))
+    return (
+        ": names of a hub are not looked up; give the path of its config.json, which lies among "
+        f"that model's files there{near}"
+    )
 
 
 @cache

@@ -7,7 +7,7 @@ from msgspec.structs import fields
 
 from rematbench.problem import AttentionChoice
 from rematbench.spec.cluster import Bytes, Cluster
-from rematbench.spec.configfile import ConfigError
+from rematbench.spec.configfile import ConfigError, wrong_field
 from rematbench.spec.layout import Layout, LayoutError, ZeroStage
 from rematbench.spec.system import System
 from rematbench.workload import Model, PositiveInt, Precision
@@ -43,6 +43,12 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     attention: AttentionChoice = "flash"
     precision: Precision = "bf16"
     hbm_bytes: Bytes | None = None
+
+    def __post_init__(self) -> None:
+        """ConfigError for a value of another type: `gpus="8"`, `tp=0`."""
+        wrong = wrong_field(self, ProblemSpec)
+        if wrong is not None:
+            raise ConfigError("", *wrong)
 
     @classmethod
     def at(cls, layout: Layout, **others: Any) -> Self:

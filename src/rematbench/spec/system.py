@@ -17,6 +17,21 @@ DataParallelKind = Literal["zero", "fsdp"]
 ReportedPeak = Literal["allocated", "reserved", "layers"]
 
 
+Scale = Annotated[float, Meta(gt=0.0, le=100.0)]
+
+
+class Scales(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a user's own rows say of a stack (`rematbench calibrate --rows`): factors on the seconds
+    of all kernels, of attention besides, of collectives and sends, and of a host's launches; the
+    half-width of the band that follows from so many rows, a logarithm (0: not calibrated)."""
+
+    kernels: Scale = 1.0
+    attention: Scale = 1.0
+    communication: Scale = 1.0
+    host: Scale = 1.0
+    half_width: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
+
+
 class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A training stack, as far as it decides bytes and time.
 
@@ -48,6 +63,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     holds the model's output (0: nobody does).
     `p2p_overlap`: under which schedules a pipeline send runs beside the next pass; else a rank
     waits for each send at once.
+    `p2p_synchronous`: where sends do not run beside passes, the host waits until a pipeline message
+    has arrived before it issues more.
     `host_grad_bytes`: of one gradient on its way to an optimizer in host memory (DeepSpeed widens
     it to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary, and in
     stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
@@ -58,6 +75,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     allocated or reserved bytes, or the first stage's layers alone (their states, and their kept
     activations times the micro-batches in flight).  Predictions of a published peak follow it;
     verdicts never do.
+    `scales` is what its user measured of it.
     `features` lists what the stack can do beyond this struct; asking for another is Unsupported.
     """
 
@@ -84,6 +102,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     held_logit_bytes: StateBytes = 0
     tp_overlap: TpOverlap
     p2p_overlap: P2pOverlap
+    p2p_synchronous: bool = False
     reduce_overlap: bool
     gather_overlap: bool
     bucket_bytes: Bytes = 0
@@ -99,7 +118,13 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rank_order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
     features: tuple[str, ...] = ()
     constants: tuple[str, ...] = ()
+    scales: Scales = Scales()
     sources: dict[str, str] = {}
+
+    def sends_beside(self, vpp: int) -> bool:
+        """Whether a pipeline send runs beside the next pass, with so many chunks on a rank."""
+        always = self.p2p_overlap == "always"
+        return always or (self.p2p_overlap == "interleaved" and vpp > 1)
 
     def padded_vocab(self, vocab: int, tp: int) -> int:
         """The vocabulary this stack computes with: padded up to vocab_multiple x tp."""

@@ -3,6 +3,7 @@
 import csv
 import math
 import statistics
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -26,14 +27,30 @@ class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     most: float
 
 
+class Find(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a table says, as a count: of the rows whose cells under `rows` are not empty, `count` of
+    `of` have these texts there; with `same`, of those rows, how many agree in these columns with a
+    row that has the texts of `beside`."""
+
+    says: str
+    table: str
+    rows: dict[str, str]
+    count: int
+    of: int
+    same: tuple[str, ...] = ()
+    beside: dict[str, str] = {}
+
+
 class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One claim: tables that must be as expected, and a bound that makes it true."""
+    """One claim: tables that must be as expected, what they find, and a bound that makes it true.
+    One with neither `finds` nor `bound` only says that a table has not changed."""
 
     id: str
     text: str
     place: str
     tables: tuple[str, ...]
     bound: Bound | None = None
+    finds: tuple[Find, ...] = ()
 
 
 class Artifact(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -48,13 +65,16 @@ class Finding(Struct, frozen=True, kw_only=True):
 
     claim: Claim
     problems: tuple[str, ...]
+    made: bool = True
 
     @property
     def line(self) -> str:
-        """PASS or FAIL, the claim, and why it failed."""
-        word = "FAIL" if self.problems else "PASS"
+        """PASS, FAIL or NOT MADE, the claim, what its tables say, and why it failed."""
+        word = ("FAIL" if self.made else "NOT MADE") if self.problems else "PASS"
+        found = "; ".join(f"{one.says}: {one.count} of {one.of}" for one in self.claim.finds)
+        says = f" Found: {found}." if found and not self.problems else ""
         why = f" [{'; '.join(self.problems)}]" if self.problems else ""
-        return f"{word} {self.claim.id} {self.claim.text}{why}"
+        return f"{word} {self.claim.id} {self.claim.text}{says}{why}"
 
 
 def load_artifact() -> Artifact:
@@ -65,10 +85,15 @@ def load_artifact() -> Artifact:
 
 def check(artifact: Artifact, tables: Path, expected: Path) -> list[Finding]:
     """Every claim, in order."""
-    return [
-        Finding(claim=claim, problems=tuple(_problems(claim, artifact.tolerance, tables, expected)))
-        for claim in artifact.claims
-    ]
+    found = []
+    for claim in artifact.claims:
+        lacking = [name for name in claim.tables if not (tables / f"{name}.csv").is_file()]
+        if lacking:
+            problems = [f"{name}.csv is missing in {tables}" for name in lacking]
+        else:
+            problems = _problems(claim, artifact.tolerance, tables, expected)
+        found.append(Finding(claim=claim, problems=tuple(problems), made=not lacking))
+    return found
 
 
 def _problems(claim: Claim, tolerance: float, tables: Path, expected: Path) -> list[str]:
@@ -85,7 +110,31 @@ def _problems(claim: Claim, tolerance: float, tables: Path, expected: Path) -> l
             shown = "nothing to measure" if value is None else f"{value:.4g}"
             bound = claim.bound
             found.append(f"{bound.statistic} {bound.column} is {shown}, allowed {bound.most:.4g}")
+    for find in claim.finds if not found else ():
+        count, of = counted(find, tables)
+        if (count, of) != (find.count, find.of):
+            found.append(f"{find.says}: {count} of {of}, claimed {find.count} of {find.of}")
     return found
+
+
+def counted(find: Find, tables: Path) -> tuple[int, int]:
+    """How many rows of a table are as a finding says, and of how many."""
+    head, *lines = _cells(tables / f"{find.table}.csv") or [[]]
+    rows = [dict(zip(head, line, strict=False)) for line in lines]
+    if not find.same:
+        asked = [row for row in rows if all(row.get(column) for column in find.rows)]
+        return sum(_has(row, find.rows) for row in asked), len(asked)
+    among = {_key(row, find.same) for row in rows if _has(row, find.beside)}
+    asked = [row for row in rows if _has(row, find.rows)]
+    return sum(_key(row, find.same) in among for row in asked), len(asked)
+
+
+def _has(row: Mapping[str, str], cells: Mapping[str, str]) -> bool:
+    return all(row.get(column) == text for column, text in cells.items())
+
+
+def _key(row: Mapping[str, str], columns: Iterable[str]) -> tuple[str | None, ...]:
+    return tuple(row.get(column) for column in columns)
 
 
 def _cells(path: Path) -> Cells | None:

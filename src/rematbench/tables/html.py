@@ -6,9 +6,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from rematbench.matrix.commands import Commands
 from rematbench.matrix.sweep import TABLES
 from rematbench.matrix.tables import NAMES
-from rematbench.published.accuracy import number
 from rematbench.published.sheets import read_sheet
 from rematbench.tables.page import Page, Part, ReportConfig, parse, picture, table_html
 from rematbench.tables.table import GIB
@@ -16,10 +16,10 @@ from rematbench.tables.table import GIB
 Row = Mapping[str, str]
 KEY = (
     '<p class="key grid note"><span class="best">fastest</span><span class="tie">tie: within the '
-    'expected error of the fastest</span><span class="out">hatched: outside validated contexts, '
-    'GPU counts or mechanisms</span><span class="oom">does not fit, by how much</span>'
+    'error of ratios of the fastest</span><span class="out">hatched: outside of what was '
+    'published</span><span class="oom">does not fit, by how much</span>'
     "A cell: tokens/s/GPU, MFU (causal), headroom; what binds (of the fastest: shares of its "
-    "step); layout; evidence grade with the rule that found it and the expected error.</p>"
+    "step); layout; 80 % band of the speed, and what of the job nobody published.</p>"
 )
 
 
@@ -71,8 +71,9 @@ def _from(path: str, kind: str, command: str) -> str:
     return f'<p class="from"><a href="{name}">{kind}</a> <code>{told}</code></p>'
 
 
-def matrix_grids(tables: Path) -> str:
-    """Both matrices, one grid per model and cluster: arms by lengths.  Never mixed."""
+def matrix_grids(tables: Path, commands: Commands) -> str:
+    """Both matrices, one grid per model and cluster: arms by lengths, with the names that one types
+    and each cell's command.  Never mixed."""
     made = [KEY]
     for number_of, table in enumerate(TABLES[::-1]):
         path = tables / f"{NAMES[table]}.csv"
@@ -85,18 +86,20 @@ def matrix_grids(tables: Path) -> str:
             own = [row for row in rows if (row["model"], row["cluster"]) == (model, cluster)]
             shown = " open" if index == 0 and number_of == 0 else ""
             name = html.escape(f"{model}, {cluster}, {table}")
-            made.append(f"<details{shown}><summary>{name}</summary>{_grid(own)}</details>")
+            made.append(
+                f"<details{shown}><summary>{name}</summary>{_grid(own, commands)}</details>"
+            )
     return "".join(made)
 
 
-def _grid(rows: Sequence[Row]) -> str:
+def _grid(rows: Sequence[Row], commands: Commands) -> str:
     lengths = sorted({int(row["seq_len"]) for row in rows})
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     at = {(row["arm"], int(row["seq_len"])): row for row in rows}
     head = "".join(f"<th>{length // 1024}K</th>" for length in lengths)
     body = "".join(
-        f"<tr><th>{html.escape(arm)}</th>"
-        + "".join(_grid_cell(at.get((arm, length))) for length in lengths)
+        f"<tr><th>{html.escape(arm)}{_typed(arm, commands)}</th>"
+        + "".join(_grid_cell(at.get((arm, length)), commands) for length in lengths)
         + "</tr>"
         for arm in arms
     )
@@ -106,10 +109,20 @@ def _grid(rows: Sequence[Row]) -> str:
     )
 
 
-def _grid_cell(row: Row | None) -> str:
+def _typed(arm: str, commands: Commands) -> str:
+    name = commands.names.get(arm, arm)
+    shown = html.escape(name).replace("+", "+<wbr>")
+    return "" if name == arm else f"<small><code>{shown}</code></small>"
+
+
+def _grid_cell(row: Row | None, commands: Commands) -> str:
     if row is None:
         return '<td class="none">not run</td>'
     layout = f"<small>{html.escape(row['layout'])}</small>"
+    command = html.escape(commands.of(row))
+    if command:
+        told = f"<p><code>{command}</code></p>"
+        layout += f'<details class="more"><summary>run</summary>{told}</details>'
     if row["status"] == "oom":
         return f'<td class="oom"><small>{html.escape(row["binds"])}</small>{layout}</td>'
     if row["status"] != "ok":
@@ -118,13 +131,13 @@ def _grid_cell(row: Row | None) -> str:
     mark = {"best": " fastest", "tie": " tie"}.get(rank, "")
     classes = " ".join(name for name in (rank, "out" if row["outside"] else "") if name)
     mfu, room = 100 * float(row["mfu_causal"]), float(row["headroom_bytes"]) / GIB
-    error = number(row, "expected_error")
-    grade = f"{row['grade']} ({row['rule']})" + (f" {100 * error:.0f} %" if error else "")
+    band = f"{float(row['low']):,.0f} to {float(row['high']):,.0f}"
+    tight = ", tight" if row["fits"] == "tight" else ""
     binds = f"<small>{html.escape(row['binds'])}</small>" if row["binds"] else ""
-    outside = f"outside: {row['outside']}" if row["outside"] else "inside the validated range"
+    outside = f"outside: {row['outside']}" if row["outside"] else "inside what was published"
     return (
         f'<td class="{classes}" title="{html.escape(outside, quote=True)}">'
         f"<b>{float(row['tokens_per_s_per_gpu']):,.0f}</b>{mark}"
-        f"<small>MFU {mfu:.1f} %, {room:.1f} GiB free</small>{binds}{layout}"
-        f"<small>{html.escape(grade)}</small></td>"
+        f"<small>MFU {mfu:.1f} %, {room:.1f} GiB free{tight}</small>{binds}{layout}"
+        f"<small>{html.escape(band)}; {html.escape(outside)}</small></td>"
     )

@@ -1,0 +1,169 @@
+"""The Python door: what `import rematbench` offers, checked as the command line checks it.
+
+Every mistake is a ValueError whose text is one line: what, where, what is allowed.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from msgspec import Struct
+
+from rematbench.choose.candidates import load_compare
+from rematbench.choose.compare import Comparing
+from rematbench.choose.job import Job
+from rematbench.choose.judged import Order, judge, lines
+from rematbench.choose.outcome import Outcome, make_problem, run_method
+from rematbench.packages.flags import Engines
+from rematbench.plugins.discover import discover, entry_of
+from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
+from rematbench.published.bands import leaving_reserve
+from rematbench.simulate.evaluate import PlanEvaluation
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.problemspec import ProblemSpec
+
+Problem = ProblemSpec
+"""What is asked, in the words of the command line: `Problem(model="llama-7b", gpus=8, tp=2, ...)`.
+`model`, `cluster` and `system` are names or files; degrees and batches are whole numbers."""
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """One method simulated on one problem.  Out of memory and unsupported are results: `status` is
+    ok, oom, unsupported or failed, with its `reason`; numbers are None where there is no plan."""
+
+    method: str
+    job: Job
+    outcome: Outcome
+
+    @property
+    def status(self) -> str:
+        """ok, oom, unsupported or failed."""
+        return self.outcome.status
+
+    @property
+    def reason(self) -> str:
+        """What is short or refused; empty if it fits."""
+        return self.outcome.reason
+
+    @property
+    def fits(self) -> bool:
+        """Whether the plan fits device and host."""
+        return self.outcome.status == "ok"
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """Usable less needed bytes of the fullest device; negative where it does not fit."""
+        return self.outcome.verdict.headroom_bytes if self.outcome.verdict else None
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of an optimizer step (of a plan that does not fit: if it did)."""
+        return self.evaluation.step_s if self.evaluation else None
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float | None:
+        """Tokens a second of each GPU."""
+        return self.evaluation.tokens_per_s_per_gpu if self.evaluation else None
+
+    @property
+    def evaluation(self) -> PlanEvaluation | None:
+        """Every number of the plan: MFUs, bytes of each rank, FLOP recomputed."""
+        return self.outcome.evaluation
+
+    @property
+    def command(self) -> str:
+        """What to type for the same run; empty where a model or cluster was given as an object."""
+        return self.job.run_with(self.method)
+
+    def stages(self) -> pd.DataFrame:
+        """Bytes of every pipeline rank: a row each, by what they hold."""
+        ranks = self.evaluation.ranks if self.evaluation else ()
+        names = ("parameter", "gradient", "optimizer", "activation_peak", "pools")
+        peaks = ("device_peak", "host_peak")
+        rows = [{f"{n}_bytes": getattr(rank, n) for n in (*names, *peaks)} for rank in ranks]
+        return pd.DataFrame(rows, columns=[f"{n}_bytes" for n in (*names, *peaks)])
+
+
+def load_method(
+    text: str | Path, folder: str | Path | None = None, **settings: Value
+) -> Composition:
+    """A method by what `simulate` takes (`memo:alpha=0.3+mst`, a row's name of `compare`), looked
+    up in a `folder` too, or the one of a file `mine.py`; MethodError for what is none.
+
+    `settings` are its parameters, as `--set` gives them.
+    """
+    if str(text).endswith(".py"):
+        return Composition((build(entry_of(Path(text)), settings),))
+    return discover([Path(folder)] if folder else ()).resolve(str(text), settings)
+
+
+def simulate(
+    problem: ProblemSpec, method: str | Composition | Method, *, checked: bool = False
+) -> Run:
+    """Simulate a method (a name, what `load_method` gives, or an object with `plan`) on a problem;
+    `checked` also proves its lowered plan safe.
+
+    Raises ConfigError, LayoutError, RateError or MethodError, all ValueErrors, for a wrong input.
+    """
+    job = _job(problem)
+    if isinstance(method, str):
+        found, named = discover().resolve(method, None, job.problem), method
+    else:
+        found = method if isinstance(method, Composition) else Composition((method,))
+        named = found.text
+    outcome = run_method(job.problem, found, job.base, checked=checked)
+    return Run(method=named, job=job, outcome=outcome)
+
+
+def compare(
+    problem: ProblemSpec,
+    *,
+    also: Sequence[str] = (),
+    only: Sequence[str] = (),
+    folders: Sequence[str | Path] = (),
+    tokens: float = 0.0,
+    price: float = 0.0,
+    limit_s: int = 4,
+    processes: int = 2,
+) -> pd.DataFrame:
+    """Every method, composition and baseline policy on a problem, best first: the columns of the
+    CSV of `rematbench compare` (base SI units, fractions; missing where there is no number).
+
+    `also` adds methods by name and `only` leaves out all others; `folders` have more method files;
+    `tokens` and `price` (of a GPU-hour) add days and cost.  A method has `limit_s` CPU seconds.
+    """
+    for name, names in (("also", also), ("only", only), ("folders", folders)):
+        if isinstance(names, str):
+            raise ConfigError("", name, f"expected a list of names, not the text {names!r}")
+    for name, value in (("limit_s", limit_s), ("processes", processes)):
+        if type(value) is not int or value < 1:
+            raise ConfigError("", name, f"expected a whole number above 0, not {value!r}")
+    order = Order(tokens=tokens, price=price)
+    config, job = load_compare(), _job(problem)
+    comparing = Comparing(
+        job.problem,
+        job.base,
+        config,
+        methods=[Path(folder) for folder in folders],
+        also=also,
+        only=only,
+        processes=processes,
+        limit_s=limit_s,
+    )
+    items = judge(comparing.everything(), job.problem)
+    return pd.DataFrame(lines(items, job, Engines(job.problem), order))
+
+
+def _job(problem: ProblemSpec) -> Job:
+    """The problem made; MethodError's kin for what is no Problem."""
+    if not isinstance(problem, ProblemSpec):
+        raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")
+    made = leaving_reserve(make_problem(problem))
+    try:
+        words = tuple(problem.to_arguments())
+    except ConfigError:  # a model, cluster or system that is an object has no name to type
+        words = ()
+    return Job(problem=made, base=made.base_plan, words=words)
+
+
+__all__ = ["MethodError", "Problem", "Run", "compare", "load_method", "simulate"]

@@ -1,0 +1,121 @@
+"""`calibrate --rows`: a stack file from a user's own rows, and what it says of itself."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from rematbench.cli.sheet import predicted
+from rematbench.cli.targets import read
+from rematbench.host.console import CommandError, console, grid, percent, plain
+from rematbench.published.accuracy import SPEED
+from rematbench.published.calibrate import SCALES, slopes
+from rematbench.published.left_out import slope_column
+from rematbench.published.protocol import COUNTS, band_after, prior
+from rematbench.published.user_fit import (
+    Array,
+    left_one_by_one,
+    measured,
+    refusals,
+    solved,
+)
+from rematbench.spec.load import calibration, claim_of_row, located
+
+MOST_ROWS = 20
+"""More rows are a refit of constants, which is another command."""
+ONE = ("system", "cluster")
+
+
+def calibrate_own(path: Path, output: Path | None, processes: int) -> None:
+    """Fit the scales to the rows of a sheet, print what moved, and write the stack file."""
+    rows = with_slopes(timed_rows(path, processes))
+    before = prior()
+    if wrong := refusals(rows, before):
+        raise CommandError(f"{path}: {'; '.join(wrong)}")
+    data = measured(rows)
+    theta, covariance = solved(data, before)
+    half_width = band_after(len(rows))
+    out = console()
+    _show(out, theta, covariance)
+    left = left_one_by_one(data, before)
+    out.print(plain(f"error before: {_percents([float(error) for error in data.errors])}"))
+    out.print(plain(f"left out one by one: {_percents(left)}"))
+    known = max(count for count in COUNTS if count <= len(rows))
+    out.print(
+        plain(
+            f"80 % band that follows: +-{percent(half_width)} (a logarithm), of published stacks "
+            f"calibrated on {known} of their rows"
+        )
+    )
+    if output is not None:
+        output.write_text(stack_file(rows, theta, half_width, path, output), encoding="utf-8")
+        out.print(plain(f"{output}: written; give it as --system, or in the column system"))
+
+
+def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
+    """The sheet's rows, predicted, of one stack on one cluster; a step in seconds (`step_s`) may
+    stand for tokens/s/GPU.  CommandError for a row without either, or without a prediction."""
+    sheet = [dict(row) for row in read(path, "--rows", *ONE, "global_batch", "seq_len")]
+    if not 1 <= len(sheet) <= MOST_ROWS:
+        raise CommandError(f"{path}: {len(sheet)} rows; 1 to {MOST_ROWS} calibrate a stack")
+    for column in ONE:
+        if len(several := sorted({row[column] for row in sheet})) > 1:
+            raise CommandError(f"{path}: column {column}: one is needed, not {', '.join(several)}")
+    found = []
+    for line, row in enumerate(predicted(sheet, processes, None), start=1):
+        if row["pred_tokens_per_s_per_gpu"] == "":
+            raise CommandError(f"{path}: row {line}: {row['pred_reason'] or row['pred_status']}")
+        found.append({**row, SPEED: row.get(SPEED) or _rate(row, path, line)})
+    return found
+
+
+def _rate(row: dict[str, Any], path: Path, line: int) -> float:
+    """tokens/s/GPU of a step: the predicted rate times the predicted step over the measured one."""
+    try:
+        step_s = float(row.get("step_s") or "")
+    except ValueError:
+        step_s = 0.0
+    if not step_s > 0.0:
+        raise CommandError(f"{path}: row {line}: needs {SPEED} or step_s, a number above 0")
+    return float(row[f"pred_{SPEED}"]) * float(row["pred_step_s"]) / step_s
+
+
+def with_slopes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with how their steps answer to each scale."""
+    constants = calibration()
+    return [
+        {**row, **{slope_column(k): v for k, v in slopes(row, constants).items()}} for row in rows
+    ]
+
+
+def _show(out: Console, theta: Array, covariance: Array) -> None:
+    table = grid("scale", "factor", "+-", title="What moved (factors on seconds)")
+    for name, log, variance in zip(SCALES, theta, covariance.diagonal(), strict=True):
+        table.add_row(name, f"{math.exp(log):.3f}", percent(math.sqrt(variance)))
+    out.print(table)
+
+
+def _percents(errors: Sequence[float]) -> str:
+    return ", ".join(f"{100 * math.expm1(error):+.1f} %" for error in errors)
+
+
+def stack_file(
+    rows: Sequence[dict[str, Any]], theta: Array, half_width: float, path: Path, output: Path
+) -> str:
+    """The YAML of the calibrated stack: the facts and constants of its base, and the scales."""
+    base = claim_of_row(rows[0]["system"], str(rows[0].get("note", "")))[0]
+    found = located("system", base)
+    scales = {name: round(math.exp(log), 4) for name, log in zip(SCALES, theta, strict=True)}
+    own: dict[str, Any] = {
+        "name": output.stem,
+        "version": "1",
+        "base": str(found) if Path(base).suffix else found.stem,
+        "scales": {
+            "value": {**scales, "half_width": round(half_width, 4)},
+            "source": f"fitted to {path.name}, {len(rows)} rows",
+        },
+    }
+    return yaml.safe_dump(own, sort_keys=False)

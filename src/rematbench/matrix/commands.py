@@ -1,0 +1,35 @@
+"""What a person types for a cell of the matrix."""
+
+import shlex
+from collections.abc import Mapping
+
+from rematbench.matrix.spec import MatrixSpec
+from rematbench.plugins.registry import Registry
+
+
+class Commands:
+    """The names that arms have where a method is asked for, and the command of a cell."""
+
+    def __init__(self, spec: MatrixSpec, registry: Registry) -> None:
+        self.spec = spec
+        self.names = {arm.name: arm.resolved(registry).text for arm in spec.all_arms(registry)}
+        self.gpus = {work.model: work.gpus for work in spec.works}
+
+    def of(self, row: Mapping[str, str]) -> str:
+        """`rematbench simulate METHOD JOB` of a row of the matrix's tables; empty where the row has
+        no layout or is not of this matrix."""
+        model, layout = row["model"], row["layout"]
+        if not layout or row["arm"] not in self.names or model not in self.gpus:
+            return ""
+        words = [] if layout == "one rank" else layout.split()
+        degrees = {key: int(value) for key, value in zip(words[::2], words[1::2], strict=True)}
+        degrees.pop("dp", None)  # follows from the others
+        problem = self.spec.problem(
+            int(row["seq_len"]),
+            model=model,
+            cluster=row["cluster"],
+            gpus=self.gpus[model],
+            **degrees,
+        )
+        name = self.names[row["arm"]]
+        return shlex.join(["rematbench", "simulate", name, *problem.to_arguments()])

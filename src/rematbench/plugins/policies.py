@@ -1,0 +1,46 @@
+"""Baseline policies by name: a stack's own settings of a method, in config/compare.yaml."""
+
+from functools import cache
+from typing import Any
+
+from msgspec import Struct
+
+from rematbench.problem import Problem
+from rematbench.spec.configfile import convert, read_mapping
+from rematbench.spec.paths import data_dir
+
+LABEL = "config/compare.yaml"
+
+Setting = str | int | float | bool | list[str]
+
+
+class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A method with settings, and perhaps a parameter to tune (`smallest`: `compare` raises it from
+    1 until the plan fits; who names the policy gives the value: `full_recompute:block 3`)."""
+
+    name: str
+    method: str
+    why: str
+    settings: dict[str, Setting] = {}
+    smallest: str = ""
+
+
+class _Policies(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    policies: tuple[Policy, ...]
+
+
+@cache
+def shipped_policies() -> dict[str, Policy]:
+    """The committed policies by name."""
+    data = read_mapping(data_dir("config") / "compare.yaml", LABEL)
+    found = convert({"policies": data.get("policies")}, _Policies, LABEL).policies
+    return {policy.name: policy for policy in found}
+
+
+def present(settings: dict[str, Any], problem: Problem) -> dict[str, Any]:
+    """A policy's settings with operators that no layer of the problem has left out."""
+    ops = settings.get("ops")
+    if not isinstance(ops, list):
+        return settings
+    known = {op.name for table in problem.layer_kinds for op in table.ops}
+    return {**settings, "ops": [name for name in ops if name in known]}

@@ -1,0 +1,125 @@
+"""Judged by decisions: in each published sweep, what the layout that we would have taken loses.
+
+A sweep is one job (source, stack, cluster, model, GPUs, length, batch) in four layouts or more.
+Beside our pick stands the chooser that a person has without a simulator: one MFU for all layouts,
+among those that a published memory formula says fit.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from msgspec import Struct
+
+from rematbench.cost.estimators import (
+    Recomputation,
+    fujii_estimate,
+    korthikanti_activation_bytes,
+)
+from rematbench.cost.states import state_bytes
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import Registry
+from rematbench.problem import Problem, rank_parameters
+from rematbench.published.accuracy import SPEED, SWEEP, Row, lost, number, regret, sweeps
+from rematbench.published.closed_forms import fujii_refusal
+from rematbench.published.rows import RowError, read_case
+from rematbench.spec.configfile import ConfigError
+
+RECOMPUTED: dict[str, Recomputation] = {
+    "keep_all": "none",
+    "selective_recompute": "selective",
+    "full_recompute": "full",
+}
+"""Methods that Korthikanti's formula has a term for."""
+
+
+class Decision(Struct, frozen=True, kw_only=True):
+    """A sweep.  `correlation` is Spearman's, of predicted and measured speeds; `regret` the share
+    of the best measured speed that our pick loses, `left_out` the same with constants that never
+    saw the source, `floor` that of one MFU and a memory formula (the mean over what it cannot tell
+    apart).  None where there is nothing to compare."""
+
+    job: dict[str, str]
+    rows: int
+    correlation: float | None
+    regret: float | None
+    left_out: float | None
+    floor: float | None
+
+
+def decisions(rows: Sequence[Row], out_of_source: Sequence[Row]) -> list[Decision]:
+    """One for each sweep of predicted rows, then of rows out of source that are not among them."""
+    registry = discover()
+    timed = [row for row in out_of_source if number(row, f"pred_{SPEED}")]
+    strange = sweeps([{**row, "pred_status": "ok"} for row in timed])
+    ours = sweeps(rows)
+    found = []
+    for key in dict.fromkeys((*ours, *strange)):
+        seen, unseen = ours.get(key, []), strange.get(key, [])
+        found.append(
+            Decision(
+                job=dict(zip(SWEEP, key, strict=True)),
+                rows=len(seen or unseen),
+                correlation=rank_correlation(seen or unseen),
+                regret=regret(seen) if seen else None,
+                left_out=regret(unseen) if unseen else None,
+                floor=constant_mfu_regret(seen or unseen, registry),
+            )
+        )
+    return found
+
+
+def rank_correlation(rows: Sequence[Row]) -> float | None:
+    """Spearman's correlation of predicted and measured speeds; None below three rows with both,
+    or where all are equal."""
+    from scipy.stats import spearmanr  # noqa: PLC0415 (slow, and only validation needs it)
+
+    pairs = [(number(row, SPEED), number(row, f"pred_{SPEED}")) for row in rows]
+    known = [(one, other) for one, other in pairs if one and other]
+    told, made = [pair[0] for pair in known], [pair[1] for pair in known]
+    if len(known) < 3 or min(len(set(told)), len(set(made))) < 2:
+        return None
+    return float(spearmanr(told, made).statistic)
+
+
+def constant_mfu_regret(rows: Sequence[Row], registry: Registry) -> float | None:
+    """With one MFU every layout is as fast: the mean loss over those that the formula says fit
+    (over all, where none does); None where it has no term for a row."""
+    shares = [formula_share(row, registry) for row in rows]
+    if any(share is None for share in shares):
+        return None
+    fitting = [row for row, share in zip(rows, shares, strict=True) if (share or 0.0) <= 1.0]
+    return fmean(lost(row, rows) for row in fitting or rows)
+
+
+def formula_share(row: Row, registry: Registry) -> float | None:
+    """Estimated bytes of the first rank over the usable ones: states, and activations by Fujii et
+    al. (flash attention, gated MLP, nothing recomputed) or Korthikanti et al. (the rest)."""
+    try:
+        case = read_case(row, registry)
+        problem = case.problem()
+    except (RowError, ConfigError):
+        return None
+    kind = RECOMPUTED.get(case.method)
+    if kind is None or case.settings or case.offload != 0.0:
+        return None
+    lay, work = problem.layout, problem.workload
+    if kind == "none" and not fujii_refusal(problem):
+        activations = fujii_estimate(work.model, lay, work.seq_len).activation_bytes
+    else:
+        activations = korthikanti_activation_bytes(work.model, lay, work.seq_len, kind) / lay.cp
+    return (_states(problem) + activations) / problem.usable_bytes
+
+
+def _states(problem: Problem) -> int:
+    count = rank_parameters(problem, problem.base_plan, 0)
+    return state_bytes(count, problem.layout, problem.system).total
+
+
+def summary(found: Sequence[Decision]) -> Mapping[str, Any]:
+    """Means over sweeps, of what each has."""
+    names = ("correlation", "regret", "left_out", "floor")
+    values = {key: [getattr(one, key) for one in found] for key in names}
+    known = {key: [v for v in some if v is not None] for key, some in values.items()}
+    means = {key: fmean(some) if some else None for key, some in known.items()}
+    return {"rows": sum(one.rows for one in found), **means}

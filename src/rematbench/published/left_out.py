@@ -1,0 +1,101 @@
+"""Predictions out of source: published rows beside what constants say that never saw their source.
+
+`config/left_out.csv` has a line per published row: of runs.csv after refits without its source, of
+runs_more.csv with the shipped constants, which are fitted to none of its rows.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from statistics import fmean
+from typing import Any
+
+from rematbench.cost.constants import Calibration
+from rematbench.published.accuracy import (
+    SPEED,
+    Accuracy,
+    Row,
+    errors_of,
+    is_scored,
+    members,
+    number,
+    split_of,
+)
+from rematbench.published.sheets import Cell, read_sheet
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.paths import data_dir
+
+NAME = "left_out.csv"
+SHEETS = ("runs.csv", "runs_more.csv")
+"""The fitted sheet, and the one to which nothing is fitted."""
+PEAK = "peak_device_bytes"
+REFITTED, SHIPPED = "refitted", "shipped"
+SLOPE = "slope_"
+PLACE = ("sheet", "row", SPEED, PEAK)
+
+
+def line_of(sheet: str, index: int, row: Row, scored: Row, how: str) -> Cell:
+    """The line of left_out.csv of a sheet's row; empty without a published number or a prediction
+    (`scored`)."""
+    if row["status"] != "ok" or not is_scored(row):
+        return {}
+    line = {"sheet": sheet, "row": str(index + 1), "constants": how}
+    for key in (SPEED, PEAK):
+        told, made = row[key], number(scored, f"pred_{key}")
+        both = bool(told and made)
+        line |= {key: told if both else "", f"pred_{key}": f"{made:.5g}" if both else ""}
+    slopes = {key: value for key, value in scored.items() if key.startswith(SLOPE)}
+    line |= {key: f"{value:.3f}" if line[SPEED] else "" for key, value in slopes.items()}
+    return line if line[SPEED] or line[PEAK] else {}
+
+
+def slope_column(scale: str) -> str:
+    """The column of d ln(step seconds) / d ln(scale)."""
+    return f"{SLOPE}{scale}"
+
+
+@cache
+def out_of_source() -> tuple[Cell, ...]:
+    """The committed lines, each with the columns of its published row.
+
+    ConfigError where a published row is no longer the one that was predicted.
+    """
+    lines = read_sheet(
+        data_dir("config") / NAME, (*PLACE, "constants", f"pred_{SPEED}", f"pred_{PEAK}")
+    )
+    sheets = {name: read_sheet(data_dir("published") / name) for name in SHEETS}
+    return tuple(joined(line, sheets) for line in lines)
+
+
+def joined(line: Cell, sheets: Mapping[str, Sequence[Cell]]) -> Cell:
+    """A line with the columns of its published row."""
+    rows, index = sheets.get(line["sheet"], ()), int(line["row"]) - 1
+    row = rows[index] if 0 <= index < len(rows) else {}
+    if any(line[key] and line[key] != row.get(key) for key in (SPEED, PEAK)):
+        where = f"{line['sheet']} row {line['row']}"
+        reason = "another row was predicted (`rematbench calibrate --leave-one-out` makes it anew)"
+        raise ConfigError(f"config/{NAME}", where, reason)
+    return {**row, **line}
+
+
+def log_error(row: Row, key: str = SPEED) -> float | None:
+    """ln(predicted / published); None where either is missing."""
+    told, made = number(row, key), number(row, f"pred_{key}")
+    return math.log(made / told) if told and made else None
+
+
+def left_out_errors(
+    rows: Sequence[Row], accuracy: Accuracy, calibration: Calibration
+) -> dict[str, float]:
+    """Mean absolute errors of the groups of speeds, over the cells of the accuracy table (those the
+    shipped constants were not fitted to); groups without such rows are left out."""
+    found: dict[str, float] = {}
+    refitted = [row for row in rows if row["constants"] == REFITTED]
+    for group in accuracy.groups:
+        if group.metric != SPEED:
+            continue
+        cells = [r for r in members(group, refitted) if split_of(r, group, calibration) != "fitted"]
+        errors: list[Any] = errors_of(group.metric, cells)
+        if errors:
+            found[group.name] = fmean(abs(error) for error in errors)
+    return found

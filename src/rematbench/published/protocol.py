@@ -1,0 +1,160 @@
+"""What a few rows are worth: published stacks calibrated as a user would, on rows drawn at random.
+
+For every (source, stack, cluster) with ten rows or more, `DRAWS` draws of 1, 3 and 5 rows calibrate
+predictions out of source, with a prior from the other sources; the rest is predicted.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from statistics import median
+
+import numpy as np
+from msgspec import Struct
+
+from rematbench.cost.flops import model_flop_per_token
+from rematbench.plugins.discover import discover
+from rematbench.published.accuracy import SPEED, Row, number
+from rematbench.published.bands import quantile
+from rematbench.published.left_out import out_of_source
+from rematbench.published.rows import read_case
+from rematbench.published.user_fit import (
+    Array,
+    Measured,
+    Prior,
+    by_stack,
+    learnt,
+    mean_error,
+    solved,
+)
+from rematbench.published.user_fit import measured as of_rows
+from rematbench.tables.table import Column, Table, percent, whole
+
+COUNTS = (1, 3, 5)
+DRAWS = 20
+LEAST_ROWS = 10
+SEED = 24
+
+
+class Calibrated(Struct, frozen=True, kw_only=True):
+    """A stack's mean errors, fractions: as predicted, with the scales fitted to all its rows, and,
+    medians of draws by number of rows, of the rest: calibrated, and one MFU of the same rows."""
+
+    source: str
+    system: str
+    cluster: str
+    rows: int
+    uncalibrated: float
+    fitted: float
+    after: dict[int, float]
+    mfu: dict[int, float]
+
+
+@cache
+def stacks() -> dict[tuple[str, str, str], list[Row]]:
+    """The committed rows out of source by (source, stack, cluster)."""
+    return by_stack(out_of_source())
+
+
+@cache
+def prior(without: str = "") -> Prior:
+    """The prior from all sources, or from all but one."""
+    return learnt([of_rows(rows) for (source, *_), rows in stacks().items() if source != without])
+
+
+@cache
+def calibrated() -> tuple[Calibrated, ...]:
+    """The protocol over all stacks with rows enough."""
+    found = []
+    for (source, system, cluster), rows in stacks().items():
+        if len(rows) < LEAST_ROWS:
+            continue
+        data, mfus = of_rows(rows), _log_mfus(rows)
+        before = prior(source)
+        draws = {count: _draws(len(rows), count) for count in COUNTS}
+        rests = {k: [_calibrated(data, before, some) for some in draws[k]] for k in COUNTS}
+        flat = {k: [_one_mfu(mfus, some) for some in draws[k]] for k in COUNTS}
+        found.append(
+            Calibrated(
+                source=source,
+                system=system,
+                cluster=cluster,
+                rows=len(rows),
+                uncalibrated=mean_error(data.errors),
+                fitted=mean_error(data.left(solved(data, before)[0])),
+                after={k: median(mean_error(left) for left in rests[k]) for k in COUNTS},
+                mfu={k: median(mean_error(left) for left in flat[k]) for k in COUNTS},
+            )
+        )
+    return tuple(found)
+
+
+def band_after(count: int) -> float:
+    """80 % quantile of |log error| after so many rows (the next smaller number of COUNTS), over the
+    stacks of the protocol, each of weight 1."""
+    known = max(k for k in COUNTS if k <= count)
+    errors: dict[str, list[float]] = {}
+    for key, rows in stacks().items():
+        if len(rows) >= LEAST_ROWS:
+            data = of_rows(rows)
+            left = [_calibrated(data, prior(key[0]), some) for some in _draws(len(rows), known)]
+            errors[" ".join(key)] = [abs(float(error)) for some in left for error in some]
+    return quantile(errors)
+
+
+def _draws(rows: int, count: int) -> list[list[int]]:
+    random = np.random.default_rng(SEED)
+    return [list(map(int, random.choice(rows, count, replace=False))) for _ in range(DRAWS)]
+
+
+def _rest(rows: int, some: Sequence[int]) -> list[int]:
+    return [index for index in range(rows) if index not in set(some)]
+
+
+def _calibrated(data: Measured, before: Prior, some: Sequence[int]) -> Array:
+    """Log errors of the rest under the scales of some rows."""
+    theta, _ = solved(data.some(some), before)
+    return data.some(_rest(len(data.errors), some)).left(theta)
+
+
+def _log_mfus(rows: Sequence[Row]) -> Array:
+    registry, found = discover(), []
+    for row in rows:
+        case = read_case(row, registry)
+        flop = model_flop_per_token(case.model, case.seq_len)
+        found.append((number(row, SPEED) or 0.0) * flop)
+    logs: Array = np.log(np.array(found))
+    return logs
+
+
+def _one_mfu(mfus: Array, some: Sequence[int]) -> Array:
+    """Log errors of the rest if its MFU is the geometric mean of some rows' (one peak for all)."""
+    left: Array = np.mean(mfus[list(some)]) - mfus[_rest(len(mfus), some)]
+    return left
+
+
+def calibrated_table() -> Table:
+    """One line per published stack: errors against the number of rows that calibrate it."""
+    rows = [
+        {
+            **{key: getattr(one, key) for key in ("source", "system", "cluster", "rows")},
+            "after_0": one.uncalibrated,
+            **{f"after_{k}": value for k, value in one.after.items()},
+            "fitted": one.fitted,
+            **{f"mfu_{k}": value for k, value in one.mfu.items()},
+        }
+        for one in calibrated()
+    ]
+    return Table(
+        name="calibrated",
+        title="Calibrated by its user: mean error of the rest after a few rows of a stack",
+        columns=(
+            *(Column(key, key) for key in ("source", "system", "cluster")),
+            Column("rows", "rows", whole),
+            *(Column(f"after_{k}", f"after {k} rows, %", percent) for k in (0, *COUNTS)),
+            Column("fitted", "the scales fitted to all rows, %", percent),
+            *(Column(f"mfu_{k}", f"one MFU of {k} rows, %", percent) for k in COUNTS),
+        ),
+        rows=tuple(rows),
+        note=f"Predictions out of source; medians of {DRAWS} draws of rows. One MFU: the geometric "
+        "mean over the same rows. After 0 rows: as predicted.",
+    )

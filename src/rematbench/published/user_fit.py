@@ -1,0 +1,145 @@
+"""A stack calibrated by its user: four scales from a few rows of a user's own logs.
+
+With e = ln(predicted / published speed) and S the slopes d ln(step) / d ln(scale) of each row, the
+log scales are the MAP of e = S theta + noise, theta ~ N(0, spreads^2): ridge regression in closed
+form (Hoerl and Kennard 1970).  Spreads are those that a refit declares for the same kinds of
+constants (cost/fit.py); the noise is learnt from published stacks, each of the same weight, by
+expectation maximisation.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from rematbench.cost.fit import PRIORS, ROW_SPREAD
+from rematbench.published.accuracy import SPEED, Row, number
+from rematbench.published.calibrate import SCALES
+from rematbench.published.left_out import log_error, slope_column
+
+Array: TypeAlias = NDArray[np.float64]
+
+ROUNDS = 50
+"""Of expectation maximisation; its value no longer changes in the third digit."""
+
+KINDS = ("kernel_scale", "kernel_scale", "nic_efficiency", "host_launch_s")
+"""The fitted constants that the scales stand for, in the order of SCALES."""
+SPREADS = tuple(PRIORS[kind].spread for kind in KINDS)
+
+
+class Prior(Struct, frozen=True, kw_only=True):
+    """Standard deviations of the log scales between stacks, and of what no scale explains."""
+
+    spreads: tuple[float, ...]
+    noise: float
+
+
+class Measured(Struct, frozen=True):
+    """Rows of one stack on one cluster: slopes (rows x scales), and their log errors."""
+
+    slopes: Array
+    errors: Array
+
+    def some(self, rows: Sequence[int]) -> "Measured":
+        """A part of the rows."""
+        return Measured(self.slopes[list(rows)], self.errors[list(rows)])
+
+    def left(self, theta: Array) -> Array:
+        """Log errors under log scales."""
+        left: Array = self.errors - self.slopes @ theta
+        return left
+
+
+def measured(rows: Sequence[Row]) -> Measured:
+    """Predicted rows with a speed and slopes."""
+    slopes = [[number(row, slope_column(name)) or 0.0 for name in SCALES] for row in rows]
+    errors = [log_error(row) for row in rows]
+    assert None not in errors
+    return Measured(np.array(slopes), np.array(errors, dtype=np.float64))
+
+
+def by_stack(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    """Rows with a speed and slopes by (source, stack, cluster)."""
+    found: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        if log_error(row) is not None and number(row, slope_column(SCALES[0])) is not None:
+            found[row["source"], row["system"], row["cluster"]].append(row)
+    return dict(found)
+
+
+def solved(rows: Measured, prior: Prior) -> tuple[Array, Array]:
+    """The log scales and their covariance."""
+    precision = rows.slopes.T @ rows.slopes / prior.noise**2
+    whole = precision + np.diag(np.array(prior.spreads) ** -2.0)
+    covariance: Array = np.linalg.inv(whole).astype(np.float64)
+    theta: Array = covariance @ rows.slopes.T @ rows.errors / prior.noise**2
+    return theta, covariance
+
+
+def learnt(stacks: Sequence[Measured]) -> Prior:
+    """The declared spreads and the noise that makes published stacks likely, each of weight 1."""
+    prior = Prior(spreads=SPREADS, noise=ROW_SPREAD)
+    for _ in range(ROUNDS):
+        left = []
+        for rows in stacks:
+            theta, covariance = solved(rows, prior)
+            spread = np.einsum("ij,jk,ik->i", rows.slopes, covariance, rows.slopes)
+            left.append(float(np.mean(rows.left(theta) ** 2 + spread)))
+        prior = Prior(spreads=SPREADS, noise=math.sqrt(float(np.mean(left))))
+    return prior
+
+
+def mean_error(log_errors: Array) -> float:
+    """Mean |predicted / measured - 1|."""
+    return float(np.mean(np.abs(np.expm1(log_errors))))
+
+
+def left_one_by_one(rows: Measured, prior: Prior) -> list[float]:
+    """Each row's log error under the scales of the others; of a single row, as it was."""
+    count = len(rows.errors)
+    found = []
+    for index in range(count):
+        others = rows.some([i for i in range(count) if i != index])
+        theta, _ = solved(others, prior)
+        found.append(float(rows.some([index]).left(theta)[0]))
+    return found
+
+
+# -- what cannot be --------------------------------------------------------------------------------
+
+SIGMAS = 3.0
+"""Standard deviations beyond which a row is refused."""
+RESULTS = (SPEED, "step_s", "peak_device_bytes", "status", "note")
+
+
+def refusals(rows: Sequence[Row], prior: Prior) -> list[str]:
+    """Rows that no scale explains, one line each: faster than their kernels, or measured twice with
+    speeds that contradict each other."""
+    found = []
+    seen: dict[tuple[tuple[str, Any], ...], tuple[int, float]] = {}
+    for line, row in enumerate(rows, start=1):
+        step_s, rate = float(row["pred_step_s"]), float(row[SPEED])
+        told_s = step_s * float(row[f"pred_{SPEED}"]) / rate
+        kernels_s = step_s * (number(row, slope_column("kernels")) or 0.0)
+        if told_s < kernels_s * math.exp(-SIGMAS * prior.spreads[0]):
+            found.append(
+                f"row {line}: a step of {told_s:.4g} s is faster than its kernels, which take "
+                f"{kernels_s:.4g} s"
+            )
+        asked = _asked(row)
+        other, before = seen.setdefault(asked, (line, rate))
+        if abs(math.log(rate / before)) > SIGMAS * math.sqrt(2.0) * prior.noise:
+            found.append(
+                f"rows {other} and {line} contradict each other: one job at {before:g} and at "
+                f"{rate:g} tokens/s/GPU"
+            )
+    return found
+
+
+def _asked(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    made = ("pred_", "slope_")
+    return tuple((k, v) for k, v in row.items() if k not in RESULTS and not k.startswith(made))

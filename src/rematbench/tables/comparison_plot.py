@@ -1,0 +1,85 @@
+"""A comparison as a figure: speed against headroom, and where each step goes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from rematbench.simulate.breakdown import PARTS
+
+GIB = 2**30
+FORMATS = (".pdf", ".png", ".svg")
+MOST_BARS = 16
+"""Rows whose steps are drawn: the fastest."""
+
+Row = Mapping[str, Any]
+
+
+def write_plot(rows: Sequence[Row], path: Path) -> None:
+    """Draw the rows of `choose.judged.lines` that fit: a point each with its band as
+    its bar (hollow outside of what was published), and a stacked bar of its step's seconds."""
+    fitting = [row for row in rows if row["status"] == "ok" and not row["same_as"]]
+    height = 2.4 + 0.32 * min(len(fitting), MOST_BARS)
+    figure = Figure(figsize=(12, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(1.0, 1.2))
+    _speeds(left, fitting)
+    _steps(right, fitting[:MOST_BARS])
+    figure.suptitle(_title(rows), fontsize=9)
+    figure.savefig(path, dpi=150, metadata=None)
+
+
+def _title(rows: Sequence[Row]) -> str:
+    if not rows:
+        return "no row"
+    job = rows[0]
+    degrees = "  ".join(f"{key} {job[key]}" for key in ("tp", "cp", "pp", "vpp", "dp", "ulysses"))
+    return (
+        f"{job['model']}, {job['seq_len']:,} tokens, {job['gpus']} x {job['gpu']}, "
+        f"{job['system']}\n{degrees}  zero {job['zero_stage']} | simulated, rematbench "
+        f"{job['rematbench']}, constants of {job['constants']}"
+    )
+
+
+def _speeds(axes: Axes, rows: Sequence[Row]) -> None:
+    for index, row in enumerate(rows):
+        speed = row["tokens_per_s_per_gpu"]
+        low, high = row["low_tokens_per_s_per_gpu"], row["high_tokens_per_s_per_gpu"]
+        room = row["headroom_bytes"] / GIB
+        colour = f"C{index % 10}"
+        axes.errorbar(
+            room,
+            speed,
+            yerr=[[speed - low], [high - speed]],
+            color=colour,
+            capsize=2,
+            linewidth=0.8,
+        )
+        face = "none" if row["outside"] else colour
+        axes.plot(room, speed, "o", color=colour, markerfacecolor=face, markersize=5)
+        axes.annotate(
+            str(index + 1), (room, speed), xytext=(4, 4), textcoords="offset points", fontsize=7
+        )
+    axes.set_xlabel("headroom of the fullest device (GiB)")
+    axes.set_ylabel("tokens/s/GPU (bar: 80 % band; hollow: outside of what was published)")
+    axes.set_ylim(bottom=0)
+    if not rows:
+        axes.text(0.5, 0.5, "nothing fits", transform=axes.transAxes, ha="center")
+
+
+def _steps(axes: Axes, rows: Sequence[Row]) -> None:
+    places = range(len(rows))
+    begin = [0.0] * len(rows)
+    for part in PARTS:
+        values = [row[f"{part}_s"] or 0.0 for row in rows]
+        if any(values):
+            axes.barh(places, values, left=begin, label=part, height=0.7)
+        begin = [a + b for a, b in zip(begin, values, strict=True)]
+    axes.set_yticks(places, [f"{i + 1}  {row['name']}" for i, row in enumerate(rows)], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of the step")
+    if rows:
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize=7)

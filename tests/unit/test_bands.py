@@ -1,0 +1,114 @@
+"""Bands: quantiles over sources of the same weight, kinds of evidence, and whether they hold."""
+
+import math
+from typing import Any
+
+import pytest
+
+from rematbench.published.bands import (
+    LEAST_SOURCES,
+    LEVEL,
+    bands_of,
+    coverage,
+    fits_word,
+    peak_half_width,
+    pooled,
+    quantile,
+    ratio_band,
+    ratio_half_width,
+    reserve_bytes,
+    shipped,
+)
+from rematbench.published.evidence import Job, Known, covered, known_cells
+
+
+def job(**changes: Any) -> Job:
+    given = {"stack": "s", "generation": "hopper", "gpus": 8, "seq_len": 4096, "methods": ()}
+    made = {**given, **changes}
+    return Job(**{**made, "methods": frozenset(made["methods"])})
+
+
+def known(source: str, error: float, at: Job | None = None, layout: str = "a") -> Known:
+    return Known(
+        source=source, job=at or job(), log_error=error, layout=(source, layout), sweep=(source,)
+    )
+
+
+# -- widths -------------------------------------------------------------------------------------
+
+
+def test_a_quantile_lies_between_the_middles_of_weights() -> None:
+    assert quantile({"a": [0.0, 1.0]}, 0.5) == pytest.approx(0.5)
+    assert quantile({"a": [3.0]}) == 3.0
+    assert quantile({"a": [1.0], "b": [2.0]}, 0.0) == 1.0
+    assert quantile({"a": [1.0], "b": [2.0]}, 1.0) == 2.0
+
+
+def test_every_source_weighs_the_same() -> None:
+    few = {"a": [0.1], "b": [0.2], "c": [0.3]}
+    many = {"a": [0.1] * 500, "b": [0.2], "c": [0.3]}
+    assert quantile(many) == pytest.approx(quantile(few))
+
+
+def test_more_outside_is_never_narrower_and_few_sources_are_pooled() -> None:
+    """Five sources alike and five whose jobs are strange to all others; wider, then narrower."""
+    near = [known(f"n{i}", 0.01 * i) for i in range(LEAST_SOURCES + 1)]
+    strange = [job(stack=f"x{i}", seq_len=2**i) for i in range(1, LEAST_SOURCES + 2)]
+    far = [known(f"f{i}", 0.5, at) for i, at in enumerate(strange)]
+    widths = [pool.half_width for pool in bands_of(near + far).pools]
+    assert len(widths) > 1
+    assert widths == sorted(widths)
+    assert widths[0] < 0.1
+    exact = [known(f"f{i}", 0.0, at) for i, at in enumerate(strange)]
+    assert len(bands_of(near + exact).pools) == 1
+    assert len(bands_of(near + far[:2]).pools) == 1
+
+
+def test_what_nobody_published_is_named() -> None:
+    seen = covered([job(methods=("memo",)), job(seq_len=8192, gpus=64)])
+    assert seen.outside(job(seq_len=6000, methods=("memo",))) == {}
+    other = job(stack="", generation="ampere", gpus=128, seq_len=1, methods=("mst", "memo"))
+    found = seen.outside(other)
+    assert list(found) == ["stack", "generation", "scale", "context", "mechanism"]
+    assert found["context"] == "1 tokens (published: 4,096 to 8,192)"
+    assert found["mechanism"] == "mechanism mst"
+    long = seen.outside(job(seq_len=16384))
+    assert long == {"context": "16,384 tokens (published on s: 4,096 to 8,192)"}
+
+
+def test_ratios_are_of_one_source_and_layout() -> None:
+    cells = [known("a", 0.5), known("a", 0.4), known("b", -0.5), known("a", 0.0, layout="b")]
+    assert ratio_half_width(cells, one_layout=True) == pytest.approx(0.1)
+    assert ratio_half_width(cells, one_layout=False) > 0.4
+
+
+def test_peaks_count_where_they_were_underestimated() -> None:
+    row = {"source": "a", "peak_device_bytes": "100", "pred_peak_device_bytes": "50"}
+    assert peak_half_width([row]) == pytest.approx(math.log(2))
+    assert peak_half_width([{**row, "pred_peak_device_bytes": "200"}]) == 0.0
+
+
+def test_tight_is_what_the_reserve_would_not_leave() -> None:
+    usable = 75 << 30
+    reserve = reserve_bytes(usable)
+    assert 0 < reserve < 0.2 * usable
+    words = [fits_word(left, usable) for left in (-1, 0, reserve - 2, reserve + 1)]
+    assert words == ["no", "tight", "tight", "yes"]
+
+
+# -- whether they hold: the bars of the issue, each source left out in turn ------------------------
+
+
+def test_bands_hold_for_sources_that_they_were_not_learnt_from() -> None:
+    cells = known_cells()
+    found = coverage(cells)
+    assert {one.source for one in found} == {cell.source for cell in cells}
+    every = pooled(found, cells)
+    assert 0.7 <= every.inside <= 0.9
+    assert every.half_width <= 1.3 * every.error
+
+
+def test_ratios_have_a_narrower_band_than_speeds() -> None:
+    assert ratio_band() < min(pool.half_width for pool in shipped().pools)
+    assert ratio_band() < ratio_band(one_layout=False)
+    assert LEVEL == 0.8

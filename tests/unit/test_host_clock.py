@@ -1,0 +1,243 @@
+"""The host's clock: it issues a rank's list, leads the device, and never makes a step faster."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from rematbench.cost.constants import Calibration, instant_hosts
+from rematbench.lowering.lower import lower
+from rematbench.problem import Problem
+from rematbench.program.action import Action
+from rematbench.program.program import Program, parse_program
+from rematbench.simulate.breakdown import host_wait_s
+from rematbench.simulate.max_plus import simulate_chunks
+from rematbench.simulate.seconds import ActionCosts, action_seconds
+from rematbench.simulate.step import STILL, TIMELESS, simulate
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_cluster, load_model, load_system
+from rematbench.workload import Workload
+from tests.cost_constants import ROUND
+from tests.problems import BALANCED, FULL, SKELETAL, half, problem, transfers
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"global_batch": 3},
+    {"tp": 2, "cp": 2, "pp": 2, "vpp": 2, "dp": 2, "global_batch": 8},
+    {"system": "megatron-kwai", "tp": 2, "pp": 4, "global_batch": 6},
+    {"system": "torchtitan", "dp": 2, "zero_stage": 3, "global_batch": 6},
+]
+PLANS = {
+    "keep_all": ((), {}),
+    "balanced+offload": ((BALANCED, half()), {"before_send_phases": ("warmup", "cooldown")}),
+    "skeletal": (SKELETAL, {"granularity": "layer"}),
+}
+TP_8 = {"model": "gpt-22b", "cluster": "a100-80gb-selene", "system": "megatron-lm"}
+PP_4 = {"model": "llama-7b", "cluster": "h800-80gb", "system": "megatron-core"}
+VPP_5 = {"model": "llama-65b", "cluster": "h800-80gb", "system": "megatron-kwai"}
+ZERO_3 = {"model": "llama-7b", "cluster": "h100-80gb", "system": "torchtitan"}
+SYNC = {"model": "gpt-3.6b", "cluster": "a100-vtrain", "system": "megatron-deepspeed"}
+CELLS: dict[str, tuple[dict[str, str], int, str, tuple[Any, ...], Layout, float]] = {
+    "tp 8": (
+        TP_8,
+        2048,
+        "unfused",
+        (),
+        Layout(tp=8, global_batch=4, micro_batch=4),
+        1.31153318487063,
+    ),
+    "pp 4": (PP_4, 4096, "flash", (), Layout(pp=4, global_batch=8), 1.2379594662489561),
+    "vpp 5, half offloaded": (
+        VPP_5,
+        4096,
+        "flash",
+        (BALANCED, half()),
+        Layout(tp=4, pp=4, vpp=5, dp=2, global_batch=16),
+        2.733291357306876,
+    ),
+    "zero 3": (
+        ZERO_3,
+        8192,
+        "flash",
+        FULL,
+        Layout(dp=16, zero_stage=3, global_batch=32),
+        3.057408136762257,
+    ),
+    "tp 2, pp 2, synchronous": (
+        SYNC,
+        2048,
+        "unfused",
+        FULL,
+        Layout(tp=2, sp=False, pp=2, dp=2, zero_stage=0, global_batch=8),
+        0.8111172991841412,
+    ),
+}
+"""What ran, and the seconds of its step before hosts had a clock."""
+
+
+def with_host(launch_s: float, ranks: float = 8.0) -> Calibration:
+    """The round constants with a host that takes its time."""
+    return replace(
+        ROUND,
+        systems={"default": replace(ROUND.systems["default"], host_launch_s=launch_s)},
+        networks={"default": replace(ROUND.networks["default"], host_ranks=ranks)},
+    )
+
+
+def lowered(name: str, constants: Calibration) -> tuple[Problem, Program]:
+    """A cell's problem and program."""
+    what, seq_len, attention, rules, layout, _ = CELLS[name]
+    given = Problem(
+        Workload(model=load_model(what["model"]), seq_len=seq_len),
+        load_cluster(what["cluster"]),
+        load_system(what["system"]),
+        layout,
+        constants,
+        attention,  # type: ignore[arg-type]  # one of its words
+    )
+    return given, lower(given.base_plan.with_rules(*rules), given)
+
+
+def step_s(name: str, constants: Calibration) -> float:
+    """Chunk-level seconds of a cell."""
+    given, program = lowered(name, constants)
+    return simulate_chunks(program, action_seconds(given)).step_s
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_hosts_that_issue_at_once_change_no_number(name: str) -> None:
+    assert step_s(name, instant_hosts(with_host(1e-3))) == pytest.approx(CELLS[name][-1], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_slower_host_or_fewer_cores_never_make_a_step_faster(name: str) -> None:
+    steps = [step_s(name, with_host(launch_s)) for launch_s in (0.0, 1e-5, 1e-4, 1e-3, 1e-2)]
+    assert steps == sorted(steps)
+    assert steps[-1] > 2 * steps[0], "the slowest host has to be seen"
+    cores = [step_s(name, with_host(1e-3, ranks)) for ranks in (8.0, 4.0, 2.0, 1.0)]
+    assert cores == sorted(cores)
+    assert (cores[-1] > cores[0]) == (CELLS[name][4].tp > 1)
+
+
+def test_cores_are_shared_by_the_ranks_of_a_node_only() -> None:
+    given, _ = lowered("tp 8", with_host(1e-5, ranks=4.0))
+    wide = replace(given.layout, tp=16)
+    spread = Problem(
+        given.workload, given.cluster, given.system, wide, given.calibration, "unfused"
+    )
+    assert spread.cost.host_launch_s == given.cost.host_launch_s == 2e-5
+
+
+class Whimsical:
+    """Any seconds at all on the device and on the host, powers of two, so that sums are exact."""
+
+    def __call__(self, action: Action, rank: int) -> float:
+        """Seconds on the action's stream."""
+        return self._draw("device", action, rank)
+
+    def issue_s(self, action: Action, rank: int) -> float:
+        """Seconds of the host."""
+        return self._draw("host", action, rank)
+
+    def held(self, action: Action) -> bool:
+        """A third of all waits, and of what is waited for."""
+        return random.Random(f"held {action.wait} {action.event}").random() < 1 / 3
+
+    def alike(self, rank: int) -> int:
+        """No two ranks."""
+        return rank
+
+    def _draw(self, clock: str, action: Action, rank: int) -> float:
+        draw = random.Random(f"{clock} {action.kind} {action.part} {action.op} {rank}")
+        return draw.choice([0.0, 0.125, 0.5, 1.0, 4.0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", PLANS)
+def test_chunk_level_equals_op_level(layout: dict[str, Any], name: str) -> None:
+    rules, moves = PLANS[name]
+    for launch_s, synchronous in ((1e-6, False), (1e-4, True)):
+        given = problem(system_changes={"p2p_synchronous": synchronous}, **layout)
+        given = Problem(
+            given.workload, given.cluster, given.system, given.layout, with_host(launch_s)
+        )
+        program = lower(transfers(given.base_plan.with_rules(*rules), **moves), given)
+        for seconds in (action_seconds(given), Whimsical()):
+            op, chunk = simulate(program, seconds), simulate_chunks(program, seconds)
+            assert chunk.step_s == pytest.approx(op.step_s, rel=1e-9)
+            assert chunk.rank_end_s == pytest.approx(op.rank_end_s, rel=1e-9)
+            assert chunk.stream_busy_s == op.stream_busy_s
+
+
+class Hand:
+    """Device seconds are an action's `n`, a host's are 2; it waits for what records `seen`."""
+
+    def __call__(self, action: Action, rank: int) -> float:
+        """Seconds on the action's stream."""
+        return float(action.nbytes)
+
+    def issue_s(self, action: Action, rank: int) -> float:
+        """Seconds of the host."""
+        return 2.0
+
+    def held(self, action: Action) -> bool:
+        """Whether the host waits for the action."""
+        return action.event == "seen"
+
+    def alike(self, rank: int) -> int:
+        """No two ranks."""
+        return rank
+
+
+@pytest.mark.parametrize(("event", "step"), [("e0", 2 + 9 + 1), ("seen", 2 + 9 + 2 + 1)])
+def test_the_host_leads_until_it_waits(event: str, step: float) -> None:
+    """Issued at 2 and 4: the second is ready when the first ends, unless the host waited for it."""
+    text = (
+        f"rank 0\nblock F\nF0.0 compute L0.a a=L0.x:8 e={event} n=9\nF0.0 compute L0.b r=L0.x n=1\n"
+    )
+    program = parse_program(text)
+    assert simulate(program, Hand()).step_s == step
+    assert simulate_chunks(program, Hand()).step_s == step
+    assert host_wait_s(Hand(), program, step) == step - 10
+
+
+def timed(program: Program) -> Iterator[tuple[int, Action]]:
+    """Every action that takes part in time, with its rank."""
+    for rank in program.ranks:
+        for step in rank.steps:
+            for action in rank.blocks[step.block].actions:
+                if action.kind not in (*TIMELESS, *STILL):
+                    yield rank.rank, action
+
+
+def test_a_very_slow_host_sets_the_step() -> None:
+    given, program = lowered("tp 8", with_host(0.1))
+    costs = ActionCosts(given)
+    issued = sum(costs.issue_s(action, rank) for rank, action in timed(program))
+    alone = CELLS["tp 8"][-1]
+    assert issued <= simulate_chunks(program, costs).step_s <= issued + alone
+
+
+def test_messages_hold_a_host_only_where_the_stack_waits_for_them() -> None:
+    def held(name: str, **changes: Any) -> int:
+        given, program = lowered(name, ROUND)
+        system = replace(given.system, **changes)
+        costs = ActionCosts(
+            Problem(given.workload, given.cluster, system, given.layout, ROUND, given.attention)
+        )
+        return sum(costs.held(a) for r in program.ranks for b in r.blocks for a in b.actions)
+
+    assert held("tp 2, pp 2, synchronous")
+    assert not held("tp 2, pp 2, synchronous", p2p_synchronous=False)
+    assert not held("tp 2, pp 2, synchronous", p2p_overlap="always")
+
+
+def test_what_is_compiled_is_issued_at_once() -> None:
+    given, _ = lowered("tp 8", with_host(1e-5))
+    eager, cost = given.layer(0).op("attention"), given.cost
+    assert cost.calls(eager, "forward") == 4  # two batched GEMMs, softmax, dropout
+    assert cost.calls(eager, "backward_input") == 6
+    compiled = replace(given.system, compiled=True)
+    whole = Problem(given.workload, given.cluster, compiled, given.layout, ROUND, given.attention)
+    assert whole.cost.calls(eager, "backward_input") == 1

@@ -1,0 +1,321 @@
+"""What people bring: methods that fail, models of a hub, sheets, scripts; what they start from."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import rematbench
+from rematbench.choose.outcome import run_method
+from rematbench.plan import Plan
+from rematbench.plugins.discover import discover, entry_of
+from rematbench.plugins.registry import Composition
+from rematbench.published.predict import predict_rows
+from rematbench.published.sheets import write_sheet
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.layout import Layout, LayoutError
+from rematbench.spec.load import load_model
+from rematbench.spec.paths import data_dir
+from tests.typed import typed
+from tests.wrong_inputs import ROW
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ["--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4", "--seq-len", "4096",
+         "--global-batch", "8", "--tp", "2"]  # fmt: skip
+METHOD = '''"""mine: does {what}.
+
+Claim: none.
+Source: a test.
+Deviations: none.
+"""
+from typing import ClassVar
+from msgspec import Struct
+from rematbench.plan import Offload, Rule, Select
+
+
+class Mine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """No parameters."""
+
+    name: ClassVar[str] = "mine"
+
+    def plan(self, problem, base):
+        """Fail."""
+        {what}
+'''
+WRONG = {
+    "return 3": "mine: plan returned 3, neither a Plan nor Unsupported",
+    "return base.rules[7]": "mine: plan raised IndexError: tuple index out of range (mine.py, "
+    "line 19)",
+    "return base.with_rules(Rule(Select(activations=('gate_ot',)), Offload()))": "mine: rule "
+    "matches no saved tensor: Select(activations=('gate_ot',)); did you mean 'gate_out'?",
+}
+
+
+def own(folder: Path, what: str, name: str = "mine.py") -> Path:
+    path = folder / name
+    path.write_text(METHOD.format(what=what))
+    return path
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_method_that_fails_is_one_line(tmp_path: Path, what: str) -> None:
+    own(tmp_path, what)
+    ran = typed("simulate", "mine", *WORDS, "--methods", str(tmp_path))
+    assert ran.code == 1
+    assert ran.out.splitlines()[-1] == f"FAILED: {WRONG[what]}"
+    planned = typed("plan", "mine", *WORDS, "--methods", str(tmp_path), "--actions")
+    assert (planned.code, planned.err.count("\n")) == (2, 1)
+    assert planned.err.endswith(f"{WRONG[what].removeprefix('mine: rule ')}\n")
+
+
+def test_a_broken_file_of_mine_is_mentioned_when_another_is_run(tmp_path: Path) -> None:
+    path = own(tmp_path, "return 3")
+    path.write_text(path.read_text().replace("ClassVar[str]", "ClassVar[str"))
+    ran = typed("simulate", "keep_all", *WORDS, "--methods", str(tmp_path))
+    assert ran.code == 0
+    assert ran.err.startswith(f"unavailable: {path}: SyntaxError")
+    assert typed("simulate", "keep_all", *WORDS).err == ""
+
+
+# -- models -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"model_type": "qwen2_moe", "num_experts": 60}, "mixture of experts (60 experts)"),
+        ({"model_type": "qwen2_vl", "vision_config": {"depth": 32}}, "it has an image encoder"),
+        ({"model_type": "minicpm3", "kv_lora_rank": 256}, "it has latent attention"),
+        ({"model_type": "qwen9"}, "'qwen9': is not modelled (modelled: "),
+    ],
+)
+def test_an_architecture_is_never_answered_with_a_near_name(
+    tmp_path: Path, config: dict[str, object], told: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as caught:
+        load_model(path)
+    assert told in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+
+
+def test_names_of_hubs_are_not_looked_up() -> None:
+    ran = typed("simulate", "keep_all", *WORDS, "--model", "meta-llama/Llama-3.1-70B")
+    assert ran.code == 2
+    assert "names of a hub are not looked up" in ran.err
+    assert "config.json" in ran.err
+    assert "did you mean 'llama-3.1-70b'?" in ran.err
+    for path in ("models/mine.yaml", "./a/b", "a/b/c"):
+        assert "hub" not in typed("simulate", "keep_all", *WORDS, "--model", path).err
+
+
+# -- sheets -----------------------------------------------------------------------------------
+
+
+def test_a_missing_dp_follows_from_the_gpus() -> None:
+    whole, empty = ({**ROW, "gpus": "16", "dp": dp} for dp in ("2", ""))
+    odd = {**empty, "gpus": "12"}
+    nothing = {**empty, "gpus": ""}
+    found = predict_rows([whole, empty, odd, nothing], processes=1)
+    assert found[0]["pred_status"] == "ok"
+    assert {**found[1], "dp": "2"} == found[0]
+    assert found[2]["pred_reason"] == "gpus 12 is no multiple of tp x cp x pp = 8"
+    assert "dp empty" in found[3]["pred_reason"]
+
+
+def test_a_model_that_is_unknown_is_said(tmp_path: Path) -> None:
+    rows, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    write_sheet(rows, [{**ROW, "model": "llama7b"}, {**ROW, "model": "llama-7b"}])
+    ran = typed("predict", str(rows), "-o", str(out), "--processes", "1")
+    first, said = ran.out.splitlines()
+    assert "2 rows (2 ok)" in first
+    assert said.startswith(
+        "unknown model 'llama7b'; did you mean 'llama-7b'?: shapes are the row's"
+    )
+
+
+# -- the Python door --------------------------------------------------------------------------
+
+PROBLEM = rematbench.Problem(
+    model="llama-7b", cluster="a800-80gb", system="megatron-core", gpus=4, seq_len=4096,
+    global_batch=8, tp=2,
+)  # fmt: skip
+
+
+def test_simulate_is_the_command() -> None:
+    run = rematbench.simulate(PROBLEM, "memo:alpha=0.3", checked=True)
+    told = json.loads(typed("simulate", "memo:alpha=0.3", *WORDS, "--json").out)
+    assert (run.status, run.fits) == ("ok", True)
+    assert (run.step_s, run.headroom_bytes) == (told["step_s"], told["headroom_bytes"])
+    assert run.tokens_per_s_per_gpu == told["tokens_per_s_per_gpu"]
+    assert run.command == told["run_with"]
+    assert run.outcome.proof is not None
+    assert run.stages()["device_peak_bytes"].max() == told["peak_device_bytes"]["max"]
+
+
+def test_a_method_may_be_a_name_a_file_or_an_object(tmp_path: Path) -> None:
+    path = data_dir("config") / "examples" / "recompute_mlp.py"
+    named = rematbench.load_method("recompute_mlp", folder=path.parent)
+    for method in (rematbench.load_method(str(path)), named, entry_of(path).cls()):
+        run = rematbench.simulate(PROBLEM, method)
+        assert isinstance(method, Composition) or method.name == "recompute_mlp"
+        assert run.outcome == run_method(run.job.problem, named)
+    tuned = rematbench.load_method("memo", alpha="0.25")
+    assert rematbench.simulate(PROBLEM, tuned).method == "memo:alpha=0.25"
+    with pytest.raises(rematbench.MethodError, match="did you mean 'memo'"):
+        rematbench.load_method("mem")
+    with pytest.raises(rematbench.MethodError, match="mine: plan returned 3"):
+        rematbench.load_method(str(own(tmp_path, "return 3"))).plan(run.job.problem)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"tp": 0}, "tp: 0: expected int >= 1"),
+        ({"tp": "4"}, "tp: '4': expected int, got str"),
+        ({"seq_len": "8192"}, "seq_len: '8192'"),
+        ({"gpus": 2.0}, "gpus: 2.0"),
+        ({"precision": "fp8"}, "allowed: bf16, fp16, fp32, fp64"),
+        ({"zero_stage": 4}, "allowed: 0, 1, 2, 3"),
+        ({"model": 7}, "model: 7"),
+        ({"model": "llama7b"}, "did you mean 'llama-7b'"),
+        ({"gpus": 6, "tp": 4}, "multiple of tp x cp x pp"),
+    ],
+)
+def test_a_wrong_problem_is_one_line(wrong: dict[str, object], told: str) -> None:
+    given = {f: getattr(PROBLEM, f) for f in PROBLEM.__struct_fields__} | wrong
+    with pytest.raises(ValueError) as caught:  # noqa: PT011  # told below
+        rematbench.simulate(rematbench.Problem(**given), "keep_all")  # type: ignore[arg-type]
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_layout_is_checked_where_code_makes_it() -> None:
+    with pytest.raises(LayoutError, match="tp: 0: expected int >= 1"):
+        Layout(tp=0)
+    with pytest.raises(LayoutError, match="sp: 1: expected bool"):
+        Layout(sp=1)  # type: ignore[arg-type]
+
+
+SCRIPT = """
+import sys
+from rematbench.choose.outcome import make_problem  # binds the folder `simulate`, too
+from rematbench import Problem, compare, simulate
+print("started")
+problem = Problem(model="llama-7b", cluster="a800-80gb", system="megatron-core", gpus=4,
+                  seq_len=4096, global_batch=8, tp=2)
+table = compare(problem, only=["keep_all", "memo"], also=["memo:alpha=0.3"], limit_s=60)
+table.to_csv(sys.argv[1], index=False)
+assert simulate(problem, table["name"][0]).step_s == table["step_s"][0]
+"""
+
+
+def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
+    """Worker processes import no main module, and the door is a function whatever was imported."""
+    script, made = tmp_path / "script.py", tmp_path / "made.csv"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), str(made)],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "started\n"), done.stderr
+    table = pd.read_csv(made)
+    assert set(table["name"]) == {"keep_all", "memo", "memo:alpha=0.3"}
+    assert table["gpus"].eq(4).all()
+
+
+def test_the_snippet_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text()
+    (snippet,) = (block.partition("```")[0] for block in text.split("```python\n")[1:]
+                  if block.startswith("from rematbench import"))  # fmt: skip
+    exec(compile(snippet, "README.md", "exec"), {})  # our own text
+    told = capsys.readouterr().out
+    assert told.startswith("True ")
+    assert "rematbench simulate memo:alpha=0.25 --model llama-7b" in told
+    assert "device_peak_bytes" in told
+    assert "memo:alpha=0.5" in told
+
+
+def test_what_the_readme_writes_is_ignored() -> None:
+    """Every file that a command of the README writes into the checkout."""
+    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
+    shell = "\n".join(block.partition("```")[0] for block in text.split("```sh\n")[1:])
+    written = re.findall(r" (?:-o|--out|--plot|--write) (\S+)", shell)
+    assert {"run.json", "mine/predictions.csv", "compare.png"} <= set(written)
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
+    for path in (*written, "methods/recompute_mlp.py"):
+        assert {path, path.partition("/")[0]} & set(ignored), path
+
+
+def test_names_are_lists() -> None:
+    with pytest.raises(ConfigError, match="expected a list of names, not the text 'memo'"):
+        rematbench.compare(PROBLEM, only="memo")
+    with pytest.raises(ConfigError, match="processes: expected a whole number above 0, not 0"):
+        rematbench.compare(PROBLEM, processes=0)
+    with pytest.raises(ConfigError, match="tokens: '2e12': expected float, got str"):
+        rematbench.compare(PROBLEM, tokens="2e12")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"expected a rematbench\.Problem"):
+        rematbench.simulate("llama-7b", "memo")  # type: ignore[arg-type]
+
+
+# -- files to start from ----------------------------------------------------------------------
+
+
+def test_the_examples_run_where_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = typed("examples", str(tmp_path / "work"))
+    assert ran.code == 0, ran.err
+    monkeypatch.chdir(tmp_path / "work")
+    commands = [line.split()[1:] for line in ran.out.splitlines() if line.startswith("  rem")]
+    assert {words[0] for words in commands} == {
+        *("simulate", "compare", "methods", "predict", "validate")
+    }
+    for words in commands:
+        if words[0] != "compare":  # its options are those of simulate
+            done = typed(*words)
+            assert done.code in (0, None), done.err
+    with Path("predictions.csv").open() as file:
+        found = pd.read_csv(file)
+    assert found["pred_status"].eq("ok").all()
+    again = typed("examples", ".")
+    assert again.code == 2
+    assert "nothing was written" in again.err
+    assert "recompute_mlp.py" in again.err
+
+
+def test_the_example_method_is_that_of_the_readme() -> None:
+    text = (data_dir("config") / "examples" / "recompute_mlp.py").read_text()
+    assert f"```python\n{text}```" in (ROOT / "README.md").read_text()
+
+
+def test_a_folder_that_does_not_exist_is_refused_before_the_work(tmp_path: Path) -> None:
+    missing = tmp_path / "typo" / "run.json"
+    ran = typed("simulate", "keep_all", *WORDS, "--out", str(missing))
+    assert ran.code == 2
+    assert ran.err.endswith(f"cannot be written (no folder {missing.parent})\n")
+    assert not missing.parent.exists()
+
+
+def test_completion_is_offered() -> None:
+    told = typed("--help").out
+    assert "--install-completion" in told.partition("Options:")[0] + told.partition("Start with")[2]
+    assert "--show-completion" in told
+
+
+def test_a_timeline_takes_a_name_with_a_point(tmp_path: Path) -> None:
+    """What ends in .json is a record; `memo:alpha=0.3` is none."""
+    out = tmp_path / "trace.json"
+    ran = typed("timeline", "memo:alpha=0.3", *WORDS, "-o", str(out))
+    assert ran.code in (0, None), ran.err
+    assert out.stat().st_size > 0
+
+
+def test_a_plan_of_the_door_is_a_plan() -> None:
+    found = rematbench.simulate(PROBLEM, discover().resolve("full_recompute"))
+    assert isinstance(found.outcome.plan, Plan)

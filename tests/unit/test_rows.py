@@ -1,0 +1,295 @@
+"""A comparison can be acted on: its rows run again, say their job, and can be asked for."""
+
+import csv
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rematbench.choose.candidates import load_compare
+from rematbench.choose.compare import Comparing
+from rematbench.choose.job import Job
+from rematbench.choose.judged import Order, judge, lines
+from rematbench.cli.options import Request, RunOptions, request
+from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, Shown, kept
+from rematbench.host.console import gib, grid, show_whole
+from rematbench.packages.flags import Engines, costs, flags_of
+from rematbench.plan import Plan, Recompute, Rule, Select, Window
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import MethodError
+from rematbench.tables.comparison_plot import write_plot
+from tests.typed import typed
+
+JOB = {"model": "llama-7b", "cluster": "a800-80gb", "system": "megatron-core", "gpus": 4}
+TYPED = ["--gpus", "4", "--seq-len", "4096", "--global-batch", "8", "--pp", "4"]
+WORDS = ["--model", "llama-7b", "--cluster", "a800-80gb", "--system", "megatron-core", *TYPED]
+ONLY = ["keep_all", "full_recompute:block", "selective_recompute:mlp", "memo:alpha=0.3+mst"]
+
+
+def asked(**problem: Any) -> Request:
+    given = {**JOB, "seq_len": 4096, "global_batch": 8, "pp": 4, **problem}
+    return request(RunOptions(method="keep_all", problem=given))
+
+
+@pytest.fixture(scope="module")
+def made() -> tuple[Request, list[dict[str, Any]]]:
+    one = asked()
+    comparing = Comparing(one.problem, one.base, load_compare(), limit_s=60)
+    items = judge(comparing.everything(), one.problem)
+    order = Order(tokens=1e12, price=2.0)
+    return one, lines(items, one.job, Engines(one.problem), order)
+
+
+def test_every_row_runs_again_by_its_name(made: tuple[Request, list[dict[str, Any]]]) -> None:
+    one, rows = made
+    registry = discover()
+    assert {row["origin"] for row in rows} >= {"method", "policy", "composition"}
+    for row in rows:
+        plan = registry.resolve(row["name"], None, one.problem).plan(one.problem, one.base)
+        if row["status"] == "unsupported":
+            assert not isinstance(plan, Plan)
+            continue
+        assert isinstance(plan, Plan), row["name"]
+        assert one.problem.cost.evaluate(plan).step_s == row["step_s"], row["name"]
+
+
+def test_a_row_has_its_job_and_its_command(made: tuple[Request, list[dict[str, Any]]]) -> None:
+    _, rows = made
+    tuned = next(row for row in rows if row["name"].startswith("full_recompute:block "))
+    words = shlex.split(tuned["run_with"])
+    assert words[:3] == ["rematbench", "simulate", tuned["name"]]
+    again = json.loads(typed(*words[1:], "--json").out)
+    assert again["step_s"] == tuned["step_s"]
+    assert again["run_with"] == tuned["run_with"]
+    for key, value in again["job"].items():
+        assert key == "method" or tuned[key] == value
+    assert (tuned["model"], tuned["gpus"], tuned["pp"], tuned["dp"]) == ("llama-7b", 4, 4, 1)
+    assert tuned["partition"] == "8,8,8,8"
+
+
+def test_days_and_cost_are_of_all_tokens(made: tuple[Request, list[dict[str, Any]]]) -> None:
+    """days x 86,400 x GPUs x tokens/s/GPU are the tokens; cost is GPU-hours times the price."""
+    _, rows = made
+    row = next(row for row in rows if row["status"] == "ok")
+    assert row["days"] * 86_400 * 4 * row["tokens_per_s_per_gpu"] == pytest.approx(1e12)
+    assert row["cost"] == pytest.approx(row["days"] * 24 * 4 * 2.0)
+
+
+def test_only_and_also_are_the_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    plot = tmp_path / "rows.svg"
+    chosen = [word for name in ONLY for word in ("--only", name)]
+    ran = typed("compare", *WORDS, *chosen, "--limit", "60", "--json", "-o", str(path),
+                "--plot", str(plot))  # fmt: skip
+    assert ran.code == 0, ran.err
+    answer = json.loads(ran.out)
+    names = {row["name"].rpartition(" ")[0] or row["name"] for row in answer["rows"]}
+    assert names == set(ONLY)
+    assert answer["job"]["model"] == "llama-7b"
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == [row["name"] for row in answer["rows"]]
+    assert {row["system"] for row in rows} == {"megatron-core"}
+    assert "full_recompute:block" in plot.read_text()
+
+
+def test_also_adds_a_row_and_changes_no_other(made: tuple[Request, list[dict[str, Any]]]) -> None:
+    one, rows = made
+    more = Comparing(one.problem, one.base, load_compare(), also=["memo:alpha=0.4"], limit_s=60)
+    items = judge(more.everything(), one.problem)
+    found = lines(items, one.job, Engines(one.problem), Order(tokens=1e12, price=2.0))
+    assert [row for row in found if row["origin"] != "asked"] == rows
+    assert [row["name"] for row in found if row["origin"] == "asked"] == ["memo:alpha=0.4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["compare", *WORDS, "--only", "kep_all"], "did you mean 'keep_all'"),
+        (["compare", *WORDS, "--also", "memo:alfa=1"], "did you mean 'alpha'"),
+        (["compare", *WORDS, "--plot", "a.doc"], ".pdf, .png, .svg"),
+        (["compare", *WORDS, "--price", "2"], "price: has no cost without tokens"),
+        (["compare", *WORDS, "--tokens", "-1"], "'--tokens'"),
+        (["compare", *WORDS, "--plot", "nowhere/a.png"], "no folder nowhere"),
+        (["simulate", "full_recompute:block", *WORDS], "give its num_layers"),
+        (["simulate", "full_recompute:block x", *WORDS], "'x' behind the policy"),
+        (["simulate", "selective_recompute:mlp 2", *WORDS], "'2' behind the policy"),
+    ],
+)
+def test_a_wrong_row_is_one_line(words: list[str], told: str) -> None:
+    ran = typed(*words)
+    assert ran.code == 2
+    assert ran.err.count("\n") == 1
+    assert told in ran.err
+
+
+def test_a_policy_leaves_out_operators_that_a_model_lacks() -> None:
+    """A GELU MLP has no product: the policy's `mul` is not asked of it."""
+    one = asked(model="gpt-7b", cluster="h100-80gb", gpus=8, pp=8)
+    method = discover().resolve("selective_recompute:mlp", None, one.problem)
+    assert isinstance(method.plan(one.problem, one.base), Plan)
+    assert not isinstance(discover().resolve("selective_recompute:mlp").plan(one.problem), Plan)
+
+
+def test_a_composition_is_read_back_from_its_text() -> None:
+    registry = discover()
+    for text in ("memo:alpha=0.3+mst", "selective_recompute:ops=[fc1,act],scope=layer"):
+        found = registry.resolve(text)
+        assert registry.resolve(found.text) == found
+    with pytest.raises(MethodError, match="expected METHOD:KEY=VALUE"):
+        registry.resolve("selective_recompute:ops=[fc1,act],layer")
+
+
+# -- the table --------------------------------------------------------------------------------
+
+
+def test_columns_are_given_up_and_digits_are_not() -> None:
+    heads = [Head("a"), Head("b", given_up=1), Head("c", given_up=2), Head("d", given_up=3)]
+    assert kept(heads, [10, 10, 10, 10], 43, 1) == [0, 1, 2, 3]
+    assert kept(heads, [10, 10, 10, 10], 42, 1) == [0, 1, 2]
+    assert kept(heads, [10, 10, 10, 10], 21, 1) == [0, 1]
+    assert kept(heads, [10, 10, 10, 10], 5, 1) == [0]
+
+
+@pytest.mark.parametrize("width", [40, 80, 160])
+def test_numbers_are_whole_at_any_width(width: int) -> None:
+    one = asked()
+    comparing = Comparing(one.problem, one.base, load_compare(), only=["keep_all", "memo"])
+    found = comparing.everything()
+    judged = judge(found, one.problem)
+    engines = Engines(one.problem)
+    shown = Shown(asked=one, engines=engines, order=Order(tokens=1e12), share=0.02)
+    for wide in (False, True):
+        out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+        printed = Ranking(out, shown, wide=wide)
+        printed.table(judged)
+        printed.notes(found, judged)
+        text = out.export_text()
+        assert "\u2026" not in text
+        for item in judged:
+            assert item.entry.evaluation is not None
+            assert item.entry.verdict is not None
+            assert f" {item.entry.evaluation.step_s:.4g} " in text
+            assert f" {gib(item.entry.verdict.headroom_bytes)} " in text
+        assert ("no room for" in text) == (not wide and width < 160)
+        assert not wide or out.width == UNBOUNDED
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_table_of_stages_keeps_its_digits(width: int) -> None:
+    """Ten columns with frames need more than 80; headings fold, numbers do not."""
+    table = grid(*("activations" for _ in range(10)))
+    numbers = [f"{100 + i}.{i}5" for i in range(10)]
+    table.add_row(*numbers)
+    out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    show_whole(out, table)
+    text = out.export_text()
+    assert all(number in text for number in numbers)
+    assert ("|" in text) == (width == 120)
+    assert out.width == width
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_late_row_is_not_cut_either(first: int) -> None:
+    """It may be wider than those before it, or there may be none before it."""
+    one = asked()
+    names = ["keep_all", "balanced_checkpointing+memo:alpha=0.25+mst"]
+    comparing = Comparing(one.problem, one.base, load_compare(), only=names)
+    judged = judge(comparing.everything(), one.problem)
+    shown = Shown(asked=one, engines=Engines(one.problem), share=0.02)
+    out = Console(width=30, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    printed = Ranking(out, shown)
+    printed.table(judged[:first])
+    printed.late(judged[first:])
+    text = out.export_text()
+    assert "\u2026" not in text
+    assert text.count("headroom") == 1
+    for word in ("+memo:", "alpha=0.25", "+mst"):
+        assert word in text
+    for item in judged:
+        assert item.entry.evaluation is not None
+        assert f" {item.entry.evaluation.step_s:.4g} " in text
+
+
+def test_the_table_says_host_memory_and_engines() -> None:
+    one = asked(model="llama-7b", pp=1, tp=2, seq_len=16384)
+    ran = Comparing(one.problem, one.base, load_compare(), only=["memo", "full_recompute"])
+    judged = judge(ran.everything(), one.problem)
+    rows = {r["name"]: r for r in lines(judged, one.job, Engines(one.problem), Order())}
+    assert rows["memo"]["host_node_bytes"] > 0
+    assert rows["memo"]["host_bytes"] == one.problem.cluster.host_bytes
+    assert rows["memo"]["runs_on"] == "ours"
+    assert rows["full_recompute"]["runs_on"] == "megatron_core ours"
+    plan = discover().resolve("full_recompute").plan(one.problem)
+    assert isinstance(plan, Plan)
+    assert not flags_of(one.problem, plan, "megatron_core").missing
+
+
+def test_a_figure_is_drawn_where_nothing_fits(tmp_path: Path) -> None:
+    write_plot([], tmp_path / "empty.png")
+    assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- flags, --check, the heading --------------------------------------------------------------
+
+
+def test_the_nearest_options_lose_the_fewest_bytes() -> None:
+    """Norms and the MLP are dropped by the policy; keeping the norms would be further away."""
+    one = asked(tp=2, pp=1)
+    settings = {"activations": ["attn_norm_out", "mlp_norm_out", "gate_out"]}
+    plan = discover().resolve("selective_recompute", settings).plan(one.problem)
+    assert isinstance(plan, Plan)
+    answer = flags_of(one.problem, plan, "megatron_core")
+    assert answer.settings["modules"] == ("layernorm",)
+    assert [line.partition(":")[0] for line in answer.missing] == ["gate_out"]
+    assert answer.plan is not None
+    lost = costs(one.problem, plan, answer.plan)
+    assert lost is not None
+    assert lost.peak_bytes > 0  # gate_out is kept there
+    assert lost.step_share < 0  # and not run again
+    ran = typed("flags", "selective_recompute:mlp", *WORDS)
+    assert ran.code == 1
+    assert "\nnearest: --tensor-model-parallel-size" in ran.out
+    assert "against selective_recompute:mlp it has peak +" in ran.out
+
+
+def test_a_missing_line_says_two_different_things() -> None:
+    """Windows are named, and a scope is nothing where nothing is rebuilt."""
+    windows = Recompute(window=Window(op="proj", direction="backward"))
+    one = asked(tp=2, pp=1)
+    norms = Rule(Select(activations=("attn_norm_out",)), windows)
+    for plan in (one.base.with_rules(norms), discover().resolve("memo").plan(one.problem)):
+        assert isinstance(plan, Plan)
+        missing = flags_of(one.problem, plan, "megatron_core").missing
+        told = [re.fullmatch(r"\S+: (.*) \(there: (.*)\)", line) for line in missing]
+        pairs = [match.groups() for match in told if match]
+        assert pairs
+        assert not [pair for pair in pairs if pair[0] == pair[1]]
+
+
+def test_check_says_what_it_proved() -> None:
+    ran = typed("simulate", "full_recompute", *WORDS, "--check", "--json")
+    proof = json.loads(ran.out)["proof"]
+    assert proof["ranks"] == 4
+    assert proof["actions"] > proof["allocations"] > 0
+    told = typed("simulate", "full_recompute", *WORDS, "--check").out
+    words = f"proved safe: {proof['actions']:,} actions of 4 pipeline ranks"
+    assert words in told
+    assert "proof" not in json.loads(typed("simulate", "full_recompute", *WORDS, "--json").out)
+
+
+def test_ulysses_is_in_the_heading() -> None:
+    words = ["--model", "llama-7b", "--cluster", "a800-80gb", "--system", "deepspeed", "--gpus"]
+    ran = typed("simulate", "full_recompute", *words, "8", "--seq-len", "32768", "--ulysses", "8",
+                "--global-batch", "1", "--zero", "3")  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "dp 8 (of it ulysses 8)" in ran.out
+
+
+def test_a_job_that_has_no_words_has_no_command() -> None:
+    one = asked()
+    assert Job(problem=one.problem, base=one.base).run_with("keep_all") == ""

@@ -1,0 +1,139 @@
+"""Calibrated by its user: the scales come back, few rows move little, what cannot be is refused."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rematbench.cli.own_stack import calibrate_own
+from rematbench.cli.sheet import predict
+from rematbench.host.console import CommandError
+from rematbench.published.accuracy import SPEED
+from rematbench.published.bands import band_of
+from rematbench.published.calibrate import SCALES, slopes
+from rematbench.published.left_out import slope_column
+from rematbench.published.predict import predict_rows
+from rematbench.published.protocol import COUNTS, band_after, calibrated, prior, stacks
+from rematbench.published.sheets import read_sheet, write_sheet
+from rematbench.published.user_fit import (
+    SPREADS,
+    Measured,
+    Prior,
+    learnt,
+    left_one_by_one,
+    mean_error,
+    refusals,
+    solved,
+)
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import calibration, load_system
+from rematbench.spec.paths import data_dir
+from tests.problems import make_problem
+
+ROWS = read_sheet(data_dir("published") / "runs.csv")
+TRUE = np.log([1.1, 0.9, 1.3, 1.2])
+
+
+def drawn(count: int, noise: float = 0.0) -> Measured:
+    random = np.random.default_rng(7)
+    rows = random.uniform(0.05, 1.0, (count, len(SCALES)))
+    return Measured(rows, rows @ TRUE + noise * random.standard_normal(count))
+
+
+def test_many_exact_rows_give_the_scales_back() -> None:
+    theta, covariance = solved(drawn(400), Prior(spreads=SPREADS, noise=1e-4))
+    assert theta == pytest.approx(TRUE, abs=1e-3)
+    assert np.all(np.diag(covariance) < np.array(SPREADS) ** 2)
+
+
+def test_few_rows_move_what_is_believed_least() -> None:
+    """One row that all scales explain alike moves those of the widest prior most."""
+    one = Measured(np.ones((1, len(SCALES))), np.array([0.2]))
+    theta, _ = solved(one, Prior(spreads=SPREADS, noise=0.05))
+    assert 0.0 < theta.sum() < 0.2
+    assert theta / theta.max() == pytest.approx((np.array(SPREADS) / max(SPREADS)) ** 2)
+    nothing, _ = solved(one.some([]), Prior(spreads=SPREADS, noise=0.05))
+    assert not nothing.any()
+
+
+def test_noise_is_that_of_the_stacks() -> None:
+    assert learnt([drawn(300, 0.02), drawn(300, 0.02)]).noise == pytest.approx(0.02, rel=0.2)
+
+
+def test_rows_left_out_are_predicted_by_the_others() -> None:
+    data = drawn(30)
+    left = left_one_by_one(data, Prior(spreads=SPREADS, noise=0.01))
+    assert mean_error(np.array(left)) < 0.1 * mean_error(data.errors)
+    assert left_one_by_one(data.some([0]), Prior(spreads=SPREADS, noise=0.01)) == [data.errors[0]]
+
+
+def test_slopes_are_shares_of_the_step() -> None:
+    """What a scale multiplies takes its share of the step; a second cannot count twice."""
+    found = slopes(ROWS[0], calibration())
+    assert set(found) == set(SCALES)
+    assert 0.0 < found["attention"] < found["kernels"] < 1.0
+    assert found["kernels"] + found["communication"] + found["host"] == pytest.approx(1.0, abs=0.02)
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    given = {SPEED: 100.0, f"pred_{SPEED}": 100.0, "pred_step_s": 2.0, "tp": "1", "note": "a"}
+    return {**given, **{slope_column(name): 0.5 for name in SCALES}, **changes}
+
+
+def test_what_cannot_be_is_refused_by_line() -> None:
+    before = Prior(spreads=SPREADS, noise=0.01)
+    assert refusals([row(), row(tp="2", note="b")], before) == []
+    (fast,) = refusals([row(), row(**{SPEED: 300.0}, tp="2")], before)
+    assert "row 2: a step of 0.6667 s is faster than its kernels, which take 1 s" in fast
+    (twice,) = refusals([row(), row(**{SPEED: 110.0}, note="again")], before)
+    assert twice.startswith("rows 1 and 2 contradict each other")
+
+
+# -- as typed -------------------------------------------------------------------------------------
+
+
+def test_a_sheet_becomes_a_stack(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stack a fifth slower than predicted: its file says so, and predictions follow it."""
+    plain = predict_rows(ROWS[:2], processes=1)
+    mine, stack, out = (tmp_path / name for name in ("mine.csv", "mine.yaml", "out.csv"))
+    rows = [{**ROWS[i], SPEED: "", "step_s": 1.2 * plain[i]["pred_step_s"]} for i in range(2)]
+    write_sheet(mine, rows)
+    calibrate_own(mine, stack, 1)
+    assert "80 % band that follows: +-" in capsys.readouterr().out
+    found = load_system(stack)
+    assert found.scales.kernels > 1.02
+    assert found.scales.half_width == pytest.approx(band_after(2), abs=1e-4)
+    predict(mine, out, 1, system=str(stack))
+    for before, after in zip(plain, read_sheet(out), strict=True):
+        moved = float(after["pred_step_s"]) / before["pred_step_s"]
+        assert 1.1 < moved < 1.2
+    layout = Layout(pp=4, vpp=8, global_batch=16)
+    asked = {"model": "llama-7b", "cluster": "a800-80gb", "seq_len": 12288, "layout": layout}
+    problem = make_problem(**asked, system=str(stack))
+    band = band_of(problem, "full_recompute")
+    assert "stack" not in band.outside
+    assert band.half_width == found.scales.half_width
+
+
+def test_rows_of_two_stacks_are_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.csv"
+    write_sheet(mine, ROWS[:3])
+    with pytest.raises(CommandError, match="column system: one is needed"):
+        calibrate_own(mine, None, 1)
+
+
+# -- the protocol on published stacks -------------------------------------------------------------
+
+
+def test_a_few_rows_never_harm_and_mostly_help() -> None:
+    """The bars that are met; DESIGN.md says which are not."""
+    found = calibrated()
+    assert len(found) == sum(len(rows) >= 10 for rows in stacks().values())
+    for one in found:
+        assert one.after[3] <= one.uncalibrated + 0.01
+    assert sum(one.after[3] < one.uncalibrated for one in found) > len(found) / 2
+    assert sum(one.after[3] < one.mfu[3] for one in found) > len(found) / 2
+    assert math.isfinite(prior().noise)
+    assert band_after(4) == band_after(COUNTS[1])
