@@ -13,6 +13,8 @@ Deviations: the row statistics of attention leave with its output; a split tenso
 parts (SPLIT and JOIN are copies on the device), so the rounding buffers hold what leaves, not the
 whole layer; under pipeline parallelism the last layer that a chunk swaps leaves from memory of its
 own, beside the next pass; a part of a tensor is pinned in a block of a power of two, as torch does.
+Addresses are planned by best fit (its MIP gains nothing on these programs), for up to 3,000
+tensors of a step; beyond, the framework's allocator stands for the plan.
 """
 
 from typing import ClassVar
@@ -103,7 +105,7 @@ def _moved(plan: Plan, share: SwapShare, buffers: int) -> Plan:
     moves = Transfers(
         granularity="layer", prefetch_layers=max(1, buffers - 1), reload_slots=buffers
     )
-    return replace(plan, transfers=moves).noting(
+    return replace(plan, transfers=moves, addresses="planned").noting(
         alpha=share.alpha,
         alpha_bandwidth=share.alpha_bandwidth,
         alpha_host=share.alpha_host,

@@ -180,7 +180,9 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rank 0, the head after the last chunk of the last rank.  `orders` are explicit passes per rank
     (empty: `schedule` by name).  `held`: layer outputs that a checkpointing policy caches until
     their layer's backward though nothing there reads them (PyTorch's selective checkpointing caches
-    what it does not recompute).  `fit` records numbers a method derived, for tables.
+    what it does not recompute).  `addresses`: of activations, from the framework's allocator as
+    they come, or planned ahead of the step (as MEMO does; the executor leaves them to torch).
+    `fit` records numbers a method derived, for tables.
     """
 
     partition: tuple[tuple[tuple[int, ...], ...], ...]
@@ -191,6 +193,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     states: tuple[StateFate, ...] = ()
     mini_sequences: tuple[MiniSequence, ...] = ()
     held: tuple[str, ...] = ()
+    addresses: Literal["allocator", "planned"] = "allocator"
     fit: dict[str, float | str] = {}
 
     def with_rules(self, *rules: Rule) -> "Plan":

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from rematbench.choose.outcome import run_plan
+from rematbench.cost.constants import instant_hosts
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, StateFate
 from rematbench.plugins.discover import discover
@@ -59,6 +60,8 @@ CASES = [
 
 def timed(name: str, kinds: tuple[str, ...]) -> tuple[Problem, Plan]:
     given = on(problem(**LAYOUTS[name]), host_update_parameters_per_s=RATE)
+    constants = instant_hosts(given.calibration)
+    given = replaced(given, calibration=constants, _memo={}, _weights={})
     return given, on_host(given.base_plan, kinds)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rematbench.choose.outcome import run_plan
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Recompute, Rule, Select, Unsupported
 from rematbench.plugins.discover import discover
@@ -17,6 +18,7 @@ from rematbench.program.program import Block, Program
 from rematbench.simulate.evaluate import evaluate
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
+from rematbench.solve.memory_plan import planned_peak
 from rematbench.spec.layout import Layout
 from tests.problems import GPT, layers, make_problem, plan_of, problem, refusal
 from tests.twin.interpreter import interpret
@@ -235,6 +237,43 @@ def test_memory_of_a_copy_under_way_is_not_freed() -> None:
     changed = msgspec.structs.replace(rank, blocks=blocks)
     with pytest.raises(CheckError, match="d2h may still use it"):
         check(msgspec.structs.replace(lowered, ranks=(changed, *lowered.ranks[1:])))
+
+
+# -- addresses --------------------------------------------------------------------------------
+
+
+def test_memo_gets_the_verdict_of_its_own_addresses() -> None:
+    """The default allocator's holes cost the 7B, 1M-token job 10 GiB; its plan has none."""
+    p = paper(1 << 20)
+    plan = plan_of(p, "memo+mst")
+    assert plan.addresses == "planned"
+    found = run_plan(p, plan)
+    left = run_plan(p, msgspec.structs.replace(plan, addresses="allocator"))
+    assert (found.status, left.status) == ("ok", "oom")
+    assert found.evaluation is not None
+    assert left.evaluation is not None
+    peak = max(found.evaluation.peak_device_bytes)
+    assert peak <= found.evaluation.reserved_bytes < 1.01 * peak
+    assert left.evaluation.reserved_bytes > 1.1 * peak
+    assert found.evaluation.step_s == left.evaluation.step_s
+
+
+def test_addresses_of_many_tensors_are_the_allocators() -> None:
+    p = problem(model=layers(12), pp=2, global_batch=64)
+    (rank, _) = lower(plan_of(p, "memo", alpha=0.5), p).ranks
+    assert planned_peak(rank) == 0
+
+
+def test_expandable_segments_are_a_fact_of_the_stack() -> None:
+    p = paper(1 << 20)
+    plan = msgspec.structs.replace(plan_of(p, "memo+mst"), addresses="allocator")
+    growing = msgspec.structs.replace(p.system, expandable_segments=True)
+    grown = dataclasses.replace(p, system=growing, _memo={}, _weights={})
+    found = [run_plan(q, plan).evaluation for q in (p, grown)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[1].reserved_bytes < found[0].reserved_bytes
+    assert found[1].step_s == found[0].step_s
 
 
 # -- refusals and composition -----------------------------------------------------------------

@@ -11,7 +11,7 @@ from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
-from rematbench.program.allocator import AllocatorPeaks, replay
+from rematbench.program.allocator import AllocatorPeaks, Mode, replay
 from rematbench.program.check import Proof, check
 from rematbench.program.program import Program
 from rematbench.simulate.evaluate import (
@@ -21,6 +21,7 @@ from rematbench.simulate.evaluate import (
     fullest_rank,
     program_bytes,
 )
+from rematbench.solve.memory_plan import planned_peak
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import calibration, load_cluster, load_model, load_system
@@ -164,7 +165,9 @@ def _replayed(
     with all)."""
     states = (held.parameter, held.gradient, held.optimizer, held.pools)
     resident = tuple(nbytes for nbytes in states if nbytes)
-    return replay(program.ranks[rank], resident, capacity_bytes, num_steps=2 * held.peak_step + 1)
+    mode: Mode = "expandable" if program.expandable else "default"
+    steps = 2 * held.peak_step + 1
+    return replay(program.ranks[rank], resident, capacity_bytes, mode, num_steps=steps)
 
 
 def reserved_bytes(
@@ -188,8 +191,11 @@ def rank_reserved_bytes(
     """What a rank's allocator holds, replayed (`known`: on a device without an end).
 
     An allocator that meets the usable bytes gives cached segments back and tries again: only where
-    that fails too is the rank out of memory, and its unlimited need is what counts.
+    that fails too is the rank out of memory, and its unlimited need is what counts.  Where the plan
+    places its activations itself, its own bytes count.
     """
+    if program.planned and (planned := planned_peak(program.ranks[rank])):
+        return held.parameter + held.gradient + held.optimizer + planned
     found = known or _replayed(program, rank, held, None)
     if found.reserved_bytes > usable_bytes >= found.allocated_bytes:
         pressed = _replayed(program, rank, held, usable_bytes)

@@ -133,7 +133,7 @@ class Ranking:
             made.add_row(*(plain(row[index]) for index in self.kept))
         taken = (max(w, widths[i]) for i, w in zip(self.kept, self.widths, strict=True))
         width = self.out.width
-        self.out.width = max(width, sum(taken) + gap * len(self.kept))
+        self.out.width = max(width, sum(taken) + gap * (len(self.kept) - 1))
         self.out.print(made, crop=False)
         self.out.width = width
 

@@ -55,7 +55,7 @@ def result(shown: Shown) -> dict[str, Any]:
     values["parameters"] = resolved_parameters(shown)
     values["headroom_bytes"] = verdict.headroom_bytes if verdict else None
     values["fits"] = fits(shown)
-    values["band"] = evaluation and band_result(_band(shown), evaluation.tokens_per_s_per_gpu)
+    values["band"] = timed and band_result(_band(shown), timed.tokens_per_s_per_gpu)
     values["binds"] = verdict.binds if verdict else None
     job, method = shown.request.job, shown.request.method
     values["job"] = {"method": method.name, **job.facts()}
@@ -276,7 +276,7 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
     usable = problem.usable_bytes
     return [
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
-        f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; default segments)",
+        f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; {_segments(shown)})",
         f"host memory per node: {gib(host)} GiB pinned at the peak, in torch's blocks, of "
         f"{gib(room)} that the system leaves of {gib(problem.cluster.host_bytes)}",
         _freed_line(shown, evaluation),
@@ -284,6 +284,13 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
         f"world: simulated (rematbench {__version__}, constants of "
         f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]
+
+
+def _segments(shown: Shown) -> str:
+    plan, system = shown.outcome.plan, shown.request.problem.system
+    if plan is not None and plan.addresses == "planned":
+        return "planned addresses"
+    return "expandable segments" if system.expandable_segments else "default segments"
 
 
 def _band(shown: Shown) -> Band:

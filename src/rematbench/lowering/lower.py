@@ -41,7 +41,11 @@ def lower(plan: Plan, problem: Problem) -> Program:
     _check_plan(plan, problem)
     shared = BlockCache()
     lowerings = [_RankLowering(plan, problem, rank, shared) for rank in range(problem.layout.pp)]
-    program = Program(ranks=tuple(lowering.run() for lowering in lowerings))
+    program = Program(
+        ranks=tuple(lowering.run() for lowering in lowerings),
+        planned=plan.addresses == "planned",
+        expandable=problem.system.expandable_segments,
+    )
     matched = {index for lowering in lowerings for index in lowering.matched}
     idle = unmatched(plan, matched)
     if idle:

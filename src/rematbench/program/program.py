@@ -53,9 +53,13 @@ class RankProgram(Struct, frozen=True, kw_only=True):
 
 
 class Program(Struct, frozen=True, kw_only=True):
-    """One program per pipeline rank; `virtual(rank, chunk)` = chunk x pp + rank."""
+    """One program per pipeline rank; `virtual(rank, chunk)` = chunk x pp + rank.  Its activations
+    lie where a plan put them (`planned`), or where the framework's allocator does, with segments
+    that grow (`expandable`) or not."""
 
     ranks: tuple[RankProgram, ...]
+    planned: bool = False
+    expandable: bool = False
 
     @property
     def pp(self) -> int:

@@ -141,7 +141,8 @@ def content_hash(value: object) -> str:
 
 def plan_hash(problem: Problem, plan: Plan) -> str:
     """Hash of the resolved plan: the fate of every site in bytes, partition, order, states and
-    transfers.  Plans that differ in words but not in deeds hash alike."""
+    transfers.  Plans that differ in words but not in deeds hash alike, and so do those that differ
+    in where tensors lie: nothing that runs here places them."""
     table = []
     for rank, chunks in enumerate(plan.partition):
         for chunk, layers in enumerate(chunks):
@@ -151,7 +152,9 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
                 table.append([[*site, fate] for site, fate in fates.items()])
     windows = [rule for rule in plan.rules if rule.select.micro_batches is not None]
     rest = msgspec.structs.replace(plan, rules=tuple(windows), fit={})
-    return content_hash([table, rest])
+    deeds = msgspec.to_builtins(rest, str_keys=True)
+    del deeds["addresses"]
+    return content_hash([table, deeds])
 
 
 def run_spec(

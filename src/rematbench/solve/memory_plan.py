@@ -6,6 +6,7 @@ the blocks with everything that lives longer: skeletal activations, embedding, h
 The result is one allocation without fragmentation, to set against a caching allocator's segments.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from rematbench.solve.packing import Packing, Tensor, live_peak, pack
 
 KERNELS = frozenset((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE))
 MAX_TENSORS = 50_000
+FEW_TENSORS = 3_000
+"""That best fit places within a tenth of a second."""
 Key = tuple[str, int, int]
 
 
@@ -78,6 +81,20 @@ def memory_plan(rank: RankProgram) -> MemoryPlan:
         milp_segments=sum(packing.solver == "milp" for packing in solved),
         level1_gap_bytes=max((packing.gap_bytes for packing in solved), default=0),
     )
+
+
+def planned_peak(rank: RankProgram) -> int:
+    """Bytes of one allocation for all activations of a rank, placed by best fit; 0 where there are
+    more tensors than that does in a blink (then the allocator's bytes stand for it)."""
+    births = Counter(step.block for step in rank.steps)
+    made = sum(
+        runs * (sum(not a.name.endswith(HOST) for a in action.allocs) + bool(action.scratch))
+        for index, runs in births.items()
+        for action in rank.blocks[index].actions
+    )
+    if made > FEW_TENSORS:
+        return 0
+    return pack(tuple(life.tensor for life in lifetimes(rank)), 0).peak_bytes
 
 
 def lifetimes(rank: RankProgram) -> Iterator[Life]:

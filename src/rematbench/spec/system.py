@@ -68,6 +68,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `host_grad_bytes`: of one gradient on its way to an optimizer in host memory (DeepSpeed widens
     it to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary, and in
     stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
+    `expandable_segments`: torch's allocator maps pages at the end of growing segments
+    (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
     `vocab_multiple`: the vocabulary is padded up to a multiple of this times tp.
     `reported_peak` is what this stack's publications print as peak device bytes: the allocator's
     allocated or reserved bytes, or the first stage's layers alone (their states, and their kept
@@ -110,6 +112,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     compiled: bool = False
     optimizer_on_host: bool = False
     host_grad_bytes: StateBytes = 4
+    expandable_segments: bool = False
     vocab_multiple: Multiple = 1
     reported_peak: ReportedPeak = "allocated"
     rank_order: tuple[str, ...] = ("tp", "cp", "dp", "pp")
