@@ -74,9 +74,10 @@ def test_held_outputs_are_executed() -> None:
     assert plain.plan.held == ()
 
 
-EVERY = [name for name in names("system") if not load_system(name).norm_keeps_steps]
-"""Stacks whose eager norms keep their steps are held to Transformers' own traces instead
-(tests/baselines): the runtime's norms are one operator each."""
+EAGER = ("norm_keeps_steps", "eager_operators")
+EVERY = [n for n in names("system") if not any(getattr(load_system(n), fact) for fact in EAGER)]
+"""Stacks with eager operators are held to Transformers' own traces instead (tests/baselines): the
+runtime's norms and caps are one operator each."""
 OTHER_HEADS = ("llm-foundry", "deepspeed")
 """Stacks whose states or losses are far from the runtime's."""
 KEEPING = ("megatron-core", "deepspeed", "torchtitan")
