@@ -7,13 +7,13 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rematbench.choose.outcome import make_problem
 from rematbench.cli.app import app
 from rematbench.host.console import CommandError
 from rematbench.packages import points as baseline_points
 from rematbench.packages.points import load_points
 from rematbench.packages.process import Job, NotInstalled
 from rematbench.runs.record import Record, read_record, write_record
+from rematbench.runs.reopen import spec_problem
 from rematbench.runs.suite import Variant
 from rematbench.worlds import package
 from rematbench.worlds.again import differences
@@ -223,7 +223,7 @@ def test_a_prediction_is_what_the_package_holds(name: str, bound: float, tmp_pat
     assert done.exit_code == 0, done.output
     record = read_record(tmp_path / "run.json")
     assert record.ranks[0].device_peak == pytest.approx(traced, rel=bound)
-    usable = make_problem(record.spec).usable_bytes
+    usable = spec_problem(record.spec).usable_bytes
     reserved = usable - (record.headroom_bytes or 0)
     assert traced < reserved < 1.4 * traced
     if name == "llama2-7b-4k-offload":  # its node has no rate for an update on the host

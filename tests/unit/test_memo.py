@@ -304,3 +304,12 @@ def test_a_base_that_keeps_nothing_leaves_nothing_to_swap() -> None:
     (method,) = REGISTRY.resolve("memo").methods
     answer = method.plan(p, p.base_plan.with_rules(everything))
     assert isinstance(answer, Unsupported)
+
+
+def test_a_copy_runs_on_past_layers_of_its_chunk_that_leave_nothing() -> None:
+    """The last chunk's last two layers stay: its copy is still freed once, after the next pass."""
+    p = problem(model=layers(32), pp=4, vpp=2, global_batch=4)
+    lowered = lower(plan_of(p, "memo", alpha=1.0), p)
+    check(lowered)
+    interpret(lowered)
+    assert evaluate(p, plan_of(p, "memo", alpha=1.0)).step_s > 0

@@ -29,6 +29,7 @@ class ForwardEmitter:
         self.in_flight: list[tuple[str, tuple[str, ...], int]] = []
         self.position = 0
         self.trailing = trailing_unit(chunk, fates, transfers)
+        self.trails = False  # whether its copy, the last in flight, is under way
 
     def block(self) -> Block:
         """F: from the chunk's input to its output, leaving what the backward needs."""
@@ -43,7 +44,7 @@ class ForwardEmitter:
             self._store(unit)
             if self.gatherer:
                 self.gatherer.after(w, unit)
-        self._drain(int(self.trailing is not None))
+        self._drain(int(self.trails))
         for _, names, _ in self.in_flight:
             self.survivors.update(names)
         if not chunk.last:
@@ -62,7 +63,8 @@ class ForwardEmitter:
         if self.transfers.granularity != "layer" or slots == 0:
             return
         self.position = position
-        self._drain(sum(1 for _, _, at in self.in_flight if at > position - slots))
+        tenants = sum(1 for _, _, at in self.in_flight if at > position - slots)
+        self._drain(max(tenants, int(self.trails)))
         stays = unit in stays_in_slots(self.chunk, self.fates, slots)
         self.w.slots = (
             {}
@@ -97,6 +99,7 @@ class ForwardEmitter:
             leaving += [(part.name, part.nbytes) for part in parts if part.offload]
         if leaving and self.transfers.granularity == "layer":
             self._copy_out(leaving, "d2h" if unit is self.trailing else "")
+            self.trails = unit is self.trailing
 
     def _split(self, storage: str, fate: Resolved) -> None:
         allocs = tuple(Alloc(p.name, p.nbytes) for p in stored_parts(storage, fate))
