@@ -13,7 +13,7 @@ from rematbench.plan import Plan, Recompute, Rule, Select
 from rematbench.problem import Problem
 from rematbench.solve.kept import with_live_rules
 
-MLP = ("gate_out", "up_out", "fc1_out", "act_out", "fc2_in")
+MLP = ("gate_out", "up_out", "act_out", "fc2_in")
 
 
 class RecomputeMlp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -35,6 +35,12 @@ class Run(Struct, frozen=True, kw_only=True):
     job: Job
     outcome: Outcome
 
+    def __repr__(self) -> str:
+        """One line, as a notebook shows it: the whole problem and plan would fill pages."""
+        names = ("status", "reason", "step_s", "tokens_per_s_per_gpu", "headroom_bytes")
+        told = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        return f"Run(method={self.method!r}, {told})"
+
     @property
     def status(self) -> str:
         """ok, oom, unsupported or failed."""
@@ -108,6 +114,8 @@ def simulate(
     job = _job(problem)
     if isinstance(method, str):
         found, named = discover().resolve(method, None, job.problem), method
+    elif not isinstance(method, Composition) and not callable(getattr(method, "plan", None)):
+        raise MethodError(f"expected a method's name or an object with plan, not {method!r}")
     else:
         found = method if isinstance(method, Composition) else Composition((method,))
         named = found.text

@@ -30,7 +30,7 @@ def chunked() -> tuple[Problem, Plan]:
 
 def layered() -> tuple[Problem, Plan]:
     given = problem(model=layers(6), global_batch=2)
-    return given, by_layer(given.base_plan.with_rules(rule(Offload(), "q", "k", "v", "fc1_out")))
+    return given, by_layer(given.base_plan.with_rules(rule(Offload(), "q", "k", "v")))
 
 
 def crowd_of(given: Problem, plan: Plan) -> Crowd:

@@ -212,7 +212,7 @@ def test_a_pinned_block_is_a_power_of_two(nbytes: int, block: int) -> None:
 def test_pinned_blocks_are_counted_whole() -> None:
     """Every tensor that leaves takes its block from its copy out to its copy in."""
     given = problem(pp=2, global_batch=4)
-    plan = by_layer(given.base_plan.with_rules(rule(Offload(), "q", "k", "v", "lse", "fc1_out")))
+    plan = by_layer(given.base_plan.with_rules(rule(Offload(), "q", "k", "v", "lse")))
     for rank, found in zip(lower(plan, given).ranks, issue_order(lower(plan, given)), strict=True):
         held: dict[object, int] = {}
         peak = 0

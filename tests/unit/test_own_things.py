@@ -4,13 +4,17 @@ import json
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from msgspec.structs import replace
 
 import rematbench
 from rematbench.choose.outcome import run_method
+from rematbench.operators.block import embedding_table, head_table, layer_table
+from rematbench.operators.names import ACTIVATIONS
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition
@@ -18,8 +22,9 @@ from rematbench.published.predict import predict_rows
 from rematbench.published.sheets import write_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.load import load_model
+from rematbench.spec.load import load_model, load_system
 from rematbench.spec.paths import data_dir
+from rematbench.workload import Workload
 from tests.typed import typed
 from tests.wrong_inputs import ROW
 
@@ -72,12 +77,57 @@ def test_a_method_that_fails_is_one_line(tmp_path: Path, what: str) -> None:
     assert planned.err.endswith(f"{WRONG[what].removeprefix('mine: rule ')}\n")
 
 
+def test_a_slip_beside_a_name_that_matches_is_told(tmp_path: Path) -> None:
+    """What only other models save (`act_out` here) may be named, what none saves may not."""
+    fine = "return base.with_rules(Rule(Select(activations=('fc2_in', 'act_out')), Offload()))"
+    own(tmp_path, fine)
+    assert typed("simulate", "mine", *WORDS, "--methods", str(tmp_path)).code == 0
+    own(tmp_path, fine.replace("'act_out'", "'act_out', 'gate_ot'"))
+    ran = typed("simulate", "mine", *WORDS, "--methods", str(tmp_path))
+    assert ran.code == 1
+    assert ran.out.splitlines()[-1] == (
+        "FAILED: mine: rule names what no model saves: Select(activations=('fc2_in', 'act_out', "
+        "'gate_ot')); did you mean 'gate_out'?"
+    )
+
+
+def test_the_names_are_those_of_all_models_and_stacks() -> None:
+    """ACTIVATIONS, against the tables of every shipped model (and one with norms of heads) on every
+    stack that differs in what it keeps."""
+    stacks = [load_system(name) for name in ("megatron-core", "huggingface", "rematbench")]
+    stacks[1] = replace(stacks[1], held_logit_bytes=2)  # which jobs say, not stacks
+    found: set[str] = set()
+    for path in sorted((data_dir("config") / "models").glob("*.yaml")):
+        model = load_model(path.stem)
+        for system, degree in product(stacks, (1, 2)):
+            shape = replace(model, qk_norm=path.stem == "llama-7b")
+            work, layout = Workload(model=shape, seq_len=256), Layout(dp=2, ulysses=degree)
+            for fused in (True, False):
+                made = layer_table(work, layout, system, fused_attention=fused, window=0)
+                found |= made.activations.keys()
+            found |= embedding_table(work, layout, system).activations.keys()
+            found |= head_table(work, layout, system).activations.keys()
+    assert found == ACTIVATIONS
+
+
 def test_a_broken_file_of_mine_is_mentioned_when_another_is_run(tmp_path: Path) -> None:
     path = own(tmp_path, "return 3")
     path.write_text(path.read_text().replace("ClassVar[str]", "ClassVar[str"))
     ran = typed("simulate", "keep_all", *WORDS, "--methods", str(tmp_path))
     assert ran.code == 0
     assert ran.err.startswith(f"unavailable: {path}: SyntaxError")
+    slip = typed("simulate", "mne", *WORDS, "--methods", str(tmp_path))
+    assert slip.err.count("\n") == 1
+    assert "did you mean 'mine'?" in slip.err
+    asked = typed("simulate", str(path), *WORDS)
+    assert f"a file is found by --methods {tmp_path}" in asked.err
+
+
+def test_a_table_says_once_which_method_failed(tmp_path: Path) -> None:
+    own(tmp_path, "return 3")
+    ran = typed("compare", *WORDS, "--methods", str(tmp_path), "--only", "mine")
+    told = [line for line in ran.out.splitlines() if "plan returned 3" in line]
+    assert told == ["failed: mine: plan returned 3, neither a Plan nor Unsupported"]
     assert typed("simulate", "keep_all", *WORDS).err == ""
 
 
@@ -155,6 +205,8 @@ def test_simulate_is_the_command() -> None:
     assert run.tokens_per_s_per_gpu == told["tokens_per_s_per_gpu"]
     assert run.command == told["run_with"]
     assert run.outcome.proof is not None
+    assert repr(run).startswith("Run(method='memo:alpha=0.3', status='ok', reason='', step_s=")
+    assert len(repr(run)) < 250  # a line of a notebook, not the whole problem
     assert run.stages()["device_peak_bytes"].max() == told["peak_device_bytes"]["max"]
 
 
@@ -169,6 +221,8 @@ def test_a_method_may_be_a_name_a_file_or_an_object(tmp_path: Path) -> None:
     assert rematbench.simulate(PROBLEM, tuned).method == "memo:alpha=0.25"
     with pytest.raises(rematbench.MethodError, match="did you mean 'memo'"):
         rematbench.load_method("mem")
+    with pytest.raises(rematbench.MethodError, match="an object with plan, not 3"):
+        rematbench.simulate(PROBLEM, 3)  # type: ignore[arg-type]
     with pytest.raises(rematbench.MethodError, match="mine: plan returned 3"):
         rematbench.load_method(str(own(tmp_path, "return 3"))).plan(run.job.problem)
 

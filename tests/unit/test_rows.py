@@ -234,6 +234,17 @@ def test_a_figure_is_drawn_where_nothing_fits(tmp_path: Path) -> None:
     assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_part_of_no_seconds_is_not_in_the_legend(
+    made: tuple[Request, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """Of one pipeline stage the bubble is a difference of equal sums: a rounding error, or 0."""
+    row = next(row for row in made[1] if row["name"] == "keep_all")
+    write_plot([{**row, "bubble_s": -9e-14, "copies_s": 1e-6}], tmp_path / "one.svg")
+    drawn = re.findall("<!-- (.*) -->", (tmp_path / "one.svg").read_text())  # matplotlib's texts
+    assert {"compute", "copies", "tokens/s/GPU"} <= set(drawn)
+    assert "bubble" not in drawn
+
+
 # -- flags, --check, the heading --------------------------------------------------------------
 
 

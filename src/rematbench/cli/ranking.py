@@ -298,7 +298,8 @@ def _tie_lines(fitting: Sequence[Judged]) -> list[str]:
 def left_out(found: Comparison, judged: Sequence[Judged]) -> list[str]:
     """What is not in the table, and why."""
     lines = [
-        f"{item.entry.status}: {item.entry.name}: {item.entry.reason}"
+        f"{item.entry.status}: {item.entry.name}: "
+        f"{item.entry.reason.removeprefix(f'{item.entry.name}: ')}"
         for item in judged
         if item.entry.verdict is None
     ]

@@ -6,6 +6,7 @@ from itertools import pairwise
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from rematbench.operators.names import ACTIVATIONS
 from rematbench.operators.ops import Activation, Part
 from rematbench.plan import (
     ByteBudget,
@@ -225,3 +226,13 @@ def said(select: Select, known: Collection[str]) -> str:
     unknown = [name for name in select.activations or () if name not in known]
     hint = closest(unknown[0], known) if unknown else ""
     return f"Select({words}){hint}"
+
+
+def check_names(plan: Plan, known: Collection[str]) -> None:
+    """PlanError for a name that is an activation of no model: a slip beside names that match would
+    do nothing and say nothing.  Names that only other models have pass; `known` are this problem's,
+    a package's own among them."""
+    names = ACTIVATIONS | set(known)
+    for rule in plan.rules:
+        if not names.issuperset(rule.select.activations or ()):
+            raise PlanError(f"rule names what no model saves: {said(rule.select, names)}")

@@ -8,7 +8,7 @@ from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.lowering.emit_backward import BackwardEmitter
 from rematbench.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
-from rematbench.lowering.fates import covered, resolve, said, unmatched
+from rematbench.lowering.fates import check_names, covered, resolve, said, unmatched
 from rematbench.lowering.mini import unused
 from rematbench.lowering.rank_steps import (
     Class,
@@ -48,10 +48,11 @@ def lower(plan: Plan, problem: Problem) -> Program:
     )
     matched = {index for lowering in lowerings for index in lowering.matched}
     idle = unmatched(plan, matched)
+    tables = (problem.embedding, *problem.layer_kinds, problem.head)
+    known = {name for table in tables for name in table.activations}
     if idle:
-        tables = (problem.embedding, *problem.layer_kinds, problem.head)
-        known = {name for table in tables for name in table.activations}
         raise PlanError(f"rule matches no saved tensor: {said(idle[0].select, known)}")
+    check_names(plan, known)
     return program
 
 

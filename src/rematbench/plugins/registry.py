@@ -211,7 +211,11 @@ class Registry(Struct, frozen=True):
         for path, reason in self.broken.items():
             if Path(path).stem == name:
                 raise MethodError(f"method {name!r} is unavailable: {path}: {reason}")
-        hint = closest(name, (*self.methods, *self.policies))
+        broken = [Path(path).stem for path in self.broken]
+        hint = closest(name, (*self.methods, *self.policies, *broken))
+        if name.endswith(".py"):
+            file = Path(name)
+            hint = f"; a file is found by --methods {file.parent} and named {file.stem}"
         raise MethodError(f"unknown method {name!r}{hint} (known: {', '.join(self.methods)})")
 
 

@@ -14,6 +14,8 @@ GIB = 2**30
 FORMATS = (".pdf", ".png", ".svg")
 MOST_BARS = 16
 """Rows whose steps are drawn: the fastest."""
+LEAST_S = 1e-9
+"""Seconds of a part that is drawn: less is a difference's rounding error."""
 
 Row = Mapping[str, Any]
 
@@ -64,7 +66,8 @@ def _speeds(axes: Axes, rows: Sequence[Row]) -> None:
             str(index + 1), (room, speed), xytext=(4, 4), textcoords="offset points", fontsize=7
         )
     axes.set_xlabel("headroom of the fullest device (GiB)")
-    axes.set_ylabel("tokens/s/GPU (bar: 80 % band; hollow: outside of what was published)")
+    axes.set_ylabel("tokens/s/GPU")
+    axes.set_title("bar: 80 % band; hollow: outside of what was published", fontsize=7)
     axes.set_ylim(bottom=0)
     if not rows:
         axes.text(0.5, 0.5, "nothing fits", transform=axes.transAxes, ha="center")
@@ -75,7 +78,7 @@ def _steps(axes: Axes, rows: Sequence[Row]) -> None:
     begin = [0.0] * len(rows)
     for part in PARTS:
         values = [row[f"{part}_s"] or 0.0 for row in rows]
-        if any(values):
+        if any(value > LEAST_S for value in values):
             axes.barh(places, values, left=begin, label=part, height=0.7)
         begin = [a + b for a, b in zip(begin, values, strict=True)]
     axes.set_yticks(places, [f"{i + 1}  {row['name']}" for i, row in enumerate(rows)], fontsize=7)
