@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from rematbench.torch.messages import used_channels
 from rematbench.torch.model import RankModel
 from rematbench.torch.streams import CudaStreams, Mark
 from tests.problems import transfers
-from tests.torch import cases, test_in_backward
+from tests.torch import cases, test_host_update, test_in_backward
 from tests.torch.fake_cuda import DEVICE, OVERLAP, executor_of, first_fault
 from tests.torch.recorder import Recorder, recording
 
@@ -52,10 +53,32 @@ def held() -> Case:
     )
 
 
+def hosted(layout: str) -> Case:
+    """The optimizer's states in host memory."""
+    return test_host_update.pair(layout, "keep", "bf16")[1]
+
+
+def refused(*on_host: str, layout: str = "one", **changes: Any) -> Case:
+    """A case of what is lowered and not executed; `on_host`: kinds of states in host memory."""
+    made = cases.case(layout, "keep", precision="bf16", **changes)
+    states = (replace(s, home="host") if s.kind in on_host else s for s in made.plan.states)
+    return Case(**{**vars(made), "plan": replace(made.plan, states=tuple(states))})
+
+
+REFUSED: dict[str, Callable[[], Case]] = {
+    "ring attention": lambda: refused(layout="cp2", system_changes={"cp_kind": "ring"}),
+    "parameters gathered per layer": lambda: refused(dp=2, zero_stage=3),
+    "ZeRO stages 2 and 3": lambda: refused(dp=2, zero_stage=2),
+    "gradient states on the host": lambda: refused("optimizer", "gradient", layout="dp2"),
+    "parameter states on the host": lambda: refused("optimizer", "parameter", dp=2, zero_stage=3),
+}
+"""Cases by what the runtime refuses of them, in its own words."""
 MADE: dict[str, Callable[[], Case]] = {
     "pp2 tied": lambda: cases.case("pp2", "keep", precision="bf16", model=cases.TIED),
     "dp2 once": lambda: test_in_backward.case("dp2", "keep", "bf16")[1],
     "tp2 once": lambda: test_in_backward.case("tp2", "keep", "bf16")[1],
+    "one hosted": lambda: hosted("one"),
+    "dp2 hosted": lambda: hosted("dp2"),
     "pp2 held": held,
     "pp2 late copies": late_copies,
 }
@@ -64,8 +87,8 @@ MADE: dict[str, Callable[[], Case]] = {
 
 @cache
 def case_of(name: str) -> Case:
-    if name in MADE:
-        return MADE[name]()
+    if name in (made := MADE | REFUSED):
+        return made[name]()
     layout, plan, *rest = name.split()
     changes = OVERLAP if rest else {}
     return cases.case(layout, plan, precision="bf16", system_changes=changes)

@@ -30,7 +30,7 @@ SOURCE = Path(rematbench.__file__).parent
 CONTEXTS = frozenset({"on", "room", "_room"})
 CALLS = frozenset({
     "wait", "wait_event", "wait_stream", "record", "record_stream", "synchronize", "mark", "lend",
-    "begin", "flush", "attach", "barrier", "finish",
+    "begin", "flush", "attach", "barrier", "finish", "reach", "result",
 })  # fmt: skip
 """Names of what orders (or, `room`, lets memory be used again at once)."""
 
@@ -129,23 +129,26 @@ def leave_out(edge: Edge, patch: pytest.MonkeyPatch) -> None:
     leave = _Leave(edge)
     tree = ast.fix_missing_locations(leave.visit(ast.parse(source)))
     assert leave.done, edge
-    space = dict(vars(module)) | {"_nothing": nullcontext, "_no_mark": Mark(None)}
+    patch.setattr(module, "_nothing", nullcontext, raising=False)
+    patch.setattr(module, "_no_mark", Mark(None), raising=False)
     made: dict[str, Any] = {}
-    exec(compile(tree, str(edge), "exec"), space, made)
+    exec(compile(tree, str(edge), "exec"), vars(module), made)
     patch.setattr(owner, name, made[name])
 
 
 # -- the program's --------------------------------------------------------------------------------
 
 LOWERING = SOURCE / "lowering"
+WRITES_A_WAIT = frozenset({"collective", "state_copy"})
+"""Methods of BlockWriter that write a wait of their own stream for whoever calls them."""
 
 
 @cache
 def _places() -> dict[tuple[str, str, int], Edge]:
-    """(file, method, line) -> the wait or collective that the lowering writes there."""
+    """(file, method, line) -> the wait, collective or copy that the lowering writes there."""
     found = {}
     for path in sorted(LOWERING.glob("*.py")):
-        for edge, node in _calls(path, frozenset({"wait", "collective"})).items():
+        for edge, node in _calls(path, WRITES_A_WAIT | {"wait"}).items():
             method = edge.words.rpartition(".")[2]
             for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
                 found[path.name, method, line] = edge
@@ -154,20 +157,22 @@ def _places() -> dict[tuple[str, str, int], Edge]:
 
 @cache
 def of_programs() -> tuple[Edge, ...]:
-    """Waits written anywhere, and collectives, which write a wait of their own stream."""
+    """Waits written anywhere, and calls of what writes one, in whose place those calls stand."""
     every = dict.fromkeys(_places().values())
-    return tuple(edge for edge in every if edge.function != "BlockWriter.collective")
+    inside = {f"BlockWriter.{method}" for method in WRITES_A_WAIT}
+    return tuple(edge for edge in every if edge.function not in inside)
 
 
 def marked(patch: pytest.MonkeyPatch) -> None:
     """Every wait that is lowered from now on says in `op` which edge it is, on which stream."""
     add_wait = BlockWriter.wait
+    callers = {getattr(BlockWriter, method).__code__: method for method in WRITES_A_WAIT}
 
     def wait(writer: BlockWriter, stream: str, event: str) -> None:
         frame, method = sys._getframe(1), "wait"
-        if frame.f_code is BlockWriter.collective.__code__:
+        if frame.f_code in callers:
             assert frame.f_back is not None
-            frame, method = frame.f_back, "collective"
+            frame, method = frame.f_back, callers[frame.f_code]
         edge = _places()[Path(frame.f_code.co_filename).name, method, frame.f_lineno]
         add_wait(writer, stream, event)
         writer.actions[-1] = replace(writer.actions[-1], op=f"{edge} on {stream}")

@@ -8,11 +8,11 @@ the host's order, `record_stream` holding one back until the named stream is pas
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from rematbench.torch import kernels, streams
+from rematbench.torch import host_update, kernels, streams
 
 Clock = dict[str, int]
 
@@ -72,8 +72,10 @@ class Event:
         self.recorded = True
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """The calling thread waits."""
         self.reached = self.recorded
+        if self.recorder is not None:
+            self.recorder.known(self.clock)
 
     def elapsed_time(self, end: "Event") -> float:
         """Milliseconds, as far as a stand-in knows: pieces of work in between.  Torch asks that
@@ -106,6 +108,37 @@ class Work:
         current.clock = joined(current.clock, self.clock)
 
 
+class Thread:
+    """A stand-in for ThreadPoolExecutor(1): a stream of its own on the host.  Work is done where it
+    is submitted, and is ordered behind no more than what it waits for itself and its own past."""
+
+    def __init__(self, recorder: "Recorder", workers: int, *, thread_name_prefix: str) -> None:
+        assert workers == 1
+        self.recorder, self.stream = recorder, Stream(thread_name_prefix + " thread")
+
+    def submit(self, work: Callable[[], None]) -> "Result":
+        """Run the work as this thread's."""
+        recorder, issuing = self.recorder, self.recorder.current
+        self.stream.clock = joined(self.stream.clock, recorder.host)
+        recorder.current = recorder.thread = self.stream
+        try:
+            work()
+        finally:
+            recorder.current, recorder.thread = issuing, None
+        return Result(recorder, dict(self.stream.clock))
+
+
+class Result(NamedTuple):
+    """A stand-in for a thread's Future."""
+
+    recorder: "Recorder"
+    clock: Clock
+
+    def result(self) -> None:
+        """The host waits."""
+        self.recorder.known(self.clock)
+
+
 class Found(Exception):
     """A fault, where nobody asks for a second one."""
 
@@ -118,6 +151,8 @@ class Recorder(TorchDispatchMode):
         self.first = first
         self.current = Stream("default")
         self.streams: list[Stream] = [self.current]
+        self.host: Clock = {}  # what the thread that issues work has waited for
+        self.thread: Stream | None = None  # another thread of the host, while it runs
         self.internal: dict[int, Stream] = {}
         self.used: dict[int, Used] = {}
         self.refs: dict[int, Any] = {}
@@ -226,8 +261,19 @@ class Recorder(TorchDispatchMode):
 
     def stream(self, *_: object) -> Stream:
         made = Stream(f"s{len(self.streams)}")
+        made.clock |= self.host
         self.streams.append(made)
         return made
+
+    def known(self, clock: Clock) -> None:
+        """A thread of the host has waited: what it does next is behind all that the clock knows,
+        and what the issuing thread does next is all that any stream gets from now on."""
+        if self.thread is not None:
+            self.thread.clock = joined(self.thread.clock, clock)
+            return
+        self.host = joined(self.host, clock)
+        for stream in self.streams:
+            stream.clock = joined(stream.clock, clock)
 
     def switch(self, stream: Stream) -> None:
         """torch.cuda.set_stream."""
@@ -262,6 +308,7 @@ class Recorder(TorchDispatchMode):
         )
         patch.setattr(torch.cuda, "Stream", self.stream)
         patch.setattr(streams, "MADE", {})
+        patch.setattr(host_update, "ThreadPoolExecutor", partial(Thread, self))
         patch.setattr(torch.cuda, "set_stream", self.switch)
         patch.setattr(torch.cuda, "Event", partial(Event, self))
         patch.setattr(kernels, "fused", lambda x: False)  # a build without CUDA has none

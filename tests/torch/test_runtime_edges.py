@@ -46,6 +46,13 @@ RUNTIME: dict[str, tuple[str, ...]] = {
         "movers.Movers.to_host: self.streams.wait",
         "movers.Movers.free: self.streams.mark",
     ),
+    "one hosted": (
+        "executor.Executor._record: self.host_updates.attach",
+        "host_update.HostUpdates.start: self.streams.mark",
+        "host_update.HostUpdates.start.run: self.streams.reach",
+        "host_update.Underway.wait: self.future.result",
+        "streams.CudaStreams.reach: mark.event.synchronize",
+    ),
     "on a CPU": (
         "executor.Executor.issue_step: self.messages.flush",
         "messages.Messages.flush: self.posted.pop()[0].wait",
@@ -71,6 +78,7 @@ NO_ORDER = {
         "before the first step: what NCCL does to open a communicator is no part of any step's time"
     ),
     "canary._wait: torch.cuda.synchronize": "its seconds are the host's clock's",
+    "draws.Draws.take: drawn.result": "a weight's values, without which there is no parameter",
     "worker.run: dist.barrier": "between cases, so that each has the whole timeout",
 }
 

@@ -19,6 +19,7 @@ from msgspec import Struct
 from rematbench.program.action import (
     GRADIENTS_DOWN,
     HOST,
+    SHARD_UP,
     STREAM_INDEX,
     STREAMS,
     WEIGHTS_UP,
@@ -228,7 +229,7 @@ class _StateCheck:
             return words or self._kernel(action.kind, unit, micro_batch, clock)
         if action.kind is Kind.OPTIMIZER:
             return self._update(unit, stream, clock)
-        if action.op in ("parameters", WEIGHTS_UP):
+        if action.op in ("parameters", SHARD_UP, WEIGHTS_UP):
             return self._gather(unit, stream, clock, in_place=not action.allocs)
         if action.op in EXCHANGED and action.kind is not Kind.ALLOC:
             units = self._exchanged(action, micro_batch, chunk)
@@ -264,7 +265,8 @@ class _StateCheck:
         return f"adds to gradients of {part} while {late} may still use them" if late else ""
 
     def _gather(self, unit: Unit, stream: int, clock: VectorClock, *, in_place: bool) -> str:
-        """A unit's weights, or those of all the chunk's: into a buffer, or where kernels read."""
+        """A unit's weights, or those of all the chunk's: into a buffer, or where kernels or gathers
+        read."""
         of_chunk = [one for one in self.weights if one[1] == unit[1]]
         for one in [unit] if unit[0] else of_chunk:
             late = self.weights[one].add(stream, clock, write=in_place)
