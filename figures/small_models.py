@@ -33,6 +33,7 @@ def main() -> None:
         waiting.bar(places, 100 * cells.waiting, color=style.ORANGE, width=0.6)
         waiting.set_xticks(places, cells.micro_batch)
         waiting.set_xlabel("micro-batch")
+    axes[0][0].set_ylim(bottom=0)
     axes[0][0].set_ylabel("tokens/s/GPU")
     axes[0][0].legend()
     axes[1][0].set_ylabel("waits for\nthe host (%)")
@@ -44,7 +45,6 @@ def speeds(axis: Axes, cells: pd.DataFrame) -> None:
     places = range(len(cells))
     axis.plot(places, cells.tokens_per_s_per_gpu, "o", color=style.BLACK, label="published")
     axis.plot(places, cells.pred_tokens_per_s_per_gpu, "-s", color=style.BLUE, ms=3, label="ours")
-    axis.set_ylim(bottom=0)
 
 
 if __name__ == "__main__":
