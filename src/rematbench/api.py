@@ -12,12 +12,12 @@ from msgspec import Struct
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
 from rematbench.choose.job import Job
-from rematbench.choose.judged import Order, judge, lines
+from rematbench.choose.judged import Order, judge, lines, run_band
 from rematbench.choose.outcome import Outcome, make_problem, run_method
 from rematbench.packages.flags import Engines
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
-from rematbench.published.bands import leaving_reserve
+from rematbench.published.bands import Band, leaving_reserve
 from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.problemspec import ProblemSpec
@@ -32,6 +32,7 @@ class Run(Struct, frozen=True, kw_only=True):
     ok, oom, unsupported or failed, with its `reason`; numbers are None where there is no plan."""
 
     method: str
+    family: str
     job: Job
     outcome: Outcome
 
@@ -70,6 +71,21 @@ class Run(Struct, frozen=True, kw_only=True):
     def tokens_per_s_per_gpu(self) -> float | None:
         """Tokens a second of each GPU."""
         return self.evaluation.tokens_per_s_per_gpu if self.evaluation else None
+
+    @property
+    def band(self) -> tuple[float, float] | None:
+        """Between which tokens a second of each GPU 80 % of such predictions lie."""
+        speed = self.tokens_per_s_per_gpu
+        return (self._band.low(speed), self._band.high(speed)) if speed else None
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """What of the run lies outside of what was published."""
+        return tuple(self._band.outside.values())
+
+    @property
+    def _band(self) -> Band:
+        return run_band(self.job.problem, self.family, self.outcome.plan, self.job.base)
 
     @property
     def evaluation(self) -> PlanEvaluation | None:
@@ -120,7 +136,7 @@ def simulate(
         found = method if isinstance(method, Composition) else Composition((method,))
         named = found.text
     outcome = run_method(job.problem, found, job.base, checked=checked)
-    return Run(method=named, job=job, outcome=outcome)
+    return Run(method=named, family=found.name, job=job, outcome=outcome)
 
 
 def compare(

@@ -203,6 +203,8 @@ def test_simulate_is_the_command() -> None:
     assert (run.status, run.fits) == ("ok", True)
     assert (run.step_s, run.headroom_bytes) == (told["step_s"], told["headroom_bytes"])
     assert run.tokens_per_s_per_gpu == told["tokens_per_s_per_gpu"]
+    assert run.band == (told["band"]["low"], told["band"]["high"])
+    assert len(run.outside) == len(told["band"]["outside"])
     assert run.command == told["run_with"]
     assert run.outcome.proof is not None
     assert repr(run).startswith("Run(method='memo:alpha=0.3', status='ok', reason='', step_s=")

@@ -7,9 +7,12 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from rematbench.choose.candidates import same_plan
 from rematbench.choose.entry import Comparison, Entry
 from rematbench.choose.job import Job
 from rematbench.packages.flags import Engines
+from rematbench.plan import Plan
+from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 from rematbench.simulate.breakdown import PARTS
@@ -56,6 +59,12 @@ class Order(Struct, frozen=True, kw_only=True):
     def _gpu_hours(self, entry: Entry) -> float | None:
         each = entry.gpu_hours_per_1e9_tokens
         return each * self.tokens / 1e9 if each and self.tokens else None
+
+
+def run_band(problem: Problem, family: str, plan: Plan | None, base: Plan) -> Band:
+    """The band of a run's speed; a plan that does nothing has that of keep_all."""
+    idle = plan is not None and same_plan(plan) == same_plan(base)
+    return band_of(problem, IDENTITY if idle else family)
 
 
 def judge(found: Comparison, problem: Problem) -> list[Judged]:

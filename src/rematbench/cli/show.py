@@ -8,16 +8,15 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
-from rematbench.choose.candidates import same_plan
+from rematbench.choose.judged import run_band
 from rematbench.choose.outcome import Outcome
 from rematbench.cli.options import Request
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
 from rematbench.lowering.lower import lower
-from rematbench.plugins.registry import IDENTITY
 from rematbench.problem import Problem
 from rematbench.program.check import Proof
-from rematbench.published.bands import Band, band_of, fits_word, peak_band
+from rematbench.published.bands import Band, fits_word, peak_band
 from rematbench.simulate.breakdown import host_wait_s
 from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
 from rematbench.simulate.seconds import action_seconds
@@ -294,10 +293,8 @@ def _segments(shown: Shown) -> str:
 
 
 def _band(shown: Shown) -> Band:
-    """The band of a run's speed; a plan that does nothing has that of keep_all."""
-    asked, plan = shown.request, shown.outcome.plan
-    idle = plan is not None and same_plan(plan) == same_plan(asked.base)
-    return band_of(asked.problem, IDENTITY if idle else asked.method.name)
+    asked = shown.request
+    return run_band(asked.problem, asked.method.name, shown.outcome.plan, asked.base)
 
 
 def _trust(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
