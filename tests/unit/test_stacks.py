@@ -57,7 +57,7 @@ def test_bases_do_not_go_round(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["torchtitan", "other"])
 def test_a_copy_has_the_constants_of_its_base_under_any_name(tmp_path: Path, name: str) -> None:
-    found = made(system=stack(tmp_path, "base: torchtitan\n", name))
+    found = made(system=str(stack(tmp_path, "base: torchtitan\n", name)))
     assert found.constants[2] == "torchtitan"
     assert found.cost.stack == calibration().systems["torchtitan"]
 
@@ -67,13 +67,13 @@ def test_a_name_alone_gives_a_users_file_no_constants(tmp_path: Path) -> None:
     copied = tmp_path / "h100-80gb.yaml"
     copied.write_text(text, encoding="utf-8")
     assert load_cluster(copied).constants == ()
-    assert made(cluster=copied).constants[1] == "default"
+    assert made(cluster=str(copied)).constants[1] == "default"
     based = tmp_path / "based.yaml"
     based.write_text(
         "name: slow\nbase: h100-80gb\npeak_flop_per_s: {value: 4e14, source: mine}\n",
         encoding="utf-8",
     )
-    found = made(cluster=based)
+    found = made(cluster=str(based))
     assert found.constants[1] == "h100-80gb"
     assert found.cluster.peak_flop_per_s == 4e14
 
