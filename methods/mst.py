@@ -42,6 +42,7 @@ class Mst(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `optimizer_in_backward`: update each layer as soon as its gradients are there."""
 
     name: ClassVar[str] = "mst"
+    pieces: ClassVar[bool] = True
     grid: ClassVar[tuple[Settings, ...]] = tuple(
         {"mlp_chunks": 1 << power, "head_chunks": 1 << power} for power in range(1, 7)
     )

@@ -45,6 +45,7 @@ class PpOffload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: ClassVar[str] = "pp_offload"
     grid: ClassVar[tuple[Settings, ...]] = tuple({"alpha": a / 4} for a in range(1, 5))
+    share: ClassVar[tuple[str, int]] = ("alpha", 32)
     alpha: Fraction | None = None
     fit: Literal["paper", "ledger"] = "ledger"
     steps: PositiveInt = 1000

@@ -1,0 +1,241 @@
+"""Lower bounds of the step and of the peak bytes of many layouts at once, in closed form.
+
+For each rank of a 1F1B or interleaved pipeline, a step takes no less than what comes before the
+rank's first pass, all of the rank's passes, and what follows its last one (Narayanan et al. 2021,
+arXiv 2104.04473, section 2.2, with stages of different length).  A device holds no less than its
+states and, before a backward, what all passes in flight have kept.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematbench.problem import Problem, head_parameters, state_fates
+from rematbench.search.probe import ChunkCost, Facts, Line
+from rematbench.search.space import Choice
+from rematbench.spec.layout import Layout
+
+Array = NDArray[np.float64]
+
+ROUNDING_BYTES = 1 << 20
+"""A share of bytes is rounded up to so many for each chunk."""
+
+
+class Bounds(NamedTuple):
+    """Seconds of a step, bytes of the fullest device and of the fullest node, for each layout."""
+
+    step_s: Array
+    peak_bytes: Array
+    host_bytes: Array
+
+
+class Chunk(NamedTuple):
+    """A chunk's costs as arrays over layouts and shares."""
+
+    forward_s: Array
+    backward_s: Array
+    host_s: Array
+    copied_s: Array
+    kept_bytes: Array
+    copied_bytes: Array
+    host_bytes: Array
+    pool_bytes: Array
+    high_bytes: Array
+
+
+class Columns:
+    """What bounds need of the layouts of one shard, an array each."""
+
+    def __init__(self, choices: Sequence[Choice], problem: Problem) -> None:
+        self.choices, self.problem = choices, problem
+        self.gpus_per_node = problem.cluster.gpus_per_node
+        layouts = [choice.layout for choice in choices]
+        self.pp = np.array([lay.pp for lay in layouts])
+        self.vpp = np.array([lay.vpp for lay in layouts])
+        self.count = np.array([lay.num_micro_batches for lay in layouts])
+        rows = [_rank_layers(choice) for choice in choices]
+        self.first, self.second, self.last = (np.array([r[i] for r in rows]) for i in range(3))
+        self.inner_work = np.array([r[3] for r in rows])
+        self.inner_before = np.array([r[4] for r in rows])
+        self.inner_rank = np.array([r[5] for r in rows])
+        self.before_last = np.array([r[6] for r in rows])
+        self.opening = np.array([choice.sizes[0] for choice in choices])
+        self.ending = np.array([choice.sizes[-1] for choice in choices])
+        self.inner = np.array([min(c.sizes[1 :: c.layout.pp] or c.sizes) for c in choices])
+        self.fewest = np.array([min(choice.sizes) for choice in choices])
+        self.most = np.array([max(choice.sizes) for choice in choices])
+
+    @cached_property
+    def in_flight(self) -> tuple[NDArray[np.int64], ...]:
+        """Passes of the first, the second and the last rank between forward and backward, at most.
+        """
+        total = self.count * self.vpp
+        plain = self.vpp == 1
+        whole = (self.count == self.pp) & ~plain
+        found = []
+        for after in (self.pp - 1, np.maximum(self.pp - 2, 0), np.zeros_like(self.pp)):
+            warm = np.where(plain, after, (self.vpp - 1) * self.pp + 2 * after)
+            found.append(np.where(whole, total, np.minimum(warm + 1, total)))
+        return tuple(found)
+
+    @cached_property
+    def state_bytes(self) -> tuple[Array, Array, Array]:
+        """States on the devices of the first, the second and the last rank."""
+        problem = self.problem
+        layer = min(table.parameters for table in problem.layer_kinds)
+        head, embedding = head_parameters(problem), problem.embedding.parameters
+        single = self.pp == 1
+        counts = (
+            self.first * layer + embedding + np.where(single, head, 0),
+            self.second * layer,
+            self.last * layer + head + np.where(single, embedding, 0),
+        )
+        system = problem.system
+        sizes = {
+            "parameter": system.param_bytes,
+            "gradient": system.grad_bytes,
+            "optimizer": system.optimizer_bytes,
+        }
+        per = np.array([_shards(c.layout, problem) for c in self.choices])
+        return tuple(
+            sum(-(-count // per[:, i]) * nbytes for i, nbytes in enumerate(sizes.values()))
+            for count in counts
+        )  # type: ignore[return-value]  # three of them
+
+
+def _shards(layout: Layout, problem: Problem) -> list[int]:
+    """Ranks over which each kind of state is spread; so many that nothing is left where it is not
+    on the device."""
+    fates = state_fates(layout, problem.system)
+    return [fate.shards if fate.home == "device" else 1 << 60 for fate in fates]
+
+
+def _rank_layers(choice: Choice) -> tuple[int, ...]:
+    """Layers of the first, second and last rank; of the inner rank that a step cannot be shorter
+    than: its layers, the layers before it, its place; layers before the last rank."""
+    lay, sizes = choice.layout, choice.sizes
+    ranks = [sum(sizes[rank :: lay.pp]) for rank in range(lay.pp)]
+    before = [sum(sizes[:rank]) for rank in range(lay.pp)]
+    inner = range(1, lay.pp - 1)
+    busiest = max(inner, key=lambda r: lay.num_micro_batches * ranks[r] + before[r], default=0)
+    second = ranks[1] if lay.pp > 1 else ranks[0]
+    return (ranks[0], second, ranks[-1], ranks[busiest], before[busiest], busiest, before[-1])
+
+
+def chunk(line: Line, layers: Array | NDArray[np.int64], count: Any = 1) -> Chunk:
+    """The costs of `count` chunks that have so many layers together."""
+    more = layers - count * line.layers
+    base, slope = line.base, line.slope
+
+    def at(value: float, step: float) -> Array:
+        return np.asarray(count * value + more * step, dtype=float)
+
+    return Chunk(
+        forward_s=at(base.forward.compute_s, slope.forward.compute_s),
+        backward_s=at(base.backward.compute_s, slope.backward.compute_s),
+        host_s=at(
+            base.forward.host_s + base.backward.host_s, slope.forward.host_s + slope.backward.host_s
+        ),
+        copied_s=at(base.copied_s, slope.copied_s),
+        kept_bytes=at(base.kept_bytes, slope.kept_bytes),
+        copied_bytes=at(base.released_bytes, slope.released_bytes),
+        host_bytes=at(base.host_bytes, slope.host_bytes),
+        pool_bytes=at(base.pool_bytes, slope.pool_bytes),
+        high_bytes=np.full(np.shape(layers), float(base.backward.high_bytes)),
+    )
+
+
+def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
+    """Seconds: the longest of the first rank's, an inner one's and the last one's."""
+    c, m, v = columns, columns.count, columns.vpp
+    first, middle, last = facts
+    opening = chunk(first, c.opening)
+    ending = chunk(last, c.ending)
+    several = c.pp > 1
+    rest_first = chunk(middle, c.first - c.opening, v - 1)
+    rest_last = chunk(middle, c.last - c.ending, v - 1)
+    inner = chunk(middle, c.inner_work, v)
+
+    def work(*chunks: Chunk) -> Array:
+        passes = sum(x.forward_s + x.backward_s for x in chunks)
+        return m * np.maximum(passes, sum(x.host_s for x in chunks))
+
+    def around(layers: Any, ranks: Any) -> Array:
+        """Before the first pass and after the last one: the chunks of the ranks before."""
+        between = chunk(middle, layers - c.opening, np.maximum(ranks - 1, 0))
+        passes = opening.forward_s + opening.backward_s + between.forward_s + between.backward_s
+        return np.where(ranks > 0, passes + 2 * ranks * send_s, 0.0)
+
+    at_first = work(opening, rest_first)
+    at_inner = work(inner) + around(c.inner_before, c.inner_rank)
+    at_last = work(ending, rest_last) + around(c.before_last, c.pp - 1)
+    copies = m * np.maximum(opening.copied_s + rest_first.copied_s, 0.0)
+    found = np.maximum(at_first, copies)
+    found = np.where(c.pp > 2, np.maximum(found, at_inner), found)
+    return np.where(several, np.maximum(found, at_last), at_first)
+
+
+def peak_bound(columns: Columns, facts: Facts) -> Array:
+    """Bytes: the largest of the first, the second and the last rank's at a backward with most in
+    flight."""
+    c = columns
+    flights, states = c.in_flight, c.state_bytes
+    first, middle, last = facts
+    opening, inner, ending = chunk(first, c.opening), chunk(middle, c.inner), chunk(last, c.ending)
+    least = np.maximum(chunk(middle, c.fewest).kept_bytes, 0.0)
+    at_first = (
+        states[0]
+        + np.maximum(0.0, opening.pool_bytes)
+        + flights[0] * np.where(c.vpp > 1, np.minimum(least, opening.kept_bytes), opening.kept_bytes)
+        + opening.copied_bytes
+        + np.minimum(opening.high_bytes, inner.high_bytes)
+    )
+    at_second = (
+        states[1]
+        + np.maximum(0.0, inner.pool_bytes)
+        + flights[1] * inner.kept_bytes
+        + inner.copied_bytes
+        + inner.high_bytes
+    )
+    at_last = (
+        states[2]
+        + (flights[2] - 1) * np.minimum(least, ending.kept_bytes)
+        + np.maximum(ending.kept_bytes, 0.0)
+        + ending.high_bytes
+    )
+    ends = np.maximum(at_first, at_last)
+    return np.where(c.pp > 2, np.maximum(ends, at_second), ends)
+
+
+def host_bound(columns: Columns, facts: Facts) -> Array:
+    """Bytes that the first stage's ranks of one node pin for passes in flight."""
+    c = columns
+    ranks = np.array([min(c.gpus_per_node, x.layout.tp * x.layout.cp * x.layout.dp) for x in c.choices])
+    opening = np.minimum(chunk(facts.first, c.opening).host_bytes, chunk(facts.middle, c.fewest).host_bytes)
+    return ranks * c.in_flight[0] * np.maximum(opening, 0.0)
+
+
+def mixed(at_zero: Facts, at_one: Facts, share: float) -> Facts:
+    """Facts between two ends, all of them lines in the share; the lower of two highest points."""
+    return Facts(
+        *(
+            Line(a.layers, _mix(a.base, b.base, share), _mix(a.slope, b.slope, share))
+            for a, b in zip(at_zero, at_one, strict=True)
+        )
+    )
+
+
+def _mix(a: ChunkCost, b: ChunkCost, share: float) -> ChunkCost:
+    def numbers(x: Any, y: Any) -> Any:
+        return x + (y - x) * share
+
+    forward, backward = (
+        type(x)(*map(numbers, x[:4], y[:4]), min(x.high_bytes, y.high_bytes))
+        for x, y in ((a.forward, b.forward), (a.backward, b.backward))
+    )
+    return ChunkCost(forward, backward, *map(numbers, a[2:], b[2:]))
+
+

@@ -1,0 +1,177 @@
+"""One shard of a layer: all layouts that cut tensors and micro-batches alike, and their bounds."""
+
+from collections.abc import Sequence
+from dataclasses import replace as replaced
+from functools import cached_property
+from math import fsum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rematbench.operators.ops import OpTable
+from rematbench.plugins.registry import MethodError, Registry
+from rematbench.problem import Problem
+from rematbench.search.arms import Arm
+from rematbench.search.bounds import ROUNDING_BYTES, Array, Bounds, Columns, host_bound, mixed, peak_bound, step_bound
+from rematbench.search.probe import ChunkCost, Facts, Line, PassCost, Probe, Prober, Refused
+from rematbench.search.space import Choice
+from rematbench.spec.layout import Layout
+
+Key = tuple[int, bool, int, int, int, bool, tuple[int, int]]
+
+
+def key(choice: Choice) -> Key:
+    """What layouts of one shard share; layouts of one rank whose parameters are gathered layer by
+    layer (ZeRO 2 and 3) are a shard each."""
+    lay = choice.layout
+    zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 else (0, 0)
+    return (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.pp == 1, zero)
+
+
+class Shard:
+    """Layouts of one key.  `problem` is one of them."""
+
+    def __init__(self, choices: Sequence[Choice], problem: Problem, registry: Registry) -> None:
+        self.problem, self.registry = problem, registry
+        self.choices = choices
+        self.columns = Columns(choices, problem)
+        self._prober = Prober(problem)
+        self._probes: dict[str, Probe | Refused] = {}
+        self._bounds: dict[tuple[Arm, int, int], Bounds | Refused] = {}
+
+    @cached_property
+    def send_s(self) -> Array:
+        """Seconds of a message between neighbours, on the fastest link that any layout has."""
+        cost, lay = self.problem.cost, self.problem.layout
+        nbytes = self.problem.layer_kinds[0].activations["layer_input"].nbytes
+        nbytes = nbytes if lay.sp or lay.tp == 1 else nbytes // lay.tp
+        rate = max(cost.nvlink_bytes_per_s, cost.nic_bytes_per_s)
+        seconds = nbytes / rate * self.problem.system.scales.communication
+        return np.full(len(self.choices), seconds)
+
+    @cached_property
+    def usable_bytes(self) -> int:
+        """Device bytes that some layout may reserve, at most: without communicators."""
+        single = replaced(self.problem, layout=Layout(), _memo={}, _weights={})
+        return single.usable_bytes - self.problem.reserve_bytes
+
+    @cached_property
+    def kernels_s(self) -> Array:
+        """A first bound of keeping everything: kernels alone, from the operator tables."""
+        kinds = [_line(self.problem, table) for table in self.problem.layer_kinds]
+        layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
+        line = Line(0, _nothing(), layer)
+        return step_bound(self.columns, Facts(line, line, line), 0 * self.send_s)
+
+    def probe(self, arm: Arm, pieces: int = 1) -> Probe | Refused:
+        """An arm's facts; of an arm with a line, at the line's end."""
+        line = arm.line.scalar if arm.line else None
+        text = arm.text(line.steps or 1 << 20 if line else 0, pieces)
+        if text not in self._probes:
+            try:
+                self._probes[text] = self._prober(self.registry.resolve(text, None, self.problem))
+            except MethodError as error:
+                self._probes[text] = Refused(str(error))
+        return self._probes[text]
+
+    def steps(self, arm: Arm) -> int:
+        """Values of an arm's line from 1 on; 1 where it has none."""
+        if arm.line is None or arm.line.scalar is None:
+            return 1
+        return arm.line.scalar.steps or int(self.columns.most.max())
+
+    def bounds(self, arm: Arm, step: int = 1, pieces: int = 1) -> Bounds | Refused:
+        """Bounds of all layouts under an arm, at a step of its line and of its pieces."""
+        key = (arm, step, pieces)
+        if key not in self._bounds:
+            self._bounds[key] = self._bound(arm, step, pieces)
+        return self._bounds[key]
+
+    def _bound(self, arm: Arm, step: int, pieces: int) -> Bounds | Refused:
+        ends = self._ends(arm, pieces)
+        if isinstance(ends, Refused):
+            return ends
+        zero, one = ends
+        low, high = self._shares(arm, step)
+        rounding = 2 * ROUNDING_BYTES * self.columns.in_flight[0] if arm.line else 0
+        lean = one if arm.line is None else mixed(zero, one, high)
+        quick = one if arm.line is None else mixed(zero, one, low)
+        return Bounds(
+            step_bound(self.columns, quick, self.send_s),
+            peak_bound(self.columns, lean) - rounding,
+            host_bound(self.columns, quick) - rounding * self.columns.gpus_per_node,
+        )
+
+    def _ends(self, arm: Arm, pieces: int) -> tuple[Facts, Facts] | Refused:
+        """The facts at both ends of an arm's line; twice the same where it has none."""
+        one = self.probe(arm, pieces)
+        zero = one if arm.line is None else self.probe(arm.without(arm.line), pieces)
+        if isinstance(one, Refused):
+            return one
+        return zero if isinstance(zero, Refused) else (zero.facts, one.facts)
+
+    def _shares(self, arm: Arm, step: int) -> tuple[Array, Array]:
+        """Of the longest and of the shortest chunk, as an array over layouts."""
+        scalar = arm.line.scalar if arm.line else None
+        if scalar is None or scalar.scale == "share":
+            share = np.full(len(self.choices), step / scalar.steps if scalar else 1.0)
+            return share, share
+        return np.minimum(1.0, step / self.columns.most), np.minimum(1.0, step / self.columns.fewest)
+
+    def facts(self, arm: Arm, step: int, pieces: int, index: int) -> Facts:
+        """The facts of one layout, for its time."""
+        ends = self._ends(arm, pieces)
+        assert not isinstance(ends, Refused)
+        return mixed(*ends, float(self._shares(arm, step)[0][index]))
+
+    def holds_states(self) -> NDArray[np.bool_]:
+        """Layouts whose states alone fit the device."""
+        return np.maximum.reduce(self.columns.state_bytes) <= self.usable_bytes  # type: ignore[no-any-return]
+
+    def kept_bytes(self, arm: Arm) -> Array:
+        """Bytes of an arm at its line's end without what a pass needs above its entry: what pieces
+        cannot bring down."""
+        found = self.probe(arm)
+        if isinstance(found, Refused):
+            return np.zeros(len(self.choices))
+        return peak_bound(self.columns, Facts(*(_scaled(line, 1.0) for line in found.facts)))
+
+    def floor_bytes(self, lean: Sequence[Facts]) -> Array:
+        """Bytes of the leanest plans, measured at micro-batch 1: bytes are rows."""
+        count = self.problem.layout.micro_batch * ROWS
+        found = [peak_bound(self.columns, Facts(*(_scaled(x, count) for x in f))) for f in lean]
+        return np.minimum.reduce(found)  # type: ignore[no-any-return]
+
+
+ROWS = 0.998
+"""Of bytes at micro-batch b, what b times those at micro-batch 1 is at least: rows are rounded."""
+
+
+def _scaled(line: Line, count: float) -> Line:
+    """A line's bytes times `count`, without those above a pass's entry."""
+
+    def chunk(cost: ChunkCost) -> ChunkCost:
+        passes = (p._replace(net_bytes=p.net_bytes * count, high_bytes=0) for p in cost[:2])
+        return ChunkCost(*passes, cost[2] * count, cost[3], cost[4], cost[5] * count)
+
+    return Line(line.layers, chunk(line.base), chunk(line.slope))
+
+
+def _line(problem: Problem, table: OpTable) -> ChunkCost:
+    cost = problem.cost
+    forward = fsum(cost.op_s(op, "forward") for op in table.ops)
+    backward = fsum(
+        cost.op_s(op, "backward_input") + cost.op_s(op, "backward_weight") for op in table.ops
+    )
+    return _cost(forward, backward)
+
+
+def _nothing() -> ChunkCost:
+    return _cost(0.0, 0.0)
+
+
+def _cost(forward_s: float, backward_s: float) -> ChunkCost:
+    passes = (PassCost(seconds, 0.0, 0.0, 0, 0) for seconds in (forward_s, backward_s))
+    return ChunkCost(*passes, 0, 0.0, 0, 0)
+
+

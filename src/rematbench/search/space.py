@@ -1,0 +1,161 @@
+"""The space of a search: every layout that the stack can run, refusals counted by their rule."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.plan import Plan
+from rematbench.problem import even_partition
+from rematbench.spec.layout import Layout, LayoutError, ZeroStage, check_layout
+from rematbench.spec.problemspec import ProblemSpec, degrees
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.system import System
+from rematbench.workload import Workload
+
+MOST_MICRO_BATCH = 64
+"""Sequences of a pass: beyond, no kernel becomes faster."""
+
+
+class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Degrees that a person has decided; None: searched."""
+
+    tp: int | None = None
+    cp: int | None = None
+    ulysses: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    micro_batch: int | None = None
+    zero_stage: ZeroStage | None = None
+
+
+class Choice(Struct, frozen=True):
+    """A layout with the layers of its chunks, in pipeline order."""
+
+    layout: Layout
+    sizes: tuple[int, ...]
+    even: bool = True
+
+    def base(self, plan: Plan) -> Plan:
+        """The plan that methods begin with."""
+        return plan if self.even else replace(plan, partition=_partition(self.sizes, self.layout))
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The option that means an uneven partition."""
+        return () if self.even else ("--partition", ",".join(map(str, self.sizes)))
+
+
+def _partition(sizes: tuple[int, ...], lay: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    chunks = [tuple(range(a, a + n)) for a, n in zip(starts, sizes, strict=True)]
+    return tuple(
+        tuple(chunks[chunk * lay.pp + rank] for chunk in range(lay.vpp)) for rank in range(lay.pp)
+    )
+
+
+class Space(Struct, frozen=True):
+    """The layouts of a job, and how many fell to which rule of layouts."""
+
+    choices: tuple[Choice, ...]
+    refused: dict[str, int]
+
+
+def space(spec: ProblemSpec, fixed: Fixed, work: Workload, cluster: Cluster, system: System) -> Space:
+    """All layouts of `spec`'s GPUs and batch that agree with what is `fixed`."""
+    refused: Counter[str] = Counter()
+    choices: list[Choice] = []
+    for layout in layouts(spec, fixed, work, system):
+        try:
+            check_layout(layout, work, cluster, system)
+        except LayoutError as error:
+            refused[re.sub(r"\d+", "N", str(error))] += 1
+            continue
+        choices += partitions(layout, work.model.num_layers)
+    return Space(tuple(choices), dict(refused))
+
+
+def layouts(spec: ProblemSpec, fixed: Fixed, work: Workload, system: System) -> Iterator[Layout]:
+    """Products of degrees that use all GPUs, before the rules of layouts."""
+    asked = spec.gpus
+    spreads = product(
+        _degrees(fixed.tp, asked, work.model.num_heads),
+        _degrees(fixed.cp, asked, asked if _rings(system) else 1),
+        _degrees(fixed.pp, asked, work.model.num_layers),
+    )
+    for tp, cp, pp in spreads:
+        dp, rest = divmod(asked, tp * cp * pp)
+        if rest or dp == 0:
+            continue
+        for ulysses in _degrees(fixed.ulysses, dp, dp if "ulysses" in system.features else 1):
+            replicas = dp // ulysses
+            if spec.global_batch % replicas:
+                continue
+            for micro_batch, vpp, zero in product(
+                _micro_batches(fixed.micro_batch, spec.global_batch // replicas),
+                _chunks(fixed.vpp, pp, work.model.num_layers),
+                _stages(fixed.zero_stage, pp, dp * cp),
+            ):
+                yield Layout(
+                    tp=tp, sp=tp > 1, cp=cp, pp=pp, vpp=vpp, dp=dp, zero_stage=zero,
+                    ulysses=ulysses, micro_batch=micro_batch, global_batch=spec.global_batch,
+                )  # fmt: skip
+
+
+def _rings(system: System) -> bool:
+    return system.cp_kind in ("allgather", "ring")
+
+
+def _degrees(fixed: int | None, total: int, most: int) -> list[int]:
+    if fixed is not None:
+        return [fixed]
+    return [n for n in range(1, min(total, most) + 1) if total % n == 0]
+
+
+def _micro_batches(fixed: int | None, sequences: int) -> list[int]:
+    if fixed is not None:
+        return [fixed]
+    return [n for n in _degrees(None, sequences, MOST_MICRO_BATCH) if n & (n - 1) == 0]
+
+
+def _chunks(fixed: int | None, pp: int, layers: int) -> list[int]:
+    """Chunks of a rank: one, and each number that gives all chunks as many layers."""
+    if fixed is not None:
+        return [fixed]
+    if pp == 1:
+        return [1]
+    return [1, *(v for v in range(2, layers // pp + 1) if layers % (pp * v) == 0)]
+
+
+def _stages(fixed: ZeroStage | None, pp: int, shards: int) -> list[ZeroStage]:
+    """Stages that are modelled; without peers all are the same."""
+    if fixed is not None:
+        return [fixed]
+    if shards == 1:
+        return [1]
+    return [0, 1] if pp > 1 else [0, 1, 2, 3]
+
+
+def partitions(layout: Layout, layers: int) -> Iterator[Choice]:
+    """The even partition, and those with a layer less or more on the first and the last rank."""
+    even = even_partition(layers, layout)
+    sizes = [len(even[i % layout.pp][i // layout.pp]) for i in range(layout.num_chunks)]
+    yield Choice(layout, tuple(sizes))
+    if layout.pp < 3 or layout.vpp > 1:
+        return
+    for first, last in product((-1, 0, 1), repeat=2):
+        moved = list(sizes)
+        moved[0] += first
+        moved[-1] += last
+        middle = layers - moved[0] - moved[-1]
+        each, extra = divmod(middle, layout.pp - 2)
+        inner = [each + (i < extra) for i in range(layout.pp - 2)]
+        found = (moved[0], *inner, moved[-1])
+        if min(found) > 0 and found != tuple(sizes):
+            yield Choice(layout, found, even=False)
+
+
+__all__ = ["Choice", "Fixed", "Space", "degrees", "layouts", "partitions", "space"]
