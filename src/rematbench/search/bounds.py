@@ -38,12 +38,13 @@ class Chunk(NamedTuple):
     forward_s: Array
     backward_s: Array
     host_s: Array
-    copied_s: Array
+    out_s: Array
     kept_bytes: Array
     copied_bytes: Array
     host_bytes: Array
     pool_bytes: Array
     high_bytes: Array
+    forward_high_bytes: Array
 
 
 class Columns:
@@ -139,13 +140,19 @@ def chunk(line: Line, layers: Array | NDArray[np.int64], count: Any = 1) -> Chun
         host_s=at(
             base.forward.host_s + base.backward.host_s, slope.forward.host_s + slope.backward.host_s
         ),
-        copied_s=at(base.copied_s, slope.copied_s),
+        out_s=at(base.out_s, slope.out_s),
         kept_bytes=at(base.kept_bytes, slope.kept_bytes),
         copied_bytes=at(base.released_bytes, slope.released_bytes),
         host_bytes=at(base.host_bytes, slope.host_bytes),
         pool_bytes=at(base.pool_bytes, slope.pool_bytes),
-        high_bytes=np.full(np.shape(layers), float(base.backward.high_bytes)),
+        high_bytes=np.where(more < 0, 0.0, base.backward.high_bytes),
+        forward_high_bytes=np.where(more < 0, 0.0, at(base.forward.high_bytes, _growth(slope))),
     )
+
+
+def _growth(slope: ChunkCost) -> Any:
+    """What a layer more adds to a forward's highest point: what it leaves, if that is above it."""
+    return np.maximum(0.0, np.minimum(slope.forward.net_bytes, slope.forward.high_bytes))
 
 
 def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
@@ -172,7 +179,7 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
     at_first = work(opening, rest_first)
     at_inner = work(inner) + around(c.inner_before, c.inner_rank)
     at_last = work(ending, rest_last) + around(c.before_last, c.pp - 1)
-    copies = m * np.maximum(opening.copied_s + rest_first.copied_s, 0.0)
+    copies = m * np.maximum(opening.out_s + rest_first.out_s, 0.0)
     found = np.maximum(at_first, copies)
     found = np.where(c.pp > 2, np.maximum(found, at_inner), found)
     return np.where(several, np.maximum(found, at_last), at_first)
@@ -186,28 +193,19 @@ def peak_bound(columns: Columns, facts: Facts) -> Array:
     first, middle, last = facts
     opening, inner, ending = chunk(first, c.opening), chunk(middle, c.inner), chunk(last, c.ending)
     least = np.maximum(chunk(middle, c.fewest).kept_bytes, 0.0)
-    at_first = (
-        states[0]
-        + np.maximum(0.0, opening.pool_bytes)
-        + flights[0] * np.where(c.vpp > 1, np.minimum(least, opening.kept_bytes), opening.kept_bytes)
-        + opening.copied_bytes
-        + np.minimum(opening.high_bytes, inner.high_bytes)
-    )
-    at_second = (
-        states[1]
-        + np.maximum(0.0, inner.pool_bytes)
-        + flights[1] * inner.kept_bytes
-        + inner.copied_bytes
-        + inner.high_bytes
-    )
-    at_last = (
-        states[2]
-        + (flights[2] - 1) * np.minimum(least, ending.kept_bytes)
-        + np.maximum(ending.kept_bytes, 0.0)
-        + ending.high_bytes
-    )
-    ends = np.maximum(at_first, at_last)
-    return np.where(c.pp > 2, np.maximum(ends, at_second), ends)
+    whole = (c.vpp > 1) & (c.count == c.pp)  # the last rank's chunks wait for each other
+    final = np.where(whole, np.minimum(least, ending.kept_bytes), ending.kept_bytes)
+    lower = np.where(c.vpp > 1, np.minimum(least, opening.kept_bytes), opening.kept_bytes)
+
+    def peak(rank: int, chunk: Chunk, others: Array, own: Array) -> Array:
+        """States, what the other passes keep, and the pass's own at its highest."""
+        copied = np.where(c.count > c.pp, chunk.copied_bytes, 0.0)
+        pools = np.where(c.count > 1, np.maximum(0.0, chunk.pool_bytes), 0.0)
+        passing = np.maximum(own + copied + chunk.high_bytes, chunk.forward_high_bytes)
+        return states[rank] + pools + (flights[rank] - 1) * np.maximum(others, 0.0) + passing
+
+    ends = np.maximum(peak(0, opening, lower, lower), peak(2, ending, np.minimum(least, final), final))
+    return np.where(c.pp > 2, np.maximum(ends, peak(1, inner, inner.kept_bytes, inner.kept_bytes)), ends)
 
 
 def host_bound(columns: Columns, facts: Facts) -> Array:
@@ -233,7 +231,7 @@ def _mix(a: ChunkCost, b: ChunkCost, share: float) -> ChunkCost:
         return x + (y - x) * share
 
     forward, backward = (
-        type(x)(*map(numbers, x[:4], y[:4]), min(x.high_bytes, y.high_bytes))
+        type(x)(*map(numbers, x[:6], y[:6]), min(x.high_bytes, y.high_bytes))
         for x, y in ((a.forward, b.forward), (a.backward, b.backward))
     )
     return ChunkCost(forward, backward, *map(numbers, a[2:], b[2:]))

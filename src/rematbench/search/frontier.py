@@ -192,8 +192,10 @@ class Search:
             place.problem = replaced(spec, layout=place.choice.layout, _memo={}, _weights={})
         if place.frame is None:
             place.frame = frame(place.problem, place.choice.base(place.problem.base_plan))
-        facts = place.shard.facts(item.arm, item.step, item.pieces, place.index)
-        tight = tightened(place.frame, facts, place.choice.sizes, place.choice.layout.pp)
+        facts, moves = place.shard.facts(item.arm, item.step, item.pieces, place.index)
+        cost = place.problem.cost
+        rate = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
+        tight = tightened(place.frame, facts, moves, place.choice.sizes, rate)
         self._push(
             max(bound_s, tight), Item(TIGHT, place, None, item.arm, item.step, item.pieces)
         )

@@ -10,7 +10,7 @@ of data parallelism and number of micro-batches: streams beside compute are left
 their link to themselves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace as replaced
 from math import fsum
 from typing import NamedTuple
@@ -20,13 +20,14 @@ from msgspec.structs import replace
 from rematbench.choose.candidates import Kind as Change
 from rematbench.choose.candidates import changed_kinds
 from rematbench.lowering.lower import lower
-from rematbench.plan import Plan, PlanError, Unsupported
+from rematbench.plan import Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
 from rematbench.program.ledger import Profile, pool_bytes, program_profiles
-from rematbench.program.program import Program
-from rematbench.simulate.max_plus import COMPUTE, HOST, Macro, macro_of
+from rematbench.program.program import Block, Program
+from rematbench.simulate.contention import KERNELS
+from rematbench.simulate.max_plus import COMPUTE, HOST, macro_of
 from rematbench.simulate.seconds import ActionCosts
 from rematbench.simulate.step import compile_block
 from rematbench.spec.layout import Layout, LayoutError
@@ -38,14 +39,20 @@ MICRO_BATCHES = 5
 """Enough for passes of the steady state on every rank."""
 
 
+RHYTHM = 5
+"""Layers after which copies by layer repeat."""
+
+
 class PassCost(NamedTuple):
-    """One pass of a chunk: seconds that compute takes from when it is free, and from when the host
-    begins to issue; seconds of the host; device bytes that it leaves, and its highest above
-    entry."""
+    """One pass of a chunk: seconds that compute takes from when it is free, from when the host
+    begins to issue, and from when its copies are back; seconds of the host, and of kernels alone;
+    device bytes that it leaves, and its highest above entry."""
 
     compute_s: float
     issued_s: float
+    landed_s: float
     host_s: float
+    kernel_s: float
     net_bytes: int
     high_bytes: int
 
@@ -56,19 +63,23 @@ class PassCost(NamedTuple):
 
 class ChunkCost(NamedTuple):
     """A chunk's two passes, what a copied chunk's release frees after the forward, seconds of its
-    copies to the host and the bytes there, and bytes of its rank's staging pools."""
+    whole copies to the host and back, bytes of all copies, what messages add between forward and
+    backward, bytes that it has on the host, and bytes of its rank's staging pools."""
 
     forward: PassCost
     backward: PassCost
     released_bytes: int
-    copied_s: float
+    out_s: float
+    back_s: float
+    moved_bytes: int
+    boundary_bytes: int
     host_bytes: int
     pool_bytes: int
 
     @property
     def kept_bytes(self) -> int:
         """Device bytes between forward and backward."""
-        return self.forward.net_bytes - self.released_bytes
+        return self.forward.net_bytes + self.boundary_bytes - self.released_bytes
 
 
 class Line(NamedTuple):
@@ -89,10 +100,11 @@ class Facts(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """A method's lines, and the kinds of things that its plan changes."""
+    """A method's lines, the kinds of things that its plan changes, and when it moves tensors."""
 
     facts: Facts
     kinds: frozenset[Change]
+    transfers: Transfers
 
 
 class Refused(NamedTuple):
@@ -133,43 +145,59 @@ class Prober:
         self.smalls: dict[tuple[int, ...], Small] = {}
 
     def __call__(self, method: Composition) -> Probe | Refused:
-        """A method's lines."""
-        made: list[Measured | Refused] = []
-        for least in (1, 3):  # some methods leave the model's last layers alone
-            sizes = [(least,), (least + 1,)] if self.single else [(least, least, least + 1, least)]
-            made = [_measured(self._small(each), method) for each in sizes]
-            found = [one for one in made if isinstance(one, Measured)]
-            if len(found) == len(sizes):
-                return self._lines(least, found)
-        return next(one for one in made if isinstance(one, Refused))
+        """A method's lines.  Some methods leave the model's last layers alone, and copies by layer
+        come to their rhythm after a few."""
+        found: Probe | Refused = Refused("")
+        for least in (3, 5) if self.problem.layout.zero_stage > 1 else (1, 3, 5):
+            found = self._one_rank(method, least) if self.single else self._pipeline(method, least)
+            if isinstance(found, Probe) and (least == RHYTHM or not copies_by_layer(found.facts)):
+                break
+        return found
 
-    def _small(self, sizes: tuple[int, ...]) -> "Small":
+    def _one_rank(self, method: Composition, least: int) -> Probe | Refused:
+        made, more = (self._measured(method, (layers,)) for layers in (least, least + 1))
+        if isinstance(made, Refused) or isinstance(more, Refused):
+            return made if isinstance(made, Refused) else Refused(str(more))
+        line = Line(least, made.chunks[0], _minus(more.chunks[0], made.chunks[0]))
+        return Probe(Facts(line, line, line), made.kinds, made.transfers)
+
+    def _pipeline(self, method: Composition, least: int) -> Probe | Refused:
+        made = self._measured(method, (least, least, least + 1, least))
+        if isinstance(made, Refused):
+            return made
+        first, middle, deeper, last = made.chunks
+        slope = ending = _minus(deeper, middle)
+        if last.out_s == 0.0 < middle.out_s:  # a method that copies no chunk of the last rank
+            more = self._measured(method, (least, least, least, least + 1))
+            if isinstance(more, Refused):
+                return more
+            ending = _minus(more.chunks[-1], last)
+        lines = (Line(least, chunk, slope) for chunk in (first, middle))
+        facts = Facts(*lines, Line(least, last, ending))
+        return Probe(facts, made.kinds, made.transfers)
+
+    def _measured(self, method: Composition, sizes: tuple[int, ...]) -> "Measured | Refused":
         if sizes not in self.smalls:
             self.smalls[sizes] = _small(self.problem, sizes)
-        return self.smalls[sizes]
-
-    def _lines(self, least: int, found: list["Measured"]) -> Probe:
-        kinds = found[0].kinds
-        if self.single:
-            (base,), (deeper,) = (one.chunks for one in found)
-            line = Line(least, base, _minus(deeper, base))
-            return Probe(Facts(line, line, line), kinds)
-        first, middle, deeper, last = found[0].chunks
-        slope = _minus(deeper, middle)
-        return Probe(Facts(*(Line(least, one, slope) for one in (first, middle, last))), kinds)
+        return _measured(self.smalls[sizes], method)
 
 
 def _minus(more: ChunkCost, less: ChunkCost) -> ChunkCost:
-    """What a layer adds; a highest point is not extrapolated."""
+    """What a layer adds."""
 
     def passes(a: PassCost, b: PassCost) -> PassCost:
-        lines = (x - y for x, y in zip(a[:4], b[:4], strict=True))
-        return PassCost(*lines, 0)  # type: ignore[arg-type]  # four differences of a pass
+        return PassCost(*(x - y for x, y in zip(a, b, strict=True)))
 
     rest = (x - y for x, y in zip(more[2:], less[2:], strict=True))
     return ChunkCost(
         passes(more.forward, less.forward), passes(more.backward, less.backward), *rest
     )  # type: ignore[arg-type]  # differences of the other fields
+
+
+def copies_by_layer(facts: Facts) -> bool:
+    """Whether a plan copies inside of its passes."""
+    middle = facts.middle.base
+    return middle.moved_bytes > 0 and middle.out_s == 0.0
 
 
 class Small(NamedTuple):
@@ -182,12 +210,14 @@ class Small(NamedTuple):
 def _small(problem: Problem, sizes: tuple[int, ...]) -> Small:
     """The problem with so many layers on its ranks and nothing between copies of the model."""
     model = problem.workload.model
-    windows = model.attention_window[: sum(sizes)]
+    windows = sorted(set(model.attention_window), key=lambda window: window or problem.workload.seq_len)
     work = replace(
         problem.workload,
-        model=replace(model, num_layers=sum(sizes), attention_window=windows),
+        model=replace(model, num_layers=sum(sizes), attention_window=tuple(windows[:1]) * sum(sizes)),
     )
-    system = replace(problem.system, reduce_overlap=False, gather_overlap=False)
+    system = replace(
+        problem.system, reduce_overlap=False, gather_overlap=False, p2p_synchronous=False
+    )
     small = replaced(
         problem,
         workload=work,
@@ -202,10 +232,11 @@ def _small(problem: Problem, sizes: tuple[int, ...]) -> Small:
 
 
 class Measured(NamedTuple):
-    """The chunk of every rank, and the kinds of things that the plan changes."""
+    """The chunk of every rank, and what a probe says of the plan."""
 
     chunks: list[ChunkCost]
     kinds: frozenset[Change]
+    transfers: Transfers
 
 
 def _measured(small: Small, method: Composition) -> Measured | Refused:
@@ -219,7 +250,7 @@ def _measured(small: Small, method: Composition) -> Measured | Refused:
         return Refused(str(error))
     costs, profiles = ActionCosts(small.problem), program_profiles(program)
     chunks = [_chunk(program, rank, costs, profiles[rank]) for rank in range(program.pp)]
-    return Measured(chunks, changed_kinds(small.base, plan))
+    return Measured(chunks, changed_kinds(small.base, plan), plan.transfers)
 
 
 def _chunk(
@@ -227,30 +258,47 @@ def _chunk(
 ) -> ChunkCost:
     blocks = program.ranks[rank].blocks
     named = [(block.label, block, profile) for block, profile in zip(blocks, profiles, strict=True)]
-    copied = [
-        fsum(costs(action, rank) for action in block.actions if action.kind is Kind.D2H)
-        for label, block, _ in named
-        if label == "D2H"
-    ]
-    freed = [profile.device_net for label, _, profile in named if label == "free_d2h"]
-    inside = (profile.host_net for label, _, profile in named if label == "F")
-    beside = (profile.host_net for label, _, profile in named if label == "D2H")
 
     def passes(wanted: str) -> PassCost:
         return _least(
-            pass_cost(macro_of(compile_block(block, rank, costs)), profile)
+            pass_cost(block, rank, costs, profile)
             for label, block, profile in named
             if label == wanted
         )
 
+    def copies_s(wanted: str) -> float:
+        found = (
+            fsum(costs(action, rank) for action in block.actions if action.kind in COPIES)
+            for label, block, _ in named
+            if label == wanted
+        )
+        return min(found, default=0.0)
+
+    def least(wanted: str, bytes_of: Callable[[Block, Profile], int]) -> int:
+        found = (bytes_of(block, profile) for label, block, profile in named if label == wanted)
+        return min(found, default=0)
+
+    def net(_: Block, profile: Profile) -> int:
+        return profile.device_net
+
     return ChunkCost(
         forward=passes("F"),
         backward=passes("B"),
-        released_bytes=max((-nbytes for nbytes in freed), default=0),
-        copied_s=min(copied, default=0.0),
-        host_bytes=min(inside) + min(beside, default=0),
+        released_bytes=-least("free_d2h", net),
+        out_s=copies_s("D2H"),
+        back_s=copies_s("H2D"),
+        moved_bytes=sum(least(label, _copied_bytes) for label in ("F", "B", "D2H", "H2D")),
+        boundary_bytes=least("recv_f", net) + least("free_sent_f", net),
+        host_bytes=sum(least(label, lambda _, profile: profile.host_net) for label in ("F", "D2H")),
         pool_bytes=pool_bytes(program.ranks[rank]),
     )
+
+
+COPIES = (Kind.D2H, Kind.H2D)
+
+
+def _copied_bytes(block: Block, _: Profile) -> int:
+    return sum(action.nbytes for action in block.actions if action.kind in COPIES)
 
 
 def _least(costs: Iterator[PassCost]) -> PassCost:
@@ -260,14 +308,20 @@ def _least(costs: Iterator[PassCost]) -> PassCost:
     return found
 
 
-def pass_cost(macro: Macro, profile: Profile) -> PassCost:
-    """A block's paths that begin and end at compute or at the host, and its bytes."""
+def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> PassCost:
+    """A block's paths that begin and end at compute or at the host, its kernels and its bytes."""
+    timed = compile_block(block, rank, costs)
+    macro = macro_of(timed)
     ends = {target: dict(terms) for target, terms in macro.streams}
     compute = ends.get(COMPUTE, {})
+    landed = HOST + 1 + macro.waits.index("h2d") if "h2d" in macro.waits else HOST
+    kernels = (item.seconds for item in timed.items if item.action.kind in KERNELS)
     return PassCost(
         compute_s=compute.get(COMPUTE, 0.0),
         issued_s=compute.get(HOST, 0.0),
+        landed_s=compute.get(landed, 0.0),
         host_s=ends.get(HOST, {}).get(HOST, 0.0),
+        kernel_s=fsum(kernels),
         net_bytes=profile.device_net,
         high_bytes=profile.device_high,
     )

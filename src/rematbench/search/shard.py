@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematbench.operators.ops import OpTable
+from rematbench.plan import Transfers
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.search.arms import Arm
@@ -118,11 +119,13 @@ class Shard:
             return share, share
         return np.minimum(1.0, step / self.columns.most), np.minimum(1.0, step / self.columns.fewest)
 
-    def facts(self, arm: Arm, step: int, pieces: int, index: int) -> Facts:
-        """The facts of one layout, for its time."""
+    def facts(self, arm: Arm, step: int, pieces: int, index: int) -> tuple[Facts, Transfers]:
+        """The facts of one layout, for its time, and when its plan moves tensors."""
         ends = self._ends(arm, pieces)
         assert not isinstance(ends, Refused)
-        return mixed(*ends, float(self._shares(arm, step)[0][index]))
+        moves = self.probe(arm, pieces)
+        assert isinstance(moves, Probe)
+        return mixed(*ends, float(self._shares(arm, step)[0][index])), moves.transfers
 
     def holds_states(self) -> NDArray[np.bool_]:
         """Layouts whose states alone fit the device."""
@@ -152,7 +155,11 @@ def _scaled(line: Line, count: float) -> Line:
 
     def chunk(cost: ChunkCost) -> ChunkCost:
         passes = (p._replace(net_bytes=p.net_bytes * count, high_bytes=0) for p in cost[:2])
-        return ChunkCost(*passes, cost[2] * count, cost[3], cost[4], cost[5] * count)
+        bytes_ = {
+            key: getattr(cost, key) * count
+            for key in ("released_bytes", "moved_bytes", "boundary_bytes", "host_bytes", "pool_bytes")
+        }
+        return cost._replace(**dict(zip(("forward", "backward"), passes, strict=True)), **bytes_)
 
     return Line(line.layers, chunk(line.base), chunk(line.slope))
 
@@ -171,7 +178,7 @@ def _nothing() -> ChunkCost:
 
 
 def _cost(forward_s: float, backward_s: float) -> ChunkCost:
-    passes = (PassCost(seconds, 0.0, 0.0, 0, 0) for seconds in (forward_s, backward_s))
-    return ChunkCost(*passes, 0, 0.0, 0, 0)
+    passes = (PassCost(seconds, 0.0, 0.0, 0.0, 0.0, 0, 0) for seconds in (forward_s, backward_s))
+    return ChunkCost(*passes, 0, 0.0, 0.0, 0, 0, 0, 0)
 
 

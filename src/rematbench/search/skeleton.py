@@ -4,6 +4,7 @@ A rank has two clocks, compute's and the host's, which a pass moves as its block
 message arrives one transfer after its pass.  What follows the last pass is lowered as it is.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -11,12 +12,12 @@ from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.schedule import ScheduleName, passes
 from rematbench.lowering.step_end import emit_step_end
 from rematbench.operators.ops import Comm
-from rematbench.plan import Pass, Plan
+from rematbench.plan import MIB, Pass, Plan, Transfers
 from rematbench.problem import Problem
 from rematbench.program.program import Block
-from rematbench.search.probe import Facts, Line, PassCost
+from rematbench.search.probe import ChunkCost, Facts, Line
 from rematbench.simulate.max_plus import COMPUTE, macro_of
-from rematbench.simulate.seconds import ActionCosts, action_seconds
+from rematbench.simulate.seconds import ActionCosts
 from rematbench.simulate.step import compile_block
 
 Node = tuple[int, bool, int, int]
@@ -35,12 +36,15 @@ class Links(NamedTuple):
 
 class Frame(NamedTuple):
     """What of a layout's step does not depend on the fates of activations: the order of passes,
-    messages, the end of every rank."""
+    messages, the end of every rank, what collectives beside compute take of it, passes of the
+    warm-up, and where copies back begin."""
 
     order: tuple[Node, ...]
     links: Links
     end_s: tuple[float, ...]
     stall_s: tuple[float, ...]
+    warm: tuple[int, ...]
+    fetches: tuple[dict[int, list[tuple[int, int]]], ...]
 
 
 @lru_cache(maxsize=64)
@@ -98,8 +102,8 @@ def frame(problem: Problem, plan: Plan) -> Frame:
 
     costs = ActionCosts(problem)
     ends = []
-    for rank in ranks:
-        order = passes(plan.schedule, rank, lay.pp, lay.vpp, micro_batches)
+    orders = [passes(plan.schedule, rank, lay.pp, lay.vpp, micro_batches) for rank in ranks]
+    for rank, order in enumerate(orders):
         end = _End(problem, plan, rank, order)
         emit_step_end(end, plan, problem)
         ends.append(sum(_through(block, rank, costs) for block in end.blocks))
@@ -113,7 +117,13 @@ def frame(problem: Problem, plan: Plan) -> Frame:
         ),
         end_s=tuple(ends),
         stall_s=tuple(_stall_s(problem, plan, rank) for rank in ranks),
+        warm=tuple(max(0, _first_backward(order) - 1) for order in orders),
+        fetches=tuple(_fetches(order, lay.pp, rank) for rank, order in enumerate(orders)),
     )
+
+
+def _first_backward(order: tuple[Pass, ...]) -> int:
+    return next(index for index, item in enumerate(order) if not item.forward)
 
 
 def _through(block: Block, rank: int, costs: ActionCosts) -> float:
@@ -126,7 +136,7 @@ def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
     """What compute loses to gradient reductions and parameter gathers that run beside it: once for
     each chunk, as one collective."""
     lay, system = problem.layout, problem.system
-    if lay.state_shards == 1:
+    if lay.state_shards == 1 or lay.zero_stage > 1:  # a pass of those has its own
         return 0.0
     scatter = plan.state("optimizer").shards > 1
     total = 0.0
@@ -140,56 +150,155 @@ def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
     return total
 
 
-Costs = tuple[tuple[tuple[float, float, float], tuple[float, float, float]], ...]
-"""By virtual stage: (compute, from the host's start, of the host) of forward and backward."""
+class Stage(NamedTuple):
+    """A virtual stage's passes, (compute, from the host's start, of the host) of the forward and of
+    the backward, its copies of whole chunks, and what the backward takes once they are back."""
+
+    forward: tuple[float, float, float]
+    backward: tuple[float, float, float]
+    landed_s: float
+    out_s: float
+    back_s: float
 
 
-def stage_costs(facts: Facts, sizes: tuple[int, ...], stages: range) -> Costs:
-    """The passes of every virtual stage that has so many layers."""
-    roles = [facts.middle] * len(stages)
+def stages_of(facts: Facts, sizes: tuple[int, ...], hbm_bytes_per_s: float) -> list[Stage]:
+    """The virtual stages of chunks with so many layers; beside copies of whole chunks kernels
+    lose what those draw of the device's memory rate (simulate/contention.py).  Of a layer's copies a
+    MiB is left out: shares are rounded to so much."""
+    roles = [facts.middle] * len(sizes)
     roles[0], roles[-1] = facts.first, facts.last
-    return tuple(
-        (_pass(role, "forward", sizes[i]), _pass(role, "backward", sizes[i]))
-        for i, role in zip(stages, roles, strict=True)
-    )
+
+    def at(line: Line, which: Callable[[ChunkCost], float], layers: int) -> float:
+        return which(line.base) + (layers - line.layers) * which(line.slope)
+
+    pairs = list(zip(roles, sizes, strict=True))
+    moved = [max(0.0, at(role, lambda c: c.moved_bytes, n)) for role, n in pairs]
+    surely = [1.0 - min(1.0, 2 * n * MIB / b) if b else 0.0 for (_, n), b in zip(pairs, moved, strict=True)]
+    busy = sum(at(role, lambda c: c.forward.kernel_s + c.backward.kernel_s, n) for role, n in pairs)
+    whole = any(at(role, lambda c: c.out_s, n) > 0.0 for role, n in pairs)
+    copied = sum(b * share for b, share in zip(moved, surely, strict=True))
+    drawn = copied / hbm_bytes_per_s / busy if whole else 0.0
+
+    def passed(role: Line, which: str, layers: int) -> tuple[float, float, float]:
+        def of(field: str) -> float:
+            return at(role, lambda c: getattr(getattr(c, which), field), layers)
+
+        slower = drawn * of("kernel_s")
+        return (of("compute_s") + slower, of("issued_s"), of("host_s"))
+
+    return [
+        Stage(
+            passed(role, "forward", n),
+            passed(role, "backward", n),
+            at(role, lambda c: c.backward.landed_s, n),
+            share * max(0.0, at(role, lambda c: c.out_s, n)),
+            share * max(0.0, at(role, lambda c: c.back_s, n)),
+        )
+        for (role, n), share in zip(pairs, surely, strict=True)
+    ]
 
 
-def _pass(line: Line, which: str, layers: int) -> tuple[float, float, float]:
-    base: PassCost = getattr(line.base, which)
-    slope: PassCost = getattr(line.slope, which)
-    more = layers - line.layers
-    return (
-        base.compute_s + more * slope.compute_s,
-        base.issued_s + more * slope.issued_s,
-        base.host_s + more * slope.host_s,
-    )
-
-
-def tightened(frame: Frame, facts: Facts, sizes: tuple[int, ...], pp: int) -> float:
+def tightened(
+    frame: Frame, facts: Facts, moves: Transfers, sizes: tuple[int, ...], hbm_bytes_per_s: float
+) -> float:
     """Seconds that the step takes at least."""
-    costs = stage_costs(facts, sizes, range(len(sizes)))
-    down, up, waits, held = frame.links
-    stages, last = len(sizes), len(sizes) - 1
-    compute, host = list(frame.stall_s), [0.0] * pp
-    arrived: dict[tuple[bool, int, int], float] = {}
-    for rank, forward, micro_batch, chunk in frame.order:
-        stage = chunk * pp + rank
-        at, issued = compute[rank], host[rank]
-        if stage > 0 if forward else stage < last:
-            at = max(at, arrived[forward, micro_batch, stage])
-            if held:
-                issued = max(issued, at)
-        taken, from_host, of_host = costs[stage][0 if forward else 1]
-        at = max(at + taken, issued + from_host)
-        host[rank] = issued + of_host
-        peer = stage + 1 if forward else stage - 1
-        if 0 <= peer < stages:
-            message = down[rank] if forward else up[rank]
-            arrived[forward, micro_batch, peer] = at + message
-            if waits:
-                at += message
-        compute[rank] = at
-    return max(at + end for at, end in zip(compute, frame.end_s, strict=True))
+    stages = stages_of(facts, sizes, hbm_bytes_per_s)
+    return _Walk(frame, stages, moves).run()
 
 
-__all__ = ["Frame", "action_seconds", "frame", "in_order", "tightened"]
+class _Walk:
+    """Goes through all passes of all ranks.  Copies of whole chunks have clocks of their own: a
+    copy to the host begins when its forward has ended, one back when the backward before it begins,
+    and compute waits for both (lowering/rank_steps.py)."""
+
+    def __init__(self, frame: Frame, stages: list[Stage], moves: Transfers) -> None:
+        pp = len(frame.end_s)
+        self.frame, self.stages, self.moves, self.pp = frame, stages, moves, pp
+        self.compute, self.host = list(frame.stall_s), [0.0] * pp
+        self.out, self.back = [0.0] * pp, [0.0] * pp
+        self.arrived: dict[tuple[bool, int, int], float] = {}
+        self.copies = any(stage.out_s for stage in stages)
+        self.gone: dict[tuple[int, int], float] = {}  # (micro-batch, stage): its copy's end
+        self.here: dict[tuple[int, int], float] = {}
+        self.position = [0] * pp
+        self.due: list[list[tuple[int, float]]] = [[] for _ in range(pp)]
+        self.copying = [0.0] * pp  # when the rank's last copy to the host ends
+
+    def run(self) -> float:
+        down, up, waits, held = self.frame.links
+        last = len(self.stages) - 1
+        for rank, forward, micro_batch, chunk in self.frame.order:
+            number = chunk * self.pp + rank
+            stage = self.stages[number]
+            if self.copies:
+                self._fetch(rank)
+            at, issued = self.compute[rank], self.host[rank]
+            if number > 0 if forward else number < last:
+                at = max(at, self.arrived[forward, micro_batch, number])
+                if held:
+                    issued = max(issued, at)
+            taken, from_host, of_host = stage.forward if forward else stage.backward
+            at = max(at + taken, issued + from_host)
+            if not forward and stage.back_s:
+                at = max(at, self.here[micro_batch, number] + stage.landed_s)
+            ended = at
+            self.host[rank] = issued + of_host
+            if 0 <= (peer := number + 1 if forward else number - 1) <= last:
+                start = at
+                if forward and self.copies and self._warming(rank):
+                    start = max(start, self.copying[rank])
+                message = start + (down[rank] if forward else up[rank])
+                self.arrived[forward, micro_batch, peer] = message
+                at = message if waits else at
+            if forward and stage.out_s:
+                self._copy_out(rank, (micro_batch, number), ended, stage.out_s)
+            self.compute[rank] = at
+            self.position[rank] += 1
+            if self.due[rank]:
+                self._release(rank)
+        return max(at + end for at, end in zip(self.compute, self.frame.end_s, strict=True))
+
+    def _warming(self, rank: int) -> bool:
+        warm = self.frame.warm[rank]
+        return "warmup" in self.moves.before_send_phases and self.position[rank] < warm
+
+    def _copy_out(self, rank: int, where: tuple[int, int], at: float, seconds: float) -> None:
+        end = max(self.out[rank], at) + seconds
+        self.out[rank] = self.gone[where] = self.copying[rank] = end
+        self.due[rank].append((self.position[rank] + self.moves.release_lag, end))
+
+    def _release(self, rank: int) -> None:
+        """Compute waits for the copies whose device memory is to be free by now."""
+        position = self.position[rank] - 1
+        due = [end for at, end in self.due[rank] if at <= position]
+        self.due[rank] = [(at, end) for at, end in self.due[rank] if at > position]
+        self.compute[rank] = max(self.compute[rank], *due, 0.0)
+
+    def _fetch(self, rank: int) -> None:
+        """The copies back that begin before the rank's next pass."""
+        for micro_batch, number in self.frame.fetches[rank].get(self.position[rank], ()):
+            seconds = self.stages[number].back_s
+            if seconds:
+                ready = max(self.compute[rank], self.gone[micro_batch, number])
+                self.compute[rank] = ready
+                self.back[rank] = max(self.back[rank], ready) + seconds
+                self.here[micro_batch, number] = self.back[rank]
+
+
+def _fetches(order: tuple[Pass, ...], pp: int, rank: int) -> dict[int, list[tuple[int, int]]]:
+    """By position, the (micro-batch, stage) whose copies back begin there: each when the backward
+    before its own begins, but not before its own forward has ended."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    forward_at: dict[tuple[int, int], int] = {}
+    previous = -1
+    for index, item in enumerate(order):
+        where = (item.micro_batch, item.chunk * pp + rank)
+        if item.forward:
+            forward_at[where] = index
+            continue
+        beside = previous if previous >= 0 else index - 1
+        found.setdefault(max(beside, forward_at[where] + 1), []).append(where)
+        previous = index
+    return found
+
+
