@@ -95,7 +95,8 @@ def validate(
     ] = None,
     predictions: Predictions = None,
     tables: Annotated[
-        Path | None, Option(metavar="DIR", help="Also write the tables (CSV, Markdown, LaTeX).")
+        Path | None,
+        Option(metavar="DIR", help="Also write the tables."),
     ] = None,
     processes: PROCESSES = 2,
 ) -> None:
