@@ -290,6 +290,8 @@ def test_check_says_what_it_proved() -> None:
     told = typed("simulate", "full_recompute", *WORDS, "--check").out
     words = f"proved safe: {proof['actions']:,} actions of 4 pipeline ranks"
     assert words in told
+    alone = typed("simulate", "full_recompute", *WORDS, "--pp", "1", "--check").out
+    assert "of 1 pipeline rank; each" in " ".join(alone.split())
     assert "proof" not in json.loads(typed("simulate", "full_recompute", *WORDS, "--json").out)
 
 
