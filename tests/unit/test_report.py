@@ -5,6 +5,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -294,3 +296,20 @@ def test_the_artifact_page_has_every_claim_and_only_real_tables() -> None:
         for find in claim.finds:
             assert str(find.count) in row.split("|")[4], find.says
     assert f"`{len(claims)} of {len(claims)} claims pass`" in text
+
+
+def test_the_figure_of_winners_is_drawn_where_one_wins_alone_and_where_nothing_fits(
+    tmp_path: Path,
+) -> None:
+    job = {"model": "llama3-8b", "cluster": "h800-80gb"}
+    won = {**CELL, "ties": "", "seq_len": 4096}
+    tied = {**CELL, "ties": "memo, mst", "seq_len": 16384, "outside": "context", "fits": "tight"}
+    lost = {**dict.fromkeys(won, ""), **job, "seq_len": 65536}
+    write_sheet(tmp_path / "matrix_fastest.csv", [won, tied, lost])
+    script = ROOT / "figures" / "fastest.py"
+    words = [sys.executable, str(script), str(tmp_path / "matrix_fastest.csv")]
+    done = subprocess.run(
+        [*words, str(tmp_path / "f.pdf")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
