@@ -179,6 +179,14 @@ def test_numbers_are_whole_at_any_width(width: int) -> None:
         assert not wide or out.width == UNBOUNDED
 
 
+def test_a_dumb_terminal_has_wide_tables_too() -> None:
+    one = asked()
+    out = Console(force_terminal=True, _environ={"TERM": "dumb"})
+    assert out.width == 80
+    Ranking(out, Shown(asked=one, engines=Engines(one.problem), share=0.02), wide=True)
+    assert out.width == UNBOUNDED
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_a_table_of_stages_keeps_its_digits(width: int) -> None:
     """Ten columns with frames need more than 80; headings fold, numbers do not."""
