@@ -8,9 +8,9 @@ rule baseline_tables:
         agreement=AGREEMENT,
         baselines=sorted(Path("baselines").glob("*/*.py")),
     output:
-        multiext("results/paper/tables/agreement", ".csv", ".md", ".tex"),
-        multiext("results/paper/tables/baselines_traced", ".csv", ".md", ".tex"),
-        multiext("results/paper/tables/baselines_tensors", ".csv", ".md", ".tex"),
+        multiext("results/paper/tables/agreement", *SUFFIXES),
+        multiext("results/paper/tables/baselines_traced", *SUFFIXES),
+        multiext("results/paper/tables/baselines_tensors", *SUFFIXES),
     log:
         "results/paper/logs/baseline_tables.log",
     localrule: True

@@ -54,7 +54,7 @@ rule measured_speed:
     input:
         rules.executed_table.output[0],
     output:
-        multiext("results/{measured}/tables/measured_speed", ".csv", ".md", ".tex"),
+        multiext("results/{measured}/tables/measured_speed", *SUFFIXES),
     log:
         "results/{measured}/logs/measured_speed.log",
     localrule: True

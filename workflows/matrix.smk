@@ -60,9 +60,9 @@ rule matrix_tables:
         bands="config/left_out.csv",
     output:
         expand(
-            "results/paper/tables/{table}.{suffix}",
+            "results/paper/tables/{table}{suffix}",
             table=MATRIX_TABLES,
-            suffix=["csv", "md", "tex"],
+            suffix=SUFFIXES,
         ),
     log:
         "results/paper/logs/matrix_tables.log",

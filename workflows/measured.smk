@@ -29,7 +29,7 @@ rule worlds:
         methods=METHODS,  # their parameters
         again=rules.retrace.output[0],
     output:
-        multiext("results/paper/tables/worlds", ".csv", ".md", ".tex"),
+        multiext("results/paper/tables/worlds", *SUFFIXES),
     log:
         "results/paper/logs/worlds.log",
     localrule: True
@@ -48,9 +48,7 @@ rule curves:
         records=MEASURED["convergence"],
     output:
         lines="results/paper/tables/convergence.csv",
-        tables=multiext(
-            "results/paper/tables/convergence_deviation", ".csv", ".md", ".tex"
-        ),
+        tables=multiext("results/paper/tables/convergence_deviation", *SUFFIXES),
     log:
         "results/paper/logs/curves.log",
     localrule: True

@@ -10,9 +10,11 @@ TABLES = [
     "calibrated",
     "cells",
     "decisions",
+    "evidence",
     "fujii_80_percent_rule",
     "oom_verdicts",
     "promises",
+    "regret",
 ]
 
 
@@ -61,9 +63,9 @@ rule tables:
     output:
         cells="results/paper/predictions.csv",
         tables=expand(
-            "results/paper/tables/{table}.{suffix}",
+            "results/paper/tables/{table}{suffix}",
             table=TABLES,
-            suffix=["csv", "md", "tex"],
+            suffix=SUFFIXES,
         ),
     log:
         "results/paper/logs/tables.log",

@@ -32,7 +32,7 @@ rule collect:
     output:
         report("results/{suite}/runs.csv", category="simulated"),
         "results/{suite}/measurements.csv",
-        multiext("results/{suite}/tables/methods", ".csv", ".md", ".tex"),
+        multiext("results/{suite}/tables/methods", *SUFFIXES),
     log:
         "results/{suite}/logs/collect.log",
     localrule: True

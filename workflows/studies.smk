@@ -41,9 +41,9 @@ rule claims:
         published="results/published/claims.csv",
     output:
         expand(
-            "results/paper/tables/{table}.{suffix}",
+            "results/paper/tables/{table}{suffix}",
             table=STUDY_TABLES,
-            suffix=["csv", "md", "tex"],
+            suffix=SUFFIXES,
         ),
     log:
         "results/paper/logs/claims.log",

@@ -20,8 +20,8 @@ def __getattr__(name: str) -> object:
 
 
 class _Package(ModuleType):
-    """`rematbench.simulate` is the function of `api`, whatever was imported before; the modules of
-    the folder of that name are imported as `from rematbench.simulate.step import ...`."""
+    """`rematbench.simulate` is the function of `api`, whatever was imported before; it has the
+    modules of the folder of that name as attributes."""
 
     def __setattr__(self, name: str, value: object) -> None:
         """Bind a name, unless the import system binds a folder to one of `api`."""

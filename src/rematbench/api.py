@@ -3,6 +3,7 @@
 Every mistake is a ValueError whose text is one line: what, where, what is allowed.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -189,5 +190,9 @@ def _job(problem: ProblemSpec) -> Job:
         words = ()
     return Job(problem=made, base=made.base_plan, words=words)
 
+
+# The folder `simulate/` has the function's name: by the function's attributes,
+# `rematbench.simulate.step` and `import rematbench.simulate.step as step` find what lies there.
+simulate.__dict__ = sys.modules["rematbench.simulate"].__dict__
 
 __all__ = ["MethodError", "Problem", "Run", "compare", "load_method", "simulate"]

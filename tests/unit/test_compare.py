@@ -174,6 +174,16 @@ def test_free_traffic_leaves_compute_and_bubble() -> None:
     assert [found[key] for key in ("copies", "dp", "cp", "tp", "recompute")] == [0.0] * 5
 
 
+def test_what_rounding_leaves_is_no_bubble() -> None:
+    """One stage computes all the step long; its seconds are added up in two orders."""
+    work = {"layout": Layout(tp=2, dp=4, global_batch=16), "seq_len": 8192}
+    p = demo(system="megatron-core", **work)
+    program = lower(p.base_plan, p)
+    found = parts_of(p, program, simulate(program, action_seconds(p)).step_s)
+    assert found["bubble"] == 0.0
+    assert min(found.values()) == 0.0
+
+
 @pytest.mark.parametrize(("system", "zero_stage"), [("megatron-kwai", 1), ("torchtitan", 3)])
 def test_free_traffic_slows_no_kernel(system: str, zero_stage: Any) -> None:
     """Kernels beside a collective that takes no time run as fast as alone; its stalls are gone."""

@@ -251,6 +251,22 @@ def test_a_wrong_problem_is_one_line(wrong: dict[str, object], told: str) -> Non
     assert "\n" not in str(caught.value)
 
 
+def test_a_problem_with_a_field_amiss_is_one_line() -> None:
+    given = {f: getattr(PROBLEM, f) for f in PROBLEM.__struct_fields__}
+    lacks = {f: value for f, value in given.items() if f not in ("system", "gpus")}
+    for wrong, told in (
+        (lacks, "missing: system, gpus"),
+        ({**given, "micro_bach": 2}, "no field 'micro_bach'; did you mean 'micro_batch'?"),
+        ({**lacks, "systme": "x"}, "did you mean 'system'?"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            rematbench.Problem(**wrong)
+        assert str(caught.value).startswith("Problem: ")
+        assert str(caught.value).endswith(told)
+    with pytest.raises(ConfigError, match="give 'llama-7b' by its name"):
+        rematbench.Problem("llama-7b")  # type: ignore[misc]
+
+
 def test_a_layout_is_checked_where_code_makes_it() -> None:
     with pytest.raises(LayoutError, match="tp: 0: expected int >= 1"):
         Layout(tp=0)
@@ -260,6 +276,7 @@ def test_a_layout_is_checked_where_code_makes_it() -> None:
 
 SCRIPT = """
 import sys
+import rematbench.simulate.step as step  # the folder, through the function of its name
 from rematbench.choose.outcome import make_problem  # binds the folder `simulate`, too
 from rematbench import Problem, compare, simulate
 print("started")
@@ -268,6 +285,9 @@ problem = Problem(model="llama-7b", cluster="a800-80gb", system="megatron-core",
 table = compare(problem, only=["keep_all", "memo"], also=["memo:alpha=0.3"], limit_s=60)
 table.to_csv(sys.argv[1], index=False)
 assert simulate(problem, table["name"][0]).step_s == table["step_s"][0]
+import rematbench.simulate.perfetto
+assert simulate.step is step is sys.modules["rematbench.simulate.step"]
+assert rematbench.simulate is simulate and simulate.perfetto
 """
 
 

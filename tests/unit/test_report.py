@@ -5,6 +5,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,10 +34,10 @@ from rematbench.tables.page import (
     Page,
     gather,
     load_report,
+    never_measured,
     no_gpu_sentence,
-    parse,
     report_markdown,
-    table_html,
+    whether_bands_hold,
 )
 from rematbench.tables.table import Column, Table, gib, whole
 from tests.typed import typed
@@ -52,33 +54,69 @@ def table(name: str, *rows: dict[str, object]) -> Table:
 def results(tmp_path: Path) -> Path:
     folder = tmp_path / "results"
     row = {"who": "a|b <i>", "size": 2**31, "n": 3}
-    for name in ("claims_ledger", "accuracy_by_source", "something_new"):
+    for name in NAMES:
         table(name, row).write(folder / "paper" / "tables")
     figures = folder / "paper" / "figures"
     figures.mkdir()
-    (figures / "pareto.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    for name in ("pareto", "fastest"):
+        (figures / f"{name}.png").write_bytes(b"\x89PNG\r\n\x1a\n" + name.encode())
     return folder
+
+
+NAMES = ("claims_ledger", "accuracy_by_source", "something_new", "pareto", "evidence")
 
 
 def page(results: Path) -> Page:
     config = load_report()
-    sections = tuple(gather(config, results))
-    return Page(config=config, outcome="5 % < 6 %", facts=(("GPUs", "none"),), sections=sections)
-
-
-def test_a_table_comes_back_from_its_markdown() -> None:
-    made = table("x", {"who": "a|b", "size": 2**30, "n": 1234})
-    title, heads, rows, note = parse(made.markdown())
-    assert (title, heads) == ("About x", ["who", "GiB", "n"])
-    assert rows == [["a|b", "1.00", "1,234"]]
-    assert note == "A < B & C."
+    return Page(
+        config=config,
+        outcome="5 % < 6 %",
+        trusted="Bands hold.",
+        unmeasured=("No GPU.",),
+        facts=(("GPUs", "none"),),
+        found=gather(config, results),
+    )
 
 
 def test_every_table_that_exists_is_shown_once_and_absent_ones_are_silent(results: Path) -> None:
-    found = [part.name for _, parts in page(results).sections for part in parts]
-    assert sorted(found) == ["accuracy_by_source", "claims_ledger", "pareto", "something_new"]
+    found = [part.name for _, parts in page(results).found for part in parts]
+    assert sorted(found) == sorted((*NAMES, "pareto", "fastest"))
     titles = [section.title for section, parts in page(results).sections if parts]
     assert titles == ["Claims ledger", "Accuracy by source", "Memory", "Everything else"]
+
+
+def test_answers_come_first_and_a_figure_before_its_table(results: Path) -> None:
+    """In the page and in REPORT.md: question, outcome, figure, how far to trust it, what was never
+    measured, and then claims."""
+    config = load_report()
+    for text in (page_html(page(results)), report_markdown(page(results), results)):
+        order = (
+            *(config.question, "fastest.pdf", config.trust.title, "Bands hold.", "About evidence"),
+            *("What was never measured", "No GPU.", "About claims_ledger", "figures/pareto.pdf"),
+            *("tables/pareto.csv", "tables/something_new.csv"),
+        )
+        places = [re.search(re.escape(words), text.replace(".png)", ".pdf)")) for words in order]
+        found = [place.start() for place in places if place]
+        assert len(found) == len(order)
+        assert found == sorted(found)
+
+
+def test_what_was_never_measured_is_counted(results: Path) -> None:
+    folder = results / "paper" / "tables"
+    assert whether_bands_hold(folder) == ""
+    assert never_measured(folder, results) == (no_gpu_sentence(results),)
+    write_sheet(folder / "bands.csv", [{"source": "all", "rows": "7", "inside": "0.714"}])
+    won = [{"outside": "scale, context"}, {"outside": ""}, {"outside": "context"}]
+    write_sheet(folder / "matrix_fastest.csv", won)
+    told = [{"published": "oom", "cells": "49"}, {"published": "ok", "cells": "9"}]
+    write_sheet(folder / "oom_verdicts.csv", told)
+    assert "hold 71 % of" in whether_bands_hold(folder)
+    _, strange, few = never_measured(folder, results)
+    assert strange.startswith("2 of the 3 winners")
+    assert strange.endswith("published: context in 2, scale in 1.")
+    assert few.startswith("49 published cells ran out of memory")
+    write_sheet(folder / "oom_verdicts.csv", [{"published": "oom", "cells": "50"}])
+    assert len(never_measured(folder, results)) == 2
 
 
 def test_the_page_needs_no_other_file_and_escapes_what_it_shows(results: Path) -> None:
@@ -88,7 +126,7 @@ def test_the_page_needs_no_other_file_and_escapes_what_it_shows(results: Path) -
     assert "@import" not in text
     assert "a|b &lt;i&gt;" in text
     assert "5 % &lt; 6 %" in text
-    for name in ("claims_ledger", "accuracy_by_source", "something_new"):
+    for name in NAMES:
         assert f"paper/tables/{name}.csv" in text
         assert f"./bench reproduce results/paper/tables/{name}.csv" in text
     assert "data:image/png;base64," in text
@@ -96,20 +134,32 @@ def test_the_page_needs_no_other_file_and_escapes_what_it_shows(results: Path) -
     assert "(paper/figures/pareto.png)" in markdown
 
 
-def test_folded_columns_open_at_a_click() -> None:
-    text = table_html(
-        ["who", "n", "command"], [["a", "1", "run <it>"], ["b", "2", ""]], ["command"]
+def shown(folder: Path, rows: list[dict[str, str]]) -> str:
+    """The page of one table of texts, without the spaces between tags."""
+    made = Table(
+        name="claims",
+        title="Claims",
+        columns=tuple(Column(key, key) for key in rows[0]),
+        rows=tuple(rows),
     )
-    assert '<th>who</th><th>n</th><th title="command">more</th>' in text
-    assert "<summary>show</summary><p><b>command</b> run &lt;it&gt;</p>" in text
-    assert text.count("<details>") == 1  # nothing to show, nothing to click
-    assert table_html(["who"], [["a"]], ["command"]).count("<td") == 1
+    made.write(folder / "paper" / "tables")
+    return re.sub(r">\s+<", "><", page_html(page(folder)))
 
 
-def test_a_long_text_is_said_once_where_all_before_it_repeats() -> None:
+def test_folded_columns_open_at_a_click(tmp_path: Path) -> None:
+    rows = [{"who": "a", "n": "1", "command": "run <it>"}, {"who": "b", "n": "", "command": "x"}]
+    text = shown(tmp_path, rows)
+    assert '<th>who</th><th class="n">n</th><th title="command">more</th>' in text
+    assert "<summary>show</summary><p><b>command</b> run &lt;it&gt;</p></details>" in text
+    assert '<td>b</td><td class="n">-</td>' in text  # no number, among numbers
+    assert "<th title" not in shown(tmp_path, [{"who": "a"}])
+
+
+def test_a_long_text_is_said_once_where_all_before_it_repeats(tmp_path: Path) -> None:
     long = "the same claim of the same paper, asked in two ways"
-    rows = [["a", long, "first"], ["a", long, "second"], ["b", long, "third"], ["b", "short", ""]]
-    text = table_html(["claim", "what", "how"], rows)
+    rows = [("a", long, "first"), ("a", long, "second"), ("b", long, "third"), ("b", "short", "")]
+    names = ("claim", "what", "how")
+    text = shown(tmp_path, [dict(zip(names, row, strict=True)) for row in rows])
     assert text.count(f">{long}<") == 2  # of claim a and of claim b
     assert text.count('class="ditto"') == 1
     assert text.count(">a<") == 2
@@ -223,14 +273,15 @@ def test_a_cell_of_the_matrix_has_its_command(tmp_path: Path) -> None:
     assert ran.evaluation is not None
     assert found["tokens_per_s_per_gpu"] == ran.evaluation.tokens_per_s_per_gpu
     write_sheet(tmp_path / "matrix_best_layout.csv", [CELL])
-    shown = matrix_grids(tmp_path, commands)
-    assert f"<code>{html.escape(command)}</code>" in shown
-    assert "<code>balanced_checkpointing+<wbr>pp_offload:steps=20</code>" in shown
+    table("matrix_best_layout").write(tmp_path / "results" / "paper" / "tables")
+    text = page_html(page(tmp_path / "results"), matrix_grids(tmp_path, commands))
+    assert f"<code>{html.escape(command)}</code>" in text
+    assert "<code>balanced_checkpointing+<wbr>pp_offload:steps=20</code>" in text
     assert commands.of({**CELL, "layout": ""}) == ""
 
 
 def test_the_table_of_winners_is_not_folded() -> None:
-    section = next(one for one in load_report().sections if "matrix_fastest" in one.tables)
+    section = next(one for one in load_report().sections if "matrix_fastest" in one.parts)
     assert section.open
 
 
@@ -245,3 +296,20 @@ def test_the_artifact_page_has_every_claim_and_only_real_tables() -> None:
         for find in claim.finds:
             assert str(find.count) in row.split("|")[4], find.says
     assert f"`{len(claims)} of {len(claims)} claims pass`" in text
+
+
+def test_the_figure_of_winners_is_drawn_where_one_wins_alone_and_where_nothing_fits(
+    tmp_path: Path,
+) -> None:
+    job = {"model": "llama3-8b", "cluster": "h800-80gb"}
+    won = {**CELL, "ties": "", "seq_len": 4096}
+    tied = {**CELL, "ties": "memo, mst", "seq_len": 16384, "outside": "context", "fits": "tight"}
+    lost = {**dict.fromkeys(won, ""), **job, "seq_len": 65536}
+    write_sheet(tmp_path / "matrix_fastest.csv", [won, tied, lost])
+    script = ROOT / "figures" / "fastest.py"
+    words = [sys.executable, str(script), str(tmp_path / "matrix_fastest.csv")]
+    done = subprocess.run(
+        [*words, str(tmp_path / "f.pdf")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")

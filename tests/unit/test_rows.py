@@ -179,6 +179,14 @@ def test_numbers_are_whole_at_any_width(width: int) -> None:
         assert not wide or out.width == UNBOUNDED
 
 
+def test_a_dumb_terminal_has_wide_tables_too() -> None:
+    one = asked()
+    out = Console(force_terminal=True, _environ={"TERM": "dumb"})
+    assert out.width == 80
+    Ranking(out, Shown(asked=one, engines=Engines(one.problem), share=0.02), wide=True)
+    assert out.width == UNBOUNDED
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_a_table_of_stages_keeps_its_digits(width: int) -> None:
     """Ten columns with frames need more than 80; headings fold, numbers do not."""
@@ -290,6 +298,8 @@ def test_check_says_what_it_proved() -> None:
     told = typed("simulate", "full_recompute", *WORDS, "--check").out
     words = f"proved safe: {proof['actions']:,} actions of 4 pipeline ranks"
     assert words in told
+    alone = typed("simulate", "full_recompute", *WORDS, "--pp", "1", "--check").out
+    assert "of 1 pipeline rank; each" in " ".join(alone.split())
     assert "proof" not in json.loads(typed("simulate", "full_recompute", *WORDS, "--json").out)
 
 

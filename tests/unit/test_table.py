@@ -1,7 +1,8 @@
-"""One table, three texts; sheets split by bundle; suites that read strictly."""
+"""One table, four texts; sheets split by bundle; suites that read strictly."""
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rematbench.plugins.discover import discover
@@ -17,7 +18,7 @@ from rematbench.runs.suite import bundles as suite_bundles
 from rematbench.runs.suite import load_suite
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
-from rematbench.tables.table import Column, Table, gib, signed_percent
+from rematbench.tables.table import Column, Printed, Table, gib, signed_percent
 
 TABLE = Table(
     name="t",
@@ -56,7 +57,12 @@ def test_latex_is_booktabs_with_escapes() -> None:
 
 def test_tables_are_written_whole(tmp_path: Path) -> None:
     TABLE.write(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv", "t.md", "t.tex"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["t.csv", "t.json", "t.md", "t.tex"]
+    read = msgspec.json.decode((tmp_path / "t.json").read_bytes(), type=Printed)
+    assert (read.title, read.heads) == ("Title", ("a_b", "x %", "GiB"))
+    assert read.rows == (("p|q", "+5.0", "1.00"),)
+    assert read.note == TABLE.full_note == "Note. 1 more rows in t.csv."
 
 
 def test_a_sheet_reads_back(tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ def built(folder: Path) -> Path:
     if page.is_file():
         return page
     config = load_report()
+    found = gather(config, folder)
     text = page_html(
-        Page(config=config, outcome="none", facts=(), sections=tuple(gather(config, folder)))
+        Page(config=config, outcome="none", trusted="", unmeasured=(), facts=(), found=found)
     )
     path = folder / "index.html"
     path.write_text(text)

@@ -43,8 +43,8 @@ def calibrate(
     --rows, a stack to its user's own rows (tokens/s/GPU or step_s): a stack file with four scales.
 
     Minutes of CPU time without --rows.  Nothing is changed without --output; the outcome of a plain
-    fit has the form of config/calibration.yaml, that of --leave-one-out (an hour) the form of
-    config/left_out.csv, from which every band is learnt.
+    fit has the form of the shipped constants, that of --leave-one-out (an hour) the form of the
+    rows from which every band is learnt.
 
     \b
     Example:
@@ -95,13 +95,14 @@ def validate(
     ] = None,
     predictions: Predictions = None,
     tables: Annotated[
-        Path | None, Option(metavar="DIR", help="Also write the tables (CSV, Markdown, LaTeX).")
+        Path | None,
+        Option(metavar="DIR", help="Also write the tables."),
     ] = None,
     processes: PROCESSES = 2,
 ) -> None:
     """Errors of predictions by source, beside a constant-MFU floor; exit 1 past `accepted`.
 
-    Without --rows the published cells are predicted and held to config/accuracy.yaml.
+    Without --rows the published cells are predicted and held to the accuracy that is promised.
 
     \b
     Example:

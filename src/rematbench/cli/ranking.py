@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from msgspec import Struct
-from rich.console import Console, JustifyMethod
+from rich.console import Console, ConsoleDimensions, JustifyMethod
 from rich.table import Table
 
 from rematbench import __version__
@@ -79,7 +79,8 @@ class Ranking:
     def __init__(self, out: Console, shown: Shown, *, wide: bool = False) -> None:
         self.out, self.shown = out, shown
         if wide:
-            self.out.width = UNBOUNDED
+            # Both, because the width alone of a dumb terminal cannot be set.
+            self.out.size = ConsoleDimensions(UNBOUNDED, self.out.height)
         self.folded = out.width < WIDE
         self.said = ""
         self.heads = heads(shown)

@@ -19,7 +19,14 @@ from rematbench.spec.configfile import require_known
 from rematbench.spec.load import calibration
 from rematbench.tables.expected import check, load_artifact
 from rematbench.tables.html import matrix_grids, page_html
-from rematbench.tables.page import Page, facts, gather, load_report, report_markdown
+from rematbench.tables.page import (
+    Page,
+    gather,
+    load_report,
+    never_measured,
+    report_markdown,
+    whether_bands_hold,
+)
 
 RESULTS = Path("results")
 MOST_BYTES = 5_000_000
@@ -43,7 +50,7 @@ def report(
         for line in lines_of(tables / f"{NAMES[table]}.csv", "arm")
     ]
     constants = calibration()
-    counts = {
+    facts = {
         "Published": f"{_rows(results / 'published' / 'runs.csv')} cells transcribed from papers "
         "and artifacts (nothing was run)",
         "Simulated": f"{_rows(results / suite.stem / 'runs.csv')} runs of methods, "
@@ -57,11 +64,12 @@ def report(
     page = Page(
         config=config,
         outcome=outcome(lines, spec.baseline).sentence,
-        facts=facts(counts, results),
-        sections=tuple(gather(config, results)),
-        grids=matrix_grids(tables, Commands(spec, discover())),
+        trusted=whether_bands_hold(tables),
+        unmeasured=never_measured(tables, results),
+        facts=tuple(facts.items()),
+        found=gather(config, results),
     )
-    text = page_html(page)
+    text = page_html(page, matrix_grids(tables, Commands(spec, discover())))
     if len(text.encode()) > MOST_BYTES:
         raise CommandError(f"the page has {len(text.encode()):,} bytes, allowed {MOST_BYTES:,}")
     for name, content in (("index.html", text), ("REPORT.md", report_markdown(page, results))):

@@ -109,7 +109,8 @@ def show(out: Console, shown: Shown) -> None:
 def proved(proof: Proof) -> str:
     """What `--check` has shown of every action, in one sentence."""
     return (
-        f"proved safe: {proof.actions:,} actions of {proof.ranks} pipeline ranks; each of "
+        f"proved safe: {proof.actions:,} actions of {proof.ranks} pipeline "
+        f"rank{'s' * (proof.ranks != 1)}; each of "
         f"{proof.allocations:,} storages is freed once, after its last reader, and none is left; "
         f"{proof.reads:,} reads come after what they read is made, whatever streams take "
         f"({proof.waits:,} waits); no gradient after its reduction, no weight after its update; no "

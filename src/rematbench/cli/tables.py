@@ -267,7 +267,7 @@ def speeds(
     executed: Annotated[Path, Argument(metavar="EXECUTED.csv", help="From collect-cells.")],
     output: Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where it is written.")],
 ) -> None:
-    """Write the table of measured speed (CSV, Markdown, LaTeX): seconds, MFU and bytes of executed
+    """Write the table of measured speed: seconds, MFU and bytes of executed
     cells beside the simulated ones, and gains within each engine.
 
     \b

@@ -33,7 +33,7 @@ def verify(
 
     Simulated, traced and executed runs, loss curves and real packages.  Dates, hosts and seconds
     of a GPU are not compared; losses and gradients may differ by rounding.  Exit code 1 if a
-    record differs.  A spec names its cluster: one that config/ does not have is given by --cluster,
+    record differs.  A spec names its cluster: one that is not shipped is given by --cluster,
     or with the problem of a suite by --suite.
 
     \b

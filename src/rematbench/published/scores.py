@@ -18,6 +18,7 @@ from rematbench.published.bands import (
 from rematbench.published.decisions import Decision, decisions, summary
 from rematbench.published.evidence import Known, known_cells
 from rematbench.published.protocol import calibrated_table
+from rematbench.published.trust import evidence_table, regret_table
 from rematbench.published.validate import Report, Verdicts
 from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
@@ -38,13 +39,14 @@ def score_tables(
 ) -> list[Table]:
     """Everything `rematbench validate` knows, as tables.  `strange`: published rows out of source
     (none: bands are held to the rows themselves, whose `pred_low` and `pred_high` are shipped)."""
+    known, judged = known_cells() if strange else (), decisions(rows, strange)
     return [
         accuracy_table(report),
         promise_table(report),
         verdict_table(report.verdicts),
-        band_table(known_cells() if strange else (), rows),
-        decision_table(decisions(rows, strange)),
-        *([calibrated_table()] if strange else []),
+        band_table(known, rows),
+        decision_table(judged),
+        *([evidence_table(known), regret_table(judged), calibrated_table()] if strange else []),
         cell_table(rows, calibration, accuracy),
     ]
 

@@ -30,6 +30,9 @@ TRAFFIC: dict[str, frozenset[str]] = {
 """Streams by what they carry, in the order they are taken away: what a method adds first (states in
 host memory cost their copies, and the update between them)."""
 
+ROUNDING = 1e-12
+"""Of a step, what sums in another order may differ by."""
+
 PARTS = ("compute", "recompute", "bubble", *TRAFFIC, "host")
 
 
@@ -51,7 +54,9 @@ def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, flo
     alone = simulation or simulate_chunks(program, left)
     busy, rank = busiest(alone)
     again = _recompute_s(program, rank, left)
-    return {"compute": busy - again, "recompute": again, "bubble": before - busy, **found}
+    # Both add the same seconds up, in other orders: what rounding leaves is no bubble, nor less.
+    bubble = before - busy if before - busy > ROUNDING * step_s else 0.0
+    return {"compute": busy - again, "recompute": again, "bubble": bubble, **found}
 
 
 def host_wait_s(seconds: RankedSeconds, program: Program, step_s: float) -> float:

@@ -1,13 +1,13 @@
 """What is asked of every method: a model on a cluster under a system, a layout, a length."""
 
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from msgspec import Struct
+from msgspec import Struct, StructMeta
 from msgspec.structs import fields
 
 from rematbench.problem import AttentionChoice
 from rematbench.spec.cluster import Bytes, Cluster
-from rematbench.spec.configfile import ConfigError, wrong_field
+from rematbench.spec.configfile import ConfigError, require_known, wrong_field
 from rematbench.spec.layout import Layout, LayoutError, ZeroStage
 from rematbench.spec.system import System
 from rematbench.workload import Model, PositiveInt, Precision
@@ -17,7 +17,24 @@ SHARED = tuple(name for name in Layout.__struct_fields__ if name != "dp")
 _FLAGS = {"zero_stage": "--zero", "sp": "--no-sp"}
 
 
-class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Told(StructMeta):
+    """A call that lacks a field, or gives one that is none, is a ConfigError and no TypeError."""
+
+    def __call__(cls, *values: object, **given: object) -> Any:
+        """The struct of these fields."""
+        try:
+            return super().__call__(*values, **given)
+        except TypeError:
+            if values:
+                reason = f"give {values[0]!r} by its name: model=..., cluster=..."
+                raise ConfigError("", "Problem", reason) from None
+            known = fields(cast("type[Struct]", cls))
+            require_known(given, [field.name for field in known], ("", "Problem", "field"))
+            missing = [field.name for field in known if field.required and field.name not in given]
+            raise ConfigError("", "Problem", f"missing: {', '.join(missing)}") from None
+
+
+class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Told):
     """One planning problem, as files, the command line and code give it.
 
     `model`, `cluster` and `system` are each a name, the path of a file, or the thing itself.

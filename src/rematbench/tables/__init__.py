@@ -1,1 +1,1 @@
-"""Tables and the page: read records and answers, write CSV, Markdown, LaTeX and HTML."""
+"""Tables and the page: read records and answers, write CSV, JSON, Markdown, LaTeX and HTML."""

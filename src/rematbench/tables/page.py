@@ -1,63 +1,100 @@
-"""The report: one self-contained page and REPORT.md, from the tables and figures that exist.
+"""The report's content: the first screen's answers, then sections of the tables and figures found.
 
 Tables of other worlds (traced, executed) and of later commands appear once their files exist; a
 missing file is no error.
 """
 
-import base64
 import fnmatch
-import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
+from rematbench.published.bands import LEVEL
+from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import convert, read_mapping
 from rematbench.spec.paths import data_dir
-
-LONG = 40
-"""A cell with more letters is prose and gets room."""
+from rematbench.tables.table import Printed
 
 GPUS = ("H800", "A800", "A100", "H100", "H200")
+FEW_OOMS = 50
+"""Published cells out of memory below which nothing is promised about them."""
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of the page: tables and figures by pattern, in this order; `open` without a click."""
+    """A part of the page: tables and figures by pattern, in this order, the figures of a pattern
+    before its tables; `open` without a click."""
 
     title: str
-    tables: tuple[str, ...] = ()
-    figures: tuple[str, ...] = ()
+    parts: tuple[str, ...]
     text: str = ""
     open: bool = True
 
 
 class ReportConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/report.yaml.  `folded`: columns that a click shows, below one another."""
+    """config/report.yaml.  `answer`: the first screen's figure, `trust`: its tables; `folded`:
+    columns that a click shows, below one another."""
 
     title: str
+    question: str
+    answer: str
+    trust: Section
     sections: tuple[Section, ...]
     captions: dict[str, str]
     not_modelled: tuple[str, ...]
     folded: tuple[str, ...] = ()
 
+    def caption(self, name: str) -> str:
+        """A figure's caption."""
+        return self.captions.get(name, name.replace("_", " "))
+
 
 class Part(Struct, frozen=True, kw_only=True):
-    """One table (its Markdown) or figure, where it lies, and the command that makes it."""
+    """One table (as printed) or figure, where its raw file and what is shown lie below the results
+    folder, and the command that makes it."""
 
-    kind: str
     name: str
     path: Path
-    command: str
+    shown: str
+    source: str
+    table: Printed | None = None
+
+    @property
+    def command(self) -> str:
+        """What makes it."""
+        return f"./bench reproduce results/{self.source}"
+
+
+Found = tuple[Section, tuple[Part, ...]]
 
 
 class Page(Struct, frozen=True, kw_only=True):
-    """The page's content: the outcome, facts of the first screen, sections with their parts."""
+    """The page's content: of the first screen the outcome, whether bands hold, what was never
+    measured and facts; then every section with its parts, the first screen's two first."""
 
     config: ReportConfig
     outcome: str
+    trusted: str
+    unmeasured: tuple[str, ...]
     facts: tuple[tuple[str, str], ...]
-    sections: tuple[tuple[Section, tuple[Part, ...]], ...]
-    grids: str = ""
+    found: tuple[Found, ...]
+
+    @property
+    def answer(self) -> Found:
+        """The figure that answers."""
+        return self.found[0]
+
+    @property
+    def trust(self) -> Found:
+        """How far to trust it."""
+        return self.found[1]
+
+    @property
+    def sections(self) -> list[Found]:
+        """What follows, where there is something."""
+        return [(section, parts) for section, parts in self.found[2:] if parts or section.text]
 
 
 def load_report() -> ReportConfig:
@@ -66,37 +103,78 @@ def load_report() -> ReportConfig:
     return convert(read_mapping(data_dir("config") / "report.yaml", label), ReportConfig, label)
 
 
-def gather(config: ReportConfig, results: Path) -> list[tuple[Section, tuple[Part, ...]]]:
-    """Sections with the tables and figures found below a results folder, each once."""
-    tables = list(_found(results, "tables", ".md"))
-    figures = list(_found(results, "figures", ".png"))
-    made, taken = [], set()
-    for section in config.sections:
-        parts = []
-        for patterns, pool in ((section.tables, tables), (section.figures, figures)):
-            for pattern in patterns:
-                for part in pool:
-                    if part.path not in taken and fnmatch.fnmatch(part.name, pattern):
-                        taken.add(part.path)
-                        parts.append(part)
-        made.append((section, tuple(parts)))
-    return made
+def gather(config: ReportConfig, results: Path) -> tuple[Found, ...]:
+    """The first screen's parts and the sections', from what lies below a results folder; each
+    once."""
+    pool = [
+        *_found(results, "figures", ".png", ".pdf"),
+        *_found(results, "tables", ".json", ".csv"),
+    ]
+    made = []
+    first = Section(title=config.question, parts=(config.answer,))
+    for section in (first, config.trust, *config.sections):
+        parts: dict[Path, Part] = {}
+        for pattern in section.parts:
+            parts |= {part.path: part for part in pool if fnmatch.fnmatch(part.name, pattern)}
+        pool = [part for part in pool if part.path not in parts]
+        made.append((section, tuple(parts.values())))
+    return tuple(made)
 
 
-def _found(results: Path, folder: str, suffix: str) -> Iterator[Part]:
+def _found(results: Path, folder: str, shown: str, raw: str) -> Iterable[Part]:
     """Everything of a kind below results/*/FOLDER, the paper's first."""
-    paths = sorted(results.glob(f"*/{folder}/*{suffix}"))
+    paths = sorted(results.glob(f"*/{folder}/*{shown}"))
     for path in sorted(paths, key=lambda p: p.parts[-3] != "paper"):
         if path.parts[-3] in ("expected", "smoke"):
             continue
-        suffix_made = "csv" if folder == "tables" else "pdf"
-        target = f"results/{path.parts[-3]}/{folder}/{path.stem}.{suffix_made}"
+        where = path.relative_to(results)
+        table = None
+        if folder == "tables":
+            table = msgspec.json.decode(path.read_bytes(), type=Printed)
         yield Part(
-            kind="table" if folder == "tables" else "figure",
             name=path.stem,
             path=path,
-            command=f"./bench reproduce {target}",
+            shown=where.as_posix(),
+            source=where.with_suffix(raw).as_posix(),
+            table=table,
         )
+
+
+def whether_bands_hold(tables: Path) -> str:
+    """How many published rows lie inside bands that were learnt without their source."""
+    found = _rows(tables / "bands.csv")
+    if not found:
+        return ""
+    pooled = found[-1]
+    return (
+        f"A band is to hold {100 * LEVEL:.0f} % of speeds. Learnt from all sources but one, bands "
+        f"hold {100 * float(pooled['inside']):.0f} % of what that one published (every source "
+        f"weighs 1; {int(pooled['rows']):,} rows). A choice of layout is judged by what it loses."
+    )
+
+
+def never_measured(tables: Path, results: Path) -> tuple[str, ...]:
+    """What no GPU ran, what nobody published of the jobs whose fastest method is shown, and what
+    too few rows say to be promised."""
+    winners = _rows(tables / "matrix_fastest.csv")
+    outside = [row["outside"].split(", ") for row in winners if row["outside"]]
+    counts = Counter(word for words in outside for word in words)
+    told = ", ".join(f"{word} in {count}" for word, count in counts.most_common())
+    strange = f"{len(outside)} of the {len(winners)} winners above lie outside of what anybody "
+    strange += f"published: {told}."
+    verdicts = _rows(tables / "oom_verdicts.csv")
+    ooms = sum(int(row["cells"]) for row in verdicts if row["published"] == "oom")
+    few = f"{ooms} published cells ran out of memory: whether a job fits is reported with its "
+    few += "margin, and no rate of it is promised."
+    return (
+        no_gpu_sentence(results),
+        *([strange] if outside else []),
+        *([few] if verdicts and ooms < FEW_OOMS else []),
+    )
+
+
+def _rows(path: Path) -> Sequence[Mapping[str, str]]:
+    return read_sheet(path) if path.is_file() else ()
 
 
 def no_gpu_sentence(results: Path) -> str:
@@ -109,98 +187,40 @@ def no_gpu_sentence(results: Path) -> str:
     unused = [gpu for gpu in GPUS if gpu not in used]
     if used:
         return f"GPUs used: {', '.join(sorted(used))}; no {', '.join(unused)} was used."
-    return "No H800/A100 was used, nor any other GPU: no speed on this page was measured by us."
-
-
-def parse(markdown: str) -> tuple[str, list[str], list[list[str]], str]:
-    """(title, heads, rows, note) of a table that table.py wrote."""
-    lines = markdown.splitlines()
-    title = lines[0].removeprefix("### ")
-    pipes = [_split(line) for line in lines if line.startswith("|")]
-    note = " ".join(line for line in lines[1:] if line and not line.startswith("|"))
-    return title, pipes[0] if pipes else [], pipes[2:], note
-
-
-def _split(line: str) -> list[str]:
-    hidden = line.replace("\\|", "\x00").strip().strip("|")
-    return [cell.strip().replace("\x00", "|") for cell in hidden.split("|")]
-
-
-def table_html(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], folded: Sequence[str] = ()
-) -> str:
-    """A table in a box that scrolls by itself; numbers to the right; `folded` columns in one at the
-    end, behind a click."""
-    shown = [i for i, head in enumerate(heads) if head not in folded]
-    hidden = [i for i, head in enumerate(heads) if head in folded]
-    head = "".join(f"<th>{html.escape(heads[i])}</th>" for i in shown)
-    lines = []
-    before: Sequence[str] = ()
-    for row in rows:
-        more = _more([(heads[i], row[i]) for i in hidden if row[i]])
-        cells = "".join(_cell(row[i], repeated=_repeats(row, before, i)) for i in shown)
-        lines.append(f"<tr>{cells}{more if hidden else ''}</tr>")
-        before = row
-    names = html.escape(", ".join(heads[i] for i in hidden))
-    last = f'<th title="{names}">more</th>' if hidden else ""
     return (
-        f'<div class="wide"><table><thead><tr>{head}{last}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
+        "No H800/A100 was used, nor any other GPU: no speed on this page was measured by us. What "
+        "was executed ran on CPUs and says bytes, losses and gradients."
     )
-
-
-def _more(pairs: Sequence[tuple[str, str]]) -> str:
-    """Folded cells of one row."""
-    if not pairs:
-        return "<td></td>"
-    inner = "".join(f"<p><b>{html.escape(k)}</b> {html.escape(v)}</p>" for k, v in pairs)
-    return f'<td class="more"><details><summary>show</summary>{inner}</details></td>'
-
-
-def _repeats(row: Sequence[str], before: Sequence[str], column: int) -> bool:
-    """Whether a long text and every cell to its left repeat the line above."""
-    return len(row[column]) > LONG and list(row[: column + 1]) == list(before[: column + 1])
-
-
-def _cell(text: str, *, repeated: bool = False) -> str:
-    """One cell; a repetition of the line above is a ditto, and names may break after `_`."""
-    if repeated:
-        return f'<td class="ditto" title="{html.escape(text, quote=True)}">&Prime;</td>'
-    plain = text.replace(",", "").replace("%", "").strip()
-    number = plain.lstrip("+-").replace(".", "", 1).isdigit()
-    kind = ' class="n"' if number else ' class="t"' if len(text) > LONG else ""
-    return f"<td{kind}>{html.escape(text).replace('_', '_<wbr>')}</td>"
-
-
-def picture(path: Path) -> str:
-    """A PNG as data, so that the page needs no other file."""
-    data = base64.b64encode(path.read_bytes()).decode("ascii")
-    return f"data:image/png;base64,{data}"
 
 
 def report_markdown(page: Page, results: Path) -> str:
     """REPORT.md: the same content, tables as they are, figures as links."""
-    lines = [f"# {page.config.title}", "", page.outcome, ""]
+    config = page.config
+    lines = [f"# {config.title}", "", config.question, "", page.outcome, ""]
+    lines += _markdown(page, page.answer, results)
+    lines += [
+        f"## {config.trust.title}",
+        "",
+        page.trusted,
+        "",
+        *_markdown(page, page.trust, results),
+    ]
+    lines += ["## What was never measured", "", *(f"- {text}" for text in page.unmeasured), ""]
     lines += [f"- **{key}**: {value}" for key, value in page.facts]
-    for section, parts in page.sections:
-        if not parts and not section.text:
-            continue
-        lines += ["", f"## {section.title}", ""]
-        lines += [section.text, ""] if section.text else []
-        for part in parts:
-            where = part.path.relative_to(results).as_posix()
-            if part.kind == "table":
-                csv = where.removesuffix(".md") + ".csv"
-                lines += [part.path.read_text(encoding="utf-8").rstrip(), ""]
-                lines += [f"[CSV]({csv}); `{part.command}`", ""]
-            else:
-                caption = page.config.captions.get(part.name, part.name.replace("_", " "))
-                lines += [f"![{caption}]({where})", "", f"{caption} `{part.command}`", ""]
-    lines += ["## What is not modelled", ""]
-    lines += [f"- {text}" for text in page.config.not_modelled]
+    for found in page.sections:
+        lines += ["", f"## {found[0].title}", "", *_markdown(page, found, results)]
+    lines += ["## What is not modelled", "", *(f"- {text}" for text in config.not_modelled)]
     return "\n".join(lines) + "\n"
 
 
-def facts(counts: Mapping[str, str], results: Path) -> tuple[tuple[str, str], ...]:
-    """Lines of the first screen: what ran where, versions, and the GPUs that were not used."""
-    return (*counts.items(), ("GPUs", no_gpu_sentence(results)))
+def _markdown(page: Page, found: Found, results: Path) -> list[str]:
+    section, parts = found
+    lines = [section.text, ""] if section.text else []
+    for part in parts:
+        if part.table:
+            text = part.path.with_suffix(".md").read_text(encoding="utf-8").rstrip()
+            lines += [text, "", f"[CSV]({part.source}); `{part.command}`", ""]
+        else:
+            caption = page.config.caption(part.name)
+            lines += [f"![{caption}]({part.shown})", "", f"{caption} `{part.command}`", ""]
+    return lines

@@ -1,4 +1,5 @@
-"""Tables as data: typed columns once, then CSV (raw), Markdown and LaTeX (rounded, for reading)."""
+"""Tables as data: typed columns once, then CSV (raw), and rounded for reading: JSON (what the page
+shows), Markdown and LaTeX."""
 
 import csv
 import io
@@ -6,11 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 Cells = Mapping[str, Any]
 Show = Callable[[Any], str]
 GIB = 2**30
+SUFFIXES = (".csv", ".json", ".md", ".tex")
+"""The files of a table."""
 
 
 class Column(Struct, frozen=True):
@@ -21,6 +25,15 @@ class Column(Struct, frozen=True):
     key: str
     heading: str
     show: Show = str
+
+
+class Printed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table as it is read: headings, and rows of texts."""
+
+    title: str
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str
 
 
 class Table(Struct, frozen=True, kw_only=True):
@@ -51,10 +64,10 @@ class Table(Struct, frozen=True, kw_only=True):
         """The columns to read."""
         return [column for column in self.columns if column.heading]
 
-    def texts(self) -> list[list[str]]:
+    def texts(self) -> tuple[tuple[str, ...], ...]:
         """The shown rows as texts."""
         rows = self.rows[: self.shown] if self.shown else self.rows
-        return [[_shown(column, row.get(column.key)) for column in self.headed] for row in rows]
+        return tuple(tuple(_shown(c, row.get(c.key)) for c in self.headed) for row in rows)
 
     @property
     def full_note(self) -> str:
@@ -62,6 +75,11 @@ class Table(Struct, frozen=True, kw_only=True):
         cut = len(self.rows) - self.shown if self.shown else 0
         more = f"{cut} more rows in {self.name}.csv." if cut > 0 else ""
         return " ".join(part for part in (self.note, more) if part)
+
+    def printed(self) -> Printed:
+        """What is read of it."""
+        heads = tuple(column.heading for column in self.headed)
+        return Printed(title=self.title, heads=heads, rows=self.texts(), note=self.full_note)
 
     def markdown(self) -> str:
         """A pipe table with its title and note."""
@@ -89,10 +107,12 @@ class Table(Struct, frozen=True, kw_only=True):
         return "\n".join(lines) + "\n"
 
     def write(self, folder: Path) -> None:
-        """NAME.csv, NAME.md and NAME.tex under a folder."""
+        """NAME.csv, NAME.json, NAME.md and NAME.tex under a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        for suffix, text in (("csv", self.csv()), ("md", self.markdown()), ("tex", self.latex())):
-            path = folder / f"{self.name}.{suffix}"
+        shown = msgspec.json.format(msgspec.json.encode(self.printed())).decode()
+        texts = (self.csv(), shown + "\n", self.markdown(), self.latex())
+        for suffix, text in zip(SUFFIXES, texts, strict=True):
+            path = folder / f"{self.name}{suffix}"
             temporary = path.with_name(f".{path.name}.tmp")
             temporary.write_text(text, encoding="utf-8")
             temporary.replace(path)

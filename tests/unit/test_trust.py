@@ -1,0 +1,46 @@
+"""The first screen's tables: errors by kind of evidence, and losses by source."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rematbench.published.decisions import Decision
+from rematbench.published.evidence import Job, Known
+from rematbench.published.trust import ALL, NOTHING, evidence_table, regret_table
+
+
+def known(source: str, error: float, stack: str = "s", seq_len: int = 4096) -> Known:
+    at = Job(stack=stack, generation="hopper", gpus=8, seq_len=seq_len, methods=frozenset())
+    return Known(source=source, job=at, log_error=error, layout=(source,), sweep=(source,))
+
+
+def test_a_row_counts_at_each_thing_that_no_other_source_has() -> None:
+    alike = [known("a", 0.1), known("b", -0.3), known("b", 0.1)]
+    strange = known("c", 0.8, stack="own", seq_len=9)
+    rows = {row["outside"]: row for row in evidence_table([*alike, strange]).rows}
+    assert (rows[NOTHING]["sources"], rows[NOTHING]["rows"]) == (2, 3)
+    assert rows[NOTHING]["mean"] == pytest.approx((0.1 + 0.2) / 2)
+    for kind in ("stack", "context"):
+        assert (rows[kind]["rows"], rows[kind]["mean"], rows[kind]["error"]) == (1, 0.8, 0.8)
+        assert rows[kind]["half_width"] < 0.8  # the band that a and b teach
+    assert rows["generation"] | {"outside": ""} == rows["scale"] | {"outside": ""}
+    assert rows["scale"]["sources"] == 0
+    assert rows["scale"]["error"] is None
+    assert rows[ALL]["rows"] == 4
+
+
+def sweeps(source: str, *losses: float, **both: Any) -> Iterator[Decision]:
+    for lost in losses:
+        job = {"source": f"{source}, 2024", "cluster": "c"}
+        yield Decision(job=job, rows=4, correlation=1.0, left_out=lost, floor=0.5, **both)
+
+
+def test_losses_are_means_over_sweeps() -> None:
+    found = [*sweeps("A", 0.1, 0.3, regret=0.0), *sweeps("B", 0.8, regret=None)]
+    first, second, mean = regret_table(found).rows
+    assert (first["source"], first["sweeps"], first["left_out"]) == ("A", 2, 0.2)
+    assert (second["source"], second["regret"]) == ("B", None)
+    assert (mean["sweeps"], mean["regret"]) == (3, 0.0)
+    assert mean["left_out"] == pytest.approx(0.4)
+    assert not regret_table([]).rows
