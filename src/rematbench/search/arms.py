@@ -6,6 +6,7 @@ one of them fits, what is made of it is not tried.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Literal
 
 from msgspec import Struct
@@ -28,11 +29,13 @@ class Scalar(Struct, frozen=True):
 
 
 class Single(Struct, frozen=True):
-    """One method of an arm.  `text` names it; with a scalar, `text` at a value is `text.format`."""
+    """One method of an arm.  `text` names it; with a scalar, `text` at a value is `text.format`.
+    Policies do not compose (as in `compare`)."""
 
     method: str
     text: str
     scalar: Scalar | None = None
+    composes: bool = True
 
     def at(self, step: int) -> str:
         """The text at a value of the scalar."""
@@ -92,7 +95,7 @@ def singles(registry: Registry, config: CompareConfig, only: Sequence[str] = ())
         if policy.smallest and policy.settings.get("method") != "block":
             continue  # groups: no line in the layers of a group
         text = f"{policy.name} {{}}" if scalar else policy.name
-        found.append(Single(policy.method, text, scalar))
+        found.append(Single(policy.method, text, scalar, composes=False))
     return found
 
 
@@ -109,40 +112,93 @@ def _of_method(entry: MethodEntry) -> Iterable[Single]:
 
 
 class Tree:
-    """Arms and what may be added to each, by the kinds of things that the singles change.  `lean`:
-    arms that need as few bytes as any, at the ends of their scalars."""
+    """Arms and what may be added to each, by the kinds of things that the singles change.
 
-    def __init__(self, probes: dict[Single, Probe], most: int) -> None:
-        found = {single: probe for single, probe in probes.items() if probe.kinds}
+    A *family* is a set of places in an arm; its `lean` arm has, of each method that offloads, the
+    last of its grid, and of the methods that rebuild the one that keeps least."""
+
+    def __init__(self, samples: Sequence[dict[Single, Probe]], most: int) -> None:
+        found = {s: p for s, p in samples[0].items() if p.kinds and not _idle(s, samples)}
         self.places = {single: place(probe.kinds) for single, probe in found.items()}
         self.most = most
-        self.lean = self._lean(found)
+        rebuild = [s for s in self._of("rebuild") if s.scalar is None]
+        leanest = min(rebuild, key=lambda s: found[s].facts.middle.slope.kept_bytes, default=None)
+        offload = {single.method: single for single in self._of("offload")}
+        self.stands_for = {
+            single: leanest if single in self._of("rebuild") else offload.get(single.method, single)
+            for single in self.places
+        }
+
+    def _of(self, kind: Kind) -> list[Single]:
+        where = KINDS.index(kind)
+        return [single for single, place in self.places.items() if place == where]
 
     def more(self, arm: Arm) -> list[Arm]:
         """The arms with one method more, of a later place."""
         last = max((self.places[part] for part in arm.parts), default=-1)
-        if len(arm.parts) == self.most:
+        if len(arm.parts) == self.most or not all(part.composes for part in arm.parts):
             return []
         return [
             Arm((*arm.parts, single))
             for single, where in self.places.items()
-            if where > last and not (arm.line and Arm((single,)).line)
+            if where > last
+            and (single.composes or not arm.parts)
+            and not (arm.line and Arm((single,)).line)
         ]
 
-    def _lean(self, probes: dict[Single, Probe]) -> list[Arm]:
-        """For each method that offloads, and without one: with the rebuilder that keeps least; and
-        keeping everything."""
+    def lean(self, arm: Arm) -> Arm:
+        """The leanest arm of an arm's family, in no pieces."""
+        parts = (self.stands_for[part] or part for part in arm.parts if part is not arm.pieces)
+        return Arm(tuple(parts))
 
-        def of(kind: Kind) -> list[Single]:
-            where = KINDS.index(kind)
-            return [single for single, place in self.places.items() if place == where]
+    @cached_property
+    def families(self) -> list[tuple[Arm, Arm | None]]:
+        """The lean arm of each family, and the arm that is its pieces alone."""
+        found: dict[tuple[Arm, Arm | None], None] = {}
+        waiting = [KEEP]
+        while waiting:
+            for more in self.more(waiting.pop()):
+                key = self.family(more)
+                if key not in found:
+                    found[key] = None
+                    waiting.append(Arm((*key[0].parts, *(key[1].parts if key[1] else ()))))
+        return list(found)
 
-        def kept(single: Single) -> float:
-            return probes[single].facts.middle.slope.kept_bytes
+    def family(self, arm: Arm) -> tuple[Arm, Arm | None]:
+        """The family of an arm."""
+        return self.lean(arm), Arm((arm.pieces,)) if arm.pieces else None
 
-        rebuild = [s for s in of("rebuild") if s.scalar is None]
-        leanest = [min(rebuild, key=kept)] if rebuild else []
-        offload: dict[str, Single] = {single.method: single for single in of("offload")}
-        groups = [[], *([single] for single in offload.values())]
-        arms = [(*first, *group) for group in groups for first in (leanest, [])]
-        return [KEEP, *(Arm(parts) for parts in arms)]
+
+def _idle(single: Single, samples: Sequence[dict[Single, Probe]]) -> bool:
+    """Whether another of the methods that rebuild is no slower and keeps no more, on every sample:
+    the first of equals stays."""
+    return any(
+        other != single and all(_no_better(single, other, sample) for sample in samples)
+        for other in samples[0]
+    )
+
+
+def _no_better(single: Single, other: Single, sample: dict[Single, Probe]) -> bool:
+    if single not in sample or other not in sample or single.scalar or other.scalar:
+        return False
+    ours, theirs = sample[single], sample[other]
+    if ours.kinds != {"rebuild"} or theirs.kinds != {"rebuild"}:
+        return False
+    mine, its = _numbers(ours), _numbers(theirs)
+    earlier = list(sample).index(other) < list(sample).index(single)
+    return all(b <= a for a, b in zip(mine, its, strict=True)) and (mine != its or earlier)
+
+
+def _numbers(probe: Probe) -> list[float]:
+    return [
+        number
+        for line in probe.facts
+        for cost in (line.base, line.slope)
+        for number in (
+            cost.forward.compute_s,
+            cost.backward.compute_s,
+            cost.backward.host_s,
+            cost.kept_bytes,
+            cost.backward.high_bytes if cost is line.base else 0.0,
+        )
+    ]

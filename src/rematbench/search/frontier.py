@@ -16,7 +16,7 @@ from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.search.arms import KEEP, Arm, Tree
-from rematbench.search.probe import Facts, Probe, Refused
+from rematbench.search.probe import Refused
 from rematbench.search.shard import Shard
 from rematbench.search.skeleton import Frame, frame, tightened
 from rematbench.search.space import Choice
@@ -55,6 +55,7 @@ class Place(Struct):
     index: int
     choice: Choice
     fits: list[Arm]
+    families: list[tuple[Arm, Arm | None]] | None = None
     problem: Problem | None = None
     frame: Frame | None = None
 
@@ -82,7 +83,6 @@ class Search:
         self.tried: list[Tried] = []
         self.best_s = float("inf")
         self.fell: Counter[str] = Counter()
-        self.leanest: dict[tuple[object, ...], list[Facts]] = {}
         for shard in shards:
             held = shard.holds_states()
             self.fell["states alone do not fit"] += int((~held).sum())
@@ -129,26 +129,21 @@ class Search:
         return None
 
     def _open(self, bound_s: float, shard: Shard) -> None:
-        """Layouts of a shard that the leanest plans might fit, keeping everything at first."""
-        open_ = shard.holds_states() & (shard.floor_bytes(self.lean(shard)) <= shard.usable_bytes)
-        self.fell["device memory, under the leanest plans"] += int((shard.holds_states() & ~open_).sum())
-        for index, choice in enumerate(shard.choices):
-            if open_[index]:
-                place = Place(shard, index, choice, [])
-                self._judge(bound_s, place, KEEP)
+        """Queue the layouts of a shard whose states fit, keeping everything at first."""
+        for index in shard.holds_states().nonzero()[0]:
+            self._judge(bound_s, Place(shard, int(index), shard.choices[index], []), KEEP)
 
     def _judge(self, bound_s: float, place: Place, arm: Arm, pieces: int = 1) -> None:
         """Queue an arm at a layout, at the least step of its line whose bytes may fit; or what is
         made of it, where none may."""
         shard, at = place.shard, place.index
         values = arm.pieces.scalar.values if arm.pieces and arm.pieces.scalar else ("",)
-        if arm.pieces and shard.kept_bytes(arm.without(arm.pieces))[at] > shard.usable_bytes:
-            self.fell["device memory, in any pieces"] += 1
-            return
         found = self._least(place, arm, pieces, bound_s)
         if found:
             bound, step = found
             self._push(bound, Item(CLOSED, place, None, arm, step, pieces))
+        elif pieces == 2 and shard.in_most_pieces(arm)[at] > shard.usable_bytes:
+            self.fell["device memory, in any pieces"] += 1
         elif pieces < len(values):
             self._judge(bound_s, place, arm, pieces + 1)
             return
@@ -182,9 +177,29 @@ class Search:
         return any(set(known.parts) <= set(arm.parts) for known in place.fits)
 
     def _expand(self, bound_s: float, place: Place, arm: Arm) -> None:
+        """Queue what is made of an arm, of families whose leanest arm may fit."""
+        if place.families is None:
+            place.families = [key for key in self.tree.families if self._may_fit(place, *key)]
+        if not place.families:
+            self.fell["device memory, under the leanest plans"] += 1
+            return
         for more in self.tree.more(arm):
-            if not self._dominated(place, more):
+            family = self.tree.family(more)
+            if self._dominated(place, more) or not any(
+                set(family[0].parts) <= set(lean.parts) and (pieces or not family[1])
+                for lean, pieces in place.families
+            ):
+                continue
+            if family in place.families:
                 self._judge(bound_s, place, more)
+            else:
+                self._push(bound_s, Item(EXPAND, place, None, more))
+
+    def _may_fit(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
+        shard, at = place.shard, place.index
+        if shard.least_bytes(pieces)[at] > shard.usable_bytes:
+            return False
+        return bool(shard.family_bytes(lean, pieces)[at] <= shard.usable_bytes)
 
     def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
         if place.problem is None:
@@ -217,19 +232,6 @@ class Search:
         else:
             self._push(bound_s, Item(EXPAND, place, None, item.arm))
         return tried
-
-    def lean(self, shard: Shard) -> list[Facts]:
-        """Facts of the leanest arms at micro-batch 1 of a shard's tensor- and context-parallel
-        groups."""
-        lay = shard.problem.layout
-        key = (lay.tp, lay.cp, lay.ulysses, lay.pp == 1, lay.zero_stage > 1, lay.dp if lay.zero_stage > 1 else 0)
-        if key not in self.leanest:
-            one = replace(lay, micro_batch=1)
-            problem = replaced(shard.problem, layout=one, _memo={}, _weights={})
-            small = Shard([], problem, self.registry)
-            probes = [small.probe(arm) for arm in self.tree.lean]
-            self.leanest[key] = [p.facts for p in probes if isinstance(p, Probe)]
-        return self.leanest[key]
 
     def found(self) -> list[Tried]:
         """The fastest that fit, one line for each."""

@@ -147,11 +147,10 @@ class Prober:
     def __call__(self, method: Composition) -> Probe | Refused:
         """A method's lines.  Some methods leave the model's last layers alone, and copies by layer
         come to their rhythm after a few."""
-        found: Probe | Refused = Refused("")
-        for least in (3, 5) if self.problem.layout.zero_stage > 1 else (1, 3, 5):
-            found = self._one_rank(method, least) if self.single else self._pipeline(method, least)
-            if isinstance(found, Probe) and (least == RHYTHM or not copies_by_layer(found.facts)):
-                break
+        least = 3 if self.problem.layout.zero_stage > 1 else 1
+        found = self._one_rank(method, least) if self.single else self._pipeline(method, least)
+        if isinstance(found, Refused) or copies_by_layer(found.facts):
+            found = self._one_rank(method, RHYTHM) if self.single else self._pipeline(method, RHYTHM)
         return found
 
     def _one_rank(self, method: Composition, least: int) -> Probe | Refused:
@@ -162,18 +161,19 @@ class Prober:
         return Probe(Facts(line, line, line), made.kinds, made.transfers)
 
     def _pipeline(self, method: Composition, least: int) -> Probe | Refused:
-        made = self._measured(method, (least, least, least + 1, least))
+        ends = min(least, 3)
+        made = self._measured(method, (least, least, least + 1, ends))
         if isinstance(made, Refused):
             return made
         first, middle, deeper, last = made.chunks
         slope = ending = _minus(deeper, middle)
         if last.out_s == 0.0 < middle.out_s:  # a method that copies no chunk of the last rank
-            more = self._measured(method, (least, least, least, least + 1))
+            more = self._measured(method, (least, least, least, ends + 1))
             if isinstance(more, Refused):
                 return more
             ending = _minus(more.chunks[-1], last)
         lines = (Line(least, chunk, slope) for chunk in (first, middle))
-        facts = Facts(*lines, Line(least, last, ending))
+        facts = Facts(*lines, Line(ends, last, ending))
         return Probe(facts, made.kinds, made.transfers)
 
     def _measured(self, method: Composition, sizes: tuple[int, ...]) -> "Measured | Refused":

@@ -8,11 +8,11 @@ from math import fsum
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.operators.ops import OpTable
+from rematbench.operators.ops import Comm, CommKind, OpTable
 from rematbench.plan import Transfers
 from rematbench.plugins.registry import MethodError, Registry
-from rematbench.problem import Problem
-from rematbench.search.arms import Arm
+from rematbench.problem import Problem, state_fates
+from rematbench.search.arms import KEEP, Arm
 from rematbench.search.bounds import ROUNDING_BYTES, Array, Bounds, Columns, host_bound, mixed, peak_bound, step_bound
 from rematbench.search.probe import ChunkCost, Facts, Line, PassCost, Probe, Prober, Refused
 from rematbench.search.space import Choice
@@ -38,6 +38,8 @@ class Shard:
         self.columns = Columns(choices, problem)
         self._prober = Prober(problem)
         self._probes: dict[str, Probe | Refused] = {}
+        self._ends_s: dict[tuple[int, int, int, int], float] = {}
+        self._known_highs: dict[Arm | None, list[float]] = {}
         self._bounds: dict[tuple[Arm, int, int], Bounds | Refused] = {}
 
     @cached_property
@@ -49,6 +51,24 @@ class Shard:
         rate = max(cost.nvlink_bytes_per_s, cost.nic_bytes_per_s)
         seconds = nbytes / rate * self.problem.system.scales.communication
         return np.full(len(self.choices), seconds)
+
+    @cached_property
+    def end_s(self) -> Array:
+        """Seconds after a rank's last pass at least: gradients reduced and parameters gathered, as
+        one collective each where nothing hides them."""
+        layer = min(table.parameters for table in self.problem.layer_kinds)
+        counts = layer * np.minimum(self.columns.first, self.columns.last)
+        found = [self._end_s(c.layout, int(n)) for c, n in zip(self.choices, counts, strict=True)]
+        return np.array(found)
+
+    def _end_s(self, layout: Layout, count: int) -> float:
+        key = (layout.dp, layout.pp, layout.zero_stage, count)
+        if key not in self._ends_s:
+            problem = replaced(self.problem, layout=layout, _memo={}, _weights={})
+            self._ends_s[key] = sum(
+                problem.cost.comm_s(comm, 0) for comm in _after_passes(problem, count)
+            )
+        return self._ends_s[key]
 
     @cached_property
     def usable_bytes(self) -> int:
@@ -98,7 +118,7 @@ class Shard:
         lean = one if arm.line is None else mixed(zero, one, high)
         quick = one if arm.line is None else mixed(zero, one, low)
         return Bounds(
-            step_bound(self.columns, quick, self.send_s),
+            step_bound(self.columns, quick, self.send_s) + self.end_s,
             peak_bound(self.columns, lean) - rounding,
             host_bound(self.columns, quick) - rounding * self.columns.gpus_per_node,
         )
@@ -131,37 +151,92 @@ class Shard:
         """Layouts whose states alone fit the device."""
         return np.maximum.reduce(self.columns.state_bytes) <= self.usable_bytes  # type: ignore[no-any-return]
 
-    def kept_bytes(self, arm: Arm) -> Array:
-        """Bytes of an arm at its line's end without what a pass needs above its entry: what pieces
-        cannot bring down."""
-        found = self.probe(arm)
+    def family_bytes(self, lean: Arm, pieces: Arm | None) -> Array:
+        """Bytes that no arm of a family goes below: what its leanest arm keeps, and what passes
+        need above that where everything is kept (with `pieces`: in the most pieces)."""
+        found = self.probe(lean)
         if isinstance(found, Refused):
-            return np.zeros(len(self.choices))
-        return peak_bound(self.columns, Facts(*(_scaled(line, 1.0) for line in found.facts)))
+            return np.full(len(self.choices), np.inf)
+        return self._above(found.facts, pieces)
 
-    def floor_bytes(self, lean: Sequence[Facts]) -> Array:
-        """Bytes of the leanest plans, measured at micro-batch 1: bytes are rows."""
-        count = self.problem.layout.micro_batch * ROWS
-        found = [peak_bound(self.columns, Facts(*(_scaled(x, count) for x in f))) for f in lean]
-        return np.minimum.reduce(found)  # type: ignore[no-any-return]
+    def least_bytes(self, pieces: Arm | None) -> Array:
+        """The same of plans that keep nothing."""
+        keep = self.probe(KEEP)
+        assert isinstance(keep, Probe)
+        nothing = (line._replace(base=_nothing(), slope=_nothing()) for line in keep.facts)
+        return self._above(Facts(*nothing), pieces)
+
+    def _above(self, facts: Facts, pieces: Arm | None) -> Array:
+        lines = (
+            line._replace(base=_with_high(line.base, high))
+            for line, high in zip(facts, self._highs(pieces), strict=True)
+        )
+        return peak_bound(self.columns, Facts(*lines))
+
+    def _highs(self, pieces: Arm | None) -> list[float]:
+        """Bytes above what is kept, of keeping everything, of the three roles."""
+        if pieces not in self._known_highs:
+            probes = [self.probe(pieces, at) for at in (1, 2)] if pieces else [self.probe(KEEP)]
+            facts = [one.facts for one in probes if isinstance(one, Probe)]
+            if len(facts) < len(probes):
+                self._known_highs[pieces] = [float("inf")] * 3
+            else:
+                first, second = facts[0], facts[-1]
+                self._known_highs[pieces] = [
+                    max(0.0, 2 * _high(b.base) - _high(a.base))
+                    for a, b in zip(first, second, strict=True)
+                ]
+        return self._known_highs[pieces]
+
+    def in_most_pieces(self, arm: Arm) -> Array:
+        """Bytes in the most pieces, at the arm's line's end, from those in two and in four: peaks
+        are maxima of lines in 1 / pieces, and a convex function lies above its chords' ends."""
+        found = [self.probe(arm, pieces) for pieces in (1, 2)]
+        two, four = (one.facts for one in found if isinstance(one, Probe))
+        lines = (
+            _chord(a, b) for a, b in zip(two, four, strict=True)
+        )
+        return peak_bound(self.columns, Facts(*lines))
 
 
-ROWS = 0.998
-"""Of bytes at micro-batch b, what b times those at micro-batch 1 is at least: rows are rounded."""
+def _after_passes(problem: Problem, count: int) -> list[Comm]:
+    """The collectives of so many parameters that run after the last pass, beside nothing."""
+    lay, system = problem.layout, problem.system
+    fates = {fate.kind: fate for fate in state_fates(lay, system)}
+    if lay.state_shards == 1:
+        return []
+    found = []
+    if not system.reduce_overlap and fates["gradient"].shards == 1:
+        kind: CommKind = "reduce_scatter" if fates["optimizer"].shards > 1 else "all_reduce"
+        found.append(Comm(kind, "dp", system.reduce_bytes * count))
+    if not system.gather_overlap and fates["parameter"].gather == "step":
+        found.append(Comm("all_gather", "dp", system.gather_bytes * count))
+    return found
 
 
-def _scaled(line: Line, count: float) -> Line:
-    """A line's bytes times `count`, without those above a pass's entry."""
+def _chord(two: Line, four: Line) -> Line:
+    """A line of a quarter of the rows, with highest points as they are at least in any more
+    pieces."""
 
-    def chunk(cost: ChunkCost) -> ChunkCost:
-        passes = (p._replace(net_bytes=p.net_bytes * count, high_bytes=0) for p in cost[:2])
-        bytes_ = {
-            key: getattr(cost, key) * count
-            for key in ("released_bytes", "moved_bytes", "boundary_bytes", "host_bytes", "pool_bytes")
-        }
-        return cost._replace(**dict(zip(("forward", "backward"), passes, strict=True)), **bytes_)
+    def chunk(a: ChunkCost, b: ChunkCost) -> ChunkCost:
+        passes = (
+            y._replace(high_bytes=max(0, 2 * y.high_bytes - x.high_bytes))
+            for x, y in zip(a[:2], b[:2], strict=True)
+        )
+        return ChunkCost(*passes, *b[2:])
 
-    return Line(line.layers, chunk(line.base), chunk(line.slope))
+    return Line(four.layers, chunk(two.base, four.base), four.slope)
+
+
+def _high(cost: ChunkCost) -> float:
+    """Bytes that a pass needs above what its chunk keeps."""
+    forward, backward = cost.forward, cost.backward
+    return max(backward.high_bytes, forward.high_bytes - forward.net_bytes)
+
+
+def _with_high(cost: ChunkCost, high: float) -> ChunkCost:
+    forward = cost.forward._replace(high_bytes=0)
+    return cost._replace(forward=forward, backward=cost.backward._replace(high_bytes=high))
 
 
 def _line(problem: Problem, table: OpTable) -> ChunkCost:

@@ -106,7 +106,7 @@ def frame(problem: Problem, plan: Plan) -> Frame:
     for rank, order in enumerate(orders):
         end = _End(problem, plan, rank, order)
         emit_step_end(end, plan, problem)
-        ends.append(sum(_through(block, rank, costs) for block in end.blocks))
+        ends.append(_through(end.blocks, rank, costs))
     return Frame(
         order=in_order(plan.schedule, lay.pp, lay.vpp, micro_batches),
         links=Links(
@@ -126,9 +126,10 @@ def _first_backward(order: tuple[Pass, ...]) -> int:
     return next(index for index, item in enumerate(order) if not item.forward)
 
 
-def _through(block: Block, rank: int, costs: ActionCosts) -> float:
-    """Seconds from compute before a block to compute after it."""
-    ends = dict(macro_of(compile_block(block, rank, costs)).streams)
+def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
+    """Seconds from compute before some blocks to compute after them."""
+    macro = macro_of(*(compile_block(block, rank, costs) for block in blocks))
+    ends = dict(macro.streams)
     return max((at for key, at in ends.get(COMPUTE, ()) if key == COMPUTE), default=0.0)
 
 
