@@ -132,7 +132,7 @@ def _check(path: Path, registry: Registry) -> None:
 
 
 COMMANDS = (
-    *(methods, systems, plan, simulate, compare, timeline, tables.stages, flags, doctor),
+    *(methods, systems, plan, simulate, compare, search, timeline, tables.stages, flags, doctor),
     *(execute, trace, verify, predict, validate, calibrate),
 )
 """What a person uses, beside the group of baselines."""

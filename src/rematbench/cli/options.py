@@ -33,7 +33,7 @@ Timeout = Annotated[
     float, Option(min=1, max=MOST_S, help="Seconds without a result until given up.")
 ]
 
-_OPTIONS = {
+OPTIONS = {
     "model": Option(
         metavar="M",
         show_default=False,
@@ -130,7 +130,7 @@ def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[...,
 
     @wraps(command)
     def run(**given: Any) -> None:
-        problem = {name: given.pop(name) for name in _OPTIONS}
+        problem = {name: given.pop(name) for name in OPTIONS}
         problem["sp"] = False if problem["sp"] else None
         typed = {f.name: given.pop(f.name) for f in kept}
         command(RunOptions(problem=problem, **typed, **fixed), **given)
@@ -170,7 +170,7 @@ def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
         default = None if field.required else field.default
         default = "megatron-core" if field.name == "system" else default
         kind = hints[field.name] if default is not None else hints[field.name] | None
-        option = Annotated[kind, _OPTIONS[field.name]]  # type: ignore[valid-type]  # typer reads it
+        option = Annotated[kind, OPTIONS[field.name]]  # type: ignore[valid-type]  # typer reads it
         yield inspect.Parameter(field.name, keyword, annotation=option, default=default)
 
 

@@ -96,6 +96,10 @@ class Pool(Generic[T, R]):
         """Put tasks at the end of the queue (also while it runs)."""
         self.waiting.extend(tasks)
 
+    def begin(self) -> None:
+        """Hand out tasks without waiting for answers, so that several pools work at once."""
+        self._hand_out()
+
     def run(self) -> Iterator[tuple[T, R | Lost]]:
         """(task, answer) as they come; for a task without one, why.  Its processes stay for the
         next tasks, until `close`."""

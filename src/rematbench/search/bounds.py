@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rematbench.problem import Problem, head_parameters, state_fates
-from rematbench.search.probe import ChunkCost, Facts, Line
+from rematbench.search.probe import ChunkCost, Facts, Line, combined
 from rematbench.search.space import Choice
 from rematbench.spec.layout import Layout
 
@@ -71,8 +71,7 @@ class Columns:
 
     @cached_property
     def in_flight(self) -> tuple[NDArray[np.int64], ...]:
-        """Passes of the first, the second and the last rank between forward and backward, at most.
-        """
+        """Passes of the first, second and last rank between forward and backward, at most."""
         total = self.count * self.vpp
         plain = self.vpp == 1
         whole = (self.count == self.pp) & ~plain
@@ -95,16 +94,13 @@ class Columns:
             self.last * layer + head + np.where(single, embedding, 0),
         )
         system = problem.system
-        sizes = {
-            "parameter": system.param_bytes,
-            "gradient": system.grad_bytes,
-            "optimizer": system.optimizer_bytes,
-        }
+        sizes = (system.param_bytes, system.grad_bytes, system.optimizer_bytes)
         per = np.array([_shards(c.layout, problem) for c in self.choices])
-        return tuple(
-            sum(-(-count // per[:, i]) * nbytes for i, nbytes in enumerate(sizes.values()))
-            for count in counts
-        )  # type: ignore[return-value]  # three of them
+        first, second, last = (
+            np.asarray(sum(-(-n // per[:, i]) * nbytes for i, nbytes in enumerate(sizes)))
+            for n in counts
+        )
+        return first, second, last
 
 
 def _shards(layout: Layout, problem: Problem) -> list[int]:
@@ -204,36 +200,42 @@ def peak_bound(columns: Columns, facts: Facts) -> Array:
         passing = np.maximum(own + copied + chunk.high_bytes, chunk.forward_high_bytes)
         return states[rank] + pools + (flights[rank] - 1) * np.maximum(others, 0.0) + passing
 
-    ends = np.maximum(peak(0, opening, lower, lower), peak(2, ending, np.minimum(least, final), final))
-    return np.where(c.pp > 2, np.maximum(ends, peak(1, inner, inner.kept_bytes, inner.kept_bytes)), ends)
+    ends = np.maximum(
+        peak(0, opening, lower, lower), peak(2, ending, np.minimum(least, final), final)
+    )
+    return np.where(
+        c.pp > 2, np.maximum(ends, peak(1, inner, inner.kept_bytes, inner.kept_bytes)), ends
+    )
 
 
 def host_bound(columns: Columns, facts: Facts) -> Array:
     """Bytes that the first stage's ranks of one node pin for passes in flight."""
     c = columns
-    ranks = np.array([min(c.gpus_per_node, x.layout.tp * x.layout.cp * x.layout.dp) for x in c.choices])
-    opening = np.minimum(chunk(facts.first, c.opening).host_bytes, chunk(facts.middle, c.fewest).host_bytes)
-    return ranks * c.in_flight[0] * np.maximum(opening, 0.0)
-
-
-def mixed(at_zero: Facts, at_one: Facts, share: float) -> Facts:
-    """Facts between two ends, all of them lines in the share; the lower of two highest points."""
-    return Facts(
-        *(
-            Line(a.layers, _mix(a.base, b.base, share), _mix(a.slope, b.slope, share))
-            for a, b in zip(at_zero, at_one, strict=True)
-        )
+    ranks = np.array(
+        [min(c.gpus_per_node, x.layout.tp * x.layout.cp * x.layout.dp) for x in c.choices]
     )
-
-
-def _mix(a: ChunkCost, b: ChunkCost, share: float) -> ChunkCost:
-    def numbers(x: Any, y: Any) -> Any:
-        return x + (y - x) * share
-
-    forward, backward = (
-        type(x)(*map(numbers, x[:6], y[:6]), min(x.high_bytes, y.high_bytes))
-        for x, y in ((a.forward, b.forward), (a.backward, b.backward))
+    opening = np.minimum(
+        chunk(facts.first, c.opening).host_bytes, chunk(facts.middle, c.fewest).host_bytes
     )
-    return ChunkCost(forward, backward, *map(numbers, a[2:], b[2:]))
+    found: Array = ranks * c.in_flight[0] * np.maximum(opening, 0.0)
+    return found
 
 
+def mixed(at_zero: Facts, at_one: Facts, share: Any) -> Facts:
+    """Facts between two ends, all of them lines in the share (or in an array of shares); the lower
+    of two highest points."""
+    lines = (
+        Line(a.layers, _mix(a.base, b.base, share), _mix(a.slope, b.slope, share))
+        for a, b in zip(at_zero, at_one, strict=True)
+    )
+    return Facts._make(lines)
+
+
+def _mix(a: ChunkCost, b: ChunkCost, share: Any) -> ChunkCost:
+    found = combined(a, b, lambda x, y: x + (y - x) * share)
+    forward = min(a.forward.high_bytes, b.forward.high_bytes)
+    backward = min(a.backward.high_bytes, b.backward.high_bytes)
+    return found._replace(
+        forward=found.forward._replace(high_bytes=forward),
+        backward=found.backward._replace(high_bytes=backward),
+    )

@@ -2,54 +2,33 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace as replaced
 from itertools import count
-from time import monotonic
+from typing import Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from rematbench.choose.outcome import Verdict, judge, make_problem, reserved_bytes
-from rematbench.lowering.lower import lower
-from rematbench.plan import Plan, PlanError, Unsupported
-from rematbench.plugins.registry import MethodError, Registry
+from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 from rematbench.search.arms import KEEP, Arm, Tree
 from rematbench.search.probe import Refused
 from rematbench.search.shard import Shard
 from rematbench.search.skeleton import Frame, frame, tightened
 from rematbench.search.space import Choice
-from rematbench.simulate.evaluate import PlanEvaluation, evaluate_program, program_bytes
-from rematbench.spec.layout import LayoutError
+from rematbench.search.trial import Tried, tried_plan
 
-SHARD, EXPAND, MORE, CLOSED, TIGHT = range(5)
-"""What an entry of the queue waits for: its shard's facts, what is added to an arm that does not
-fit, the bound by the schedule, the simulation."""
+SHOWN = 1.1
+"""What may be slower than the best by no more than this is simulated to be shown beside it."""
 
-
-class Tried(Struct, frozen=True, kw_only=True):
-    """One simulated plan.  `problem` and `base` are those of its layout; without an evaluation it
-    does not fit, or has no plan, and `reason` says why."""
-
-    choice: Choice
-    method: str
-    bound_s: float
-    problem: Problem
-    base: Plan
-    reason: str = ""
-    plan: Plan | None = None
-    evaluation: PlanEvaluation | None = None
-    verdict: Verdict | None = None
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the step; infinite where it does not fit."""
-        return self.evaluation.step_s if self.evaluation else float("inf")
+Stage = Literal["shard", "expand", "pieces", "closed", "tight"]
+"""What an entry of the queue waits for: its shard's facts; what is added to an arm that does not
+fit; the next number of pieces; the bound by the schedule; the simulation."""
 
 
 class Place(Struct):
-    """A layout while it is searched: its shard, its place there, and the arms that fit."""
+    """A layout while it is searched: its shard, its place there, the arms that fit, and the
+    families that may."""
 
     shard: Shard
     index: int
@@ -63,7 +42,7 @@ class Place(Struct):
 class Item(Struct, frozen=True):
     """An entry of the queue."""
 
-    stage: int
+    stage: Stage
     place: Place | None
     shard: Shard | None
     arm: Arm
@@ -72,44 +51,54 @@ class Item(Struct, frozen=True):
 
 
 class Search:
-    """One search under way.  `fell`: candidates by what excluded them."""
+    """One search under way.  `fell`: plans and layouts by what excluded them; `short_bytes`: the
+    least that any plan was short of on a device."""
 
-    def __init__(
-        self, shards: list[Shard], tree: Tree, registry: Registry, within: float, shown: int = 10
-    ) -> None:
-        self.tree, self.registry, self.within, self.shown = tree, registry, within, shown
+    def __init__(self, shards: list[Shard], tree: Tree, registry: Registry, within: float) -> None:
+        self.tree, self.registry, self.within = tree, registry, within
         self.queue: list[tuple[float, int, Item]] = []
         self.order = count()
         self.tried: list[Tried] = []
         self.best_s = float("inf")
+        self.short_bytes = float("inf")
         self.fell: Counter[str] = Counter()
         for shard in shards:
             held = shard.holds_states()
-            self.fell["states alone do not fit"] += int((~held).sum())
+            self.fell["layouts whose states alone do not fit"] += int((~held).sum())
             if held.any():
-                self._push(float(shard.kernels_s[held].min()), Item(SHARD, None, shard, KEEP))
+                self._push(float(shard.kernels_s[held].min()), Item("shard", None, shard, KEEP))
+            else:
+                self._short(float(shard.least_state_bytes() - shard.usable_bytes))
 
     @property
     def bound_s(self) -> float:
         """No plan that is left is faster."""
-        return self.queue[0][0] if self.queue else self.best_s
+        return self.queue[0][0] if self.queue else float("inf")
 
     @property
     def gap(self) -> float:
         """How much faster a plan may be, as a share of the best step."""
         if self.best_s == float("inf"):
-            return float("inf")
+            return float("inf") if self.queue else 0.0
         return max(0.0, 1.0 - self.bound_s / self.best_s)
 
     def run(self) -> Iterator[Tried | None]:
-        """Work until the gap is closed: each simulated plan, and None now and then between."""
-        while self.queue and self.gap > self.within:
+        """Work for as long as anything is left: after each entry of the queue what it simulated, or
+        None."""
+        while self.queue:
             bound_s, _, item = heapq.heappop(self.queue)
             yield self._take(bound_s, item)
 
+    def beat(self, step_s: float) -> None:
+        """A step that fits, found elsewhere."""
+        self.best_s = min(self.best_s, step_s)
+
     def _push(self, bound_s: float, item: Item) -> None:
-        if bound_s < self.best_s:
+        if bound_s < SHOWN * self.best_s:
             heapq.heappush(self.queue, (bound_s, next(self.order), item))
+
+    def _short(self, nbytes: float) -> None:
+        self.short_bytes = min(self.short_bytes, nbytes)
 
     def _take(self, bound_s: float, item: Item) -> Tried | None:
         place = item.place
@@ -118,11 +107,11 @@ class Search:
             self._open(bound_s, item.shard)
         elif self._dominated(place, item.arm):
             self.fell["made of a plan that fits"] += 1
-        elif item.stage == EXPAND:
+        elif item.stage == "expand":
             self._expand(bound_s, place, item.arm)
-        elif item.stage == MORE:
+        elif item.stage == "pieces":
             self._judge(bound_s, place, item.arm, item.pieces)
-        elif item.stage == CLOSED:
+        elif item.stage == "closed":
             self._tighten(bound_s, place, item)
         else:
             return self._simulate(bound_s, place, item)
@@ -131,49 +120,51 @@ class Search:
     def _open(self, bound_s: float, shard: Shard) -> None:
         """Queue the layouts of a shard whose states fit, keeping everything at first."""
         for index in shard.holds_states().nonzero()[0]:
-            self._judge(bound_s, Place(shard, int(index), shard.choices[index], []), KEEP)
+            at = int(index)
+            self._judge(bound_s, Place(shard, at, shard.choices[at], []), KEEP)
 
     def _judge(self, bound_s: float, place: Place, arm: Arm, pieces: int = 1) -> None:
         """Queue an arm at a layout, at the least step of its line whose bytes may fit; or what is
         made of it, where none may."""
         shard, at = place.shard, place.index
-        values = arm.pieces.scalar.values if arm.pieces and arm.pieces.scalar else ("",)
         found = self._least(place, arm, pieces, bound_s)
         if found:
-            bound, step = found
-            self._push(bound, Item(CLOSED, place, None, arm, step, pieces))
-        elif pieces == 2 and shard.in_most_pieces(arm)[at] > shard.usable_bytes:
-            self.fell["device memory, in any pieces"] += 1
-        elif pieces < len(values):
-            self._judge(bound_s, place, arm, pieces + 1)
+            self._push(found[0], Item("closed", place, None, arm, found[1], pieces))
+        if arm.pieces is None:
+            if not found and not isinstance(first := shard.bounds(arm), Refused):
+                bound = max(bound_s, float(first.step_s[at]))
+                self._push(bound, Item("expand", place, None, arm))
             return
-        if pieces < len(values) and arm.line and found and found[1] > 1:
-            self._push(bound_s, Item(MORE, place, None, arm, 1, pieces + 1))
-        if not found and not arm.pieces:
-            first = shard.bounds(arm)
-            if not isinstance(first, Refused):
-                self._push(max(bound_s, float(first.step_s[at])), Item(EXPAND, place, None, arm))
+        smaller = arm.line and found and found[1] > 1  # more pieces may need less of the line
+        if pieces == _pieces(arm) or (found and not smaller):
+            return
+        if pieces > 1 and shard.in_most_pieces(arm)[at] > shard.usable_bytes:
+            self.fell["device memory, in any pieces"] += 1
+            return
+        self._push(found[0] if found else bound_s, Item("pieces", place, None, arm, 1, pieces + 1))
 
     def _least(
         self, place: Place, arm: Arm, pieces: int, bound_s: float
     ) -> tuple[float, int] | None:
-        """The bound and the least step whose bytes may fit."""
+        """The bound and the least step of an arm's line whose bytes may fit."""
         shard, at = place.shard, place.index
         for step in range(1, shard.steps(arm) + 1):
             found = shard.bounds(arm, step, pieces)
             if isinstance(found, Refused):
-                self.fell[f"{arm.text(1)}: {found.reason}"] += 1
+                self.fell["no plan"] += 1
                 return None
             if found.host_bytes[at] > shard.problem.cost.host_room_bytes:
                 self.fell["host memory, by its bound"] += 1
                 return None  # no larger share needs less of it
             if found.peak_bytes[at] <= shard.usable_bytes:
                 return max(bound_s, float(found.step_s[at])), step
+            self._short(float(found.peak_bytes[at]) - shard.usable_bytes)
             self.fell["device memory, by its bound"] += 1
         return None
 
     def _dominated(self, place: Place, arm: Arm) -> bool:
-        """Whether an arm contains one that fits: it is not faster."""
+        """Whether an arm contains one that fits: it is not faster.  One with a scalar says nothing:
+        with a method more the scalar may be less."""
         return any(set(known.parts) <= set(arm.parts) for known in place.fits)
 
     def _expand(self, bound_s: float, place: Place, arm: Arm) -> None:
@@ -193,79 +184,55 @@ class Search:
             if family in place.families:
                 self._judge(bound_s, place, more)
             else:
-                self._push(bound_s, Item(EXPAND, place, None, more))
+                self._push(bound_s, Item("expand", place, None, more))
 
     def _may_fit(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
         shard, at = place.shard, place.index
-        if shard.least_bytes(pieces)[at] > shard.usable_bytes:
-            return False
-        return bool(shard.family_bytes(lean, pieces)[at] <= shard.usable_bytes)
+        for nbytes in (shard.least_bytes(pieces), shard.family_bytes(lean, pieces)):
+            if nbytes[at] > shard.usable_bytes:
+                self._short(float(nbytes[at]) - shard.usable_bytes)
+                return False
+        return True
 
     def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
+        """Queue an arm by its whole schedule."""
         if place.problem is None:
-            spec = place.shard.problem
-            place.problem = replaced(spec, layout=place.choice.layout, _memo={}, _weights={})
+            problem = place.shard.problem
+            place.problem = replaced(problem, layout=place.choice.layout, _memo={}, _weights={})
         if place.frame is None:
             place.frame = frame(place.problem, place.choice.base(place.problem.base_plan))
         facts, moves = place.shard.facts(item.arm, item.step, item.pieces, place.index)
         cost = place.problem.cost
         rate = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
         tight = tightened(place.frame, facts, moves, place.choice.sizes, rate)
-        self._push(
-            max(bound_s, tight), Item(TIGHT, place, None, item.arm, item.step, item.pieces)
-        )
+        found = Item("tight", place, None, item.arm, item.step, item.pieces)
+        self._push(max(bound_s, tight), found)
 
-    def _simulate(self, bound_s: float, place: Place, item: Item) -> Tried | None:
-        method = item.arm.text(item.step, item.pieces)
-        tried = tried_plan(place, method, bound_s, self.registry)
+    def _simulate(self, bound_s: float, place: Place, item: Item) -> Tried:
+        """Try a plan; queue the next step of its scalars, or what is made of it, if it does not
+        fit."""
+        assert place.problem is not None
+        arm = item.arm
+        method = arm.text(item.step, item.pieces)
+        tried = tried_plan(place.choice, place.problem, method, bound_s, self.registry)
         self.tried.append(tried)
         if tried.evaluation is not None:
-            place.fits.append(item.arm)
-            self.best_s = min(self.best_s, tried.step_s)
+            if not any(part.scalar for part in arm.parts):
+                place.fits.append(arm)
+            self.beat(tried.step_s)
             return tried
         self.fell[tried.reason.split(":")[0]] += 1
-        pieces = item.arm.pieces.scalar if item.arm.pieces else None
-        if item.step < place.shard.steps(item.arm):
-            self._push(bound_s, Item(CLOSED, place, None, item.arm, item.step + 1, item.pieces))
-        elif pieces and item.pieces < len(pieces.values):
-            self._push(bound_s, Item(MORE, place, None, item.arm, 1, item.pieces + 1))
+        self._short(tried.short_bytes)
+        if item.step < place.shard.steps(arm):
+            self._push(bound_s, Item("closed", place, None, arm, item.step + 1, item.pieces))
+        elif item.pieces < _pieces(arm):
+            self._push(bound_s, Item("pieces", place, None, arm, 1, item.pieces + 1))
         else:
-            self._push(bound_s, Item(EXPAND, place, None, item.arm))
+            self._push(bound_s, Item("expand", place, None, arm))
         return tried
 
-    def found(self) -> list[Tried]:
-        """The fastest that fit, one line for each."""
-        return sorted((t for t in self.tried if t.evaluation), key=lambda t: t.step_s)[: self.shown]
 
-
-def tried_plan(place: Place, method: str, bound_s: float, registry: Registry) -> Tried:
-    """Plan, lower and weigh a candidate; if its bytes fit, its time."""
-    problem = place.problem
-    assert problem is not None
-    base = place.choice.base(problem.base_plan)
-    tried = Tried(choice=place.choice, method=method, bound_s=bound_s, problem=problem, base=base)
-    try:
-        plan = registry.resolve(method, None, problem).plan(problem, base)
-        if isinstance(plan, Unsupported):
-            return replace(tried, reason=f"no plan: {plan.reason}")
-        program = lower(plan, problem)
-    except (PlanError, LayoutError, MethodError) as error:
-        return replace(tried, reason=f"no plan: {error}")
-    ranks = program_bytes(problem, plan, program)
-    room = problem.usable_bytes - problem.reserve_bytes
-    if max(rank.device_peak for rank in ranks) > room:
-        return replace(tried, reason="device memory: its live bytes")
-    reserved = reserved_bytes(problem, program, ranks)
-    if reserved > room:
-        return replace(tried, reason="device memory: what its allocator reserves")
-    evaluation = evaluate_program(problem, plan, program, ranks=ranks)
-    evaluation = replace(evaluation, reserved_bytes=reserved)
-    verdict = judge(problem, evaluation)
-    if not verdict.fits:
-        return replace(tried, reason=verdict.binds)
-    if evaluation.not_timed:
-        return replace(tried, reason=evaluation.not_timed)
-    return replace(tried, plan=plan, evaluation=evaluation, verdict=verdict)
-
-
-__all__ = ["Callable", "Search", "Tried", "make_problem", "monotonic"]
+def _pieces(arm: Arm) -> int:
+    """Values of an arm's pieces; 1 where it has none."""
+    scalar = arm.pieces.scalar if arm.pieces else None
+    return len(scalar.values) if scalar else 1

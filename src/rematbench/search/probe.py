@@ -12,8 +12,9 @@ their link to themselves.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace as replaced
+from itertools import pairwise
 from math import fsum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
@@ -27,9 +28,9 @@ from rematbench.program.action import Kind
 from rematbench.program.ledger import Profile, pool_bytes, program_profiles
 from rematbench.program.program import Block, Program
 from rematbench.simulate.contention import KERNELS
-from rematbench.simulate.max_plus import COMPUTE, HOST, macro_of
+from rematbench.simulate.max_plus import COMPUTE, macro_of
 from rematbench.simulate.seconds import ActionCosts
-from rematbench.simulate.step import compile_block
+from rematbench.simulate.step import HOST, compile_block
 from rematbench.spec.layout import Layout, LayoutError
 
 RANKS = 4
@@ -53,12 +54,12 @@ class PassCost(NamedTuple):
     landed_s: float
     host_s: float
     kernel_s: float
-    net_bytes: int
-    high_bytes: int
+    net_bytes: float
+    high_bytes: float
 
     def least(self, other: "PassCost") -> "PassCost":
         """The lower of two in everything."""
-        return PassCost(*(min(a, b) for a, b in zip(self, other, strict=True)))
+        return PassCost._make(min(a, b) for a, b in zip(self, other, strict=True))
 
 
 class ChunkCost(NamedTuple):
@@ -68,16 +69,16 @@ class ChunkCost(NamedTuple):
 
     forward: PassCost
     backward: PassCost
-    released_bytes: int
+    released_bytes: float
     out_s: float
     back_s: float
-    moved_bytes: int
-    boundary_bytes: int
-    host_bytes: int
-    pool_bytes: int
+    moved_bytes: float
+    boundary_bytes: float
+    host_bytes: float
+    pool_bytes: float
 
     @property
-    def kept_bytes(self) -> int:
+    def kept_bytes(self) -> float:
         """Device bytes between forward and backward."""
         return self.forward.net_bytes + self.boundary_bytes - self.released_bytes
 
@@ -91,8 +92,7 @@ class Line(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Lines of the first, a middle and the last rank's chunk (of one rank: three times the same).
-    """
+    """Lines of the first, a middle and the last rank's chunk; of one rank three times the same."""
 
     first: Line
     middle: Line
@@ -150,7 +150,9 @@ class Prober:
         least = 3 if self.problem.layout.zero_stage > 1 else 1
         found = self._one_rank(method, least) if self.single else self._pipeline(method, least)
         if isinstance(found, Refused) or copies_by_layer(found.facts):
-            found = self._one_rank(method, RHYTHM) if self.single else self._pipeline(method, RHYTHM)
+            found = (
+                self._one_rank(method, RHYTHM) if self.single else self._pipeline(method, RHYTHM)
+            )
         return found
 
     def _one_rank(self, method: Composition, least: int) -> Probe | Refused:
@@ -172,8 +174,9 @@ class Prober:
             if isinstance(more, Refused):
                 return more
             ending = _minus(more.chunks[-1], last)
-        lines = (Line(least, chunk, slope) for chunk in (first, middle))
-        facts = Facts(*lines, Line(ends, last, ending))
+        facts = Facts(
+            Line(least, first, slope), Line(least, middle, slope), Line(ends, last, ending)
+        )
         return Probe(facts, made.kinds, made.transfers)
 
     def _measured(self, method: Composition, sizes: tuple[int, ...]) -> "Measured | Refused":
@@ -184,14 +187,16 @@ class Prober:
 
 def _minus(more: ChunkCost, less: ChunkCost) -> ChunkCost:
     """What a layer adds."""
+    return combined(more, less, lambda a, b: a - b)
 
-    def passes(a: PassCost, b: PassCost) -> PassCost:
-        return PassCost(*(x - y for x, y in zip(a, b, strict=True)))
 
-    rest = (x - y for x, y in zip(more[2:], less[2:], strict=True))
-    return ChunkCost(
-        passes(more.forward, less.forward), passes(more.backward, less.backward), *rest
-    )  # type: ignore[arg-type]  # differences of the other fields
+def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any]) -> ChunkCost:
+    """A chunk's costs, each from those of two."""
+    forward, backward = (
+        PassCost._make(map(numbers, a, b))
+        for a, b in ((one.forward, other.forward), (one.backward, other.backward))
+    )
+    return ChunkCost(forward, backward, *map(numbers, one[2:], other[2:]))
 
 
 def copies_by_layer(facts: Facts) -> bool:
@@ -210,10 +215,14 @@ class Small(NamedTuple):
 def _small(problem: Problem, sizes: tuple[int, ...]) -> Small:
     """The problem with so many layers on its ranks and nothing between copies of the model."""
     model = problem.workload.model
-    windows = sorted(set(model.attention_window), key=lambda window: window or problem.workload.seq_len)
+    windows = sorted(
+        set(model.attention_window), key=lambda window: window or problem.workload.seq_len
+    )
     work = replace(
         problem.workload,
-        model=replace(model, num_layers=sum(sizes), attention_window=tuple(windows[:1]) * sum(sizes)),
+        model=replace(
+            model, num_layers=sum(sizes), attention_window=tuple(windows[:1]) * sum(sizes)
+        ),
     )
     system = replace(
         problem.system, reduce_overlap=False, gather_overlap=False, p2p_synchronous=False
@@ -227,7 +236,7 @@ def _small(problem: Problem, sizes: tuple[int, ...]) -> Small:
         _weights={},
     )
     ends = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
-    partition = tuple((tuple(range(a, b)),) for a, b in zip(ends, ends[1:], strict=False))
+    partition = tuple((tuple(range(a, b)),) for a, b in pairwise(ends))
     return Small(small, replace(small.base_plan, partition=partition))
 
 
@@ -253,9 +262,7 @@ def _measured(small: Small, method: Composition) -> Measured | Refused:
     return Measured(chunks, changed_kinds(small.base, plan), plan.transfers)
 
 
-def _chunk(
-    program: Program, rank: int, costs: ActionCosts, profiles: list[Profile]
-) -> ChunkCost:
+def _chunk(program: Program, rank: int, costs: ActionCosts, profiles: list[Profile]) -> ChunkCost:
     blocks = program.ranks[rank].blocks
     named = [(block.label, block, profile) for block, profile in zip(blocks, profiles, strict=True)]
 

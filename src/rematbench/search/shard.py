@@ -13,7 +13,16 @@ from rematbench.plan import Transfers
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem, state_fates
 from rematbench.search.arms import KEEP, Arm
-from rematbench.search.bounds import ROUNDING_BYTES, Array, Bounds, Columns, host_bound, mixed, peak_bound, step_bound
+from rematbench.search.bounds import (
+    ROUNDING_BYTES,
+    Array,
+    Bounds,
+    Columns,
+    host_bound,
+    mixed,
+    peak_bound,
+    step_bound,
+)
 from rematbench.search.probe import ChunkCost, Facts, Line, PassCost, Probe, Prober, Refused
 from rematbench.search.space import Choice
 from rematbench.spec.layout import Layout
@@ -137,7 +146,9 @@ class Shard:
         if scalar is None or scalar.scale == "share":
             share = np.full(len(self.choices), step / scalar.steps if scalar else 1.0)
             return share, share
-        return np.minimum(1.0, step / self.columns.most), np.minimum(1.0, step / self.columns.fewest)
+        return np.minimum(1.0, step / self.columns.most), np.minimum(
+            1.0, step / self.columns.fewest
+        )
 
     def facts(self, arm: Arm, step: int, pieces: int, index: int) -> tuple[Facts, Transfers]:
         """The facts of one layout, for its time, and when its plan moves tensors."""
@@ -146,6 +157,10 @@ class Shard:
         moves = self.probe(arm, pieces)
         assert isinstance(moves, Probe)
         return mixed(*ends, float(self._shares(arm, step)[0][index])), moves.transfers
+
+    def least_state_bytes(self) -> float:
+        """Bytes of states on the fullest device, of the layout with fewest."""
+        return float(np.maximum.reduce(self.columns.state_bytes).min())
 
     def holds_states(self) -> NDArray[np.bool_]:
         """Layouts whose states alone fit the device."""
@@ -164,14 +179,14 @@ class Shard:
         keep = self.probe(KEEP)
         assert isinstance(keep, Probe)
         nothing = (line._replace(base=_nothing(), slope=_nothing()) for line in keep.facts)
-        return self._above(Facts(*nothing), pieces)
+        return self._above(Facts._make(nothing), pieces)
 
     def _above(self, facts: Facts, pieces: Arm | None) -> Array:
         lines = (
             line._replace(base=_with_high(line.base, high))
             for line, high in zip(facts, self._highs(pieces), strict=True)
         )
-        return peak_bound(self.columns, Facts(*lines))
+        return peak_bound(self.columns, Facts._make(lines))
 
     def _highs(self, pieces: Arm | None) -> list[float]:
         """Bytes above what is kept, of keeping everything, of the three roles."""
@@ -191,12 +206,11 @@ class Shard:
     def in_most_pieces(self, arm: Arm) -> Array:
         """Bytes in the most pieces, at the arm's line's end, from those in two and in four: peaks
         are maxima of lines in 1 / pieces, and a convex function lies above its chords' ends."""
-        found = [self.probe(arm, pieces) for pieces in (1, 2)]
-        two, four = (one.facts for one in found if isinstance(one, Probe))
-        lines = (
-            _chord(a, b) for a, b in zip(two, four, strict=True)
-        )
-        return peak_bound(self.columns, Facts(*lines))
+        two, four = (self.probe(arm, pieces) for pieces in (1, 2))
+        if isinstance(two, Refused) or isinstance(four, Refused):
+            return np.full(len(self.choices), np.inf)
+        lines = (_chord(a, b) for a, b in zip(two.facts, four.facts, strict=True))
+        return peak_bound(self.columns, Facts._make(lines))
 
 
 def _after_passes(problem: Problem, count: int) -> list[Comm]:
@@ -219,11 +233,11 @@ def _chord(two: Line, four: Line) -> Line:
     pieces."""
 
     def chunk(a: ChunkCost, b: ChunkCost) -> ChunkCost:
-        passes = (
-            y._replace(high_bytes=max(0, 2 * y.high_bytes - x.high_bytes))
-            for x, y in zip(a[:2], b[:2], strict=True)
+        forward, backward = (
+            y._replace(high_bytes=max(0.0, 2 * y.high_bytes - x.high_bytes))
+            for x, y in ((a.forward, b.forward), (a.backward, b.backward))
         )
-        return ChunkCost(*passes, *b[2:])
+        return b._replace(forward=forward, backward=backward)
 
     return Line(four.layers, chunk(two.base, four.base), four.slope)
 
@@ -253,7 +267,5 @@ def _nothing() -> ChunkCost:
 
 
 def _cost(forward_s: float, backward_s: float) -> ChunkCost:
-    passes = (PassCost(seconds, 0.0, 0.0, 0.0, 0.0, 0, 0) for seconds in (forward_s, backward_s))
-    return ChunkCost(*passes, 0, 0.0, 0.0, 0, 0, 0, 0)
-
-
+    forward, backward = (PassCost(s, 0.0, 0.0, 0.0, 0.0, 0, 0) for s in (forward_s, backward_s))
+    return ChunkCost(forward, backward, 0, 0.0, 0.0, 0, 0, 0, 0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.schedule import ScheduleName, passes
 from rematbench.lowering.step_end import emit_step_end
-from rematbench.operators.ops import Comm
+from rematbench.operators.ops import Comm, CommKind
 from rematbench.plan import MIB, Pass, Plan, Transfers
 from rematbench.problem import Problem
 from rematbench.program.program import Block
@@ -144,10 +144,12 @@ def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
     for layers in plan.partition[rank]:
         count = sum(problem.layer(layer).parameters for layer in layers)
         if system.reduce_overlap:
-            kind = "reduce_scatter" if scatter else "all_reduce"
+            kind: CommKind = "reduce_scatter" if scatter else "all_reduce"
             total += problem.cost.stall_s(Comm(kind, "dp", system.reduce_bytes * count), rank)
         if system.gather_overlap and plan.state("parameter").gather == "step":
-            total += problem.cost.stall_s(Comm("all_gather", "dp", system.gather_bytes * count), rank)
+            total += problem.cost.stall_s(
+                Comm("all_gather", "dp", system.gather_bytes * count), rank
+            )
     return total
 
 
@@ -164,8 +166,8 @@ class Stage(NamedTuple):
 
 def stages_of(facts: Facts, sizes: tuple[int, ...], hbm_bytes_per_s: float) -> list[Stage]:
     """The virtual stages of chunks with so many layers; beside copies of whole chunks kernels
-    lose what those draw of the device's memory rate (simulate/contention.py).  Of a layer's copies a
-    MiB is left out: shares are rounded to so much."""
+    lose what those draw of the device's memory rate (simulate/contention.py).  Of a layer's copies
+    a MiB is left out: shares are rounded to so much."""
     roles = [facts.middle] * len(sizes)
     roles[0], roles[-1] = facts.first, facts.last
 
@@ -174,7 +176,10 @@ def stages_of(facts: Facts, sizes: tuple[int, ...], hbm_bytes_per_s: float) -> l
 
     pairs = list(zip(roles, sizes, strict=True))
     moved = [max(0.0, at(role, lambda c: c.moved_bytes, n)) for role, n in pairs]
-    surely = [1.0 - min(1.0, 2 * n * MIB / b) if b else 0.0 for (_, n), b in zip(pairs, moved, strict=True)]
+    surely = [
+        1.0 - min(1.0, 2 * n * MIB / b) if b else 0.0
+        for (_, n), b in zip(pairs, moved, strict=True)
+    ]
     busy = sum(at(role, lambda c: c.forward.kernel_s + c.backward.kernel_s, n) for role, n in pairs)
     whole = any(at(role, lambda c: c.out_s, n) > 0.0 for role, n in pairs)
     copied = sum(b * share for b, share in zip(moved, surely, strict=True))
@@ -301,5 +306,3 @@ def _fetches(order: tuple[Pass, ...], pp: int, rank: int) -> dict[int, list[tupl
         found.setdefault(max(beside, forward_at[where] + 1), []).append(where)
         previous = index
     return found
-
-

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from rematbench.plan import Plan
 from rematbench.problem import even_partition
+from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError, ZeroStage, check_layout
 from rematbench.spec.problemspec import ProblemSpec, degrees
-from rematbench.spec.cluster import Cluster
 from rematbench.spec.system import System
 from rematbench.workload import Workload
 
@@ -64,7 +64,9 @@ class Space(Struct, frozen=True):
     refused: dict[str, int]
 
 
-def space(spec: ProblemSpec, fixed: Fixed, work: Workload, cluster: Cluster, system: System) -> Space:
+def space(
+    spec: ProblemSpec, fixed: Fixed, work: Workload, cluster: Cluster, system: System
+) -> Space:
     """All layouts of `spec`'s GPUs and batch that agree with what is `fixed`."""
     refused: Counter[str] = Counter()
     choices: list[Choice] = []

@@ -1,0 +1,245 @@
+"""The command `search`: the fastest layout and plan for a job, with a proved gap."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import msgspec
+import typer
+from rich.console import Console
+from typer import Option
+
+from rematbench import __version__
+from rematbench.cli.compare import as_cells
+from rematbench.cli.options import OPTIONS
+from rematbench.cli.targets import Json, Methods, need_file
+from rematbench.host.console import (
+    GIB,
+    CommandError,
+    console,
+    gib,
+    grid,
+    left,
+    percent,
+    plain,
+    rounded,
+)
+from rematbench.problem import AttentionChoice
+from rematbench.published.bands import ratio_band
+from rematbench.published.sheets import write_sheet
+from rematbench.search.answer import Found, difference, judged, line
+from rematbench.search.halves import Progress, rounds
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.space import Fixed
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.workload import Precision
+
+Degree = Annotated[int | None, Option(min=1, metavar="N", help="This and no other.")]
+STEP_S = 1.0
+"""Seconds between two lines of progress on a terminal."""
+
+
+def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
+    model: Annotated[str, OPTIONS["model"]],
+    cluster: Annotated[str, OPTIONS["cluster"]],
+    gpus: Annotated[int, OPTIONS["gpus"]],
+    seq_len: Annotated[int, OPTIONS["seq_len"]],
+    global_batch: Annotated[int, OPTIONS["global_batch"]],
+    system: Annotated[str, OPTIONS["system"]] = "megatron-core",
+    tp: Degree = None,
+    cp: Degree = None,
+    ulysses: Degree = None,
+    pp: Degree = None,
+    vpp: Degree = None,
+    micro_batch: Degree = None,
+    zero: Annotated[int | None, Option(min=0, max=3, help="This ZeRO stage and no other.")] = None,
+    attention: Annotated[str, OPTIONS["attention"]] = "flash",
+    precision: Annotated[str, OPTIONS["precision"]] = "bf16",
+    hbm_bytes: Annotated[int | None, OPTIONS["hbm_bytes"]] = None,
+    method: Annotated[
+        list[str] | None,
+        Option(metavar="X", help="This method, what is made of it, and no other (repeatable)."),
+    ] = None,
+    methods: Methods = None,
+    reserve_gib: Annotated[
+        float | None,
+        Option(min=0, metavar="G", help="Device memory to leave free (else: errors of peaks)."),
+    ] = None,
+    within: Annotated[
+        float, Option(min=0, max=50, metavar="P", help="Percent that may stay unproved.")
+    ] = 0.5,
+    top: Annotated[int, Option(min=1, max=1000, metavar="N", help="Plans to show.")] = 10,
+    explain: Annotated[
+        tuple[int, int] | None,
+        Option(metavar="A B", help="Why the plan of place B is slower than that of place A."),
+    ] = None,
+    output: Annotated[
+        Path | None, Option("-o", "--output", metavar="FILE.csv", help="Also write every number.")
+    ] = None,
+    json: Json = False,
+    processes: Annotated[int, Option(min=1, max=64, help="Worker processes.")] = 2,
+) -> None:
+    """Search all layouts and plans of a job: the fastest that fits, with a proved gap.
+
+    Layouts are all that the stack can run on so many GPUs (degrees that are given stay as they
+    are); plans are every method that is no planner, in its grid, composed as `compare` does.  No
+    plan of the space is faster than the first row by more than the gap.  Ctrl-C prints the best so
+    far.
+
+    \b
+    Example:
+      rematbench search --model llama-65b --cluster h800-80gb --system megatron-kwai
+        --gpus 64 --seq-len 4096 --global-batch 256 -o search.csv
+    """
+    need_file("-o", output)
+    for option, value, kinds in (
+        ("--attention", attention, AttentionChoice),
+        ("--precision", precision, Precision),
+    ):
+        if value not in get_args(kinds):
+            raise CommandError(f"{option}: one of {', '.join(get_args(kinds))}, not {value!r}")
+    spec = ProblemSpec(
+        model=model, cluster=cluster, system=system, gpus=gpus, seq_len=seq_len,
+        global_batch=global_batch, attention=attention,  # type: ignore[arg-type]  # as checked
+        precision=precision, hbm_bytes=hbm_bytes,  # type: ignore[arg-type]
+    )  # fmt: skip
+    fixed = Fixed(tp=tp, cp=cp, ulysses=ulysses, pp=pp, vpp=vpp, micro_batch=micro_batch,
+                  zero_stage=zero)  # type: ignore[arg-type]  # as checked  # fmt: skip
+    asked = Asked(
+        spec=spec, fixed=fixed, only=tuple(method or ()), folders=tuple(methods or ()),
+        reserve_gib=reserve_gib, within=within / 100,
+    )  # fmt: skip
+    made = SearchJob(asked)
+    count, plans = len(made.space.choices), len(made.singles)
+    out = console()
+    if not json:
+        _head(out, made, count, plans)
+    at, ended = _run(asked, top, processes)
+    found = judged(made, at.found[:top])
+    rows = [line(place, one) for place, one in enumerate(found, 1)]
+    if json:
+        proved = {"gap": at.gap if found else None, "ended": ended, "layouts": count}
+        answer = {**proved, "rows": rows, "refused": made.space.refused, "fell": at.fell}
+        typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
+    else:
+        _table(out, found)
+        for text in _notes(made, at, found, ended):
+            out.print(plain(text), soft_wrap=True)
+    if output is not None:
+        write_sheet(output, [as_cells(row) for row in rows])
+    if explain is not None:
+        _explain(out, made, found, explain)
+    if not ended:
+        raise typer.Exit(130)
+
+
+def _run(asked: Asked, shown: int, processes: int) -> tuple[Progress, bool]:
+    """The last progress, and whether the search ended by itself."""
+    at, told = Progress(), time.monotonic()
+    try:
+        for at in rounds(asked, shown=shown, processes=processes):
+            if sys.stderr.isatty() and time.monotonic() - told > STEP_S:
+                told = time.monotonic()
+                sys.stderr.write(f"\r{_progress(at)}\x1b[K")
+    except KeyboardInterrupt:
+        return at, False
+    finally:
+        if sys.stderr.isatty():
+            sys.stderr.write("\r\x1b[K")
+    return at, True
+
+
+def _progress(at: Progress) -> str:
+    bound = f"no step under {at.bound_s:.4g} s"
+    if not at.found:
+        return f"{bound}; {at.simulations} simulated, none fits yet"
+    best = f"best {at.best_s:.4g} s, gap {100 * at.gap:.2f} %"
+    return f"{bound}; {best}; {at.simulations} simulated"
+
+
+def _head(out: Console, made: SearchJob, layouts: int, plans: int) -> None:
+    spec = made.asked.spec
+    out.print(
+        plain(
+            f"{made.model.name}, {spec.seq_len:,} tokens, {spec.precision}, global batch "
+            f"{spec.global_batch}, on {spec.gpus} x {made.cluster.gpu} ({made.cluster.name}), "
+            f"stack {made.system.name}"
+        )
+    )
+    text = f"space: {layouts:,} layouts, each with {plans} methods and what is made of them"
+    out.print(plain(text))
+    out.print()
+
+
+def _table(out: Console, found: list[Found]) -> None:
+    if not found:
+        return
+    table = grid(
+        "", "method", "tp", "cp", "pp", "vpp", "dp", "zero", "mb", "step s", "tokens/s\n/GPU",
+        "80 % band", "MFU %\ncausal", "MFU %\ndense", "left\nGiB", "host\nGiB", "fits",
+    )  # fmt: skip
+    for place, one in enumerate(found, 1):
+        table.add_row(*(plain(text) for text in _cells(place, one)))
+    out.print(left(table, 1, 16))
+
+
+def _cells(place: int, found: Found) -> Iterator[str]:
+    row = line(place, found)
+    lay = found.tried.choice.layout
+    uneven = "" if found.tried.choice.even else f"\n  layers {row['partition']}"
+    yield from (str(place), f"{row['name']}{uneven}", str(lay.tp))
+    yield f"u{lay.ulysses}" if lay.ulysses > 1 else str(lay.cp)
+    yield from map(str, (lay.pp, lay.vpp, lay.dp, lay.zero_stage, lay.micro_batch))
+    yield f"{row['step_s']:.4g}"
+    yield rounded(row["tokens_per_s_per_gpu"]) + ("=" if found.tied else " ")
+    yield f"{rounded(row['low_tokens_per_s_per_gpu'])}-{rounded(row['high_tokens_per_s_per_gpu'])}"
+    yield from (f"{100 * row[key]:.1f}" for key in ("mfu_causal", "mfu_dense"))
+    yield from (gib(row["headroom_bytes"]), f"{row['host_node_bytes'] / GIB:.0f}", found.fits)
+
+
+def _notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Iterator[str]:
+    """What is proved, and what excluded the rest."""
+    yield ""
+    stopped = "" if ended else "stopped: "
+    if found:
+        yield (
+            f"{stopped}proved gap: no plan of the space is faster than the first row by more than "
+            f"{100 * at.gap:.2f} % ({at.simulations} plans simulated)"
+        )
+        if any(one.tied for one in found):
+            ratios = percent(ratio_band())
+            yield f"= a tie: slower than the first row by less than the error of ratios ({ratios})"
+    elif not ended:
+        yield f"stopped: nothing fits among {at.simulations} plans simulated"
+    else:
+        yield f"NOTHING FITS: every plan is at least {gib(at.short_bytes)} GiB short on some device"
+    dropped = [f"{count:,} {rule}" for rule, count in made.space.refused.items()]
+    if dropped:
+        yield f"layouts that no rule allows: {'; '.join(dropped)}"
+    fell = sorted(at.fell.items(), key=lambda pair: -pair[1])
+    if fell:
+        yield f"excluded: {'; '.join(f'{count:,} {why}' for why, count in fell if count)}"
+    planners = [name for name, entry in made.registry.methods.items() if entry.planner]
+    if planners:
+        yield f"not searched (planners, see compare): {', '.join(planners)}"
+    outside = dict.fromkeys(word for one in found for word in one.band.outside.values())
+    if outside:
+        yield f"outside of what was published: {'; '.join(outside)}"
+    date = found[0].job.problem.calibration.date if found else ""
+    yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
+
+
+def _explain(out: Console, made: SearchJob, found: list[Found], places: tuple[int, int]) -> None:
+    """The parts of the step by which two plans differ."""
+    for place in places:
+        if not 1 <= place <= len(found):
+            raise CommandError(f"--explain: no plan of place {place} (1 to {len(found)})")
+    one, other = (found[place - 1] for place in places)
+    terms: dict[str, Any] = difference(made, one, other)
+    table = grid("part of the step", f"place {places[1]} less {places[0]}, s")
+    for part, seconds in terms.items():
+        table.add_row(part, f"{seconds:+.4f}")
+    table.add_row("step", f"{other.tried.step_s - one.tried.step_s:+.4f}")
+    out.print(table)

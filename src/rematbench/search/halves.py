@@ -1,0 +1,121 @@
+"""A search in several processes: each has its share of the shards, all know the best step.
+
+Rounds of a fixed number of entries of each queue, not of seconds: what is found does not depend on
+how fast a machine is.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from math import inf
+
+from msgspec import Struct
+
+from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import Pool
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.trial import Tried
+
+ENTRIES = 24
+"""Entries of a queue in a round."""
+
+LIMIT_S = 3600
+"""CPU seconds of one round, which takes a few."""
+
+
+class Round(Struct, frozen=True):
+    """What a process is told: the best step of all."""
+
+    best_s: float
+
+
+class State(Struct, frozen=True, kw_only=True):
+    """What it answers: plans that were simulated, its bound, the least bytes that were short, and
+    what excluded plans so far."""
+
+    tried: tuple[Tried, ...]
+    bound_s: float
+    short_bytes: float
+    fell: dict[str, int]
+
+
+class Part:
+    """The search of a share of the shards, in its process."""
+
+    def __init__(self, asked: Asked, part: int, parts: int) -> None:
+        collect_rarely()
+        self.search = SearchJob(asked).search(part, parts)
+        self.steps = self.search.run()
+
+    def __call__(self, told: Round) -> State:
+        """Work for a round."""
+        self.search.beat(told.best_s)
+        tried = [found for found in islice(self.steps, ENTRIES) if found is not None]
+        search = self.search
+        return State(
+            tried=tuple(tried),
+            bound_s=search.bound_s,
+            short_bytes=search.short_bytes,
+            fell=dict(search.fell),
+        )
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    """A search after a round: the plans that fit, fastest first; the bound of all that is left;
+    simulations; what excluded plans, and the least bytes that were short."""
+
+    found: tuple[Tried, ...] = ()
+    bound_s: float = 0.0
+    simulations: int = 0
+    fell: dict[str, int] = {}
+    short_bytes: float = inf
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the fastest step."""
+        return self.found[0].step_s if self.found else inf
+
+    @property
+    def gap(self) -> float:
+        """How much faster another plan may be, as a share of the best step."""
+        return max(0.0, 1.0 - self.bound_s / self.best_s) if self.found else inf
+
+
+def rounds(asked: Asked, *, shown: int = 10, processes: int = 2) -> Iterator[Progress]:
+    """Progress after each round, until the gap is proved and `shown` plans that fit are known (or
+    no plan is left that is a tenth slower at most)."""
+    pools: list[Pool[Round, State]] = [
+        Pool(1, Part, (asked, part, processes), LIMIT_S) for part in range(processes)
+    ]
+    at = Progress()
+    try:
+        while True:
+            for pool in pools:
+                pool.add([Round(at.best_s)])
+                pool.begin()
+            states = [answer for pool in pools for _, answer in pool.run()]
+            at = _after(at, states)
+            yield at
+            if at.bound_s == inf or (at.gap <= asked.within and len(at.found) >= shown):
+                return
+    finally:
+        for pool in pools:
+            pool.close()
+
+
+def _after(before: Progress, states: Sequence[State | str]) -> Progress:
+    fell: Counter[str] = Counter()
+    known = [state for state in states if isinstance(state, State)]
+    if len(known) < len(states):
+        raise RuntimeError("a process of the search died")
+    for state in known:
+        fell.update(state.fell)
+    tried = [one for state in known for one in state.tried]
+    found = [*before.found, *(one for one in tried if one.evaluation is not None)]
+    return Progress(
+        found=tuple(sorted(found, key=lambda one: one.step_s)),
+        bound_s=max(before.bound_s, min(state.bound_s for state in known)),
+        simulations=before.simulations + len(tried),
+        fell=dict(fell),
+        short_bytes=min(state.short_bytes for state in known),
+    )

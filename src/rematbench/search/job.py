@@ -1,0 +1,136 @@
+"""A search from plain inputs: its layouts, their shards, and the arms to try."""
+
+from collections import defaultdict
+from dataclasses import replace as replaced
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from rematbench.choose.candidates import load_compare
+from rematbench.choose.outcome import make_problem
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import MethodError, Registry
+from rematbench.problem import Problem
+from rematbench.published.bands import leaving_reserve
+from rematbench.search.arms import Arm, Single, Tree, singles
+from rematbench.search.frontier import Search
+from rematbench.search.probe import Probe
+from rematbench.search.shard import Shard, key
+from rematbench.search.space import Choice, Fixed, Space, space
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.configfile import ConfigError, closest
+from rematbench.spec.layout import Layout, LayoutError
+from rematbench.spec.load import load_cluster, load_model, load_system
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.spec.system import System
+from rematbench.workload import Model, Workload
+
+SAMPLES = 3
+"""Shards on which methods that rebuild are compared before a search: of least, middle and most
+tensor parallelism."""
+
+GIB = 2**30
+
+
+class Asked(Struct, frozen=True, kw_only=True):
+    """What to search: a problem whose degrees are left open but for those that are `fixed`; `only`
+    some methods (and what is made of them), files of more of them in `folders`; the share of the
+    best step that may stay unproved."""
+
+    spec: ProblemSpec
+    fixed: Fixed = Fixed()
+    only: tuple[str, ...] = ()
+    folders: tuple[Path, ...] = ()
+    reserve_gib: float | None = None
+    within: float = 0.005
+
+
+class SearchJob:
+    """One search made ready.  Raises ConfigError, LayoutError or MethodError for wrong inputs."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        spec = asked.spec
+        self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
+        cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
+        self.cluster = cluster
+        self.system = spec.system if isinstance(spec.system, System) else load_system(spec.system)
+        self.registry = _registry(asked)
+
+    @cached_property
+    def space(self) -> Space:
+        """The layouts of the job; LayoutError where there is none."""
+        work = Workload(
+            model=self.model, seq_len=self.asked.spec.seq_len, precision=self.asked.spec.precision
+        )
+        found = space(self.asked.spec, self.asked.fixed, work, self.cluster, self.system)
+        if not found.choices:
+            reasons = [f"{count} fall to: {rule}" for rule, count in found.refused.items()]
+            raise LayoutError(f"no layout of {self.asked.spec.gpus} GPUs: {'; '.join(reasons)}")
+        return found
+
+    @cached_property
+    def singles(self) -> list[Single]:
+        """The methods that are tried, alone and composed."""
+        return singles(self.registry, load_compare(), self.asked.only)
+
+    def search(self, part: int = 0, parts: int = 1) -> Search:
+        """The search of every `parts`-th shard."""
+        groups: dict[object, list[Choice]] = defaultdict(list)
+        for choice in self.space.choices:
+            groups[key(choice)].append(choice)
+        shards = [self._shard(choices) for choices in list(groups.values())[part::parts]]
+        config = load_compare()
+        tree = Tree(self._samples(list(groups.values())), config.most_methods)
+        return Search(shards, tree, self.registry, self.asked.within)
+
+    def _samples(self, groups: list[list[Choice]]) -> list[dict[Single, Probe]]:
+        """Every method by itself on a few shards, those with a pipeline where there are any."""
+        deep = [group for group in groups if group[0].layout.pp > 1] or groups
+        ordered = sorted(deep, key=lambda group: (group[0].layout.tp, group[0].layout.micro_batch))
+        picked = {0, len(ordered) // 2, len(ordered) - 1}
+        shards = [self._shard(ordered[index]) for index in sorted(picked)[:SAMPLES]]
+        found = []
+        for shard in shards:
+            probes = {single: shard.probe(Arm((single,))) for single in self.singles}
+            found.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
+        return found
+
+    def _shard(self, choices: list[Choice]) -> Shard:
+        return Shard(choices, self.problem(choices[0].layout), self.registry)
+
+    def spec(self, layout: Layout) -> ProblemSpec:
+        """The job at one layout, in the words that were given."""
+        asked = self.asked.spec
+        names = ("seq_len", "attention", "precision", "hbm_bytes")
+        others: dict[str, Any] = {name: getattr(asked, name) for name in names}
+        things = {"model": asked.model, "cluster": asked.cluster, "system": asked.system}
+        return ProblemSpec.at(layout, **things, **others)
+
+    def problem(self, layout: Layout) -> Problem:
+        """The same made, with the bytes that stay free."""
+        loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
+        spec = self.spec(layout)
+        kept = {name: getattr(spec, name) for name in ("seq_len", "attention", "precision")}
+        made = make_problem(
+            ProblemSpec.at(layout, **loaded, **kept, hbm_bytes=self.asked.spec.hbm_bytes)
+        )
+        if self.asked.reserve_gib is None:
+            return leaving_reserve(made)
+        reserve = round(self.asked.reserve_gib * GIB)
+        if reserve >= made.usable_bytes:
+            most = f"the device has {made.usable_bytes / GIB:.2f} GiB"
+            raise ConfigError("", "reserve_gib", f"{self.asked.reserve_gib:g}: {most}")
+        return replaced(made, reserve_bytes=reserve)
+
+
+def _registry(asked: Asked) -> Registry:
+    registry = discover(asked.folders)
+    for name in asked.only:
+        if name not in registry.methods:
+            known = ", ".join(registry.methods)
+            hint = closest(name, registry.methods)
+            raise MethodError(f"unknown method {name!r}{hint} (known: {known})")
+    return registry

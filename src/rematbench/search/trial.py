@@ -1,0 +1,59 @@
+"""One candidate tried: planned, lowered, weighed, and timed where its bytes fit."""
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.choose.outcome import Verdict, judge, reserved_bytes
+from rematbench.lowering.lower import lower
+from rematbench.plan import PlanError, Unsupported
+from rematbench.plugins.registry import MethodError, Registry
+from rematbench.problem import Problem
+from rematbench.search.space import Choice
+from rematbench.simulate.evaluate import PlanEvaluation, evaluate_program, program_bytes
+from rematbench.spec.layout import LayoutError
+
+
+class Tried(Struct, frozen=True, kw_only=True):
+    """One simulated plan.  Without an evaluation it does not fit (by `short_bytes` of a device's
+    memory), or has no plan, and `reason` says why."""
+
+    choice: Choice
+    method: str
+    bound_s: float
+    reason: str = ""
+    short_bytes: float = float("inf")
+    evaluation: PlanEvaluation | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step; infinite where it does not fit."""
+        return self.evaluation.step_s if self.evaluation else float("inf")
+
+
+def tried_plan(
+    choice: Choice, problem: Problem, method: str, bound_s: float, registry: Registry
+) -> Tried:
+    """Plan, lower and weigh a candidate; if its bytes fit, its time.  The problem's reserve stays
+    free."""
+    tried = Tried(choice=choice, method=method, bound_s=bound_s)
+    try:
+        base = choice.base(problem.base_plan)
+        plan = registry.resolve(method, None, problem).plan(problem, base)
+        if isinstance(plan, Unsupported):
+            return replace(tried, reason=f"no plan: {plan.reason}")
+        program = lower(plan, problem)
+    except (PlanError, LayoutError, MethodError) as error:
+        return replace(tried, reason=f"no plan: {error}")
+    ranks = program_bytes(problem, plan, program)
+    room = problem.usable_bytes - problem.reserve_bytes
+    live = max(rank.device_peak for rank in ranks)
+    reserved = live if live > room else reserved_bytes(problem, program, ranks)
+    if reserved > room:
+        return replace(tried, reason="device memory", short_bytes=float(reserved - room))
+    found = evaluate_program(problem, plan, program, ranks=ranks)
+    found = replace(found, reserved_bytes=reserved)
+    verdict = judge(problem, found)
+    if not verdict.fits or found.not_timed:
+        return replace(tried, reason=found.not_timed if verdict.fits else verdict.binds)
+    return replace(tried, evaluation=found, verdict=verdict)
