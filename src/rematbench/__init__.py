@@ -1,6 +1,6 @@
 """rematbench: activation memory in large-model training, compared on the same work.
 
-`from rematbench import Problem, simulate, compare, load_method` is the Python door (`api`).
+`from rematbench import Problem, simulate, compare, search, load_method` is the Python door (`api`).
 """
 
 import importlib
@@ -8,7 +8,16 @@ import sys
 from types import ModuleType
 
 __version__ = "0.1.0"
-__all__ = ["MethodError", "Problem", "Run", "__version__", "compare", "load_method", "simulate"]
+__all__ = [
+    "MethodError",
+    "Problem",
+    "Run",
+    "__version__",
+    "compare",
+    "load_method",
+    "search",
+    "simulate",
+]
 
 
 def __getattr__(name: str) -> object:

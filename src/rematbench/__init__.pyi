@@ -3,6 +3,7 @@ from rematbench.api import Problem as Problem
 from rematbench.api import Run as Run
 from rematbench.api import compare as compare
 from rematbench.api import load_method as load_method
+from rematbench.api import search as search
 from rematbench.api import simulate as simulate
 
 __version__: str

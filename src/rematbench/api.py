@@ -4,7 +4,7 @@ Every mistake is a ValueError whose text is one line: what, where, what is allow
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -19,8 +19,12 @@ from rematbench.packages.flags import Engines
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition, Method, MethodError, Value, build
 from rematbench.published.bands import Band, leaving_reserve
+from rematbench.search.answer import judged, line
+from rematbench.search.halves import rounds
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.space import Fixed
 from rematbench.simulate.evaluate import PlanEvaluation
-from rematbench.spec.configfile import ConfigError
+from rematbench.spec.configfile import ConfigError, convert
 from rematbench.spec.problemspec import ProblemSpec
 
 Problem = ProblemSpec
@@ -179,6 +183,43 @@ def compare(
     return pd.DataFrame(lines(items, job, Engines(job.problem), order))
 
 
+def search(
+    problem: ProblemSpec,
+    *,
+    fixed: Mapping[str, int] | None = None,
+    methods: Sequence[str] = (),
+    folders: Sequence[str | Path] = (),
+    within: float = 0.005,
+    top: int = 10,
+    processes: int = 2,
+) -> pd.DataFrame:
+    """The fastest layouts and plans of a problem, best first: the columns of the CSV of `rematbench
+    search`; `attrs["gap"]` is the share of the first step by which another plan may be shorter.
+
+    The problem's own degrees do not count: those in `fixed` (tp, cp, ulysses, pp, vpp, micro_batch,
+    zero_stage) stay, all others are searched.  `methods` keeps to some and what is made of them.
+    """
+    if not isinstance(problem, ProblemSpec):
+        raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")
+    for name, value in (("top", top), ("processes", processes)):
+        if type(value) is not int or value < 1:
+            raise ConfigError("", name, f"expected a whole number above 0, not {value!r}")
+    asked = Asked(
+        spec=problem,
+        fixed=convert(dict(fixed or {}), Fixed, "fixed"),
+        only=tuple(methods),
+        folders=tuple(Path(folder) for folder in folders),
+        within=within,
+    )
+    job = SearchJob(asked)
+    _ = job.space  # a wrong input is an error of this process
+    *_, end = rounds(asked, shown=top, processes=processes)
+    found = judged(job, end.found[:top])
+    table = pd.DataFrame([line(place, one) for place, one in enumerate(found, 1)])
+    table.attrs["gap"] = end.gap
+    return table
+
+
 def _job(problem: ProblemSpec) -> Job:
     """The problem made; MethodError's kin for what is no Problem."""
     if not isinstance(problem, ProblemSpec):
@@ -191,8 +232,9 @@ def _job(problem: ProblemSpec) -> Job:
     return Job(problem=made, base=made.base_plan, words=words)
 
 
-# The folder `simulate/` has the function's name: by the function's attributes,
+# The folders `search/` and `simulate/` have functions' names: by the functions' attributes,
 # `rematbench.simulate.step` and `import rematbench.simulate.step as step` find what lies there.
-simulate.__dict__ = sys.modules["rematbench.simulate"].__dict__
+for function in (search, simulate):
+    function.__dict__ = sys.modules[f"rematbench.{function.__name__}"].__dict__
 
-__all__ = ["MethodError", "Problem", "Run", "compare", "load_method", "simulate"]
+__all__ = ["MethodError", "Problem", "Run", "compare", "load_method", "search", "simulate"]

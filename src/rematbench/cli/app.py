@@ -22,6 +22,7 @@ from rematbench.cli.measured import converge, measure
 from rematbench.cli.plan import plan, simulate, timeline
 from rematbench.cli.report import expect, report
 from rematbench.cli.run import run
+from rematbench.cli.search import search
 from rematbench.cli.sheet import predict
 from rematbench.cli.study import study
 from rematbench.cli.systems import systems

@@ -141,7 +141,7 @@ def chunk(line: Line, layers: Array | NDArray[np.int64], count: Any = 1) -> Chun
         copied_bytes=at(base.released_bytes, slope.released_bytes),
         host_bytes=at(base.host_bytes, slope.host_bytes),
         pool_bytes=at(base.pool_bytes, slope.pool_bytes),
-        high_bytes=np.where(more < 0, 0.0, base.backward.high_bytes),
+        high_bytes=np.where(more < 0, 0.0, at(base.backward.high_bytes, _fall(slope))),
         forward_high_bytes=np.where(more < 0, 0.0, at(base.forward.high_bytes, _growth(slope))),
     )
 
@@ -149,6 +149,12 @@ def chunk(line: Line, layers: Array | NDArray[np.int64], count: Any = 1) -> Chun
 def _growth(slope: ChunkCost) -> Any:
     """What a layer more adds to a forward's highest point: what it leaves, if that is above it."""
     return np.maximum(0.0, np.minimum(slope.forward.net_bytes, slope.forward.high_bytes))
+
+
+def _fall(slope: ChunkCost) -> Any:
+    """What a layer more takes of a backward's highest point above its entry: the point may lie at
+    the backward's end, when that much has been freed."""
+    return np.minimum(0.0, slope.backward.high_bytes)
 
 
 def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
@@ -197,7 +203,8 @@ def peak_bound(columns: Columns, facts: Facts) -> Array:
         """States, what the other passes keep, and the pass's own at its highest."""
         copied = np.where(c.count > c.pp, chunk.copied_bytes, 0.0)
         pools = np.where(c.count > 1, np.maximum(0.0, chunk.pool_bytes), 0.0)
-        passing = np.maximum(own + copied + chunk.high_bytes, chunk.forward_high_bytes)
+        high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
+        passing = np.maximum(own + copied + np.maximum(0.0, high), chunk.forward_high_bytes)
         return states[rank] + pools + (flights[rank] - 1) * np.maximum(others, 0.0) + passing
 
     ends = np.maximum(
@@ -217,7 +224,8 @@ def host_bound(columns: Columns, facts: Facts) -> Array:
     opening = np.minimum(
         chunk(facts.first, c.opening).host_bytes, chunk(facts.middle, c.fewest).host_bytes
     )
-    found: Array = ranks * c.in_flight[0] * np.maximum(opening, 0.0)
+    moving = np.where(c.vpp > 1, 1.0 - 1.0 / c.vpp, 1.0)  # a method may leave the last layers alone
+    found: Array = moving * ranks * c.in_flight[0] * np.maximum(opening, 0.0)
     return found
 
 

@@ -14,6 +14,7 @@ from msgspec import Struct
 from rematbench.host.garbage import collect_rarely
 from rematbench.host.workers import Pool
 from rematbench.search.job import Asked, SearchJob
+from rematbench.search.space import Choice
 from rematbench.search.trial import Tried
 
 ENTRIES = 24
@@ -113,9 +114,22 @@ def _after(before: Progress, states: Sequence[State | str]) -> Progress:
     tried = [one for state in known for one in state.tried]
     found = [*before.found, *(one for one in tried if one.evaluation is not None)]
     return Progress(
-        found=tuple(sorted(found, key=lambda one: one.step_s)),
+        found=tuple(_distinct(found)),
         bound_s=max(before.bound_s, min(state.bound_s for state in known)),
         simulations=before.simulations + len(tried),
         fell=dict(fell),
         short_bytes=min(state.short_bytes for state in known),
     )
+
+
+def _distinct(found: Sequence[Tried]) -> list[Tried]:
+    """Plans by their steps; of equal steps on one layout, the one that reserves least."""
+
+    def order(tried: Tried) -> tuple[float, int]:
+        reserved = tried.evaluation.reserved_bytes if tried.evaluation else 0
+        return round(tried.step_s, 9), reserved
+
+    known: dict[tuple[Choice, float], Tried] = {}
+    for one in sorted(found, key=order):
+        known.setdefault((one.choice, order(one)[0]), one)
+    return list(known.values())

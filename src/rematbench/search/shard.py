@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace as replaced
 from functools import cached_property
 from math import fsum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,12 +126,22 @@ class Shard:
         low, high = self._shares(arm, step)
         rounding = 2 * ROUNDING_BYTES * self.columns.in_flight[0] if arm.line else 0
         lean = one if arm.line is None else mixed(zero, one, high)
-        quick = one if arm.line is None else mixed(zero, one, low)
+        quick = self._quick(arm, ends, low)
         return Bounds(
             step_bound(self.columns, quick, self.send_s) + self.end_s,
             peak_bound(self.columns, lean) - rounding,
             host_bound(self.columns, quick) - rounding * self.columns.gpus_per_node,
         )
+
+    def _quick(self, arm: Arm, ends: tuple[Facts, Facts], share: Any) -> Facts:
+        """Facts for the time of an arm at a share of its line.  Which operators are cut in pieces
+        may depend on the share, so pieces then count as nothing."""
+        if arm.line is None:
+            return ends[1]
+        if arm.pieces is not None:
+            whole = self._ends(arm.without(arm.pieces), 1)
+            ends = ends if isinstance(whole, Refused) else whole
+        return mixed(*ends, share)
 
     def _ends(self, arm: Arm, pieces: int) -> tuple[Facts, Facts] | Refused:
         """The facts at both ends of an arm's line; twice the same where it has none."""
@@ -156,7 +167,7 @@ class Shard:
         assert not isinstance(ends, Refused)
         moves = self.probe(arm, pieces)
         assert isinstance(moves, Probe)
-        return mixed(*ends, float(self._shares(arm, step)[0][index])), moves.transfers
+        return self._quick(arm, ends, self._shares(arm, step)[0][index]), moves.transfers
 
     def least_state_bytes(self) -> float:
         """Bytes of states on the fullest device, of the layout with fewest."""

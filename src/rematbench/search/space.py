@@ -12,7 +12,7 @@ from rematbench.plan import Plan
 from rematbench.problem import even_partition
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError, ZeroStage, check_layout
-from rematbench.spec.problemspec import ProblemSpec, degrees
+from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import System
 from rematbench.workload import Workload
 
@@ -69,12 +69,15 @@ def space(
 ) -> Space:
     """All layouts of `spec`'s GPUs and batch that agree with what is `fixed`."""
     refused: Counter[str] = Counter()
+    ranks = (fixed.tp or 1) * (fixed.cp or 1) * (fixed.pp or 1) * (fixed.ulysses or 1)
+    if spec.gpus % ranks:
+        raise LayoutError(f"gpus {spec.gpus} must be a multiple of the degrees given = {ranks}")
     choices: list[Choice] = []
     for layout in layouts(spec, fixed, work, system):
         try:
             check_layout(layout, work, cluster, system)
         except LayoutError as error:
-            refused[re.sub(r"\d+", "N", str(error))] += 1
+            refused[re.sub(r"\b\d+\b", "N", str(error))] += 1
             continue
         choices += partitions(layout, work.model.num_layers)
     return Space(tuple(choices), dict(refused))
@@ -158,6 +161,3 @@ def partitions(layout: Layout, layers: int) -> Iterator[Choice]:
         found = (moved[0], *inner, moved[-1])
         if min(found) > 0 and found != tuple(sizes):
             yield Choice(layout, found, even=False)
-
-
-__all__ = ["Choice", "Fixed", "Space", "degrees", "layouts", "partitions", "space"]

@@ -1,0 +1,82 @@
+"""Seconds of `search`, proved gaps on the way, and how near its bounds are: `./bench run python
+benchmarks/search.py`, on a quiet machine; `--small` runs a small job once, to see that it runs.
+
+Targets, two cores: llama-175b on 256 H800 (Yuan et al., USENIX ATC 2024), the whole space: a proved
+gap of 2 % after 10 s and of 0.5 % within 60 s, at most 400 simulations; bounds of 10^6 layouts a
+second.  Others print, for searches of their own: Calculon 600 evaluations a second and core, Astra
+1.27 s, Aceso 92 configurations a second.
+"""
+
+import argparse
+import sys
+import time
+
+from rematbench.search.arms import KEEP
+from rematbench.search.halves import rounds
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.shard import Shard, key
+from rematbench.search.space import Choice
+from rematbench.spec.problemspec import ProblemSpec
+
+GAPS = (0.02, 0.005)
+LAYOUTS = 100_000
+
+
+def job(small: bool) -> Asked:
+    """The published problem, or one of a few hundred layouts."""
+    if small:
+        spec = ProblemSpec(
+            model="gpt-1.3b", cluster="a800-80gb", system="megatron-core",
+            gpus=4, seq_len=2048, global_batch=8,
+        )  # fmt: skip
+        return Asked(spec=spec, only=("balanced_checkpointing",))
+    spec = ProblemSpec(
+        model="llama-175b", cluster="h800-80gb", system="megatron-kwai",
+        gpus=256, seq_len=8192, global_batch=256,
+    )  # fmt: skip
+    return Asked(spec=spec)
+
+
+def searched(asked: Asked) -> None:
+    """Seconds until each gap is proved."""
+    start, left = time.perf_counter(), list(GAPS)
+    for at in rounds(asked, shown=1):
+        while left and at.gap <= left[0]:
+            seconds = time.perf_counter() - start
+            print(
+                f"gap {100 * left.pop(0):.1f} % proved after {seconds:.1f} s, {at.simulations} plans "
+                f"simulated, best {at.best_s:.4f} s"
+            )
+
+
+def bounded(asked: Asked, layouts: int) -> None:
+    """Closed-form bounds a second, of time and bytes: one shard's layouts, repeated."""
+    made = SearchJob(asked)
+    groups: dict[object, list[Choice]] = {}
+    for choice in made.space.choices:
+        groups.setdefault(key(choice), []).append(choice)
+    largest = max(groups.values(), key=len)
+    many = largest * -(-layouts // len(largest))
+    shard = Shard(many, made.problem(largest[0].layout), made.registry)
+    shard.bounds(KEEP, 0)  # the probe, and what layouts have once
+    start = time.perf_counter()
+    shard.bounds(KEEP)
+    seconds = time.perf_counter() - start
+    count = len(many)
+    print(f"bounds of {count:,} layouts in {seconds:.3f} s: {count / seconds:,.0f} a second")
+
+
+def main(arguments: list[str]) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true")
+    small = parser.parse_args(arguments).small
+    asked = job(small)
+    made = SearchJob(asked)
+    print(f"{len(made.space.choices):,} layouts, {len(made.singles)} methods alone")
+    bounded(asked, 1_000 if small else LAYOUTS)
+    searched(asked)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,130 @@
+"""No simulated step is shorter than its bound, and no peak lower: on drawn layouts and plans."""
+
+import random
+from statistics import median
+from typing import NamedTuple
+
+import pytest
+
+from rematbench.lowering.lower import lower
+from rematbench.plan import PlanError, Unsupported
+from rematbench.search.arms import KEEP, Arm, Single, Tree
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.probe import Probe, Refused
+from rematbench.search.shard import Shard
+from rematbench.search.skeleton import frame, tightened
+from rematbench.search.space import Choice
+from rematbench.simulate.evaluate import evaluate_program
+from rematbench.spec.layout import LayoutError
+from rematbench.spec.problemspec import ProblemSpec
+
+JOBS = (
+    ("llama-3.1-8b", "h100-80gb", "megatron-core", 8, 32768, 16),
+    ("llama-3.1-8b", "h100-80gb", "deepspeed", 16, 32768, 32),
+    ("llama-65b", "h800-80gb", "megatron-kwai", 64, 4096, 128),
+    ("llama-7b", "a800-80gb", "torchtitan", 16, 8192, 64),
+    ("gemma-2-9b", "h100-80gb", "megatron-core", 16, 8192, 64),
+    ("gpt-1.3b", "a800-80gb", "megatron-lm", 8, 2048, 64),
+)
+MOST_PASSES = 1200
+"""Passes of a step that is simulated here: longer ones say no more and take seconds."""
+
+ROUNDING = 1.0 + 1e-9
+
+
+class Checked(NamedTuple):
+    """One candidate: what it is, and its bounds as shares of what is simulated."""
+
+    text: str
+    time: float
+    tight: float
+    peak: float
+    host: float
+
+
+def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> list[Checked]:
+    """Candidates of a job: a layout, an arm of at most three methods, steps of its scalars."""
+    model, cluster, system, gpus, seq_len, global_batch = job
+    spec = ProblemSpec(
+        model=model,
+        cluster=cluster,
+        system=system,
+        gpus=gpus,
+        seq_len=seq_len,
+        global_batch=global_batch,
+    )
+    made, chance = SearchJob(Asked(spec=spec)), random.Random(seed)
+    arms = _arms(made)
+    choices = [
+        choice
+        for choice in made.space.choices
+        if choice.layout.num_micro_batches * choice.layout.num_chunks < MOST_PASSES
+    ]
+    found: list[Checked] = []
+    for _ in range(20 * count):
+        one = _checked(made, chance.choice(choices), chance.choice(arms), chance)
+        found += [one] if one else []
+        if len(found) == count:
+            break
+    return found
+
+
+def _arms(made: SearchJob) -> list[Arm]:
+    known = [Single(s.method, s.text, s.scalar, s.composes) for s in made.singles]
+    layout = next(c for c in made.space.choices if c.layout.pp > 2)
+    shard = Shard([layout], made.problem(layout.layout), made.registry)
+    probes = {s: p for s in known if isinstance(p := shard.probe(Arm((s,))), Probe)}
+    tree, arms = Tree([probes], 3), [KEEP]
+    for arm in arms:
+        arms += tree.more(arm)
+    return arms
+
+
+def _checked(made: SearchJob, choice: Choice, arm: Arm, chance: random.Random) -> Checked | None:
+    problem = made.problem(choice.layout)
+    shard = Shard([choice], problem, made.registry)
+    step, pieces = chance.randint(1, shard.steps(arm)), chance.randint(1, 3)
+    bounds, base = shard.bounds(arm, step, pieces), choice.base(problem.base_plan)
+    text = arm.text(step, pieces)
+    try:
+        plan = made.registry.resolve(text, None, problem).plan(problem, base)
+        if isinstance(plan, Unsupported) or isinstance(bounds, Refused):
+            return None
+        found = evaluate_program(problem, plan, lower(plan, problem))
+    except (PlanError, LayoutError):
+        return None
+    cost = problem.cost
+    rate = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
+    facts, moves = shard.facts(arm, step, pieces, 0)
+    tight = tightened(frame(problem, base), facts, moves, choice.sizes, rate)
+    pinned = max(1, found.host_node_bytes)
+    return Checked(
+        f"{text} at {choice.layout} {choice.sizes}",
+        float(bounds.step_s[0]) / found.step_s,
+        tight / found.step_s,
+        float(bounds.peak_bytes[0]) / max(found.peak_device_bytes),
+        float(bounds.host_bytes[0]) / pinned,
+    )
+
+
+def _holds(found: list[Checked]) -> None:
+    for name in ("time", "tight", "peak", "host"):
+        worst = max(found, key=lambda one: float(getattr(one, name)))
+        assert getattr(worst, name) <= ROUNDING, f"{name} {getattr(worst, name)}: {worst.text}"
+    assert median(max(one.time, one.tight) for one in found) >= 0.95
+    assert median(one.peak for one in found) >= 0.90
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-{job[2]}")
+def test_no_plan_beats_its_bounds(job: tuple[str, str, str, int, int, int]) -> None:
+    """Time and bytes of the device and the host; and the bounds are near."""
+    _holds(drawn(job, 8, seed=1))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job[0]}-{job[2]}")
+def test_two_thousand_plans_do_not_beat_their_bounds(
+    job: tuple[str, str, str, int, int, int],
+) -> None:
+    """The same on many more."""
+    _holds(drawn(job, 334, seed=2))

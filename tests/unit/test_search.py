@@ -1,0 +1,195 @@
+"""The search: it returns what trying everything returns, its bounds' schedule is legal, and it says
+what it proved."""
+
+import csv
+import itertools
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from rematbench.cli.app import app
+from rematbench.lowering.schedule import passes
+from rematbench.plugins.registry import MethodError
+from rematbench.search.arms import KEEP, Arm, Tree
+from rematbench.search.halves import Progress, rounds
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.probe import Probe
+from rematbench.search.shard import Shard
+from rematbench.search.skeleton import in_order
+from rematbench.search.space import Fixed, partitions
+from rematbench.search.trial import Tried, tried_plan
+from rematbench.spec.layout import Layout, LayoutError
+from rematbench.spec.problemspec import ProblemSpec
+
+RUN = CliRunner()
+GIB = 2**30
+BOTH = ("balanced_checkpointing", "pp_offload")
+
+
+def asked(**changes: Any) -> Asked:
+    """A job on four small devices, so small that keeping everything does not fit everywhere."""
+    spec = {
+        "model": "gpt-1.3b",
+        "cluster": "a800-80gb",
+        "system": "megatron-core",
+        "gpus": 4,
+        "seq_len": 2048,
+        "global_batch": 8,
+        "hbm_bytes": 18 * GIB,
+        **changes,
+    }
+    return Asked(spec=ProblemSpec(**spec), only=BOTH)
+
+
+def last(one: Asked, *, processes: int = 1, shown: int = 1) -> Progress:
+    """The end of a search."""
+    *_, end = rounds(one, shown=shown, processes=processes)
+    return end
+
+
+def everything(one: Asked) -> list[Tried]:
+    """Every plan of the space, tried."""
+    made = SearchJob(one)
+    arms = _arms(made)
+    found = []
+    for choice, arm in itertools.product(made.space.choices, arms):
+        problem = made.problem(choice.layout)
+        most = arm.line.scalar.steps if arm.line and arm.line.scalar else 1
+        for step in range(1, most + 1):
+            text = arm.text(step)
+            tried = tried_plan(choice, problem, text, 0.0, made.registry)
+            found += [tried] if tried.evaluation else []
+    return found
+
+
+def _arms(made: SearchJob) -> list[Arm]:
+    """All arms, of the tree that leaves none out."""
+    choice = next(c for c in made.space.choices if c.layout.pp > 2)
+    shard = Shard([choice], made.problem(choice.layout), made.registry)
+    probes = {s: p for s in made.singles if isinstance(p := shard.probe(Arm((s,))), Probe)}
+    tree, arms = Tree([probes], 3), [KEEP]
+    for arm in arms:
+        arms += tree.more(arm)
+    return arms
+
+
+@pytest.mark.parametrize(
+    ("hbm_gib", "only"),
+    [
+        (14, "balanced_checkpointing"),
+        pytest.param(18, "memo", marks=pytest.mark.full),
+        pytest.param(18, "pp_offload", marks=pytest.mark.full),
+        pytest.param(24, "", marks=pytest.mark.soak),
+    ],
+)
+def test_a_small_space_is_searched_as_if_everything_were_tried(hbm_gib: int, only: str) -> None:
+    """The fastest plan of all is found where no gap is allowed, and the proof says so."""
+    job = replace(asked(hbm_bytes=hbm_gib * GIB), only=(only,) if only else BOTH)
+    one = replace(job, within=0.0, fixed=Fixed(tp=1, micro_batch=1, zero_stage=1))
+    best = min((tried.step_s for tried in everything(one)), default=float("inf"))
+    end = last(one)
+    assert end.best_s == pytest.approx(best, rel=1e-9)
+    assert end.gap == 0.0
+    assert end.bound_s >= end.best_s or best == float("inf")
+
+
+def test_processes_share_the_work_and_find_the_same() -> None:
+    """One process or two: the same best step, and rounds do not depend on time."""
+    one = replace(asked(), within=0.0, only=("balanced_checkpointing",))
+    alone, shared = last(one), last(one, processes=2)
+    assert shared.best_s == pytest.approx(alone.best_s, rel=1e-12)
+    assert [t.method for t in last(one, processes=2).found] == [t.method for t in shared.found]
+
+
+def test_bounds_come_in_order_and_never_above_the_best() -> None:
+    """The bound of what is left only rises, and each simulated step is no less than its own."""
+    before = 0.0
+    for at in rounds(replace(asked(), within=0.0), shown=1, processes=1):
+        assert at.bound_s >= before
+        before = at.bound_s
+        for tried in at.found:
+            assert tried.bound_s <= tried.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("pp", "vpp", "count"), [(1, 1, 3), (4, 1, 6), (2, 3, 4), (4, 2, 4)])
+def test_the_skeleton_runs_every_pass_after_what_it_waits_for(
+    pp: int, vpp: int, count: int
+) -> None:
+    """A legal order of all passes, each rank's as scheduled."""
+    name: Any = "interleaved_1f1b" if vpp > 1 else "1f1b"
+    order = in_order(name, pp, vpp, count)
+    for rank in range(pp):
+        mine = tuple(item[1:] for item in order if item[0] == rank)
+        assert mine == tuple(tuple(item) for item in passes(name, rank, pp, vpp, count))
+    at = {
+        (forward, micro_batch, chunk * pp + rank): place
+        for place, (rank, forward, micro_batch, chunk) in enumerate(order)
+    }
+    for (forward, micro_batch, stage), place in at.items():
+        peer = (forward, micro_batch, stage - 1 if forward else stage + 1)
+        assert at.get(peer, -1) < place
+
+
+def test_uneven_ends_hold_every_layer() -> None:
+    """A layer less or more on the ends; the other ranks share the rest."""
+    layout = Layout(pp=4, dp=1, global_batch=4)
+    found = list(partitions(layout, 24))
+    assert found[0].sizes == (6, 6, 6, 6)
+    assert all(sum(choice.sizes) == 24 and min(choice.sizes) > 0 for choice in found)
+    assert {(5, 7, 7, 5), (7, 5, 5, 7), (5, 7, 6, 6)} <= {choice.sizes for choice in found}
+    assert len(found) == len({choice.sizes for choice in found})
+
+
+def test_what_is_asked_wrongly_is_one_line() -> None:
+    """A space without layouts and a method that is none."""
+    with pytest.raises(LayoutError, match="gpus 4 must be a multiple of the degrees given = 3"):
+        _ = SearchJob(replace(asked(), fixed=Fixed(tp=3))).space
+    with pytest.raises(LayoutError, match="no layout of 4 GPUs"):
+        _ = SearchJob(replace(asked(global_batch=3), fixed=Fixed(micro_batch=2))).space
+    with pytest.raises(MethodError, match="did you mean 'memo'"):
+        SearchJob(replace(asked(), only=("memmo",)))
+
+
+WORDS = (
+    "--model gpt-1.3b --cluster a800-80gb --gpus 4 --seq-len 2048 --global-batch 8 --tp 1 "
+    "--micro-batch 1 --method balanced_checkpointing --processes 1"
+)
+
+
+def test_each_line_runs_again(tmp_path: Path) -> None:
+    """The CSV has the job, and its command simulates to the same step."""
+    target = tmp_path / "found.csv"
+    answer = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "3", "-o", str(target)])
+    assert answer.exit_code == 0, answer.output
+    assert "proved gap: no plan of the space is faster" in answer.output
+    rows = list(csv.DictReader(target.open()))
+    assert len(rows) == 3
+    for row in rows:
+        words = shlex.split(row["run_with"])
+        again = RUN.invoke(app, [*words[1:], "--json"])
+        assert again.exit_code == 0, again.output
+        assert f'"step_s": {float(row["step_s"])}' in again.output
+
+
+def test_two_plans_are_explained_by_parts_that_add_up() -> None:
+    """`--explain` names the terms of the difference; a place that is not there is one line."""
+    told = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "2", "--explain", "1", "2"])
+    assert told.exit_code == 0, told.output
+    table = told.output.split("part of the step")[1]
+    cells = [line.split("|") for line in table.splitlines() if line.count("|") == 3]
+    terms = {cell[1].strip(): float(cell[2]) for cell in cells}
+    assert sum(terms.values()) - terms["step"] == pytest.approx(terms["step"], abs=1e-3)
+    wrong = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "2", "--explain", "1", "9"])
+    assert wrong.exit_code == 2 or "no plan of place 9" in str(wrong.exception)
+
+
+def test_a_job_that_fits_nowhere_says_what_is_short() -> None:
+    """NOTHING FITS, and the bytes that the leanest plan lacks."""
+    small = ["--hbm-bytes", str(8 * GIB)]
+    told = RUN.invoke(app, ["search", *shlex.split(WORDS), *small])
+    assert told.exit_code == 0, told.output
+    assert "NOTHING FITS: every plan is at least" in told.output
