@@ -43,9 +43,9 @@ def searched(asked: Asked) -> None:
     for at in rounds(asked, shown=1):
         while left and at.gap <= left[0]:
             seconds = time.perf_counter() - start
-            print(
-                f"gap {100 * left.pop(0):.1f} % proved after {seconds:.1f} s, {at.simulations} plans "
-                f"simulated, best {at.best_s:.4f} s"
+            sys.stdout.write(
+                f"gap {100 * left.pop(0):.1f} % proved after {seconds:.1f} s, "
+                f"{at.simulations} plans simulated, best {at.best_s:.4f} s\n"
             )
 
 
@@ -63,7 +63,8 @@ def bounded(asked: Asked, layouts: int) -> None:
     shard.bounds(KEEP)
     seconds = time.perf_counter() - start
     count = len(many)
-    print(f"bounds of {count:,} layouts in {seconds:.3f} s: {count / seconds:,.0f} a second")
+    rate = f"{count / seconds:,.0f} a second"
+    sys.stdout.write(f"bounds of {count:,} layouts in {seconds:.3f} s: {rate}\n")
 
 
 def main(arguments: list[str]) -> None:
@@ -73,7 +74,7 @@ def main(arguments: list[str]) -> None:
     small = parser.parse_args(arguments).small
     asked = job(small)
     made = SearchJob(asked)
-    print(f"{len(made.space.choices):,} layouts, {len(made.singles)} methods alone")
+    sys.stdout.write(f"{len(made.space.choices):,} layouts, {len(made.singles)} methods alone\n")
     bounded(asked, 1_000 if small else LAYOUTS)
     searched(asked)
 
