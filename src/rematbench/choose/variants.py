@@ -72,7 +72,7 @@ def best_variants(
         leanest = min(made, key=_short_bytes)
         better = all(_short_bytes(leanest) < _short_bytes(entry) for entry in known)
         chosen = [leanest] if better else []
-    return ask([replace(entry.candidate, origin="variant") for entry in chosen])
+    return [replace(e, candidate=replace(e.candidate, origin="variant")) for e in chosen]
 
 
 def _short_bytes(entry: Entry) -> int:
@@ -126,8 +126,15 @@ class _Grids:
             method = self.registry.methods[name]
             if not method.grid:
                 continue
-            self._make([Wanted(_variant(method, {}, method.grid), self.least_s)])
+            if not (self.limit_s < float("inf") and self._base_keeps_too_much(problem)):
+                self._make([Wanted(_variant(method, {}, method.grid), self.least_s)])
             self._make(Wanted(_in_pieces(entry, method), entry.step_s) for entry in short)
+
+    def _base_keeps_too_much(self, problem: Problem) -> bool:
+        """Whether no number of pieces lets the base fit (where that is known)."""
+        idle = same_plan(self.base)
+        plans = (e for e in self.known.values() if e.plan and same_plan(e.plan) == idle)
+        return any(keeps_too_much(problem, entry) for entry in plans)
 
     def _on_base(self, group: tuple[Made, ...]) -> Wanted | None:
         """The last method of a group on the plan of the others."""
