@@ -102,11 +102,12 @@ class _Grids:
 
     def make_without_pieces(self, most: int) -> None:
         """Methods at their defaults and in their grids, alone and composed, nothing in pieces."""
-        self._make(
-            Wanted(_variant(self.registry.methods[name], settings), self.least_s)
+        values = (
+            _variant(self.registry.methods[name], settings)
             for name in self.whole
             for settings in self.registry.methods[name].grid
         )
+        self._make(Wanted(one, self.least_s) for one in values if one.name not in self.known)
         alone = [self.known[name] for name in self.whole]
         alone += [entry for entry in self.entries if len(entry.candidate.methods) == 1]
         singles = [as_made(self.base, e) for e in alone if e.step_s < self.limit_s]

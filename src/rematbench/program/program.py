@@ -6,7 +6,9 @@ and chunk it is run for; `actions()` expands it.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -35,6 +37,12 @@ class RankProgram(Struct, frozen=True, kw_only=True):
     rank: int
     blocks: tuple[Block, ...]
     steps: tuple[Step, ...]
+
+    @property
+    def runs(self) -> list[int]:
+        """How often each block runs."""
+        counts = Counter(map(itemgetter(0), self.steps))
+        return [counts[index] for index in range(len(self.blocks))]
 
     def actions(self) -> Iterator[tuple[Action, int, int]]:
         """(action, micro-batch, chunk) in host issue order."""

@@ -4,8 +4,6 @@ import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from rematbench.matrix.commands import Commands
 from rematbench.matrix.sweep import TABLES
 from rematbench.matrix.tables import NAMES
@@ -25,6 +23,12 @@ KEY = (
 
 def page_html(page: Page) -> str:
     """The whole document: page.html.jinja around blocks that are HTML already."""
+    from jinja2 import (  # noqa: PLC0415 (slow to load)
+        Environment,
+        FileSystemLoader,
+        StrictUndefined,
+    )
+
     sections = [
         (
             section,
