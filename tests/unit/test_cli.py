@@ -3,11 +3,10 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rematbench.cli.app import COMMANDS, WORKFLOW
+from rematbench.cli.app import COMMANDS, WORKFLOW, word
 from rematbench.cli.doctor import cluster_yaml
 from rematbench.runs.record import read_record
 from tests.typed import typed
@@ -39,8 +38,8 @@ KEYS = {
 }
 
 
-def words_of(functions: Iterable[Any]) -> list[str]:
-    return [function.__name__.replace("_", "-") for function in functions]
+def words_of(places: Iterable[str]) -> list[str]:
+    return [word(place) for place in places]
 
 
 @pytest.mark.parametrize("command", words_of((*COMMANDS, *WORKFLOW)))

@@ -1,8 +1,9 @@
 """Worker processes with a limit of CPU seconds for each task: a longer task is given up.
 
 Processes are forked from a server that has imported what they run, and nothing else: a second one
-costs no second import, and no thread or lock of this process is copied.  The limit counts CPU seconds, so that a busy machine does not change which tasks end.  A planner's
-solver may ignore signals, so the kernel ends its process (RLIMIT_CPU) and a new one goes on.
+costs no second import, and no thread or lock of this process is copied.  The limit counts CPU
+seconds, so that a busy machine does not change which tasks end.  A planner's solver may ignore
+signals, so the kernel ends its process (RLIMIT_CPU) and a new one goes on.
 """
 
 import math
