@@ -1,6 +1,8 @@
 """What a person types: one clear line for a mistake, results for out of memory and unsupported."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -67,6 +69,27 @@ def test_help_lists_what_a_person_uses_and_help_all_every_command() -> None:
     assert sorted(short) == sorted([*words_of(COMMANDS), "baseline"])
     assert sorted(every) == sorted([*short, *words_of(WORKFLOW)])
     assert listed(typed("--help").out) == short  # --help-all changes nothing that lasts
+
+
+LOADED = """
+import sys
+from rematbench.cli.app import main
+sys.argv[1:] = ["compare", "--help"]
+try:
+    main()
+except SystemExit:
+    print(*sorted(sys.modules))
+"""
+
+
+def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED], capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert {"numpy", "rematbench.cli.compare"} <= loaded
+    assert loaded.isdisjoint({"matplotlib", "pandas", "scipy", "seaborn", "jinja2", "torch"})
+    assert loaded.isdisjoint({"rematbench.cli.tables", "rematbench.cli.matrix"})
 
 
 NAMES = """
