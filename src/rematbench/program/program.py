@@ -8,6 +8,7 @@ and chunk it is run for; `actions()` expands it.
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -31,14 +32,14 @@ class Block(Struct, frozen=True, gc=False):
     actions: tuple[Action, ...]
 
 
-class RankProgram(Struct, frozen=True, kw_only=True):
+class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     """All actions of one pipeline rank in issue order."""
 
     rank: int
     blocks: tuple[Block, ...]
     steps: tuple[Step, ...]
 
-    @property
+    @cached_property
     def runs(self) -> list[int]:
         """How often each block runs."""
         counts = Counter(map(itemgetter(0), self.steps))
