@@ -18,6 +18,7 @@ from rematbench.cli.targets import Json, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.host.workers import ready
 from rematbench.packages.flags import Engines
+from rematbench.published.bands import shipped
 from rematbench.published.sheets import write_sheet
 from rematbench.tables.comparison_plot import FORMATS, write_plot
 
@@ -84,6 +85,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     engines = Engines(asked.problem)
     shown = Shown(asked=asked, engines=engines, order=order, share=config.shown_share)
     printed = Ranking(console(), shown, wide=wide)
+    shipped()  # here, while the workers' server loads, it takes no time
     first = judge(comparing.quick(), asked.problem)
     if not json:
         printed.table(first)
