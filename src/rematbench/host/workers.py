@@ -30,8 +30,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def ready(start: Start) -> None:
-    """Start the server for workers that `start` makes, where none runs; it loads beside whatever
-    follows here."""
+    """Start the server for workers that `start` makes, where none runs; who calls this early has it
+    load beside whatever follows."""
     with _no_main():
         _CONTEXT.set_forkserver_preload([start.__module__])
         ensure_running()
@@ -41,6 +41,7 @@ class _Worker(Generic[T]):
     """One process, the connection to it, and the task it works on."""
 
     def __init__(self, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
+        ready(start)
         self.connection, other = _CONTEXT.Pipe()
         self.process: ForkServerProcess = _CONTEXT.Process(
             target=_serve, args=(other, start, args, limit_s), daemon=True
