@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rematbench.cli.app import app
+from rematbench.cli.app import command_line
 from rematbench.host.console import CommandError
 from rematbench.packages import points as baseline_points
 from rematbench.packages.points import load_points
@@ -17,6 +17,8 @@ from rematbench.runs.reopen import spec_problem
 from rematbench.runs.suite import Variant
 from rematbench.worlds import package
 from rematbench.worlds.again import differences
+
+APP = command_line()
 
 TRACED = Path(__file__).resolve().parents[2] / "results" / "measured" / "traced" / "baselines"
 POINT = "k22b-selective"
@@ -42,7 +44,7 @@ def heavier(record: Record) -> Record:
 
 def again(folder: Path) -> Any:
     return RUN.invoke(
-        app, ["baseline", "again", POINT, "-o", str(folder), "--compare", str(TRACED)]
+        APP, ["baseline", "again", POINT, "-o", str(folder), "--compare", str(TRACED)]
     )
 
 
@@ -78,7 +80,7 @@ def test_a_record_that_is_not_there_is_said_before_anything_is_traced(
 ) -> None:
     monkeypatch.setattr(package, "run_jobs", lambda *_: pytest.fail("traced"))
     asked = ["baseline", "again", POINT, "-o", str(tmp_path), "--compare", str(tmp_path / "none")]
-    done = RUN.invoke(app, asked)
+    done = RUN.invoke(APP, asked)
     assert done.exit_code != 0
     assert f"none/{POINT}.json: cannot be read" in str(done.exception)
 
@@ -102,7 +104,7 @@ def test_trace_takes_a_baseline_and_a_stage(
 
     pytest.importorskip("torch")
     monkeypatch.setattr(package, "run_jobs", run_jobs)
-    done = RUN.invoke(app, TRACE if stage is None else [*TRACE, "--stage", str(stage)])
+    done = RUN.invoke(APP, TRACE if stage is None else [*TRACE, "--stage", str(stage)])
     assert done.exit_code == 0, done.output
     assert (asked[0].rank, asked[0].run.world) == (rank, "traced")
     assert asked[0].run.parameters["megatron_core"]["recompute"] == "selective"
@@ -111,19 +113,19 @@ def test_trace_takes_a_baseline_and_a_stage(
 
 def test_trace_refuses_a_stage_that_is_not_there() -> None:
     pytest.importorskip("torch")
-    done = RUN.invoke(app, [*TRACE, "--stage", "4"])
+    done = RUN.invoke(APP, [*TRACE, "--stage", "4"])
     assert done.exit_code != 0
     assert "--stage 4: the pipeline has ranks 0 to 3" in str(done.exception or done.output)
 
 
 def test_the_tables_have_every_committed_point_and_tensor(tmp_path: Path) -> None:
-    done = RUN.invoke(app, ["baseline", "tables", str(TRACED), "-o", str(tmp_path)])
+    done = RUN.invoke(APP, ["baseline", "tables", str(TRACED), "-o", str(tmp_path)])
     assert done.exit_code == 0, done.output
     text = (tmp_path / "baselines_traced.md").read_text()
     assert all(f"| {point.name} " in text for point in load_points())
     tensors = (tmp_path / "baselines_tensors.csv").read_text()
     assert {"qkv_before_rope", "up_out_offset", "rope_tables"} <= set(tensors.split(","))
-    empty = RUN.invoke(app, ["baseline", "tables", str(tmp_path), "-o", str(tmp_path)])
+    empty = RUN.invoke(APP, ["baseline", "tables", str(tmp_path), "-o", str(tmp_path)])
     assert empty.exit_code != 0
 
 
@@ -149,11 +151,11 @@ def test_what_does_not_run_is_said_and_ends_with_1(
     printed = tmp_path / "flags"
     printed.write_text("--x 3")
     asked = ["baseline", "run", *TRACE[1:], *(["--options", str(printed)] if given else [])]
-    done = RUN.invoke(app, asked)
+    done = RUN.invoke(APP, asked)
     assert done.exit_code == 1
     assert done.output == "UNSUPPORTED: megatron_core: --x is not known\n"
     printed.write_bytes(b"\xff\xfe")
-    unread = RUN.invoke(app, ["baseline", "run", *TRACE[1:], "--options", str(printed)])
+    unread = RUN.invoke(APP, ["baseline", "run", *TRACE[1:], "--options", str(printed)])
     assert isinstance(unread.exception, CommandError)
     assert "is no text, as `flags` prints it" in str(unread.exception)
 
@@ -163,7 +165,7 @@ def test_states_on_the_host_are_said_beside_those_on_the_device(
 ) -> None:
     record = read_record(TRACED / "llama2-7b-4k-offload.json")
     monkeypatch.setattr(package, "run_jobs", lambda *_: [record])
-    done = RUN.invoke(app, ["baseline", "trace", *TRACE[1:]])
+    done = RUN.invoke(APP, ["baseline", "trace", *TRACE[1:]])
     assert "shim: places, streams, norm, order" in done.output
     assert "host 0.97 GiB, states 0.93 GiB and 15.69 GiB on the host" in done.output
 
@@ -180,7 +182,7 @@ def test_a_base_plan_that_no_package_runs_is_refused(
     command: list[str], given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(package, "run_jobs", lambda *_: pytest.fail("run"))
-    done = RUN.invoke(app, [*command, *TRACE[1:], *given])
+    done = RUN.invoke(APP, [*command, *TRACE[1:], *given])
     assert isinstance(done.exception, CommandError)
     assert str(done.exception) == f"{given[0]}: megatron_core runs even chunks under 1F1B only"
 
@@ -199,7 +201,7 @@ def test_a_base_plan_that_no_package_runs_is_refused(
 def test_what_does_not_run_is_not_predicted(words: list[str], said: str) -> None:
     job = ["--model", "tiny-llama", "--cluster", "this-machine", "--gpus", "2"]
     size = ["--seq-len", "2044", "--global-batch", "2", "--precision", "fp32"]
-    done = RUN.invoke(app, ["baseline", "predict", *words, *job, *size])
+    done = RUN.invoke(APP, ["baseline", "predict", *words, *job, *size])
     assert f"(simulated): unsupported {said}" in done.output
 
 
@@ -219,7 +221,7 @@ def said_of(name: str) -> tuple[list[str], int]:
 def test_a_prediction_is_what_the_package_holds(name: str, bound: float, tmp_path: Path) -> None:
     """The plan alone says 2.42, 26.31 and 70.09 GiB; what is traced is 4.48, 25.32 and 78.61."""
     words, traced = said_of(name)
-    done = RUN.invoke(app, ["baseline", "predict", *words, "--out", str(tmp_path / "run.json")])
+    done = RUN.invoke(APP, ["baseline", "predict", *words, "--out", str(tmp_path / "run.json")])
     assert done.exit_code == 0, done.output
     record = read_record(tmp_path / "run.json")
     assert record.ranks[0].device_peak == pytest.approx(traced, rel=bound)
@@ -237,6 +239,6 @@ def test_a_prediction_is_what_the_package_holds(name: str, bound: float, tmp_pat
 
 def test_options_that_say_nothing_are_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "flags").write_text(" \n")
-    done = RUN.invoke(app, ["baseline", "run", *TRACE[1:], "--options", str(tmp_path / "flags")])
+    done = RUN.invoke(APP, ["baseline", "run", *TRACE[1:], "--options", str(tmp_path / "flags")])
     assert isinstance(done.exception, CommandError)
     assert "is empty; give it what `flags` prints" in str(done.exception)

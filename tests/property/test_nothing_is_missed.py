@@ -10,10 +10,6 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.bench import Bench
-from rematbench.choose.candidates import Candidate, load_compare
-from rematbench.choose.compare import Comparing
-from rematbench.choose.entry import Comparison, Entry
 from rematbench.choose.outcome import reserved_bytes, run_plan
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
@@ -25,6 +21,7 @@ from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster
 from rematbench.workload import Model
 from tests.problems import make_problem
+from tests.serial import compared
 
 POINTS = ("published", "published+fc1", "all")
 SCOPES = ("consumer", "layer")
@@ -85,28 +82,6 @@ def fastest_that_fits(problem: Problem, plans: Sequence[Weighed]) -> tuple[float
     return min(fitting, default=None)
 
 
-class Serial:
-    """A pool of no processes."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.bench, self.waiting = bench, list[Candidate]()
-
-    def add(self, tasks: Iterable[Candidate]) -> None:
-        self.waiting += tasks
-
-    def run(self) -> Iterator[tuple[Candidate, Entry]]:
-        while self.waiting:
-            task = self.waiting.pop(0)
-            yield task, self.bench(task)
-
-
-def compared(problem: Problem) -> Comparison:
-    """`compare` without its planners, in this process."""
-    comparing = Comparing(problem, problem.base_plan, load_compare())
-    comparing.pool = Serial(Bench(problem, problem.base_plan, ()))  # type: ignore[assignment]
-    return comparing.quick()
-
-
 def drawn(seed: int) -> tuple[Problem, float]:
     """A problem on a device too large to matter, and the share of its list that is to fit."""
     draw = Random(seed)
@@ -157,7 +132,7 @@ def at_the_edge(problem: Problem, plans: Sequence[Weighed], share: float) -> Pro
 def held(problem: Problem, plans: Sequence[Weighed]) -> None:
     """The law."""
     best = fastest_that_fits(problem, plans)
-    named = compared(problem).entries[0]
+    named = compared(problem)[0].entries[0]
     if best is None:
         return
     step_s, name = best
@@ -165,18 +140,24 @@ def held(problem: Problem, plans: Sequence[Weighed]) -> None:
     assert named.step_s <= NEAR * step_s, f"{named.name} is slower than {name}"
 
 
-FULL = [pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4, 6, 7, 11)]
+FULL = [pytest.param(seed, marks=pytest.mark.full) for seed in (2, 3, 4)]
+SOAK = [pytest.param(seed, marks=pytest.mark.soak) for seed in (6, 7, 11)]
 
 
-@pytest.mark.parametrize("seed", [10, *FULL])
+@pytest.mark.parametrize("seed", [10, *FULL, *SOAK])
 def test_what_fits_is_named_and_nearly_the_fastest(seed: int) -> None:
     problem, share = drawn(seed)
     plans = weighed(problem, discover(), listed(problem))
     held(at_the_edge(problem, plans, share), plans)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("seq_len", [786_432, 1_048_576])
+@pytest.mark.parametrize(
+    "seq_len",
+    [
+        pytest.param(786_432, marks=pytest.mark.soak),
+        pytest.param(1_048_576, marks=pytest.mark.full),
+    ],
+)
 def test_long_contexts_of_8b_on_one_node(seq_len: int) -> None:
     """Once NOTHING FITS at both, where the list has plans that fit."""
     problem = make_problem(model="llama-3.1-8b", cluster="h100-80gb", system="megatron-core",

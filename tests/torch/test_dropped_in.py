@@ -27,7 +27,7 @@ def test_the_tests_take_up_a_new_file_by_themselves(tmp_path: Path) -> None:
         source, target = ROOT / part, tmp_path / part
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(source, target)
         else:
             shutil.copy2(source, target)
     for path in (tmp_path / "methods").glob("*.py"):

@@ -1,13 +1,14 @@
 """What a person types: one clear line for a mistake, results for out of memory and unsupported."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rematbench.cli.app import COMMANDS, WORKFLOW
+from rematbench.cli.app import COMMANDS, WORKFLOW, word
 from rematbench.cli.doctor import cluster_yaml
 from rematbench.runs.record import read_record
 from tests.typed import typed
@@ -39,8 +40,8 @@ KEYS = {
 }
 
 
-def words_of(functions: Iterable[Any]) -> list[str]:
-    return [function.__name__.replace("_", "-") for function in functions]
+def words_of(places: Iterable[str]) -> list[str]:
+    return [word(place) for place in places]
 
 
 @pytest.mark.parametrize("command", words_of((*COMMANDS, *WORKFLOW)))
@@ -68,6 +69,27 @@ def test_help_lists_what_a_person_uses_and_help_all_every_command() -> None:
     assert sorted(short) == sorted([*words_of(COMMANDS), "baseline"])
     assert sorted(every) == sorted([*short, *words_of(WORKFLOW)])
     assert listed(typed("--help").out) == short  # --help-all changes nothing that lasts
+
+
+LOADED = """
+import sys
+from rematbench.cli.app import main
+sys.argv[1:] = ["compare", "--help"]
+try:
+    main()
+except SystemExit:
+    print(*sorted(sys.modules))
+"""
+
+
+def test_a_command_loads_no_library_that_draws_or_fits_and_no_other_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED], capture_output=True, text=True, check=True
+    )
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert {"numpy", "rematbench.cli.compare"} <= loaded
+    assert loaded.isdisjoint({"matplotlib", "pandas", "scipy", "seaborn", "jinja2", "torch"})
+    assert loaded.isdisjoint({"rematbench.cli.tables", "rematbench.cli.matrix"})
 
 
 NAMES = """

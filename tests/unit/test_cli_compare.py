@@ -192,8 +192,13 @@ LONG = [
 ]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("seq_len", "faster_than"), [("1048576", 500.0), ("786432", 300.0)])
+@pytest.mark.parametrize(
+    ("seq_len", "faster_than"),
+    [
+        pytest.param("1048576", 500.0, marks=pytest.mark.soak),
+        pytest.param("786432", 300.0, marks=pytest.mark.full),
+    ],
+)
 def test_long_contexts_fit_where_a_composition_does(
     tmp_path: Path, seq_len: str, faster_than: float
 ) -> None:

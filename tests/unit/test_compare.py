@@ -34,6 +34,7 @@ from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
 from rematbench.spec.layout import Layout
 from tests.problems import make_problem
+from tests.serial import compared
 
 DEMO = Layout(pp=4, vpp=2, global_batch=8, zero_stage=1)
 
@@ -104,6 +105,18 @@ def test_parts_add_up_to_the_step(found: Comparison) -> None:
             assert set(entry.parts_s) == set(PARTS)
             assert sum(entry.parts_s.values()) == pytest.approx(entry.evaluation.step_s)
             assert all(value >= -1e-9 for value in entry.parts_s.values())
+
+
+def test_no_candidate_is_made_twice_and_only_rows_that_fit_are_taken_apart() -> None:
+    """What a comparison costs: its simulations, counted by what asks for them."""
+    found, tasks = compared(demo(seq_len=24576))
+    made = [task for task in tasks if isinstance(task, Candidate)]
+    names = [(one.name, bool(one.first_that_fits)) for one in made]
+    assert len(names) == len(set(names)) < 46
+    assert [one for one in made if one.first_that_fits]  # pieces, but none of what the base keeps
+    assert not [one for one in made if one.first_that_fits and one.base is None]
+    apart = sorted(task.name for task in tasks if isinstance(task, Entry))
+    assert apart == sorted(entry.name for entry in found.entries if entry.status == "ok")
 
 
 def test_gpu_hours_are_those_of_the_speed(found: Comparison) -> None:

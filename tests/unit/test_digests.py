@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import typer
 
-from rematbench.cli.app import app
+from rematbench.cli.app import command_line
 from rematbench.runs import digests
 from rematbench.runs.digests import command_digest
+
+APP = command_line()
 
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = sorted((ROOT / "methods").glob("*.py"))
@@ -87,8 +89,8 @@ def test_no_command_is_an_error() -> None:
 def modules() -> dict[str, str]:
     """The module of every command, by the words that a person types."""
     groups = [
-        (app, ""),
-        *((group.typer_instance, f"{group.name} ") for group in app.registered_groups),
+        (APP, ""),
+        *((group.typer_instance, f"{group.name} ") for group in APP.registered_groups),
     ]
     return {
         f"{before}{info.name or info.callback.__name__.replace('_', '-')}": (

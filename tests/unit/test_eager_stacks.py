@@ -14,7 +14,7 @@ from tests.problems import problem
 REGISTRY = discover()
 KEEP = ("q", "attn_out")
 SLOW = {"point": "front"}
-"""A search of half a minute."""
+"""A search of half a minute, for ./bench soak."""
 MORE: dict[str, tuple[dict[str, Any], ...]] = {
     "selective_recompute": (
         {"keep": KEEP},
@@ -26,7 +26,7 @@ MORE: dict[str, tuple[dict[str, Any], ...]] = {
     "full_recompute": ({"num_layers": 2}, {"method": "block"}, {"every": 2}),
 }
 CASES = [
-    pytest.param(name, settings, marks=[pytest.mark.full] if settings == SLOW else [])
+    pytest.param(name, settings, marks=[pytest.mark.soak] if settings == SLOW else [])
     for name, entry in REGISTRY.methods.items()
     for settings in ({}, *entry.grid, *MORE.get(name, ()))
 ]

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rematbench.cli.app import app
+from rematbench.cli.app import command_line
 from rematbench.host.console import CommandError
 from rematbench.slurm import queue
 from rematbench.slurm.queue import Left, Unreachable
+
+APP = command_line()
 
 
 def test_resume_without_slurm_says_so_at_once(
@@ -19,7 +21,7 @@ def test_resume_without_slurm_says_so_at_once(
     (tmp_path / "Snakefile").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = CliRunner().invoke(app, ["resume", "smoke"])
+    done = CliRunner().invoke(APP, ["resume", "smoke"])
     assert isinstance(done.exception, CommandError)
     assert "no Slurm here: squeue is not on PATH" in str(done.exception)
 
@@ -64,7 +66,7 @@ def test_a_silent_slurm_is_given_up_with_one_line(
 ) -> None:
     slurm_says(script)
     start = time.monotonic()
-    done = CliRunner().invoke(app, [command, "--patience", "0.02"])
+    done = CliRunner().invoke(APP, [command, "--patience", "0.02"])
     assert time.monotonic() - start < 10
     assert isinstance(done.exception, CommandError)
     text = str(done.exception)
@@ -78,7 +80,7 @@ def test_a_slurm_that_answers_again_is_waited_for(
     slurm_says: Callable[[str], Path],
 ) -> None:
     tried = slurm_says(BACK)
-    done = CliRunner().invoke(app, ["settle", "--patience", "1"])
+    done = CliRunner().invoke(APP, ["settle", "--patience", "1"])
     assert done.exit_code == 0, done.output
     assert tried.read_text().count("squeue") == 3
 

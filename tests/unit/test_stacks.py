@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.cli.app import app
+from rematbench.cli.app import command_line
 from rematbench.cost.kernel_rates import RateError
 from rematbench.problem import Problem
 from rematbench.spec.configfile import ConfigError
@@ -15,6 +15,8 @@ from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_system
 from rematbench.spec.stackfacts import differences, facts
 from tests.problems import make_problem
+
+APP = command_line()
 
 
 def stack(folder: Path, text: str, name: str = "mine") -> Path:
@@ -101,9 +103,9 @@ def test_a_kernel_that_the_gpu_cannot_run_is_refused_by_name() -> None:
         made(cluster="a100-80gb-selene", attention="fa3")
     words = ["simulate", "keep_all", "--model", "llama-7b", "--cluster", "a100-80gb-selene"]
     words += ["--gpus", "8", "--seq-len", "4096", "--global-batch", "8", "--tp", "8"]
-    refused = CliRunner().invoke(app, [*words, "--attention", "fa3"])
+    refused = CliRunner().invoke(APP, [*words, "--attention", "fa3"])
     assert isinstance(refused.exception, RateError)
-    shown = CliRunner().invoke(app, words)
+    shown = CliRunner().invoke(APP, words)
     assert "attention fa2 on ampere; constants of cluster a100-80gb-selene" in shown.output
 
 
@@ -123,9 +125,9 @@ def test_facts_say_who_says_them() -> None:
 
 
 def test_systems_are_listed_and_explained() -> None:
-    listed = CliRunner().invoke(app, ["systems"])
+    listed = CliRunner().invoke(APP, ["systems"])
     assert listed.exit_code == 0
     assert "huggingface-flash" in listed.output
-    told = CliRunner().invoke(app, ["systems", "nemo-24.12"])
+    told = CliRunner().invoke(APP, ["systems", "nemo-24.12"])
     assert "constants of config/calibration.yaml: megatron-core" in told.output
     assert "ub_tp_comm_overlap" in told.output

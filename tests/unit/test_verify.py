@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.cli.app import app
+from rematbench.cli.app import command_line
 from rematbench.packages.process import Job
 from rematbench.plugins.discover import discover
 from rematbench.runs.cell import recorded_cell
@@ -15,6 +15,8 @@ from rematbench.runs.record import Record, RecordError, read_record, write_recor
 from rematbench.worlds import executed, package, traced, trained
 from rematbench.worlds import verify as world
 from rematbench.worlds.verify import run_again
+
+APP = command_line()
 
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"
 RUN = CliRunner()
@@ -25,13 +27,13 @@ PIPE = (
 
 
 def simulated(path: Path, *words: str) -> Path:
-    done = RUN.invoke(app, ["simulate", *words, *PIPE, "--out", str(path)])
+    done = RUN.invoke(APP, ["simulate", *words, *PIPE, "--out", str(path)])
     assert done.exit_code == 0, done.output
     return path
 
 
 def verified(*words: object) -> tuple[int, str]:
-    done = RUN.invoke(app, ["verify", *map(str, words)])
+    done = RUN.invoke(APP, ["verify", *map(str, words)])
     return done.exit_code, done.output or str(done.exception)
 
 
@@ -91,7 +93,7 @@ def test_a_run_whose_inputs_have_changed_is_not_replayed_but_can_be_verified(
     record = read_record(path)
     spec = replace(record.spec, **{f"{what}_hash": "0"})
     write_record(replace(record, spec=spec), path)
-    done = RUN.invoke(app, ["timeline", str(path), "-o", str(tmp_path / "trace.json")])
+    done = RUN.invoke(APP, ["timeline", str(path), "-o", str(tmp_path / "trace.json")])
     assert f"its {what} has changed since" in str(done.exception)
     assert verified(path)[0] == 0
 

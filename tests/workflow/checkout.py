@@ -32,7 +32,7 @@ class Checkout:
             source, target = ROOT / part, path / part
             target.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+                shutil.copytree(source, target)  # with its bytecode, which every job loads
             else:
                 shutil.copy2(source, target)
         (path / "slurm").symlink_to("profiles/slurm")  # as in the checkout

@@ -12,13 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 from rematbench.choose.outcome import run_method
-from rematbench.cli.app import app
+from rematbench.cli.app import command_line
 from rematbench.plugins.discover import discover
 from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.slurm.cells import Campaign, load_campaign_suite
 from rematbench.tables.html import page_html
 from rematbench.tables.page import Page, gather, load_report
 from tests.workflow.checkout import ROOT
+
+APP = command_line()
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -75,7 +77,7 @@ def test_the_page_opens_without_errors_or_requests(tmp_path: Path, width: int) -
 @pytest.mark.full
 def test_the_commands_at_full_scale_cost_what_the_artifact_says(tmp_path: Path) -> None:
     words = ["submit-plan", str(ROOT / "config/full_scale.yaml"), "--store", str(tmp_path)]
-    done = CliRunner().invoke(app, [*words, "--no-slurm"])
+    done = CliRunner().invoke(APP, [*words, "--no-slurm"])
     assert done.exit_code == 0, done.output
     hours = re.search(r"(\S+) GPU-hours predicted, (\S+) if", done.output)
     assert hours is not None, done.output

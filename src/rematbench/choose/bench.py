@@ -1,4 +1,4 @@
-"""Makes candidates of one problem: plans, lowers, evaluates, judges."""
+"""Makes candidates of one problem: plans, lowers, evaluates, judges; takes steps apart."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,6 +21,10 @@ from rematbench.simulate.breakdown import parts_of
 from rematbench.solve.search import smallest_feasible
 from rematbench.spec.layout import LayoutError
 
+Task = Candidate | Entry
+"""A candidate to make, or an entry whose step is to be taken apart: the simulations of the parts
+cost more than all else, and most entries stand in no row."""
+
 FRAGMENTS = 0.1
 """Share of a device that an allocator's fragments may take in one plan and not in another."""
 
@@ -32,8 +36,12 @@ class Bench:
         collect_rarely()
         self.problem, self.base, self.registry = problem, base, discover(methods)
 
-    def __call__(self, candidate: Candidate) -> Entry:
-        """The candidate's entry, also where its method fails."""
+    def __call__(self, task: Task) -> Entry:
+        """The candidate's entry, also where its method fails; an entry with the parts of its
+        step."""
+        if isinstance(task, Entry):
+            return self._with_parts(task)
+        candidate = task
         try:
             return self._entry(candidate)
         except (PlanError, LayoutError, MethodError) as error:
@@ -58,10 +66,6 @@ class Bench:
             return Entry(
                 candidate=candidate, status="unsupported", reason=outcome.reason, settings=settings
             )
-        parts_s: dict[str, float] = {}
-        if outcome.status == "ok" and candidate.origin != "grid":
-            program = lower(plan, self.problem)
-            parts_s = parts_of(self.problem, program, outcome.evaluation.step_s)
         return Entry(
             candidate=candidate,
             status="ok" if outcome.status == "ok" else "oom",
@@ -70,9 +74,13 @@ class Bench:
             plan=plan,
             evaluation=outcome.evaluation,
             verdict=outcome.verdict,
-            parts_s=parts_s,
             clash=clash(self.problem, candidate.base, plan) if candidate.base else "",
         )
+
+    def _with_parts(self, entry: Entry) -> Entry:
+        assert entry.plan is not None
+        program = lower(entry.plan, self.problem)
+        return replace(entry, parts_s=parts_of(self.problem, program, entry.step_s))
 
     def _fitted(self, candidate: Candidate) -> Candidate:
         """The candidate with the first of its settings that fits (the last where none does)."""

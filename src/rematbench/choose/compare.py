@@ -5,7 +5,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from rematbench.choose.bench import Bench
+from rematbench.choose.bench import Bench, Task
 from rematbench.choose.candidates import (
     Candidate,
     CompareConfig,
@@ -49,7 +49,7 @@ class Comparing:
         self.config, self.limit_s = config, limit_s
         self.problem, self.base = problem, base
         asked = asked_candidates(self.registry, config, problem, (*only, *also))
-        self.pool: Pool[Candidate, Entry] = Pool(
+        self.pool: Pool[Task, Entry] = Pool(
             processes, Bench, (problem, base, tuple(methods)), limit_s
         )
         self.all, self.asked = not only, {candidate.name for candidate in asked}
@@ -64,6 +64,7 @@ class Comparing:
         list(self._grow([c for c in self.first if not self._planned(c)]))
         for entry in self._variants() if self.all else ():
             self.entries[entry.name] = entry
+        list(self._grow(self._whole()))
         return self.comparison()
 
     def _variants(self) -> list[Entry]:
@@ -74,7 +75,11 @@ class Comparing:
 
     def late(self) -> Iterator[Entry]:
         """The planners and their compositions, each as it ends."""
-        yield from self._grow([c for c in self.first if self._planned(c)])
+        for entry in self._grow([c for c in self.first if self._planned(c)]):
+            if entry.name in {whole.name for whole in self._whole()}:
+                self.pool.waiting.insert(0, entry)  # it comes again, with its parts
+            else:
+                yield entry
         self.pool.close()
 
     def everything(self) -> Comparison:
@@ -104,20 +109,29 @@ class Comparing:
         )
         return known + [entry for entry in made if self.tree.worth(entry)]
 
+    def _whole(self) -> list[Entry]:
+        """The rows that fit and are not taken apart yet."""
+        rows = self.comparison().entries
+        fitting = (self.entries[row.candidate.name] for row in rows if row.status == "ok")
+        return [entry for entry in fitting if not entry.parts_s]
+
     def ask(self, candidates: Sequence[Candidate]) -> list[Entry]:
         """The candidates' entries, in their order."""
         found: dict[str, Entry] = {}
         self.pool.add(candidates)
-        for candidate, answer in self.pool.run():
+        for task, answer in self.pool.run():
+            candidate = _candidate(task)
             found[candidate.name] = self._entry(candidate, answer)
         return [found[candidate.name] for candidate in candidates]
 
-    def _grow(self, first: Sequence[Candidate]) -> Iterator[Entry]:
+    def _grow(self, first: Sequence[Task]) -> Iterator[Entry]:
         self.pool.add(first)
-        for candidate, answer in self.pool.run():
+        for task, answer in self.pool.run():
+            candidate = _candidate(task)
             entry = self._entry(candidate, answer)
             self.entries[candidate.name] = entry
-            self.pool.add(self.tree.grown_by(entry))
+            if task is candidate:
+                self.pool.add(self.tree.grown_by(entry))
             yield entry
 
     def _entry(self, candidate: Candidate, answer: Entry | Lost) -> Entry:
@@ -158,6 +172,10 @@ class _Tree:
         if entry.plan is None or before is None or entry.candidate.origin == "variant":
             return True
         return not entry.clash and entry.reserved_bytes < before.reserved_bytes
+
+
+def _candidate(task: Task) -> Candidate:
+    return task.candidate if isinstance(task, Entry) else task
 
 
 def _lost(candidate: Candidate, why: Lost, limit_s: int) -> Entry:

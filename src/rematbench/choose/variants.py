@@ -72,7 +72,7 @@ def best_variants(
         leanest = min(made, key=_short_bytes)
         better = all(_short_bytes(leanest) < _short_bytes(entry) for entry in known)
         chosen = [leanest] if better else []
-    return ask([replace(entry.candidate, origin="variant") for entry in chosen])
+    return [replace(e, candidate=replace(e.candidate, origin="variant")) for e in chosen]
 
 
 def _short_bytes(entry: Entry) -> int:
@@ -102,11 +102,12 @@ class _Grids:
 
     def make_without_pieces(self, most: int) -> None:
         """Methods at their defaults and in their grids, alone and composed, nothing in pieces."""
-        self._make(
-            Wanted(_variant(self.registry.methods[name], settings), self.least_s)
+        values = (
+            _variant(self.registry.methods[name], settings)
             for name in self.whole
             for settings in self.registry.methods[name].grid
         )
+        self._make(Wanted(one, self.least_s) for one in values if one.name not in self.known)
         alone = [self.known[name] for name in self.whole]
         alone += [entry for entry in self.entries if len(entry.candidate.methods) == 1]
         singles = [as_made(self.base, e) for e in alone if e.step_s < self.limit_s]
@@ -126,8 +127,15 @@ class _Grids:
             method = self.registry.methods[name]
             if not method.grid:
                 continue
-            self._make([Wanted(_variant(method, {}, method.grid), self.least_s)])
+            if not (self.limit_s < float("inf") and self._base_keeps_too_much(problem)):
+                self._make([Wanted(_variant(method, {}, method.grid), self.least_s)])
             self._make(Wanted(_in_pieces(entry, method), entry.step_s) for entry in short)
+
+    def _base_keeps_too_much(self, problem: Problem) -> bool:
+        """Whether no number of pieces lets the base fit (where that is known)."""
+        idle = same_plan(self.base)
+        plans = (e for e in self.known.values() if e.plan and same_plan(e.plan) == idle)
+        return any(keeps_too_much(problem, entry) for entry in plans)
 
     def _on_base(self, group: tuple[Made, ...]) -> Wanted | None:
         """The last method of a group on the plan of the others."""

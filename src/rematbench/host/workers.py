@@ -1,7 +1,9 @@
 """Worker processes with a limit of CPU seconds for each task: a longer task is given up.
 
-The limit counts CPU seconds, so that a busy machine does not change which tasks end.  A planner's
-solver may ignore signals, so the kernel ends its process (RLIMIT_CPU) and a new one goes on.
+Processes are forked from a server that has imported what they run, and nothing else: a second one
+costs no second import, and no thread or lock of this process is copied.  The limit counts CPU
+seconds, so that a busy machine does not change which tasks end.  A planner's solver may ignore
+signals, so the kernel ends its process (RLIMIT_CPU) and a new one goes on.
 """
 
 import math
@@ -13,7 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.forkserver import ensure_running
 from types import ModuleType
 from typing import Any, Generic, Literal, TypeVar
 
@@ -23,13 +26,24 @@ Start = Callable[..., Callable[[Any], Any]]
 Lost = Literal["late", "died"]
 
 
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def ready(start: Start) -> None:
+    """Start the server for workers that `start` makes, where none runs; who calls this early has it
+    load beside whatever follows."""
+    with _no_main():
+        _CONTEXT.set_forkserver_preload([start.__module__])
+        ensure_running()
+
+
 class _Worker(Generic[T]):
     """One process, the connection to it, and the task it works on."""
 
     def __init__(self, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, other = context.Pipe()
-        self.process: SpawnProcess = context.Process(
+        ready(start)
+        self.connection, other = _CONTEXT.Pipe()
+        self.process: ForkServerProcess = _CONTEXT.Process(
             target=_serve, args=(other, start, args, limit_s), daemon=True
         )
         with _no_main():

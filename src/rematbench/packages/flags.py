@@ -123,17 +123,23 @@ class Engines:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.offers: dict[str, list[Plan]] = {}
+        self.offers: dict[str, list[tuple[Plan, Table]]] = {}
         self.found: dict[bytes, tuple[str, ...]] = {}
         for name, entry in baselines().items():
             if not entry.cls.unsaid(problem):
-                self.offers[name] = [made for _, made in offered(problem, name)]
+                made = (plan for _, plan in offered(problem, name))
+                self.offers[name] = [(plan, self._first(plan)) for plan in made]
 
     def of(self, plan: Plan) -> tuple[str, ...]:
         """The engines' names."""
         key = msgspec.json.encode(replace(plan, fit={}))
         if key not in self.found:
-            names = [n for n, made in self.offers.items() if any(self._same(plan, m) for m in made)]
+            mine = (plan, self._first(plan))
+            names = [
+                name
+                for name, offers in self.offers.items()
+                if any(self._same(mine, offer) for offer in offers)
+            ]
             names += [] if refusals(self.problem, plan) else ["ours"]
             self.found[key] = tuple(names)
         return self.found[key]
@@ -151,12 +157,14 @@ class Engines:
         ]
         return ", ".join([*said, "O our executor (`execute`)"])
 
-    def _same(self, plan: Plan, made: Plan) -> bool:
-        """Whether two plans decide the same; one chunk tells most pairs apart."""
-        if plan.partition != made.partition:
-            return False
-        near = _chunk_fates(self.problem, plan, 0, 0) == _chunk_fates(self.problem, made, 0, 0)
-        if not near or _rest(plan, made, moved=False):
+    def _first(self, plan: Plan) -> Table:
+        """The fates of one chunk, which tell most pairs of plans apart."""
+        return _chunk_fates(self.problem, plan, 0, 0)
+
+    def _same(self, mine: tuple[Plan, Table], offer: tuple[Plan, Table]) -> bool:
+        """Whether two plans decide the same."""
+        (plan, first), (made, other) = mine, offer
+        if plan.partition != made.partition or first != other or _rest(plan, made, moved=False):
             return False
         wanted = fates(self.problem, plan)
         return wanted == fates(self.problem, made) and not _rest(plan, made, any_moved(wanted))

@@ -6,7 +6,10 @@ and chunk it is run for; `actions()` expands it.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
+from operator import itemgetter
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -29,12 +32,18 @@ class Block(Struct, frozen=True, gc=False):
     actions: tuple[Action, ...]
 
 
-class RankProgram(Struct, frozen=True, kw_only=True):
+class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
     """All actions of one pipeline rank in issue order."""
 
     rank: int
     blocks: tuple[Block, ...]
     steps: tuple[Step, ...]
+
+    @cached_property
+    def runs(self) -> list[int]:
+        """How often each block runs."""
+        counts = Counter(map(itemgetter(0), self.steps))
+        return [counts[index] for index in range(len(self.blocks))]
 
     def actions(self) -> Iterator[tuple[Action, int, int]]:
         """(action, micro-batch, chunk) in host issue order."""

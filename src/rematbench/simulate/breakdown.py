@@ -7,7 +7,6 @@ another, so the parts add up to the step; what remains is the busiest rank's com
 idle time, the bubble.
 """
 
-from collections import Counter
 from collections.abc import Hashable
 from math import fsum
 
@@ -113,10 +112,9 @@ def _uses(program: Program, stream: str) -> bool:
 
 def _recompute_s(program: Program, rank: int, seconds: Seconds) -> float:
     own = program.ranks[rank]
-    runs = Counter(step.block for step in own.steps)
     return fsum(
-        seconds(action, rank) * runs[index]
-        for index, block in enumerate(own.blocks)
+        seconds(action, rank) * runs
+        for block, runs in zip(own.blocks, own.runs, strict=True)
         for action in block.actions
         if action.kind is Kind.RECOMPUTE
     )

@@ -4,8 +4,7 @@ Fixed factors of a whole program, from what it issues: a copy does not know what
 its moment, but a plan decides what runs beside copies in general.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from math import fsum
 
@@ -30,15 +29,11 @@ def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], 
     sent = fsum(
         _sent_bytes(problem, action) * runs
         for rank in program.ranks
-        for action, runs in _runs(rank)
+        for block, runs in zip(rank.blocks, rank.runs, strict=True)
+        for action in block.actions
         if action.kind is Kind.SEND and _crosses(problem, action, rank.rank)
     )
-    busy_s = fsum(
-        kernel_s(action, rank.rank) * runs
-        for rank in program.ranks
-        for action, runs in _runs(rank)
-        if action.kind in KERNELS
-    )
+    busy_s = _kernels_s(program, kernel_s)
     cost = problem.cost
     hbm_bytes_per_s = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
     return Crowd(
@@ -49,12 +44,20 @@ def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], 
     )
 
 
-def _runs(rank: RankProgram) -> Iterator[tuple[Action, int]]:
-    """(action, how often it runs) of every block."""
-    runs = Counter(step.block for step in rank.steps)
-    return (
-        (action, runs[index]) for index, block in enumerate(rank.blocks) for action in block.actions
-    )
+def _kernels_s(program: Program, kernel_s: Callable[[Action, int], float]) -> float:
+    """Seconds of all kernels.  Those of a block are asked for once for the ranks that share it,
+    unless a collective runs beside one."""
+    known: dict[tuple[int, int], list[float]] = {}
+    found: list[float] = []
+    for rank in program.ranks:
+        for block, runs in zip(rank.blocks, rank.runs, strict=True):
+            kernels = [action for action in block.actions if action.kind in KERNELS]
+            alike = not any(action.beside for action in kernels)
+            key = (id(block), -1 if alike else rank.rank)
+            if key not in known:
+                known[key] = [kernel_s(action, rank.rank) for action in kernels]
+            found += [seconds * runs for seconds in known[key]]
+    return fsum(found)
 
 
 def _moved(program: Program, kind: Kind) -> int:
@@ -62,7 +65,8 @@ def _moved(program: Program, kind: Kind) -> int:
     return sum(
         action.nbytes * runs
         for rank in program.ranks
-        for action, runs in _runs(rank)
+        for block, runs in zip(rank.blocks, rank.runs, strict=True)
+        for action in block.actions
         if action.kind is kind and action.part
     )
 

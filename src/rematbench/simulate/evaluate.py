@@ -237,15 +237,14 @@ def _work(problem: Problem, program: Program) -> tuple[float, int]:
     ends = {"E": problem.embedding, "H": problem.head}
     flop, moved = 0.0, 0
     for rank in program.ranks:
-        runs = Counter(step.block for step in rank.steps)
-        for index, block in enumerate(rank.blocks):
+        for block, runs in zip(rank.blocks, rank.runs, strict=True):
             for action in block.actions:
                 if action.kind is Kind.D2H and action.op != GRADIENTS_DOWN:
-                    moved += action.nbytes * runs[index]
+                    moved += action.nbytes * runs
                 elif action.kind is Kind.RECOMPUTE:
                     table = ends.get(action.part) or problem.layer_kinds[action.variant]
                     op = table.op(action.op)
                     share = action.fraction * action.columns
                     work = sum(kernel_flop(k) for k in op.forward) * share
-                    flop += work * runs[index]
+                    flop += work * runs
     return flop, moved

@@ -215,45 +215,46 @@ def motion_of(macro: Macro, awaited: set[str]) -> Motion | None:
     return Motion(tuple(ends), streams, events, sends, waits) if ends else None
 
 
-MacroStep = tuple[Motion, int, int]
-"""Run a macro for one (micro-batch, chunk)."""
+class Runs(NamedTuple):
+    """A rank's steps, neighbours of one (micro-batch, chunk) as one: each distinct run of blocks
+    once, and (which of them, micro-batch, chunk) in their order."""
+
+    keys: tuple[tuple[int, ...], ...]
+    steps: tuple[tuple[int, int, int], ...]
+
+
+MacroSteps = tuple[list[Motion | None], Runs]
+"""A rank's runs, each distinct one with its motion (None: without effect)."""
 
 
 def rank_macros(
     rank: RankProgram, code: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]
-) -> list[MacroStep]:
-    """The rank's steps as macros: neighbours of one (micro-batch, chunk) fused into one, events
-    that nobody outside waits for dropped, steps without effect left out.
+) -> MacroSteps:
+    """The rank's steps as macros, events that nobody outside waits for dropped.
 
     `known`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
     runs = _runs(rank.steps, tuple([bool(block.receives) for block in code]))
-    keys = list(dict.fromkeys([key for key, _, _ in runs]))
-    macros = prune([_fused([code[i] for i in key], known) for key in keys])
+    macros = prune([_fused([code[i] for i in key], known) for key in runs.keys])
     awaited = {name for macro in macros for name in macro.waits}
-    table = {k: motion_of(macro, awaited) for k, macro in zip(keys, macros, strict=True)}
-    return [
-        (motion, micro_batch, chunk)
-        for key, micro_batch, chunk in runs
-        if (motion := table[key]) is not None
-    ]
+    return [motion_of(macro, awaited) for macro in macros], runs
 
 
 @lru_cache(maxsize=64)
-def _runs(
-    steps: tuple[Step, ...], starts: tuple[bool, ...]
-) -> list[tuple[tuple[int, ...], int, int]]:
+def _runs(steps: tuple[Step, ...], starts: tuple[bool, ...]) -> Runs:
     """Neighbours of one (micro-batch, chunk).  A block that receives `starts` a run: what was sent
     before it must be on its way while it waits."""
-    runs: list[tuple[tuple[int, ...], int, int]] = []
+    keys: dict[tuple[int, ...], int] = {}
+    runs: list[tuple[int, int, int]] = []
     run: list[int] = []
     at, where = -1, -1
     for block, micro_batch, chunk in steps:
         if micro_batch != at or chunk != where or starts[block]:
             if run:
-                runs.append((tuple(run), at, where))
+                runs.append((keys.setdefault(tuple(run), len(keys)), at, where))
             run, at, where = [], micro_batch, chunk
         run.append(block)
-    return [*runs, (tuple(run), at, where)]
+    runs.append((keys.setdefault(tuple(run), len(keys)), at, where))
+    return Runs(tuple(keys), tuple(runs))
 
 
 def _fused(blocks: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]) -> Macro:
@@ -282,11 +283,16 @@ def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
     )
 
 
-def _advance(steps: Sequence[MacroStep], clock: Clock, messages: dict[MessageKey, float]) -> bool:
+def _advance(own: MacroSteps, clock: Clock, messages: dict[MessageKey, float]) -> bool:
     """Run macros until done (True) or a message is missing (False)."""
     events, free = clock.events, clock.free
+    motions, (_, steps) = own
     for position in range(clock.position, len(steps)):
-        (ends, streams, recorded, sends, waits), micro_batch, chunk = steps[position]
+        index, micro_batch, chunk = steps[position]
+        motion = motions[index]
+        if motion is None:
+            continue
+        ends, streams, recorded, sends, waits = motion
         inputs = free
         if waits:
             inputs = free.copy()

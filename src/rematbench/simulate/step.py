@@ -200,11 +200,8 @@ def busy(program: Program, code: list[list[TimedBlock]]) -> tuple[tuple[float, .
     """Working seconds of every stream of every rank."""
     totals = []
     for rank in program.ranks:
-        runs = [0] * len(rank.blocks)
-        for step in rank.steps:
-            runs[step.block] += 1
         seconds = [0.0] * len(STREAMS)
-        for block, count in zip(code[rank.rank], runs, strict=True):
+        for block, count in zip(code[rank.rank], rank.runs, strict=True):
             for item in block.items:
                 seconds[item.stream] += item.seconds * count
         totals.append(tuple(seconds))

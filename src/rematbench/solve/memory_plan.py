@@ -6,7 +6,6 @@ the blocks with everything that lives longer: skeletal activations, embedding, h
 The result is one allocation without fragmentation, to set against a caching allocator's segments.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -86,11 +85,10 @@ def memory_plan(rank: RankProgram) -> MemoryPlan:
 def planned_peak(rank: RankProgram) -> int:
     """Bytes of one allocation for all activations of a rank, placed by best fit; 0 where there are
     more tensors than that does in a blink (then the allocator's bytes stand for it)."""
-    births = Counter(step.block for step in rank.steps)
     made = sum(
         runs * (sum(not a.name.endswith(HOST) for a in action.allocs) + bool(action.scratch))
-        for index, runs in births.items()
-        for action in rank.blocks[index].actions
+        for block, runs in zip(rank.blocks, rank.runs, strict=True)
+        for action in block.actions
     )
     if made > FEW_TENSORS:
         return 0

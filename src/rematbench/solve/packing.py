@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from rematbench.solve.solver import Row, minimum
 
-Ints = NDArray[np.int64]
 MAX_PAIRS = 600
 MAX_NODES = 200
 ROUNDS = 12
@@ -98,24 +97,25 @@ def _fit(tensors: Sequence[Tensor], order: Sequence[int]) -> tuple[int, ...]:
     for placed, index in enumerate(order):
         tensor = tensors[index]
         beside = (start[:placed] < tensor.end) & (end[:placed] > tensor.start)
-        offset = _smallest_gap(low[:placed][beside], high[:placed][beside], tensor.nbytes)
+        taken = zip(low[:placed][beside].tolist(), high[:placed][beside].tolist(), strict=True)
+        offset = _smallest_gap(sorted(taken), tensor.nbytes)
         start[placed], end[placed] = tensor.start, tensor.end
         low[placed], high[placed] = offset, offset + tensor.nbytes
         offsets[index] = offset
     return tuple(offsets)
 
 
-def _smallest_gap(low: Ints, high: Ints, nbytes: int) -> int:
-    """Offset of the smallest gap that holds the bytes (the lowest of equals), else on top."""
-    if low.size == 0:
-        return 0
-    order = np.argsort(low, kind="stable")
-    tops = np.maximum.accumulate(np.concatenate(([0], high[order])))
-    gaps = low[order] - tops[:-1]
-    fitting = np.flatnonzero(gaps >= nbytes)
-    if fitting.size == 0:
-        return int(tops[-1])
-    return int(tops[fitting[np.argmin(gaps[fitting])]])
+def _smallest_gap(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
+    """Offset of the smallest gap that holds the bytes (the lowest of equals), else on top; `taken`:
+    where others begin and end, sorted (few at a time: plain loops take half of numpy's time)."""
+    top, found, least = 0, -1, 0
+    for low, high in taken:
+        gap = low - top
+        if gap >= nbytes and (found < 0 or gap < least):
+            found, least = top, gap
+        if high > top:  # noqa: PLR1730  max() takes twice as long
+            top = high
+    return top if found < 0 else found
 
 
 @lru_cache(maxsize=4096)

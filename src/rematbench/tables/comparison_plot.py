@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from rematbench.simulate.breakdown import PARTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 GIB = 2**30
 FORMATS = (".pdf", ".png", ".svg")
@@ -23,6 +22,9 @@ Row = Mapping[str, Any]
 def write_plot(rows: Sequence[Row], path: Path) -> None:
     """Draw the rows of `choose.judged.lines` that fit: a point each with its band as
     its bar (hollow outside of what was published), and a stacked bar of its step's seconds."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (slow to load)
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
     fitting = [row for row in rows if row["status"] == "ok" and not row["same_as"]]
     height = 2.4 + 0.32 * min(len(fitting), MOST_BARS)
     figure = Figure(figsize=(12, height), layout="constrained")
@@ -46,7 +48,7 @@ def _title(rows: Sequence[Row]) -> str:
     )
 
 
-def _speeds(axes: Axes, rows: Sequence[Row]) -> None:
+def _speeds(axes: "Axes", rows: Sequence[Row]) -> None:
     for index, row in enumerate(rows):
         speed = row["tokens_per_s_per_gpu"]
         low, high = row["low_tokens_per_s_per_gpu"], row["high_tokens_per_s_per_gpu"]
@@ -73,7 +75,7 @@ def _speeds(axes: Axes, rows: Sequence[Row]) -> None:
         axes.text(0.5, 0.5, "nothing fits", transform=axes.transAxes, ha="center")
 
 
-def _steps(axes: Axes, rows: Sequence[Row]) -> None:
+def _steps(axes: "Axes", rows: Sequence[Row]) -> None:
     places = range(len(rows))
     begin = [0.0] * len(rows)
     for part in PARTS:

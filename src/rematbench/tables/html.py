@@ -4,7 +4,6 @@ import base64
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from msgspec import Struct
 
 from rematbench.matrix.commands import Commands
@@ -45,6 +44,12 @@ class Grid(Struct, frozen=True, kw_only=True):
 
 def page_html(page: Page, grids: Sequence[Grid] = ()) -> str:
     """The whole document."""
+    from jinja2 import (  # noqa: PLC0415 (slow to load)
+        Environment,
+        FileSystemLoader,
+        StrictUndefined,
+    )
+
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,

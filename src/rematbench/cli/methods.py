@@ -1,0 +1,54 @@
+"""The command `methods`: what is there, and whether a file keeps the contract."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from rematbench.cli.targets import Methods
+from rematbench.host.console import CommandError, console, grid, left, plain
+from rematbench.plugins.contract import check_file
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import MethodError, Registry
+
+
+def methods(
+    folder: Methods = None,
+    check: Annotated[
+        Path | None, Option(metavar="FILE.py", help="Hold a file to the contract instead.")
+    ] = None,
+) -> None:
+    """List the methods: what each claims, its parameters and its file.
+
+    --check holds a method's file to what tests ask of the shipped ones, on tiny problems and on top
+    of every other method; a line per check, and exit code 1 at the first that fails.
+
+    \b
+    Example:
+      rematbench methods
+      rematbench methods --methods my-methods/
+      rematbench methods --check my-methods/mine.py
+    """
+    registry = discover(folder or ())
+    if check is not None:
+        _check(check, registry)
+        return
+    table = left(grid("method", "claim", "parameters"), 1, 2)
+    for entry in registry.methods.values():
+        parameters = ", ".join(f"{key}={value}" for key, value in entry.parameters.items())
+        table.add_row(entry.name, plain(entry.claim.partition(": ")[2]), plain(parameters))
+    console().print(table)
+    for path, reason in registry.broken.items():
+        console(error=True).print(plain(f"unavailable: {path}: {reason}"))
+
+
+def _check(path: Path, registry: Registry) -> None:
+    if not path.is_file():
+        raise CommandError(f"--check {path}: no such file")
+    try:
+        for passed in check_file(path, registry):
+            typer.echo(f"ok: {passed}")
+    except MethodError as error:
+        typer.echo(f"broken: {error}", err=True)
+        raise typer.Exit(1) from error
