@@ -12,7 +12,7 @@ from rematbench.search.arms import KEEP, Arm, Single, Tree
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.probe import Probe, Refused
 from rematbench.search.shard import Shard
-from rematbench.search.skeleton import frame, tightened
+from rematbench.search.skeleton import frame
 from rematbench.search.space import Choice
 from rematbench.simulate.evaluate import evaluate_program
 from rematbench.spec.layout import LayoutError
@@ -93,10 +93,7 @@ def _checked(made: SearchJob, choice: Choice, arm: Arm, chance: random.Random) -
         found = evaluate_program(problem, plan, lower(plan, problem))
     except (PlanError, LayoutError):
         return None
-    cost = problem.cost
-    rate = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
-    facts, moves = shard.facts(arm, step, pieces, 0)
-    tight = tightened(frame(problem, base), facts, moves, choice.sizes, rate)
+    tight = shard.tight_s(arm, step, pieces, 0, frame(problem, base))
     pinned = max(1, found.host_node_bytes)
     return Checked(
         f"{text} at {choice.layout} {choice.sizes}",

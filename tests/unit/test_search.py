@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from rematbench.cli.app import app
+from rematbench.cli.app import command_line
 from rematbench.lowering.schedule import passes
 from rematbench.plugins.registry import MethodError
 from rematbench.search.arms import KEEP, Arm, Tree
@@ -26,6 +26,7 @@ from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.problemspec import ProblemSpec
 
 RUN = CliRunner()
+app = command_line()
 GIB = 2**30
 BOTH = ("balanced_checkpointing", "pp_offload")
 

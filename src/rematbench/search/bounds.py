@@ -169,8 +169,8 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
     inner = chunk(middle, c.inner_work, v)
 
     def work(*chunks: Chunk) -> Array:
-        passes = sum(x.forward_s + x.backward_s for x in chunks)
-        return m * np.maximum(passes, sum(x.host_s for x in chunks))
+        passes = np.add.reduce([x.forward_s + x.backward_s for x in chunks])
+        return m * np.maximum(passes, np.add.reduce([x.host_s for x in chunks]))  # type: ignore[no-any-return]
 
     def around(layers: Any, ranks: Any) -> Array:
         """Before the first pass and after the last one: the chunks of the ranks before."""

@@ -14,7 +14,7 @@ from rematbench.problem import Problem
 from rematbench.search.arms import KEEP, Arm, Tree
 from rematbench.search.probe import Refused
 from rematbench.search.shard import Shard
-from rematbench.search.skeleton import Frame, frame, tightened
+from rematbench.search.skeleton import Frame, frame
 from rematbench.search.space import Choice
 from rematbench.search.trial import Tried, tried_plan
 
@@ -201,10 +201,7 @@ class Search:
             place.problem = replaced(problem, layout=place.choice.layout, _memo={}, _weights={})
         if place.frame is None:
             place.frame = frame(place.problem, place.choice.base(place.problem.base_plan))
-        facts, moves = place.shard.facts(item.arm, item.step, item.pieces, place.index)
-        cost = place.problem.cost
-        rate = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
-        tight = tightened(place.frame, facts, moves, place.choice.sizes, rate)
+        tight = place.shard.tight_s(item.arm, item.step, item.pieces, place.index, place.frame)
         found = Item("tight", place, None, item.arm, item.step, item.pieces)
         self._push(max(bound_s, tight), found)
 

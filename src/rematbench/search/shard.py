@@ -7,10 +7,8 @@ from math import fsum
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rematbench.operators.ops import Comm, CommKind, OpTable
-from rematbench.plan import Transfers
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem, state_fates
 from rematbench.search.arms import KEEP, Arm
@@ -25,8 +23,15 @@ from rematbench.search.bounds import (
     step_bound,
 )
 from rematbench.search.probe import ChunkCost, Facts, Line, PassCost, Probe, Prober, Refused
+from rematbench.search.skeleton import Frame, tightened
 from rematbench.search.space import Choice
 from rematbench.spec.layout import Layout
+
+LINEAR = 0.9999
+"""Layers of one chunk are no line to the last kernel: the first of a kind may wait for a launch."""
+
+SHARED = 0.998
+"""Nor are shares of a chunk's bytes: tensors are split at whole rows."""
 
 Key = tuple[int, bool, int, int, int, bool, tuple[int, int]]
 
@@ -75,7 +80,7 @@ class Shard:
         key = (layout.dp, layout.pp, layout.zero_stage, count)
         if key not in self._ends_s:
             problem = replaced(self.problem, layout=layout, _memo={}, _weights={})
-            self._ends_s[key] = sum(
+            self._ends_s[key] = fsum(
                 problem.cost.comm_s(comm, 0) for comm in _after_passes(problem, count)
             )
         return self._ends_s[key]
@@ -161,21 +166,16 @@ class Shard:
             1.0, step / self.columns.fewest
         )
 
-    def facts(self, arm: Arm, step: int, pieces: int, index: int) -> tuple[Facts, Transfers]:
-        """The facts of one layout, for its time, and when its plan moves tensors."""
-        ends = self._ends(arm, pieces)
+    def tight_s(self, arm: Arm, step: int, pieces: int, index: int, frame: Frame) -> float:
+        """Seconds that one layout's step takes at least, by its whole schedule."""
+        ends, moves = self._ends(arm, pieces), self.probe(arm, pieces)
         assert not isinstance(ends, Refused)
-        moves = self.probe(arm, pieces)
         assert isinstance(moves, Probe)
-        return self._quick(arm, ends, self._shares(arm, step)[0][index]), moves.transfers
-
-    def least_state_bytes(self) -> float:
-        """Bytes of states on the fullest device, of the layout with fewest."""
-        return float(np.maximum.reduce(self.columns.state_bytes).min())
-
-    def holds_states(self) -> NDArray[np.bool_]:
-        """Layouts whose states alone fit the device."""
-        return np.maximum.reduce(self.columns.state_bytes) <= self.usable_bytes  # type: ignore[no-any-return]
+        facts = self._quick(arm, ends, self._shares(arm, step)[0][index])
+        cost = self.problem.cost
+        rate = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
+        found = tightened(frame, facts, moves.transfers, self.choices[index].sizes, rate)
+        return found * (LINEAR if arm.line is None else SHARED)
 
     def family_bytes(self, lean: Arm, pieces: Arm | None) -> Array:
         """Bytes that no arm of a family goes below: what its leanest arm keeps, and what passes

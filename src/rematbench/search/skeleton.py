@@ -6,6 +6,7 @@ message arrives one transfer after its pass.  What follows the last pass is lowe
 
 from collections.abc import Callable
 from functools import lru_cache
+from math import fsum
 from typing import NamedTuple
 
 from rematbench.lowering.chunk_ops import ChunkOps
@@ -32,10 +33,6 @@ class Links(NamedTuple):
     up_s: tuple[float, ...]
     waits: bool
     held: bool
-
-
-LINE = 0.9999
-"""Layers of one chunk are no line to the last kernel: the first of a kind may wait for a launch."""
 
 
 class Frame(NamedTuple):
@@ -184,7 +181,9 @@ def stages_of(facts: Facts, sizes: tuple[int, ...], hbm_bytes_per_s: float) -> l
         1.0 - min(1.0, 2 * n * MIB / b) if b else 0.0
         for (_, n), b in zip(pairs, moved, strict=True)
     ]
-    busy = sum(at(role, lambda c: c.forward.kernel_s + c.backward.kernel_s, n) for role, n in pairs)
+    busy = fsum(
+        at(role, lambda c: c.forward.kernel_s + c.backward.kernel_s, n) for role, n in pairs
+    )
     whole = any(at(role, lambda c: c.out_s, n) > 0.0 for role, n in pairs)
     copied = sum(b * share for b, share in zip(moved, surely, strict=True))
     drawn = copied / hbm_bytes_per_s / busy if whole else 0.0
@@ -213,7 +212,7 @@ def tightened(
 ) -> float:
     """Seconds that the step takes at least."""
     stages = stages_of(facts, sizes, hbm_bytes_per_s)
-    return LINE * _Walk(frame, stages, moves).run()
+    return _Walk(frame, stages, moves).run()
 
 
 class _Walk:
