@@ -177,6 +177,15 @@ class Shard:
         found = tightened(frame, facts, moves.transfers, self.choices[index].sizes, rate)
         return found * (LINEAR if arm.line is None else SHARED)
 
+    def least_state_bytes(self) -> float:
+        """Bytes of states on the fullest device, of the layout with fewest."""
+        return float(np.maximum.reduce(self.columns.state_bytes).min())
+
+    def holds_states(self) -> NDArray[np.bool_]:
+        """Layouts whose states alone fit the device."""
+        fullest = np.maximum.reduce(self.columns.state_bytes)
+        return np.asarray(fullest <= self.usable_bytes)
+
     def family_bytes(self, lean: Arm, pieces: Arm | None) -> Array:
         """Bytes that no arm of a family goes below: what its leanest arm keeps, and what passes
         need above that where everything is kept (with `pieces`: in the most pieces)."""
