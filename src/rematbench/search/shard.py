@@ -7,6 +7,7 @@ from math import fsum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rematbench.operators.ops import Comm, CommKind, OpTable
 from rematbench.plugins.registry import MethodError, Registry
