@@ -3,6 +3,7 @@ what it proved."""
 
 import csv
 import itertools
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,72 @@ def test_a_job_that_fits_nowhere_says_what_is_short() -> None:
     told = RUN.invoke(app, ["search", *shlex.split(WORDS), *small])
     assert told.exit_code == 0, told.output
     assert "NOTHING FITS: every plan is at least" in told.output
+
+
+def ask(*words: str) -> str:
+    """What `search` prints of the small job."""
+    told = RUN.invoke(app, ["search", *shlex.split(WORDS), *words])
+    assert told.exit_code == 0, (told.output, told.exception)
+    return told.output
+
+
+def test_an_engine_is_kept_to() -> None:
+    """Megatron-core has options for keeping everything and for recomputing whole layers only; the
+    best of what it has is not faster than the best of all."""
+    every = json.loads(ask("--json", "--top", "1", "--method", "full_recompute"))
+    mine = json.loads(
+        ask("--json", "--top", "1", "--method", "full_recompute", "--engine", "megatron_core")
+    )
+    assert mine["rows"][0]["step_s"] >= every["rows"][0]["step_s"]
+    assert "balanced" not in mine["rows"][0]["name"]
+    assert mine["fell"].get("no options of megatron_core", 0) >= 0
+    with pytest.raises(MethodError, match="unknown engine 'megatron'"):
+        SearchJob(replace(asked(), engine="megatron"))
+
+
+def test_the_least_memory_is_bisected() -> None:
+    """Of what is tried, all above the answer reach the speed and all below do not."""
+    lines = ask("--find", "memory", "--lose", "1").splitlines()
+    tried = [(float(line.split()[0]), "no plan" in line) for line in lines[:-1]]
+    answer = float(lines[-1].removeprefix("ANSWER: ").split()[0])
+    assert all(answer <= value for value, short in tried if not short)
+    assert all(answer > value for value, short in tried if short)
+    assert any(short for _, short in tried)
+
+
+def test_the_longest_context_and_the_fewest_gpus() -> None:
+    """Twice as much each time, then between; a speed that nothing reaches is said."""
+    small = ("--pp", "1", "--cp", "1", "--hbm-bytes", str(13 * GIB))
+    answer = ask("--find", "context", *small).splitlines()[-1]
+    assert answer.startswith("ANSWER: ")
+    length = int(answer.split()[1].replace(",", ""))
+    assert length >= 2048
+    assert length % 1024 == 0
+    assert "NOTHING reaches that" in ask("--find", "gpus", "--speed", "1e12")
+    few = ask("--find", "gpus", "--speed", "1000").splitlines()
+    assert few[-1].startswith("ANSWER: 1 GPUs")
+
+
+@pytest.mark.full
+def test_price_tags_only_buy() -> None:
+    """More memory or a faster link makes no step longer by more than the gap."""
+    lines = [line.split("|") for line in ask("--price-tags", "--within", "0").splitlines()]
+    steps = {cell[1].strip(): float(cell[2]) for cell in lines if len(cell) == 5 and "." in cell[2]}
+    first = steps.pop("as it is")
+    assert {"+16 GiB of device memory", "+10 % of NVLink"} <= set(steps)
+    assert all(step <= first * (1 + 1e-3) for step in steps.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--find", "speed"), "--find: one of gpus, context, batch, memory, not 'speed'"),
+        (("--find", "gpus"), "say the tokens/s of all GPUs with --speed"),
+        (("--find", "batch"), "say the seconds of a step with --step"),
+        (("--attention", "fa9"), "--attention: one of flash"),
+    ],
+)
+def test_a_wrong_question_is_one_line(words: tuple[str, ...], told: str) -> None:
+    """What is allowed is said."""
+    answer = RUN.invoke(app, ["search", *shlex.split(WORDS), *words])
+    assert told in str(answer.exception)

@@ -13,6 +13,7 @@ from typer import Option
 
 from rematbench import __version__
 from rematbench.cli.compare import as_cells
+from rematbench.cli.inverse import Inverse, ask
 from rematbench.cli.options import OPTIONS
 from rematbench.cli.targets import Json, Methods, need_file
 from rematbench.host.console import (
@@ -63,6 +64,9 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         Option(metavar="X", help="This method, what is made of it, and no other (repeatable)."),
     ] = None,
     methods: Methods = None,
+    engine: Annotated[
+        str, Option(metavar="E", help="Only plans that this package (or `ours`) can run.")
+    ] = "",
     reserve_gib: Annotated[
         float | None,
         Option(min=0, metavar="G", help="Device memory to leave free (else: errors of peaks)."),
@@ -75,6 +79,22 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         tuple[int, int] | None,
         Option(metavar="A B", help="Why the plan of place B is slower than that of place A."),
     ] = None,
+    find: Annotated[
+        str,
+        Option(metavar="gpus|context|batch|memory", help="Ask the other way round (see below)."),
+    ] = "",
+    speed: Annotated[
+        float, Option(min=0, metavar="T", help="Tokens/s of all GPUs, for --find gpus.")
+    ] = 0.0,
+    step: Annotated[
+        float, Option(min=0, metavar="S", help="Seconds of a step, for --find batch.")
+    ] = 0.0,
+    lose: Annotated[
+        float, Option(min=0, metavar="P", help="Percent of the best, for --find memory.")
+    ] = 5.0,
+    price_tags: Annotated[
+        bool, Option("--price-tags", help="What more memory and faster links would buy.")
+    ] = False,
     output: Annotated[
         Path | None, Option("-o", "--output", metavar="FILE.csv", help="Also write every number.")
     ] = None,
@@ -87,6 +107,12 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     are); plans are every method that is no planner, in its grid, composed as `compare` does.  No
     plan of the space is faster than the first row by more than the gap.  Ctrl-C prints the best so
     far.
+
+    \b
+    --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together
+    --find context: the longest sequence that fits, from --seq-len on
+    --find batch --step S: the largest global batch whose step takes S seconds at most
+    --find memory --lose P: the least device memory within P percent of the best
 
     \b
     Example:
@@ -109,8 +135,12 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
                   zero_stage=zero)  # type: ignore[arg-type]  # as checked  # fmt: skip
     asked = Asked(
         spec=spec, fixed=fixed, only=tuple(method or ()), folders=tuple(methods or ()),
-        reserve_gib=reserve_gib, within=within / 100,
+        engine=engine, reserve_gib=reserve_gib, within=within / 100,
     )  # fmt: skip
+    if find or price_tags:
+        inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
+        ask(console(), asked, inverse, processes)
+        return
     made = SearchJob(asked)
     count, plans = len(made.space.choices), len(made.singles)
     out = console()

@@ -54,8 +54,10 @@ class Search:
     """One search under way.  `fell`: plans and layouts by what excluded them; `short_bytes`: the
     least that any plan was short of on a device."""
 
-    def __init__(self, shards: list[Shard], tree: Tree, registry: Registry, within: float) -> None:
-        self.tree, self.registry, self.within = tree, registry, within
+    def __init__(
+        self, shards: list[Shard], tree: Tree, registry: Registry, engine: str = ""
+    ) -> None:
+        self.tree, self.registry, self.engine = tree, registry, engine
         self.queue: list[tuple[float, int, Item]] = []
         self.order = count()
         self.tried: list[Tried] = []
@@ -211,7 +213,7 @@ class Search:
         assert place.problem is not None
         arm = item.arm
         method = arm.text(item.step, item.pieces)
-        tried = tried_plan(place.choice, place.problem, method, bound_s, self.registry)
+        tried = tried_plan(place.choice, place.problem, method, bound_s, self.registry, self.engine)
         self.tried.append(tried)
         if tried.evaluation is not None:
             if not any(part.scalar for part in arm.parts):

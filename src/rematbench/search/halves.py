@@ -5,7 +5,7 @@ how fast a machine is.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from itertools import islice
 from math import inf
 
@@ -82,7 +82,7 @@ class Progress(Struct, frozen=True, kw_only=True):
         return max(0.0, 1.0 - self.bound_s / self.best_s) if self.found else inf
 
 
-def rounds(asked: Asked, *, shown: int = 10, processes: int = 2) -> Iterator[Progress]:
+def rounds(asked: Asked, *, shown: int = 10, processes: int = 2) -> Generator[Progress, None, None]:
     """Progress after each round, until the gap is proved and `shown` plans that fit are known (or
     no plan is left that is a tenth slower at most)."""
     pools: list[Pool[Round, State]] = [

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.outcome import make_problem
+from rematbench.packages.process import baselines
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
@@ -36,13 +37,15 @@ GIB = 2**30
 
 class Asked(Struct, frozen=True, kw_only=True):
     """What to search: a problem whose degrees are left open but for those that are `fixed`; `only`
-    some methods (and what is made of them), files of more of them in `folders`; the share of the
-    best step that may stay unproved."""
+    some methods (and what is made of them), files of more of them in `folders`; only plans that an
+    `engine` has options for (a package, or `ours`); the share of the best step that may stay
+    unproved."""
 
     spec: ProblemSpec
     fixed: Fixed = Fixed()
     only: tuple[str, ...] = ()
     folders: tuple[Path, ...] = ()
+    engine: str = ""
     reserve_gib: float | None = None
     within: float = 0.005
 
@@ -84,7 +87,7 @@ class SearchJob:
         shards = [self._shard(choices) for choices in list(groups.values())[part::parts]]
         config = load_compare()
         tree = Tree(self._samples(list(groups.values())), config.most_methods)
-        return Search(shards, tree, self.registry, self.asked.within)
+        return Search(shards, tree, self.registry, self.asked.engine)
 
     def _samples(self, groups: list[list[Choice]]) -> list[dict[Single, Probe]]:
         """Every method by itself on a few shards, those with a pipeline where there are any."""
@@ -127,6 +130,9 @@ class SearchJob:
 
 
 def _registry(asked: Asked) -> Registry:
+    engines = (*baselines(), "ours")
+    if asked.engine and asked.engine not in engines:
+        raise MethodError(f"unknown engine {asked.engine!r} (known: {', '.join(engines)})")
     registry = discover(asked.folders)
     for name in asked.only:
         if name not in registry.methods:

@@ -5,6 +5,7 @@ from msgspec.structs import replace
 
 from rematbench.choose.outcome import Verdict, judge, reserved_bytes
 from rematbench.lowering.lower import lower
+from rematbench.packages.flags import Engines
 from rematbench.plan import PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
@@ -32,16 +33,23 @@ class Tried(Struct, frozen=True, kw_only=True):
 
 
 def tried_plan(
-    choice: Choice, problem: Problem, method: str, bound_s: float, registry: Registry
+    choice: Choice,
+    problem: Problem,
+    method: str,
+    bound_s: float,
+    registry: Registry,
+    engine: str = "",
 ) -> Tried:
     """Plan, lower and weigh a candidate; if its bytes fit, its time.  The problem's reserve stays
-    free."""
+    free; an `engine` has to have options for the plan."""
     tried = Tried(choice=choice, method=method, bound_s=bound_s)
     try:
         base = choice.base(problem.base_plan)
         plan = registry.resolve(method, None, problem).plan(problem, base)
         if isinstance(plan, Unsupported):
             return replace(tried, reason=f"no plan: {plan.reason}")
+        if engine and engine not in Engines(problem).of(plan):
+            return replace(tried, reason=f"no options of {engine}")
         program = lower(plan, problem)
     except (PlanError, LayoutError, MethodError) as error:
         return replace(tried, reason=f"no plan: {error}")

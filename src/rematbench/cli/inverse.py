@@ -1,0 +1,88 @@
+"""`search --find` and `--price-tags`: each value that is tried, and the answer."""
+
+from collections.abc import Iterator
+from math import isfinite
+from typing import get_args
+
+from msgspec import Struct
+from rich.console import Console
+
+from rematbench.host.console import GIB, CommandError, grid, plain
+from rematbench.search.job import Asked
+from rematbench.search.questions import (
+    Answer,
+    Question,
+    fewest_gpus,
+    largest_batch,
+    least_memory,
+    longest_context,
+    prices,
+)
+
+UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
+
+
+class Inverse(Struct, frozen=True, kw_only=True):
+    """What is asked for (nothing: price tags), and what it has to reach: tokens a second, seconds
+    of a step, a share of the best step."""
+
+    find: str
+    speed: float
+    step: float
+    lose: float
+
+
+def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
+    """Print the answers as they come."""
+    if not inverse.find:
+        _prices(out, asked, processes)
+        return
+    if inverse.find not in get_args(Question):
+        raise CommandError(f"--find: one of {', '.join(get_args(Question))}, not {inverse.find!r}")
+    best: Answer | None = None
+    for answer in _answers(asked, inverse, processes):
+        out.print(plain(_line(inverse.find, answer)))
+        best = answer if answer.tried else best
+    if best is None:
+        out.print(plain("NOTHING reaches that"), style="bold")
+    else:
+        out.print(plain(f"ANSWER: {_line(inverse.find, best)}"), style="bold", soft_wrap=True)
+
+
+def _answers(asked: Asked, inverse: Inverse, processes: int) -> Iterator[Answer]:
+    match inverse.find:
+        case "gpus":
+            if inverse.speed <= 0:
+                raise CommandError("--find gpus: say the tokens/s of all GPUs with --speed")
+            return fewest_gpus(asked, inverse.speed, processes)
+        case "batch":
+            if inverse.step <= 0:
+                raise CommandError("--find batch: say the seconds of a step with --step")
+            return largest_batch(asked, inverse.step, processes)
+        case "context":
+            return longest_context(asked, processes)
+    return least_memory(asked, inverse.lose, processes)
+
+
+def _line(find: str, answer: Answer) -> str:
+    value = f"{answer.value / GIB:.1f}" if find == "memory" else f"{answer.value:,}"
+    if answer.tried is None:
+        return f"{value} {UNITS[find]}: no plan"
+    tried, lay = answer.tried, answer.tried.choice.layout
+    where = f"tp {lay.tp} cp {lay.cp} pp {lay.pp} vpp {lay.vpp} dp {lay.dp} zero {lay.zero_stage}"
+    uneven = f" {' '.join(tried.choice.words)}" if tried.choice.words else ""
+    return (
+        f"{value} {UNITS[find]}: {tried.method} at {where} micro-batch {lay.micro_batch}{uneven}, "
+        f"step {tried.step_s:.4g} s"
+    )
+
+
+def _prices(out: Console, asked: Asked, processes: int) -> None:
+    table = grid("change", "step s", "shorter by %")
+    first = None
+    for price in prices(asked, processes):
+        first = price.step_s if first is None else first
+        gain = f"{100 * (1 - price.step_s / first):.1f}" if isfinite(first) else "-"
+        table.add_row(price.change, f"{price.step_s:.4g}" if isfinite(price.step_s) else "-", gain)
+    out.print(table)
+    out.print(plain(f"each step within {100 * asked.within:g} % of the best there is"))

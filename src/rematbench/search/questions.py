@@ -1,0 +1,174 @@
+"""Inverse questions and price tags: searches in a row, each no longer than its answer needs."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from math import inf
+from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from rematbench.search.halves import rounds
+from rematbench.search.job import Asked
+from rematbench.search.trial import Tried
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.layout import LayoutError
+from rematbench.spec.load import load_cluster
+
+Question = Literal["gpus", "context", "batch", "memory"]
+
+GIB = 2**30
+GRANULE = 1024
+"""Tokens: lengths are multiples."""
+
+FINE = 16
+"""A longest length, a largest batch and least memory are found to one part in so many."""
+
+MORE_GIB = (1, 4, 16)
+RATES = {
+    "PCIe": "pcie_bytes_per_s",
+    "NVLink": "nvlink_bytes_per_s",
+    "NIC": "nic_bytes_per_s",
+    "host DRAM": "dram_bytes_per_s",
+}
+FASTER = 1.1
+
+
+class Answer(Struct, frozen=True):
+    """One value that was tried, and the plan that reaches what was asked; None: no plan does."""
+
+    value: int
+    tried: Tried | None
+
+
+class Price(Struct, frozen=True):
+    """A change of the machine, and the fastest step with it."""
+
+    change: str
+    step_s: float
+
+
+def reached(asked: Asked, step_s: float, processes: int) -> Tried | None:
+    """A plan whose step is no longer than that; None where the search proves that there is none, or
+    comes as near as its gap."""
+    try:
+        with closing(rounds(asked, shown=1, processes=processes)) as found:
+            for at in found:
+                if at.found and at.best_s <= step_s:
+                    return at.found[0]
+                if at.bound_s > step_s:
+                    return None
+    except LayoutError:
+        return None
+    return None
+
+
+def fewest_gpus(asked: Asked, tokens_per_s: float, processes: int) -> Iterator[Answer]:
+    """Twice as many GPUs each time, up to those of the problem, until all together make so many
+    tokens a second."""
+    spec = asked.spec
+    counts = [1 << power for power in range(spec.gpus.bit_length()) if 1 << power < spec.gpus]
+    for gpus in (*counts, spec.gpus):
+        step_s = spec.global_batch * spec.seq_len / tokens_per_s
+        there = replace(asked, spec=replace(spec, gpus=gpus))
+        found = reached(there, step_s, processes)
+        yield Answer(gpus, found)
+        if found:
+            return
+
+
+def longest_context(asked: Asked, processes: int) -> Iterator[Answer]:
+    """Lengths from the problem's on: twice as long until nothing fits, then between."""
+
+    def fits(seq_len: int) -> Tried | None:
+        return reached(replace(asked, spec=replace(asked.spec, seq_len=seq_len)), inf, processes)
+
+    yield from _largest(fits, asked.spec.seq_len, GRANULE)
+
+
+def largest_batch(asked: Asked, step_s: float, processes: int) -> Iterator[Answer]:
+    """Multiples of the problem's global batch whose step takes no longer than that."""
+    batch = asked.spec.global_batch
+
+    def quick(global_batch: int) -> Tried | None:
+        there = replace(asked, spec=replace(asked.spec, global_batch=global_batch))
+        return reached(there, step_s, processes)
+
+    yield from _largest(quick, batch, batch)
+
+
+def least_memory(asked: Asked, lose: float, processes: int) -> Iterator[Answer]:
+    """Bytes of a device with which a plan's step is longer by no more than this share than the best
+    with all of them; the device's own first."""
+    hbm = asked.spec.hbm_bytes or _cluster(asked).hbm_bytes
+    best = fastest(asked, processes)
+    yield Answer(hbm, best)
+    if best is None:
+        return
+    enough, short = hbm, 0
+    while enough - short > max(GIB // 4, enough // FINE):
+        middle = (enough + short) // 2
+        there = replace(asked, spec=replace(asked.spec, hbm_bytes=middle))
+        try:
+            found = reached(there, best.step_s * (1.0 + lose), processes)
+        except ConfigError:  # less than what stays free
+            found = None
+        yield Answer(middle, found)
+        enough, short = (middle, short) if found else (enough, middle)
+
+
+def fastest(asked: Asked, processes: int) -> Tried | None:
+    """The fastest plan, within the gap."""
+    *_, end = rounds(asked, shown=1, processes=processes)
+    return end.found[0] if end.found else None
+
+
+def _largest(reach: Any, start: int, granule: int) -> Iterator[Answer]:
+    """Values on the way to the largest that is reached: doubled, then bisected."""
+    value, found = start, reach(start)
+    yield Answer(value, found)
+    if found is None:
+        return
+    while found is not None:
+        value, low = 2 * value, value
+        found = reach(value)
+        yield Answer(value, found)
+    high = value
+    while high - low > max(granule, low // FINE):
+        middle = (low + high) // 2 // granule * granule
+        found = reach(middle)
+        yield Answer(middle, found)
+        low, high = (middle, high) if found else (low, middle)
+
+
+def prices(asked: Asked, processes: int) -> Iterator[Price]:
+    """The step with more memory, and with faster links; as it is first."""
+    yield Price("as it is", _step_s(asked, processes))
+    for change, cluster in _changes(asked):
+        there = replace(asked, spec=replace(asked.spec, cluster=cluster, hbm_bytes=None))
+        yield Price(change, _step_s(there, processes))
+
+
+def _step_s(asked: Asked, processes: int) -> float:
+    found = fastest(asked, processes)
+    return found.step_s if found else inf
+
+
+def _changes(asked: Asked) -> Iterator[tuple[str, Cluster]]:
+    cluster = _cluster(asked)
+    if asked.spec.hbm_bytes is not None:
+        cluster = replace(cluster, hbm_bytes=asked.spec.hbm_bytes)
+    for name, field in (("device", "hbm_bytes"), ("host", "host_bytes")):
+        for more in MORE_GIB:
+            larger = {field: getattr(cluster, field) + more * GIB}
+            yield f"+{more} GiB of {name} memory", replace(cluster, **larger)
+    for name, field in RATES.items():
+        rate = getattr(cluster, field)
+        if rate is not None:
+            yield f"+10 % of {name}", replace(cluster, **{field: FASTER * rate})
+
+
+def _cluster(asked: Asked) -> Cluster:
+    given = asked.spec.cluster
+    return given if isinstance(given, Cluster) else load_cluster(given)
