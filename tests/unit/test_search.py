@@ -228,14 +228,19 @@ def test_the_least_memory_is_bisected() -> None:
     assert any(short for _, short in tried)
 
 
-def test_the_longest_context_and_the_fewest_gpus() -> None:
-    """Twice as much each time, then between; a speed that nothing reaches is said."""
+@pytest.mark.full
+def test_the_longest_context_is_doubled_then_bisected() -> None:
+    """A multiple of the granule, no shorter than the job's own."""
     small = ("--pp", "1", "--cp", "1", "--hbm-bytes", str(13 * GIB))
     answer = ask("--find", "context", *small).splitlines()[-1]
     assert answer.startswith("ANSWER: ")
     length = int(answer.split()[1].replace(",", ""))
     assert length >= 2048
     assert length % 1024 == 0
+
+
+def test_the_fewest_gpus_make_the_speed() -> None:
+    """Twice as many each time; a speed that nothing reaches is said."""
     assert "NOTHING reaches that" in ask("--find", "gpus", "--speed", "1e12")
     few = ask("--find", "gpus", "--speed", "1000").splitlines()
     assert few[-1].startswith("ANSWER: 1 GPUs")
