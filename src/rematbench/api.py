@@ -211,8 +211,7 @@ def search(
         folders=tuple(Path(folder) for folder in folders),
         within=within,
     )
-    job = SearchJob(asked)
-    _ = job.space  # a wrong input is an error of this process
+    job = SearchJob(asked).ready()
     *_, end = rounds(asked, shown=top, processes=processes)
     found = judged(job, end.found[:top])
     table = pd.DataFrame([line(place, one) for place, one in enumerate(found, 1)])

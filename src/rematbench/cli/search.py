@@ -137,11 +137,11 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         spec=spec, fixed=fixed, only=tuple(method or ()), folders=tuple(methods or ()),
         engine=engine, reserve_gib=reserve_gib, within=within / 100,
     )  # fmt: skip
+    made = SearchJob(asked).ready()
     if find or price_tags:
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
         ask(console(), asked, inverse, processes)
         return
-    made = SearchJob(asked)
     count, plans = len(made.space.choices), len(made.singles)
     out = console()
     if not json:

@@ -25,9 +25,11 @@ class MethodError(ValueError):
 class Method(Protocol):
     """What a file in methods/ defines: a frozen Struct whose fields are its parameters.
 
-    Two class variables are optional.  `grid`: a tuple of settings that `compare` tries where the
-    defaults do not fit or are slow, the fastest first.  `planner` (True): its plan takes seconds,
-    so `compare` does not wait for it.
+    Four class variables are optional.  `grid`: a tuple of settings that `compare` and `search` try,
+    the fastest first.  `planner` (True): its plan takes seconds, so `compare` does not wait for it
+    and `search` leaves it out.  `share`: a parameter from 0 to 1, and the steps in which `search`
+    tries it, of which what a pass keeps and copies is a linear function.  `pieces` (True): each of
+    its grid costs time and frees bytes above what passes keep, and more than the one before.
     """
 
     name: ClassVar[str]

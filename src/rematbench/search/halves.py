@@ -11,6 +11,7 @@ from math import inf
 
 from msgspec import Struct
 
+from rematbench.host.console import CommandError
 from rematbench.host.garbage import collect_rarely
 from rematbench.host.workers import Pool
 from rematbench.search.job import Asked, SearchJob
@@ -108,7 +109,7 @@ def _after(before: Progress, states: Sequence[State | str]) -> Progress:
     fell: Counter[str] = Counter()
     known = [state for state in states if isinstance(state, State)]
     if len(known) < len(states):
-        raise RuntimeError("a process of the search died")
+        raise CommandError("a process of the search died (out of memory on this machine?)")
     for state in known:
         fell.update(state.fell)
     tried = [one for state in known for one in state.tried]

@@ -74,6 +74,12 @@ class SearchJob:
             raise LayoutError(f"no layout of {self.asked.spec.gpus} GPUs: {'; '.join(reasons)}")
         return found
 
+    def ready(self) -> "SearchJob":
+        """The job itself, if a search of it can begin: its errors are raised here and not in the
+        processes that search."""
+        self.problem(self.space.choices[0].layout)
+        return self
+
     @cached_property
     def singles(self) -> list[Single]:
         """The methods that are tried, alone and composed."""
