@@ -25,6 +25,7 @@ JOBS = (
     ("llama-7b", "a800-80gb", "torchtitan", 16, 8192, 64),
     ("gemma-2-9b", "h100-80gb", "megatron-core", 16, 8192, 64),
     ("gpt-1.3b", "a800-80gb", "megatron-lm", 8, 2048, 64),
+    ("llama-7b", "a800-80gb", "megatron-core", 24, 4096, 48),
 )
 MOST_PASSES = 1200
 """Passes of a step that is simulated here: longer ones say no more and take seconds."""

@@ -33,12 +33,8 @@ from rematbench.simulate.seconds import ActionCosts
 from rematbench.simulate.step import HOST, compile_block
 from rematbench.spec.layout import Layout, LayoutError
 
-RANKS = 4
-"""Pipeline ranks of a probe: a first, two middle ones of different depth, a last."""
-
 MICRO_BATCHES = 5
 """Enough for passes of the steady state on every rank."""
-
 
 RHYTHM = 5
 """Layers after which copies by layer repeat."""
@@ -212,6 +208,19 @@ class Small(NamedTuple):
     base: Plan
 
 
+NO_COMMUNICATION = 1e-9
+"""A factor on collectives where a probe's groups may lie worse on nodes than a layout's."""
+
+
+def _placed_alike(problem: Problem) -> bool:
+    """Whether tensor- and context-parallel groups lie on nodes alike in every layout: they are
+    neighbours, and their sizes divide a node or are nodes."""
+    lay, node = problem.layout, problem.cluster.gpus_per_node
+    sizes = (lay.tp, lay.tp * lay.cp * lay.ulysses)
+    whole = all(node % size == 0 or size % node == 0 for size in sizes)
+    return whole and problem.system.rank_order[:2] == ("tp", "cp")
+
+
 def _small(problem: Problem, sizes: tuple[int, ...]) -> Small:
     """The problem with so many layers on its ranks and nothing between copies of the model."""
     model = problem.workload.model
@@ -227,6 +236,9 @@ def _small(problem: Problem, sizes: tuple[int, ...]) -> Small:
     system = replace(
         problem.system, reduce_overlap=False, gather_overlap=False, p2p_synchronous=False
     )
+    if not _placed_alike(problem):
+        scales = replace(system.scales, communication=NO_COMMUNICATION)
+        system = replace(system, scales=scales)
     small = replaced(
         problem,
         workload=work,

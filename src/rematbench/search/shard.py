@@ -192,7 +192,7 @@ class Shard:
         need above that where everything is kept (with `pieces`: in the most pieces)."""
         found = self.probe(lean)
         if isinstance(found, Refused):
-            return np.full(len(self.choices), np.inf)
+            return self.least_bytes(pieces)
         return self._above(found.facts, pieces)
 
     def least_bytes(self, pieces: Arm | None) -> Array:
@@ -215,7 +215,7 @@ class Shard:
             probes = [self.probe(pieces, at) for at in (1, 2)] if pieces else [self.probe(KEEP)]
             facts = [one.facts for one in probes if isinstance(one, Probe)]
             if len(facts) < len(probes):
-                self._known_highs[pieces] = [float("inf")] * 3
+                self._known_highs[pieces] = [0.0] * 3
             else:
                 first, second = facts[0], facts[-1]
                 self._known_highs[pieces] = [
@@ -229,7 +229,7 @@ class Shard:
         are maxima of lines in 1 / pieces, and a convex function lies above its chords' ends."""
         two, four = (self.probe(arm, pieces) for pieces in (1, 2))
         if isinstance(two, Refused) or isinstance(four, Refused):
-            return np.full(len(self.choices), np.inf)
+            return np.zeros(len(self.choices))
         lines = (_chord(a, b) for a, b in zip(two.facts, four.facts, strict=True))
         return peak_bound(self.columns, Facts._make(lines))
 

@@ -1,0 +1,102 @@
+"""What published layouts lose against the best of all: a search for each published problem.
+
+Both are simulated by the same model, so a loss is a statement about layouts and plans; the model's
+own error stands beside it (the published speed against our prediction of the published layout).
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rematbench.choose.job import Job
+from rematbench.choose.outcome import run_method
+from rematbench.lowering.lower import lower
+from rematbench.plan import Plan
+from rematbench.plugins.discover import discover
+from rematbench.problem import Problem
+from rematbench.published.accuracy import Row
+from rematbench.published.predict import method_of
+from rematbench.published.rows import Case, RowError, read_case, text
+from rematbench.search.answer import judged, parts
+from rematbench.search.halves import Progress, rounds
+from rematbench.search.job import Asked, SearchJob
+from rematbench.simulate.breakdown import parts_of
+from rematbench.spec.problemspec import ProblemSpec
+
+KEPT = ("source", "table", "model", "gpus", "seq_len", "global_batch")
+
+
+def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[dict[str, Any]]:
+    """A line for each row: what was published, our prediction of it, the best of the search, the
+    share of the step that the published layout loses, and the part that decides."""
+    registry = discover()
+    for row in rows:
+        try:
+            case = read_case(row, registry)
+            problem = case.problem()
+        except RowError as error:
+            yield {**_said(row), "reason": str(error)}
+            continue
+        outcome = run_method(problem, method_of(case, problem, registry))
+        if outcome.evaluation is None or outcome.plan is None:
+            yield {**_said(row), "reason": outcome.reason}
+            continue
+        *_, end = rounds(_asked(case, within), shown=1, processes=processes)
+        step_s = outcome.evaluation.step_s
+        yield {
+            **_said(row),
+            "layout": _layout(problem),
+            "published_tokens_per_s_per_gpu": text(row, "tokens_per_s_per_gpu"),
+            "pred_tokens_per_s_per_gpu": outcome.evaluation.tokens_per_s_per_gpu,
+            "pred_step_s": step_s,
+            **_best(_asked(case, within), end, problem, outcome.plan, step_s),
+        }
+
+
+def _asked(case: Case, within: float) -> Asked:
+    """The row's problem with its degrees left open; plans may fill the device, as the published
+    ones do."""
+    spec = ProblemSpec(
+        model=case.model,
+        cluster=case.cluster,
+        system=case.system,
+        gpus=case.gpus,
+        seq_len=case.seq_len,
+        global_batch=case.global_batch,
+        attention=case.attention,
+        precision=case.precision,
+    )
+    return Asked(spec=spec, reserve_gib=0.0, within=within)
+
+
+def _best(
+    asked: Asked, end: Progress, problem: Problem, plan: Plan, step_s: float
+) -> dict[str, Any]:
+    if not end.found:
+        return {"reason": "the search found no plan that fits"}
+    job = SearchJob(asked)
+    (best,) = judged(job, end.found[:1])
+    ours = parts(job, best)
+    theirs = parts_of(problem, lower(plan, problem), step_s)
+    longer = {part: seconds - ours.get(part, 0.0) for part, seconds in theirs.items()}
+    decides = max(longer, key=longer.__getitem__)
+    return {
+        "best_layout": _layout(best.job.problem, best.job),
+        "best_method": best.tried.method,
+        "best_step_s": best.tried.step_s,
+        "gap": end.gap,
+        "simulations": end.simulations,
+        "loss": 1.0 - best.tried.step_s / step_s,
+        "decides": decides,
+        "decides_s": longer[decides],
+    }
+
+
+def _said(row: Row) -> dict[str, Any]:
+    return {key: text(row, key) for key in KEPT}
+
+
+def _layout(problem: Problem, job: Job | None = None) -> str:
+    lay = problem.layout
+    uneven = f" layers {job.facts()['partition']}" if job and "--partition" in job.words else ""
+    names = ("tp", "cp", "pp", "vpp", "dp", "zero_stage", "micro_batch")
+    return " ".join(f"{name} {getattr(lay, name)}" for name in names) + uneven
