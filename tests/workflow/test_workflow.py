@@ -113,7 +113,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     commands = readme_commands()
     used = {shlex.split(command)[1] for command in commands if command.startswith("rematbench")}
     wanted = {"methods", "simulate", "stages", "timeline", "plan", "doctor", "predict", "validate"}
-    assert used == wanted | {"compare", "systems", "verify", "calibrate", "examples"}
+    assert used == wanted | {"compare", "search", "systems", "verify", "calibrate", "examples"}
     for command in commands:
         done = checkout.run(command)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

@@ -82,6 +82,8 @@ WORKFLOW = (
 """What rules, `./bench` and jobs of Slurm call, and `examples`, which the help's last lines name;
 listed by --help-all."""
 GROUP = "baseline"
+WORKERS = {"compare": "rematbench.choose.bench", "search": "rematbench.search.halves"}
+"""What the worker processes of a command load; they begin before the command does."""
 
 
 def command_line(asked: str = "") -> typer.Typer:
@@ -123,7 +125,10 @@ def main() -> None:
     """Run a command; turn what a person got wrong into one line on stderr and exit code 2."""
     command = " ".join(["rematbench", *sys.argv[1:2]])
     try:
-        app = command_line(next(iter(sys.argv[1:]), ""))
+        asked = next(iter(sys.argv[1:]), "")
+        if asked in WORKERS:
+            importlib.import_module("rematbench.host.workers").ready(WORKERS[asked])
+        app = command_line(asked)
         code = app(prog_name="rematbench", standalone_mode=False)
     except TyperException as error:
         context = getattr(error, "ctx", None)

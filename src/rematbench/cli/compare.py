@@ -7,7 +7,6 @@ import msgspec
 import typer
 from typer import Option
 
-from rematbench.choose.bench import Bench
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
 from rematbench.choose.judged import Order, judge, lines
@@ -16,7 +15,6 @@ from rematbench.cli.options import RunOptions, request, takes_problem
 from rematbench.cli.ranking import Ranking, Shown
 from rematbench.cli.targets import Json, need_file
 from rematbench.host.console import CommandError, console
-from rematbench.host.workers import ready
 from rematbench.packages.flags import Engines
 from rematbench.published.bands import shipped
 from rematbench.published.sheets import write_sheet
@@ -69,7 +67,6 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     if plot is not None and plot.suffix.lower() not in FORMATS:
         raise CommandError(f"--plot {plot}: expected a file of {', '.join(FORMATS)}")
     order = Order(tokens=tokens, price=price)
-    ready(Bench)
     asked = request(run, told=True)
     config = load_compare()
     comparing = Comparing(

@@ -29,11 +29,11 @@ Lost = Literal["late", "died"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def ready(start: Start) -> None:
-    """Start the server for workers that `start` makes, where none runs; who calls this early has it
-    load beside whatever follows."""
+def ready(module: str) -> None:
+    """Start the server for workers whose `start` is in a module, where none runs; who calls this
+    early has it load beside whatever follows."""
     with _no_main():
-        _CONTEXT.set_forkserver_preload([start.__module__])
+        _CONTEXT.set_forkserver_preload([module])
         ensure_running()
 
 
@@ -41,7 +41,7 @@ class _Worker(Generic[T]):
     """One process, the connection to it, and the task it works on."""
 
     def __init__(self, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
-        ready(start)
+        ready(start.__module__)
         self.connection, other = _CONTEXT.Pipe()
         self.process: ForkServerProcess = _CONTEXT.Process(
             target=_serve, args=(other, start, args, limit_s), daemon=True
