@@ -23,7 +23,9 @@ from rematbench.search.shard import Shard
 from rematbench.search.skeleton import in_order
 from rematbench.search.space import Fixed, partitions
 from rematbench.search.trial import Tried, tried_plan
+from rematbench.simulate.breakdown import PARTS
 from rematbench.spec.layout import Layout, LayoutError
+from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
 
 RUN = CliRunner()
@@ -269,3 +271,21 @@ def test_a_wrong_question_is_one_line(words: tuple[str, ...], told: str) -> None
     """What is allowed is said."""
     answer = RUN.invoke(app, ["search", *shlex.split(WORDS), *words])
     assert told in str(answer.exception)
+
+
+@pytest.mark.full
+def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
+    """A line for a row: both steps are simulated, the loss is theirs, and a part decides."""
+    target = tmp_path / "layouts.csv"
+    sheet = data_dir("published") / "runs.csv"
+    told = RUN.invoke(app, ["layouts", str(sheet), "--table", "AE minimum demo", "-o", str(target)])
+    assert told.exit_code == 0, (told.output, told.exception)
+    rows = list(csv.DictReader(target.open()))
+    assert rows
+    for row in (row for row in rows if row.get("loss")):
+        loss = 1.0 - float(row["best_step_s"]) / float(row["pred_step_s"])
+        assert float(row["loss"]) == pytest.approx(loss)
+        assert float(row["gap"]) <= 0.005
+        assert row["decides"] in PARTS
+    wrong = RUN.invoke(app, ["layouts", str(sheet), "--table", "Figure 99", "-o", str(target)])
+    assert "no row of table 'Figure 99'" in str(wrong.exception)
