@@ -10,9 +10,11 @@ from msgspec import Struct
 
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.outcome import make_problem
+from rematbench.packages.flags import Engines
 from rematbench.packages.process import baselines
+from rematbench.plan import Plan, PlanError
 from rematbench.plugins.discover import discover
-from rematbench.plugins.registry import MethodError, Registry
+from rematbench.plugins.registry import IDENTITY, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.published.bands import leaving_reserve
 from rematbench.search.arms import Arm, Single, Tree, singles
@@ -78,12 +80,33 @@ class SearchJob:
         """The job itself, if a search of it can begin: its errors are raised here and not in the
         processes that search."""
         self.problem(self.space.choices[0].layout)
+        _ = self.singles
         return self
 
     @cached_property
     def singles(self) -> list[Single]:
-        """The methods that are tried, alone and composed."""
-        return singles(self.registry, load_compare(), self.asked.only)
+        """The methods that are tried, alone and composed; of an engine, those that it has options
+        for on some layout of a few."""
+        found = singles(self.registry, load_compare(), self.asked.only)
+        if not self.asked.engine:
+            return found
+        if not self._runs(IDENTITY):
+            name = self.asked.engine
+            raise MethodError(f"engine {name} has no options for stack {self.system.name} here")
+        return [one for one in found if self._runs(one.at(1))]
+
+    def _runs(self, method: str) -> bool:
+        choices = self.space.choices
+        alone = [choice for choice in choices if choice.layout.pp == 1]
+        for choice in (*alone[:1], choices[len(choices) // 2], choices[-1]):
+            problem = self.problem(choice.layout)
+            try:
+                plan = self.registry.resolve(method, None, problem).plan(problem)
+            except (PlanError, LayoutError):
+                continue
+            if isinstance(plan, Plan) and self.asked.engine in Engines(problem).of(plan):
+                return True
+        return False
 
     def search(self, part: int = 0, parts: int = 1) -> Search:
         """The search of every `parts`-th shard."""
