@@ -11,7 +11,7 @@ import argparse
 import sys
 import time
 
-from rematbench.search.arms import KEEP
+from rematbench.search.arms import KEEP, Arm
 from rematbench.search.halves import rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.shard import Shard, key
@@ -58,9 +58,11 @@ def bounded(asked: Asked, layouts: int) -> None:
     largest = max(groups.values(), key=len)
     many = largest * -(-layouts // len(largest))
     shard = Shard(many, made.problem(largest[0].layout), made.registry)
-    shard.bounds(KEEP, 0)  # the probe, and what layouts have once
+    shard.bounds(KEEP)  # what layouts have once
+    arm = Arm((made.singles[0],))
+    shard.probe(arm)
     start = time.perf_counter()
-    shard.bounds(KEEP)
+    shard.bounds(arm)
     seconds = time.perf_counter() - start
     count = len(many)
     rate = f"{count / seconds:,.0f} a second"

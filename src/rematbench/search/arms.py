@@ -178,13 +178,15 @@ def _idle(single: Single, samples: Sequence[dict[Single, Probe]]) -> bool:
     )
 
 
+def rebuilds(single: Single, probe: Probe) -> bool:
+    """Whether a method does nothing but rebuild, and has no scalar."""
+    return single.scalar is None and probe.kinds == {"rebuild"}
+
+
 def _no_better(single: Single, other: Single, sample: dict[Single, Probe]) -> bool:
-    if single not in sample or other not in sample or single.scalar or other.scalar:
+    if not all(one in sample and rebuilds(one, sample[one]) for one in (single, other)):
         return False
-    ours, theirs = sample[single], sample[other]
-    if ours.kinds != {"rebuild"} or theirs.kinds != {"rebuild"}:
-        return False
-    mine, its = _numbers(ours), _numbers(theirs)
+    mine, its = _numbers(sample[single]), _numbers(sample[other])
     earlier = list(sample).index(other) < list(sample).index(single)
     return all(b <= a for a, b in zip(mine, its, strict=True)) and (mine != its or earlier)
 

@@ -1,18 +1,20 @@
 """Best first: bounds are tightened, and plans simulated, in the order of their bounds."""
 
-import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
 from itertools import count
 from typing import Literal
 
+import numpy as np
 from msgspec import Struct
 
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
-from rematbench.search.arms import KEEP, Arm, Tree
+from rematbench.search.arms import KEEP, Arm, Single, Tree
+from rematbench.search.bounds import Array
 from rematbench.search.probe import Refused
+from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
 from rematbench.search.skeleton import Frame, frame
 from rematbench.search.space import Choice
@@ -21,14 +23,22 @@ from rematbench.search.trial import Tried, tried_plan
 SHOWN = 1.1
 """What may be slower than the best by no more than this is simulated to be shown beside it."""
 
-Stage = Literal["shard", "expand", "pieces", "closed", "tight"]
+AHEAD = 4
+"""Of so many entries one is the ripe one of the least bound: a step that fits is known early.  Only
+entries that the proof needs anyway are taken so, whatever the best step comes to be."""
+
+TIGHTENED, SIMULATED = 20, 30
+"""Work of a bound by the schedule and of a simulation, in layers that probes lower meanwhile."""
+
+Stage = Literal["shard", "expand", "made", "pieces", "closed", "tight"]
 """What an entry of the queue waits for: its shard's facts; what is added to an arm that does not
-fit; the next number of pieces; the bound by the schedule; the simulation."""
+fit; the bounds of what was made so; the next number of pieces; the bound by the schedule; the
+simulation."""
 
 
 class Place(Struct):
-    """A layout while it is searched: its shard, its place there, the arms that fit, and the
-    families that may."""
+    """A layout while it is searched: its shard, its place there, the arms that fit, the families
+    that may, and what was simulated."""
 
     shard: Shard
     index: int
@@ -37,6 +47,7 @@ class Place(Struct):
     families: list[tuple[Arm, Arm | None]] | None = None
     problem: Problem | None = None
     frame: Frame | None = None
+    known: dict[bytes, Tried] = {}
 
 
 class Item(Struct, frozen=True):
@@ -52,15 +63,20 @@ class Item(Struct, frozen=True):
 
 class Search:
     """One search under way.  `fell`: plans and layouts by what excluded them; `short_bytes`: the
-    least that any plan was short of on a device."""
+    least that any plan was short of on a device; `work`: what it took, in layers lowered."""
 
     def __init__(
-        self, shards: list[Shard], tree: Tree, registry: Registry, engine: str = ""
+        self,
+        shards: Sequence[Shard],
+        tree: Tree,
+        registry: Registry,
+        engine: str = "",
+        within: float = 0.0,
     ) -> None:
-        self.tree, self.registry, self.engine = tree, registry, engine
-        self.queue: list[tuple[float, int, Item]] = []
-        self.order = count()
+        self.tree, self.registry, self.engine, self.within = tree, registry, engine, within
+        self.queue: Queue[Item] = Queue()
         self.tried: list[Tried] = []
+        self.work = 0
         self.best_s = float("inf")
         self.short_bytes = float("inf")
         self.fell: Counter[str] = Counter()
@@ -75,7 +91,7 @@ class Search:
     @property
     def bound_s(self) -> float:
         """No plan that is left is faster."""
-        return self.queue[0][0] if self.queue else float("inf")
+        return self.queue.bound
 
     @property
     def gap(self) -> float:
@@ -87,9 +103,17 @@ class Search:
     def run(self) -> Iterator[Tried | None]:
         """Work for as long as anything is left: after each entry of the queue what it simulated, or
         None."""
-        while self.queue:
-            bound_s, _, item = heapq.heappop(self.queue)
-            yield self._take(bound_s, item)
+        for turn in count():
+            if not self.queue:
+                return
+            ahead = turn % AHEAD == 0 and self.queue.ripe_bound < (1 - self.within) * self.best_s
+            bound_s, item = self.queue.pop(ripe=ahead)
+            shard = item.place.shard if item.place else item.shard
+            assert shard is not None
+            before = shard.layers
+            found = self._take(bound_s, item)
+            self.work += 1 + shard.layers - before
+            yield found
 
     def beat(self, step_s: float) -> None:
         """A step that fits, found elsewhere."""
@@ -97,7 +121,7 @@ class Search:
 
     def _push(self, bound_s: float, item: Item) -> None:
         if bound_s < SHOWN * self.best_s:
-            heapq.heappush(self.queue, (bound_s, next(self.order), item))
+            self.queue.push(bound_s, item, ripe=item.stage in ("closed", "tight"))
 
     def _short(self, nbytes: float) -> None:
         self.short_bytes = min(self.short_bytes, nbytes)
@@ -111,7 +135,7 @@ class Search:
             self.fell["made of a plan that fits"] += 1
         elif item.stage == "expand":
             self._expand(bound_s, place, item.arm)
-        elif item.stage == "pieces":
+        elif item.stage in ("made", "pieces"):
             self._judge(bound_s, place, item.arm, item.pieces)
         elif item.stage == "closed":
             self._tighten(bound_s, place, item)
@@ -129,12 +153,15 @@ class Search:
         """Queue an arm at a layout, at the least step of its line whose bytes may fit; or what is
         made of it, where none may."""
         shard, at = place.shard, place.index
+        if len(arm.parts) > 1 and arm.pieces and self._too_large(place, shard.bytes_in_pieces(arm)):
+            self.fell["device memory, in any pieces"] += 1
+            return
         found = self._least(place, arm, pieces, bound_s)
         if found:
             self._push(found[0], Item("closed", place, None, arm, found[1], pieces))
         if arm.pieces is None:
             if not found and not isinstance(first := shard.bounds(arm), Refused):
-                bound = max(bound_s, float(first.step_s[at]))
+                bound = max(bound_s, float(first.step_s[0, at]))
                 self._push(bound, Item("expand", place, None, arm))
             return
         smaller = arm.line and found and found[1] > 1  # more pieces may need less of the line
@@ -150,19 +177,23 @@ class Search:
     ) -> tuple[float, int] | None:
         """The bound and the least step of an arm's line whose bytes may fit."""
         shard, at = place.shard, place.index
-        for step in range(1, shard.steps(arm) + 1):
-            found = shard.bounds(arm, step, pieces)
-            if isinstance(found, Refused):
-                self.fell["no plan"] += 1
-                return None
-            if found.host_bytes[at] > shard.problem.cost.host_room_bytes:
-                self.fell["host memory, by its bound"] += 1
-                return None  # no larger share needs less of it
-            if found.peak_bytes[at] <= shard.usable_bytes:
-                return max(bound_s, float(found.step_s[at])), step
-            self._short(float(found.peak_bytes[at]) - shard.usable_bytes)
-            self.fell["device memory, by its bound"] += 1
-        return None
+        found = shard.bounds(arm, pieces)
+        if isinstance(found, Refused):
+            self.fell["no plan"] += 1
+            return None
+        over = found.peak_bytes[:, at] - shard.usable_bytes
+        fitting = np.flatnonzero(over <= 0)
+        step = int(fitting[0]) if len(fitting) else len(over)
+        self.fell["device memory, by its bound"] += step
+        if step:
+            self._short(float(over[:step].min()))
+        host = found.host_bytes[: step + 1, at]
+        if (host > shard.problem.cost.host_room_bytes).any():  # a larger share needs no less of it
+            self.fell["host memory, by its bound"] += 1
+            return None
+        if step == len(over):
+            return None
+        return max(bound_s, float(found.step_s[step, at])), step + 1
 
     def _dominated(self, place: Place, arm: Arm) -> bool:
         """Whether an arm contains one that fits: it is not faster.  One with a scalar says nothing:
@@ -184,20 +215,30 @@ class Search:
             ):
                 continue
             if family in place.families:
-                self._judge(bound_s, place, more)
+                bound = max(bound_s, *(self._alone_s(place, part) for part in more.parts))
+                self._push(bound, Item("made", place, None, more))
             else:
                 self._push(bound_s, Item("expand", place, None, more))
 
+    def _alone_s(self, place: Place, part: Single) -> float:
+        """What a method takes at least by itself: a plan made of it is not faster."""
+        found = place.shard.bounds(Arm((part,)))
+        return 0.0 if isinstance(found, Refused) else float(found.step_s[0, place.index])
+
     def _may_fit(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
-        shard, at = place.shard, place.index
-        for nbytes in (shard.least_bytes(pieces), shard.family_bytes(lean, pieces)):
-            if nbytes[at] > shard.usable_bytes:
-                self._short(float(nbytes[at]) - shard.usable_bytes)
-                return False
-        return True
+        shard = place.shard
+        bounds = (shard.least_bytes(pieces), shard.family_bytes(lean, pieces))
+        return not any(self._too_large(place, nbytes) for nbytes in bounds)
+
+    def _too_large(self, place: Place, nbytes: Array) -> bool:
+        over = float(nbytes[place.index]) - place.shard.usable_bytes
+        if over > 0:
+            self._short(over)
+        return over > 0
 
     def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
         """Queue an arm by its whole schedule."""
+        self.work += TIGHTENED
         if place.problem is None:
             problem = place.shard.problem
             place.problem = replaced(problem, layout=place.choice.layout, _memo={}, _weights={})
@@ -207,28 +248,38 @@ class Search:
         found = Item("tight", place, None, item.arm, item.step, item.pieces)
         self._push(max(bound_s, tight), found)
 
-    def _simulate(self, bound_s: float, place: Place, item: Item) -> Tried:
+    def _simulate(self, bound_s: float, place: Place, item: Item) -> Tried | None:
         """Try a plan; queue the next step of its scalars, or what is made of it, if it does not
-        fit."""
+        fit.  None where the same plan was tried under another name."""
         assert place.problem is not None
-        arm = item.arm
+        self.work += SIMULATED
+        arm, before = item.arm, len(place.known)
         method = arm.text(item.step, item.pieces)
-        tried = tried_plan(place.choice, place.problem, method, bound_s, self.registry, self.engine)
-        self.tried.append(tried)
-        if tried.evaluation is not None:
+        tried = tried_plan(
+            place.choice, place.problem, method, bound_s, self.registry, self.engine, place.known
+        )
+        if tried.evaluation is None:
+            self.fell[tried.reason.split(":")[0]] += 1
+            self._short(tried.short_bytes)
+            self._go_on(bound_s, place, item)
+        else:
             if not any(part.scalar for part in arm.parts):
                 place.fits.append(arm)
             self.beat(tried.step_s)
-            return tried
-        self.fell[tried.reason.split(":")[0]] += 1
-        self._short(tried.short_bytes)
+        if len(place.known) == before:
+            return None
+        self.tried.append(tried)
+        return tried
+
+    def _go_on(self, bound_s: float, place: Place, item: Item) -> None:
+        """Queue what follows a plan that does not fit."""
+        arm = item.arm
         if item.step < place.shard.steps(arm):
             self._push(bound_s, Item("closed", place, None, arm, item.step + 1, item.pieces))
         elif item.pieces < _pieces(arm):
             self._push(bound_s, Item("pieces", place, None, arm, 1, item.pieces + 1))
         else:
             self._push(bound_s, Item("expand", place, None, arm))
-        return tried
 
 
 def _pieces(arm: Arm) -> int:

@@ -1,12 +1,11 @@
 """A search in several processes: each has its share of the shards, all know the best step.
 
-Rounds of a fixed number of entries of each queue, not of seconds: what is found does not depend on
-how fast a machine is.
+Rounds of a fixed amount of work, counted and not timed: what is found does not depend on how fast a
+machine is.
 """
 
 from collections import Counter
 from collections.abc import Generator, Sequence
-from itertools import islice
 from math import inf
 
 from msgspec import Struct
@@ -18,8 +17,8 @@ from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Choice
 from rematbench.search.trial import Tried
 
-ENTRIES = 24
-"""Entries of a queue in a round."""
+WORK = 400
+"""Work of a round (see Search), half a second or so."""
 
 LIMIT_S = 3600
 """CPU seconds of one round, which takes a few."""
@@ -51,9 +50,14 @@ class Part:
 
     def __call__(self, told: Round) -> State:
         """Work for a round."""
-        self.search.beat(told.best_s)
-        tried = [found for found in islice(self.steps, ENTRIES) if found is not None]
-        search = self.search
+        search, tried = self.search, []
+        search.beat(told.best_s)
+        end = search.work + WORK
+        for found in self.steps:
+            if found is not None:
+                tried.append(found)
+            if search.work >= end:
+                break
         return State(
             tried=tuple(tried),
             bound_s=search.bound_s,

@@ -17,7 +17,7 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.published.bands import leaving_reserve
-from rematbench.search.arms import Arm, Single, Tree, singles
+from rematbench.search.arms import Arm, Single, Tree, rebuilds, singles
 from rematbench.search.frontier import Search
 from rematbench.search.probe import Probe
 from rematbench.search.shard import Shard, key
@@ -113,20 +113,30 @@ class SearchJob:
         groups: dict[object, list[Choice]] = defaultdict(list)
         for choice in self.space.choices:
             groups[key(choice)].append(choice)
-        shards = [self._shard(choices) for choices in list(groups.values())[part::parts]]
-        config = load_compare()
-        tree = Tree(self._samples(list(groups.values())), config.most_methods)
-        return Search(shards, tree, self.registry, self.asked.engine)
+        cuts = list(groups.values())
+        shards = {index: self._shard(cuts[index]) for index in range(part, len(cuts), parts)}
+        tree = Tree(self._samples(cuts, shards), load_compare().most_methods)
+        within = self.asked.within
+        return Search(list(shards.values()), tree, self.registry, self.asked.engine, within)
 
-    def _samples(self, groups: list[list[Choice]]) -> list[dict[Single, Probe]]:
-        """Every method by itself on a few shards, those with a pipeline where there are any."""
-        deep = [group for group in groups if group[0].layout.pp > 1] or groups
-        ordered = sorted(deep, key=lambda group: (group[0].layout.tp, group[0].layout.micro_batch))
-        picked = {0, len(ordered) // 2, len(ordered) - 1}
-        shards = [self._shard(ordered[index]) for index in sorted(picked)[:SAMPLES]]
-        found = []
-        for shard in shards:
-            probes = {single: shard.probe(Arm((single,))) for single in self.singles}
+    def _samples(
+        self, cuts: list[list[Choice]], known: dict[int, Shard]
+    ) -> list[dict[Single, Probe]]:
+        """Every method by itself on a shard, and those that only rebuild on a few: with a pipeline
+        where there are any."""
+
+        def order(index: int) -> tuple[int, int]:
+            return cuts[index][0].layout.tp, cuts[index][0].layout.micro_batch
+
+        every = range(len(cuts))
+        deep = [index for index in every if cuts[index][0].layout.pp > 1] or list(every)
+        ordered = sorted(deep, key=order)
+        found: list[dict[Single, Probe]] = []
+        for at in sorted({0, len(ordered) // 2, len(ordered) - 1})[:SAMPLES]:
+            index = ordered[at]
+            shard = known.get(index) or self._shard(cuts[index])
+            again = [s for s, p in found[0].items() if rebuilds(s, p)] if found else self.singles
+            probes = {single: shard.probe(Arm((single,))) for single in again}
             found.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
         return found
 

@@ -133,23 +133,22 @@ def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
 
 class Prober:
     """Measures methods on the problem's shards of a layer; small problems, with what they know of
-    costs, serve every method."""
+    costs, serve every method.  `layers`: how many were lowered so far."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.single = problem.layout.pp == 1
         self.smalls: dict[tuple[int, ...], Small] = {}
+        self.layers = 0
 
     def __call__(self, method: Composition) -> Probe | Refused:
-        """A method's lines.  Some methods leave the model's last layers alone, and copies by layer
-        come to their rhythm after a few."""
+        """A method's lines.  Some methods have no plan for a layer or two, and copies by layer come
+        to their rhythm after a few."""
         least = 3 if self.problem.layout.zero_stage > 1 else 1
-        found = self._one_rank(method, least) if self.single else self._pipeline(method, least)
-        if isinstance(found, Refused) or copies_by_layer(found.facts):
-            found = (
-                self._one_rank(method, RHYTHM) if self.single else self._pipeline(method, RHYTHM)
-            )
-        return found
+        measure = self._one_rank if self.single else self._pipeline
+        plan = _planned(self._small((least,) if self.single else (least,) * 4), method)
+        few = isinstance(plan, Refused) or plan.transfers.granularity == "layer"
+        return measure(method, RHYTHM if few else least)
 
     def _one_rank(self, method: Composition, least: int) -> Probe | Refused:
         made, more = (self._measured(method, (layers,)) for layers in (least, least + 1))
@@ -176,9 +175,13 @@ class Prober:
         return Probe(facts, made.kinds, made.transfers)
 
     def _measured(self, method: Composition, sizes: tuple[int, ...]) -> "Measured | Refused":
+        self.layers += sum(sizes)
+        return _measured(self._small(sizes), method)
+
+    def _small(self, sizes: tuple[int, ...]) -> "Small":
         if sizes not in self.smalls:
             self.smalls[sizes] = _small(self.problem, sizes)
-        return _measured(self.smalls[sizes], method)
+        return self.smalls[sizes]
 
 
 def _minus(more: ChunkCost, less: ChunkCost) -> ChunkCost:
@@ -195,12 +198,6 @@ def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any
     return ChunkCost(forward, backward, *map(numbers, one[2:], other[2:]))
 
 
-def copies_by_layer(facts: Facts) -> bool:
-    """Whether a plan copies inside of its passes."""
-    middle = facts.middle.base
-    return middle.moved_bytes > 0 and middle.out_s == 0.0
-
-
 class Small(NamedTuple):
     """A probe's problem and the plan that methods begin with."""
 
@@ -212,7 +209,7 @@ NO_COMMUNICATION = 1e-9
 """A factor on collectives where a probe's groups may lie worse on nodes than a layout's."""
 
 
-def _placed_alike(problem: Problem) -> bool:
+def placed_alike(problem: Problem) -> bool:
     """Whether tensor- and context-parallel groups lie on nodes alike in every layout: they are
     neighbours, and their sizes divide a node or are nodes."""
     lay, node = problem.layout, problem.cluster.gpus_per_node
@@ -236,7 +233,7 @@ def _small(problem: Problem, sizes: tuple[int, ...]) -> Small:
     system = replace(
         problem.system, reduce_overlap=False, gather_overlap=False, p2p_synchronous=False
     )
-    if not _placed_alike(problem):
+    if not placed_alike(problem):
         scales = replace(system.scales, communication=NO_COMMUNICATION)
         system = replace(system, scales=scales)
     small = replaced(
@@ -260,12 +257,20 @@ class Measured(NamedTuple):
     transfers: Transfers
 
 
-def _measured(small: Small, method: Composition) -> Measured | Refused:
-    """The chunks under the method's plan."""
+def _planned(small: Small, method: Composition) -> Plan | Refused:
     try:
         plan = method.plan(small.problem, small.base)
-        if isinstance(plan, Unsupported):
-            return Refused(plan.reason)
+    except (PlanError, LayoutError) as error:
+        return Refused(str(error))
+    return Refused(plan.reason) if isinstance(plan, Unsupported) else plan
+
+
+def _measured(small: Small, method: Composition) -> Measured | Refused:
+    """The chunks under the method's plan."""
+    plan = _planned(small, method)
+    if isinstance(plan, Refused):
+        return plan
+    try:
         program = lower(plan, small.problem)
     except (PlanError, LayoutError) as error:
         return Refused(str(error))

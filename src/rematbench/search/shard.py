@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rematbench.operators.ops import Comm, CommKind, OpTable
+from rematbench.operators.ops import Comm, CommKind, Op, OpTable
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem, state_fates
 from rematbench.search.arms import KEEP, Arm
@@ -23,7 +23,16 @@ from rematbench.search.bounds import (
     peak_bound,
     step_bound,
 )
-from rematbench.search.probe import ChunkCost, Facts, Line, PassCost, Probe, Prober, Refused
+from rematbench.search.probe import (
+    ChunkCost,
+    Facts,
+    Line,
+    PassCost,
+    Probe,
+    Prober,
+    Refused,
+    placed_alike,
+)
 from rematbench.search.skeleton import Frame, tightened
 from rematbench.search.space import Choice
 from rematbench.spec.layout import Layout
@@ -56,7 +65,7 @@ class Shard:
         self._probes: dict[str, Probe | Refused] = {}
         self._ends_s: dict[tuple[int, int, int, int], float] = {}
         self._known_highs: dict[Arm | None, list[float]] = {}
-        self._bounds: dict[tuple[Arm, int, int], Bounds | Refused] = {}
+        self._bounds: dict[tuple[Arm, int], Bounds | Refused] = {}
 
     @cached_property
     def send_s(self) -> Array:
@@ -94,11 +103,16 @@ class Shard:
 
     @cached_property
     def kernels_s(self) -> Array:
-        """A first bound of keeping everything: kernels alone, from the operator tables."""
+        """A first bound of keeping everything, from the operator tables alone."""
         kinds = [_line(self.problem, table) for table in self.problem.layer_kinds]
         layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
         line = Line(0, _nothing(), layer)
         return step_bound(self.columns, Facts(line, line, line), 0 * self.send_s)
+
+    @property
+    def layers(self) -> int:
+        """Layers that probes have lowered."""
+        return self._prober.layers
 
     def probe(self, arm: Arm, pieces: int = 1) -> Probe | Refused:
         """An arm's facts; of an arm with a line, at the line's end."""
@@ -117,26 +131,27 @@ class Shard:
             return 1
         return arm.line.scalar.steps or int(self.columns.most.max())
 
-    def bounds(self, arm: Arm, step: int = 1, pieces: int = 1) -> Bounds | Refused:
-        """Bounds of all layouts under an arm, at a step of its line and of its pieces."""
-        key = (arm, step, pieces)
+    def bounds(self, arm: Arm, pieces: int = 1) -> Bounds | Refused:
+        """Bounds under an arm in so many pieces: a row for each step of its line, a column for each
+        layout."""
+        key = (arm, pieces)
         if key not in self._bounds:
-            self._bounds[key] = self._bound(arm, step, pieces)
+            self._bounds[key] = self._bound(arm, pieces)
         return self._bounds[key]
 
-    def _bound(self, arm: Arm, step: int, pieces: int) -> Bounds | Refused:
+    def _bound(self, arm: Arm, pieces: int) -> Bounds | Refused:
         ends = self._ends(arm, pieces)
         if isinstance(ends, Refused):
             return ends
         zero, one = ends
-        low, high = self._shares(arm, step)
+        low, high = self._shares(arm)
         rounding = 2 * ROUNDING_BYTES * self.columns.in_flight[0] if arm.line else 0
         lean = one if arm.line is None else mixed(zero, one, high)
         quick = self._quick(arm, ends, low)
         return Bounds(
-            step_bound(self.columns, quick, self.send_s) + self.end_s,
-            peak_bound(self.columns, lean) - rounding,
-            host_bound(self.columns, quick) - rounding * self.columns.gpus_per_node,
+            np.atleast_2d(step_bound(self.columns, quick, self.send_s) + self.end_s),
+            np.atleast_2d(peak_bound(self.columns, lean) - rounding),
+            np.atleast_2d(host_bound(self.columns, quick) - rounding * self.columns.gpus_per_node),
         )
 
     def _quick(self, arm: Arm, ends: tuple[Facts, Facts], share: Any) -> Facts:
@@ -157,26 +172,28 @@ class Shard:
             return one
         return zero if isinstance(zero, Refused) else (zero.facts, one.facts)
 
-    def _shares(self, arm: Arm, step: int) -> tuple[Array, Array]:
-        """Of the longest and of the shortest chunk, as an array over layouts."""
+    def _shares(self, arm: Arm) -> tuple[Array, Array]:
+        """Of the longest and of the shortest chunk, a row for each step of the arm's line; one
+        column where all layouts have the same."""
+        steps = np.arange(1.0, self.steps(arm) + 1)[:, None]
         scalar = arm.line.scalar if arm.line else None
         if scalar is None or scalar.scale == "share":
-            share = np.full(len(self.choices), step / scalar.steps if scalar else 1.0)
-            return share, share
-        return np.minimum(1.0, step / self.columns.most), np.minimum(
-            1.0, step / self.columns.fewest
-        )
+            return steps / len(steps), steps / len(steps)
+        columns = self.columns
+        return np.minimum(1.0, steps / columns.most), np.minimum(1.0, steps / columns.fewest)
 
     def tight_s(self, arm: Arm, step: int, pieces: int, index: int, frame: Frame) -> float:
         """Seconds that one layout's step takes at least, by its whole schedule."""
         ends, moves = self._ends(arm, pieces), self.probe(arm, pieces)
         assert not isinstance(ends, Refused)
         assert isinstance(moves, Probe)
-        facts = self._quick(arm, ends, self._shares(arm, step)[0][index])
+        shares = self._shares(arm)[0]
+        share = np.broadcast_to(shares, (len(shares), len(self.choices)))[step - 1, index]
+        facts = self._quick(arm, ends, share)
         cost = self.problem.cost
         rate = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
         found = tightened(frame, facts, moves.transfers, self.choices[index].sizes, rate)
-        return found * (LINEAR if arm.line is None else SHARED)
+        return float(found) * (LINEAR if arm.line is None else SHARED)
 
     def least_state_bytes(self) -> float:
         """Bytes of states on the fullest device, of the layout with fewest."""
@@ -194,6 +211,11 @@ class Shard:
         if isinstance(found, Refused):
             return self.least_bytes(pieces)
         return self._above(found.facts, pieces)
+
+    def bytes_in_pieces(self, arm: Arm) -> Array:
+        """The same of an arm in any pieces: it keeps what it keeps in one."""
+        assert arm.pieces is not None
+        return self.family_bytes(arm.without(arm.pieces), Arm((arm.pieces,)))
 
     def least_bytes(self, pieces: Arm | None) -> Array:
         """The same of plans that keep nothing."""
@@ -275,12 +297,35 @@ def _with_high(cost: ChunkCost, high: float) -> ChunkCost:
 
 
 def _line(problem: Problem, table: OpTable) -> ChunkCost:
+    """Seconds of a layer's kernels and of the collectives that compute waits for."""
+    found = [_op_s(problem, op) for op in table.ops]
+    return _cost(fsum(forward for forward, _ in found), fsum(backward for _, backward in found))
+
+
+def _op_s(problem: Problem, op: Op) -> tuple[float, float]:
+    """Seconds of an operator's forward and backward: collectives before or after its kernels, or
+    beside them as emit_op and emit_backward have it."""
     cost = problem.cost
-    forward = fsum(cost.op_s(op, "forward") for op in table.ops)
-    backward = fsum(
-        cost.op_s(op, "backward_input") + cost.op_s(op, "backward_weight") for op in table.ops
+    gemm = problem.system.tp_overlap == "gemm"
+    split = op.has_weight and problem.system.tp_overlap in ("backward", "gemm")
+    comm_s = cost.comm_s if placed_alike(problem) else lambda comm, stage: 0.0
+
+    def after(kernel_s: float, *comms: tuple[Comm | None, bool]) -> float:
+        beside_s = kernel_s
+        for comm, beside in comms:
+            if comm and (beside or comm.kind == "ring"):
+                beside_s = max(beside_s, comm_s(comm, 0))
+            elif comm:
+                kernel_s += comm_s(comm, 0)
+        return max(kernel_s, beside_s)
+
+    fused = gemm and op.name != "attention"
+    forward = after(
+        cost.op_s(op, "forward"), (op.gather, fused), (op.reduce, fused and op.has_weight)
     )
-    return _cost(forward, backward)
+    brought = (op.grad_gather, gemm and op.has_weight), (op.regather, split)
+    inputs = after(cost.op_s(op, "backward_input"), *brought)
+    return forward, inputs + after(cost.op_s(op, "backward_weight"), (op.grad_reduce, split))
 
 
 def _nothing() -> ChunkCost:

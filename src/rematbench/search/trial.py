@@ -3,10 +3,11 @@
 from msgspec import Struct
 from msgspec.structs import replace
 
+from rematbench.choose.candidates import same_plan
 from rematbench.choose.outcome import Verdict, judge, reserved_bytes
 from rematbench.lowering.lower import lower
 from rematbench.packages.flags import Engines
-from rematbench.plan import PlanError, Unsupported
+from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.search.space import Choice
@@ -39,20 +40,31 @@ def tried_plan(
     bound_s: float,
     registry: Registry,
     engine: str = "",
+    known: dict[bytes, Tried] | None = None,
 ) -> Tried:
     """Plan, lower and weigh a candidate; if its bytes fit, its time.  The problem's reserve stays
-    free; an `engine` has to have options for the plan."""
+    free; an `engine` has to have options for the plan.  A plan that does what a `known` one of the
+    layout does is that one."""
     tried = Tried(choice=choice, method=method, bound_s=bound_s)
     try:
         base = choice.base(problem.base_plan)
         plan = registry.resolve(method, None, problem).plan(problem, base)
         if isinstance(plan, Unsupported):
             return replace(tried, reason=f"no plan: {plan.reason}")
+        known = {} if known is None else known
+        if (same := same_plan(plan)) in known:
+            return known[same]
         if engine and engine not in Engines(problem).of(plan):
             return replace(tried, reason=f"no options of {engine}")
-        program = lower(plan, problem)
+        known[same] = _judged(tried, problem, plan)
     except (PlanError, LayoutError, MethodError) as error:
         return replace(tried, reason=f"no plan: {error}")
+    return known[same]
+
+
+def _judged(tried: Tried, problem: Problem, plan: Plan) -> Tried:
+    """With the evaluation where the plan fits, else with the reason."""
+    program = lower(plan, problem)
     ranks = program_bytes(problem, plan, program)
     room = problem.usable_bytes - problem.reserve_bytes
     live = max(rank.device_peak for rank in ranks)

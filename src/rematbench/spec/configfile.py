@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -202,10 +203,15 @@ def convert(data: Mapping[str, Any], kind: type[T], label: str) -> T:
         raise ConfigError(label, key, problem) from error
 
 
+@cache
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
+    return msgspec.structs.fields(kind)
+
+
 def wrong_field(struct: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str, str] | None:
     """The first field of `kind` whose value is none of its type, and why, where code made the
     struct: only what is read from files is checked by msgspec itself."""
-    for field in msgspec.structs.fields(kind):
+    for field in _fields(kind):
         value = getattr(struct, field.name)
         try:
             msgspec.convert(value, field.type)

@@ -1,0 +1,55 @@
+"""A queue in the order of bounds, from which what is nearly done may be taken ahead of its turn."""
+
+import heapq
+from itertools import count
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+Entry = tuple[float, int, T]
+
+
+class Queue(Generic[T]):
+    """Entries by their bounds; of equal bounds, the one that came first.  *Ripe* entries also stand
+    in an order of their own."""
+
+    def __init__(self) -> None:
+        self._all: list[Entry[T]] = []
+        self._ripe: list[Entry[T]] = []
+        self._waiting: set[int] = set()
+        self._numbers = count()
+
+    def push(self, bound: float, item: T, *, ripe: bool) -> None:
+        """Add an entry."""
+        entry = (bound, next(self._numbers), item)
+        self._waiting.add(entry[1])
+        heapq.heappush(self._all, entry)
+        if ripe:
+            heapq.heappush(self._ripe, entry)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def bound(self) -> float:
+        """The least bound; infinite where nothing waits."""
+        self._drop(self._all)
+        return self._all[0][0] if self._all else float("inf")
+
+    @property
+    def ripe_bound(self) -> float:
+        """The least bound of a ripe entry; infinite where none waits."""
+        self._drop(self._ripe)
+        return self._ripe[0][0] if self._ripe else float("inf")
+
+    def pop(self, *, ripe: bool = False) -> tuple[float, T]:
+        """The entry of the least bound, or of the ripe ones; IndexError without."""
+        heap = self._ripe if ripe else self._all
+        self._drop(heap)
+        bound, number, item = heapq.heappop(heap)
+        self._waiting.remove(number)
+        return bound, item
+
+    def _drop(self, heap: list[Entry[T]]) -> None:
+        """Forget the first entries that the other order has given."""
+        while heap and heap[0][1] not in self._waiting:
+            heapq.heappop(heap)
