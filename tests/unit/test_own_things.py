@@ -223,6 +223,8 @@ def test_a_method_may_be_a_name_a_file_or_an_object(tmp_path: Path) -> None:
     assert rematbench.simulate(PROBLEM, tuned).method == "memo:alpha=0.25"
     with pytest.raises(rematbench.MethodError, match="did you mean 'memo'"):
         rematbench.load_method("mem")
+    with pytest.raises(rematbench.MethodError, match=r"^no file nothere\.py$"):
+        rematbench.load_method("nothere.py")
     with pytest.raises(rematbench.MethodError, match="an object with plan, not 3"):
         rematbench.simulate(PROBLEM, 3)  # type: ignore[arg-type]
     with pytest.raises(rematbench.MethodError, match="mine: plan returned 3"):
