@@ -331,7 +331,7 @@ def test_what_the_readme_writes_is_ignored() -> None:
 
 
 def test_names_are_lists() -> None:
-    with pytest.raises(ConfigError, match="expected a list of names, not the text 'memo'"):
+    with pytest.raises(ConfigError, match="expected a list of names, not 'memo'"):
         rematbench.compare(PROBLEM, only="memo")
     with pytest.raises(ConfigError, match="processes: expected a whole number above 0, not 0"):
         rematbench.compare(PROBLEM, processes=0)

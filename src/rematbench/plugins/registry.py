@@ -230,7 +230,9 @@ def _inline(text: str, spec: str, hint: str) -> dict[str, Value]:
         key, equals, value = (piece.strip() for piece in word.partition("="))
         if not equals or not key or key in found:
             near = "" if equals else hint
-            raise MethodError(f"method {spec!r}: expected METHOD:KEY=VALUE,KEY=VALUE, not {word!r}{near}")
+            raise MethodError(
+                f"method {spec!r}: expected METHOD:KEY=VALUE,KEY=VALUE, not {word!r}{near}"
+            )
         found[key] = value
     return found
 
