@@ -272,7 +272,7 @@ def _notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> It
             ratios = percent(ratio_band())
             yield f"= a tie: slower than the first row by less than the error of ratios ({ratios})"
     elif not ended:
-        yield f"stopped: nothing fits among {at.simulations} plans simulated"
+        yield f"stopped: {at.simulations} plans simulated, none that fits so far"
     else:
         yield f"NOTHING FITS: every plan is at least {gib(at.short_bytes)} GiB short on some device"
     dropped = [f"{count:,} {rule}" for rule, count in made.space.refused.items()]
