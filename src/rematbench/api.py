@@ -199,6 +199,10 @@ def search(
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")
     _check_lists(methods=methods, folders=folders)
     _check_counts(top=top, processes=processes)
+    if not (isinstance(within, int | float) and 0 <= within < 1):
+        raise ConfigError("", "within", f"expected a share from 0 to below 1, not {within!r}")
+    if not isinstance(fixed, Mapping | None):
+        raise ConfigError("", "fixed", f"expected degrees by name, not {fixed!r}")
     asked = Asked(
         spec=problem,
         fixed=convert(dict(fixed or {}), Fixed, "fixed"),
