@@ -3,6 +3,8 @@
 usage: matrix_parts.py matrix_fastest.csv FIGURE.pdf
 """
 
+import textwrap
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -20,6 +22,9 @@ PARTS = {
     "dp": (style.PINK, "data parallel", "xxx"),
 }
 """Colour, label and hatch of each share, from the bottom."""
+
+LONGEST = 20
+"""Characters of a name on one line: two lines are no wider than a bar, and end in its compute."""
 
 
 def main() -> None:
@@ -53,7 +58,10 @@ def bars(axis: Axes, rows: pd.DataFrame) -> None:
         bottom += shares
     for place, (arm, filled) in enumerate(zip(rows.arm, bottom, strict=True)):
         if filled:
-            axis.annotate(arm, (place, 0.02), rotation=90, ha="center", va="bottom", fontsize=5.5)
+            axis.annotate(
+                textwrap.fill(arm, LONGEST), (place, 0.02), rotation=90, ha="center", va="bottom",
+                fontsize=5.5, linespacing=1.0,
+            )  # fmt: skip
         else:
             axis.plot(place, 0.03, "x", color=style.BLACK, ms=4)
     axis.set_xticks(places, [f"{length / 1024:.0f}K" for length in rows.seq_len])

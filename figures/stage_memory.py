@@ -47,7 +47,7 @@ def bars(axis: Axes, stages: pd.DataFrame) -> None:
         )  # fmt: skip
         bottom = bottom + height
     device = stages[[key for key, *_ in PARTS]].sum(axis=1) / GIB
-    axis.axhline(device.iloc[0], color=style.BLACK, lw=0.8, ls="--")
+    axis.axhline(device.iloc[0], color=style.BLACK, lw=0.8, ls="--", label="the device")
     axis.set_xticks(stages["rank"])
     axis.set_xlim(-0.6, len(stages) - 0.4)
     axis.set_ylim(0, 1.02 * max(device.iloc[0], bottom.max()))

@@ -161,12 +161,8 @@ def compare(
     `also` adds methods by name and `only` leaves out all others; `folders` have more method files;
     `tokens` and `price` (of a GPU-hour) add days and cost.  A method has `limit_s` CPU seconds.
     """
-    for name, names in (("also", also), ("only", only), ("folders", folders)):
-        if isinstance(names, str):
-            raise ConfigError("", name, f"expected a list of names, not the text {names!r}")
-    for name, value in (("limit_s", limit_s), ("processes", processes)):
-        if type(value) is not int or value < 1:
-            raise ConfigError("", name, f"expected a whole number above 0, not {value!r}")
+    _check_lists(also=also, only=only, folders=folders)
+    _check_counts(limit_s=limit_s, processes=processes)
     order = Order(tokens=tokens, price=price)
     config, job = load_compare(), _job(problem)
     comparing = Comparing(
@@ -201,9 +197,12 @@ def search(
     """
     if not isinstance(problem, ProblemSpec):
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")
-    for name, value in (("top", top), ("processes", processes)):
-        if type(value) is not int or value < 1:
-            raise ConfigError("", name, f"expected a whole number above 0, not {value!r}")
+    _check_lists(methods=methods, folders=folders)
+    _check_counts(top=top, processes=processes)
+    if not (isinstance(within, int | float) and 0 <= within < 1):
+        raise ConfigError("", "within", f"expected a share from 0 to below 1, not {within!r}")
+    if not isinstance(fixed, Mapping | None):
+        raise ConfigError("", "fixed", f"expected degrees by name, not {fixed!r}")
     asked = Asked(
         spec=problem,
         fixed=convert(dict(fixed or {}), Fixed, "fixed"),
@@ -217,6 +216,18 @@ def search(
     table = pd.DataFrame([line(place, one) for place, one in enumerate(found, 1)])
     table.attrs["gap"] = end.gap
     return table
+
+
+def _check_lists(**given: object) -> None:
+    for name, names in given.items():
+        if isinstance(names, str) or not isinstance(names, Sequence):
+            raise ConfigError("", name, f"expected a list of names, not {names!r}")
+
+
+def _check_counts(**given: object) -> None:
+    for name, value in given.items():
+        if type(value) is not int or value < 1:
+            raise ConfigError("", name, f"expected a whole number above 0, not {value!r}")
 
 
 def _job(problem: ProblemSpec) -> Job:

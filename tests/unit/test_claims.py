@@ -68,7 +68,8 @@ def query(**changes: Any) -> Query:
 
 def ledger(value: str, *parts: Part, answers: list[Answer] | None = None) -> list[dict[str, Any]]:
     """Lines of a claim with this published value and a tolerance of a tenth."""
-    row = dict.fromkeys(ROWS[0], "") | {"id": "c", "value": value, "conditions": "4x and 50 GB"}
+    told = {"id": "c", "value": value, "unit": "tokens", "conditions": "4x and 50 GB"}
+    row = dict.fromkeys(ROWS[0], "") | told
     declared = Claims(
         tolerances={"tenth": Tolerance(value=0.1, reason="a test", declared="before")},
         claims=(Claim(id="c", tolerance="tenth", parts=parts or (Part(query=query()),)),),
@@ -207,6 +208,14 @@ def test_what_a_row_says_beside_its_headline_is_scored(
     lines = ledger("50", Part(query=query()), Part(query=query(), beside=beside))
     assert (lines[1]["asked"], lines[1]["published"]) == (BESIDE, told)
     assert claim_verdict(lines) == verdict
+
+
+def test_a_ratio_has_no_unit_of_its_row() -> None:
+    """`12x vanilla` beside a longest sequence are not 12 tokens."""
+    twice = Part(query=query(to_methods=("ours",), form="ratio"), beside="4x")
+    quotient = Part(query=query(), over=0)
+    lines = ledger("50", Part(query=query()), twice, quotient)
+    assert [line["unit"] for line in lines] == ["tokens", "x", "x"]
 
 
 def test_words_that_a_row_does_not_say_are_not_compared() -> None:

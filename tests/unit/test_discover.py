@@ -140,6 +140,8 @@ def test_settings_may_stand_in_the_name() -> None:
     assert found.parameters["memo"]["alpha"] == 0.5
     for spec, told in (
         ("memo:alpha", "expected METHOD:KEY=VALUE"),
+        ("full_recompute:blok", "not 'blok'; did you mean 'full_recompute:block'"),
+        ("full_recompute:blok 1", "not 'blok 1'; did you mean 'full_recompute:block'"),
         ("memo:alpha=1,alpha=0", "expected METHOD:KEY=VALUE"),
         ("balanced_checkpointing:point=al+memo", "invalid enum value 'al'"),
         ("memo:alph=1", "unknown parameter 'alph'"),

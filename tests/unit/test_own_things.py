@@ -223,6 +223,8 @@ def test_a_method_may_be_a_name_a_file_or_an_object(tmp_path: Path) -> None:
     assert rematbench.simulate(PROBLEM, tuned).method == "memo:alpha=0.25"
     with pytest.raises(rematbench.MethodError, match="did you mean 'memo'"):
         rematbench.load_method("mem")
+    with pytest.raises(rematbench.MethodError, match=r"^no file nothere\.py$"):
+        rematbench.load_method("nothere.py")
     with pytest.raises(rematbench.MethodError, match="an object with plan, not 3"):
         rematbench.simulate(PROBLEM, 3)  # type: ignore[arg-type]
     with pytest.raises(rematbench.MethodError, match="mine: plan returned 3"):
@@ -329,8 +331,15 @@ def test_what_the_readme_writes_is_ignored() -> None:
 
 
 def test_names_are_lists() -> None:
-    with pytest.raises(ConfigError, match="expected a list of names, not the text 'memo'"):
+    with pytest.raises(ConfigError, match="expected a list of names, not 'memo'"):
         rematbench.compare(PROBLEM, only="memo")
+    with pytest.raises(ConfigError, match="methods: expected a list of names, not 'memo'"):
+        rematbench.search(PROBLEM, methods="memo")
+    for within in (-1, 1, "a"):
+        with pytest.raises(ConfigError, match="within: expected a share from 0 to below 1, not"):
+            rematbench.search(PROBLEM, within=within)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"fixed: expected degrees by name, not \[1\]"):
+        rematbench.search(PROBLEM, fixed=[1])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="processes: expected a whole number above 0, not 0"):
         rematbench.compare(PROBLEM, processes=0)
     with pytest.raises(ConfigError, match="tokens: '2e12': expected float, got str"):

@@ -14,6 +14,8 @@ from rematbench.plugins.discover import discover
 from rematbench.published.predict import COLUMNS, predict_case, predict_rows
 from rematbench.published.reported import layer_bytes_in_flight
 from rematbench.published.rows import Case, RowError, read_case, recompute_method
+from rematbench.published.sheets import write_sheet
+from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 
 REGISTRY = discover()
@@ -354,6 +356,15 @@ def test_a_file_that_is_no_sheet_is_one_line(tmp_path: Path, text: str, problem:
     (tmp_path / "rows.csv").write_text(text)
     with pytest.raises(CommandError, match=f"rows.csv: .*{re.escape(problem)}"):
         read(tmp_path / "rows.csv", "ROWS.csv")
+
+
+def test_a_stack_that_is_not_there_is_one_line_and_no_sheet(tmp_path: Path) -> None:
+    """What is typed for every row is wrong once and not in every row."""
+    rows, out = tmp_path / "rows.csv", tmp_path / "pred.csv"
+    write_sheet(rows, [ROW])
+    with pytest.raises(ConfigError, match=r"mine\.yaml: no such system file"):
+        predict_sheet(rows, out, system=str(tmp_path / "mine.yaml"))
+    assert not out.exists()
 
 
 def test_a_sheet_without_rows_stays_a_sheet(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ what it proved."""
 import csv
 import itertools
 import json
+import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 from rematbench.cli.app import command_line
 from rematbench.lowering.schedule import passes
 from rematbench.plugins.registry import MethodError
+from rematbench.search import questions
 from rematbench.search.arms import KEEP, Arm, Tree
 from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
@@ -188,7 +191,7 @@ def test_two_plans_are_explained_by_parts_that_add_up() -> None:
     terms = {cell[1].strip(): float(cell[2]) for cell in cells}
     assert sum(terms.values()) - terms["step"] == pytest.approx(terms["step"], abs=1e-3)
     wrong = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "2", "--explain", "1", "9"])
-    assert wrong.exit_code == 2 or "no plan of place 9" in str(wrong.exception)
+    assert "--explain: places of 1 to 2" in str(wrong.exception)
 
 
 def test_a_job_that_fits_nowhere_says_what_is_short() -> None:
@@ -264,13 +267,55 @@ def test_price_tags_only_buy() -> None:
         (("--find", "speed"), "--find: one of gpus, context, batch, memory, not 'speed'"),
         (("--find", "gpus"), "say the tokens/s of all GPUs with --speed"),
         (("--find", "batch"), "say the seconds of a step with --step"),
-        (("--attention", "fa9"), "--attention: one of flash"),
+        (("--attention", "fa9"), "'flash', 'unfused', 'fa1'"),
+        (("--find", "context", "--json"), "--json: not with --find"),
+        (("--find", "context", "-o", "answer.csv"), "-o: not with --find"),
+        (("--price-tags", "--explain", "1", "2"), "--explain: not with --price-tags"),
+        (("--price-tags", "--find", "context"), "--price-tags: not with --find"),
+        (("--json", "--explain", "1", "2"), "--explain: not with --json"),
+        (("--speed", "100"), "--speed: only with --find gpus"),
+        (("--find", "gpus", "--step", "3"), "--step: only with --find batch"),
     ],
 )
 def test_a_wrong_question_is_one_line(words: tuple[str, ...], told: str) -> None:
-    """What is allowed is said."""
+    """What is allowed is said, and nothing that is asked for is left out in silence."""
     answer = RUN.invoke(app, ["search", *shlex.split(WORDS), *words])
-    assert told in str(answer.exception)
+    assert answer.exit_code in (1, 2)
+    assert told in f"{answer.exception} {answer.output}"
+
+
+def test_a_table_of_a_narrow_terminal_drops_columns_and_no_digits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eighty columns hold every layout and step whole; what has no room is named."""
+    wide = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4"]).output
+    monkeypatch.setattr("rematbench.host.console.PIPED_WIDTH", 80)
+    narrow = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4"]).output
+    assert "no room for: " in narrow
+    assert "no room for: " not in wide
+    rows = [line.split("|") for line in wide.splitlines() if re.match(r"\| [1-4] ", line)]
+    assert len(rows) == 4
+    for row in rows:
+        assert any(
+            {row[10].strip(), row[11].strip()} <= {*text.split()} for text in narrow.splitlines()
+        )
+    table = narrow[narrow.index("step s") : narrow.index("no room for")]
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def test_an_interrupted_question_prints_its_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C loses no answer, and the exit code says that it is not proved."""
+    whole = questions.longest_context
+
+    def stopped(one: Asked, processes: int) -> Iterator[questions.Answer]:
+        yield next(whole(one, processes))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rematbench.cli.inverse.longest_context", stopped)
+    answer = RUN.invoke(app, ["search", *shlex.split(WORDS), "--find", "context"])
+    assert answer.exit_code == 130
+    assert "best so far: " in answer.output
+    assert "ANSWER" not in answer.output
 
 
 @pytest.mark.full

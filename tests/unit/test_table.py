@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rematbench.cli.targets import rich_table
 from rematbench.plugins.discover import discover
 from rematbench.published.sheets import (
     all_cells,
@@ -141,3 +142,21 @@ def test_the_committed_suites_are_legal(name: str) -> None:
     suite = load_suite(data_dir("config") / f"{name}.yaml")
     for problem in suite.problems:
         assert problem.problem().layout.gpus == problem.gpus
+
+
+def test_prose_of_a_terminal_is_said_once() -> None:
+    """A long source stands in the first of its rows; a short word and a new source stay."""
+    sources = [
+        "a source with a name of more than forty letters",
+        "another source of at least so many letters",
+    ]
+    rows = tuple({"source": s, "model": "m"} for s in (sources[0], *sources))
+    made = Table(
+        name="t",
+        title="T",
+        columns=(Column("source", "source"), Column("model", "model")),
+        rows=rows,
+    )
+    shown = [str(cell) for cell in rich_table(made).columns[0].cells]
+    assert shown == [sources[0], '"', sources[1]]
+    assert [str(cell) for cell in rich_table(made).columns[1].cells] == ["m"] * 3

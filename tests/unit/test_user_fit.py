@@ -9,6 +9,7 @@ import pytest
 
 from rematbench.cli.own_stack import calibrate_own
 from rematbench.cli.sheet import predict
+from rematbench.cli.show import trust
 from rematbench.host.console import CommandError
 from rematbench.published.accuracy import SPEED
 from rematbench.published.bands import band_of
@@ -115,6 +116,7 @@ def test_a_sheet_becomes_a_stack(tmp_path: Path, capsys: pytest.CaptureFixture[s
     band = band_of(problem, "full_recompute")
     assert "stack" not in band.outside
     assert band.half_width == found.scales.half_width
+    assert "calibrated on as few of their rows" in trust(band, 1.0)[0]
 
 
 def test_rows_of_two_stacks_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 
 from msgspec import Struct
 from rich.console import Console
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from rematbench.cli.targets import need_file
 from rematbench.host.console import GIB, CommandError, console, grid, plain
@@ -46,13 +46,21 @@ def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
     if inverse.find not in get_args(Question):
         raise CommandError(f"--find: one of {', '.join(get_args(Question))}, not {inverse.find!r}")
     best: Answer | None = None
-    for answer in _answers(asked, inverse, processes):
-        out.print(plain(_line(inverse.find, answer)))
-        best = answer if answer.tried else best
-    if best is None:
+    ended = False
+    try:
+        for answer in _answers(asked, inverse, processes):
+            out.print(plain(_line(inverse.find, answer)), soft_wrap=True)
+            best = answer if answer.tried else best
+        ended = True
+    except KeyboardInterrupt:
+        out.print(plain("stopped before the answer was proved"))
+    if best is not None:
+        word = "ANSWER" if ended else "best so far"
+        out.print(plain(f"{word}: {_line(inverse.find, best)}"), style="bold", soft_wrap=True)
+    elif ended:
         out.print(plain("NOTHING reaches that"), style="bold")
-    else:
-        out.print(plain(f"ANSWER: {_line(inverse.find, best)}"), style="bold", soft_wrap=True)
+    if not ended:
+        raise Exit(130)
 
 
 def _answers(asked: Asked, inverse: Inverse, processes: int) -> Iterator[Answer]:

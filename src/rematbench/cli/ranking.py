@@ -1,7 +1,7 @@
 """A comparison for a person: the verdict, one table, and how to read it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 from rich.console import Console, ConsoleDimensions, JustifyMethod
@@ -211,7 +211,8 @@ def texts(item: Judged, shown: Shown, *, folded: bool) -> list[str]:
     assert entry.verdict is not None
     found, fits = entry.evaluation, entry.status == "ok"
     between = "\n" if folded else ", "
-    name = _folded(entry) if folded or len(entry.name) > LONGEST else entry.name
+    lines = folded_name(entry.name, entry.candidate.methods)
+    name = lines if folded or len(entry.name) > LONGEST else entry.name
     device, host = entry.verdict.headroom_bytes, entry.verdict.host_headroom_bytes
     short = host < 0 <= device
     fit = "host" if short else item.fits
@@ -248,10 +249,10 @@ def banded(band: Band, between: str = " ") -> str:
     return between.join(words)
 
 
-def _folded(entry: Entry) -> str:
+def folded_name(text: str, methods: Iterable[str]) -> str:
     """A name with a line for each method and its settings; a plus inside a value stays."""
-    methods = "|".join(re.escape(name) for name in entry.candidate.methods)
-    lines = re.split(rf"\+(?=(?:{methods})(?:[:+]|$))", entry.name)
+    names = "|".join(re.escape(name) for name in methods)
+    lines = re.split(rf"\+(?=(?:{names})(?:[:+]|$))", text)
     return "\n+".join(lines).replace(":", ":\n  ").replace(",", ",\n  ")
 
 

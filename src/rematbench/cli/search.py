@@ -2,9 +2,9 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -15,6 +15,7 @@ from rematbench import __version__
 from rematbench.cli.compare import as_cells
 from rematbench.cli.inverse import Inverse, ask
 from rematbench.cli.options import OPTIONS
+from rematbench.cli.ranking import LONGEST, WIDE, Head, folded_name, kept
 from rematbench.cli.targets import Json, Methods, need_file
 from rematbench.host.console import (
     GIB,
@@ -26,6 +27,7 @@ from rematbench.host.console import (
     percent,
     plain,
     rounded,
+    show_whole,
 )
 from rematbench.problem import AttentionChoice
 from rematbench.published.bands import ratio_band
@@ -40,6 +42,14 @@ from rematbench.workload import Precision
 Degree = Annotated[int | None, Option(min=1, metavar="N", help="This and no other.")]
 STEP_S = 1.0
 """Seconds between two lines of progress on a terminal."""
+
+HEADS = (
+    Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),
+    Head("dp"), Head("zero"), Head("mb"), Head("step s"), Head("tokens/s\n/GPU"),
+    Head("80 % band", given_up=4), Head("MFU %\ncausal", given_up=3),
+    Head("MFU %\ndense", given_up=5), Head("left\nGiB"), Head("host\nGiB", given_up=2),
+    Head("fits", words=True, given_up=1),
+)  # fmt: skip
 
 
 def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
@@ -56,8 +66,8 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     vpp: Degree = None,
     micro_batch: Degree = None,
     zero: Annotated[int | None, Option(min=0, max=3, help="This ZeRO stage and no other.")] = None,
-    attention: Annotated[str, OPTIONS["attention"]] = "flash",
-    precision: Annotated[str, OPTIONS["precision"]] = "bf16",
+    attention: Annotated[AttentionChoice, OPTIONS["attention"]] = "flash",
+    precision: Annotated[Precision, OPTIONS["precision"]] = "bf16",
     hbm_bytes: Annotated[int | None, OPTIONS["hbm_bytes"]] = None,
     method: Annotated[
         list[str] | None,
@@ -81,7 +91,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     ] = None,
     find: Annotated[
         str,
-        Option(metavar="gpus|context|batch|memory", help="Ask the other way round (see below)."),
+        Option(metavar="gpus|context|batch|memory", help="Ask the other way round (see above)."),
     ] = "",
     speed: Annotated[
         float, Option(min=0, metavar="T", help="Tokens/s of all GPUs, for --find gpus.")
@@ -111,7 +121,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     \b
     --find gpus --speed T: the fewest GPUs, of --gpus at most, that make T tokens/s together
     --find context: the longest sequence that fits, from --seq-len on
-    --find batch --step S: the largest global batch whose step takes S seconds at most
+    --find batch --step S: the most times --global-batch whose step takes S seconds at most
     --find memory --lose P: the least device memory within P percent of the best
 
     \b
@@ -120,16 +130,12 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         --gpus 64 --seq-len 4096 --global-batch 256 -o search.csv
     """
     need_file("-o", output)
-    for option, value, kinds in (
-        ("--attention", attention, AttentionChoice),
-        ("--precision", precision, Precision),
-    ):
-        if value not in get_args(kinds):
-            raise CommandError(f"{option}: one of {', '.join(get_args(kinds))}, not {value!r}")
+    _refuse(find, prices=price_tags, speed=speed, step=step, out=(output, json, explain))
+    if explain is not None and not all(1 <= place <= top for place in explain):
+        raise CommandError(f"--explain: places of 1 to {top} (--top shows more), not {explain}")
     spec = ProblemSpec(
         model=model, cluster=cluster, system=system, gpus=gpus, seq_len=seq_len,
-        global_batch=global_batch, attention=attention,  # type: ignore[arg-type]  # as checked
-        precision=precision, hbm_bytes=hbm_bytes,  # type: ignore[arg-type]
+        global_batch=global_batch, attention=attention, precision=precision, hbm_bytes=hbm_bytes,
     )  # fmt: skip
     fixed = Fixed(tp=tp, cp=cp, ulysses=ulysses, pp=pp, vpp=vpp, micro_batch=micro_batch,
                   zero_stage=zero)  # type: ignore[arg-type]  # as checked  # fmt: skip
@@ -154,7 +160,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         answer = {**proved, "rows": rows, "refused": made.space.refused, "fell": at.fell}
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
-        _table(out, found)
+        _table(out, made, found)
         for text in _notes(made, at, found, ended):
             out.print(plain(text), soft_wrap=True)
     if output is not None:
@@ -163,6 +169,20 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         _explain(out, made, found, explain)
     if not ended:
         raise typer.Exit(130)
+
+
+def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence[object]) -> None:
+    """CommandError for options that would do nothing together."""
+    for option, value, kind in (("--speed", speed, "gpus"), ("--step", step, "batch")):
+        if value and find != kind:
+            raise CommandError(f"{option}: only with --find {kind}")
+    if find and prices:
+        raise CommandError("--price-tags: not with --find")
+    for option, given in zip(("-o", "--json", "--explain"), out, strict=True):
+        if given and (find or prices):
+            raise CommandError(f"{option}: not with {'--find' if find else '--price-tags'}")
+    if out[1] and out[2]:
+        raise CommandError("--explain: not with --json")
 
 
 def _run(asked: Asked, shown: int, processes: int) -> tuple[Progress, bool]:
@@ -182,7 +202,7 @@ def _run(asked: Asked, shown: int, processes: int) -> tuple[Progress, bool]:
 
 
 def _progress(at: Progress) -> str:
-    bound = f"no step under {at.bound_s:.4g} s"
+    bound = f"no step under {min(at.bound_s, at.best_s):.4g} s"
     if not at.found:
         return f"{bound}; {at.simulations} simulated, none fits yet"
     best = f"best {at.best_s:.4g} s, gap {100 * at.gap:.2f} %"
@@ -203,23 +223,33 @@ def _head(out: Console, made: SearchJob, layouts: int, plans: int) -> None:
     out.print()
 
 
-def _table(out: Console, found: list[Found]) -> None:
+def _table(out: Console, made: SearchJob, found: list[Found]) -> None:
+    """The columns that there is room for, never cut."""
     if not found:
         return
-    table = grid(
-        "", "method", "tp", "cp", "pp", "vpp", "dp", "zero", "mb", "step s", "tokens/s\n/GPU",
-        "80 % band", "MFU %\ncausal", "MFU %\ndense", "left\nGiB", "host\nGiB", "fits",
-    )  # fmt: skip
+    longest = 0 if out.width < WIDE else LONGEST
+    rows = []
     for place, one in enumerate(found, 1):
-        table.add_row(*(plain(text) for text in _cells(place, one)))
-    out.print(left(table, 1, 16))
+        row = line(place, one)
+        if len(row["name"]) > longest:
+            row["name"] = folded_name(row["name"], made.registry.methods)
+        rows.append(list(_cells(row, one)))
+    columns = zip([head.text for head in HEADS], *rows, strict=True)
+    widths = [max(map(len, "\n".join(column).split("\n"))) for column in columns]
+    shown = kept(HEADS, widths, out.width, gap=1)
+    table = grid(*(HEADS[index].text for index in shown))
+    for cells in rows:
+        table.add_row(*(plain(cells[index]) for index in shown))
+    show_whole(out, left(table, *(at for at, index in enumerate(shown) if HEADS[index].words)))
+    dropped = [head.text.replace("\n", " ") for i, head in enumerate(HEADS) if i not in shown]
+    if dropped:
+        out.print(plain(f"no room for: {', '.join(dropped)} (-o FILE.csv has them)"))
 
 
-def _cells(place: int, found: Found) -> Iterator[str]:
-    row = line(place, found)
+def _cells(row: dict[str, Any], found: Found) -> Iterator[str]:
     lay = found.tried.choice.layout
     uneven = "" if found.tried.choice.even else f"\n  layers {row['partition']}"
-    yield from (str(place), f"{row['name']}{uneven}", str(lay.tp))
+    yield from (str(row["place"]), f"{row['name']}{uneven}", str(lay.tp))
     yield f"u{lay.ulysses}" if lay.ulysses > 1 else str(lay.cp)
     yield from map(str, (lay.pp, lay.vpp, lay.dp, lay.zero_stage, lay.micro_batch))
     yield f"{row['step_s']:.4g}"
@@ -242,15 +272,15 @@ def _notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> It
             ratios = percent(ratio_band())
             yield f"= a tie: slower than the first row by less than the error of ratios ({ratios})"
     elif not ended:
-        yield f"stopped: nothing fits among {at.simulations} plans simulated"
+        yield f"stopped: {at.simulations} plans simulated, none that fits so far"
     else:
         yield f"NOTHING FITS: every plan is at least {gib(at.short_bytes)} GiB short on some device"
     dropped = [f"{count:,} {rule}" for rule, count in made.space.refused.items()]
     if dropped:
         yield f"layouts that no rule allows: {'; '.join(dropped)}"
     fell = sorted(at.fell.items(), key=lambda pair: -pair[1])
-    if fell:
-        yield f"excluded: {'; '.join(f'{count:,} {why}' for why, count in fell if count)}"
+    if said := [f"{count:,} {why}" for why, count in fell if count]:
+        yield f"excluded: {'; '.join(said)}"
     planners = [name for name, entry in made.registry.methods.items() if entry.planner]
     if planners:
         yield f"not searched (planners, see compare): {', '.join(planners)}"

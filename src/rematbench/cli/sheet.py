@@ -19,7 +19,7 @@ from rematbench.published.sheets import (
     write_sheet,
 )
 from rematbench.spec.configfile import closest
-from rematbench.spec.load import calibration, names
+from rematbench.spec.load import calibration, load_system, names
 
 ROWS = Annotated[Path, Argument(metavar="ROWS.csv", help="Rows as `examples` has.")]
 
@@ -52,8 +52,10 @@ def predict(
     need_file("-o", output)
     collect_rarely()
     sheet = read(rows, "ROWS.csv")
-    for row in sheet if system else ():
-        row["system"] = system
+    if system:
+        load_system(system)
+        for row in sheet:
+            row["system"] = system
     constants = instant(calibration()) if instant_hosts else None
     found = predicted(sheet, processes, methods, constants)
     write_sheet(output, found, [*sheet.columns, *COLUMNS])

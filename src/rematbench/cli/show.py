@@ -304,9 +304,12 @@ def _trust(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
 
 def trust(band: Band, speed: float) -> list[str]:
     """How far to trust speed and bytes."""
+    learnt = f"{band.sources} sources whose rows no constant had seen"
+    if not band.sources:
+        learnt = "published stacks calibrated on as few of their rows"
     return [
         f"80 % band of the speed: {rounded(band.low(speed))} to {rounded(band.high(speed))} "
-        f"tokens/s/GPU, from errors of {band.sources} sources whose rows no constant had seen",
+        f"tokens/s/GPU, from errors of {learnt}",
         f"evidence: {band.evidence}",
         f"tight: published peaks lie up to {percent(peak_band())} above predicted ones (80 %)",
     ]

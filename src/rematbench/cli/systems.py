@@ -29,7 +29,7 @@ def systems(
     entry = calibration().system_entry(system.constants)
     based = f", based on {', then '.join(bases)}" if bases else ""
     out.print(plain(f"{system.name} ({system.version}){based}"), style="bold")
-    out.print(plain(f"constants of config/calibration.yaml: {entry}"))
+    out.print(plain(f"fitted constants: {entry}"))
     out.print(_facts(facts(name)))
     for file, data in chain(name):
         if data.get("source"):

@@ -18,7 +18,7 @@ from rematbench.published.sheets import (
     read_sheet,
 )
 from rematbench.spec.configfile import ConfigError
-from rematbench.tables.table import Table
+from rematbench.tables.table import Table, repeats
 
 Output = Annotated[Path, Option("-o", "--output", metavar="DIR", help="Where to write.")]
 SuiteFile = Annotated[Path, Argument(metavar="SUITE.yaml", help="Problems and methods.")]
@@ -74,8 +74,11 @@ def rich_table(table: Table) -> RichTable:
         if all(isinstance(row.get(column.key), str) for row in table.rows)
     ]
     shown = left(grid(*heads, title=table.title), *words)
+    above: tuple[str, ...] = ()
     for row in table.texts():
-        shown.add_row(*(plain(cell) for cell in row))
+        told = ('"' if repeats(row, above, at) else text for at, text in enumerate(row))
+        shown.add_row(*(plain(text) for text in told))
+        above = row
     return shown
 
 

@@ -42,7 +42,8 @@ def show_whole(out: Console, table: Table) -> None:
     """Print a `grid` of numbers so that no cell is cut: without its frame where that has no room,
     and beyond the width where nothing else helps.  Headings fold."""
     numbers = [
-        max((len(str(cell)) for cell in column.cells), default=0) for column in table.columns
+        max((len(line) for cell in column.cells for line in str(cell).split("\n")), default=0)
+        for column in table.columns
     ]
     for column, width in zip(table.columns, numbers, strict=True):
         column.min_width = width

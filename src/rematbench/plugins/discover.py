@@ -44,6 +44,8 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
 
 def entry_of(path: Path) -> MethodEntry:
     """The method of one file, without a look at its plans; MethodError if it cannot be loaded."""
+    if not path.is_file():
+        raise MethodError(f"no file {path}")
     methods: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
     load_file(path, methods, broken)

@@ -185,7 +185,9 @@ class Registry(Struct, frozen=True):
         policy = self.policies.get(text) or self.policies.get(start)
         if policy is None:
             name, _, words = text.partition(":")
-            return self._entry(name.strip()), _inline(words, spec)
+            entry = self._entry(name.strip())
+            own = [key for key, one in self.policies.items() if one.method == entry.name]
+            return entry, _inline(words, spec, closest(start if tuned.isdigit() else text, own))
         if text != policy.name and not (policy.smallest and tuned.isdigit()):
             raise MethodError(f"method {text!r}: {tuned!r} behind the policy {policy.name!r}")
         if text == policy.name and policy.smallest:
@@ -221,13 +223,16 @@ class Registry(Struct, frozen=True):
         raise MethodError(f"unknown method {name!r}{hint} (known: {', '.join(self.methods)})")
 
 
-def _inline(text: str, spec: str) -> dict[str, Value]:
-    """`key=value,key=value` of a method's text."""
+def _inline(text: str, spec: str, hint: str) -> dict[str, Value]:
+    """`key=value,key=value` of a method's text; `hint` names the policy nearest to it."""
     found: dict[str, Value] = {}
     for word in re.split(r",(?![^\[]*\])", text) if text else ():  # a list stays whole
         key, equals, value = (piece.strip() for piece in word.partition("="))
         if not equals or not key or key in found:
-            raise MethodError(f"method {spec!r}: expected METHOD:KEY=VALUE,KEY=VALUE, not {word!r}")
+            near = "" if equals else hint
+            raise MethodError(
+                f"method {spec!r}: expected METHOD:KEY=VALUE,KEY=VALUE, not {word!r}{near}"
+            )
         found[key] = value
     return found
 

@@ -36,7 +36,8 @@ Errors = dict[str, list[float]]
 
 class Band(Struct, frozen=True, kw_only=True):
     """A band in logarithms, what of the job lies outside of what was published (what: in words),
-    and the number of sources that the width is learnt from (0: nothing is known)."""
+    and the number of sources that the width is learnt from (0: its stack was calibrated by its
+    user, and published ones as well)."""
 
     half_width: float
     outside: dict[str, str]
@@ -239,7 +240,7 @@ def band_of(problem: Problem, family: str) -> Band:
     own = problem.system.scales.half_width
     if not own or (found.outside and found.half_width >= own):
         return found
-    return replace(found, half_width=own)
+    return replace(found, half_width=own, sources=0)
 
 
 @cache

@@ -149,6 +149,7 @@ def _part_line(
         "basis": claim.basis,
         "asked": ALSO if part.also else BESIDE if part.beside else PRIMARY,
         "how": part.name or part.beside,
+        "unit": "x" if part.over is not None or part.query.form == "ratio" else row["unit"],
     }
     told = value.told(part, row["conditions"])
     if told is None:

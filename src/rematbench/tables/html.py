@@ -11,10 +11,7 @@ from rematbench.matrix.sweep import TABLES
 from rematbench.matrix.tables import NAMES
 from rematbench.published.sheets import read_sheet
 from rematbench.tables.page import Page
-from rematbench.tables.table import GIB, Printed
-
-LONG = 40
-"""A cell with more letters is prose and gets room."""
+from rematbench.tables.table import GIB, LONG, Printed, repeats
 
 Row = Mapping[str, str]
 
@@ -92,7 +89,7 @@ def _kind(row: Sequence[str], above: Sequence[str], column: int, numbers: Collec
     """The class of a cell: ditto where it is prose and with every cell to its left repeats the line
     above."""
     if len(row[column]) > LONG:
-        return "ditto" if row[: column + 1] == above[: column + 1] else "t"
+        return "ditto" if repeats(row, above, column) else "t"
     absent = row[column] == "-" and column in numbers
     return "n" if absent or _is_number(row[column]) else ""
 

@@ -17,6 +17,10 @@ SUFFIXES = (".csv", ".json", ".md", ".tex")
 """The files of a table."""
 
 
+LONG = 40
+"""A cell with more letters is prose and gets room."""
+
+
 class Column(Struct, frozen=True):
     """One column: its key in the data (and the CSV), its heading with the unit, how to show it.
 
@@ -116,6 +120,11 @@ class Table(Struct, frozen=True, kw_only=True):
             temporary = path.with_name(f".{path.name}.tmp")
             temporary.write_text(text, encoding="utf-8")
             temporary.replace(path)
+
+
+def repeats(row: Sequence[str], above: Sequence[str], column: int) -> bool:
+    """Whether a cell is prose and with every cell to its left repeats the line above."""
+    return len(row[column]) > LONG and row[: column + 1] == above[: column + 1]
 
 
 def _pipe(cells: Sequence[str], widths: Sequence[int]) -> str:
