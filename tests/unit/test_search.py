@@ -159,6 +159,8 @@ def test_what_is_asked_wrongly_is_one_line() -> None:
         _ = SearchJob(replace(asked(global_batch=3), fixed=Fixed(micro_batch=2))).space
     with pytest.raises(MethodError, match="did you mean 'memo'"):
         SearchJob(replace(asked(), only=("memmo",)))
+    with pytest.raises(MethodError, match="lynx_heu is a planner, which search leaves out"):
+        SearchJob(replace(asked(), only=("lynx_heu",)))
 
 
 WORDS = (
@@ -334,3 +336,14 @@ def test_a_published_layout_stands_beside_the_best(tmp_path: Path) -> None:
         assert row["decides"] in PARTS
     wrong = RUN.invoke(app, ["layouts", str(sheet), "--table", "Figure 99", "-o", str(target)])
     assert "no row of table 'Figure 99'" in str(wrong.exception)
+
+
+def test_pieces_free_what_a_family_seems_to_keep() -> None:
+    """What the head keeps without pieces is no bound of plans with them."""
+    spec = ProblemSpec(
+        model="llama-3.1-8b", cluster="h100-80gb", system="megatron-core", gpus=8, cp=8,
+        seq_len=1 << 20, global_batch=1,
+    )  # fmt: skip
+    only = ("full_recompute", "mst")
+    found = last(Asked(spec=spec, fixed=Fixed(cp=8, zero_stage=3), only=only)).found
+    assert "full_recompute+mst" in found[0].method

@@ -178,4 +178,6 @@ def _registry(asked: Asked) -> Registry:
             known = ", ".join(registry.methods)
             hint = closest(name, registry.methods)
             raise MethodError(f"unknown method {name!r}{hint} (known: {known})")
+        if registry.methods[name].planner:
+            raise MethodError(f"{name} is a planner, which search leaves out; see compare")
     return registry

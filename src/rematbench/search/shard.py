@@ -207,7 +207,7 @@ class Shard:
     def family_bytes(self, lean: Arm, pieces: Arm | None) -> Array:
         """Bytes that no arm of a family goes below: what its leanest arm keeps, and what passes
         need above that where everything is kept (with `pieces`: in the most pieces)."""
-        found = self.probe(lean)
+        found = self.probe(Arm((*lean.parts, *pieces.parts)), 1) if pieces else self.probe(lean)
         if isinstance(found, Refused):
             return self.least_bytes(pieces)
         return self._above(found.facts, pieces)
