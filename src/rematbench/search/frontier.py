@@ -6,7 +6,6 @@ from dataclasses import replace as replaced
 from itertools import count
 from typing import Literal
 
-import numpy as np
 from msgspec import Struct
 
 from rematbench.plugins.registry import Registry
@@ -38,7 +37,8 @@ simulation."""
 
 class Place(Struct):
     """A layout while it is searched: its shard, its place there, the arms that fit, the families
-    that may, and what was simulated."""
+    that may, and what was simulated.  `flat`: steps of an arm's line that fit in no pieces;
+    `ends`: the least step of a line that no node's memory holds."""
 
     shard: Shard
     index: int
@@ -48,6 +48,9 @@ class Place(Struct):
     problem: Problem | None = None
     frame: Frame | None = None
     known: dict[bytes, Tried] = {}
+    short: dict[tuple[Arm, int], float] = {}
+    flat: set[tuple[Arm, int]] = set()
+    ends: dict[Arm, int] = {}
 
 
 class Item(Struct, frozen=True):
@@ -173,27 +176,28 @@ class Search:
         self._push(found[0] if found else bound_s, Item("pieces", place, None, arm, 1, pieces + 1))
 
     def _least(
-        self, place: Place, arm: Arm, pieces: int, bound_s: float
+        self, place: Place, arm: Arm, pieces: int, bound_s: float, after: int = 0
     ) -> tuple[float, int] | None:
-        """The bound and the least step of an arm's line whose bytes may fit."""
+        """The bound and the least step of an arm's line, beyond `after`, whose bytes may fit."""
         shard, at = place.shard, place.index
         found = shard.bounds(arm, pieces)
         if isinstance(found, Refused):
             self.fell["no plan"] += 1
             return None
         over = found.peak_bytes[:, at] - shard.usable_bytes
-        fitting = np.flatnonzero(over <= 0)
-        step = int(fitting[0]) if len(fitting) else len(over)
-        self.fell["device memory, by its bound"] += step
-        if step:
-            self._short(float(over[:step].min()))
-        host = found.host_bytes[: step + 1, at]
-        if (host > shard.problem.cost.host_room_bytes).any():  # a larger share needs no less of it
-            self.fell["host memory, by its bound"] += 1
-            return None
-        if step == len(over):
-            return None
-        return max(bound_s, float(found.step_s[step, at])), step + 1
+        last = min(len(over), place.ends.get(_in_one_piece(arm), len(over) + 1) - 1)
+        for step in range(after + 1, last + 1):
+            if found.host_bytes[step - 1, at] > shard.problem.cost.host_room_bytes:
+                self.fell["host memory, by its bound"] += 1
+                return None  # no larger share needs less of it
+            if over[step - 1] > 0:
+                self._short(float(over[step - 1]))
+                self.fell["device memory, by its bound"] += 1
+            elif (arm, step) in place.flat:
+                self.fell["device memory, in any pieces"] += 1
+            else:
+                return max(bound_s, float(found.step_s[step - 1, at])), step
+        return None
 
     def _dominated(self, place: Place, arm: Arm) -> bool:
         """Whether an arm contains one that fits: it is not faster.  One with a scalar says nothing:
@@ -261,7 +265,7 @@ class Search:
         if tried.evaluation is None:
             self.fell[tried.reason.split(":")[0]] += 1
             self._short(tried.short_bytes)
-            self._go_on(bound_s, place, item)
+            self._go_on(bound_s, place, item, tried)
         else:
             if not any(part.scalar for part in arm.parts):
                 place.fits.append(arm)
@@ -271,15 +275,25 @@ class Search:
         self.tried.append(tried)
         return tried
 
-    def _go_on(self, bound_s: float, place: Place, item: Item) -> None:
+    def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:
         """Queue what follows a plan that does not fit."""
         arm = item.arm
-        if item.step < place.shard.steps(arm):
-            self._push(bound_s, Item("closed", place, None, arm, item.step + 1, item.pieces))
-        elif item.pieces < _pieces(arm):
+        if tried.reason.startswith("host") and arm.line:
+            place.ends.setdefault(_in_one_piece(arm), item.step)
+        elif arm.pieces and place.short.get((arm, item.step)) == tried.short_bytes:
+            place.flat.add((arm, item.step))  # in fewer pieces it was as short
+        place.short[arm, item.step] = tried.short_bytes
+        found = self._least(place, arm, item.pieces, bound_s, item.step)
+        if found:
+            self._push(found[0], Item("closed", place, None, arm, found[1], item.pieces))
+        elif item.pieces < _pieces(arm) and (arm.line or (arm, 1) not in place.flat):
             self._push(bound_s, Item("pieces", place, None, arm, 1, item.pieces + 1))
         else:
             self._push(bound_s, Item("expand", place, None, arm))
+
+
+def _in_one_piece(arm: Arm) -> Arm:
+    return arm.without(arm.pieces) if arm.pieces else arm
 
 
 def _pieces(arm: Arm) -> int:

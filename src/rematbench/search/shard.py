@@ -41,7 +41,7 @@ LINEAR = 0.9999
 """Layers of one chunk are no line to the last kernel: the first of a kind may wait for a launch."""
 
 SHARED = 0.998
-"""Nor are shares of a chunk's bytes: tensors are split at whole rows."""
+"""Nor are shares of a chunk's bytes (tensors are split at whole rows) and passes in pieces."""
 
 Key = tuple[int, bool, int, int, int, bool, tuple[int, int]]
 
@@ -193,7 +193,7 @@ class Shard:
         cost = self.problem.cost
         rate = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
         found = tightened(frame, facts, moves.transfers, self.choices[index].sizes, rate)
-        return float(found) * (LINEAR if arm.line is None else SHARED)
+        return float(found) * (SHARED if arm.line or arm.pieces else LINEAR)
 
     def least_state_bytes(self) -> float:
         """Bytes of states on the fullest device, of the layout with fewest."""
