@@ -204,6 +204,8 @@ def peak_bound(columns: Columns, facts: Facts) -> Array:
         copied = np.where(c.count > c.pp, chunk.copied_bytes, 0.0)
         pools = np.where(c.count > 1, np.maximum(0.0, chunk.pool_bytes), 0.0)
         high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
+        if rank == 1:  # of three: it has two passes in flight, the probe's middle rank three
+            high = np.where((c.pp == 3) & (chunk.copied_bytes > 0), 0.0, high)
         passing = np.maximum(own + copied + np.maximum(0.0, high), chunk.forward_high_bytes)
         return states[rank] + pools + (flights[rank] - 1) * np.maximum(others, 0.0) + passing
 
