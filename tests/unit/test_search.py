@@ -347,3 +347,12 @@ def test_pieces_free_what_a_family_seems_to_keep() -> None:
     only = ("full_recompute", "mst")
     found = last(Asked(spec=spec, fixed=Fixed(cp=8, zero_stage=3), only=only)).found
     assert "full_recompute+mst" in found[0].method
+
+
+def test_a_method_with_settings_is_searched_as_it_is_typed() -> None:
+    """So is a policy by its name; what is a composition already is refused."""
+    made = SearchJob(replace(asked(), only=("memo:alpha=0.3", "full_recompute:block 1")))
+    assert [one.text for one in made.singles] == ["memo:alpha=0.3", "full_recompute:block 1"]
+    assert [one.composes for one in made.singles] == [True, False]
+    with pytest.raises(MethodError, match="one method at a time"):
+        _ = SearchJob(replace(asked(), only=("memo+mst",))).singles

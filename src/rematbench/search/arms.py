@@ -12,7 +12,7 @@ from typing import Literal
 from msgspec import Struct
 
 from rematbench.choose.candidates import KINDS, CompareConfig, Kind, place
-from rematbench.plugins.registry import IDENTITY, MethodEntry, Registry, typed
+from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry, typed
 from rematbench.search.probe import Probe
 
 Scale = Literal["share", "layers", "pieces"]
@@ -96,7 +96,16 @@ def singles(registry: Registry, config: CompareConfig, only: Sequence[str] = ())
             continue  # groups: no line in the layers of a group
         text = f"{policy.name} {{}}" if scalar else policy.name
         found.append(Single(policy.method, text, scalar, composes=False))
-    return found
+    tuned = [text for text in only if text not in registry.methods]
+    return found + [_tuned(registry, text) for text in tuned]
+
+
+def _tuned(registry: Registry, text: str) -> Single:
+    """A method with settings of a person's own, or a policy by its name."""
+    methods = registry.resolve(text).methods
+    if len(methods) > 1:
+        raise MethodError(f"{text!r}: one method at a time; search composes them itself")
+    return Single(methods[0].name, text, composes="=" in text)
 
 
 def _of_method(entry: MethodEntry) -> Iterable[Single]:

@@ -23,7 +23,7 @@ from rematbench.search.probe import Probe
 from rematbench.search.shard import Shard, key
 from rematbench.search.space import Choice, Fixed, Space, space
 from rematbench.spec.cluster import Cluster
-from rematbench.spec.configfile import ConfigError, closest
+from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.spec.problemspec import ProblemSpec
@@ -174,10 +174,7 @@ def _registry(asked: Asked) -> Registry:
         raise MethodError(f"unknown engine {asked.engine!r} (known: {', '.join(engines)})")
     registry = discover(asked.folders)
     for name in asked.only:
-        if name not in registry.methods:
-            known = ", ".join(registry.methods)
-            hint = closest(name, registry.methods)
-            raise MethodError(f"unknown method {name!r}{hint} (known: {known})")
-        if registry.methods[name].planner:
-            raise MethodError(f"{name} is a planner, which search leaves out; see compare")
+        for method in registry.resolve(name).methods:
+            if registry.methods[method.name].planner:
+                raise MethodError(f"{name} is a planner, which search leaves out; see compare")
     return registry
