@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
+from functools import partial
 from itertools import count
 from typing import Literal
 
@@ -11,7 +12,6 @@ from msgspec import Struct
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 from rematbench.search.arms import KEEP, Arm, Single, Tree
-from rematbench.search.bounds import Array
 from rematbench.search.probe import Refused
 from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
@@ -37,8 +37,9 @@ simulation."""
 
 class Place(Struct):
     """A layout while it is searched: its shard, its place there, the arms that fit, the families
-    that may, and what was simulated.  `flat`: steps of an arm's line that fit in no pieces;
-    `ends`: the least step of a line that no node's memory holds."""
+    that may, the arms judged and in how many pieces, and what was simulated.  `short`: bytes that
+    a step of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`: the least step of a
+    line that no node's memory holds."""
 
     shard: Shard
     index: int
@@ -47,6 +48,7 @@ class Place(Struct):
     families: list[tuple[Arm, Arm | None]] | None = None
     problem: Problem | None = None
     frame: Frame | None = None
+    judged: set[tuple[Arm, int]] = set()
     known: dict[bytes, Tried] = {}
     short: dict[tuple[Arm, int], float] = {}
     flat: set[tuple[Arm, int]] = set()
@@ -78,7 +80,6 @@ class Search:
     ) -> None:
         self.tree, self.registry, self.engine, self.within = tree, registry, engine, within
         self.queue: Queue[Item] = Queue()
-        self.tried: list[Tried] = []
         self.work = 0
         self.best_s = float("inf")
         self.short_bytes = float("inf")
@@ -154,11 +155,12 @@ class Search:
 
     def _judge(self, bound_s: float, place: Place, arm: Arm, pieces: int = 1) -> None:
         """Queue an arm at a layout, at the least step of its line whose bytes may fit; or what is
-        made of it, where none may."""
-        shard, at = place.shard, place.index
-        if len(arm.parts) > 1 and arm.pieces and self._too_large(place, shard.bytes_in_pieces(arm)):
-            self.fell["device memory, in any pieces"] += 1
+        made of it, where none may.  Once: more pieces are asked for when fewer were judged, and
+        again when those did not fit."""
+        if (arm, pieces) in place.judged:
             return
+        place.judged.add((arm, pieces))
+        shard, at = place.shard, place.index
         found = self._least(place, arm, pieces, bound_s)
         if found:
             self._push(found[0], Item("closed", place, None, arm, found[1], pieces))
@@ -231,14 +233,12 @@ class Search:
 
     def _may_fit(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
         shard = place.shard
-        bounds = (shard.least_bytes(pieces), shard.family_bytes(lean, pieces))
-        return not any(self._too_large(place, nbytes) for nbytes in bounds)
-
-    def _too_large(self, place: Place, nbytes: Array) -> bool:
-        over = float(nbytes[place.index]) - place.shard.usable_bytes
-        if over > 0:
-            self._short(over)
-        return over > 0
+        for bytes_of in (shard.least_bytes, partial(shard.family_bytes, lean)):
+            over = float(bytes_of(pieces)[place.index]) - shard.usable_bytes
+            if over > 0:
+                self._short(over)
+                return False
+        return True
 
     def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
         """Queue an arm by its whole schedule."""
@@ -270,15 +270,12 @@ class Search:
             if not any(part.scalar for part in arm.parts):
                 place.fits.append(arm)
             self.beat(tried.step_s)
-        if len(place.known) == before:
-            return None
-        self.tried.append(tried)
-        return tried
+        return tried if len(place.known) > before else None
 
     def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:
         """Queue what follows a plan that does not fit."""
         arm = item.arm
-        if tried.reason.startswith("host") and arm.line:
+        if arm.line and tried.verdict and tried.verdict.host_headroom_bytes < 0:
             place.ends.setdefault(_in_one_piece(arm), item.step)
         elif arm.pieces and place.short.get((arm, item.step)) == tried.short_bytes:
             place.flat.add((arm, item.step))  # in fewer pieces it was as short

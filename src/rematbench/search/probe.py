@@ -146,9 +146,8 @@ class Prober:
         to their rhythm after a few."""
         least = 3 if self.problem.layout.zero_stage > 1 else 1
         measure = self._one_rank if self.single else self._pipeline
-        plan = _planned(self._small((least,) if self.single else (least,) * 4), method)
-        few = isinstance(plan, Refused) or plan.transfers.granularity == "layer"
-        return measure(method, RHYTHM if few else least)
+        found = measure(method, least)
+        return measure(method, RHYTHM) if isinstance(found, Refused) else found
 
     def _one_rank(self, method: Composition, least: int) -> Probe | Refused:
         made, more = (self._measured(method, (layers,)) for layers in (least, least + 1))
@@ -175,13 +174,19 @@ class Prober:
         return Probe(facts, made.kinds, made.transfers)
 
     def _measured(self, method: Composition, sizes: tuple[int, ...]) -> "Measured | Refused":
-        self.layers += sum(sizes)
-        return _measured(self._small(sizes), method)
-
-    def _small(self, sizes: tuple[int, ...]) -> "Small":
         if sizes not in self.smalls:
             self.smalls[sizes] = _small(self.problem, sizes)
-        return self.smalls[sizes]
+        small = self.smalls[sizes]
+        try:
+            plan = method.plan(small.problem, small.base)
+            if isinstance(plan, Unsupported):
+                return Refused(plan.reason)
+            if plan.transfers.granularity == "layer" and sizes[0] < RHYTHM:
+                return Refused(f"copies by layer have no rhythm yet after {sizes[0]} layers")
+            self.layers += sum(sizes)
+            return _measured(small, plan)
+        except (PlanError, LayoutError) as error:
+            return Refused(str(error))
 
 
 def _minus(more: ChunkCost, less: ChunkCost) -> ChunkCost:
@@ -257,23 +262,9 @@ class Measured(NamedTuple):
     transfers: Transfers
 
 
-def _planned(small: Small, method: Composition) -> Plan | Refused:
-    try:
-        plan = method.plan(small.problem, small.base)
-    except (PlanError, LayoutError) as error:
-        return Refused(str(error))
-    return Refused(plan.reason) if isinstance(plan, Unsupported) else plan
-
-
-def _measured(small: Small, method: Composition) -> Measured | Refused:
-    """The chunks under the method's plan."""
-    plan = _planned(small, method)
-    if isinstance(plan, Refused):
-        return plan
-    try:
-        program = lower(plan, small.problem)
-    except (PlanError, LayoutError) as error:
-        return Refused(str(error))
+def _measured(small: Small, plan: Plan) -> Measured:
+    """The chunks under a plan."""
+    program = lower(plan, small.problem)
     costs, profiles = ActionCosts(small.problem), program_profiles(program)
     chunks = [_chunk(program, rank, costs, profiles[rank]) for rank in range(program.pp)]
     return Measured(chunks, changed_kinds(small.base, plan), plan.transfers)

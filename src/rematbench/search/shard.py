@@ -212,11 +212,6 @@ class Shard:
             return self.least_bytes(pieces)
         return self._above(found.facts, pieces)
 
-    def bytes_in_pieces(self, arm: Arm) -> Array:
-        """The same of an arm in any pieces: it keeps what it keeps in one."""
-        assert arm.pieces is not None
-        return self.family_bytes(arm.without(arm.pieces), Arm((arm.pieces,)))
-
     def least_bytes(self, pieces: Arm | None) -> Array:
         """The same of plans that keep nothing."""
         keep = self.probe(KEEP)

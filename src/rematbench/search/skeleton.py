@@ -212,8 +212,7 @@ def tightened(
 ) -> float:
     """Seconds that the step takes at least.  Where passes wait for copies of their own, those waits
     may hide what collectives beside compute take of it."""
-    middle = facts.middle.base
-    if middle.moved_bytes > 0 and middle.out_s == 0.0:
+    if moves.granularity == "layer" and facts.middle.base.moved_bytes > 0:
         frame = frame._replace(stall_s=(0.0,) * len(frame.stall_s))
     stages = stages_of(facts, sizes, hbm_bytes_per_s)
     return _Walk(frame, stages, moves).run()

@@ -75,5 +75,6 @@ def _judged(tried: Tried, problem: Problem, plan: Plan) -> Tried:
     found = replace(found, reserved_bytes=reserved)
     verdict = judge(problem, found)
     if not verdict.fits or found.not_timed:
-        return replace(tried, reason=found.not_timed if verdict.fits else verdict.binds)
+        reason = found.not_timed if verdict.fits else verdict.binds
+        return replace(tried, reason=reason, verdict=verdict)
     return replace(tried, evaluation=found, verdict=verdict)
