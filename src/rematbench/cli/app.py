@@ -77,7 +77,9 @@ WORKFLOW = (
     *("measured.converge", "tables.collect", "tables.sheets", "tables.tables", "tables.claims"),
     *("tables.speeds", "tables.matrix_tables", "tables.worlds", "tables.curves"),
     *("cells.submit_plan", "cells.run_cells", "cells.cells", "cells.collect_cells"),
-    *("cells.retry", "cells.settle", "cells.resume", "inverse.layouts"),
+    *("cells.retry", "cells.settle", "cells.resume"),
+    *("searched.layouts", "searched.search_cells", "searched.search_sweeps"),
+    *("searched.search_spaces", "searched.searched_tables"),
 )
 """What rules, `./bench` and jobs of Slurm call, and `examples`, which the help's last lines name;
 listed by --help-all."""

@@ -1,19 +1,14 @@
-"""`search --find` and `--price-tags`: each value that is tried, and the answer; published layouts
-beside the best of all."""
+"""`search --find` and `--price-tags`: each value that is tried, and the answer."""
 
 from collections.abc import Iterator
 from math import isfinite
-from pathlib import Path
-from typing import Annotated, get_args
+from typing import get_args
 
 from msgspec import Struct
 from rich.console import Console
-from typer import Argument, Exit, Option
+from typer import Exit
 
-from rematbench.cli.targets import need_file
-from rematbench.host.console import GIB, CommandError, console, grid, plain
-from rematbench.published.sheets import read_sheet, write_sheet
-from rematbench.search.against import against
+from rematbench.host.console import GIB, CommandError, grid, plain
 from rematbench.search.job import Asked
 from rematbench.search.questions import (
     Answer,
@@ -100,28 +95,3 @@ def _prices(out: Console, asked: Asked, processes: int) -> None:
         table.add_row(price.change, f"{price.step_s:.4g}" if isfinite(price.step_s) else "-", gain)
     out.print(table)
     out.print(plain(f"each step within {100 * asked.within:g} % of the best there is"))
-
-
-def layouts(
-    sheet: Annotated[Path, Argument(metavar="SHEET.csv", help="Published rows.")],
-    output: Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Where to write.")],
-    table: Annotated[str, Option(metavar="NAME", help="Rows of this table only.")] = "",
-    within: Annotated[float, Option(min=0, metavar="P", help="Percent left unproved.")] = 0.5,
-    processes: Annotated[int, Option(min=1, max=64, help="Worker processes.")] = 2,
-) -> None:
-    """What published layouts lose against the best of a search, row by row.
-
-    \b
-    Example:
-      rematbench layouts results/published/runs.csv --table "Figure 9" -o figure9.csv
-    """
-    need_file("-o", output)
-    rows = [row for row in read_sheet(sheet) if not table or row.get("table") == table]
-    if not rows:
-        raise CommandError(f"{sheet}: no row of table {table!r}")
-    found = []
-    for line in against(rows, within=within / 100, processes=processes):
-        found.append(line)
-        told = f"{100 * line['loss']:.1f} %" if "loss" in line else line.get("reason", "")
-        console().print(plain(f"{line['model']} on {line['gpus']}: {told}"))
-        write_sheet(output, found)

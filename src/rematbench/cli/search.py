@@ -46,9 +46,9 @@ STEP_S = 1.0
 HEADS = (
     Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),
     Head("dp"), Head("zero"), Head("mb"), Head("step s"), Head("tokens/s\n/GPU"),
-    Head("80 % band", given_up=4), Head("MFU %\ncausal", given_up=3),
-    Head("MFU %\ndense", given_up=5), Head("left\nGiB"), Head("host\nGiB", given_up=2),
-    Head("fits", words=True, given_up=1),
+    Head("80 % band", given_up=5), Head("MFU %\ncausal", given_up=4),
+    Head("MFU %\ndense", given_up=6), Head("left\nGiB"), Head("host\nGiB", given_up=3),
+    Head("fits", words=True, given_up=2), Head("what binds", words=True, given_up=1),
 )  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     if output is not None:
         write_sheet(output, [as_cells(row) for row in rows])
     if explain is not None:
-        _explain(out, made, found, explain)
+        _explain(out, found, explain)
     if not ended:
         raise typer.Exit(130)
 
@@ -256,7 +256,8 @@ def _cells(row: dict[str, Any], found: Found) -> Iterator[str]:
     yield rounded(row["tokens_per_s_per_gpu"]) + ("=" if found.tied else " ")
     yield f"{rounded(row['low_tokens_per_s_per_gpu'])}-{rounded(row['high_tokens_per_s_per_gpu'])}"
     yield from (f"{100 * row[key]:.1f}" for key in ("mfu_causal", "mfu_dense"))
-    yield from (gib(row["headroom_bytes"]), f"{row['host_node_bytes'] / GIB:.0f}", found.fits)
+    yield from (gib(row["headroom_bytes"]), f"{row['host_node_bytes'] / GIB:.0f}")
+    yield from (found.fits, found.binds)
 
 
 def _notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Iterator[str]:
@@ -291,13 +292,13 @@ def _notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> It
     yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
 
 
-def _explain(out: Console, made: SearchJob, found: list[Found], places: tuple[int, int]) -> None:
+def _explain(out: Console, found: list[Found], places: tuple[int, int]) -> None:
     """The parts of the step by which two plans differ."""
     for place in places:
         if not 1 <= place <= len(found):
             raise CommandError(f"--explain: no plan of place {place} (1 to {len(found)})")
     one, other = (found[place - 1] for place in places)
-    terms: dict[str, Any] = difference(made, one, other)
+    terms: dict[str, Any] = difference(one, other)
     table = grid("part of the step", f"place {places[1]} less {places[0]}, s")
     for part, seconds in terms.items():
         table.add_row(part, f"{seconds:+.4f}")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.plugins.registry import Registry
+from rematbench.spec.problemspec import ProblemSpec
 
 
 class Commands:
@@ -18,18 +19,21 @@ class Commands:
     def of(self, row: Mapping[str, str]) -> str:
         """`rematbench simulate METHOD JOB` of a row of the matrix's tables; empty where the row has
         no layout or is not of this matrix."""
-        model, layout = row["model"], row["layout"]
-        if not layout or row["arm"] not in self.names or model not in self.gpus:
+        if not row["layout"] or row["arm"] not in self.names or row["model"] not in self.gpus:
             return ""
+        name = self.names[row["arm"]]
+        return shlex.join(["rematbench", "simulate", name, *self.problem(row).to_arguments()])
+
+    def problem(self, row: Mapping[str, str]) -> ProblemSpec:
+        """The problem of a row that has a layout."""
+        model, layout = row["model"], row["layout"]
         words = [] if layout == "one rank" else layout.split()
         degrees = {key: int(value) for key, value in zip(words[::2], words[1::2], strict=True)}
         degrees.pop("dp", None)  # follows from the others
-        problem = self.spec.problem(
+        return self.spec.problem(
             int(row["seq_len"]),
             model=model,
             cluster=row["cluster"],
             gpus=self.gpus[model],
             **degrees,
         )
-        name = self.names[row["arm"]]
-        return shlex.join(["rematbench", "simulate", name, *problem.to_arguments()])

@@ -9,7 +9,7 @@ from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import BEST, DEGREES, NOT_RUN, SAME
 from rematbench.matrix.verdicts import CELL, Line, by_cell, outcome, speed
 from rematbench.published.accuracy import number
-from rematbench.simulate.breakdown import PARTS
+from rematbench.simulate.breakdown import PARTS, losses
 from rematbench.spec.load import load_system
 from rematbench.tables.table import GIB, Column, Table, fixed, gib, percent, signed_percent, whole
 
@@ -64,9 +64,7 @@ def binds(line: Mapping[str, Any]) -> str:
     """The missing bytes where nothing fits; else the largest losses of the fastest arm's step."""
     if line["status"] == "oom":
         return shortage(line)
-    shares = {part: number(line, f"part_{part}") or 0.0 for part in PARTS if part != "compute"}
-    largest = sorted(((share, part) for part, share in shares.items() if share >= 0.01))[::-1]
-    return ", ".join(f"{part} {100 * share:.0f} %" for share, part in largest[:3])
+    return losses({part: number(line, f"part_{part}") or 0.0 for part in PARTS})
 
 
 def shortage(line: Mapping[str, Any]) -> str:

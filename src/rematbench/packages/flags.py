@@ -117,30 +117,47 @@ def _plain(fate: Resolved) -> Resolved:
     return Resolved(fate.keep_bytes, fate.offload_bytes, 0)
 
 
+class Offers:
+    """The plans of a package's policies with the fates of their first chunk, each made when it is
+    asked for."""
+
+    def __init__(self, problem: Problem, name: str) -> None:
+        self._problem = problem
+        self._rest = offered(problem, name)
+        self._made: list[tuple[Plan, Table]] = []
+
+    def __iter__(self) -> Iterator[tuple[Plan, Table]]:
+        """All of them, simplest first."""
+        yield from self._made
+        for _, plan in self._rest:
+            self._made.append((plan, _first(self._problem, plan)))
+            yield self._made[-1]
+
+
 class Engines:
     """Which engines can run plans of one problem: packages that have options equal to a plan, and
-    `ours`, the torch executor."""
+    `ours`, the torch executor; `only` one of them, where that is all that is asked."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.offers: dict[str, list[tuple[Plan, Table]]] = {}
+    def __init__(self, problem: Problem, only: str = "") -> None:
+        self.problem, self.only = problem, only
+        self.offers: dict[str, Offers] = {}
         self.found: dict[bytes, tuple[str, ...]] = {}
         for name, entry in baselines().items():
-            if not entry.cls.unsaid(problem):
-                made = (plan for _, plan in offered(problem, name))
-                self.offers[name] = [(plan, self._first(plan)) for plan in made]
+            if only in ("", name) and not entry.cls.unsaid(problem):
+                self.offers[name] = Offers(problem, name)
 
     def of(self, plan: Plan) -> tuple[str, ...]:
         """The engines' names."""
         key = msgspec.json.encode(replace(plan, fit={}))
         if key not in self.found:
-            mine = (plan, self._first(plan))
+            mine = (plan, _first(self.problem, plan))
             names = [
                 name
                 for name, offers in self.offers.items()
                 if any(self._same(mine, offer) for offer in offers)
             ]
-            names += [] if refusals(self.problem, plan) else ["ours"]
+            if self.only in ("", "ours") and not refusals(self.problem, plan):
+                names.append("ours")
             self.found[key] = tuple(names)
         return self.found[key]
 
@@ -157,10 +174,6 @@ class Engines:
         ]
         return ", ".join([*said, "O our executor (`execute`)"])
 
-    def _first(self, plan: Plan) -> Table:
-        """The fates of one chunk, which tell most pairs of plans apart."""
-        return _chunk_fates(self.problem, plan, 0, 0)
-
     def _same(self, mine: tuple[Plan, Table], offer: tuple[Plan, Table]) -> bool:
         """Whether two plans decide the same."""
         (plan, first), (made, other) = mine, offer
@@ -168,6 +181,11 @@ class Engines:
             return False
         wanted = fates(self.problem, plan)
         return wanted == fates(self.problem, made) and not _rest(plan, made, any_moved(wanted))
+
+
+def _first(problem: Problem, plan: Plan) -> Table:
+    """The fates of one chunk, which tell most pairs of plans apart."""
+    return _chunk_fates(problem, plan, 0, 0)
 
 
 def _apart_bytes(fate: Resolved, other: Resolved | None) -> int:

@@ -7,7 +7,6 @@ own error stands beside it (the published speed against our prediction of the pu
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rematbench.choose.job import Job
 from rematbench.choose.outcome import run_method
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
@@ -16,10 +15,12 @@ from rematbench.problem import Problem
 from rematbench.published.accuracy import Row
 from rematbench.published.predict import method_of
 from rematbench.published.rows import Case, RowError, read_case, text
-from rematbench.search.answer import judged, parts
+from rematbench.search.answer import judged, line
 from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.simulate.breakdown import parts_of
+from rematbench.spec.layout import Layout
+from rematbench.spec.load import load_model, load_system, names
 from rematbench.spec.problemspec import ProblemSpec
 
 KEPT = ("source", "table", "model", "gpus", "seq_len", "global_batch")
@@ -40,32 +41,34 @@ def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[d
         if outcome.evaluation is None or outcome.plan is None:
             yield {**_said(row), "reason": outcome.reason}
             continue
-        *_, end = rounds(_asked(case, within), shown=1, processes=processes)
+        *_, end = rounds(asked_of(case, within), shown=1, processes=processes)
         step_s = outcome.evaluation.step_s
         yield {
             **_said(row),
-            "layout": _layout(problem),
+            "published_layout": layout_words(problem.layout),
             "published_tokens_per_s_per_gpu": text(row, "tokens_per_s_per_gpu"),
             "pred_tokens_per_s_per_gpu": outcome.evaluation.tokens_per_s_per_gpu,
             "pred_step_s": step_s,
-            **_best(_asked(case, within), end, problem, outcome.plan, step_s),
+            **_best(asked_of(case, within), end, problem, outcome.plan, step_s),
         }
 
 
-def _asked(case: Case, within: float) -> Asked:
-    """The row's problem with its degrees left open; plans may fill the device, as the published
-    ones do."""
+def asked_of(case: Case, within: float, reserve_gib: float | None = 0.0) -> Asked:
+    """The row's problem with its degrees left open; plans may fill the device, as published ones
+    do, or leave a reserve free (None: the usual one)."""
+    same = load_system(case.system.name) == case.system
+    known = case.model.name in names("model") and load_model(case.model.name) == case.model
     spec = ProblemSpec(
-        model=case.model,
+        model=case.model.name if known else case.model,
         cluster=case.cluster,
-        system=case.system,
+        system=case.system.name if same else case.system,
         gpus=case.gpus,
         seq_len=case.seq_len,
         global_batch=case.global_batch,
         attention=case.attention,
         precision=case.precision,
     )
-    return Asked(spec=spec, reserve_gib=0.0, within=within)
+    return Asked(spec=spec, reserve_gib=reserve_gib, within=within)
 
 
 def _best(
@@ -73,21 +76,17 @@ def _best(
 ) -> dict[str, Any]:
     if not end.found:
         return {"reason": "the search found no plan that fits"}
-    job = SearchJob(asked)
-    (best,) = judged(job, end.found[:1])
-    ours = parts(job, best)
+    (best,) = judged(SearchJob(asked), end.found[:1])
     theirs = parts_of(problem, lower(plan, problem), step_s)
-    longer = {part: seconds - ours.get(part, 0.0) for part, seconds in theirs.items()}
+    longer = {part: seconds - best.parts_s[part] for part, seconds in theirs.items()}
     decides = max(longer, key=longer.__getitem__)
     return {
-        "best_layout": _layout(best.job.problem, best.job),
-        "best_method": best.tried.method,
-        "best_step_s": best.tried.step_s,
         "gap": end.gap,
         "simulations": end.simulations,
         "loss": 1.0 - best.tried.step_s / step_s,
         "decides": decides,
         "decides_s": longer[decides],
+        **line(1, best),
     }
 
 
@@ -95,8 +94,6 @@ def _said(row: Row) -> dict[str, Any]:
     return {key: text(row, key) for key in KEPT}
 
 
-def _layout(problem: Problem, job: Job | None = None) -> str:
-    lay = problem.layout
-    uneven = f" layers {job.facts()['partition']}" if job and "--partition" in job.words else ""
-    names = ("tp", "cp", "pp", "vpp", "dp", "zero_stage", "micro_batch")
-    return " ".join(f"{name} {getattr(lay, name)}" for name in names) + uneven
+def layout_words(lay: Layout) -> str:
+    """tp-cp-pp-vpp-dp, as tables have room for."""
+    return "-".join(str(getattr(lay, name)) for name in ("tp", "cp", "pp", "vpp", "dp"))

@@ -1,30 +1,38 @@
 """What a search found, as lines of a table: every number, the job, and the command again."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, convert
 
-from rematbench.choose.job import Job
+from rematbench.choose.job import WORDS, Job
 from rematbench.lowering.lower import lower
 from rematbench.plan import Unsupported
 from rematbench.published.bands import Band, band_of, fits_word, ratio_band
-from rematbench.search.job import SearchJob
-from rematbench.search.trial import Tried
-from rematbench.simulate.breakdown import PARTS, parts_of
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.space import partitions
+from rematbench.search.trial import Tried, tried_plan
+from rematbench.simulate.breakdown import PARTS, losses, parts_of
 from rematbench.spec.configfile import ConfigError
+from rematbench.spec.problemspec import ProblemSpec
 
 
 class Found(Struct, frozen=True, kw_only=True):
-    """A plan that fits, with its band, whether it is tight, and whether the error of ratios of
-    speeds cannot tell it from the best."""
+    """A plan that fits, with its band, whether it is tight, whether the error of ratios of speeds
+    cannot tell it from the best, and where its step goes (seconds that add up to it)."""
 
     tried: Tried
     job: Job
     band: Band
     fits: str
     tied: bool
+    parts_s: dict[str, float]
+
+    @property
+    def binds(self) -> str:
+        """The largest losses of the step."""
+        return losses({part: each / self.tried.step_s for part, each in self.parts_s.items()})
 
 
 def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
@@ -39,6 +47,8 @@ def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
         composed = search.registry.resolve(one.method, None, problem)
         assert one.verdict is not None
         base = one.choice.base(problem.base_plan)
+        plan = composed.plan(problem, base)
+        assert not isinstance(plan, Unsupported)
         limit = math.exp(ratio_band()) * tried[0].step_s
         found.append(
             Found(
@@ -47,6 +57,7 @@ def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
                 band=band_of(problem, composed.name),
                 fits=fits_word(one.verdict.headroom_bytes, problem.usable_bytes),
                 tied=one is not tried[0] and one.step_s <= limit,
+                parts_s=parts_of(problem, lower(plan, problem), one.step_s),
             )
         )
     return found
@@ -74,6 +85,8 @@ def line(place: int, found: Found) -> dict[str, Any]:
         "headroom_bytes": verdict.headroom_bytes,
         "host_node_bytes": evaluation.host_node_bytes,
         "host_headroom_bytes": verdict.host_headroom_bytes,
+        **{f"{part}_s": seconds for part, seconds in found.parts_s.items()},
+        "binds": found.binds,
         "fits": found.fits,
         "tied_with_best": found.tied,
         "outside": ", ".join(found.band.outside),
@@ -82,15 +95,17 @@ def line(place: int, found: Found) -> dict[str, Any]:
     }
 
 
-def parts(search: SearchJob, found: Found) -> dict[str, float]:
-    """Where the step of a plan goes, in seconds that add up to it."""
-    problem, tried = found.job.problem, found.tried
-    plan = search.registry.resolve(tried.method, None, problem).plan(problem, found.job.base)
-    assert not isinstance(plan, Unsupported)
-    return parts_of(problem, lower(plan, problem), tried.step_s)
+def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Tried:
+    """The plan of a line, planned, lowered and simulated once more."""
+    numbers = {name: int(row[name]) for name in ("gpus", "seq_len", *WORDS) if name != "dp"}
+    words = {name: row[name] for name in ("model", "cluster", "system", "precision", "attention")}
+    spec = convert({**numbers, **words}, ProblemSpec)
+    search, layout = SearchJob(Asked(spec=spec, reserve_gib=reserve_gib)), spec.layout
+    sizes = tuple(int(layers) for layers in row["partition"].split(","))
+    choice = next(one for one in partitions(layout, search.model.num_layers) if one.sizes == sizes)
+    return tried_plan(choice, search.problem(layout), row["name"], 0.0, search.registry)
 
 
-def difference(search: SearchJob, one: Found, other: Found) -> dict[str, float]:
+def difference(one: Found, other: Found) -> dict[str, float]:
     """Seconds by which each part of the other's step is longer; they add up to the difference."""
-    ours, theirs = parts(search, one), parts(search, other)
-    return {part: theirs.get(part, 0.0) - ours.get(part, 0.0) for part in PARTS}
+    return {part: other.parts_s[part] - one.parts_s[part] for part in PARTS}

@@ -9,6 +9,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from rematbench.packages.flags import Engines
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 from rematbench.search.arms import KEEP, Arm, Single, Tree
@@ -48,6 +49,7 @@ class Place(Struct):
     families: list[tuple[Arm, Arm | None]] | None = None
     problem: Problem | None = None
     frame: Frame | None = None
+    engines: Engines | None = None
     judged: set[tuple[Arm, int]] = set()
     known: dict[bytes, Tried] = {}
     short: dict[tuple[Arm, int], float] = {}
@@ -259,8 +261,10 @@ class Search:
         self.work += SIMULATED
         arm, before = item.arm, len(place.known)
         method = arm.text(item.step, item.pieces)
+        if self.engine and place.engines is None:
+            place.engines = Engines(place.problem, self.engine)
         tried = tried_plan(
-            place.choice, place.problem, method, bound_s, self.registry, self.engine, place.known
+            place.choice, place.problem, method, bound_s, self.registry, place.engines, place.known
         )
         if tried.evaluation is None:
             self.fell[tried.reason.split(":")[0]] += 1

@@ -6,6 +6,7 @@ machine is.
 
 from collections import Counter
 from collections.abc import Generator, Sequence
+from itertools import count
 from math import inf
 
 from msgspec import Struct
@@ -67,10 +68,12 @@ class Part:
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """A search after a round: the plans that fit, fastest first; the bound of all that is left;
-    simulations; what excluded plans, and the least bytes that were short."""
+    """A search after a round: the plans that fit, fastest first; a step that was known to fit
+    before; the bound of all that is left; simulations; what excluded plans, and the least bytes
+    that were short."""
 
     found: tuple[Tried, ...] = ()
+    known_s: float = inf
     bound_s: float = 0.0
     simulations: int = 0
     fell: dict[str, int] = {}
@@ -78,31 +81,40 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     @property
     def best_s(self) -> float:
-        """Seconds of the fastest step."""
-        return self.found[0].step_s if self.found else inf
+        """Seconds of the fastest step that fits."""
+        return min(self.known_s, self.found[0].step_s if self.found else inf)
 
     @property
     def gap(self) -> float:
         """How much faster another plan may be, as a share of the best step."""
-        return max(0.0, 1.0 - self.bound_s / self.best_s) if self.found else inf
+        return max(0.0, 1.0 - self.bound_s / self.best_s) if self.best_s < inf else inf
 
 
-def rounds(asked: Asked, *, shown: int = 10, processes: int = 2) -> Generator[Progress, None, None]:
+def rounds(
+    asked: Asked,
+    *,
+    shown: int = 10,
+    processes: int = 2,
+    known_s: float = inf,
+    most_rounds: int | None = None,
+) -> Generator[Progress, None, None]:
     """Progress after each round, until the gap is proved and `shown` plans that fit are known (or
-    no plan is left that is a tenth slower at most)."""
+    no plan is left that is a tenth slower at most), or after so many rounds.  `known_s`: a step
+    that is known to fit, so that only faster plans and slightly slower ones are of interest."""
     pools: list[Pool[Round, State]] = [
         Pool(1, Part, (asked, part, processes), LIMIT_S) for part in range(processes)
     ]
-    at = Progress()
+    at = Progress(known_s=known_s)
     try:
-        while True:
+        for done in count(1):
             for pool in pools:
                 pool.add([Round(at.best_s)])
                 pool.begin()
             states = [answer for pool in pools for _, answer in pool.run()]
             at = _after(at, states)
             yield at
-            if at.bound_s == inf or (at.gap <= asked.within and len(at.found) >= shown):
+            proved = at.gap <= asked.within and len(at.found) >= shown
+            if proved or at.bound_s == inf or done == most_rounds:
                 return
     finally:
         for pool in pools:
@@ -120,6 +132,7 @@ def _after(before: Progress, states: Sequence[State | str]) -> Progress:
     found = [*before.found, *(one for one in tried if one.evaluation is not None)]
     return Progress(
         found=tuple(_distinct(found)),
+        known_s=before.known_s,
         bound_s=max(before.bound_s, min(state.bound_s for state in known)),
         simulations=before.simulations + len(tried),
         fell=dict(fell),

@@ -1,6 +1,7 @@
 """A search from plain inputs: its layouts, their shards, and the arms to try."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace as replaced
 from functools import cached_property
 from pathlib import Path
@@ -90,21 +91,22 @@ class SearchJob:
         found = singles(self.registry, load_compare(), self.asked.only)
         if not self.asked.engine:
             return found
-        if not self._runs(IDENTITY):
-            name = self.asked.engine
-            raise MethodError(f"engine {name} has no options for stack {self.system.name} here")
-        return [one for one in found if self._runs(one.at(1))]
-
-    def _runs(self, method: str) -> bool:
         choices = self.space.choices
         alone = [choice for choice in choices if choice.layout.pp == 1]
-        for choice in (*alone[:1], choices[len(choices) // 2], choices[-1]):
-            problem = self.problem(choice.layout)
+        some = (*alone[:1], choices[len(choices) // 2], choices[-1])
+        engines = [Engines(self.problem(one.layout), self.asked.engine) for one in some]
+        if not self._runs(IDENTITY, engines):
+            name = self.asked.engine
+            raise MethodError(f"engine {name} has no options for stack {self.system.name} here")
+        return [one for one in found if self._runs(one.at(1), engines)]
+
+    def _runs(self, method: str, engines: Sequence[Engines]) -> bool:
+        for one in engines:
             try:
-                plan = self.registry.resolve(method, None, problem).plan(problem)
+                plan = self.registry.resolve(method, None, one.problem).plan(one.problem)
             except (PlanError, LayoutError):
                 continue
-            if isinstance(plan, Plan) and self.asked.engine in Engines(problem).of(plan):
+            if isinstance(plan, Plan) and one.of(plan):
                 return True
         return False
 

@@ -39,12 +39,12 @@ def tried_plan(
     method: str,
     bound_s: float,
     registry: Registry,
-    engine: str = "",
+    engines: Engines | None = None,
     known: dict[bytes, Tried] | None = None,
 ) -> Tried:
     """Plan, lower and weigh a candidate; if its bytes fit, its time.  The problem's reserve stays
-    free; an `engine` has to have options for the plan.  A plan that does what a `known` one of the
-    layout does is that one."""
+    free; one of `engines` has to have options for the plan.  A plan that does what a `known` one of
+    the layout does is that one."""
     tried = Tried(choice=choice, method=method, bound_s=bound_s)
     try:
         base = choice.base(problem.base_plan)
@@ -54,8 +54,8 @@ def tried_plan(
         known = {} if known is None else known
         if (same := same_plan(plan)) in known:
             return known[same]
-        if engine and engine not in Engines(problem).of(plan):
-            return replace(tried, reason=f"no options of {engine}")
+        if engines and not engines.of(plan):
+            return replace(tried, reason=f"no options of {engines.only}")
         known[same] = _judged(tried, problem, plan)
     except (PlanError, LayoutError, MethodError) as error:
         return replace(tried, reason=f"no plan: {error}")

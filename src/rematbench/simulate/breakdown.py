@@ -7,7 +7,7 @@ another, so the parts add up to the step; what remains is the busiest rank's com
 idle time, the bubble.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from math import fsum
 
 from msgspec.structs import replace
@@ -34,6 +34,9 @@ ROUNDING = 1e-12
 
 PARTS = ("compute", "recompute", "bubble", *TRAFFIC, "host")
 
+LEAST_SHARE, MOST_NAMED = 0.01, 3
+"""Of a step: smaller losses are not named; and how many are."""
+
 
 def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, float]:
     """Seconds of the step by PARTS; they add up to `step_s`, the program's chunk-level step."""
@@ -56,6 +59,13 @@ def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, flo
     # Both add the same seconds up, in other orders: what rounding leaves is no bubble, nor less.
     bubble = before - busy if before - busy > ROUNDING * step_s else 0.0
     return {"compute": busy - again, "recompute": again, "bubble": bubble, **found}
+
+
+def losses(shares: Mapping[str, float]) -> str:
+    """What binds, in words: the largest losses among shares of a step by PARTS."""
+    found = [(share, part) for part, share in shares.items() if part != "compute"]
+    named = sorted((pair for pair in found if pair[0] >= LEAST_SHARE), reverse=True)
+    return ", ".join(f"{part} {100 * share:.0f} %" for share, part in named[:MOST_NAMED])
 
 
 def host_wait_s(seconds: RankedSeconds, program: Program, step_s: float) -> float:

@@ -1,0 +1,125 @@
+"""Searches of many jobs, written line by line, and their tables: published layouts, cells of the
+matrix, published sweeps, spaces of packages."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Option
+
+from rematbench.cli.matrix import SUITE, declared
+from rematbench.cli.targets import Output, need_file
+from rematbench.host.console import CommandError, console, plain
+from rematbench.plugins.discover import discover
+from rematbench.published.sheets import read_sheet, write_sheet
+from rematbench.search.against import against
+from rematbench.search.cells import searched_cells
+from rematbench.search.spaces import load_spaces, searched_spaces
+from rematbench.search.sweeps import searched_sweeps
+from rematbench.tables.searched import TABLES, checked
+
+Csv = Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Where to write.")]
+Within = Annotated[float, Option(min=0, metavar="P", help="Percent that may stay unproved.")]
+Processes = Annotated[int, Option(min=1, max=64, help="Worker processes.")]
+Line = Mapping[str, Any]
+
+
+def layouts(
+    sheet: Annotated[Path, Argument(metavar="SHEET.csv", help="Published rows.")],
+    output: Csv,
+    table: Annotated[str, Option(metavar="NAME", help="Rows of this table only.")] = "",
+    within: Within = 0.5,
+    processes: Processes = 2,
+) -> None:
+    """What published layouts lose against the best of a search, row by row.
+
+    \b
+    Example:
+      rematbench layouts results/published/runs.csv --table "Figure 9" -o figure9.csv
+    """
+    rows = [row for row in read_sheet(sheet) if not table or row.get("table") == table]
+    if not rows:
+        raise CommandError(f"{sheet}: no row of table {table!r}")
+    _write(output, against(rows, within=within / 100, processes=processes), "loss")
+
+
+def search_cells(
+    suite: SUITE,
+    fastest: Annotated[Path, Argument(metavar="FASTEST.csv", help="The table matrix_fastest.")],
+    output: Csv,
+    within: Within = 1.0,
+    processes: Processes = 2,
+) -> None:
+    """The fastest plan of every cell of the matrix, by search.
+
+    \b
+    Example:
+      rematbench search-cells config/paper.yaml results/expected/matrix_fastest.csv -o cells.csv
+    """
+    spec, rows = declared(suite), read_sheet(fastest, ["arm", "layout"])
+    found = searched_cells(spec, discover(), rows, within=within / 100, processes=processes)
+    _write(output, found, "gain")
+
+
+def search_sweeps(
+    predictions: Annotated[list[Path], Argument(metavar="PRED.csv...", help="Rows predicted.")],
+    output: Csv,
+    within: Within = 1.0,
+    processes: Processes = 2,
+) -> None:
+    """What following the search would have lost on published sweeps.
+
+    \b
+    Example:
+      rematbench search-sweeps results/paper/predictions.csv -o sweeps.csv
+    """
+    rows = [row for path in predictions for row in read_sheet(path, ["pred_status"])]
+    _write(output, searched_sweeps(rows, within=within / 100, processes=processes), "regret")
+
+
+def search_spaces(
+    jobs: Annotated[Path, Argument(metavar="JOBS.yaml", help="Jobs and spaces.")],
+    output: Csv,
+    within: Within = 0.5,
+    processes: Processes = 2,
+) -> None:
+    """The fastest of a whole space beside the fastest that a package alone can run.
+
+    \b
+    Example:
+      rematbench search-spaces config/searched.yaml -o spaces.csv
+    """
+    found = searched_spaces(load_spaces(jobs), within=within / 100, processes=processes)
+    _write(output, found, "mfu_causal")
+
+
+def searched_tables(
+    folder: Annotated[Path, Argument(metavar="DIR", help="layouts.csv, cells.csv, ...")],
+    output: Output,
+) -> None:
+    """Tables of searches, after each line's plan is simulated once more.
+
+    \b
+    Example:
+      rematbench searched-tables results/searched -o results/paper/tables
+    """
+    for name, table in TABLES.items():
+        path = folder / f"{name}.csv"
+        rows = read_sheet(path, ["gap"])
+        if wrong := checked(name, rows):
+            raise CommandError(f"{path}: {wrong}")
+        table(rows).write(output)
+        console().print(plain(f"{path}: {len(rows)} rows"))
+
+
+def _write(output: Path, lines: Iterable[Line], told: str) -> None:
+    """Each line as soon as it is known."""
+    need_file("-o", output)
+    found: list[Line] = []
+    for line in lines:
+        found.append(line)
+        share = line.get(told)
+        text = f"{100 * share:.1f} %" if share is not None else str(line.get("reason", ""))
+        where = " ".join(str(line[key]) for key in ("model", "cluster", "gpus") if key in line)
+        console().print(plain(f"{where} {line.get('space', '')}: {told} {text}"))
+        write_sheet(output, found)

@@ -1,0 +1,69 @@
+"""Best against best: the fastest plan of a whole space beside the fastest that a package alone has
+options for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from rematbench.plan import Fraction
+from rematbench.runs.suite import NamedProblem
+from rematbench.search.answer import judged, line
+from rematbench.search.halves import rounds
+from rematbench.search.job import Asked, SearchJob
+from rematbench.spec.configfile import convert, read_mapping
+
+MOST_ROUNDS = 60
+"""Rounds of a space: a few minutes of a core."""
+
+Space = Literal["all", "megatron_core", "deepspeed"]
+
+
+class SpaceJob(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A problem whose degrees are left open; `published_mfu` by space, where its source prints
+    one."""
+
+    source: str
+    published_mfu: dict[Space, Fraction] = field(default_factory=dict)
+
+
+class Spaces(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Jobs, and the spaces that are searched for each."""
+
+    jobs: tuple[SpaceJob, ...]
+    spaces: tuple[Space, ...]
+
+
+def load_spaces(path: Path) -> Spaces:
+    """A file of jobs and spaces."""
+    return convert(read_mapping(path, str(path)), Spaces, str(path))
+
+
+def searched_spaces(declared: Spaces, *, within: float, processes: int) -> Iterator[dict[str, Any]]:
+    """A line for each job and space; plans may fill the device, as published ones do."""
+    for job in declared.jobs:
+        for space in declared.spaces:
+            asked = Asked(
+                spec=job,
+                engine="" if space == "all" else space,
+                reserve_gib=0.0,
+                within=within,
+            )
+            yield {
+                "job": job.name,
+                "source": job.source,
+                "space": space,
+                "published_mfu": job.published_mfu.get(space),
+                **_best(asked, processes),
+            }
+
+
+def _best(asked: Asked, processes: int) -> dict[str, Any]:
+    *_, end = rounds(asked, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
+    made = SearchJob(replace(asked, engine=""))
+    said = {"layouts": len(made.space.choices), "simulations": end.simulations}
+    if not end.found:
+        return {**said, "reason": "no plan fits"}
+    return {**said, "gap": end.gap, **line(1, judged(made, end.found[:1])[0])}

@@ -1,0 +1,82 @@
+"""What following the search would have lost on published sweeps, and what it finds beside them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import Registry
+from rematbench.published.accuracy import SPEED, SWEEP, Row, lost, number, regret, sweeps
+from rematbench.published.bands import reserve_bytes
+from rematbench.published.rows import RowError, read_case
+from rematbench.search.against import asked_of
+from rematbench.search.answer import judged, line
+from rematbench.search.halves import rounds
+from rematbench.search.job import SearchJob
+from rematbench.search.trial import Tried
+
+MOST_ROUNDS = 20
+"""Rounds of a sweep: a minute or two of a core."""
+
+
+def searched_sweeps(
+    rows: Sequence[Row], *, within: float, processes: int
+) -> Iterator[dict[str, Any]]:
+    """A line for each sweep of predicted rows: the share of the best measured speed that is lost by
+    the row that we call fastest, of those that leave the search's reserve free (`regret`; it is 1
+    where that row was out of memory); and the best of the whole space, with the share that it loses
+    where somebody measured it."""
+    registry = discover()
+    for key, own in sweeps(rows).items():
+        said: dict[str, Any] = {**dict(zip(SWEEP, key, strict=True)), "rows": len(own)}
+        pick, loses = _pick(own)
+        said |= {"regret": loses, "regret_filled": regret(own)}
+        try:
+            case = read_case(own[0], registry)
+        except RowError as error:
+            yield {**said, "reason": str(error)}
+            continue
+        asked = asked_of(case, within, reserve_gib=None)
+        *_, end = rounds(asked, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
+        if not end.found:
+            yield {**said, "reason": "no plan fits"}
+            continue
+        best = end.found[0]
+        measured = next((row for row in own if _is(row, best, registry)), None)
+        predicted = number(pick, f"pred_{SPEED}") if pick else None
+        assert best.evaluation is not None
+        speed = best.evaluation.tokens_per_s_per_gpu
+        yield {
+            **said,
+            "pick_tokens_per_s_per_gpu": predicted,
+            "over_pick": speed / predicted - 1.0 if predicted else None,
+            "best_measured": "yes" if measured else "no",
+            "best_regret": lost(measured, own) if measured else None,
+            "gap": end.gap,
+            "simulations": end.simulations,
+            **{key: value for key, value in _line(asked, best).items() if key not in said},
+        }
+
+
+def _line(asked: Any, best: Tried) -> dict[str, Any]:
+    return line(1, judged(SearchJob(asked), [best])[0])
+
+
+def _pick(own: Sequence[Row]) -> tuple[Row | None, float]:
+    """The row that is predicted to be the fastest with the reserve left free, and what it loses."""
+    fitting = [row for row in own if row["pred_status"] == "ok" and _leaves(row)]
+    pick = max(fitting, key=lambda row: number(row, f"pred_{SPEED}") or 0.0, default=None)
+    return pick, 1.0 if pick is None else lost(pick, own)
+
+
+def _leaves(row: Row) -> bool:
+    peak, usable = number(row, "pred_peak_device_bytes"), number(row, "pred_usable_bytes")
+    assert peak is not None
+    assert usable is not None
+    return peak + reserve_bytes(int(usable)) <= usable
+
+
+def _is(row: Row, tried: Tried, registry: Registry) -> bool:
+    """Whether a row ran this plan at this layout."""
+    case = read_case(row, registry)
+    same = registry.resolve(case.method, case.settings).text
+    return case.layout == tried.choice.layout and tried.choice.even and same == tried.method

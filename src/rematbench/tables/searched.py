@@ -1,0 +1,179 @@
+"""Tables of searches that were made before (results/searched): what published layouts lose, what
+the matrix's list misses, regret on published sweeps, and spaces of packages.
+
+A search takes minutes; its answer takes a simulation, which is made again before a table is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rematbench.published.accuracy import Row, number
+from rematbench.search.answer import simulated
+from rematbench.tables.table import Column, Table, fixed, percent, signed_percent, whole
+
+FILLED = ("layouts", "spaces")
+"""Searches whose plans may fill the device, as published ones do."""
+
+ROUNDING = 1e-6
+
+SIMULATED = (
+    "All steps are simulated, so a loss or gain is a statement about layouts and plans. gap: no "
+    "plan of the space is faster than the best by more. Layouts are tp-cp-pp-vpp-dp, with what is "
+    "not 1 of u (Ulysses) and mb (micro-batch), and z (ZeRO stage) where it is not 1."
+)
+
+
+def checked(name: str, rows: Sequence[Row]) -> str:
+    """The first line whose plan does not take the step that it says, in words; empty if none."""
+    reserve_gib = 0.0 if name in FILLED else None
+    for row in rows:
+        if not row.get("run_with"):
+            continue
+        step_s, told = simulated(row, reserve_gib).step_s, number(row, "step_s") or 0.0
+        if abs(step_s - told) > ROUNDING * told:
+            return (
+                f"{row['name']} for {row['model']} on {row['gpus']} GPUs takes {step_s:.6g} s now, "
+                f"not {told:.6g} s: costs have changed, search again (./bench reproduce --full)"
+            )
+    return ""
+
+
+def layout_text(row: Row) -> str:
+    """tp-cp-pp-vpp-dp and what is unusual; empty where there is no plan."""
+    if not row.get("tp"):
+        return ""
+    words = ["-".join(row[key] for key in ("tp", "cp", "pp", "vpp", "dp"))]
+    words += [f"u {row['ulysses']}"] if row["ulysses"] != "1" else []
+    words += [f"mb {row['micro_batch']}"] if row["micro_batch"] != "1" else []
+    words += [f"z {row['zero_stage']}"] if row["zero_stage"] != "1" else []
+    ends = row["partition"].split(",")
+    uneven = int(row["vpp"]) == 1 and len({ends[0], ends[-1], *ends}) > 1
+    words += [f"ends {ends[0]} {ends[-1]}"] if uneven else []
+    return " ".join(words)
+
+
+def _rows(rows: Sequence[Row]) -> tuple[dict[str, Any], ...]:
+    return tuple({**row, "layout": layout_text(row)} for row in rows)
+
+
+SPEED = Column("tokens_per_s_per_gpu", "tokens/s/GPU", fixed(0))
+BEST = (Column("name", "plan"), Column("layout", "layout"), SPEED)
+PROVED = (Column("gap", "gap %", percent), Column("simulations", "simulated", whole))
+
+
+def layout_table(rows: Sequence[Row]) -> Table:
+    """Published layouts beside the best of all."""
+    return Table(
+        name="searched_layouts",
+        title="Published layouts beside the best of a search (simulated)",
+        columns=(
+            Column("model", "model"),
+            Column("gpus", "GPUs", whole),
+            Column("published_layout", "published layout"),
+            Column("published_tokens_per_s_per_gpu", "published tokens/s/GPU", fixed(0)),
+            Column("pred_tokens_per_s_per_gpu", "ours of it", fixed(0)),
+            *BEST,
+            Column("loss", "published loses %", percent),
+            Column("decides", "decides"),
+            *PROVED,
+            *(Column(key, "") for key in ("pred_step_s", "step_s", "decides_s", "run_with")),
+        ),
+        rows=_rows(rows),
+        note=f"{SIMULATED} decides: the part of the step that the published layout has more of.",
+    )
+
+
+def cell_table(rows: Sequence[Row]) -> Table:
+    """Cells of the matrix: the fastest of the list beside the fastest of a search."""
+    return Table(
+        name="searched_cells",
+        title="The matrix by search: the fastest of each cell, with the proved gap (simulated)",
+        columns=(
+            *(Column(key, key) for key in ("model", "cluster")),
+            Column("seq_len", "tokens", whole),
+            Column("list_arm", "fastest of the list"),
+            Column("list_layout", "its layout"),
+            Column("list_tokens_per_s_per_gpu", "its tokens/s/GPU", fixed(0)),
+            Column("list_fits", "it fits"),
+            *BEST,
+            Column("low_tokens_per_s_per_gpu", "low", fixed(0)),
+            Column("high_tokens_per_s_per_gpu", "high", fixed(0)),
+            Column("gain", "gain %", signed_percent),
+            Column("changed", "what changed"),
+            Column("fits", "fits"),
+            Column("binds", "what binds"),
+            *PROVED,
+            *(Column(key, "") for key in ("step_s", "run_with")),
+        ),
+        rows=_rows(rows),
+        note=(
+            f"{SIMULATED} Equal terms as in the matrix. what changed: what the search's plan has "
+            "that the fastest of the list has not (empty: nothing is faster). The matrix's fixed "
+            "methods may be tight, where the search leaves the reserve free. A search that ends "
+            "after its fixed amount of work says the gap that it has proved until then."
+        ),
+        shown=40,
+    )
+
+
+def sweep_table(rows: Sequence[Row]) -> Table:
+    """Published sweeps: what following the search would have lost."""
+    return Table(
+        name="searched_sweeps",
+        title="Published sweeps: what following the search would have lost",
+        columns=(
+            *(Column(key, key) for key in ("source", "model", "cluster")),
+            *(Column(key, head, whole) for key, head in (("gpus", "GPUs"), ("seq_len", "tokens"))),
+            Column("global_batch", "batch", whole),
+            Column("rows", "rows", whole),
+            Column("regret", "our pick loses %", percent),
+            Column("regret_filled", "with no reserve %", percent),
+            *BEST,
+            Column("over_pick", "over our pick %", signed_percent),
+            Column("best_measured", "measured"),
+            Column("best_regret", "it loses %", percent),
+            *PROVED,
+            Column("reason", "why not"),
+            *(Column(key, "") for key in ("step_s", "run_with")),
+        ),
+        rows=_rows(rows),
+        note=(
+            "our pick: of the measured rows, the one predicted to be the fastest of those that "
+            "leave the search's reserve free; it loses so much of the best measured speed (100: it "
+            "was out of memory, or none is predicted to fit). The best of the whole space is "
+            "rarely a row that somebody measured; over our pick: in predicted speed. "
+            f"{SIMULATED}"
+        ),
+        shown=45,
+    )
+
+
+def space_table(rows: Sequence[Row]) -> Table:
+    """Best against best."""
+    return Table(
+        name="searched_spaces",
+        title="The whole space beside what a package alone can run (simulated)",
+        columns=(
+            *(Column(key, key) for key in ("job", "space")),
+            *BEST,
+            Column("mfu_causal", "MFU causal %", percent),
+            Column("mfu_dense", "MFU dense %", percent),
+            Column("published_mfu", "published MFU %", percent),
+            Column("binds", "what binds"),
+            Column("layouts", "layouts", whole),
+            *PROVED,
+            Column("reason", "why not"),
+            *(Column(key, "") for key in ("source", "step_s", "run_with")),
+        ),
+        rows=_rows(rows),
+        note=SIMULATED,
+    )
+
+
+TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
+    "layouts": layout_table,
+    "cells": cell_table,
+    "sweeps": sweep_table,
+    "spaces": space_table,
+}
+"""A file of results/searched each, and the table of its lines."""

@@ -1,0 +1,97 @@
+"""Committed searches and their tables: each line's plan is simulated again before its table is made.
+
+The searches themselves take an hour and run where they are asked for: ./bench reproduce --full.
+"""
+
+SEARCHED = ["layouts", "cells", "sweeps", "spaces"]
+SEARCHED_TABLES = [f"searched_{name}" for name in SEARCHED]
+
+
+rule searched_layouts:
+    input:
+        sheet=PUBLISHED,
+    output:
+        "build/searched/layouts.csv",
+    log:
+        "build/searched/layouts.log",
+    threads: 2
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "rematbench layouts {input.sheet} --table 'Figure 9' -o {output}"
+        " --processes {threads} > {log} 2>&1"
+
+
+rule searched_cells:
+    input:
+        suite="config/paper.yaml",
+        fastest="results/paper/tables/matrix_fastest.csv",
+    output:
+        "build/searched/cells.csv",
+    log:
+        "build/searched/cells.log",
+    threads: 2
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "rematbench search-cells {input.suite} {input.fastest} -o {output}"
+        " --processes {threads} > {log} 2>&1"
+
+
+rule searched_sweeps:
+    input:
+        "results/paper/predictions.csv",
+        "results/paper/predictions_more.csv",
+    output:
+        "build/searched/sweeps.csv",
+    log:
+        "build/searched/sweeps.log",
+    threads: 2
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "rematbench search-sweeps {input} -o {output} --processes {threads} > {log} 2>&1"
+
+
+rule searched_spaces:
+    input:
+        "config/searched.yaml",
+    output:
+        "build/searched/spaces.csv",
+    log:
+        "build/searched/spaces.log",
+    threads: 2
+    localrule: True
+    conda:
+        "../environment.yml"
+    shell:
+        "rematbench search-spaces {input} -o {output} --processes {threads} > {log} 2>&1"
+
+
+rule searched:
+    input:
+        expand("build/searched/{name}.csv", name=SEARCHED),
+
+
+rule searched_tables:
+    input:
+        expand("results/searched/{name}.csv", name=SEARCHED),
+    output:
+        expand(
+            "results/paper/tables/{table}{suffix}",
+            table=SEARCHED_TABLES,
+            suffix=SUFFIXES,
+        ),
+    log:
+        "results/paper/logs/searched_tables.log",
+    localrule: True
+    conda:
+        "../environment.yml"
+    params:
+        engine=code("searched"),
+        folder=lambda wildcards, output: Path(output[0]).parent,
+    shell:
+        "rematbench searched-tables results/searched -o {params.folder} > {log} 2>&1"
