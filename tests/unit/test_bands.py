@@ -53,7 +53,8 @@ def test_a_quantile_is_the_value_of_a_median_unbiased_rank(level: float, rank: f
 
 def test_rows_of_one_source_are_as_many_values() -> None:
     """A source's own errors are ranked by its rows, not as one value of many parts."""
-    found = coverage([known("a", float(i)) for i in range(1, 11)] + [known("b", 1.0)] * 2)
+    ten = [known("a", float(i)) for i in range(1, 11)]
+    found = coverage([*ten, known("b", 1.0), known("c", 1.0)])
     assert found[0].error == pytest.approx(8.6)
 
 
