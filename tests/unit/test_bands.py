@@ -44,6 +44,20 @@ def test_a_quantile_lies_between_the_middles_of_weights() -> None:
     assert quantile({"a": [1.0], "b": [2.0]}, 1.0) == 2.0
 
 
+@pytest.mark.parametrize(("level", "rank"), [(0.8, 8.6), (0.5, 5.5), (0.2, 2.4)])
+def test_a_quantile_is_the_value_of_a_median_unbiased_rank(level: float, rank: float) -> None:
+    """Rank level (n + 1/3) + 1/3 of n values (Hyndman and Fan 1996, type 8), rows or sources."""
+    ten = {str(value): [float(value)] for value in range(1, 11)}
+    assert quantile(ten, level) == pytest.approx(rank)
+
+
+def test_rows_of_one_source_are_as_many_values() -> None:
+    """A source's own errors are ranked by its rows, not as one value of many parts."""
+    ten = [known("a", float(i)) for i in range(1, 11)]
+    found = coverage([*ten, known("b", 1.0), known("c", 1.0)])
+    assert found[0].error == pytest.approx(8.6)
+
+
 def test_every_source_weighs_the_same() -> None:
     few = {"a": [0.1], "b": [0.2], "c": [0.3]}
     many = {"a": [0.1] * 500, "b": [0.2], "c": [0.3]}

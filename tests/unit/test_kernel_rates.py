@@ -2,11 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import numpy as np
 import pytest
 
+from rematbench.cost.bind import part_of
 from rematbench.cost.kernel_rates import (
     AttentionPass,
     AttentionRates,
@@ -24,9 +26,13 @@ from rematbench.cost.kernel_rates import (
     gemm_share,
     head_dim_factor,
     load_kernel_rates,
+    named_bytes,
     unfused_attention_s,
 )
+from rematbench.cost.kernels import Named, NormKernel, RopeKernel
+from rematbench.spec.load import load_system
 from rematbench.spec.paths import data_dir
+from tests.problems import problem
 
 NONE = Evidence()
 ATTENTION = AttentionRates(
@@ -161,6 +167,49 @@ def test_memory_bound_operators() -> None:
     ahead = bytes_s(rates, count, backward=False, hbm_bytes_per_s=1e12)
     assert ahead == pytest.approx([1e-5, 1e-5 + 5e-5])
     assert bytes_s(rates, 1e6, backward=True, hbm_bytes_per_s=1e12) == pytest.approx(1.69e-4)
+
+
+def test_a_named_operator_moves_its_own_bytes_each_way() -> None:
+    rates = ByteRates(
+        forward_bytes=5.0,
+        forward_fixed_s=1.0,
+        backward_bytes=8.0,
+        backward_fixed_s=1.0,
+        forward_launches=2,
+        backward_launches=3,
+        evidence=NONE,
+    )
+    kernel = Named("norm", "eager", 1000, 2)
+    assert named_bytes(rates, kernel, backward=False) == 5000.0
+    assert named_bytes(rates, kernel, backward=True) == 8000.0
+    assert named_bytes(rates, Named("norm", "eager", 1000, 4), backward=False) == 10000.0
+
+
+def test_seconds_of_a_named_operator_are_traffic_and_gaps() -> None:
+    cost = problem(system="huggingface", attention="unfused").cost
+    kernel = Named("norm", "eager", 1 << 24, 2)
+    rates = SHIPPED.operators.norm["eager"]
+    rate = cost.cluster.hbm_bytes_per_s * SHIPPED.generation(cost.cluster.generation).hbm.value
+    for direction, each, launches in (
+        ("forward", rates.forward_bytes, rates.forward_launches),
+        ("backward_input", rates.backward_bytes, rates.backward_launches),
+    ):
+        told = cost.kernel_s(kernel, direction)
+        assert told == pytest.approx((1 << 24) * each / rate + launches * cost.stack.gap_s)
+    half = part_of(kernel, "forward", 0.5)
+    assert half == Named("norm", "eager", 1 << 23, 2)
+
+
+def test_names_are_those_of_the_files() -> None:
+    assert set(get_args(NormKernel)) == set(SHIPPED.operators.norm)
+    assert set(get_args(RopeKernel)) == set(SHIPPED.operators.rope)
+
+
+def test_what_is_compiled_is_fused() -> None:
+    eager = load_system("torchtitan")
+    assert (eager.norm_kernel, eager.rope_kernel) == ("eager", "complex")
+    compiled = msgspec.structs.replace(eager, compiled=True)
+    assert (compiled.norm_kernel, compiled.rope_kernel) == ("compiled", "fused")
 
 
 def test_unfused_attention_passes_over_its_scores() -> None:

@@ -7,6 +7,8 @@ from functools import cached_property
 from math import fsum
 from typing import Literal
 
+from msgspec.structs import replace
+
 from rematbench.cost import collectives, copies, formulas, kernel_rates, states
 from rematbench.cost.constants import (
     Calibration,
@@ -17,7 +19,7 @@ from rematbench.cost.constants import (
 )
 from rematbench.cost.copies import ALONE, Crowd
 from rematbench.cost.kernel_rates import AttentionBackend
-from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel, launches
+from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel, Named, launches
 from rematbench.operators.ops import Comm, Op
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
@@ -99,6 +101,9 @@ class CostModel:
         return min(1, count) if self.system.compiled else count
 
     def _launches(self, kernel: Kernel, direction: Direction) -> int:
+        if isinstance(kernel, Named):
+            rates = self.calibration.kernels.named(kernel)
+            return rates.forward_launches if direction == "forward" else rates.backward_launches
         dropout = self.workload.model.dropout > 0
         return launches(kernel, forward=direction == "forward", dropout=dropout)
 
@@ -111,6 +116,8 @@ class CostModel:
                     busy = self._gemm_s(kernel)
                 case Elementwise():
                     busy = self._memory_s(kernel.hbm_bytes)
+                case Named():
+                    busy = self._named_s(kernel, direction)
                 case Attention():
                     busy = self._attention_s(kernel, direction)
             gaps = self._launches(kernel, direction) * self.stack.gap_s
@@ -125,6 +132,14 @@ class CostModel:
         shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
         width = self.workload.element_bytes
         return formulas.gemm_s(*shape, width, c.peak_flop_per_s, c.hbm_bytes_per_s, self.gpu)
+
+    def _named_s(self, kernel: Named, direction: Direction) -> float:
+        """Busy seconds by published rates: bytes at the rate that published streams reach."""
+        kernels = self.calibration.kernels
+        share = kernels.generation(self.cluster.generation).hbm.value
+        backward = direction != "forward"
+        moved = kernel_rates.named_bytes(kernels.named(kernel), kernel, backward=backward)
+        return moved / (self.cluster.hbm_bytes_per_s * share)
 
     def _memory_s(self, nbytes: float) -> formulas.Quantity:
         return formulas.memory_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu)
@@ -347,5 +362,7 @@ def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kerne
             return Gemm(m, n, some, batch) if weight else Gemm(some, n, k, batch)
         case Elementwise(hbm_bytes=nbytes, launches=launches):
             return Elementwise(round(nbytes * rows_fraction), launches)
+        case Named(elements=elements):
+            return replace(kernel, elements=round(elements * rows_fraction))
         case Attention():
             raise ValueError("attention cannot run on a share of its rows")

@@ -15,6 +15,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from rematbench.cost.kernels import Named
+
 Quantity: TypeAlias = "float | NDArray[np.float64]"
 AttentionBackend = Literal["unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
 BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
@@ -28,6 +30,8 @@ ATTENTION_TILE_ROWS = 128
 FLASH_BACKWARD_FLOP = 2.5
 """Five GEMMs to the forward's two (Dao 2023)."""
 REFERENCE_HEAD_DIM = 128
+REFERENCE_ELEMENT_BYTES = 2
+"""Of the rows behind operators.yaml: bf16 and fp16."""
 
 
 class RateError(ValueError):
@@ -171,6 +175,11 @@ class KernelRates(Struct, frozen=True, kw_only=True):
             known = ", ".join(sorted(self.generations))
             raise RateError(f"no kernel rates for GPU generation {name!r} (known: {known})")
         return self.generations[name]
+
+    def named(self, kernel: Named) -> ByteRates:
+        """Rates of a memory-bound operator."""
+        table: dict[str, ByteRates] = getattr(self.operators, kernel.operator)
+        return table[kernel.implementation]
 
     def attention(self, generation: str, backend: str) -> AttentionRates:
         """Rates of a fused backend; RateError says what the generation cannot do, and can."""
@@ -316,6 +325,12 @@ def gemm_s(
     traffic = element_bytes * batch * (m * k + k * n + m * n) / device.hbm_bytes_per_s
     seconds: Quantity = np.maximum(arithmetic, traffic)
     return seconds
+
+
+def named_bytes(rates: ByteRates, kernel: Named, *, backward: bool) -> float:
+    """Bytes that an operator moves, at the reached HBM rate; in proportion to its element."""
+    each = rates.backward_bytes if backward else rates.forward_bytes
+    return kernel.elements * each * kernel.element_bytes / REFERENCE_ELEMENT_BYTES
 
 
 def bytes_s(

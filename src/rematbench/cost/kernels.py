@@ -1,6 +1,12 @@
 """What an operator asks of the GPU, in shapes: the words between the op table and the formulas."""
 
+from typing import Literal
+
 from msgspec import Struct
+
+NormKernel = Literal["eager", "torch", "compiled", "fused"]
+RopeKernel = Literal["eager", "complex", "fused", "fused_complex"]
+"""Implementations by name in config/kernels/operators.yaml."""
 
 
 class Gemm(Struct, frozen=True, tag="gemm"):
@@ -37,13 +43,23 @@ class Elementwise(Struct, frozen=True, tag="elementwise"):
     launches: int = 1
 
 
-Kernel = Gemm | Attention | Elementwise
+class Named(Struct, frozen=True, tag="named"):
+    """A memory-bound operator over `elements` of `element_bytes`; config/kernels/operators.yaml has
+    its traffic and launches, forward and backward, by its name."""
+
+    operator: Literal["norm", "rope"]
+    implementation: NormKernel | RopeKernel
+    elements: int
+    element_bytes: int
+
+
+Kernel = Gemm | Attention | Elementwise | Named
 
 FLASH_BACKWARD_LAUNCHES = 3
 """Row sums of dO * O, the main kernel, and the conversion of dQ (Dao 2023)."""
 
 
-def launches(kernel: Kernel, *, forward: bool, dropout: bool) -> int:
+def launches(kernel: Gemm | Attention | Elementwise, *, forward: bool, dropout: bool) -> int:
     """Kernels that run on the device: of unfused attention two batched GEMMs (four in the
     backward), the softmax and the dropout, if any."""
     match kernel:

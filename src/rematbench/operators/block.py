@@ -1,8 +1,8 @@
 """The operator tables of a model on one rank: embedding, decoder layer, head with loss."""
 
-from rematbench.cost.kernels import Elementwise, Kernel
+from rematbench.cost.kernels import Elementwise, Kernel, Named
 from rematbench.operators.builder import Builder
-from rematbench.operators.ops import Comm, Op, OpTable, moved
+from rematbench.operators.ops import Comm, Op, OpTable
 from rematbench.spec.layout import Layout
 from rematbench.spec.system import System
 from rematbench.workload import Workload
@@ -46,9 +46,8 @@ def layer_table(
     b.norm("attn_norm", "layer_input", "attn_norm_out")
     rope: tuple[Kernel, ...] = ()
     if model.position == "rope":
-        fused = system.fused_rope or system.compiled  # eager: cast, rotate, two products, add
-        turned = s.tokens * (s.q_width + s.kv_width) * b.e
-        rope = moved(2 * turned, launches=2) if fused else moved(10 * turned, launches=8)
+        turned = s.tokens * (s.q_width + s.kv_width)
+        rope = (Named("rope", system.rope_kernel, turned, b.e),)
     widths = {"q": s.q_width, "k": s.kv_width, "v": s.kv_width}
     projected = {b.projected(name): width for name, width in widths.items()}
     raw = {f"{name}_raw" if _is_normed(b, name) else name: n for name, n in projected.items()}

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from rematbench.cost.kernels import Attention, Gemm, Kernel
+from rematbench.cost.kernels import Attention, Gemm, Kernel, Named
 from rematbench.operators.ops import Activation, Comm, CommKind, Op, OpTable, Part, moved
 from rematbench.spec.layout import Layout
 from rematbench.spec.shapes import causal_pairs, shapes
@@ -68,8 +68,7 @@ class Builder:
         return OpTable(part=part, ops=tuple(self.ops), activations=self.activations)
 
     def norm(self, name: str, x: str, out: str) -> None:
-        """Fused: x read, out written; backward x, dout, dx.  Eager RMSNorm in fp32 (float, pow,
-        mean, rsqrt, two products, cast): 36 bytes an element, backward 56."""
+        """The model's norm over a hidden-wide tensor of the sequence-parallel region."""
         self._norm(name, x, self.shard(out), 1, self.model.norm_parameters)
 
     def head_norm(self, name: str, x: str, out: str, width: int) -> None:
@@ -80,8 +79,8 @@ class Builder:
     def _norm(self, name: str, x: str, out: str, groups: int, parameters: int) -> None:
         """`groups`: rows that a token is normalised in."""
         layernorm = self.model.norm == "layernorm"
-        fused = self.system.fused_norm or self.system.compiled or layernorm
-        nbytes = self.nbytes(x)
+        elements = self.nbytes(x) // self.e
+        kernel = Named("norm", "fused" if layernorm else self.system.norm_kernel, elements, self.e)
         eager = self.system.norm_keeps_steps and not layernorm
         made = self._steps(name, x, groups) if eager else ()
         kept = () if made and self.e < FP32 else (x,)
@@ -92,13 +91,11 @@ class Builder:
                 inputs=(x,),
                 outputs=(out, *made),
                 saves=(*kept, *made),
-                forward=moved(2 * nbytes) if fused else moved(18 * nbytes, launches=7),
-                backward_input=moved(3 * nbytes, launches=2)
-                if fused
-                else moved(28 * nbytes, launches=12),
+                forward=(kernel,),
+                backward_input=(kernel,),
                 parameters=parameters,
-                scratch_forward_bytes=nbytes // self.e * inside[0],
-                scratch_backward_bytes=nbytes // self.e * inside[1],
+                scratch_forward_bytes=elements * inside[0],
+                scratch_backward_bytes=elements * inside[1],
             )
         )
 

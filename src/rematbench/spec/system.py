@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct
 
 from rematbench.cost.kernel_rates import AttentionBackend
+from rematbench.cost.kernels import NormKernel, RopeKernel
 
 StateBytes = Annotated[int, Meta(ge=0, le=1 << 10)]
 """Of one parameter."""
@@ -48,8 +49,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `loss_keeps_logits`: a wide copy of the logits lives beside the softmax while that is made; else
     the one becomes the other.
     `step_scratch_bytes`: what the optimizer step holds per updated parameter, and frees again.
-    `fused_norm`, `fused_rope`: RMSNorm, RoPE run as single kernels (else as eager torch operators,
-    unless `compiled`).
+    `norm`, `rope`: the kernels that run, by their names in config/kernels/operators.yaml (a
+    LayerNorm is `fused` everywhere; `compiled` fuses both).
     `attention`: the kernel that runs where a run asks for `flash`, by its name in config/kernels
     (`unfused`: the stack has no other).
     `constants`: entries of config/calibration.yaml that are this stack's, the first that is there
@@ -94,8 +95,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     loss_in_place: bool = True
     loss_keeps_logits: bool = True
     saves_norm_output: bool = True
-    fused_norm: bool = True
-    fused_rope: bool = True
+    norm: NormKernel = "fused"
+    rope: RopeKernel = "fused"
     norm_keeps_steps: bool = False
     repeats_kv: bool = False
     eager_operators: bool = False
@@ -120,6 +121,16 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     constants: tuple[str, ...] = ()
     scales: Scales = Scales()
     sources: dict[str, str] = {}
+
+    @property
+    def norm_kernel(self) -> NormKernel:
+        """The RMSNorm that runs."""
+        return "compiled" if self.compiled and self.norm != "fused" else self.norm
+
+    @property
+    def rope_kernel(self) -> RopeKernel:
+        """The rotation that runs."""
+        return "fused" if self.compiled else self.rope
 
     def sends_beside(self, vpp: int) -> bool:
         """Whether a pipeline send runs beside the next pass, with so many chunks on a rank."""
