@@ -19,6 +19,7 @@ from rematbench.search.questions import (
     longest_context,
     prices,
 )
+from rematbench.search.trial import Tried
 
 UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memory": "GiB"}
 
@@ -75,15 +76,16 @@ def _answers(asked: Asked, inverse: Inverse, processes: int) -> Iterator[Answer]
 
 def _line(find: str, answer: Answer) -> str:
     value = f"{answer.value / GIB:.1f}" if find == "memory" else f"{answer.value:,}"
-    if answer.tried is None:
-        return f"{value} {UNITS[find]}: no plan"
-    tried, lay = answer.tried, answer.tried.choice.layout
+    return f"{value} {UNITS[find]}: {told(answer.tried) if answer.tried else 'no plan'}"
+
+
+def told(tried: Tried) -> str:
+    """A plan, its layout and its step in a line."""
+    lay = tried.choice.layout
     where = f"tp {lay.tp} cp {lay.cp} pp {lay.pp} vpp {lay.vpp} dp {lay.dp} zero {lay.zero_stage}"
     uneven = f" {' '.join(tried.choice.words)}" if tried.choice.words else ""
-    return (
-        f"{value} {UNITS[find]}: {tried.method} at {where} micro-batch {lay.micro_batch}{uneven}, "
-        f"step {tried.step_s:.4g} s"
-    )
+    where += f" micro-batch {lay.micro_batch}{uneven}"
+    return f"{tried.method} at {where}, step {tried.step_s:.4g} s"
 
 
 def _prices(out: Console, asked: Asked, processes: int) -> None:

@@ -13,7 +13,7 @@ from typer import Option
 
 from rematbench import __version__
 from rematbench.cli.compare import as_cells
-from rematbench.cli.inverse import Inverse, ask
+from rematbench.cli.inverse import Inverse, ask, told
 from rematbench.cli.options import OPTIONS
 from rematbench.cli.ranking import LONGEST, WIDE, Head, folded_name, kept
 from rematbench.cli.targets import Json, Methods, need_file
@@ -35,6 +35,7 @@ from rematbench.published.sheets import write_sheet
 from rematbench.search.answer import Found, difference, judged, line
 from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
+from rematbench.search.questions import would_fit
 from rematbench.search.space import Fixed
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Precision
@@ -155,14 +156,18 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     at, ended = _run(asked, top, processes)
     found = judged(made, at.found[:top])
     rows = [line(place, one) for place, one in enumerate(found, 1)]
+    changes = _changes(asked, at, processes) if ended and not found else ()
     if json:
         proved = {"gap": at.gap if found else None, "ended": ended, "layouts": count}
-        answer = {**proved, "rows": rows, "refused": made.space.refused, "fell": at.fell}
+        fell = {"refused": made.space.refused, "fell": at.fell}
+        answer = {**proved, "rows": rows, **fell, "would_fit": list(changes)}
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
         _table(out, made, found)
         for text in _notes(made, at, found, ended):
             out.print(plain(text), soft_wrap=True)
+        for text in changes:
+            out.print(plain(f"would fit {text}"), soft_wrap=True)
     if output is not None:
         write_sheet(output, [as_cells(row) for row in rows])
     if explain is not None:
@@ -187,11 +192,11 @@ def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence
 
 def _run(asked: Asked, shown: int, processes: int) -> tuple[Progress, bool]:
     """The last progress, and whether the search ended by itself."""
-    at, told = Progress(), time.monotonic()
+    at, last = Progress(), time.monotonic()
     try:
         for at in rounds(asked, shown=shown, processes=processes):
-            if sys.stderr.isatty() and time.monotonic() - told > STEP_S:
-                told = time.monotonic()
+            if sys.stderr.isatty() and time.monotonic() - last > STEP_S:
+                last = time.monotonic()
                 sys.stderr.write(f"\r{_progress(at)}\x1b[K")
     except KeyboardInterrupt:
         return at, False
@@ -290,6 +295,12 @@ def _notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> It
         yield f"outside of what was published: {'; '.join(outside)}"
     date = found[0].job.problem.calibration.date if found else ""
     yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
+
+
+def _changes(asked: Asked, at: Progress, processes: int) -> Iterator[str]:
+    """What would make a job fit that fits nowhere, each found by a search."""
+    for one in would_fit(asked, at, processes):
+        yield f"{one.change}: {told(one.tried)}"
 
 
 def _explain(out: Console, found: list[Found], places: tuple[int, int]) -> None:

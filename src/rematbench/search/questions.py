@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.search.halves import rounds
+from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked
 from rematbench.search.trial import Tried
 from rematbench.spec.cluster import Cluster
@@ -18,12 +18,16 @@ from rematbench.spec.load import load_cluster
 
 Question = Literal["gpus", "context", "batch", "memory"]
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 GRANULE = 1024
 """Tokens: lengths are multiples."""
 
 FINE = 16
 """A longest length, a largest batch and least memory are found to one part in so many."""
+
+MOST_ROUNDS, HALVINGS = 6, 3
+"""Rounds of a search whether anything fits with a change, and how often a change is made smaller: a
+plan that is found fits; where none is, there may be one all the same."""
 
 MORE_GIB = (1, 4, 16)
 RATES = {
@@ -42,6 +46,13 @@ class Answer(Struct, frozen=True):
     tried: Tried | None
 
 
+class Change(Struct, frozen=True):
+    """A change in words, and a plan that fits with it."""
+
+    change: str
+    tried: Tried
+
+
 class Price(Struct, frozen=True):
     """A change of the machine, and the fastest step with it."""
 
@@ -49,11 +60,14 @@ class Price(Struct, frozen=True):
     step_s: float
 
 
-def reached(asked: Asked, step_s: float, processes: int) -> Tried | None:
-    """A plan whose step is no longer than that; None where the search proves that there is none, or
-    comes as near as its gap."""
+def reached(
+    asked: Asked, step_s: float, processes: int, most_rounds: int | None = None
+) -> Tried | None:
+    """A plan whose step is no longer than that; None where the search proves that there is none,
+    comes as near as its gap, or has found none after so many rounds."""
     try:
-        with closing(rounds(asked, shown=1, processes=processes)) as found:
+        going = rounds(asked, shown=1, processes=processes, most_rounds=most_rounds)
+        with closing(going) as found:
             for at in found:
                 if at.found and at.best_s <= step_s:
                     return at.found[0]
@@ -140,6 +154,44 @@ def _largest(reach: Any, start: int, granule: int) -> Iterator[Answer]:
         found = reach(middle)
         yield Answer(middle, found)
         low, high = (middle, high) if found else (low, middle)
+
+
+def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
+    """Where no plan fits: more memory of the device, of the host if some plan lacked that, and more
+    GPUs; each the smallest of a few that were tried with which a plan was found."""
+
+    def fits(**changes: Any) -> Tried | None:
+        there = replace(asked, spec=replace(asked.spec, **changes))
+        return reached(there, inf, processes, MOST_ROUNDS)
+
+    spec, cluster = asked.spec, _cluster(asked)
+    hbm = spec.hbm_bytes or cluster.hbm_bytes
+    more, found = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
+    if found:
+        yield Change(f"with {more / GIB:.1f} GiB more on each device", found)
+    if any(reason.startswith("host") and count for reason, count in at.fell.items()):
+        larger = replace(cluster, host_bytes=2 * cluster.host_bytes)
+        if found := fits(cluster=larger):
+            yield Change(f"with twice the {cluster.host_bytes / GIB:.0f} GiB of each host", found)
+    for times in (2, 4):
+        if found := fits(gpus=times * spec.gpus):
+            yield Change(f"on {times * spec.gpus} GPUs", found)
+            return
+
+
+def _enough(reach: Any, least: float, most: int) -> tuple[int, Tried | None]:
+    """Bytes with which a plan is found, more than the `least` that all plans lack: doubled until
+    one is, then halved towards it, in `HALVINGS`."""
+    short, enough = int(least), 2 * max(int(least), GIB // 8)
+    found = reach(enough)
+    while found is None and enough < most:
+        short, enough = enough, 2 * enough
+        found = reach(enough)
+    for _ in range(HALVINGS if found else 0):
+        middle = (short + enough) // 2
+        better = reach(middle)
+        short, enough, found = (short, middle, better) if better else (middle, enough, found)
+    return enough, found
 
 
 def prices(asked: Asked, processes: int) -> Iterator[Price]:
