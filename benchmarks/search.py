@@ -57,7 +57,7 @@ def bounded(asked: Asked, layouts: int) -> None:
         groups.setdefault(key(choice), []).append(choice)
     largest = max(groups.values(), key=len)
     many = largest * -(-layouts // len(largest))
-    shard = Shard(many, made.problem(largest[0].layout), made.registry)
+    shard = Shard(many, made.problem(largest[0]), made.registry)
     shard.bounds(KEEP)  # what layouts have once
     arm = Arm((made.singles[0],))
     shard.probe(arm)

@@ -8,6 +8,7 @@ DRAWN_FROM = {
     "matrix_longest": "matrix_longest",
     "matrix_parts": "matrix_fastest",
     "pareto": "pareto",
+    "searched_layouts": "searched_layouts",
     "waterfall": "atc24_table8_waterfall",
 }
 

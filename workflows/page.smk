@@ -41,6 +41,7 @@ rule page:
         template="src/rematbench/tables/page.html.jinja",
         tables=rules.tables.output.tables,
         matrix=rules.matrix_tables.output,
+        searched=rules.searched_tables.output,
         methods="results/paper/tables/methods.json",
         runs="results/paper/runs.csv",
         claims=rules.claims.output,

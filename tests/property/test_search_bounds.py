@@ -26,6 +26,7 @@ JOBS = (
     ("gemma-2-9b", "h100-80gb", "megatron-core", 16, 8192, 64),
     ("gpt-1.3b", "a800-80gb", "megatron-lm", 8, 2048, 64),
     ("llama-7b", "a800-80gb", "megatron-core", 24, 4096, 48),
+    ("llama-3.1-8b", "h100-80gb-dos", "deepspeed", 8, 8192, 32),
 )
 MOST_PASSES = 1200
 """Passes of a step that is simulated here: longer ones say no more and take seconds."""
@@ -74,7 +75,7 @@ def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> li
 def _arms(made: SearchJob) -> list[Arm]:
     known = [Single(s.method, s.text, s.scalar, s.composes) for s in made.singles]
     layout = next(c for c in made.space.choices if c.layout.pp > 2)
-    shard = Shard([layout], made.problem(layout.layout), made.registry)
+    shard = Shard([layout], made.problem(layout), made.registry)
     probes = {s: p for s in known if isinstance(p := shard.probe(Arm((s,))), Probe)}
     tree, arms = Tree([probes], 3), [KEEP]
     for arm in arms:
@@ -83,7 +84,7 @@ def _arms(made: SearchJob) -> list[Arm]:
 
 
 def _checked(made: SearchJob, choice: Choice, arm: Arm, chance: random.Random) -> Checked | None:
-    problem = made.problem(choice.layout)
+    problem = made.problem(choice)
     shard = Shard([choice], problem, made.registry)
     step, pieces = chance.randint(1, shard.steps(arm)), chance.randint(1, 3)
     bounds, base = shard.bounds(arm, pieces), choice.base(problem.base_plan)

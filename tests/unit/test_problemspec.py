@@ -28,6 +28,7 @@ SPECS = st.builds(
     attention=st.sampled_from(["flash", "unfused"]),
     precision=st.sampled_from(["bf16", "fp16", "fp32", "fp64"]),
     hbm_bytes=st.none() | COUNTS,
+    optimizer=st.sampled_from([None, "device", "host"]),
 )  # type: ignore[arg-type]  # strategies of each field
 LAYOUTS = st.builds(
     Layout,

@@ -64,7 +64,7 @@ def everything(one: Asked) -> list[Tried]:
     arms = _arms(made)
     found = []
     for choice, arm in itertools.product(made.space.choices, arms):
-        problem = made.problem(choice.layout)
+        problem = made.problem(choice)
         most = arm.line.scalar.steps if arm.line and arm.line.scalar else 1
         for step in range(1, most + 1):
             text = arm.text(step)
@@ -76,7 +76,7 @@ def everything(one: Asked) -> list[Tried]:
 def _arms(made: SearchJob) -> list[Arm]:
     """All arms, of the tree that leaves none out."""
     choice = next(c for c in made.space.choices if c.layout.pp > 2)
-    shard = Shard([choice], made.problem(choice.layout), made.registry)
+    shard = Shard([choice], made.problem(choice), made.registry)
     probes = {s: p for s in made.singles if isinstance(p := shard.probe(Arm((s,))), Probe)}
     tree, arms = Tree([probes], 3), [KEEP]
     for arm in arms:

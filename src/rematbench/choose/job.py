@@ -45,6 +45,7 @@ class Job(Struct, frozen=True, kw_only=True):
             "attention": problem.attention,
             "kernel": problem.kernel,
             "schedule": self.base.schedule,
+            "optimizer": self.base.state("optimizer").home,
             "partition": _layers(self.base),
             "rematbench": rematbench.__version__,
             "constants": problem.calibration.date,

@@ -26,7 +26,7 @@ from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import calibration, load_cluster, load_model, load_system
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import System
+from rematbench.spec.system import Home, System
 from rematbench.workload import Model, Workload
 
 Status = Literal["ok", "oom", "unsupported", "failed"]
@@ -85,7 +85,7 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
     return Problem(
         workload=Workload(model=model, seq_len=spec.seq_len, precision=spec.precision),
         cluster=cluster,
-        system=spec.system if isinstance(spec.system, System) else load_system(spec.system),
+        system=hosting(spec.system, spec.optimizer),
         layout=layout,
         calibration=constants or calibration(),
         attention="unfused" if spec.attention == "unfused" else "flash",
@@ -93,6 +93,12 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
         evaluator=evaluate,
         weigher=weigh,
     )
+
+
+def hosting(named: str | System, optimizer: Home | None) -> System:
+    """A stack with the optimizer's states on the device or on the host where that is asked."""
+    system = named if isinstance(named, System) else load_system(named)
+    return replace(system, optimizer_on_host=optimizer == "host") if optimizer else system
 
 
 def run_method(

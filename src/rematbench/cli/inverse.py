@@ -84,6 +84,7 @@ def told(tried: Tried) -> str:
     lay = tried.choice.layout
     where = f"tp {lay.tp} cp {lay.cp} pp {lay.pp} vpp {lay.vpp} dp {lay.dp} zero {lay.zero_stage}"
     uneven = f" {' '.join(tried.choice.words)}" if tried.choice.words else ""
+    uneven += " optimizer on host" if tried.choice.hosted else ""
     where += f" micro-batch {lay.micro_batch}{uneven}"
     return f"{tried.method} at {where}, step {tried.step_s:.4g} s"
 

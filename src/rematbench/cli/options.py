@@ -59,6 +59,7 @@ OPTIONS = {
     "hbm_bytes": Option(
         min=1, max=1 << 60, metavar="H", help="Memory of a device, where not the cluster's."
     ),
+    "optimizer": Option(help="Home of the optimizer's states, where not as the stack says."),
 }
 """How the command line asks for each field of a ProblemSpec."""
 

@@ -38,6 +38,7 @@ from rematbench.search.job import Asked, SearchJob
 from rematbench.search.questions import would_fit
 from rematbench.search.space import Fixed
 from rematbench.spec.problemspec import ProblemSpec
+from rematbench.spec.system import Home
 from rematbench.workload import Precision
 
 Degree = Annotated[int | None, Option(min=1, metavar="N", help="This and no other.")]
@@ -70,6 +71,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     attention: Annotated[AttentionChoice, OPTIONS["attention"]] = "flash",
     precision: Annotated[Precision, OPTIONS["precision"]] = "bf16",
     hbm_bytes: Annotated[int | None, OPTIONS["hbm_bytes"]] = None,
+    optimizer: Annotated[Home | None, OPTIONS["optimizer"]] = None,
     method: Annotated[
         list[str] | None,
         Option(metavar="X", help="This method, what is made of it, and no other (repeatable)."),
@@ -137,6 +139,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     spec = ProblemSpec(
         model=model, cluster=cluster, system=system, gpus=gpus, seq_len=seq_len,
         global_batch=global_batch, attention=attention, precision=precision, hbm_bytes=hbm_bytes,
+        optimizer=optimizer,
     )  # fmt: skip
     fixed = Fixed(tp=tp, cp=cp, ulysses=ulysses, pp=pp, vpp=vpp, micro_batch=micro_batch,
                   zero_stage=zero)  # type: ignore[arg-type]  # as checked  # fmt: skip
@@ -253,8 +256,9 @@ def _table(out: Console, made: SearchJob, found: list[Found]) -> None:
 
 def _cells(row: dict[str, Any], found: Found) -> Iterator[str]:
     lay = found.tried.choice.layout
-    uneven = "" if found.tried.choice.even else f"\n  layers {row['partition']}"
-    yield from (str(row["place"]), f"{row['name']}{uneven}", str(lay.tp))
+    more = "" if found.tried.choice.even else f"\n  layers {row['partition']}"
+    more += "\n  optimizer on host" if found.tried.choice.hosted else ""
+    yield from (str(row["place"]), f"{row['name']}{more}", str(lay.tp))
     yield f"u{lay.ulysses}" if lay.ulysses > 1 else str(lay.cp)
     yield from map(str, (lay.pp, lay.vpp, lay.dp, lay.zero_stage, lay.micro_batch))
     yield f"{row['step_s']:.4g}"

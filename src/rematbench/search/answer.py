@@ -39,9 +39,9 @@ def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
     """The plans in their order, the fastest first."""
     found = []
     for one in tried:
-        problem = search.problem(one.choice.layout)
+        problem = search.problem(one.choice)
         try:
-            words = (*search.spec(one.choice.layout).to_arguments(), *one.choice.words)
+            words = (*search.spec(one.choice).to_arguments(), *one.choice.words)
         except ConfigError:  # a model, cluster or system that is an object has no name to type
             words = ()
         composed = search.registry.resolve(one.method, None, problem)
@@ -98,12 +98,13 @@ def line(place: int, found: Found) -> dict[str, Any]:
 def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Tried:
     """The plan of a line, planned, lowered and simulated once more."""
     numbers = {name: int(row[name]) for name in ("gpus", "seq_len", *WORDS) if name != "dp"}
-    words = {name: row[name] for name in ("model", "cluster", "system", "precision", "attention")}
+    texts = ("model", "cluster", "system", "precision", "attention", "optimizer")
+    words = {name: row[name] for name in texts if row.get(name)}
     spec = convert({**numbers, **words}, ProblemSpec)
     search, layout = SearchJob(Asked(spec=spec, reserve_gib=reserve_gib)), spec.layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
     choice = next(one for one in partitions(layout, search.model.num_layers) if one.sizes == sizes)
-    return tried_plan(choice, search.problem(layout), row["name"], 0.0, search.registry)
+    return tried_plan(choice, search.problem(choice), row["name"], 0.0, search.registry)
 
 
 def difference(one: Found, other: Found) -> dict[str, float]:

@@ -77,7 +77,7 @@ def _known(made: SearchJob, row: Row, commands: Commands) -> Tried | None:
     layout = commands.problem(row).layout
     choice = next(partitions(layout, made.model.num_layers))
     method = commands.names[row["arm"]]
-    tried = tried_plan(choice, made.problem(layout), method, 0.0, made.registry)
+    tried = tried_plan(choice, made.problem(choice), method, 0.0, made.registry)
     return tried if tried.evaluation else None
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from rematbench.choose.candidates import load_compare
-from rematbench.choose.outcome import make_problem
+from rematbench.choose.outcome import hosting, make_problem
 from rematbench.packages.flags import Engines
 from rematbench.packages.process import baselines
 from rematbench.plan import Plan, PlanError
@@ -25,10 +26,9 @@ from rematbench.search.shard import Shard, key
 from rematbench.search.space import Choice, Fixed, Space, space
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
-from rematbench.spec.layout import Layout, LayoutError
-from rematbench.spec.load import load_cluster, load_model, load_system
+from rematbench.spec.layout import LayoutError
+from rematbench.spec.load import load_cluster, load_model
 from rematbench.spec.problemspec import ProblemSpec
-from rematbench.spec.system import System
 from rematbench.workload import Model, Workload
 
 SAMPLES = 3
@@ -62,7 +62,7 @@ class SearchJob:
         self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
         self.cluster = cluster
-        self.system = spec.system if isinstance(spec.system, System) else load_system(spec.system)
+        self.system = hosting(spec.system, spec.optimizer)
         self.registry = _registry(asked)
 
     @cached_property
@@ -80,7 +80,7 @@ class SearchJob:
     def ready(self) -> "SearchJob":
         """The job itself, if a search of it can begin: its errors are raised here and not in the
         processes that search."""
-        self.problem(self.space.choices[0].layout)
+        self.problem(self.space.choices[0])
         _ = self.singles
         return self
 
@@ -94,7 +94,7 @@ class SearchJob:
         choices = self.space.choices
         alone = [choice for choice in choices if choice.layout.pp == 1]
         some = (*alone[:1], choices[len(choices) // 2], choices[-1])
-        engines = [Engines(self.problem(one.layout), self.asked.engine) for one in some]
+        engines = [Engines(self.problem(one), self.asked.engine) for one in some]
         if not self._runs(IDENTITY, engines):
             name = self.asked.engine
             raise MethodError(f"engine {name} has no options for stack {self.system.name} here")
@@ -143,24 +143,21 @@ class SearchJob:
         return found
 
     def _shard(self, choices: list[Choice]) -> Shard:
-        return Shard(choices, self.problem(choices[0].layout), self.registry)
+        return Shard(choices, self.problem(choices[0]), self.registry)
 
-    def spec(self, layout: Layout) -> ProblemSpec:
+    def spec(self, choice: Choice) -> ProblemSpec:
         """The job at one layout, in the words that were given."""
         asked = self.asked.spec
-        names = ("seq_len", "attention", "precision", "hbm_bytes")
+        names = ("seq_len", "attention", "precision", "hbm_bytes", "optimizer")
         others: dict[str, Any] = {name: getattr(asked, name) for name in names}
+        others |= {"optimizer": "host"} if choice.hosted else {}
         things = {"model": asked.model, "cluster": asked.cluster, "system": asked.system}
-        return ProblemSpec.at(layout, **things, **others)
+        return ProblemSpec.at(choice.layout, **things, **others)
 
-    def problem(self, layout: Layout) -> Problem:
+    def problem(self, choice: Choice) -> Problem:
         """The same made, with the bytes that stay free."""
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
-        spec = self.spec(layout)
-        kept = {name: getattr(spec, name) for name in ("seq_len", "attention", "precision")}
-        made = make_problem(
-            ProblemSpec.at(layout, **loaded, **kept, hbm_bytes=self.asked.spec.hbm_bytes)
-        )
+        made = make_problem(replace(self.spec(choice), **loaded))
         if self.asked.reserve_gib is None:
             return leaving_reserve(made)
         reserve = round(self.asked.reserve_gib * GIB)

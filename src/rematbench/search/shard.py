@@ -43,7 +43,7 @@ LINEAR = 0.9999
 SHARED = 0.998
 """Nor are shares of a chunk's bytes (tensors are split at whole rows) and passes in pieces."""
 
-Key = tuple[int, bool, int, int, int, bool, tuple[int, int]]
+Key = tuple[int, bool, int, int, int, bool, bool, tuple[int, int]]
 
 
 def key(choice: Choice) -> Key:
@@ -51,7 +51,7 @@ def key(choice: Choice) -> Key:
     layer (ZeRO 2 and 3) are a shard each."""
     lay = choice.layout
     zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 else (0, 0)
-    return (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.pp == 1, zero)
+    return (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.pp == 1, choice.hosted, zero)
 
 
 class Shard:
@@ -80,7 +80,7 @@ class Shard:
     @cached_property
     def end_s(self) -> Array:
         """Seconds after a rank's last pass at least: gradients reduced and parameters gathered, as
-        one collective each where nothing hides them."""
+        one collective each where nothing hides them, and the update of states in host memory."""
         layer = min(table.parameters for table in self.problem.layer_kinds)
         counts = layer * np.minimum(self.columns.first, self.columns.last)
         found = [self._end_s(c.layout, int(n)) for c, n in zip(self.choices, counts, strict=True)]
@@ -90,9 +90,8 @@ class Shard:
         key = (layout.dp, layout.pp, layout.zero_stage, count)
         if key not in self._ends_s:
             problem = replaced(self.problem, layout=layout, _memo={}, _weights={})
-            self._ends_s[key] = fsum(
-                problem.cost.comm_s(comm, 0) for comm in _after_passes(problem, count)
-            )
+            comms_s = (problem.cost.comm_s(comm, 0) for comm in _after_passes(problem, count))
+            self._ends_s[key] = fsum((*comms_s, _host_update_s(problem, count)))
         return self._ends_s[key]
 
     @cached_property
@@ -264,6 +263,12 @@ def _after_passes(problem: Problem, count: int) -> list[Comm]:
     if not system.gather_overlap and fates["parameter"].gather == "step":
         found.append(Comm("all_gather", "dp", system.gather_bytes * count))
     return found
+
+
+def _host_update_s(problem: Problem, count: int) -> float:
+    """Seconds of a rank's share of the update in host memory; 0 where its states are not there."""
+    fate = problem.base_plan.state("optimizer")
+    return problem.cost.host_update_s(count // fate.shards) if fate.home == "host" else 0.0
 
 
 def _chord(two: Line, four: Line) -> Line:

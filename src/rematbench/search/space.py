@@ -33,11 +33,13 @@ class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Choice(Struct, frozen=True):
-    """A layout with the layers of its chunks, in pipeline order."""
+    """A layout with the layers of its chunks, in pipeline order; `hosted`: the optimizer's states
+    are in host memory where the stack keeps them on the device."""
 
     layout: Layout
     sizes: tuple[int, ...]
     even: bool = True
+    hosted: bool = False
 
     def base(self, plan: Plan) -> Plan:
         """The plan that methods begin with."""
@@ -79,8 +81,16 @@ def space(
         except LayoutError as error:
             refused[re.sub(r"\b\d+\b", "N", str(error))] += 1
             continue
-        choices += partitions(layout, work.model.num_layers)
+        found = list(partitions(layout, work.model.num_layers))
+        choices += found
+        if spec.optimizer is None and may_host(cluster, system):
+            choices += [replace(choice, hosted=True) for choice in found]
     return Space(tuple(choices), dict(refused))
+
+
+def may_host(cluster: Cluster, system: System) -> bool:
+    """Whether the optimizer's states may go to host memory, and what that costs is known."""
+    return not system.optimizer_on_host and cluster.host_update_parameters_per_s is not None
 
 
 def layouts(spec: ProblemSpec, fixed: Fixed, work: Workload, system: System) -> Iterator[Layout]:

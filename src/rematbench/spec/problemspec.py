@@ -9,7 +9,7 @@ from rematbench.problem import AttentionChoice
 from rematbench.spec.cluster import Bytes, Cluster
 from rematbench.spec.configfile import ConfigError, require_known, wrong_field
 from rematbench.spec.layout import Layout, LayoutError, ZeroStage
-from rematbench.spec.system import System
+from rematbench.spec.system import Home, System
 from rematbench.workload import Model, PositiveInt, Precision
 
 SHARED = tuple(name for name in Layout.__struct_fields__ if name != "dp")
@@ -40,7 +40,8 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     `model`, `cluster` and `system` are each a name, the path of a file, or the thing itself.
     `gpus` counts all; data parallelism takes what tp x cp x pp leave.  `sp`: None stands for
     wherever tp > 1.  `seq_len` is in tokens, batches count sequences; `hbm_bytes` is a device's
-    memory where it is not the cluster's.
+    memory where it is not the cluster's, `optimizer` the home of its states where it is not the
+    stack's.
     """
 
     model: str | Model
@@ -60,6 +61,7 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     attention: AttentionChoice = "flash"
     precision: Precision = "bf16"
     hbm_bytes: Bytes | None = None
+    optimizer: Home | None = None
 
     def __post_init__(self) -> None:
         """ConfigError for a value of another type: `gpus="8"`, `tp=0`."""

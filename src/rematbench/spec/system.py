@@ -16,6 +16,7 @@ TpOverlap = Literal["none", "backward", "gemm"]
 CpKind = Literal["none", "allgather", "ring", "ulysses"]
 DataParallelKind = Literal["zero", "fsdp"]
 ReportedPeak = Literal["allocated", "reserved", "layers"]
+Home = Literal["device", "host"]
 
 
 Scale = Annotated[float, Meta(gt=0.0, le=100.0)]
