@@ -5,10 +5,12 @@ import json
 import pytest
 
 from rematbench.choose.outcome import Outcome, Retries, judge, make_problem, retries, run_plan
+from rematbench.lowering.lower import lower
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.allocator import MIB, replay
 from rematbench.runs.record import make_record
+from rematbench.simulate.evaluate import evaluate_program
 from rematbench.spec.layout import Layout
 from rematbench.spec.problemspec import ProblemSpec
 from tests.typed import typed
@@ -89,8 +91,11 @@ def test_a_plan_near_the_limit(usable_bytes: int, found: Retries) -> None:
     assert make_record(problem, method, outcome).allocator_retries == found
 
 
-def test_a_record_of_no_plan_has_no_retries() -> None:
+def test_what_was_not_modelled_is_not_said_to_need_none() -> None:
     problem = given(AMPLE)
+    plan = problem.base_plan
+    bare = evaluate_program(problem, plan, lower(plan, problem))
+    assert retries(problem, plan, bare) is None
     method = discover(()).resolve(METHOD, None, problem)
     none = Outcome(status="unsupported", reason="why")
     assert make_record(problem, method, none).allocator_retries is None

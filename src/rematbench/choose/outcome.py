@@ -186,9 +186,11 @@ class Retries(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fails: bool = False
 
 
-def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries:
+def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries | None:
     """Of the fullest rank in the second of two whole training steps: the first begins with nothing
-    cached.  What a retry costs is not modelled."""
+    cached.  None where no allocator was modelled; what a retry costs is not modelled anywhere."""
+    if evaluation.pressed is None:
+        return None
     if not evaluation.pressed:
         return Retries()
     rank, program = fullest_rank(evaluation.ranks), lower(plan, problem)
