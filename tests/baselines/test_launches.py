@@ -1,43 +1,147 @@
-"""Launches of the operator table beside those that Megatron-core itself dispatches."""
+"""Launches of the operator table beside those that the real packages dispatch for a layer."""
 
 import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from rematbench.problem import Problem
+from rematbench.spec.load import load_system
 from rematbench.spec.paths import data_dir
 from tests.baselines.cases import GPT, TINY, Asked, asked_problem
+from tests.baselines.dispatched import Launches, of_more_layers
 
+Choice = Literal["flash", "unfused"]
 DISPATCHED = {
-    ("gpt", "unfused"): {"forward": 24, "backward": 45},
+    ("gpt", "unfused"): {"forward": 24, "backward": 44},
     ("llama", "flash"): {"forward": 38, "backward": 40},
 }
 """Of one layer on one of two tensor-parallel ranks: megatron-core 0.16.1's local spec."""
 MODELS = {"gpt": replace(GPT, dropout=0.1), "llama": TINY}
+DEEPSPEED = {
+    ("dp2", "tiny"): {"forward": 32, "backward": 82, "engine": 12},
+    ("dp2-zero2", "tiny"): {"forward": 32, "backward": 82, "engine": 6},
+    ("ulysses2", "tiny"): {
+        **{"forward": 36, "forward collectives": 4},
+        **{"backward": 84, "backward collectives": 4},
+    },
+    ("dp2-zero3", "8b"): {"forward": 37, "forward collectives": 4, "backward collectives": 4.5},
+}
+"""Of one layer of the baseline's decoder in DeepSpeed 0.19.8's engine, in a step's last
+micro-batch; `engine`: beside forward and backward."""
+TRANSFORMERS = {
+    ("llama", "eager"): {"forward": 48, "backward": 91},
+    ("llama", "sdpa"): {"forward": 37, "backward": 82},
+    ("qwen3", "sdpa"): {"forward": 53, "backward": 116},
+    ("gemma2", "eager"): {"forward": 75, "backward": 132},
+}
+"""Of one layer of Transformers 5.23.0 in a micro-batch that adds to gradients.  sdpa: all but the
+attention kernel, which a trace only stands in for."""
+FAMILIES = {
+    "llama": TINY,
+    "qwen3": replace(TINY, qk_norm=True),
+    "gemma2": replace(
+        TINY,
+        mlp="geglu",
+        post_norm=True,
+        norm_offset=True,
+        attention_soft_cap=50.0,
+        attention_window=(16,),
+    ),
+}
 
 
 @pytest.mark.parametrize(("model", "attention"), DISPATCHED)
 def test_a_host_launches_in_proportion_to_the_table(model: str, attention: str) -> None:
-    """The package also adds biases and gradients, copies and casts: about two dispatched kernels
+    """Megatron-core also adds biases and gradients, copies and casts: about two dispatched kernels
     for one of the table, in both directions, which the fitted seconds of a launch hold.
     Collectives are as many."""
-    script = Path(__file__).with_name("launches.py")
-    command = [sys.executable, "-W", "ignore", str(script), model, attention]
-    root = str(data_dir("config").parent)
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=True, cwd=root, env=paths(root)
-    )
-    found = json.loads(done.stdout)
-    table = counted(model, attention)
+    found = dispatched("launches_megatron_core.py", model, attention)
+    table = counted(Asked("tp2-no-sp", {}, MODELS[model], "bf16"), "rematbench", attention)  # type: ignore[arg-type]
     for phase, kernels in DISPATCHED[model, attention].items():
         assert found[phase] == kernels
         assert 1.5 <= kernels / table[phase] <= 2.2
         assert found[f"{phase} collectives"] == table[f"{phase} collectives"] == 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        pytest.param(*key, marks=() if key[0] == "ulysses2" else pytest.mark.full)
+        for key in DEEPSPEED
+    ],
+)
+def test_deepspeed_launches_more_than_the_table(layout: str, model: str) -> None:
+    """Its decoder takes RoPE apart.  q, k and v are exchanged one by one, where the table has one
+    all-to-all; and at 8B's width ZeRO 3 gathers a layer in four parts, where the lowering has one
+    gather (neither moves a byte more)."""
+    pytest.importorskip("deepspeed")
+    found = dispatched("launches_deepspeed.py", layout, model)
+    assert {key: found[key] for key in DEEPSPEED[layout, model]} == DEEPSPEED[layout, model]
+    table = counted(Asked(layout, {}, TINY, "bf16"), "deepspeed", "flash")
+    assert 2.4 < found["forward"] / table["forward"] < 2.9
+    assert 4.3 < found["backward"] / table["backward"] < 5.2
+    if layout == "ulysses2":
+        assert table["forward collectives"] == table["backward collectives"] == 2
+
+
+@pytest.mark.parametrize(("family", "attention"), TRANSFORMERS)
+def test_transformers_launches_more_than_the_table(family: str, attention: str) -> None:
+    """q, k and v, gate and up are products of their own there; an eager norm is 8
+    kernels and 16 back (7 and 12 here), RoPE of q and k 10 and 14 (8 and 8); and every parameter's
+    gradient is added."""
+    found = of_transformers(family, attention)
+    assert found == TRANSFORMERS[family, attention]
+    system = "huggingface" if attention == "eager" else "huggingface-flash"
+    choice: Choice = "unfused" if attention == "eager" else "flash"
+    table = counted(Asked("one", {}, FAMILIES[family], "bf16"), system, choice)
+    own = {"forward": 1, "backward": 3} if attention == "sdpa" else {}
+    ratio = {phase: found[phase] / (table[phase] - own.get(phase, 0)) for phase in found}
+    assert 1.2 <= ratio["forward"] <= 1.6
+    assert 1.75 <= ratio["backward"] <= 1.96
+
+
+def dispatched(script: str, *arguments: str) -> dict[str, float]:
+    """What a script counts in a process of its own."""
+    path = Path(__file__).with_name(script)
+    command = [sys.executable, "-W", "ignore", str(path), *arguments]
+    root = str(data_dir("config").parent)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=root, env=paths(root)
+    )
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def of_transformers(family: str, attention: str) -> dict[str, float]:
+    """Of a layer, in the second of two micro-batches."""
+    pytest.importorskip("transformers")
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+
+    from baselines.transformers import kernels  # noqa: PLC0415
+    from baselines.transformers.families import config_of_model  # noqa: PLC0415
+    from baselines.transformers.step import Setup, build  # noqa: PLC0415
+
+    def whole(num_layers: int) -> Counter[str]:
+        model = replace(FAMILIES[family], num_layers=num_layers, qk_norm=False, norm_offset=False)
+        setup: Any = {"seq_len": 24, "attention": attention}
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            made = build(config_of_model(model, family), Setup(**setup))
+            ids = torch.zeros(2, 24, dtype=torch.int64)
+            with kernels.installed(attention, fake=True):
+                made(input_ids=ids, labels=ids).loss.backward()
+                with Launches() as seen:
+                    made(input_ids=ids, labels=ids).loss.backward()
+        return seen.found
+
+    return of_more_layers(whole(3), whole(2))
 
 
 def paths(root: str) -> dict[str, str]:
@@ -45,16 +149,16 @@ def paths(root: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
 
 
-def counted(model: str, attention: str) -> dict[str, int]:
+def counted(asked: Asked, system: str, attention: Choice) -> dict[str, int]:
     """Of the operator table, for one layer."""
-    made = asked_problem(Asked("tp2-no-sp", {}, MODELS[model], "bf16"))
+    made = asked_problem(asked)
     given = Problem(
         made.workload,
         made.cluster,
-        made.system,
+        load_system(system),
         made.layout,
         made.calibration,
-        attention,  # type: ignore[arg-type]
+        attention,
     )
     ops, cost = given.layer(0).ops, given.cost
     return {

@@ -101,6 +101,7 @@ def test_a_failing_malloc_gives_back_whole_segments_first() -> None:
         allocated_bytes=40 * MIB,
         fragmentation_bytes=0,
         num_segments=1,
+        retries=1,
     )
 
 

@@ -19,6 +19,7 @@ DEMO = [
 ]
 PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
 KEYS = {
+    "allocator_retries",
     "band",
     "fits",
     "step_s",

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rematbench.choose.candidates import Candidate, clash
 from rematbench.choose.entry import UNPLANNED, Entry
-from rematbench.choose.outcome import run_plan
+from rematbench.choose.outcome import retries, run_plan
 from rematbench.host.garbage import collect_rarely
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
@@ -79,8 +79,13 @@ class Bench:
 
     def _with_parts(self, entry: Entry) -> Entry:
         assert entry.plan is not None
+        assert entry.evaluation is not None
         program = lower(entry.plan, self.problem)
-        return replace(entry, parts_s=parts_of(self.problem, program, entry.step_s))
+        return replace(
+            entry,
+            parts_s=parts_of(self.problem, program, entry.step_s),
+            retries=retries(self.problem, entry.plan, entry.evaluation),
+        )
 
     def _fitted(self, candidate: Candidate) -> Candidate:
         """The candidate with the first of its settings that fits (the last where none does)."""

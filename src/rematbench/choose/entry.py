@@ -5,7 +5,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from rematbench.choose.candidates import TUNED, Candidate, Made, changed_kinds
-from rematbench.choose.outcome import Verdict
+from rematbench.choose.outcome import Retries, Verdict
 from rematbench.plan import Plan
 from rematbench.simulate.evaluate import PlanEvaluation
 
@@ -16,9 +16,9 @@ UNPLANNED = 2**62
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """One candidate's outcome.  `parts_s` are the step's seconds by breakdown.PARTS, where it fits
-    (variants have none); `same_as` names an earlier entry with an equal plan; `clash` names what
-    the plan decides otherwise than the base that it was made on."""
+    """One candidate's outcome.  `parts_s` are the step's seconds by breakdown.PARTS, `retries` its
+    allocator's, both where it fits (variants have none); `same_as` names an earlier entry with an
+    equal plan; `clash` names what the plan decides otherwise than the base that it was made on."""
 
     candidate: Candidate
     status: Status
@@ -28,6 +28,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     evaluation: PlanEvaluation | None = None
     verdict: Verdict | None = None
     parts_s: dict[str, float] = {}
+    retries: Retries | None = None
     same_as: str = ""
     clash: str = ""
 

@@ -140,6 +140,8 @@ def line(item: Judged) -> dict[str, Any]:
         "peak_device_bytes": max(evaluation.peak_device_bytes) if evaluation else None,
         **{key: getattr(evaluation, key, None) for key in amounts},
         **{key: getattr(verdict, key, None) for key in rooms},
+        "allocator_retries": entry.retries and entry.retries.per_step,
+        "allocator_fails": entry.retries and entry.retries.fails,
         **{f"{part}_s": entry.parts_s.get(part) for part in PARTS},
         "plan": "; ".join(f"{k}={v}" for k, v in (entry.plan.fit if entry.plan else {}).items()),
         "fits": item.fits,

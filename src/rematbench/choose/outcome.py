@@ -1,7 +1,7 @@
 """Problems from plain inputs, one method on one problem, and the verdict: fits, or what binds."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -148,7 +148,8 @@ def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
 def evaluated(problem: Problem, plan: Plan, program: Program) -> PlanEvaluation:
     """The evaluation of a lowered plan with the allocator's bytes."""
     found = evaluate_program(problem, plan, program)
-    return replace(found, reserved_bytes=reserved_bytes(problem, program, found.ranks))
+    held = reserved(problem, program, found.ranks)
+    return replace(found, reserved_bytes=held.nbytes, pressed=held.pressed)
 
 
 def weigh(problem: Problem, plan: Plan) -> int:
@@ -164,16 +165,44 @@ def unpressed(program: Program, ranks: Sequence[RankBytes]) -> AllocatorPeaks:
 
 
 def _replayed(
-    program: Program, rank: int, held: RankBytes, capacity_bytes: int | None
+    program: Program, rank: int, held: RankBytes, capacity_bytes: int | None, passes: int = 0
 ) -> AllocatorPeaks:
     """A rank's allocator, up to twice the steps that lead to the peak: the schedule has then run
     for as long as its warm-up, more than a period, and the pattern of blocks repeats (tests compare
-    with all)."""
+    with all).  With `passes`, so many whole training steps."""
     states = (held.parameter, held.gradient, held.optimizer, held.pools)
     resident = tuple(nbytes for nbytes in states if nbytes)
     mode: Mode = "expandable" if program.expandable else "default"
-    steps = 2 * held.peak_step + 1
-    return replay(program.ranks[rank], resident, capacity_bytes, mode, num_steps=steps)
+    steps = None if passes else 2 * held.peak_step + 1
+    return replay(program.ranks[rank], resident, capacity_bytes, mode, steps, passes or 1)
+
+
+class Reserved(NamedTuple):
+    """What an allocator holds, and whether it gave cached segments back for that."""
+
+    nbytes: int
+    pressed: bool = False
+
+
+class Retries(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How often a training step's cudaMalloc fails and is tried again; `fails`: the last of them
+    failed again."""
+
+    per_step: int = 0
+    fails: bool = False
+
+
+def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries | None:
+    """Of the fullest rank in the second of two whole training steps: the first begins with nothing
+    cached.  None where no allocator was modelled; what a retry costs is not modelled anywhere."""
+    if evaluation.pressed is None:
+        return None
+    if not evaluation.pressed:
+        return Retries()
+    rank, program = fullest_rank(evaluation.ranks), lower(plan, problem)
+    held = evaluation.ranks[rank]
+    found = _replayed(program, rank, held, problem.usable_bytes, passes=2)
+    return Retries(per_step=found.retries, fails=found.oom_at is not None)
 
 
 def reserved_bytes(
@@ -182,18 +211,28 @@ def reserved_bytes(
     ranks: Sequence[RankBytes],
     known: AllocatorPeaks | None = None,
 ) -> int:
+    """Bytes of `reserved`."""
+    return reserved(problem, program, ranks, known).nbytes
+
+
+def reserved(
+    problem: Problem,
+    program: Program,
+    ranks: Sequence[RankBytes],
+    known: AllocatorPeaks | None = None,
+) -> Reserved:
     """What the fullest rank's allocator holds, replayed (`known`: as `unpressed` found it)."""
     rank = fullest_rank(ranks)
-    return rank_reserved_bytes(program, rank, ranks[rank], problem.usable_bytes, known)
+    return rank_reserved(program, rank, ranks[rank], problem.usable_bytes, known)
 
 
-def rank_reserved_bytes(
+def rank_reserved(
     program: Program,
     rank: int,
     held: RankBytes,
     usable_bytes: int,
     known: AllocatorPeaks | None = None,
-) -> int:
+) -> Reserved:
     """What a rank's allocator holds, replayed (`known`: on a device without an end).
 
     An allocator that meets the usable bytes gives cached segments back and tries again: only where
@@ -201,12 +240,13 @@ def rank_reserved_bytes(
     places its activations itself, its own bytes count.
     """
     if program.planned and (planned := planned_peak(program.ranks[rank])):
-        return held.parameter + held.gradient + held.optimizer + planned
+        return Reserved(held.parameter + held.gradient + held.optimizer + planned)
     found = known or _replayed(program, rank, held, None)
     if found.reserved_bytes > usable_bytes >= found.allocated_bytes:
         pressed = _replayed(program, rank, held, usable_bytes)
-        found = found if pressed.oom_at is not None else pressed
-    return found.reserved_bytes
+        if pressed.oom_at is None:
+            return Reserved(pressed.reserved_bytes, pressed=True)
+    return Reserved(found.reserved_bytes)
 
 
 def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:

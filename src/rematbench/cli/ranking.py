@@ -11,7 +11,7 @@ from rematbench import __version__
 from rematbench.choose.entry import Comparison, Entry
 from rematbench.choose.judged import Judged, Order
 from rematbench.cli.options import Request
-from rematbench.cli.show import heading, nominal
+from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal
 from rematbench.host.console import GIB, gib, percent, plain, rounded
 from rematbench.packages.flags import Engines
 from rematbench.published.bands import Band, peak_band, ratio_band
@@ -285,7 +285,17 @@ def notes(judged: Sequence[Judged]) -> list[str]:
         "tight: less left than published peaks lie above predicted ones "
         f"({percent(peak_band())}, 80 % of them)"
     )
-    return lines
+    return lines + _retry_lines(fitting)
+
+
+def _retry_lines(fitting: Sequence[Judged]) -> list[str]:
+    """Rows whose allocator has to try again, and those for which that is not enough."""
+    tried = [(item.entry.name, item.entry.retries) for item in fitting]
+    known = [(name, found) for name, found in tried if found is not None and found.per_step]
+    counts = [f"{name} {found.per_step:,}" for name, found in known if not found.fails]
+    short = [name for name, found in known if found.fails]
+    lines = [f"allocator retries a step ({UNTIMED}): {'; '.join(counts)}"] if counts else []
+    return lines + ([f"{FRAGMENTS}: {'; '.join(short)}"] if short else [])
 
 
 def _tie_lines(fitting: Sequence[Judged]) -> list[str]:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from rematbench import __version__
 from rematbench.choose.judged import run_band
-from rematbench.choose.outcome import Outcome
+from rematbench.choose.outcome import Outcome, Retries, retries
 from rematbench.cli.options import Request
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
@@ -23,6 +23,11 @@ from rematbench.simulate.seconds import action_seconds
 
 HOST_SHARE = 0.01
 """Of a step: less of waiting for the host is not printed."""
+UNTIMED = "their time is not modelled"
+FRAGMENTS = (
+    "fragments of a whole step may not fit (the verdict knows them only as far as twice the way to "
+    "the peak)"
+)
 BANNERS = {
     "ok": "FITS",
     "oom": "OUT OF MEMORY",
@@ -56,6 +61,7 @@ def result(shown: Shown) -> dict[str, Any]:
     values["fits"] = fits(shown)
     values["band"] = timed and band_result(_band(shown), timed.tokens_per_s_per_gpu)
     values["binds"] = verdict.binds if verdict else None
+    values["allocator_retries"] = asdict(tried) if (tried := _retries(shown)) else None
     job, method = shown.request.job, shown.request.method
     values["job"] = {"method": method.name, **job.facts()}
     values["run_with"] = shown.request.run_with
@@ -277,6 +283,7 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
     return [
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; {_segments(shown)})",
+        *retried(_retries(shown)),
         f"host memory per node: {gib(host)} GiB pinned at the peak, in torch's blocks, of "
         f"{gib(room)} that the system leaves of {gib(problem.cluster.host_bytes)}",
         _freed_line(shown, evaluation),
@@ -284,6 +291,23 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
         f"world: simulated (rematbench {__version__}, constants of "
         f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]
+
+
+def _retries(shown: Shown) -> Retries | None:
+    plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
+    if plan is None or evaluation is None:
+        return None
+    return retries(shown.request.problem, plan, evaluation)
+
+
+def retried(found: Retries | None) -> list[str]:
+    """How often the allocator tries again, and whether that is enough."""
+    if found is None or not found.per_step:
+        return []
+    count = f"{found.per_step:,} allocator retr{'y' if found.per_step == 1 else 'ies'}"
+    if found.fails:
+        return [f"{count} in a step, the last of which fails too: {FRAGMENTS}"]
+    return [f"{count} a step ({UNTIMED})"]
 
 
 def _segments(shown: Shown) -> str:

@@ -34,13 +34,16 @@ not fit is replayed too."""
 
 
 class AllocatorPeaks(Struct, frozen=True, kw_only=True):
-    """Highest points of a replay; `oom_at` is the step that did not fit (None: all did)."""
+    """Highest points of a replay; `oom_at` is the step that did not fit (None: all did).
+    `retries`: how often in the last pass cudaMalloc failed and was tried again after cached
+    segments were given back (torch's num_alloc_retries)."""
 
     reserved_bytes: int
     allocated_bytes: int
     fragmentation_bytes: int
     num_segments: int
     oom_at: int | None = None
+    retries: int = 0
 
 
 class OutOfMemory(Exception):
@@ -156,6 +159,7 @@ class Allocator:
         self.pools = (Pool(small=False, mode=mode), Pool(small=True, mode=mode))
         self.reserved = self.allocated = 0
         self.reserved_peak = self.allocated_peak = 0
+        self.retries = 0
 
     def allocate(self, size: int) -> tuple[int, int]:
         """(address, size) of a block for `size` bytes, a multiple of 512."""
@@ -179,6 +183,7 @@ class Allocator:
     def _reserve(self, pool: Pool, size: int) -> None:
         growth = pool.growth(size)
         if self.capacity_bytes is not None and self.reserved + growth > self.capacity_bytes:
+            self.retries += 1
             self.reserved -= sum(each.give_back() for each in self.pools)
             growth = pool.growth(size)
             if self.reserved + growth > self.capacity_bytes:
@@ -198,6 +203,7 @@ class Allocator:
                 for pool in self.pools
             ),
             oom_at=oom_at,
+            retries=self.retries,
         )
 
 
@@ -233,19 +239,24 @@ def replay(
     capacity_bytes: int | None,
     mode: Mode = "default",
     num_steps: int | None = None,
+    passes: int = 1,
 ) -> AllocatorPeaks:
-    """Replay a rank's first `num_steps` steps (all by default) after its resident blocks."""
+    """Replay a rank's first `num_steps` steps (all by default) after its resident blocks, `passes`
+    times over, as training steps follow each other: a later one finds what the first left cached.
+    """
     memory = Allocator(capacity_bytes, mode)
     steps = rank.steps[:num_steps]
     lines = {index: requests(rank.blocks[index]) for index in {step.block for step in steps}}
-    alive: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
     done = 0
     try:
         for nbytes in resident_bytes:
             memory.allocate(rounded(nbytes))
-        for index, micro_batch, chunk in steps:
-            _replay_block(memory, lines[index], alive.setdefault((micro_batch, chunk), {}))
-            done += 1
+        for _ in range(passes):
+            alive: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
+            done = memory.retries = 0
+            for index, micro_batch, chunk in steps:
+                _replay_block(memory, lines[index], alive.setdefault((micro_batch, chunk), {}))
+                done += 1
     except OutOfMemory:
         return memory.peaks(done)
     return memory.peaks(None)

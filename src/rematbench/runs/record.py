@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 import rematbench
-from rematbench.choose.outcome import Outcome, Status
+from rematbench.choose.outcome import Outcome, Retries, Status, retries
 from rematbench.cost.constants import Calibration
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import PHASES, resolve
@@ -121,6 +121,7 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     headroom_bytes: int | None = None
     host_headroom_bytes: int | None = None
     binds: str = ""
+    allocator_retries: Retries | None = None
     measured: Measured | None = None
     engine: Engine | None = None
     provenance: Provenance
@@ -208,6 +209,9 @@ def make_record(
     spec = run_spec(asked or problem, method, base=base)
     evaluation, verdict = outcome.evaluation, outcome.verdict
     repeats: tuple[Metrics, ...] = ()
+    tried = None
+    if evaluation is not None and outcome.plan is not None:
+        tried = retries(problem, outcome.plan, evaluation)
     if evaluation is not None and not evaluation.not_timed:
         repeats = (
             Metrics(
@@ -228,6 +232,7 @@ def make_record(
         headroom_bytes=verdict.headroom_bytes if verdict else None,
         host_headroom_bytes=verdict.host_headroom_bytes if verdict else None,
         binds=verdict.binds if verdict else "",
+        allocator_retries=tried,
         provenance=provenance(problem.calibration),
     )
 

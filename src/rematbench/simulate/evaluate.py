@@ -49,8 +49,9 @@ class PlanEvaluation(Struct, frozen=True, kw_only=True):
     """One plan's simulated step.  Bytes are the issue-order ledger's; MFU and HFU are fractions.
 
     `reserved_bytes`: what the fullest rank's allocator holds, where it was modelled; else its
-    ledger peak.  `not_timed`: why the seconds are less than a step's and not to be printed; empty
-    where they are a step's.
+    ledger peak.  `pressed`: whether for that it gave cached segments back (None: not modelled).
+    `not_timed`: why the seconds are less than a step's and not to be printed; empty where they are
+    a step's.
     """
 
     step_s: float
@@ -64,6 +65,7 @@ class PlanEvaluation(Struct, frozen=True, kw_only=True):
     recompute_flop: float
     offload_bytes: int
     simulation: Simulation
+    pressed: bool | None = None
     not_timed: str = ""
 
     @property

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from rematbench.choose.outcome import rank_reserved_bytes
+from rematbench.choose.outcome import rank_reserved
 from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.lowering.fates import Resolved, Site, resolve
 from rematbench.lowering.lower import rank_orders
@@ -49,7 +49,7 @@ def stage_bytes(
         live = live_at_peak(program.ranks[rank], ledger.peak_step)
         saved = _saved_bytes(problem, plan, rank, live, staged=ledger.pools > 0)
         saved = min(saved, ledger.activation_peak)
-        reserved = rank_reserved_bytes(program, rank, ledger, problem.usable_bytes)
+        reserved = rank_reserved(program, rank, ledger, problem.usable_bytes).nbytes
         lost = reserved - ledger.device_peak
         bars.append(
             StageBytes(

@@ -1,13 +1,12 @@
 """Kernels that Megatron-core itself dispatches for one more layer, forward and backward, and its
 collectives: a process of its own, because the shim stays for good.
 
-usage: launches.py MODEL ATTENTION (writes a JSON object)
+usage: launches_megatron_core.py MODEL ATTENTION (writes a JSON object)
 """
 
 import json
 import sys
 from collections import Counter
-from typing import Any
 
 from baselines.megatron_core import shim
 
@@ -18,38 +17,15 @@ import torch.distributed as dist  # noqa: E402
 from msgspec.structs import replace  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from baselines.megatron_core import fake, step  # noqa: E402
 from baselines.megatron_core.plan import MegatronCore  # noqa: E402
 from rematbench.packages.process import job, policy  # noqa: E402
 from rematbench.problem import Problem  # noqa: E402
 from tests.baselines.cases import GPT, TINY, Asked, asked_problem  # noqa: E402
+from tests.baselines.dispatched import Launches, of_more_layers  # noqa: E402
 
 MODELS = {"gpt": replace(GPT, dropout=0.1), "llama": TINY}
-NO_KERNEL = {
-    *("view", "_unsafe_view", "transpose", "t", "permute", "expand", "detach", "slice", "select"),
-    *("unsqueeze", "squeeze", "split", "split_with_sizes", "as_strided", "alias", "unbind"),
-    *("empty", "empty_like", "new_empty", "empty_strided", "device"),
-}
-"""Views, room without values, and a question."""
-
-
-class Launches(TorchDispatchMode):
-    """Counts by phase; what Megatron's own backward of a linear asks for is backward too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count and go on."""
-        backward = torch._C._current_graph_task_id() != -1
-        if func.namespace == "c10d":
-            self.found[f"{'backward' if backward else 'forward'} collectives"] += 1
-        elif func.overloadpacket.__name__ not in NO_KERNEL:
-            self.found["backward" if backward else "forward"] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def launches(model: str, attention: str, num_layers: int) -> Counter[str]:
@@ -75,7 +51,7 @@ def main() -> None:
     """Three layers less two."""
     model, attention = sys.argv[1:]
     more, less = (launches(model, attention, count) for count in (3, 2))
-    sys.stdout.write(json.dumps({key: more[key] - less[key] for key in more}))
+    sys.stdout.write(json.dumps(of_more_layers(more, less)))
 
 
 if __name__ == "__main__":
