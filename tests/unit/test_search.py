@@ -290,6 +290,7 @@ def test_a_table_of_a_narrow_terminal_drops_columns_and_no_digits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Eighty columns hold every layout and step whole; what has no room is named."""
+    monkeypatch.setattr("rematbench.host.console.PIPED_WIDTH", 240)
     wide = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4"]).output
     monkeypatch.setattr("rematbench.host.console.PIPED_WIDTH", 80)
     narrow = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4"]).output
