@@ -14,10 +14,10 @@ rule searched_layouts:
         "build/searched/layouts.csv",
     log:
         "build/searched/layouts.log",
-    threads: 2
     localrule: True
     conda:
         "../environment.yml"
+    threads: 2
     shell:
         "rematbench layouts {input.sheet} --table 'Figure 9' -o {output}"
         " --processes {threads} > {log} 2>&1"
@@ -31,10 +31,10 @@ rule searched_cells:
         "build/searched/cells.csv",
     log:
         "build/searched/cells.log",
-    threads: 2
     localrule: True
     conda:
         "../environment.yml"
+    threads: 2
     shell:
         "rematbench search-cells {input.suite} {input.fastest} -o {output}"
         " --processes {threads} > {log} 2>&1"
@@ -48,10 +48,10 @@ rule searched_sweeps:
         "build/searched/sweeps.csv",
     log:
         "build/searched/sweeps.log",
-    threads: 2
     localrule: True
     conda:
         "../environment.yml"
+    threads: 2
     shell:
         "rematbench search-sweeps {input} -o {output} --processes {threads} > {log} 2>&1"
 
@@ -63,10 +63,10 @@ rule searched_spaces:
         "build/searched/spaces.csv",
     log:
         "build/searched/spaces.log",
-    threads: 2
     localrule: True
     conda:
         "../environment.yml"
+    threads: 2
     shell:
         "rematbench search-spaces {input} -o {output} --processes {threads} > {log} 2>&1"
 

@@ -1,0 +1,179 @@
+"""Searches of many jobs: what their lines say, and that they are simulated again; hosted states."""
+
+import csv
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from rematbench.cli.app import command_line
+from rematbench.matrix.spec import MatrixSpec, Work
+from rematbench.packages.flags import Engines
+from rematbench.plugins.discover import discover
+from rematbench.published.sheets import read_sheet
+from rematbench.runs.suite import load_suite
+from rematbench.search.cells import searched_cells
+from rematbench.search.halves import rounds
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.spaces import SpaceJob, Spaces, load_spaces, searched_spaces
+from rematbench.search.sweeps import searched_sweeps
+from rematbench.spec.paths import data_dir
+from rematbench.spec.problemspec import ProblemSpec
+from rematbench.tables.searched import TABLES, checked, layout_text
+
+GIB = 2**30
+JOB = {"model": "gpt-1.3b", "cluster": "a800-80gb", "system": "megatron-core", "seq_len": 2048}
+SEARCHED = data_dir("config").parent / "results" / "searched"
+RUN, app = CliRunner(), command_line()
+
+
+def asked(*only: str, **changes: Any) -> Asked:
+    """A job on four small devices."""
+    spec = {**JOB, "gpus": 4, "global_batch": 8, "hbm_bytes": 18 * GIB, **changes}
+    return Asked(spec=ProblemSpec(**spec), only=only)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_committed_answers_are_simulated_again(name: str) -> None:
+    """The first and the last plan take their steps still; a step that is wrong is told."""
+    rows = [row for row in read_sheet(SEARCHED / f"{name}.csv") if row["step_s"]]
+    some = [rows[0], rows[-1]]
+    assert checked(name, some) == ""
+    wrong = {**rows[0], "step_s": str(1.01 * float(rows[0]["step_s"]))}
+    if wrong["run_with"]:
+        assert "costs have changed, search again" in checked(name, [wrong])
+    text = TABLES[name](rows).csv()
+    assert all(row["name"] in text for row in some)
+
+
+def test_a_layout_says_what_is_unusual() -> None:
+    usual = {"tp": "4", "cp": "1", "pp": "8", "vpp": "6", "dp": "8", "ulysses": "1"}
+    usual |= {"micro_batch": "1", "zero_stage": "1", "partition": "1,1"}
+    assert layout_text(usual) == "4-1-8-6-8"
+    other = {"vpp": "1", "zero_stage": "3", "micro_batch": "2", "partition": "3,4,4,3"}
+    assert layout_text({**usual, **other}) == "4-1-8-1-8 mb 2 z 3 ends 3 3"
+    assert layout_text({"tp": ""}) == ""
+
+
+def test_a_step_that_is_known_is_proved_or_beaten() -> None:
+    """With the best step known the search ends without a plan; a slower one is beaten; and a round
+    is all that is done where no more is asked."""
+    *_, end = rounds(asked("balanced_checkpointing"), shown=1, processes=1)
+    *_, known = rounds(asked("balanced_checkpointing"), shown=0, processes=1, known_s=end.best_s)
+    assert known.best_s == end.best_s
+    assert known.gap <= 0.005
+    *_, slow = rounds(
+        asked("balanced_checkpointing"), shown=0, processes=1, known_s=1.3 * end.best_s
+    )
+    assert slow.best_s <= end.best_s / 0.995
+    assert len(list(rounds(asked(), shown=10, processes=1, most_rounds=1))) == 1
+
+
+def matrix() -> MatrixSpec:
+    """A cell of a small model."""
+    declared = load_suite(data_dir("config") / "paper.yaml").matrix
+    assert declared is not None
+    return replace(
+        declared,
+        works=(Work(model="gpt-1.3b", gpus=4),),
+        clusters=("a800-80gb",),
+        seq_lens=(2048,),
+        tokens_per_step=65536,
+    )
+
+
+def test_a_cell_begins_with_the_fastest_of_the_list() -> None:
+    """A slow layout of the list is beaten and it is said by what; of one that does not fit nothing
+    is known."""
+    row = {"model": "gpt-1.3b", "cluster": "a800-80gb", "seq_len": "2048", "fits": "yes"}
+    slow = {**row, "arm": "full recomputation", "layout": "pp 4"}
+    slow["tokens_per_s_per_gpu"] = "1000.0"
+    none = {**row, "arm": "", "layout": "", "tokens_per_s_per_gpu": "", "fits": "no"}
+    first, second = searched_cells(matrix(), discover(), [slow, none], within=0.01, processes=1)
+    assert first["changed"] == "layout and method"
+    assert first["gain"] > 0
+    assert first["gap"] <= 0.01
+    assert (second["changed"], second["gain"]) == ("fits", None)
+    assert second["step_s"] == pytest.approx(first["step_s"], rel=0.01)
+
+
+def test_a_package_alone_is_not_faster_than_the_whole_space() -> None:
+    spec = {**JOB, "gpus": 4, "global_batch": 8, "hbm_bytes": 16 * GIB}
+    job = SpaceJob(name="small", why="a test", source="none", published_mfu={"all": 0.5}, **spec)
+    found = searched_spaces(
+        Spaces(jobs=(job,), spaces=("all", "megatron_core")), within=0.005, processes=1
+    )
+    every, mine = found
+    assert every["step_s"] <= mine["step_s"] * 1.005
+    assert (every["published_mfu"], mine["published_mfu"]) == (0.5, None)
+    assert load_spaces(data_dir("config") / "searched.yaml").jobs[0].published_mfu["all"] == 0.427
+
+
+def test_an_engine_asked_alone_answers_as_beside_the_others() -> None:
+    made = SearchJob(asked())
+    choices = [choice for choice in made.space.choices if choice.layout.pp == 4][:2]
+    for choice in choices:
+        problem = made.problem(choice)
+        every, alone = Engines(problem), Engines(problem, "megatron_core")
+        for name in ("keep_all", "full_recompute", "pp_offload:alpha=0.5", "keep_all"):
+            plan = made.registry.resolve(name, None, problem).plan(problem)
+            assert alone.of(plan) == tuple(n for n in every.of(plan) if n == "megatron_core")
+
+
+def test_a_sweep_loses_what_its_pick_loses() -> None:
+    """Of four measured layouts the one predicted to be fastest loses what it is slower; one that
+    fills the device is picked only where nothing stays free."""
+    rows = read_sheet(data_dir("published") / "runs_more.csv")
+    first = next(row for row in rows if "single node" in row["source"] and row["pp"] == "1")
+    layouts = (("1", "1"), ("2", "1"), ("1", "2"), ("2", "2"))
+    own = [
+        {**first, "gpus": "4", "tp": tp, "pp": pp, "dp": str(4 // int(tp) // int(pp)),
+         "tokens_per_s_per_gpu": str(1000 * (n + 1)), "pred_tokens_per_s_per_gpu": str(10 + n),
+         "pred_status": "ok", "pred_peak_device_bytes": str(30 * GIB if n < 3 else 78 * GIB),
+         "pred_usable_bytes": str(78 * GIB)}
+        for n, (tp, pp) in enumerate(layouts)
+    ]  # fmt: skip
+    (line,) = searched_sweeps(own, within=0.02, processes=1)
+    assert line["regret"] == pytest.approx(0.25)
+    assert line["regret_filled"] == 0.0
+    assert line["tokens_per_s_per_gpu"] == pytest.approx(12 * (1 + line["over_pick"]))
+
+
+def test_what_would_fit_is_found_by_a_search() -> None:
+    """Each change is a plan that fits with it; and the answer as JSON has them too."""
+    words = "--model gpt-1.3b --cluster a800-80gb --gpus 1 --seq-len 2048 --global-batch 8"
+    small = [*shlex.split(words), "--hbm-bytes", str(12 * GIB), "--method", "full_recompute"]
+    told = RUN.invoke(app, ["search", *small, "--json"])
+    assert told.exit_code == 0, told.output
+    answer = json.loads(told.output)
+    assert answer["rows"] == []
+    more, gpus = answer["would_fit"]
+    assert more.startswith("with ")
+    assert gpus.startswith(("on 2 GPUs: ", "on 4 GPUs: "))
+    enough = float(more.split()[1]) + 12
+    wide = [*small[:-4], "--hbm-bytes", str(round((enough + 0.1) * GIB)), *small[-2:]]
+    assert "NOTHING FITS" not in RUN.invoke(app, ["search", *wide]).output
+
+
+def test_states_go_to_the_host_where_that_is_costed(tmp_path: Path) -> None:
+    """On one device that does not hold them the best has its optimizer on the host, and replays so;
+    without a rate of the host nothing is hosted."""
+    words = "--model gpt-1.3b --cluster h100-80gb-dos --gpus 1 --seq-len 2048 --global-batch 4"
+    small = [*shlex.split(words), "--hbm-bytes", str(16 * GIB), "--method", "full_recompute"]
+    target = tmp_path / "found.csv"
+    told = RUN.invoke(app, ["search", *small, "--top", "2", "-o", str(target)])
+    assert told.exit_code == 0, told.output
+    assert "optimizer on host" in told.output
+    row = next(csv.DictReader(target.open()))
+    assert row["optimizer"] == "host"
+    assert "--optimizer host" in row["run_with"]
+    again = RUN.invoke(app, [*shlex.split(row["run_with"])[1:], "--json"])
+    assert f'"step_s": {float(row["step_s"])}' in again.output
+    kept = RUN.invoke(app, ["search", *small, "--optimizer", "device"])
+    assert "NOTHING FITS" in kept.output
+    spec = ProblemSpec(**{**JOB, "gpus": 1, "global_batch": 4})
+    assert not any(c.hosted for c in SearchJob(Asked(spec=spec)).space.choices)  # no rate there
