@@ -5,7 +5,10 @@ own error stands beside it (the published speed against our prediction of the pu
 """
 
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import Any
+
+from msgspec.structs import replace
 
 from rematbench.choose.outcome import run_method
 from rematbench.lowering.lower import lower
@@ -22,6 +25,12 @@ from rematbench.simulate.breakdown import parts_of
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_model, load_system, names
 from rematbench.spec.problemspec import ProblemSpec
+
+NEVER = -1.0
+"""A gap that is never proved: a count goes on while any layout may be faster."""
+
+MOST_ROUNDS = 20
+"""Rounds of a count."""
 
 KEPT = ("source", "table", "model", "gpus", "seq_len", "global_batch")
 
@@ -49,6 +58,7 @@ def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[d
             "published_tokens_per_s_per_gpu": text(row, "tokens_per_s_per_gpu"),
             "pred_tokens_per_s_per_gpu": outcome.evaluation.tokens_per_s_per_gpu,
             "pred_step_s": step_s,
+            **_rank(asked_of(case, within), problem, step_s, processes),
             **_best(asked_of(case, within), end, problem, outcome.plan, step_s),
         }
 
@@ -69,6 +79,15 @@ def asked_of(case: Case, within: float, reserve_gib: float | None = 0.0) -> Aske
         precision=case.precision,
     )
     return Asked(spec=spec, reserve_gib=reserve_gib, within=within)
+
+
+def _rank(asked: Asked, problem: Problem, step_s: float, processes: int) -> dict[str, Any]:
+    """The place of a published layout among all, each at its fastest plan but the published one's
+    own; at least that where the count ended first."""
+    count = replace(asked, within=NEVER, faster_than_s=step_s)
+    *_, end = rounds(count, processes=processes, most_rounds=MOST_ROUNDS)
+    others = {one.choice for one in end.found if one.choice.layout != problem.layout}
+    return {"rank": 1 + len(others), "ranked": "all" if end.bound_s == inf else "at least"}
 
 
 def _best(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
 from functools import partial
 from itertools import count
+from math import inf
 from typing import Literal
 
 from msgspec import Struct
@@ -40,7 +41,7 @@ class Place(Struct):
     """A layout while it is searched: its shard, its place there, the arms that fit, the families
     that may, the arms judged and in how many pieces, and what was simulated.  `short`: bytes that
     a step of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`: the least step of a
-    line that no node's memory holds."""
+    line that no node's memory holds; `counted`: it has a plan that is fast enough."""
 
     shard: Shard
     index: int
@@ -55,6 +56,7 @@ class Place(Struct):
     short: dict[tuple[Arm, int], float] = {}
     flat: set[tuple[Arm, int]] = set()
     ends: dict[Arm, int] = {}
+    counted: bool = False
 
 
 class Item(Struct, frozen=True):
@@ -83,8 +85,9 @@ class Search:
         self.tree, self.registry, self.engine, self.within = tree, registry, engine, within
         self.queue: Queue[Item] = Queue()
         self.work = 0
-        self.best_s = float("inf")
-        self.short_bytes = float("inf")
+        self.faster_than_s = inf
+        self.best_s = inf
+        self.short_bytes = inf
         self.fell: Counter[str] = Counter()
         for shard in shards:
             held = shard.holds_states()
@@ -102,8 +105,8 @@ class Search:
     @property
     def gap(self) -> float:
         """How much faster a plan may be, as a share of the best step."""
-        if self.best_s == float("inf"):
-            return float("inf") if self.queue else 0.0
+        if self.best_s == inf:
+            return inf if self.queue else 0.0
         return max(0.0, 1.0 - self.bound_s / self.best_s)
 
     def run(self) -> Iterator[Tried | None]:
@@ -126,7 +129,8 @@ class Search:
         self.best_s = min(self.best_s, step_s)
 
     def _push(self, bound_s: float, item: Item) -> None:
-        if bound_s < SHOWN * self.best_s:
+        counting = self.faster_than_s < inf
+        if bound_s < (self.faster_than_s if counting else SHOWN * self.best_s):
             self.queue.push(bound_s, item, ripe=item.stage in ("closed", "tight"))
 
     def _short(self, nbytes: float) -> None:
@@ -137,6 +141,8 @@ class Search:
         if place is None:
             assert item.shard is not None
             self._open(bound_s, item.shard)
+        elif place.counted:
+            self.fell["of a layout that is fast enough"] += 1
         elif self._dominated(place, item.arm):
             self.fell["made of a plan that fits"] += 1
         elif item.stage == "expand":
@@ -274,6 +280,7 @@ class Search:
             if not any(part.scalar for part in arm.parts):
                 place.fits.append(arm)
             self.beat(tried.step_s)
+            place.counted = tried.step_s < self.faster_than_s < inf
         return tried if len(place.known) > before else None
 
     def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace as replaced
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ class Asked(Struct, frozen=True, kw_only=True):
     """What to search: a problem whose degrees are left open but for those that are `fixed`; `only`
     some methods (and what is made of them), files of more of them in `folders`; only plans that an
     `engine` has options for (a package, or `ours`); the share of the best step that may stay
-    unproved."""
+    unproved.  With `faster_than_s` layouts are counted and no best is proved: every one that has a
+    plan with a shorter step, of each the first plan that is found."""
 
     spec: ProblemSpec
     fixed: Fixed = Fixed()
@@ -51,6 +53,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     engine: str = ""
     reserve_gib: float | None = None
     within: float = 0.005
+    faster_than_s: float = inf
 
 
 class SearchJob:
@@ -118,8 +121,10 @@ class SearchJob:
         cuts = list(groups.values())
         shards = {index: self._shard(cuts[index]) for index in range(part, len(cuts), parts)}
         tree = Tree(self._samples(cuts, shards), load_compare().most_methods)
-        within = self.asked.within
-        return Search(list(shards.values()), tree, self.registry, self.asked.engine, within)
+        asked = self.asked
+        found = Search(list(shards.values()), tree, self.registry, asked.engine, asked.within)
+        found.faster_than_s = asked.faster_than_s
+        return found
 
     def _samples(
         self, cuts: list[list[Choice]], known: dict[int, Shard]
