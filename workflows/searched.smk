@@ -26,7 +26,7 @@ rule searched_layouts:
 rule searched_cells:
     input:
         suite="config/paper.yaml",
-        fastest="results/paper/tables/matrix_fastest.csv",
+        listed="results/paper/tables/matrix_best_layout.csv",
     output:
         "build/searched/cells.csv",
     log:
@@ -36,7 +36,7 @@ rule searched_cells:
         "../environment.yml"
     threads: 2
     shell:
-        "rematbench search-cells {input.suite} {input.fastest} -o {output}"
+        "rematbench search-cells {input.suite} {input.listed} -o {output}"
         " --processes {threads} > {log} 2>&1"
 
 

@@ -45,7 +45,7 @@ def layouts(
 
 def search_cells(
     suite: SUITE,
-    fastest: Annotated[Path, Argument(metavar="FASTEST.csv", help="The table matrix_fastest.")],
+    listed: Annotated[Path, Argument(metavar="BEST.csv", help="The table matrix_best_layout.")],
     output: Csv,
     within: Within = 1.0,
     processes: Processes = 2,
@@ -54,9 +54,9 @@ def search_cells(
 
     \b
     Example:
-      rematbench search-cells config/paper.yaml results/expected/matrix_fastest.csv -o cells.csv
+      rematbench search-cells config/paper.yaml results/expected/matrix_best_layout.csv -o cells.csv
     """
-    spec, rows = declared(suite), read_sheet(fastest, ["arm", "layout"])
+    spec, rows = declared(suite), read_sheet(listed, ["arm", "status", "layout"])
     found = searched_cells(spec, discover(), rows, within=within / 100, processes=processes)
     _write(output, found, "gain")
 

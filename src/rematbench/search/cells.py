@@ -11,6 +11,8 @@ from typing import Any
 
 from rematbench.matrix.commands import Commands
 from rematbench.matrix.spec import MatrixSpec
+from rematbench.matrix.verdicts import by_cell
+from rematbench.matrix.verdicts import speed as speed_of
 from rematbench.plugins.registry import Registry
 from rematbench.published.accuracy import Row, number
 from rematbench.search.answer import judged, line
@@ -28,23 +30,22 @@ MOST_ROUNDS = 20
 def searched_cells(
     spec: MatrixSpec,
     registry: Registry,
-    fastest: Iterable[Row],
+    listed: Iterable[Row],
     *,
     within: float,
     processes: int,
 ) -> Iterator[Line]:
-    """A line for each cell: the fastest of the list, the fastest of the search, the proved gap, and
-    what of the search's plan the list has not."""
+    """A line for each cell of the table of best layouts: the fastest of the list that leaves the
+    search's reserve free, the fastest of the search, the proved gap, and what of the search's plan
+    the list has not."""
     commands = Commands(spec, registry)
     gpus = {work.model: work.gpus for work in spec.works}
-    for row in fastest:
-        problem = spec.problem(
-            int(row["seq_len"]), model=row["model"], cluster=row["cluster"], gpus=gpus[row["model"]]
-        )
+    for (model, cluster, seq_len), rows in by_cell([dict(row) for row in listed]).items():
+        problem = spec.problem(int(seq_len), model=model, cluster=cluster, gpus=gpus[model])
         fixed = Fixed(micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
         asked = Asked(spec=problem, fixed=fixed, within=within)
         made = SearchJob(asked)
-        known = _known(made, row, commands)
+        row, known = _fastest(made, rows, commands)
         known_s = known.step_s if known else inf
         *_, end = rounds(
             asked, shown=0, processes=processes, known_s=known_s, most_rounds=MOST_ROUNDS
@@ -54,37 +55,39 @@ def searched_cells(
         lines = [line(1, one) for one in judged(made, [best])] if best else []
         speed = number(row, "tokens_per_s_per_gpu")
         yield {
-            "model": row["model"],
-            "cluster": row["cluster"],
-            "seq_len": row["seq_len"],
-            "list_arm": row["arm"],
-            "list_layout": row["layout"],
+            "model": model,
+            "cluster": cluster,
+            "seq_len": seq_len,
+            "list_arm": row.get("arm", ""),
+            "list_layout": row.get("layout", ""),
             "list_tokens_per_s_per_gpu": speed,
-            "list_fits": row["fits"],
             "layouts": len(made.space.choices),
             "simulations": end.simulations,
             "gap": end.gap if best else None,
             "gain": lines[0]["tokens_per_s_per_gpu"] / speed - 1.0 if speed and lines else None,
-            "changed": _changed(faster[0], known, row, registry) if faster else "",
+            "changed": _changed(faster[0], known, registry) if faster else "",
             **(lines[0] if lines else {}),
         }
 
 
-def _known(made: SearchJob, row: Row, commands: Commands) -> Tried | None:
-    """The fastest of the list, simulated as the search does; None where too little stays free."""
-    if not row["arm"]:
-        return None
-    layout = commands.problem(row).layout
-    choice = next(partitions(layout, made.model.num_layers))
-    method = commands.names[row["arm"]]
-    tried = tried_plan(choice, made.problem(choice), method, 0.0, made.registry)
-    return tried if tried.evaluation else None
+def _fastest(made: SearchJob, rows: Iterable[Row], commands: Commands) -> tuple[Row, Tried | None]:
+    """The fastest line of the list whose plan leaves the reserve free, simulated as the search
+    does; nothing where there is none."""
+    for row in sorted(rows, key=speed_of, reverse=True):
+        if row["status"] == "ok":
+            layout = commands.problem(row).layout
+            choice = next(partitions(layout, made.model.num_layers))
+            method = commands.names[row["arm"]]
+            tried = tried_plan(choice, made.problem(choice), method, 0.0, made.registry)
+            if tried.evaluation:
+                return row, tried
+    return {}, None
 
 
-def _changed(best: Tried, known: Tried | None, row: Row, registry: Registry) -> str:
+def _changed(best: Tried, known: Tried | None, registry: Registry) -> str:
     """What the search's plan has that the fastest of the list has not."""
     if known is None:
-        return "leaves the reserve free" if row["arm"] else "fits"
+        return "fits"
     same = registry.resolve(best.method).name == registry.resolve(known.method).name
     words = ["layout"] if _where(best.choice) != _where(known.choice) else []
     return " and ".join([*words, *(["settings"] if same else ["method"])])
