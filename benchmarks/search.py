@@ -2,12 +2,13 @@
 benchmarks/search.py`, on a quiet machine; `--small` runs a small job once, to see that it runs.
 
 Targets, two cores: llama-175b on 256 H800 (Yuan et al., USENIX ATC 2024), the whole space: a proved
-gap of 2 % after 10 s and of 0.5 % within 60 s, at most 400 simulations; bounds of 10^6 layouts a
-second.  Others print, for searches of their own: Calculon 600 evaluations a second and core, Astra
+gap of 2 % after 10 s and of 0.5 % within 60 s, at most 400 simulations, 2 GB; bounds of 10^6 layouts
+a second.  Others print, for searches of their own: Calculon 600 evaluations a second and core, Astra
 1.27 s, Aceso 92 configurations a second.
 """
 
 import argparse
+import resource
 import sys
 import time
 
@@ -20,6 +21,7 @@ from rematbench.spec.problemspec import ProblemSpec
 
 GAPS = (0.02, 0.005)
 LAYOUTS = 100_000
+WHO = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 
 
 def job(small: bool) -> Asked:
@@ -79,6 +81,8 @@ def main(arguments: list[str]) -> None:
     sys.stdout.write(f"{len(made.space.choices):,} layouts, {len(made.singles)} methods alone\n")
     bounded(asked, 1_000 if small else LAYOUTS)
     searched(asked)
+    kib = [resource.getrusage(who).ru_maxrss for who in WHO]
+    sys.stdout.write(f"memory: {kib[0] / 1e6:.2f} GB here, {kib[1] / 1e6:.2f} GB in each process\n")
 
 
 if __name__ == "__main__":
