@@ -19,7 +19,6 @@ include: "workflows/executed.smk"
 include: "workflows/measured.smk"
 include: "workflows/baselines.smk"
 include: "workflows/matrix.smk"
-include: "workflows/searched.smk"
 include: "workflows/drawn.smk"
 include: "workflows/page.smk"
 

@@ -1,5 +1,9 @@
 """The grand matrix: two jobs per model, half of the lengths each -> tables with evidence."""
 
+
+include: "searched.smk"
+
+
 MATRIX = load_suite(Path("config/paper.yaml")).matrix
 MATRIX_MODELS = [work.model for work in MATRIX.works]
 HALF = len(MATRIX.seq_lens) // 2

@@ -52,9 +52,10 @@ def test_committed_answers_are_simulated_again(name: str) -> None:
 
 def test_a_layout_says_what_is_unusual() -> None:
     usual = {"tp": "4", "cp": "1", "pp": "8", "vpp": "6", "dp": "8", "ulysses": "1"}
-    usual |= {"micro_batch": "1", "zero_stage": "1", "partition": "1,1"}
+    usual |= {"micro_batch": "1", "zero_stage": "1", "partition": "1,1", "run_with": ""}
     assert layout_text(usual) == "4-1-8-6-8"
     other = {"vpp": "1", "zero_stage": "3", "micro_batch": "2", "partition": "3,4,4,3"}
+    other |= {"run_with": "rematbench simulate keep_all --partition 3,4,4,3"}
     assert layout_text({**usual, **other}) == "4-1-8-1-8 mb 2 z 3 ends 3 3"
     assert layout_text({"tp": ""}) == ""
 

@@ -188,7 +188,8 @@ def test_all_is_planned_with_the_profile_and_refused_without_slurm(
     measured: Checkout, tmp_path: Path
 ) -> None:
     """A plan needs no Slurm; to submit does, and says so before anything else."""
-    (measured.path / "results/measured").symlink_to(ROOT / "results/measured")
+    for name in ("measured", "searched"):
+        (measured.path / "results" / name).symlink_to(ROOT / "results" / name)
     words = ("snakemake", "all", "--profile", "slurm", "--config", "simulate_on=slurm")
     path = without_slurm(tmp_path / "bin")
     refused = measured.run(words, path)

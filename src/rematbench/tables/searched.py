@@ -19,7 +19,8 @@ ROUNDING = 1e-6
 SIMULATED = (
     "All steps are simulated, so a loss or gain is a statement about layouts and plans. gap: no "
     "plan of the space is faster than the best by more. Layouts are tp-cp-pp-vpp-dp, with what is "
-    "not 1 of u (Ulysses) and mb (micro-batch), and z (ZeRO stage) where it is not 1."
+    "not 1 of u (Ulysses) and mb (micro-batch), z (ZeRO stage) where it is not 1, and the layers of "
+    "uneven ends."
 )
 
 
@@ -47,8 +48,7 @@ def layout_text(row: Row) -> str:
     words += [f"mb {row['micro_batch']}"] if row["micro_batch"] != "1" else []
     words += [f"z {row['zero_stage']}"] if row["zero_stage"] != "1" else []
     ends = row["partition"].split(",")
-    uneven = int(row["vpp"]) == 1 and len({ends[0], ends[-1], *ends}) > 1
-    words += [f"ends {ends[0]} {ends[-1]}"] if uneven else []
+    words += [f"ends {ends[0]} {ends[-1]}"] if "--partition" in row["run_with"] else []
     return " ".join(words)
 
 
