@@ -19,8 +19,8 @@ ROUNDING = 1e-6
 SIMULATED = (
     "All steps are simulated, so a loss or gain is a statement about layouts and plans. gap: no "
     "plan of the space is faster than the best by more. Layouts are tp-cp-pp-vpp-dp, with what is "
-    "not 1 of u (Ulysses) and mb (micro-batch), z (ZeRO stage) where it is not 1, and the layers of "
-    "uneven ends."
+    "not 1 of u (Ulysses) and mb (micro-batch), z (ZeRO stage) where it is not 1, and the layers "
+    "of uneven ends."
 )
 
 
@@ -50,6 +50,11 @@ def layout_text(row: Row) -> str:
     ends = row["partition"].split(",")
     words += [f"ends {ends[0]} {ends[-1]}"] if "--partition" in row["run_with"] else []
     return " ".join(words)
+
+
+def _short(source: str) -> str:
+    """A source without its edition and address."""
+    return source.partition(";")[0].partition(", ")[0]
 
 
 def _rows(rows: Sequence[Row]) -> tuple[dict[str, Any], ...]:
@@ -128,7 +133,8 @@ def sweep_table(rows: Sequence[Row]) -> Table:
         name="searched_sweeps",
         title="Published sweeps: what following the search would have lost",
         columns=(
-            *(Column(key, key) for key in ("source", "model", "cluster")),
+            Column("source", "source", _short),
+            *(Column(key, key) for key in ("model", "cluster")),
             *(Column(key, head, whole) for key, head in (("gpus", "GPUs"), ("seq_len", "tokens"))),
             Column("global_batch", "batch", whole),
             Column("rows", "rows", whole),
@@ -140,7 +146,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
             Column("best_regret", "it loses %", percent),
             *PROVED,
             Column("reason", "why not"),
-            *(Column(key, "") for key in ("step_s", "run_with")),
+            *(Column(key, "") for key in ("layers", "hidden", "step_s", "run_with")),
         ),
         rows=_rows(rows),
         note=(
