@@ -3,86 +3,52 @@
 The searches themselves take an hour and run where they are asked for: ./bench reproduce --full.
 """
 
-SEARCHED = ["layouts", "cells", "sweeps", "spaces"]
-SEARCHED_TABLES = [f"searched_{name}" for name in SEARCHED]
+SEARCHES = {
+    "layouts": (PUBLISHED, "layouts --table 'Figure 9'"),
+    "cells": (
+        ["config/paper.yaml", "results/paper/tables/matrix_best_layout.csv"],
+        "search-cells",
+    ),
+    "sweeps": (
+        ["results/paper/predictions.csv", "results/paper/predictions_more.csv"],
+        "search-sweeps",
+    ),
+    "spaces": ("config/searched.yaml", "search-spaces"),
+}
 
 
-rule searched_layouts:
+rule search_of_many:
     input:
-        sheet=PUBLISHED,
+        lambda wildcards: SEARCHES[wildcards.name][0],
     output:
-        "build/searched/layouts.csv",
+        "build/searched/{name}.csv",
     log:
-        "build/searched/layouts.log",
+        "build/searched/{name}.log",
+    wildcard_constraints:
+        name="|".join(SEARCHES),
     localrule: True
     conda:
         "../environment.yml"
     threads: 2
+    params:
+        engine=code("searched"),
+        command=lambda wildcards: SEARCHES[wildcards.name][1],
     shell:
-        "rematbench layouts {input.sheet} --table 'Figure 9' -o {output}"
-        " --processes {threads} > {log} 2>&1"
-
-
-rule searched_cells:
-    input:
-        suite="config/paper.yaml",
-        listed="results/paper/tables/matrix_best_layout.csv",
-    output:
-        "build/searched/cells.csv",
-    log:
-        "build/searched/cells.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    threads: 2
-    shell:
-        "rematbench search-cells {input.suite} {input.listed} -o {output}"
-        " --processes {threads} > {log} 2>&1"
-
-
-rule searched_sweeps:
-    input:
-        "results/paper/predictions.csv",
-        "results/paper/predictions_more.csv",
-    output:
-        "build/searched/sweeps.csv",
-    log:
-        "build/searched/sweeps.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    threads: 2
-    shell:
-        "rematbench search-sweeps {input} -o {output} --processes {threads} > {log} 2>&1"
-
-
-rule searched_spaces:
-    input:
-        "config/searched.yaml",
-    output:
-        "build/searched/spaces.csv",
-    log:
-        "build/searched/spaces.log",
-    localrule: True
-    conda:
-        "../environment.yml"
-    threads: 2
-    shell:
-        "rematbench search-spaces {input} -o {output} --processes {threads} > {log} 2>&1"
+        "rematbench {params.command} {input} -o {output} --processes {threads} > {log} 2>&1"
 
 
 rule searched:
     input:
-        expand("build/searched/{name}.csv", name=SEARCHED),
+        expand("build/searched/{name}.csv", name=SEARCHES),
 
 
 rule searched_tables:
     input:
-        expand("results/searched/{name}.csv", name=SEARCHED),
+        expand("results/searched/{name}.csv", name=SEARCHES),
     output:
         expand(
-            "results/paper/tables/{table}{suffix}",
-            table=SEARCHED_TABLES,
+            "results/paper/tables/searched_{name}{suffix}",
+            name=SEARCHES,
             suffix=SUFFIXES,
         ),
     log:

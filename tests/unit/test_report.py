@@ -197,7 +197,7 @@ def test_claims_fail_on_missing_changed_and_unbounded_tables(tmp_path: Path) -> 
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()
     for name in names:
-        (ours / f"{name}.csv").write_text("error\n0.01\n")
+        (ours / f"{name}.csv").write_text("error,loss\n0.01,0.01\n")
     assert all(finding.problems for finding in check(artifact, ours, theirs))
     shutil.copytree(ours, theirs)
     artifact = replace(artifact, claims=tuple(replace(c, finds=()) for c in artifact.claims))
