@@ -20,7 +20,7 @@ rule searched_layouts:
     threads: 2
     shell:
         "rematbench layouts {input.sheet} --table 'Figure 9' -o {output}"
-        " --processes {threads} > {log} 2>&1"
+        " --processes 2 > {log} 2>&1"
 
 
 rule searched_cells:
@@ -37,7 +37,7 @@ rule searched_cells:
     threads: 2
     shell:
         "rematbench search-cells {input.suite} {input.listed} -o {output}"
-        " --processes {threads} > {log} 2>&1"
+        " --processes 2 > {log} 2>&1"
 
 
 rule searched_sweeps:
@@ -53,7 +53,7 @@ rule searched_sweeps:
         "../environment.yml"
     threads: 2
     shell:
-        "rematbench search-sweeps {input} -o {output} --processes {threads} > {log} 2>&1"
+        "rematbench search-sweeps {input} -o {output} --processes 2 > {log} 2>&1"
 
 
 rule searched_spaces:
@@ -68,7 +68,7 @@ rule searched_spaces:
         "../environment.yml"
     threads: 2
     shell:
-        "rematbench search-spaces {input} -o {output} --processes {threads} > {log} 2>&1"
+        "rematbench search-spaces {input} -o {output} --processes 2 > {log} 2>&1"
 
 
 rule searched:

@@ -302,9 +302,13 @@ def _notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> It
 
 
 def _changes(asked: Asked, at: Progress, processes: int) -> Iterator[str]:
-    """What would make a job fit that fits nowhere, each found by a search."""
-    for one in would_fit(asked, at, processes):
-        yield f"{one.change}: {told(one.tried)}"
+    """What would make a job fit that fits nowhere, each found by a search; interrupted, what was
+    found until then."""
+    try:
+        for one in would_fit(asked, at, processes):
+            yield f"{one.change}: {told(one.tried)}"
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: other changes may make it fit\n")
 
 
 def _explain(out: Console, found: list[Found], places: tuple[int, int]) -> None:

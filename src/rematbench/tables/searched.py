@@ -7,6 +7,7 @@ A search takes minutes; its answer takes a simulation, which is made again befor
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rematbench.choose.job import WORDS
 from rematbench.published.accuracy import Row, number
 from rematbench.search.answer import simulated
 from rematbench.tables.table import Column, Table, fixed, percent, signed_percent, whole
@@ -16,11 +17,15 @@ FILLED = ("layouts", "spaces")
 
 ROUNDING = 1e-6
 
+NEEDED = ("name", "step_s", "gap", "model", "cluster", "system", "seq_len", *WORDS, "partition")
+NEEDED += ("precision", "attention", "run_with")
+"""Columns without which a line is not simulated again."""
+
 SIMULATED = (
     "All steps are simulated, so a loss or gain is a statement about layouts and plans. gap: no "
     "plan of the space is faster than the best by more. Layouts are tp-cp-pp-vpp-dp, with what is "
-    "not 1 of u (Ulysses) and mb (micro-batch), z (ZeRO stage) where it is not 1, and the layers of "
-    "uneven ends."
+    "not 1 of u (Ulysses) and mb (micro-batch), z (ZeRO stage) where it is not 1, and the layers "
+    "of uneven ends."
 )
 
 
