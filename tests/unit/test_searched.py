@@ -16,11 +16,14 @@ from rematbench.packages.flags import Engines
 from rematbench.plugins.discover import discover
 from rematbench.published.sheets import read_sheet
 from rematbench.runs.suite import load_suite
+from rematbench.search import questions
 from rematbench.search.cells import searched_cells
-from rematbench.search.halves import rounds
+from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.spaces import SpaceJob, Spaces, load_spaces, searched_spaces
 from rematbench.search.sweeps import searched_sweeps
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.load import load_cluster
 from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.tables.searched import TABLES, checked, layout_text
@@ -169,6 +172,22 @@ def test_what_would_fit_is_found_by_a_search() -> None:
     enough = float(more.split()[1]) + 12
     wide = [*small[:-4], "--hbm-bytes", str(round((enough + 0.1) * GIB)), *small[-2:]]
     assert "NOTHING FITS" not in RUN.invoke(app, ["search", *wide]).output
+
+
+def test_device_memory_is_not_asked_for_where_none_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all plans fell to host memory only that and more GPUs are tried."""
+    tried: list[ProblemSpec] = []
+
+    def none(one: Asked, *_: object) -> None:
+        tried.append(one.spec)
+
+    monkeypatch.setattr(questions, "reached", none)
+    assert list(questions.would_fit(asked(), Progress(fell={"host memory": 3}), 1)) == []
+    hosts = [one.cluster.host_bytes for one in tried if isinstance(one.cluster, Cluster)]
+    assert hosts == [2 * load_cluster("a800-80gb").host_bytes]
+    assert [one.gpus for one in tried[1:]] == [8, 16]
 
 
 def test_states_go_to_the_host_where_that_is_costed(tmp_path: Path) -> None:
