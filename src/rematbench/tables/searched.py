@@ -57,6 +57,11 @@ def layout_text(row: Row) -> str:
     return " ".join(words)
 
 
+def _short(source: str) -> str:
+    """A source without its edition and address."""
+    return source.partition(";")[0].partition(", ")[0]
+
+
 def _rows(rows: Sequence[Row]) -> tuple[dict[str, Any], ...]:
     return tuple({**row, "layout": layout_text(row)} for row in rows)
 
@@ -133,7 +138,8 @@ def sweep_table(rows: Sequence[Row]) -> Table:
         name="searched_sweeps",
         title="Published sweeps: what following the search would have lost",
         columns=(
-            *(Column(key, key) for key in ("source", "model", "cluster")),
+            Column("source", "source", _short),
+            *(Column(key, key) for key in ("model", "cluster")),
             *(Column(key, head, whole) for key, head in (("gpus", "GPUs"), ("seq_len", "tokens"))),
             Column("global_batch", "batch", whole),
             Column("rows", "rows", whole),
@@ -145,7 +151,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
             Column("best_regret", "it loses %", percent),
             *PROVED,
             Column("reason", "why not"),
-            *(Column(key, "") for key in ("step_s", "run_with")),
+            *(Column(key, "") for key in ("layers", "hidden", "step_s", "run_with")),
         ),
         rows=_rows(rows),
         note=(
