@@ -1,4 +1,4 @@
-"""Committed searches and their tables: each line's plan is simulated again before its table is made.
+"""Committed searches and their tables: a plan that has a command is simulated again before its table is made.
 
 The searches themselves take an hour and run where they are asked for: ./bench reproduce --full.
 """
