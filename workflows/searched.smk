@@ -34,7 +34,7 @@ rule search_of_many:
         engine=code("searched"),
         command=lambda wildcards: SEARCHES[wildcards.name][1],
     shell:
-        "rematbench {params.command} {input} -o {output} --processes {threads} > {log} 2>&1"
+        "rematbench {params.command} {input} -o {output} --processes 2 > {log} 2>&1"
 
 
 rule searched:

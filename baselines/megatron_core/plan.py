@@ -128,7 +128,11 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def unsaid(cls, problem: Problem) -> tuple[str, ...]:
         """What of a problem no option says, whatever the policy."""
         setup = setup_of(problem)
-        return holding([*_model(setup), *_layout(setup)])
+        hosted = (
+            problem.system.optimizer_on_host,
+            "optimizer states in host memory (--optimizer-cpu-offload, not run here)",
+        )
+        return holding([*_model(setup), *_layout(setup), hosted])
 
     def limits(self, setup: Setup) -> list[Reason]:
         """What 0.16.1 refuses late, runs wrongly or never finishes, in every world."""

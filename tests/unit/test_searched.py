@@ -16,11 +16,14 @@ from rematbench.packages.flags import Engines
 from rematbench.plugins.discover import discover
 from rematbench.published.sheets import read_sheet
 from rematbench.runs.suite import load_suite
+from rematbench.search import questions
 from rematbench.search.cells import searched_cells
-from rematbench.search.halves import rounds
+from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.spaces import SpaceJob, Spaces, load_spaces, searched_spaces
 from rematbench.search.sweeps import searched_sweeps
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.load import load_cluster
 from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.tables.searched import TABLES, checked, layout_text
@@ -115,6 +118,16 @@ def test_a_package_alone_is_not_faster_than_the_whole_space() -> None:
     assert load_spaces(data_dir("config") / "searched.yaml").jobs[0].published_mfu["all"] == 0.427
 
 
+def test_no_option_of_megatron_core_here_hosts_the_optimizer() -> None:
+    job = SearchJob(asked(cluster="h100-80gb-dos"))
+    layout = job.space.choices[0].layout
+    on_device, hosted = (c for c in job.space.choices if c.layout == layout)
+    assert (on_device.hosted, hosted.hosted) == (False, True)
+    for choice, runs in ((on_device, ("megatron_core",)), (hosted, ())):
+        problem = job.problem(choice)
+        assert Engines(problem, "megatron_core").of(problem.base_plan) == runs
+
+
 def test_an_engine_asked_alone_answers_as_beside_the_others() -> None:
     made = SearchJob(asked())
     choices = [choice for choice in made.space.choices if choice.layout.pp == 4][:2]
@@ -161,6 +174,22 @@ def test_what_would_fit_is_found_by_a_search() -> None:
     assert "NOTHING FITS" not in RUN.invoke(app, ["search", *wide]).output
 
 
+def test_device_memory_is_not_asked_for_where_none_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where all plans fell to host memory only that and more GPUs are tried."""
+    tried: list[ProblemSpec] = []
+
+    def none(one: Asked, *_: object) -> None:
+        tried.append(one.spec)
+
+    monkeypatch.setattr(questions, "reached", none)
+    assert list(questions.would_fit(asked(), Progress(fell={"host memory": 3}), 1)) == []
+    hosts = [one.cluster.host_bytes for one in tried if isinstance(one.cluster, Cluster)]
+    assert hosts == [2 * load_cluster("a800-80gb").host_bytes]
+    assert [one.gpus for one in tried[1:]] == [8, 16]
+
+
 def test_states_go_to_the_host_where_that_is_costed(tmp_path: Path) -> None:
     """On one device that does not hold them the best has its optimizer on the host, and replays so;
     without a rate of the host nothing is hosted."""
@@ -179,3 +208,47 @@ def test_states_go_to_the_host_where_that_is_costed(tmp_path: Path) -> None:
     assert "NOTHING FITS" in kept.output
     spec = ProblemSpec(**{**JOB, "gpus": 1, "global_batch": 4})
     assert not any(c.hosted for c in SearchJob(Asked(spec=spec)).space.choices)  # no rate there
+
+
+def test_a_host_without_a_rate_is_refused_at_once() -> None:
+    words = "--model gpt-1.3b --cluster a800-80gb --gpus 1 --seq-len 2048 --global-batch 4"
+    told = RUN.invoke(app, ["search", *shlex.split(words), "--optimizer", "host"])
+    assert told.exit_code != 0
+    assert "a800-80gb has no host_update_parameters_per_s" in str(told.exception)
+
+
+def test_an_interrupt_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it looks for what would fit, the search itself has ended."""
+
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rematbench.cli.search.would_fit", interrupted)
+    words = "--model gpt-1.3b --cluster a800-80gb --gpus 1 --seq-len 2048 --global-batch 8 --json"
+    told = RUN.invoke(app, ["search", *shlex.split(words), "--hbm-bytes", str(4 * GIB)])
+    assert told.exit_code == 0
+    answer = json.loads(told.stdout)
+    assert (answer["rows"], answer["would_fit"]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "lacks"),
+    [
+        (("search-cells", "config/paper.yaml", "some.csv", "-o", "x.csv"), "seq_len"),
+        (("search-sweeps", "some.csv", "-o", "x.csv"), "pred_usable_bytes"),
+        (("searched-tables", ".", "-o", "tables"), "partition"),
+    ],
+)
+def test_a_sheet_without_its_columns_is_one_line(
+    words: tuple[str, ...], lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("some.csv", "layouts.csv"):
+        (tmp_path / name).write_text(
+            "arm,status,layout,pred_status,gap,run_with,step_s\n,ok,,ok,0,x,1\n"
+        )
+    monkeypatch.chdir(tmp_path)
+    suite = str(data_dir("config") / "paper.yaml")
+    told = RUN.invoke(app, [suite if word == "config/paper.yaml" else word for word in words])
+    assert told.exit_code != 0
+    assert "has no column" in str(told.exception)
+    assert lacks in str(told.exception)

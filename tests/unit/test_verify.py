@@ -53,6 +53,21 @@ def test_a_record_says_all_that_its_run_needs(words: tuple[str, ...], tmp_path: 
     assert verified(path) == (0, "run (simulated): every number equal\n")
 
 
+def test_a_record_says_that_the_optimizer_is_on_the_host(tmp_path: Path) -> None:
+    there = (
+        "--cluster",
+        "h100-80gb-dos",
+        "--optimizer",
+        "host",
+        "--out",
+        str(tmp_path / "run.json"),
+    )
+    done = RUN.invoke(APP, ["simulate", "keep_all", *PIPE, *there])
+    assert done.exit_code == 0, done.output
+    assert read_record(tmp_path / "run.json").ranks[0].optimizer == 0
+    assert verified(tmp_path / "run.json") == (0, "run (simulated): every number equal\n")
+
+
 def test_each_number_that_differs_is_said(tmp_path: Path) -> None:
     path = simulated(tmp_path / "run.json", "keep_all")
     record = read_record(path)

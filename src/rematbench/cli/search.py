@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -283,8 +284,10 @@ def _notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> It
             yield f"= a tie: slower than the first row by less than the error of ratios ({ratios})"
     elif not ended:
         yield f"stopped: {at.simulations} plans simulated, none that fits so far"
-    else:
+    elif at.short_bytes < inf:
         yield f"NOTHING FITS: every plan is at least {gib(at.short_bytes)} GiB short on some device"
+    else:
+        yield "NOTHING FITS: no plan is left, and none of them for memory of a device"
     dropped = [f"{count:,} {rule}" for rule, count in made.space.refused.items()]
     if dropped:
         yield f"layouts that no rule allows: {'; '.join(dropped)}"
@@ -302,9 +305,13 @@ def _notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> It
 
 
 def _changes(asked: Asked, at: Progress, processes: int) -> Iterator[str]:
-    """What would make a job fit that fits nowhere, each found by a search."""
-    for one in would_fit(asked, at, processes):
-        yield f"{one.change}: {told(one.tried)}"
+    """What would make a job fit that fits nowhere, each found by a search; interrupted, what was
+    found until then."""
+    try:
+        for one in would_fit(asked, at, processes):
+            yield f"{one.change}: {told(one.tried)}"
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted: other changes may make it fit\n")
 
 
 def _explain(out: Console, found: list[Found], places: tuple[int, int]) -> None:

@@ -10,18 +10,27 @@ from typer import Argument, Option
 from rematbench.cli.matrix import SUITE, declared
 from rematbench.cli.targets import Output, need_file
 from rematbench.host.console import CommandError, console, plain
+from rematbench.matrix.verdicts import CELL
 from rematbench.plugins.discover import discover
-from rematbench.published.sheets import read_sheet, write_sheet
+from rematbench.published.accuracy import SPEED
+from rematbench.published.sheets import CONFIGURATION, SCORED, read_sheet, write_sheet
 from rematbench.search.against import against
 from rematbench.search.cells import searched_cells
 from rematbench.search.spaces import load_spaces, searched_spaces
 from rematbench.search.sweeps import searched_sweeps
-from rematbench.tables.searched import TABLES, checked
+from rematbench.tables.searched import NEEDED, TABLES, checked
 
 Csv = Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Where to write.")]
 Within = Annotated[float, Option(min=0, metavar="P", help="Percent that may stay unproved.")]
 Processes = Annotated[int, Option(min=1, max=64, help="Worker processes.")]
 Line = Mapping[str, Any]
+LISTED = (*CELL, "arm", "status", "layout", SPEED)
+PREDICTED = (
+    *CONFIGURATION,
+    *SCORED,
+    *("pred_status", f"pred_{SPEED}", "pred_peak_device_bytes", "pred_usable_bytes"),
+)
+"""Columns that are needed of the list's cells and of predicted rows."""
 
 
 def layouts(
@@ -56,7 +65,7 @@ def search_cells(
     Example:
       rematbench search-cells config/paper.yaml results/expected/matrix_best_layout.csv -o cells.csv
     """
-    spec, rows = declared(suite), read_sheet(listed, ["arm", "status", "layout"])
+    spec, rows = declared(suite), read_sheet(listed, LISTED)
     found = searched_cells(spec, discover(), rows, within=within / 100, processes=processes)
     _write(output, found, "gain")
 
@@ -73,7 +82,7 @@ def search_sweeps(
     Example:
       rematbench search-sweeps results/paper/predictions.csv -o sweeps.csv
     """
-    rows = [row for path in predictions for row in read_sheet(path, ["pred_status"])]
+    rows = [row for path in predictions for row in read_sheet(path, PREDICTED)]
     _write(output, searched_sweeps(rows, within=within / 100, processes=processes), "regret")
 
 
@@ -105,7 +114,7 @@ def searched_tables(
     """
     for name, table in TABLES.items():
         path = folder / f"{name}.csv"
-        rows = read_sheet(path, ["gap"])
+        rows = read_sheet(path, NEEDED)
         if wrong := checked(name, rows):
             raise CommandError(f"{path}: {wrong}")
         table(rows).write(output)

@@ -5,6 +5,7 @@ order, partition, states, mini-sequences and kind of transfers are the same.
 """
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -128,10 +129,13 @@ class Offers:
 
     def __iter__(self) -> Iterator[tuple[Plan, Table]]:
         """All of them, simplest first."""
-        yield from self._made
-        for _, plan in self._rest:
-            self._made.append((plan, _first(self._problem, plan)))
-            yield self._made[-1]
+        for at in count():
+            if at == len(self._made):
+                more = next(self._rest, None)
+                if more is None:
+                    return
+                self._made.append((more[1], _first(self._problem, more[1])))
+            yield self._made[at]
 
 
 class Engines:

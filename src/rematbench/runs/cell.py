@@ -6,12 +6,13 @@ from pathlib import Path
 
 import msgspec
 
+from rematbench.choose.outcome import hosting
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Composition, Registry
 from rematbench.problem import Problem
-from rematbench.runs.record import RESERVE, Record
+from rematbench.runs.record import OPTIMIZER, RESERVE, Record
 from rematbench.runs.reopen import spec_problem
 from rematbench.runs.suite import Suite, Variant, bundles, load_suite
 from rematbench.spec.configfile import ConfigError
@@ -58,7 +59,8 @@ def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = 
     spec = record.spec
     problem, parameters = spec_problem(spec, cluster), dict(spec.parameters)
     own = dict(parameters.pop("base", {}))
-    problem = replace(problem, reserve_bytes=own.pop(RESERVE, 0))
+    system = hosting(problem.system, own.pop(OPTIMIZER, None))
+    problem = replace(problem, system=system, reserve_bytes=own.pop(RESERVE, 0))
     words = {f"{part}.{key}": v for part, keys in parameters.items() for key, v in keys.items()}
     base = msgspec.convert(msgspec.structs.asdict(problem.base_plan) | own, Plan)
     method = registry.resolve(spec.method, words)

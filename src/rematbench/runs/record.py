@@ -39,6 +39,8 @@ OF_A_BASE = ("partition", "schedule")
 """What a person may choose of the plan that methods begin with."""
 RESERVE = "reserve_bytes"
 """Beside those: what tuned plans leave free."""
+OPTIMIZER = "optimizer"
+"""And that the optimizer's states are in host memory."""
 
 
 class RecordError(ValueError):
@@ -167,6 +169,7 @@ def run_spec(
     own = {key: getattr(base or usual, key) for key in OF_A_BASE}
     own = {key: value for key, value in own.items() if value != getattr(usual, key)}
     own |= {RESERVE: problem.reserve_bytes} if problem.reserve_bytes else {}
+    own |= {OPTIMIZER: "host"} if problem.system.optimizer_on_host else {}
     return RunSpec(
         method=method.name,
         parameters={**method.parameters, **({"base": own} if own else {})},

@@ -66,6 +66,9 @@ class SearchJob:
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
         self.cluster = cluster
         self.system = hosting(spec.system, spec.optimizer)
+        if self.system.optimizer_on_host and cluster.host_update_parameters_per_s is None:
+            why = f"{cluster.name} has no host_update_parameters_per_s, so no step has seconds"
+            raise ConfigError("", "optimizer", f"'host': cluster {why} (allowed here: device)")
         self.registry = _registry(asked)
 
     @cached_property

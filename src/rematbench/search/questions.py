@@ -166,7 +166,9 @@ def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
 
     spec, cluster = asked.spec, _cluster(asked)
     hbm = spec.hbm_bytes or cluster.hbm_bytes
-    more, found = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
+    more, found = 0, None
+    if at.short_bytes < inf:  # else no plan lacks bytes of a device
+        more, found = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
     if found:
         yield Change(f"with {more / GIB:.1f} GiB more on each device", found)
     if any(reason.startswith("host") and count for reason, count in at.fell.items()):

@@ -78,5 +78,6 @@ def _leaves(row: Row) -> bool:
 def _is(row: Row, tried: Tried, registry: Registry) -> bool:
     """Whether a row ran this plan at this layout."""
     case = read_case(row, registry)
-    same = registry.resolve(case.method, case.settings).text
-    return case.layout == tried.choice.layout and tried.choice.even and same == tried.method
+    same = registry.resolve(case.method, case.settings).text == tried.method
+    usual = tried.choice.even and not tried.choice.hosted
+    return usual and same and case.layout == tried.choice.layout

@@ -7,6 +7,7 @@ A search takes minutes; its answer takes a simulation, which is made again befor
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rematbench.choose.job import WORDS
 from rematbench.published.accuracy import Row, number
 from rematbench.search.answer import simulated
 from rematbench.tables.table import Column, Table, fixed, percent, signed_percent, whole
@@ -15,6 +16,10 @@ FILLED = ("layouts", "spaces")
 """Searches whose plans may fill the device, as published ones do."""
 
 ROUNDING = 1e-6
+
+NEEDED = ("name", "step_s", "gap", "model", "cluster", "system", "seq_len", *WORDS, "partition")
+NEEDED += ("precision", "attention", "run_with")
+"""Columns without which a line is not simulated again."""
 
 SIMULATED = (
     "All steps are simulated, so a loss or gain is a statement about layouts and plans. gap: no "
