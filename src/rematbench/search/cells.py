@@ -94,4 +94,4 @@ def _changed(best: Tried, known: Tried | None, registry: Registry) -> str:
 
 
 def _where(choice: Choice) -> tuple[object, ...]:
-    return choice.layout, choice.sizes
+    return choice.layout, choice.sizes, choice.hosted
