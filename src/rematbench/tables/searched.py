@@ -93,8 +93,9 @@ def layout_table(rows: Sequence[Row]) -> Table:
         rows=_rows(rows),
         note=(
             f"{SIMULATED} decides: the part of the step that the published layout has more of. its "
-            "rank: 1 and the other layouts, each division of layers counted, (all, or those found "
-            "in a fixed amount of work: at least) with a plan that is faster than the published one."
+            "rank: 1 and the other layouts, each division of layers counted, with a plan that is "
+            "faster than the published one (all, or those found in a fixed amount of work: at "
+            "least)."
         ),
     )
 
