@@ -24,10 +24,15 @@ ELSEWHERE = {
     "baseline agree": "minutes; `./bench reproduce --full`",
     "report": "of what `./bench reproduce` made",
     "matrix": "a minute and more; `./bench reproduce`",
+    **dict.fromkeys(
+        ("layouts", "search-cells", "search-spaces"),
+        "searches for minutes to half an hour; `./bench reproduce --full`",
+    ),
 }
 """Examples that other places run, or that nothing here can."""
 MADE = ("results/paper", "results/smoke/records", "my-")
 """What examples read that a checkout does not have: made by another command or by its user."""
+COMMITTED = ("published", "measured", "searched")
 TORCH = {"execute", "trace", "retrace", "measure", "run-cells"}
 TORCH |= {f"baseline {name}" for name in ("run", "trace", "points", "again")}
 
@@ -84,7 +89,7 @@ def test_every_command_shows_an_example() -> None:
 @pytest.mark.soak
 def test_examples_run_one_after_the_other(tmp_path: Path) -> None:
     """In a copy of what they read, in the order of the help: some read what one before has made."""
-    for folder in ("config", "methods", "results/published", "results/measured"):
+    for folder in ("config", "methods", *(f"results/{name}" for name in COMMITTED)):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     torch = find_spec("torch") is not None
     ran = 0
