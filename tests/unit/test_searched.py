@@ -14,9 +14,11 @@ from rematbench.cli.app import command_line
 from rematbench.matrix.spec import MatrixSpec, Work
 from rematbench.packages.flags import Engines
 from rematbench.plugins.discover import discover
+from rematbench.published.rows import read_case
 from rematbench.published.sheets import read_sheet
 from rematbench.runs.suite import load_suite
 from rematbench.search import questions
+from rematbench.search.against import asked_of
 from rematbench.search.cells import searched_cells
 from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
@@ -152,10 +154,22 @@ def test_a_sweep_loses_what_its_pick_loses() -> None:
          "pred_usable_bytes": str(78 * GIB)}
         for n, (tp, pp) in enumerate(layouts)
     ]  # fmt: skip
+    own.append({**own[0], "recompute": "nobody's", "pred_status": "unsupported"})
     (line,) = searched_sweeps(own, within=0.02, processes=1)
+    assert (line["model"], line["rows"]) == (first["model"], 5)
     assert line["regret"] == pytest.approx(0.25)
     assert line["regret_filled"] == 0.0
     assert line["tokens_per_s_per_gpu"] == pytest.approx(12 * (1 + line["over_pick"]))
+
+
+def test_what_has_no_name_is_searched_as_it_is() -> None:
+    """A model and a stack that a command can name are named; one of a user's own is not."""
+    rows = read_sheet(data_dir("published") / "runs.csv")
+    case = read_case(next(row for row in rows if row["table"] == "Figure 9"), discover())
+    assert asked_of(case, 0.01).spec.system == case.system.name
+    assert asked_of(case, 0.01).spec.model == case.model.name
+    mine = replace(case.system, name="mine")
+    assert asked_of(replace(case, system=mine), 0.01).spec.system is mine
 
 
 def test_what_would_fit_is_found_by_a_search() -> None:

@@ -10,6 +10,7 @@ from typer import Argument, Option
 from rematbench.cli.matrix import SUITE, declared
 from rematbench.cli.targets import Output, need_file
 from rematbench.host.console import CommandError, console, plain
+from rematbench.host.garbage import collect_rarely
 from rematbench.matrix.verdicts import CELL
 from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import SPEED
@@ -112,6 +113,7 @@ def searched_tables(
     Example:
       rematbench searched-tables results/searched -o results/paper/tables
     """
+    collect_rarely()
     for name, table in TABLES.items():
         path = folder / f"{name}.csv"
         rows = read_sheet(path, NEEDED)

@@ -4,7 +4,7 @@ Both are simulated by the same model, so a loss is a statement about layouts and
 own error stands beside it (the published speed against our prediction of the published layout).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import Any
 
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from rematbench.choose.outcome import run_method
 from rematbench.lowering.lower import lower
+from rematbench.matrix.sweep import DEGREES
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
@@ -19,18 +20,14 @@ from rematbench.published.accuracy import Row
 from rematbench.published.predict import method_of
 from rematbench.published.rows import Case, RowError, read_case, text
 from rematbench.search.answer import judged, line
-from rematbench.search.halves import Progress, rounds
+from rematbench.search.halves import MINUTE, Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.simulate.breakdown import parts_of
-from rematbench.spec.layout import Layout
-from rematbench.spec.load import load_model, load_system, names
+from rematbench.spec.load import Kind, load_model, load_system, names
 from rematbench.spec.problemspec import ProblemSpec
 
 NEVER = -1.0
 """A gap that is never proved: a count goes on while any layout may be faster."""
-
-MOST_ROUNDS = 20
-"""Rounds of a count."""
 
 KEPT = ("source", "table", "model", "gpus", "seq_len", "global_batch")
 
@@ -50,28 +47,27 @@ def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[d
         if outcome.evaluation is None or outcome.plan is None:
             yield {**_said(row), "reason": outcome.reason}
             continue
-        *_, end = rounds(asked_of(case, within), shown=1, processes=processes)
+        asked = asked_of(case, within)
+        *_, end = rounds(asked, shown=1, processes=processes)
         step_s = outcome.evaluation.step_s
         yield {
             **_said(row),
-            "published_layout": layout_words(problem.layout),
+            "published_layout": "-".join(str(getattr(problem.layout, key)) for key in DEGREES),
             "published_tokens_per_s_per_gpu": text(row, "tokens_per_s_per_gpu"),
             "pred_tokens_per_s_per_gpu": outcome.evaluation.tokens_per_s_per_gpu,
             "pred_step_s": step_s,
-            **_rank(asked_of(case, within), problem, step_s, processes),
-            **_best(asked_of(case, within), end, problem, outcome.plan, step_s),
+            **_rank(asked, problem, step_s, processes),
+            **_best(asked, end, problem, outcome.plan, step_s),
         }
 
 
 def asked_of(case: Case, within: float, reserve_gib: float | None = 0.0) -> Asked:
     """The row's problem with its degrees left open; plans may fill the device, as published ones
     do, or leave a reserve free (None: the usual one)."""
-    same = load_system(case.system.name) == case.system
-    known = case.model.name in names("model") and load_model(case.model.name) == case.model
     spec = ProblemSpec(
-        model=case.model.name if known else case.model,
+        model=_typed("model", case.model, load_model),
         cluster=case.cluster,
-        system=case.system.name if same else case.system,
+        system=_typed("system", case.system, load_system),
         gpus=case.gpus,
         seq_len=case.seq_len,
         global_batch=case.global_batch,
@@ -81,11 +77,17 @@ def asked_of(case: Case, within: float, reserve_gib: float | None = 0.0) -> Aske
     return Asked(spec=spec, reserve_gib=reserve_gib, within=within)
 
 
+def _typed(kind: Kind, thing: Any, load: Callable[[str], Any]) -> Any:
+    """The name that means a model or a system on a command line; where there is none, itself."""
+    name: str = thing.name
+    return name if name in names(kind) and load(name) == thing else thing
+
+
 def _rank(asked: Asked, problem: Problem, step_s: float, processes: int) -> dict[str, Any]:
     """The place of a published layout among all, each at its fastest plan but the published one's
     own; at least that where the count ended first."""
     count = replace(asked, within=NEVER, faster_than_s=step_s)
-    *_, end = rounds(count, processes=processes, most_rounds=MOST_ROUNDS)
+    *_, end = rounds(count, processes=processes, most_rounds=MINUTE)
     others = {one.choice for one in end.found if one.choice.layout != problem.layout}
     return {"rank": 1 + len(others), "ranked": "all" if end.bound_s == inf else "at least"}
 
@@ -111,8 +113,3 @@ def _best(
 
 def _said(row: Row) -> dict[str, Any]:
     return {key: text(row, key) for key in KEPT}
-
-
-def layout_words(lay: Layout) -> str:
-    """tp-cp-pp-vpp-dp, as tables have room for."""
-    return "-".join(str(getattr(lay, name)) for name in ("tp", "cp", "pp", "vpp", "dp"))

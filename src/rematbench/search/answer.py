@@ -95,6 +95,11 @@ def line(place: int, found: Found) -> dict[str, Any]:
     }
 
 
+def best_line(search: SearchJob, tried: Tried) -> dict[str, Any]:
+    """The line of the one plan that is asked for."""
+    return line(1, judged(search, [tried])[0])
+
+
 def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Tried:
     """The plan of a line, planned, lowered and simulated once more."""
     numbers = {name: int(row[name]) for name in ("gpus", "seq_len", *WORDS) if name != "dp"}

@@ -15,16 +15,13 @@ from rematbench.matrix.verdicts import by_cell
 from rematbench.matrix.verdicts import speed as speed_of
 from rematbench.plugins.registry import Registry
 from rematbench.published.accuracy import Row, number
-from rematbench.search.answer import judged, line
-from rematbench.search.halves import rounds
+from rematbench.search.answer import best_line
+from rematbench.search.halves import MINUTE, rounds
 from rematbench.search.job import Asked, SearchJob
-from rematbench.search.space import Choice, Fixed, partitions
+from rematbench.search.space import Fixed, partitions
 from rematbench.search.trial import Tried, tried_plan
 
 Line = dict[str, Any]
-
-MOST_ROUNDS = 20
-"""Rounds of a cell: a minute or two of a core."""
 
 
 def searched_cells(
@@ -39,20 +36,18 @@ def searched_cells(
     search's reserve free, the fastest of the search, the proved gap, and what of the search's plan
     the list has not."""
     commands = Commands(spec, registry)
-    gpus = {work.model: work.gpus for work in spec.works}
     for (model, cluster, seq_len), rows in by_cell([dict(row) for row in listed]).items():
-        problem = spec.problem(int(seq_len), model=model, cluster=cluster, gpus=gpus[model])
+        gpus = commands.gpus[model]
+        problem = spec.problem(int(seq_len), model=model, cluster=cluster, gpus=gpus)
         fixed = Fixed(micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
         asked = Asked(spec=problem, fixed=fixed, within=within)
         made = SearchJob(asked)
         row, known = _fastest(made, rows, commands)
         known_s = known.step_s if known else inf
-        *_, end = rounds(
-            asked, shown=0, processes=processes, known_s=known_s, most_rounds=MOST_ROUNDS
-        )
+        *_, end = rounds(asked, shown=0, processes=processes, known_s=known_s, most_rounds=MINUTE)
         faster = [one for one in end.found[:1] if one.step_s < known_s]
         best = faster[0] if faster else known
-        lines = [line(1, one) for one in judged(made, [best])] if best else []
+        told = best_line(made, best) if best else {}
         speed = number(row, "tokens_per_s_per_gpu")
         yield {
             "model": model,
@@ -64,9 +59,9 @@ def searched_cells(
             "layouts": len(made.space.choices),
             "simulations": end.simulations,
             "gap": end.gap if best else None,
-            "gain": lines[0]["tokens_per_s_per_gpu"] / speed - 1.0 if speed and lines else None,
+            "gain": told["tokens_per_s_per_gpu"] / speed - 1.0 if speed and told else None,
             "changed": _changed(faster[0], known, registry) if faster else "",
-            **(lines[0] if lines else {}),
+            **told,
         }
 
 
@@ -89,9 +84,5 @@ def _changed(best: Tried, known: Tried | None, registry: Registry) -> str:
     if known is None:
         return "fits"
     same = registry.resolve(best.method).name == registry.resolve(known.method).name
-    words = ["layout"] if _where(best.choice) != _where(known.choice) else []
+    words = ["layout"] if best.choice != known.choice else []
     return " and ".join([*words, *(["settings"] if same else ["method"])])
-
-
-def _where(choice: Choice) -> tuple[object, ...]:
-    return choice.layout, choice.sizes, choice.hosted

@@ -81,11 +81,12 @@ class Search:
         registry: Registry,
         engine: str = "",
         within: float = 0.0,
+        faster_than_s: float = inf,
     ) -> None:
         self.tree, self.registry, self.engine, self.within = tree, registry, engine, within
+        self.faster_than_s = faster_than_s
         self.queue: Queue[Item] = Queue()
         self.work = 0
-        self.faster_than_s = inf
         self.best_s = inf
         self.short_bytes = inf
         self.fell: Counter[str] = Counter()

@@ -21,6 +21,9 @@ from rematbench.search.trial import Tried
 WORK = 400
 """Work of a round (see Search), half a second or so."""
 
+MINUTE = 20
+"""Rounds of one of many searches, a minute or two of a core."""
+
 LIMIT_S = 3600
 """CPU seconds of one round, which takes a few."""
 

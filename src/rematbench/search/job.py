@@ -125,9 +125,14 @@ class SearchJob:
         shards = {index: self._shard(cuts[index]) for index in range(part, len(cuts), parts)}
         tree = Tree(self._samples(cuts, shards), load_compare().most_methods)
         asked = self.asked
-        found = Search(list(shards.values()), tree, self.registry, asked.engine, asked.within)
-        found.faster_than_s = asked.faster_than_s
-        return found
+        return Search(
+            list(shards.values()),
+            tree,
+            self.registry,
+            asked.engine,
+            asked.within,
+            asked.faster_than_s,
+        )
 
     def _samples(
         self, cuts: list[list[Choice]], known: dict[int, Shard]

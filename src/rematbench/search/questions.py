@@ -18,7 +18,7 @@ from rematbench.spec.load import load_cluster
 
 Question = Literal["gpus", "context", "batch", "memory"]
 
-MIB, GIB = 2**20, 2**30
+GIB = 2**30
 GRANULE = 1024
 """Tokens: lengths are multiples."""
 

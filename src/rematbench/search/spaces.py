@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
 from rematbench.plan import Fraction
 from rematbench.runs.suite import NamedProblem
-from rematbench.search.answer import judged, line
+from rematbench.search.answer import best_line
 from rematbench.search.halves import rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.spec.configfile import convert, read_mapping
@@ -62,8 +61,8 @@ def searched_spaces(declared: Spaces, *, within: float, processes: int) -> Itera
 
 def _best(asked: Asked, processes: int) -> dict[str, Any]:
     *_, end = rounds(asked, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
-    made = SearchJob(replace(asked, engine=""))
+    made = SearchJob(asked)
     said = {"layouts": len(made.space.choices), "simulations": end.simulations}
     if not end.found:
         return {**said, "reason": "no plan fits"}
-    return {**said, "gap": end.gap, **line(1, judged(made, end.found[:1])[0])}
+    return {**said, "gap": end.gap, **best_line(made, end.found[0])}

@@ -9,13 +9,10 @@ from rematbench.published.accuracy import SPEED, SWEEP, Row, lost, number, regre
 from rematbench.published.bands import reserve_bytes
 from rematbench.published.rows import RowError, read_case
 from rematbench.search.against import asked_of
-from rematbench.search.answer import judged, line
-from rematbench.search.halves import rounds
+from rematbench.search.answer import best_line
+from rematbench.search.halves import MINUTE, rounds
 from rematbench.search.job import SearchJob
 from rematbench.search.trial import Tried
-
-MOST_ROUNDS = 20
-"""Rounds of a sweep: a minute or two of a core."""
 
 
 def searched_sweeps(
@@ -36,12 +33,12 @@ def searched_sweeps(
             yield {**said, "reason": str(error)}
             continue
         asked = asked_of(case, within, reserve_gib=None)
-        *_, end = rounds(asked, shown=1, processes=processes, most_rounds=MOST_ROUNDS)
+        *_, end = rounds(asked, shown=1, processes=processes, most_rounds=MINUTE)
         if not end.found:
             yield {**said, "reason": "no plan fits"}
             continue
         best = end.found[0]
-        measured = next((row for row in own if _is(row, best, registry)), None)
+        measured = next((row for row in own if _fits(row) and _is(row, best, registry)), None)
         predicted = number(pick, f"pred_{SPEED}") if pick else None
         assert best.evaluation is not None
         speed = best.evaluation.tokens_per_s_per_gpu
@@ -53,19 +50,20 @@ def searched_sweeps(
             "best_regret": lost(measured, own) if measured else None,
             "gap": end.gap,
             "simulations": end.simulations,
-            **{key: value for key, value in _line(asked, best).items() if key not in said},
+            **best_line(SearchJob(asked), best),
+            **said,  # the words that a row has for its job
         }
-
-
-def _line(asked: Any, best: Tried) -> dict[str, Any]:
-    return line(1, judged(SearchJob(asked), [best])[0])
 
 
 def _pick(own: Sequence[Row]) -> tuple[Row | None, float]:
     """The row that is predicted to be the fastest with the reserve left free, and what it loses."""
-    fitting = [row for row in own if row["pred_status"] == "ok" and _leaves(row)]
+    fitting = [row for row in own if _fits(row) and _leaves(row)]
     pick = max(fitting, key=lambda row: number(row, f"pred_{SPEED}") or 0.0, default=None)
     return pick, 1.0 if pick is None else lost(pick, own)
+
+
+def _fits(row: Row) -> bool:
+    return str(row["pred_status"]) == "ok"
 
 
 def _leaves(row: Row) -> bool:

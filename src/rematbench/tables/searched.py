@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rematbench.choose.job import WORDS
+from rematbench.matrix.sweep import DEGREES
 from rematbench.published.accuracy import Row, number
 from rematbench.search.answer import simulated
 from rematbench.tables.table import Column, Table, fixed, percent, signed_percent, whole
@@ -48,7 +49,7 @@ def layout_text(row: Row) -> str:
     """tp-cp-pp-vpp-dp and what is unusual; empty where there is no plan."""
     if not row.get("tp"):
         return ""
-    words = ["-".join(row[key] for key in ("tp", "cp", "pp", "vpp", "dp"))]
+    words = ["-".join(row[key] for key in DEGREES)]
     words += [f"u {row['ulysses']}"] if row["ulysses"] != "1" else []
     words += [f"mb {row['micro_batch']}"] if row["micro_batch"] != "1" else []
     words += [f"z {row['zero_stage']}"] if row["zero_stage"] != "1" else []
