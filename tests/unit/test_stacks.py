@@ -7,13 +7,16 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from rematbench.choose.outcome import system_variant
 from rematbench.cli.app import command_line
 from rematbench.cost.kernel_rates import RateError
 from rematbench.problem import Problem
+from rematbench.published.evidence import published_stack
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_system
 from rematbench.spec.stackfacts import differences, facts
+from rematbench.spec.system import System
 from tests.problems import make_problem
 
 APP = command_line()
@@ -48,6 +51,18 @@ def test_a_file_has_its_base_but_for_what_it_says(tmp_path: Path) -> None:
 def test_an_override_needs_a_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="attention: overrides its base without a source"):
         load_system(stack(tmp_path, "base: megatron-core\nattention: fa3\n"))
+
+
+def test_compiled_torchtitan_is_what_a_row_that_compiles_runs() -> None:
+    shipped, row = (
+        load_system("torchtitan-compiled"),
+        system_variant(load_system("torchtitan"), ("compile",)),
+    )
+    assert isinstance(row, System)
+    assert row != load_system("torchtitan")
+    named = {"name": row.name, "version": row.version}
+    assert replace(shipped, **named, sources=row.sources, constants=row.constants) == row
+    assert shipped.constants == ("torchtitan",)
 
 
 def test_bases_do_not_go_round(tmp_path: Path) -> None:
@@ -132,3 +147,9 @@ def test_systems_are_listed_and_explained() -> None:
     assert "fitted constants: megatron-core" in told.output
     assert "config/" not in told.output  # an installed package has no such folder to look into
     assert "ub_tp_comm_overlap" in told.output
+
+
+def test_compiled_torchtitan_has_the_evidence_of_the_rows_that_compile() -> None:
+    layout = Layout(dp=8, zero_stage=3, global_batch=8)
+    found = made(system="torchtitan-compiled", layout=layout)
+    assert published_stack(found) == "torchtitan"

@@ -140,7 +140,8 @@ band of their own)."""
 
 def published_stack(problem: Problem) -> str:
     """The shipped stack whose facts of speed and constants these are, with any of its own options
-    switched on; "" where there is none.  Of several, that of the same name, else the first."""
+    switched on; "" where there is none.  Of several, one with published rows before others, and the
+    one of the same name before others."""
     mine, entry = problem.system, problem.calibration.system_entry
     if problem.attention == "flash":
         mine = replace(mine, attention=problem.kernel)
@@ -149,7 +150,8 @@ def published_stack(problem: Problem) -> str:
         for other in _stacks()
         if entry(other.constants) == entry(mine.constants) and _speed(other) == _speed(mine)
     ]
-    return mine.name if mine.name in alike else next(iter(alike), "")
+    rows = {cell.job.stack for cell in known_cells()}
+    return min(alike, key=lambda name: (name not in rows, name != mine.name), default="")
 
 
 @cache
