@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from rematbench.published.bands import band_of
 from rematbench.spec.configfile import ConfigError, read_mapping
+from rematbench.spec.layout import Layout
 from rematbench.spec.load import Kind, calibration, load_cluster, load_model, load_system, names
 from rematbench.spec.paths import data_dir
+from tests.problems import make_problem
 
 KINDS: tuple[Kind, ...] = ("model", "cluster", "system")
 LOADERS: dict[Kind, Callable[[str | Path], Any]] = {
@@ -205,23 +208,34 @@ def test_a_new_generation_is_a_section_of_numbers(
 ) -> None:
     """Its constants in calibration.yaml, a cluster file that names it, and no code."""
     text = (data_dir("config") / "calibration.yaml").read_text(encoding="utf-8")
-    section = text[text.index("  ampere:\n") : text.index("  cpu:")]
+    section = text[text.index("  ampere:\n") : text.index("  blackwell:")]
     config = tmp_path / "config"
     config.mkdir()
     made = text.replace("networks:\n", f"{section.replace('ampere', 'feynman')}\nnetworks:\n", 1)
     (config / "calibration.yaml").write_text(made, encoding="utf-8")
     path = changed("cluster", "h800-80gb", "generation: hopper", "generation: feynman", tmp_path)
-    assert "'feynman' (allowed: hopper, ampere, cpu)" in error_of("cluster", path)
+    assert "'feynman' (allowed: hopper, ampere, blackwell, cpu)" in error_of("cluster", path)
     monkeypatch.setattr("rematbench.spec.load.data_dir", lambda kind: tmp_path / kind)
     assert load_cluster(path).generation == "feynman"
     new = calibration()
     assert new.gpu("feynman") == new.gpu("ampere")
 
 
+def test_blackwell_has_the_numbers_of_its_published_kernels_and_no_published_step() -> None:
+    gpu, rates = calibration().gpu("blackwell"), calibration().kernels.generation("blackwell")
+    assert (gpu.sm_count, gpu.gemm_efficiency) == (rates.sm_count, rates.gemm.efficiency)
+    assert (gpu.gemm_half_k, gpu.gemm_tail_waves) == (rates.gemm.half_k, rates.gemm.tail)
+    problem = make_problem(
+        layout=Layout(), model="llama-7b", cluster="b200-180gb", system="nemo-24.12", seq_len=4096
+    )
+    assert band_of(problem, "keep_all").outside["generation"] == "generation blackwell"
+
+
 def test_closed_sets_of_clusters_and_systems(tmp_path: Path) -> None:
     path = changed("cluster", "h800-80gb", "generation: hopper", "generation: hoper", tmp_path)
     assert error_of("cluster", path) == (
-        f"{path}: generation: 'hoper'; did you mean 'hopper'? (allowed: hopper, ampere, cpu)"
+        f"{path}: generation: 'hoper'; did you mean 'hopper'? "
+        "(allowed: hopper, ampere, blackwell, cpu)"
     )
     (tmp_path / "system").mkdir()
     path = changed("system", "torchtitan", "[async_tp, compile]", "[float8]", tmp_path / "system")
