@@ -250,6 +250,7 @@ def test_an_interrupt_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("search-cells", "config/paper.yaml", "some.csv", "-o", "x.csv"), "seq_len"),
         (("search-sweeps", "some.csv", "-o", "x.csv"), "pred_usable_bytes"),
+        (("layouts", "some.csv", "-o", "x.csv"), "tp"),
         (("searched-tables", ".", "-o", "tables"), "partition"),
     ],
 )

@@ -47,7 +47,9 @@ def layouts(
     Example:
       rematbench layouts results/published/runs.csv --table "Figure 9" -o figure9.csv
     """
-    rows = [row for row in read_sheet(sheet) if not table or row.get("table") == table]
+    rows = [
+        row for row in read_sheet(sheet, CONFIGURATION) if not table or row.get("table") == table
+    ]
     if not rows:
         raise CommandError(f"{sheet}: no row of table {table!r}")
     _write(output, against(rows, within=within / 100, processes=processes), "loss")
