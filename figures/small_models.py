@@ -12,13 +12,16 @@ from matplotlib.axes import Axes
 
 SWEEP = "vTrain ground_truth_single.csv"
 KEYS = ["tp", "micro_batch"]
+ROW = ["table", "gpus", "layers", "pp", "dp", "global_batch", *KEYS]
 
 
 def main() -> None:
     source, instant, target = style.arguments(3, "PRED.csv PRED_INSTANT_HOSTS.csv FIGURE.pdf")
     rows = pd.read_csv(source)
-    rows["waiting"] = 1 - pd.read_csv(instant).pred_step_s / rows.pred_step_s
     rows = rows[rows.table.str.startswith(SWEEP) & (rows.pp == 1) & (rows.layers == 24)]
+    alone = pd.read_csv(instant)[[*ROW, "pred_step_s"]]
+    rows = rows.merge(alone, on=ROW, suffixes=("", "_instant"), validate="one_to_one")
+    rows["waiting"] = 1 - rows.pred_step_s_instant / rows.pred_step_s
     rows = rows.sort_values(["gpus", "global_batch"], ascending=[False, True])
     rows = rows.drop_duplicates(KEYS, keep="last").sort_values(KEYS)  # fewest GPUs, most batches
     style.apply()

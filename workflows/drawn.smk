@@ -13,23 +13,30 @@ DRAWN_FROM = {
 }
 
 
-rule drawn_table:
+rule drawn_tables:
     input:
-        script="figures/{figure}.py",
+        script="figures/draw.py",
+        scripts=expand("figures/{figure}.py", figure=DRAWN_FROM),
         style="figures/style.py",
-        table=lambda wildcards: f"results/paper/tables/{DRAWN_FROM[wildcards.figure]}.csv",
+        tables=expand("results/paper/tables/{table}.csv", table=sorted(set(DRAWN_FROM.values()))),
     output:
-        pdf="results/paper/figures/{figure}.pdf",
-        png=report("results/paper/figures/{figure}.png", category="matrix"),
+        pdf=expand("results/paper/figures/{figure}.pdf", figure=DRAWN_FROM),
+        png=report(
+            expand("results/paper/figures/{figure}.png", figure=DRAWN_FROM),
+            category="matrix",
+        ),
     log:
-        "results/paper/logs/{figure}.log",
-    wildcard_constraints:
-        figure="|".join(DRAWN_FROM),
+        "results/paper/logs/drawn_tables.log",
     localrule: True
     conda:
         "../environment.yml"
+    params:
+        drawn=[
+            f"{figure}=results/paper/tables/{table}.csv"
+            for figure, table in DRAWN_FROM.items()
+        ],
     shell:
-        "python {input.script} {input.table} {output.pdf} > {log} 2>&1"
+        "python {input.script} results/paper/figures {params.drawn} > {log} 2>&1"
 
 
 rule predict_more:
@@ -37,11 +44,9 @@ rule predict_more:
         sheet="results/published/runs_more.csv",
         bands="config/left_out.csv",
     output:
-        "results/paper/predictions_more{hosts}.csv",
+        "results/paper/predictions_more.csv",
     log:
-        "results/paper/logs/predict_more{hosts}.log",
-    wildcard_constraints:
-        hosts="|_instant_hosts",
+        "results/paper/logs/predict_more.log",
     localrule: SIMULATE_HERE
     conda:
         "../environment.yml"
@@ -49,26 +54,31 @@ rule predict_more:
         **SIMULATED,
     params:
         engine=code("sheet"),
-        hosts=lambda wildcards: wildcards.hosts.replace("_", "-").replace("-", "--", 1),
     shell:
-        "rematbench predict {input.sheet} -o {output} --processes 1 {params.hosts} > {log} 2>&1"
+        "rematbench predict {input.sheet} -o {output} --processes 1 > {log} 2>&1"
 
 
-rule small_models_figure:
+rule small_models:
     input:
         script="figures/small_models.py",
         style="figures/style.py",
-        cells=[
-            "results/paper/predictions_more.csv",
-            "results/paper/predictions_more_instant_hosts.csv",
-        ],
+        sheet="results/published/runs_more.csv",
+        cells="results/paper/predictions_more.csv",
     output:
-        pdf="results/{suite}/figures/small_models.pdf",
-        png=report("results/{suite}/figures/small_models.png", category="figures"),
+        instant="results/paper/predictions_instant_hosts.csv",
+        pdf="results/paper/figures/small_models.pdf",
+        png=report("results/paper/figures/small_models.png", category="figures"),
     log:
-        "results/{suite}/logs/small_models.log",
-    localrule: True
+        "results/paper/logs/small_models.log",
+    localrule: SIMULATE_HERE
     conda:
         "../environment.yml"
+    resources:
+        **SIMULATED,
+    params:
+        engine=code("sheet"),
+        only="--only system=megatron-deepspeed --only layers=24 --only pp=1",
     shell:
-        "python {input.script} {input.cells} {output.pdf} > {log} 2>&1"
+        "(rematbench predict {input.sheet} -o {output.instant} --processes 1 {params.only}"
+        " --instant-hosts && python {input.script} {input.cells} {output.instant} {output.pdf})"
+        " > {log} 2>&1"

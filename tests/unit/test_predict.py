@@ -14,7 +14,7 @@ from rematbench.plugins.discover import discover
 from rematbench.published.predict import COLUMNS, predict_case, predict_rows
 from rematbench.published.reported import layer_bytes_in_flight
 from rematbench.published.rows import Case, RowError, read_case, recompute_method
-from rematbench.published.sheets import write_sheet
+from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 
@@ -382,3 +382,13 @@ def test_a_published_number_that_is_none_is_one_line(tmp_path: Path, cell: str) 
     with pytest.raises(CommandError, match=f"row 1, tokens_per_s_per_gpu: '{cell}' is no number"):
         read(path, "--rows", "source")
     assert len(read(path, "ROWS.csv")) == 1
+
+
+def test_some_rows_alone_are_predicted(tmp_path: Path) -> None:
+    sheet, found = tmp_path / "sheet.csv", tmp_path / "found.csv"
+    rows = [row(tp="1", dp="4"), row(tp="2", dp="2"), row(tp="2", dp="2", seq_len="2048")]
+    write_sheet(sheet, rows, list(rows[0]))
+    predict_sheet(sheet, found, processes=1, only=["tp=2", "seq_len=2048"])
+    assert [(one["tp"], one["seq_len"]) for one in read_sheet(found)] == [("2", "2048")]
+    with pytest.raises(CommandError, match="--only tpp=2: no column 'tpp'; did you mean 'tp'"):
+        predict_sheet(sheet, found, processes=1, only=["tpp=2"])

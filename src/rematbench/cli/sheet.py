@@ -10,7 +10,7 @@ from typer import Argument, Option
 from rematbench.cli.targets import Methods, need_file, read
 from rematbench.cost.constants import Calibration
 from rematbench.cost.constants import instant_hosts as instant
-from rematbench.host.console import console
+from rematbench.host.console import CommandError, console
 from rematbench.host.garbage import collect_rarely
 from rematbench.published.predict import COLUMNS, predict_rows
 from rematbench.published.rows import ASSUMED
@@ -38,8 +38,12 @@ def predict(
     instant_hosts: Annotated[
         bool, Option("--instant-hosts", help="As if hosts issued everything at once.")
     ] = False,
+    only: Annotated[
+        list[str] | None,
+        Option(metavar="COLUMN=VALUE", help="Rows with this value alone (repeatable)."),
+    ] = None,
 ) -> None:
-    """Predict every row of a sheet; adds pred_* columns, never drops a row.
+    """Predict every row of a sheet; adds pred_* columns, drops no row that is asked for.
 
     An empty offload_fraction means the smallest that fits; an empty dp is what gpus, tp, cp and pp
     leave.  A row that cannot be predicted gets a pred_status and a pred_reason.
@@ -52,6 +56,12 @@ def predict(
     need_file("-o", output)
     collect_rarely()
     sheet = read(rows, "ROWS.csv")
+    for wanted in only or ():
+        column, _, value = wanted.partition("=")
+        if column not in sheet.columns:
+            near = closest(column, sheet.columns)
+            raise CommandError(f"--only {wanted}: no column {column!r}{near}")
+        sheet[:] = [row for row in sheet if row[column] == value]
     if system:
         load_system(system)
         for row in sheet:

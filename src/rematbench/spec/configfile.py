@@ -104,7 +104,7 @@ def read_mapping(path: Path, label: str) -> dict[str, Any]:
 
 def _yaml(path: Path, text: str) -> Any:
     """A YAML file's value; YAMLError with a line for what is none."""
-    if path.is_relative_to(data_dir("config")):
+    if path.absolute().is_relative_to(data_dir("config")):
         with suppress(yaml.YAMLError):
             return yaml.load(text, Loader=_ShippedLoader)
     return yaml.load(text, Loader=_Loader)
