@@ -18,7 +18,9 @@ rule drawn_tables:
         script="figures/draw.py",
         scripts=expand("figures/{figure}.py", figure=DRAWN_FROM),
         style="figures/style.py",
-        tables=expand("results/paper/tables/{table}.csv", table=sorted(set(DRAWN_FROM.values()))),
+        tables=expand(
+            "results/paper/tables/{table}.csv", table=sorted(set(DRAWN_FROM.values()))
+        ),
     output:
         pdf=expand("results/paper/figures/{figure}.pdf", figure=DRAWN_FROM),
         png=report(
