@@ -25,6 +25,8 @@ from rematbench.published.kernel_sources import (
     load_sources,
     outliers,
 )
+from rematbench.published.scores import how_to_read
+from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 
 FOLDER = data_dir("config") / "kernels"
@@ -166,6 +168,10 @@ def test_parameters_fitted_to_kernel_rows_are_counted() -> None:
 
     assert sum(counts.values()) == sum(map(listed, files)) > 100
     assert curve_table(RATES)[-1][1] == sum(counts.values())
+    told = how_to_read(calibration())
+    assert (
+        f"{len(calibration().fitted)} are fitted to published steps; {sum(counts.values())}" in told
+    )
 
 
 def test_curve_table_has_the_evidence_of_the_files() -> None:

@@ -18,7 +18,7 @@ from rematbench.published.accuracy import load_accuracy
 from rematbench.published.calibrate import calibrate as fitted
 from rematbench.published.calibrate import leave_one_out, moved
 from rematbench.published.left_out import SHEETS, joined, left_out_errors, out_of_source
-from rematbench.published.scores import READ, score_tables
+from rematbench.published.scores import how_to_read, score_tables
 from rematbench.published.sheets import SCORED, write_sheet
 from rematbench.published.validate import Report, by_source
 from rematbench.published.validate import validate as score
@@ -135,7 +135,7 @@ def validate(
 
 
 def _verdict(out: Console, report: Report) -> None:
-    out.print(plain(READ))
+    out.print(plain(how_to_read(calibration())))
     for check in report.failed:
         out.print(plain(f"FAIL: {check.group}: {check.statistic} past accepted"))
     if report.failed:

@@ -8,7 +8,7 @@ the HBM rate or of a link's rate.
 """
 
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,7 +19,6 @@ from rematbench.cost.kernels import Named
 
 Quantity: TypeAlias = "float | NDArray[np.float64]"
 AttentionBackend = Literal["unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
-BACKENDS: tuple[AttentionBackend, ...] = get_args(AttentionBackend)
 
 OPERATORS = "operators"
 SOURCES = "sources"

@@ -6,6 +6,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from rematbench.cost.constants import Calibration
+from rematbench.cost.kernel_rates import fitted_parameters
 from rematbench.published.accuracy import Accuracy, Row, members, number, ratio_error, split_of
 from rematbench.published.bands import (
     LEVEL,
@@ -30,6 +31,15 @@ READ = (
 )
 
 
+def how_to_read(calibration: Calibration) -> str:
+    """What the columns of the accuracy table mean, and what its predictions were fitted to."""
+    kernels = sum(fitted_parameters(calibration.kernels).values())
+    return (
+        f"{READ} Of all constants {len(calibration.fitted)} are fitted to published steps; "
+        f"{kernels} parameters are fitted to published rates of kernels, and saw no step."
+    )
+
+
 def score_tables(
     report: Report,
     rows: Sequence[Row],
@@ -41,7 +51,7 @@ def score_tables(
     (none: bands are held to the rows themselves, whose `pred_low` and `pred_high` are shipped)."""
     known, judged = known_cells() if strange else (), decisions(rows, strange)
     return [
-        accuracy_table(report),
+        accuracy_table(report, calibration),
         promise_table(report),
         verdict_table(report.verdicts),
         band_table(known, rows),
@@ -51,7 +61,7 @@ def score_tables(
     ]
 
 
-def accuracy_table(report: Report) -> Table:
+def accuracy_table(report: Report, calibration: Calibration) -> Table:
     """One line per group of cells with an error to average."""
     rows = [
         {
@@ -87,7 +97,7 @@ def accuracy_table(report: Report) -> Table:
             Column("status", "status"),
         ),
         rows=tuple(rows),
-        note=READ,
+        note=how_to_read(calibration),
     )
 
 
