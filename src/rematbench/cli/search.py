@@ -3,37 +3,22 @@
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from typer import Option
 
-from rematbench import __version__
 from rematbench.cli.compare import as_cells
 from rematbench.cli.inverse import Inverse, ask, told
 from rematbench.cli.options import OPTIONS
-from rematbench.cli.ranking import LONGEST, WIDE, Head, folded_name, kept
+from rematbench.cli.search_shown import notes, show_difference, show_plans, show_space
 from rematbench.cli.targets import Json, Methods, need_file
-from rematbench.host.console import (
-    GIB,
-    CommandError,
-    console,
-    gib,
-    grid,
-    left,
-    percent,
-    plain,
-    rounded,
-    show_whole,
-)
+from rematbench.host.console import CommandError, console, plain
 from rematbench.problem import AttentionChoice
-from rematbench.published.bands import ratio_band
 from rematbench.published.sheets import write_sheet
-from rematbench.search.answer import Found, difference, judged, line
+from rematbench.search.answer import judged, line
 from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.questions import would_fit
@@ -45,14 +30,6 @@ from rematbench.workload import Precision
 Degree = Annotated[int | None, Option(min=1, metavar="N", help="This and no other.")]
 STEP_S = 1.0
 """Seconds between two lines of progress on a terminal."""
-
-HEADS = (
-    Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),
-    Head("dp"), Head("zero"), Head("mb"), Head("step s"), Head("tokens/s\n/GPU"),
-    Head("80 % band", given_up=5), Head("MFU %\ncausal", given_up=4),
-    Head("MFU %\ndense", given_up=6), Head("left\nGiB"), Head("host\nGiB", given_up=3),
-    Head("fits", words=True, given_up=2), Head("what binds", words=True, given_up=1),
-)  # fmt: skip
 
 
 def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
@@ -153,29 +130,32 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
         ask(console(), asked, inverse, processes)
         return
-    count, plans = len(made.space.choices), len(made.singles)
     out = console()
     if not json:
-        _head(out, made, count, plans)
+        show_space(out, made)
     at, ended = _run(asked, top, processes)
     found = judged(made, at.found[:top])
     rows = [line(place, one) for place, one in enumerate(found, 1)]
     changes = _changes(asked, at, processes) if ended and not found else ()
     if json:
-        proved = {"gap": at.gap if found else None, "ended": ended, "layouts": count}
+        proved = {
+            "gap": at.gap if found else None,
+            "ended": ended,
+            "layouts": len(made.space.choices),
+        }
         fell = {"refused": made.space.refused, "fell": at.fell}
         answer = {**proved, "rows": rows, **fell, "would_fit": list(changes)}
         typer.echo(msgspec.json.format(msgspec.json.encode(answer)).decode())
     else:
-        _table(out, made, found)
-        for text in _notes(made, at, found, ended):
+        show_plans(out, made, found)
+        for text in notes(made, at, found, ended):
             out.print(plain(text), soft_wrap=True)
         for text in changes:
             out.print(plain(f"would fit {text}"), soft_wrap=True)
     if output is not None:
         write_sheet(output, [as_cells(row) for row in rows])
     if explain is not None:
-        _explain(out, found, explain)
+        show_difference(out, found, explain)
     if not ended:
         raise typer.Exit(130)
 
@@ -218,92 +198,6 @@ def _progress(at: Progress) -> str:
     return f"{bound}; {best}; {at.simulations} simulated"
 
 
-def _head(out: Console, made: SearchJob, layouts: int, plans: int) -> None:
-    spec = made.asked.spec
-    out.print(
-        plain(
-            f"{made.model.name}, {spec.seq_len:,} tokens, {spec.precision}, global batch "
-            f"{spec.global_batch}, on {spec.gpus} x {made.cluster.gpu} ({made.cluster.name}), "
-            f"stack {made.system.name}"
-        )
-    )
-    text = f"space: {layouts:,} layouts, each with {plans} methods and what is made of them"
-    out.print(plain(text))
-    out.print()
-
-
-def _table(out: Console, made: SearchJob, found: list[Found]) -> None:
-    """The columns that there is room for, never cut."""
-    if not found:
-        return
-    longest = 0 if out.width < WIDE else LONGEST
-    rows = []
-    for place, one in enumerate(found, 1):
-        row = line(place, one)
-        if len(row["name"]) > longest:
-            row["name"] = folded_name(row["name"], made.registry.methods)
-        rows.append(list(_cells(row, one)))
-    columns = zip([head.text for head in HEADS], *rows, strict=True)
-    widths = [max(map(len, "\n".join(column).split("\n"))) for column in columns]
-    shown = kept(HEADS, widths, out.width, gap=1)
-    table = grid(*(HEADS[index].text for index in shown))
-    for cells in rows:
-        table.add_row(*(plain(cells[index]) for index in shown))
-    show_whole(out, left(table, *(at for at, index in enumerate(shown) if HEADS[index].words)))
-    dropped = [head.text.replace("\n", " ") for i, head in enumerate(HEADS) if i not in shown]
-    if dropped:
-        out.print(plain(f"no room for: {', '.join(dropped)} (-o FILE.csv has them)"))
-
-
-def _cells(row: dict[str, Any], found: Found) -> Iterator[str]:
-    lay = found.tried.choice.layout
-    more = "" if found.tried.choice.even else f"\n  layers {row['partition']}"
-    more += "\n  optimizer on host" if found.tried.choice.hosted else ""
-    yield from (str(row["place"]), f"{row['name']}{more}", str(lay.tp))
-    yield f"u{lay.ulysses}" if lay.ulysses > 1 else str(lay.cp)
-    yield from map(str, (lay.pp, lay.vpp, lay.dp, lay.zero_stage, lay.micro_batch))
-    yield f"{row['step_s']:.4g}"
-    yield rounded(row["tokens_per_s_per_gpu"]) + ("=" if found.tied else " ")
-    yield f"{rounded(row['low_tokens_per_s_per_gpu'])}-{rounded(row['high_tokens_per_s_per_gpu'])}"
-    yield from (f"{100 * row[key]:.1f}" for key in ("mfu_causal", "mfu_dense"))
-    yield from (gib(row["headroom_bytes"]), f"{row['host_node_bytes'] / GIB:.0f}")
-    yield from (found.fits, found.binds)
-
-
-def _notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Iterator[str]:
-    """What is proved, and what excluded the rest."""
-    yield ""
-    stopped = "" if ended else "stopped: "
-    if found:
-        yield (
-            f"{stopped}proved gap: no plan of the space is faster than the first row by more than "
-            f"{100 * at.gap:.2f} % ({at.simulations} plans simulated)"
-        )
-        if any(one.tied for one in found):
-            ratios = percent(ratio_band())
-            yield f"= a tie: slower than the first row by less than the error of ratios ({ratios})"
-    elif not ended:
-        yield f"stopped: {at.simulations} plans simulated, none that fits so far"
-    elif at.short_bytes < inf:
-        yield f"NOTHING FITS: every plan is at least {gib(at.short_bytes)} GiB short on some device"
-    else:
-        yield "NOTHING FITS: no plan is left, and none of them for memory of a device"
-    dropped = [f"{count:,} {rule}" for rule, count in made.space.refused.items()]
-    if dropped:
-        yield f"layouts that no rule allows: {'; '.join(dropped)}"
-    fell = sorted(at.fell.items(), key=lambda pair: -pair[1])
-    if said := [f"{count:,} {why}" for why, count in fell if count]:
-        yield f"excluded: {'; '.join(said)}"
-    planners = [name for name, entry in made.registry.methods.items() if entry.planner]
-    if planners:
-        yield f"not searched (planners, see compare): {', '.join(planners)}"
-    outside = dict.fromkeys(word for one in found for word in one.band.outside.values())
-    if outside:
-        yield f"outside of what was published: {'; '.join(outside)}"
-    date = found[0].job.problem.calibration.date if found else ""
-    yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
-
-
 def _changes(asked: Asked, at: Progress, processes: int) -> Iterator[str]:
     """What would make a job fit that fits nowhere, each found by a search; interrupted, what was
     found until then."""
@@ -312,17 +206,3 @@ def _changes(asked: Asked, at: Progress, processes: int) -> Iterator[str]:
             yield f"{one.change}: {told(one.tried)}"
     except KeyboardInterrupt:
         sys.stderr.write("interrupted: other changes may make it fit\n")
-
-
-def _explain(out: Console, found: list[Found], places: tuple[int, int]) -> None:
-    """The parts of the step by which two plans differ."""
-    for place in places:
-        if not 1 <= place <= len(found):
-            raise CommandError(f"--explain: no plan of place {place} (1 to {len(found)})")
-    one, other = (found[place - 1] for place in places)
-    terms: dict[str, Any] = difference(one, other)
-    table = grid("part of the step", f"place {places[1]} less {places[0]}, s")
-    for part, seconds in terms.items():
-        table.add_row(part, f"{seconds:+.4f}")
-    table.add_row("step", f"{other.tried.step_s - one.tried.step_s:+.4f}")
-    out.print(table)

@@ -1,0 +1,135 @@
+"""What a search found, for a person: the space, the plans, what is proved, what tells two apart."""
+
+from collections.abc import Iterator
+from math import inf
+from typing import Any
+
+from rich.console import Console
+
+from rematbench import __version__
+from rematbench.cli.ranking import LONGEST, WIDE, Head, folded_name, kept
+from rematbench.host.console import (
+    GIB,
+    CommandError,
+    gib,
+    grid,
+    left,
+    percent,
+    plain,
+    rounded,
+    show_whole,
+)
+from rematbench.published.bands import ratio_band
+from rematbench.search.answer import Found, difference, line
+from rematbench.search.halves import Progress
+from rematbench.search.job import SearchJob
+
+HEADS = (
+    Head(""), Head("method", words=True), Head("tp"), Head("cp"), Head("pp"), Head("vpp"),
+    Head("dp"), Head("zero"), Head("mb"), Head("step s"), Head("tokens/s\n/GPU"),
+    Head("80 % band", given_up=5), Head("MFU %\ncausal", given_up=4),
+    Head("MFU %\ndense", given_up=6), Head("left\nGiB"), Head("host\nGiB", given_up=3),
+    Head("fits", words=True, given_up=2), Head("what binds", words=True, given_up=1),
+)  # fmt: skip
+
+
+def show_space(out: Console, made: SearchJob) -> None:
+    """What is searched, and how many layouts and methods that are."""
+    spec = made.asked.spec
+    out.print(
+        plain(
+            f"{made.model.name}, {spec.seq_len:,} tokens, {spec.precision}, global batch "
+            f"{spec.global_batch}, on {spec.gpus} x {made.cluster.gpu} ({made.cluster.name}), "
+            f"stack {made.system.name}"
+        )
+    )
+    layouts, plans = len(made.space.choices), len(made.singles)
+    text = f"space: {layouts:,} layouts, each with {plans} methods and what is made of them"
+    out.print(plain(text))
+    out.print()
+
+
+def show_plans(out: Console, made: SearchJob, found: list[Found]) -> None:
+    """The columns that there is room for, never cut."""
+    if not found:
+        return
+    longest = 0 if out.width < WIDE else LONGEST
+    rows = []
+    for place, one in enumerate(found, 1):
+        row = line(place, one)
+        if len(row["name"]) > longest:
+            row["name"] = folded_name(row["name"], made.registry.methods)
+        rows.append(list(_cells(row, one)))
+    columns = zip([head.text for head in HEADS], *rows, strict=True)
+    widths = [max(map(len, "\n".join(column).split("\n"))) for column in columns]
+    shown = kept(HEADS, widths, out.width, gap=1)
+    table = grid(*(HEADS[index].text for index in shown))
+    for cells in rows:
+        table.add_row(*(plain(cells[index]) for index in shown))
+    show_whole(out, left(table, *(at for at, index in enumerate(shown) if HEADS[index].words)))
+    dropped = [head.text.replace("\n", " ") for i, head in enumerate(HEADS) if i not in shown]
+    if dropped:
+        out.print(plain(f"no room for: {', '.join(dropped)} (-o FILE.csv has them)"))
+
+
+def _cells(row: dict[str, Any], found: Found) -> Iterator[str]:
+    lay = found.tried.choice.layout
+    more = "" if found.tried.choice.even else f"\n  layers {row['partition']}"
+    more += "\n  optimizer on host" if found.tried.choice.hosted else ""
+    yield from (str(row["place"]), f"{row['name']}{more}", str(lay.tp))
+    yield f"u{lay.ulysses}" if lay.ulysses > 1 else str(lay.cp)
+    yield from map(str, (lay.pp, lay.vpp, lay.dp, lay.zero_stage, lay.micro_batch))
+    yield f"{row['step_s']:.4g}"
+    yield rounded(row["tokens_per_s_per_gpu"]) + ("=" if found.tied else " ")
+    yield f"{rounded(row['low_tokens_per_s_per_gpu'])}-{rounded(row['high_tokens_per_s_per_gpu'])}"
+    yield from (f"{100 * row[key]:.1f}" for key in ("mfu_causal", "mfu_dense"))
+    yield from (gib(row["headroom_bytes"]), f"{row['host_node_bytes'] / GIB:.0f}")
+    yield from (found.fits, found.binds)
+
+
+def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Iterator[str]:
+    """What is proved, and what excluded the rest."""
+    yield ""
+    stopped = "" if ended else "stopped: "
+    if found:
+        yield (
+            f"{stopped}proved gap: no plan of the space is faster than the first row by more than "
+            f"{100 * at.gap:.2f} % ({at.simulations} plans simulated)"
+        )
+        if any(one.tied for one in found):
+            ratios = percent(ratio_band())
+            yield f"= a tie: slower than the first row by less than the error of ratios ({ratios})"
+    elif not ended:
+        yield f"stopped: {at.simulations} plans simulated, none that fits so far"
+    elif at.short_bytes < inf:
+        yield f"NOTHING FITS: every plan is at least {gib(at.short_bytes)} GiB short on some device"
+    else:
+        yield "NOTHING FITS: no plan is left, and none of them for memory of a device"
+    dropped = [f"{count:,} {rule}" for rule, count in made.space.refused.items()]
+    if dropped:
+        yield f"layouts that no rule allows: {'; '.join(dropped)}"
+    fell = sorted(at.fell.items(), key=lambda pair: -pair[1])
+    if said := [f"{count:,} {why}" for why, count in fell if count]:
+        yield f"excluded: {'; '.join(said)}"
+    planners = [name for name, entry in made.registry.methods.items() if entry.planner]
+    if planners:
+        yield f"not searched (planners, see compare): {', '.join(planners)}"
+    outside = dict.fromkeys(word for one in found for word in one.band.outside.values())
+    if outside:
+        yield f"outside of what was published: {'; '.join(outside)}"
+    date = found[0].job.problem.calibration.date if found else ""
+    yield f"world: simulated (rematbench {__version__}{f', constants of {date}' if date else ''})"
+
+
+def show_difference(out: Console, found: list[Found], places: tuple[int, int]) -> None:
+    """The parts of the step by which two plans differ."""
+    for place in places:
+        if not 1 <= place <= len(found):
+            raise CommandError(f"--explain: no plan of place {place} (1 to {len(found)})")
+    one, other = (found[place - 1] for place in places)
+    terms: dict[str, Any] = difference(one, other)
+    table = grid("part of the step", f"place {places[1]} less {places[0]}, s")
+    for part, seconds in terms.items():
+        table.add_row(part, f"{seconds:+.4f}")
+    table.add_row("step", f"{other.tried.step_s - one.tried.step_s:+.4f}")
+    out.print(table)
