@@ -257,7 +257,8 @@ def test_doctor_writes_a_cluster_file_that_loads(tmp_path: Path) -> None:
     [
         ("NVIDIA A100-SXM4-80GB", "generation: ampere"),
         ("NVIDIA GH200 480GB", "generation: hopper"),
-        ("NVIDIA B200", "generation: CHECK"),
+        ("NVIDIA B200", "generation: blackwell"),
+        ("Tesla V100-SXM2-32GB", "generation: CHECK"),
     ],
 )
 def test_doctor_takes_a_generation_from_files_of_such_gpus(gpu: str, told: str) -> None:

@@ -12,7 +12,8 @@ from typer import Option
 
 from rematbench.choose.outcome import Outcome, run_method
 from rematbench.cli.options import Request, RunOptions, request, takes_run
-from rematbench.cli.show import Shown, heading, result, show
+from rematbench.cli.result import Shown, result
+from rematbench.cli.show import heading, show
 from rematbench.cli.targets import Json, Out, need_file
 from rematbench.cost.estimators import SAFE_SHARE
 from rematbench.host.console import (

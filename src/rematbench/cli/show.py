@@ -1,22 +1,18 @@
 """A run for a person: the verdict first, then speed, bytes per stage, what the policy frees."""
 
-from typing import Any
-
-from msgspec import Struct
-from msgspec.structs import asdict
 from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
-from rematbench.choose.judged import run_band
-from rematbench.choose.outcome import Outcome, Retries, retries
+from rematbench.choose.outcome import Retries
 from rematbench.cli.options import Request
+from rematbench.cli.result import Shown, band_of, fits, retries_of
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
 from rematbench.lowering.lower import lower
 from rematbench.problem import Problem
 from rematbench.program.check import Proof
-from rematbench.published.bands import Band, fits_word, peak_band
+from rematbench.published.bands import Band, peak_band
 from rematbench.simulate.breakdown import host_wait_s
 from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
 from rematbench.simulate.seconds import action_seconds
@@ -34,61 +30,6 @@ BANNERS = {
     "unsupported": "UNSUPPORTED",
     "failed": "FAILED",
 }
-
-
-class Shown(Struct, frozen=True, kw_only=True):
-    """A run, its outcome, and keep_all on the same problem to compare with."""
-
-    request: Request
-    outcome: Outcome
-    keep_all: PlanEvaluation | None = None
-
-
-def result(shown: Shown) -> dict[str, Any]:
-    """The JSON of a run; null where there is no plan to evaluate."""
-    outcome = shown.outcome
-    evaluation, verdict = outcome.evaluation, outcome.verdict
-    speeds = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
-    timed = None if evaluation is None or evaluation.not_timed else evaluation
-    values: dict[str, Any] = {key: getattr(timed, key, None) for key in speeds}
-    peaks = evaluation.peak_device_bytes if evaluation else None
-    values["peak_device_bytes"] = peaks and {"per_rank": list(peaks), "max": max(peaks)}
-    values["peak_host_bytes"] = max(evaluation.peak_host_bytes) if evaluation else None
-    values["recompute_flop"] = evaluation.recompute_flop if evaluation else None
-    values["offload_bytes"] = evaluation.offload_bytes if evaluation else None
-    values["parameters"] = resolved_parameters(shown)
-    values["headroom_bytes"] = verdict.headroom_bytes if verdict else None
-    values["fits"] = fits(shown)
-    values["band"] = timed and band_result(_band(shown), timed.tokens_per_s_per_gpu)
-    values["binds"] = verdict.binds if verdict else None
-    values["allocator_retries"] = asdict(tried) if (tried := _retries(shown)) else None
-    job, method = shown.request.job, shown.request.method
-    values["job"] = {"method": method.name, **job.facts()}
-    values["run_with"] = shown.request.run_with
-    if outcome.proof is not None:
-        values["proof"] = asdict(outcome.proof)
-    return {**values, "status": outcome.status, "reason": outcome.reason}
-
-
-def band_result(band: Band, speed: float) -> dict[str, Any]:
-    """The JSON of a band: its ends in tokens/s/GPU, and what of the job nobody published."""
-    return {"low": band.low(speed), "high": band.high(speed), "outside": list(band.outside)}
-
-
-def fits(shown: Shown) -> str | None:
-    """yes, tight or no; None without a plan."""
-    verdict = shown.outcome.verdict
-    if verdict is None:
-        return None
-    usable = shown.request.problem.usable_bytes
-    return fits_word(verdict.headroom_bytes, usable) if verdict.fits else "no"
-
-
-def resolved_parameters(shown: Shown) -> dict[str, Any]:
-    """The method's parameters, with what the plan found on top (alpha, ...)."""
-    plan = shown.outcome.plan
-    found = dict(plan.fit) if plan else {}
-    return {**shown.request.method.parameters, **found}
 
 
 def show(out: Console, shown: Shown) -> None:
@@ -283,7 +224,7 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
     return [
         f"allocator, fullest rank: {gib(reserved)} GiB reserved of {gib(usable)} usable, "
         f"{gib(peak)} allocated (fragmentation {gib(reserved - peak)}; {_segments(shown)})",
-        *retried(_retries(shown)),
+        *retried(retries_of(shown)),
         f"host memory per node: {gib(host)} GiB pinned at the peak, in torch's blocks, of "
         f"{gib(room)} that the system leaves of {gib(problem.cluster.host_bytes)}",
         _freed_line(shown, evaluation),
@@ -291,13 +232,6 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
         f"world: simulated (rematbench {__version__}, constants of "
         f"{problem.calibration.date}); stage bytes are allocated bytes in issue order",
     ]
-
-
-def _retries(shown: Shown) -> Retries | None:
-    plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
-    if plan is None or evaluation is None:
-        return None
-    return retries(shown.request.problem, plan, evaluation)
 
 
 def retried(found: Retries | None) -> list[str]:
@@ -317,13 +251,8 @@ def _segments(shown: Shown) -> str:
     return "expandable segments" if system.expandable_segments else "default segments"
 
 
-def _band(shown: Shown) -> Band:
-    asked = shown.request
-    return run_band(asked.problem, asked.method.name, shown.outcome.plan, asked.base)
-
-
 def _trust(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
-    return trust(_band(shown), evaluation.tokens_per_s_per_gpu)
+    return trust(band_of(shown), evaluation.tokens_per_s_per_gpu)
 
 
 def trust(band: Band, speed: float) -> list[str]:

@@ -1,0 +1,81 @@
+"""A run as data: its outcome beside keep_all's, and the JSON of both."""
+
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
+
+from rematbench.choose.judged import run_band
+from rematbench.choose.outcome import Outcome, Retries, retries
+from rematbench.cli.options import Request
+from rematbench.published.bands import Band, fits_word
+from rematbench.simulate.evaluate import PlanEvaluation
+
+
+class Shown(Struct, frozen=True, kw_only=True):
+    """A run, its outcome, and keep_all on the same problem to compare with."""
+
+    request: Request
+    outcome: Outcome
+    keep_all: PlanEvaluation | None = None
+
+
+def result(shown: Shown) -> dict[str, Any]:
+    """The JSON of a run; null where there is no plan to evaluate."""
+    outcome = shown.outcome
+    evaluation, verdict = outcome.evaluation, outcome.verdict
+    speeds = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
+    timed = None if evaluation is None or evaluation.not_timed else evaluation
+    values: dict[str, Any] = {key: getattr(timed, key, None) for key in speeds}
+    peaks = evaluation.peak_device_bytes if evaluation else None
+    values["peak_device_bytes"] = peaks and {"per_rank": list(peaks), "max": max(peaks)}
+    values["peak_host_bytes"] = max(evaluation.peak_host_bytes) if evaluation else None
+    values["recompute_flop"] = evaluation.recompute_flop if evaluation else None
+    values["offload_bytes"] = evaluation.offload_bytes if evaluation else None
+    values["parameters"] = resolved_parameters(shown)
+    values["headroom_bytes"] = verdict.headroom_bytes if verdict else None
+    values["fits"] = fits(shown)
+    values["band"] = timed and band_result(band_of(shown), timed.tokens_per_s_per_gpu)
+    values["binds"] = verdict.binds if verdict else None
+    values["allocator_retries"] = asdict(tried) if (tried := retries_of(shown)) else None
+    job, method = shown.request.job, shown.request.method
+    values["job"] = {"method": method.name, **job.facts()}
+    values["run_with"] = shown.request.run_with
+    if outcome.proof is not None:
+        values["proof"] = asdict(outcome.proof)
+    return {**values, "status": outcome.status, "reason": outcome.reason}
+
+
+def band_result(band: Band, speed: float) -> dict[str, Any]:
+    """The JSON of a band: its ends in tokens/s/GPU, and what of the job nobody published."""
+    return {"low": band.low(speed), "high": band.high(speed), "outside": list(band.outside)}
+
+
+def fits(shown: Shown) -> str | None:
+    """yes, tight or no; None without a plan."""
+    verdict = shown.outcome.verdict
+    if verdict is None:
+        return None
+    usable = shown.request.problem.usable_bytes
+    return fits_word(verdict.headroom_bytes, usable) if verdict.fits else "no"
+
+
+def resolved_parameters(shown: Shown) -> dict[str, Any]:
+    """The method's parameters, with what the plan found on top (alpha, ...)."""
+    plan = shown.outcome.plan
+    found = dict(plan.fit) if plan else {}
+    return {**shown.request.method.parameters, **found}
+
+
+def retries_of(shown: Shown) -> Retries | None:
+    """How often the allocator tries again; None without a plan."""
+    plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
+    if plan is None or evaluation is None:
+        return None
+    return retries(shown.request.problem, plan, evaluation)
+
+
+def band_of(shown: Shown) -> Band:
+    """The band of the run's speed."""
+    asked = shown.request
+    return run_band(asked.problem, asked.method.name, shown.outcome.plan, asked.base)
