@@ -15,8 +15,9 @@ from tests.baselines.cases import (
     run_all,
     run_together,
 )
+from tests.installed import needs
 
-pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+needs("deepspeed")
 
 FP32 = 1e-5
 BF16 = 1e-2

@@ -17,6 +17,7 @@ from rematbench.spec.load import load_system
 from rematbench.spec.paths import data_dir
 from tests.baselines.cases import GPT, TINY, Asked, asked_problem
 from tests.baselines.dispatched import Launches, of_more_layers
+from tests.installed import needs
 
 Choice = Literal["flash", "unfused"]
 DISPATCHED = {
@@ -82,7 +83,7 @@ def test_deepspeed_launches_more_than_the_table(layout: str, model: str) -> None
     """Its decoder takes RoPE apart.  q, k and v are exchanged one by one, where the table has one
     all-to-all; and at 8B's width ZeRO 3 gathers a layer in four parts, where the lowering has one
     gather (neither moves a byte more)."""
-    pytest.importorskip("deepspeed")
+    needs("deepspeed")
     found = dispatched("launches_deepspeed.py", layout, model)
     assert {key: found[key] for key in DEEPSPEED[layout, model]} == DEEPSPEED[layout, model]
     table = counted(Asked(layout, {}, TINY, "bf16"), "deepspeed", "flash")

@@ -15,8 +15,9 @@ from tests.baselines.cases import (
     run_together,
     weighed,
 )
+from tests.installed import needs
 
-pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
+needs("megatron.core")
 
 FP32 = 1e-5
 BF16 = 1e-2
