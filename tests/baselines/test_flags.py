@@ -14,13 +14,13 @@ from rematbench.packages.flags import Answer, flags_of
 from rematbench.packages.process import Job, baselines, policy, run_jobs
 from rematbench.packages.process import job as make_job
 from rematbench.plan import Plan, Unsupported
-from rematbench.plugins.discover import discover
 from rematbench.runs.record import Record, World
 from rematbench.simulate.evaluate import RankBytes
 from rematbench.torch.case import Case, Result
 from rematbench.torch.launch import execute_cases
 from tests.baselines.cases import LEFT_OUT, STEPS, TINY, Asked, asked_problem, weighed
 from tests.installed import needs
+from tests.problems import all_methods
 
 FP32 = 1e-5
 ONE = Asked("one")
@@ -39,7 +39,7 @@ def answered(
     method: str, settings: dict[str, Any], baseline: str, asked: Asked = ONE
 ) -> tuple[Plan, Answer]:
     problem = asked_problem(asked)
-    plan = discover().resolve(method, settings).plan(problem)
+    plan = all_methods().resolve(method, settings).plan(problem)
     assert isinstance(plan, Plan)
     return plan, flags_of(problem, plan, baseline)
 

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Unsupported
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
 from rematbench.program.check import CheckError, check
@@ -22,11 +21,11 @@ from rematbench.program.ledger import issue_order, live_bytes, pool_bytes
 from rematbench.program.program import Block, Program
 from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.relocate import Relocation
-from tests.problems import layers, problem
+from tests.problems import all_methods, layers, problem
 from tests.strategies import problems
 from tests.twin.interpreter import EARLY, interpret
 
-REGISTRY = discover()
+REGISTRY = all_methods()
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2, "global_batch": 2},
