@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ MOVES = {"memo", "pp_offload"}
 REBUILDS = {"memo", "mst", "full_recompute", "balanced_checkpointing", *TIGHT}
 
 
+@cache
 def of(name: str, layout: str) -> tuple[Problem, Plan]:
     """A method on a small problem (eighteen layers), tight where it acts only then.  Every method
     plans for the interleaved layout."""
@@ -129,13 +131,14 @@ def test_a_method_that_skips_one_step_is_caught(name: str, kind: Kind) -> None:
 @pytest.mark.parametrize("name", ["lynx_opt", "memo"])
 def test_solvers_are_deterministic(name: str) -> None:
     """Equal problems, built anew, give equal plans: MILPs stop by nodes and gap, never by time."""
-    plans = [of(name, "1f1b")[1] for _ in range(3)]
-    assert plans[0] == plans[1] == plans[2]
+    plans = [of.__wrapped__(name, "1f1b")[1] for _ in range(2)]
+    assert plans[0] == plans[1]
     assert plans[0].rules
 
 
 SOLVE = """
 import sys
+from functools import cache
 sys.path.insert(0, sys.argv[1])
 import msgspec
 from rematbench.solve.packing import Tensor, pack
