@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rematbench.plugins.discover import discover
 from rematbench.slurm.cells import Campaign, load_campaign_suite
 from rematbench.slurm.nodefacts import NodeFacts
 from rematbench.slurm.queue import UNLIMITED, Node
+from tests.problems import all_methods
 
 ROOT = Path(__file__).resolve().parents[1]
 PROBLEM = """
@@ -30,7 +30,7 @@ def campaign(tmp_path: Path, cluster: str = "this-machine", gpus: int = 2, **top
     text = "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items())
     problem = PROBLEM.format(name="one", cluster=cluster, gpus=gpus)
     path.write_text(f"{text}problems:{problem}")
-    return Campaign(load_campaign_suite(path), discover())
+    return Campaign(load_campaign_suite(path), all_methods())
 
 
 def center_file(tmp_path: Path, **slurm: Any) -> str:

@@ -22,6 +22,7 @@ from rematbench.plan import (
 )
 from rematbench.plugins import contract
 from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 from rematbench.program.action import Action, Kind
 from rematbench.spec.layout import Layout
@@ -38,6 +39,12 @@ GPT = replace(contract.GPT, name="test-gpt")
 def calibration() -> Calibration:
     """The repository's constants: no test of the engine depends on their values."""
     return load_calibration(data_dir("config") / "calibration.yaml")
+
+
+@cache
+def all_methods() -> Registry:
+    """The methods of this checkout; to read their files takes 25 ms each time."""
+    return discover()
 
 
 def problem(
@@ -112,13 +119,13 @@ def slots(action: Action, rank: int) -> float:
 
 def plan_of(problem: Problem, spec: str, **settings: Any) -> Plan:
     """What a method or composition plans, which must be a plan."""
-    plan = discover().resolve(spec, settings).plan(problem)
+    plan = all_methods().resolve(spec, settings).plan(problem)
     assert isinstance(plan, Plan), plan
     return plan
 
 
 def refusal(problem: Problem, spec: str, **settings: Any) -> str:
     """Why a method or composition has no plan."""
-    answer = discover().resolve(spec, settings).plan(problem)
+    answer = all_methods().resolve(spec, settings).plan(problem)
     assert isinstance(answer, Unsupported), answer
     return answer.reason

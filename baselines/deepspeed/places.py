@@ -17,8 +17,9 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from deepspeed.accelerator.real_accelerator import set_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from rematbench.torch.mode import Mode
 
 DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
 SHIM = ("places", "streams")
@@ -128,7 +129,7 @@ FACTORIES = (
 _to = Tensor.to
 
 
-class Places(TorchDispatchMode):
+class Places(Mode):
     """Real tensors with a place each: which storages are the host's, while they live.
 
     A new tensor is where Python asked for it (a name of a device; none is the host), else where its

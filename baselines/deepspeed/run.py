@@ -1,6 +1,8 @@
 """Jobs of DeepSpeed: its engine on gloo (CPU accelerator) or NCCL."""
 
+import importlib
 import os
+from functools import cache
 from importlib.metadata import version
 
 import msgspec
@@ -52,6 +54,16 @@ def refuse(job: Job) -> None:
     check(job, _policy(job))
     if job.options:
         accepted(read(job.options))
+    if job.device == "cpu":
+        _preload()
+
+
+@cache
+def _preload() -> None:
+    """What making an engine imports, and torch's compiler with it (four CPU seconds): once, before
+    ranks are forked."""
+    for name in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
+        importlib.import_module(name)
 
 
 def environment(job: Job) -> dict[str, str]:

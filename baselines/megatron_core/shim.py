@@ -195,9 +195,17 @@ def _settle() -> None:
         setattr(dist, name, _at_once(getattr(dist, name)))
 
 
+def _is_noted(group: Any) -> bool:
+    """Whether Megatron-core's coalescing notes the call and its tensors, and makes it later: there
+    is nothing to wait for yet."""
+    world: Any = dist.distributed_c10d._world
+    return group in world.pg_coalesce_state
+
+
 def _at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
     def call(*tensors: torch.Tensor, async_op: bool = False, **options: Any) -> Any:
-        if dist.get_backend(options.get("group")) == "fake":
+        group = options.get("group") or dist.group.WORLD
+        if dist.get_backend(group) == "fake" or _is_noted(group):
             return plain(*tensors, async_op=async_op, **options)
         settled(partial(plain, **options), *tensors)
         return _Done() if async_op else None

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash_utils
@@ -33,6 +32,7 @@ from transformers import modeling_flash_attention_utils as flash_utils
 from baselines.common.contract import NotRunnable
 from baselines.common.meter import Meter
 from baselines.transformers.saved import operator
+from rematbench.torch.mode import Mode
 
 FLASH = "flash_attention_2"
 LARGEST_HEAD = 256
@@ -187,7 +187,7 @@ def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
         yield parts
 
 
-class NoSquares(TorchDispatchMode):
+class NoSquares(Mode):
     """Fails at the first tensor with two dimensions of `rows`, which no other dimension may be."""
 
     def __init__(self, rows: int) -> None:

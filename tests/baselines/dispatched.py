@@ -4,7 +4,8 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from rematbench.torch.mode import Mode
 
 NO_KERNEL = {
     *("view", "_unsafe_view", "transpose", "t", "permute", "expand", "detach", "slice", "select"),
@@ -14,7 +15,7 @@ NO_KERNEL = {
 """Views, room without values, and a question."""
 
 
-class Launches(TorchDispatchMode):
+class Launches(Mode):
     """Counts by phase, kernels and collectives apart.  What runs inside an autograd graph is
     backward (so is what Megatron's own backward of a linear asks for), all else is `phase`."""
 

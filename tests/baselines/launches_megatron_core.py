@@ -1,7 +1,7 @@
 """Kernels that Megatron-core itself dispatches for one more layer, forward and backward, and its
 collectives: a process of its own, because the shim stays for good.
 
-usage: launches_megatron_core.py MODEL ATTENTION (writes a JSON object)
+usage: launches_megatron_core.py MODEL ATTENTION... (writes a JSON object by model)
 """
 
 import json
@@ -49,9 +49,11 @@ def launches(model: str, attention: str, num_layers: int) -> Counter[str]:
 
 def main() -> None:
     """Three layers less two."""
-    model, attention = sys.argv[1:]
-    more, less = (launches(model, attention, count) for count in (3, 2))
-    sys.stdout.write(json.dumps(of_more_layers(more, less)))
+    found = {}
+    for model, attention in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        more, less = (launches(model, attention, count) for count in (3, 2))
+        found[model] = of_more_layers(more, less)
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch", reason="cells are executed with torch")
-pytest.importorskip("megatron.core", reason="the baseline is the real package")
 
 from rematbench.published.sheets import read_sheet
 from tests.campaigns import campaign
+from tests.installed import needs
+
+needs("megatron.core")
 
 TIMELESS = (
     "timed_steps", "step_s", "step_min_s", "step_max_s", "tokens_per_s_per_gpu", "mfu_causal",

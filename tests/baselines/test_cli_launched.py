@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch", reason="baselines need torch")
-pytest.importorskip("megatron.core", reason="the real package is what is launched")
 
 from rematbench.runs import rank_error
 from rematbench.runs.rank_error import RankError
 from rematbench.runs.record import Record, read_record
 from rematbench.spec.paths import data_dir
+from tests.installed import needs
+
+needs("megatron.core")
 
 RUN = "from rematbench.cli.app import main; main()"
 WORDS = (

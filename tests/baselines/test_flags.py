@@ -14,12 +14,13 @@ from rematbench.packages.flags import Answer, flags_of
 from rematbench.packages.process import Job, baselines, policy, run_jobs
 from rematbench.packages.process import job as make_job
 from rematbench.plan import Plan, Unsupported
-from rematbench.plugins.discover import discover
 from rematbench.runs.record import Record, World
 from rematbench.simulate.evaluate import RankBytes
 from rematbench.torch.case import Case, Result
 from rematbench.torch.launch import execute_cases
 from tests.baselines.cases import LEFT_OUT, STEPS, TINY, Asked, asked_problem, weighed
+from tests.installed import needs
+from tests.problems import all_methods
 
 FP32 = 1e-5
 ONE = Asked("one")
@@ -38,7 +39,7 @@ def answered(
     method: str, settings: dict[str, Any], baseline: str, asked: Asked = ONE
 ) -> tuple[Plan, Answer]:
     problem = asked_problem(asked)
-    plan = discover().resolve(method, settings).plan(problem)
+    plan = all_methods().resolve(method, settings).plan(problem)
     assert isinstance(plan, Plan)
     return plan, flags_of(problem, plan, baseline)
 
@@ -137,7 +138,7 @@ def ran(baseline: str) -> dict[str, list[Record]]:
 @pytest.mark.full
 def test_offloading_runs_as_it_is_printed() -> None:
     """The same bytes under the policy and under its printed arguments alone."""
-    pytest.importorskip("megatron.core")
+    needs("megatron.core")
     records = ran("megatron_core")[OFFLOADING]
     assert [record.reason for record in records] == ["", ""]
     own, same = (record.measured for record in records)
@@ -151,7 +152,7 @@ def test_offloading_runs_as_it_is_printed() -> None:
 @pytest.mark.parametrize("method", MEGATRON)
 def test_megatron_core_under_the_printed_arguments(method: str) -> None:
     """Gradients of the method's own execution; bytes of the named policy, executed and traced."""
-    pytest.importorskip("megatron.core")
+    needs("megatron.core")
     _, answer = answered(method, MEGATRON[method], "megatron_core")
     records = ran("megatron_core")[method]
     same_as_the_plan(method, MEGATRON[method], records[0])
@@ -167,7 +168,7 @@ def test_megatron_core_under_the_printed_arguments(method: str) -> None:
 
 @pytest.mark.full
 def test_arguments_of_another_job_are_refused() -> None:
-    pytest.importorskip("megatron.core")
+    needs("megatron.core")
     words = ["the job has 1", "--recompute-everything is not known", "more than a chunk's 4"]
     words += ["--hidden-size 32, the job has 64", "x: expected a number", "it says "]
     for record, said in zip(ran("megatron_core")[WRONG], words, strict=True):
@@ -180,7 +181,7 @@ def test_arguments_of_another_job_are_refused() -> None:
 def test_deepspeed_under_the_printed_configuration(method: str) -> None:
     """`deepspeed.initialize` takes the printed JSON itself; gradients are the plan's, and so is
     what checkpointing frees, executed and traced."""
-    pytest.importorskip("deepspeed")
+    needs("deepspeed")
     _, answer = answered(method, {}, "deepspeed")
     assert ("activation_checkpointing" in answer.flags) == (method == "full_recompute")
     records = ran("deepspeed")[method]

@@ -25,6 +25,7 @@ from rematbench.runs.record import read_record
 from rematbench.spec.paths import data_dir
 from rematbench.torch.failures import NotFinite
 from tests.baselines.cases import Asked, Ran, asked_job, assert_equal
+from tests.installed import needs
 
 
 class Told:
@@ -187,7 +188,7 @@ PACKAGES = {"megatron_core": ("megatron.core", "tp2"), "deepspeed": ("deepspeed"
 def test_ranks_that_start_anew_train_as_forked_ones(baseline: str, tmp_path: Path) -> None:
     """As on GPUs, where a fork is refused; here on CPUs."""
     package, layout = PACKAGES[baseline]
-    pytest.importorskip(package)
+    needs(package)
     asked = Asked(layout)
     jobs: list[Job] = [asked_job(baseline, asked)]
     (tmp_path / "jobs.json").write_bytes(msgspec.json.encode(jobs))

@@ -14,6 +14,7 @@ from rematbench.packages.process import Job
 from rematbench.runs.record import Record, read_record
 from rematbench.spec.paths import data_dir
 from tests.baselines.cases import Asked, Ran, asked_job, assert_equal
+from tests.installed import needs
 
 PACKAGES = {"megatron_core": "megatron.core", "deepspeed": "deepspeed"}
 LAYOUTS = {"megatron_core": "tp2", "deepspeed": "dp2"}
@@ -46,7 +47,7 @@ def launched(baseline: str, jobs: list[Job], folder: Path) -> list[Record]:
 @pytest.mark.full
 @pytest.mark.parametrize("baseline", PACKAGES)
 def test_the_record_is_that_of_a_run_of_its_own(baseline: str, tmp_path: Path) -> None:
-    pytest.importorskip(PACKAGES[baseline])
+    needs(PACKAGES[baseline])
     asked = Asked(LAYOUTS[baseline])
     wide = asked_job(baseline, Asked("one"))
     good, refused = asked_job(baseline, asked), wide

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from rematbench.spec.load import load_system
 from rematbench.spec.paths import data_dir
 from tests.baselines.cases import GPT, TINY, Asked, asked_problem
 from tests.baselines.dispatched import Launches, of_more_layers
+from tests.installed import needs
 
 Choice = Literal["flash", "unfused"]
 DISPATCHED = {
@@ -63,7 +65,7 @@ def test_a_host_launches_in_proportion_to_the_table(model: str, attention: str) 
     """Megatron-core also adds biases and gradients, copies and casts: about two dispatched kernels
     for one of the table, in both directions, which the fitted seconds of a launch hold.
     Collectives are as many."""
-    found = dispatched("launches_megatron_core.py", model, attention)
+    found = of_megatron_core()[model]
     table = counted(Asked("tp2-no-sp", {}, MODELS[model], "bf16"), "rematbench", attention)  # type: ignore[arg-type]
     for phase, kernels in DISPATCHED[model, attention].items():
         assert found[phase] == kernels
@@ -82,7 +84,7 @@ def test_deepspeed_launches_more_than_the_table(layout: str, model: str) -> None
     """Its decoder takes RoPE apart.  q, k and v are exchanged one by one, where the table has one
     all-to-all; and at 8B's width ZeRO 3 gathers a layer in four parts, where the lowering has one
     gather (neither moves a byte more)."""
-    pytest.importorskip("deepspeed")
+    needs("deepspeed")
     found = dispatched("launches_deepspeed.py", layout, model)
     assert {key: found[key] for key in DEEPSPEED[layout, model]} == DEEPSPEED[layout, model]
     table = counted(Asked(layout, {}, TINY, "bf16"), "deepspeed", "flash")
@@ -107,7 +109,13 @@ def test_transformers_launches_more_than_the_table(family: str, attention: str) 
     assert 1.75 <= ratio["backward"] <= 1.96
 
 
-def dispatched(script: str, *arguments: str) -> dict[str, float]:
+@cache
+def of_megatron_core() -> dict[str, dict[str, float]]:
+    """All in one process: importing the package takes seconds."""
+    return dispatched("launches_megatron_core.py", *(word for key in DISPATCHED for word in key))
+
+
+def dispatched(script: str, *arguments: str) -> Any:
     """What a script counts in a process of its own."""
     path = Path(__file__).with_name(script)
     command = [sys.executable, "-W", "ignore", str(path), *arguments]
@@ -115,8 +123,7 @@ def dispatched(script: str, *arguments: str) -> dict[str, float]:
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=root, env=paths(root)
     )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def of_transformers(family: str, attention: str) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rematbench.packages.process import job, policy, run_jobs
+from rematbench.packages.process import job, policy
 from tests.baselines.cases import (
     GPT,
     ODD,
@@ -15,8 +15,9 @@ from tests.baselines.cases import (
     run_together,
     weighed,
 )
+from tests.installed import needs
 
-pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
+needs("megatron.core")
 
 FP32 = 1e-5
 BF16 = 1e-2
@@ -53,6 +54,8 @@ MORE = [
     Asked("dp2"),
     Asked("pp2", {"offload_modules": ["core_attn", "mlp_norm"]}),
 ]
+VOCABULARIES = [asked for asked in (*FAST, *MORE) if asked.layout == "tp2"]
+"""Even and padded."""
 SLOW = [
     Asked("one", precision="bf16"),
     Asked("tp2", precision="bf16"),
@@ -85,10 +88,14 @@ REFUSED = [
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
+def together(tmp_path_factory: pytest.TempPathFactory, short: bool) -> list[Ran]:
     """What runs and what is refused, then the default policy under printed arguments and a trace,
     in one process: importing the package takes seconds."""
-    jobs = [asked_job("megatron_core", one) for one in (*FAST, *(asked for asked, _ in REFUSED))]
+    asked = [*FAST, *([] if short else MORE), *(asked for asked, _ in REFUSED)]
+    jobs = [asked_job("megatron_core", one) for one in asked]
+    if not short:
+        default = policy("megatron_core")
+        jobs += [job(asked_problem(one), default, "traced", rank=1) for one in VOCABULARIES]
     words = policy("megatron_core", BLOCK.settings).methods[0].flags(asked_problem(BLOCK))  # type: ignore[attr-defined]
     jobs.append(asked_job("megatron_core", PLAIN, options=words))
     own = policy("megatron_core", AWAY.settings)
@@ -127,8 +134,8 @@ def test_fake_tensors_and_the_stack_weigh_what_ran(together: list[Ran]) -> None:
 
 
 @pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> list[Ran]:
-    return run_all("megatron_core", MORE, tmp_path_factory.mktemp("more"))
+def more(together: list[Ran]) -> list[Ran]:
+    return together[len(FAST) : len(FAST) + len(MORE)]
 
 
 @pytest.mark.full
@@ -160,18 +167,15 @@ def test_the_record_says_what_ran(fast: list[Ran]) -> None:
 
 @pytest.mark.full
 def test_a_padded_vocabulary_weighs_as_much_as_one_that_needs_none(
-    fast: list[Ran], more: list[Ran]
+    together: list[Ran], fast: list[Ran], more: list[Ran]
 ) -> None:
     """Its padding's logits are masked in place, and the record says so.  Bytes are the traced ones:
     gloo's threads hold a collective's buffer for a moment now and then."""
     ran = zip([*FAST, *MORE], [*fast, *more], strict=True)
-    both = [(asked, ran) for asked, ran in ran if asked.layout == "tp2"]
-    even, odd = (ran.record.engine for _, ran in both)
+    even, odd = (ran.record.engine for asked, ran in ran if asked.layout == "tp2")
     assert even is not None
     assert odd is not None
-    method = policy("megatron_core")
-    jobs = [job(asked_problem(asked), method, "traced", rank=1) for asked, _ in both]
-    plain, padded = (record.measured for record in run_jobs("megatron_core", jobs))
+    plain, padded = (ran.record.measured for ran in together[-4:-2])
     assert plain is not None
     assert padded is not None
     peaks = [one.ranks[0].activation_peak_bytes for one in (plain, padded)]
@@ -206,7 +210,9 @@ def check_freed(asked_for: list[Asked], found: list[Ran], base: Ran) -> None:
     assert [host > 0 for host in hosts] == offloading
 
 
-def test_known_traps_are_refused_by_name(together: list[Ran]) -> None:
-    for ran, (asked, words) in zip(together[len(FAST) : -2], REFUSED, strict=True):
+def test_known_traps_are_refused_by_name(together: list[Ran], short: bool) -> None:
+    first = len(FAST) + (0 if short else len(MORE))
+    found = together[first : first + len(REFUSED)]
+    for ran, (asked, words) in zip(found, REFUSED, strict=True):
         assert ran.record.status == "unsupported", str(asked)
         assert words in ran.record.reason

@@ -7,6 +7,7 @@ import pytest
 from rematbench.packages.process import job, policy, run_jobs
 from tests.baselines.cases import weighed
 from tests.baselines.random_jobs import draw
+from tests.installed import needs
 
 NEAR, FAR, TILED = 1e-3, 0.01, 0.03
 """Of the peak, states and all: most jobs; any; with tiles (docs/baselines.md says why)."""
@@ -20,7 +21,7 @@ SHARE = 0.85
 
 def deviations(seeds: tuple[int, ...] | range, folder: Path) -> dict[int, float]:
     """Predicted over traced, less 1, by seed."""
-    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    needs("deepspeed")
     drawn = {seed: draw(seed) for seed in seeds}
     jobs = [
         job(one.problem, policy("deepspeed", one.settings), "traced", timeout_s=300.0)

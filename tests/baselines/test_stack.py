@@ -14,6 +14,7 @@ from rematbench.packages.stack import layer_tensors, stack_of
 from rematbench.problem import AttentionKind, Problem
 from rematbench.workload import Model, Precision
 from tests.baselines.cases import GPT, LEFT_OUT, SEQ, TINY, Asked, asked_problem, weighed
+from tests.installed import needs
 
 
 class Stacked(NamedTuple):
@@ -59,7 +60,7 @@ def test_one_more_layer_of_megatron_core_weighs_what_the_stack_says(
     cases: list[Stacked], tmp_path: Path
 ) -> None:
     """Traced with four and with five layers: the difference is one layer's saved tensors."""
-    pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
+    needs("megatron.core")
     jobs = [
         make_job(case.problem(count), policy("megatron_core", case.settings), "traced")
         for case in cases
@@ -185,7 +186,7 @@ MORE = [
 
 def check_whole(cases: list[Whole], folder: Path) -> None:
     """Traced bytes at each case's peak are those that the plan says, and its scalars."""
-    pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
+    needs("megatron.core")
     problems = [case.problem for case in cases]
     policies = [policy("megatron_core", case.asked.settings) for case in cases]
     jobs = [
@@ -234,7 +235,7 @@ SCALARS = 3 * 4
 def test_one_more_layer_of_deepspeed_weighs_what_the_plan_says(tmp_path: Path) -> None:
     """Plan and stack against the trace, with so many rows that the peak is in the loss: one more
     layer to the byte, and without a policy in fp32 the whole peak."""
-    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    needs("deepspeed")
     problems = [_wide(case, count) for case in DEEPSPEED for count in (4, 5)]
     policies = [policy("deepspeed", case[1]) for case in DEEPSPEED for _ in (4, 5)]
     jobs = [make_job(*pair, "traced") for pair in zip(problems, policies, strict=True)]

@@ -10,6 +10,7 @@ from rematbench.packages.process import Job, policy, run_jobs
 from rematbench.packages.process import job as make_job
 from rematbench.runs.record import Record
 from tests.baselines.cases import GPT, Asked, asked_problem
+from tests.installed import needs
 
 Bytes = tuple[int, int, int, int]
 
@@ -68,7 +69,7 @@ SMALL_PARTS = {
 
 
 def of_megatron_core(asked: list[Asked], folder: Path) -> None:
-    pytest.importorskip("megatron.core", reason="megatron-core is installed by ./bench test")
+    needs("megatron.core")
     real, fake = both("megatron_core", asked, folder)
     assert {name: peaks[:2] for name, peaks in fake.items()} == {
         name: peaks[:2] for name, peaks in real.items()
@@ -89,7 +90,7 @@ def test_more_of_megatron_core_weighs_the_same_on_fake_tensors(tmp_path: Path) -
 def test_deepspeed_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
     """States too: those of its optimizer are computed where it has not made them yet.  Host and
     device apart: real tensors are followed from place to place, fake ones know theirs."""
-    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    needs("deepspeed")
     real, fake = both("deepspeed", DEEPSPEED, tmp_path)
     assert fake == real
     assert moved(fake) == {str(asked) for asked in DEEPSPEED if _moves(asked)}
@@ -97,14 +98,14 @@ def test_deepspeed_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_more_of_deepspeed_weighs_the_same_on_fake_tensors(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    needs("deepspeed")
     real, fake = both("deepspeed", MORE, tmp_path)
     assert fake == real
 
 
 @pytest.mark.soak
 def test_more_offloaded_states_weigh_the_same_on_fake_tensors(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    needs("deepspeed")
     real, fake = both("deepspeed", OFFLOADED, tmp_path)
     assert fake == real
     assert all(host for _, host, *_ in fake.values())
@@ -113,7 +114,7 @@ def test_more_offloaded_states_weigh_the_same_on_fake_tensors(tmp_path: Path) ->
 @pytest.mark.soak
 def test_zero_3_fetches_ahead_on_fake_tensors_as_on_real_ones(tmp_path: Path) -> None:
     """One and two micro-batches: the first pass of a run fetches nothing ahead, all others do."""
-    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    needs("deepspeed")
     repeats, ranks = 2, (0, 1)
     jobs = []
     for world, count in (("executed", repeats), ("traced", len(ranks))):

@@ -20,6 +20,7 @@ from rematbench.program.program import RankProgram
 from rematbench.spec.load import load_model
 from rematbench.workload import Model, Precision
 from tests.baselines.cases import GPT, LAYOUTS, SEQ, TINY
+from tests.installed import needs
 from tests.problems import problem
 
 LLAMA = replace(
@@ -101,7 +102,7 @@ def test_more_peaks_are_where_and_as_high_as_traced(tmp_path: Path) -> None:
 
 
 def check_peaks(cases: dict[str, Case], folder: Path) -> None:
-    pytest.importorskip("deepspeed", reason="deepspeed is installed by ./bench test")
+    needs("deepspeed")
     jobs = []
     for case in cases.values():
         method = policy("deepspeed", case.settings)

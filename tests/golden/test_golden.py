@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Plan, Split
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import to_text
 from rematbench.program.check import check
@@ -22,7 +21,17 @@ from rematbench.program.program import Block, Program
 from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.relocate import Relocation
 from tests.cost_constants import ROUND
-from tests.problems import BALANCED, FULL, by_layer, half, layers, problem, rule, transfers
+from tests.problems import (
+    BALANCED,
+    FULL,
+    all_methods,
+    by_layer,
+    half,
+    layers,
+    problem,
+    rule,
+    transfers,
+)
 
 HERE = Path(__file__).parent
 
@@ -95,7 +104,7 @@ def lynx() -> tuple[Problem, Plan]:
 
 def by_method(given: Problem, spec: str, **settings: Any) -> tuple[Problem, Plan]:
     """The plan of a file of methods/."""
-    plan = discover().resolve(spec, settings).plan(given)
+    plan = all_methods().resolve(spec, settings).plan(given)
     assert isinstance(plan, Plan), plan
     return given, plan
 

@@ -13,14 +13,13 @@ from msgspec.structs import replace
 from rematbench.choose.outcome import reserved_bytes, run_plan
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
-from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 from rematbench.simulate.evaluate import program_bytes
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster
 from rematbench.workload import Model
-from tests.problems import make_problem
+from tests.problems import all_methods, make_problem
 from tests.serial import compared
 
 POINTS = ("published", "published+fc1", "all")
@@ -41,14 +40,15 @@ class Weighed(Struct, frozen=True):
     reserved_bytes: int
 
 
-def listed(problem: Problem) -> Iterator[str]:
-    """Names of every plan of the list: rebuilt x offloaded x pieces."""
+def listed(problem: Problem, every: int = 1) -> Iterator[str]:
+    """Names of every plan of the list: rebuilt x offloaded x pieces; of shares and of numbers of
+    pieces each `every`-th."""
     rebuilt = ["", "full_recompute"]
     rebuilt += [f"balanced_checkpointing:point={p},scope={s}" for p in POINTS for s in SCOPES]
-    moved = ["", *(f"memo:alpha={alpha}" for alpha in ALPHAS)]
+    moved = ["", *(f"memo:alpha={alpha}" for alpha in ALPHAS[::every])]
     if problem.layout.pp >= 3:
-        moved += [f"pp_offload:alpha={alpha}" for alpha in ALPHAS[1:]]
-    pieces = ["", *(f"mst:mlp_chunks={n},head_chunks={n}" for n in PIECES)]
+        moved += [f"pp_offload:alpha={alpha}" for alpha in ALPHAS[every::every]]
+    pieces = ["", *(f"mst:mlp_chunks={n},head_chunks={n}" for n in PIECES[::every])]
     for words in product(rebuilt, moved, pieces):
         yield "+".join(word for word in words if word) or "keep_all"
 
@@ -145,9 +145,9 @@ SOAK = [pytest.param(seed, marks=pytest.mark.soak) for seed in (6, 7, 11)]
 
 
 @pytest.mark.parametrize("seed", [10, *FULL, *SOAK])
-def test_what_fits_is_named_and_nearly_the_fastest(seed: int) -> None:
+def test_what_fits_is_named_and_nearly_the_fastest(seed: int, short: bool) -> None:
     problem, share = drawn(seed)
-    plans = weighed(problem, discover(), listed(problem))
+    plans = weighed(problem, all_methods(), listed(problem, 2 if short else 1))
     held(at_the_edge(problem, plans, share), plans)
 
 
@@ -163,4 +163,4 @@ def test_long_contexts_of_8b_on_one_node(seq_len: int) -> None:
     problem = make_problem(model="llama-3.1-8b", cluster="h100-80gb", system="megatron-core",
                            seq_len=seq_len, layout=Layout(cp=8))  # fmt: skip
     names = [name for name in listed(problem) if "memo" in name and "mst" in name]
-    held(problem, weighed(problem, discover(), names))
+    held(problem, weighed(problem, all_methods(), names))

@@ -6,11 +6,11 @@ import csv
 import pytest
 
 from rematbench.plan import Plan
-from rematbench.plugins.discover import discover
 from rematbench.published.rows import read_case
 from rematbench.spec.paths import data_dir
+from tests.problems import all_methods
 
-REGISTRY = discover()
+REGISTRY = all_methods()
 with (data_dir("published") / "runs.csv").open(newline="") as file:
     ROWS = [row for row in csv.DictReader(file) if row["table"] == "Figure 9"]
 BASE = {"none": "keep_all", "balanced": "balanced_checkpointing"}

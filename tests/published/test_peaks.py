@@ -6,13 +6,13 @@ from functools import cache
 
 import pytest
 
-from rematbench.plugins.discover import discover
 from rematbench.published.predict import predict_case
 from rematbench.published.rows import read_case
 from rematbench.spec.paths import data_dir
+from tests.problems import all_methods
 
 Row = dict[str, str]
-REGISTRY = discover()
+REGISTRY = all_methods()
 with (data_dir("published") / "runs.csv").open(newline="") as file:
     ROWS = list(csv.DictReader(file))
 

@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-pytest.importorskip("megatron.core", reason="the baseline is the real package")
-
+from tests.installed import needs
 from tests.slurm.conftest import Cluster
+
+needs("megatron.core")
 
 pytestmark = [pytest.mark.slurm, pytest.mark.soak]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
-from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition
 from rematbench.program.action import Kind
 from rematbench.torch.case import Case, Result
+from tests.problems import all_methods
 from tests.torch import cases, laws
 
 TOLERANCE = 1e-10
@@ -19,7 +19,7 @@ SINGLE = 1e-5
 
 def method_cases(layout: str, only: Sequence[str] = ()) -> list[Case]:
     """Every method in methods/ that has a plan for the layout (or only some)."""
-    registry, found = discover(), []
+    registry, found = all_methods(), []
     for name in registry.methods:
         if only and name not in only:
             continue
@@ -36,7 +36,7 @@ def composed(name: str) -> Composition:
         for part in name.split("+")
         for key, _, value in (word.partition("=") for word in laws.settings().get(part, "").split())
     ]
-    return discover().resolve(name, dict(pairs))
+    return all_methods().resolve(name, dict(pairs))
 
 
 def composed_cases(layout: str, names: Sequence[str] = laws.COMPOSITIONS) -> list[Case]:
@@ -53,7 +53,7 @@ def composed_cases(layout: str, names: Sequence[str] = laws.COMPOSITIONS) -> lis
 def in_groups(layout: str) -> list[Case]:
     """Layers run again in groups of two, their MLPs in pieces, composed both ways."""
     settings = {"full_recompute.num_layers": 2, "mst.mlp_chunks": 3}
-    registry, found = discover(), []
+    registry, found = all_methods(), []
     for name in ("full_recompute+mst", "mst+full_recompute"):
         if not registry.methods.keys() >= set(name.split("+")):
             continue

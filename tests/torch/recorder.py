@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from rematbench.torch import host_update, kernels, streams
+from rematbench.torch.mode import Mode
 
 Clock = dict[str, int]
 
@@ -143,7 +143,7 @@ class Found(Exception):
     """A fault, where nobody asks for a second one."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Mode):
     """Watches operators on fake tensors; `faults` says what it found (`first`: it ends there)."""
 
     def __init__(self, *, first: bool = False) -> None:

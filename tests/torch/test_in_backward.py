@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, StateFate
-from rematbench.plugins.discover import discover
 from rematbench.program.action import Action, Kind
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
@@ -18,6 +17,7 @@ from rematbench.torch.launch import execute_cases
 from rematbench.torch.model import NotExecutable, require_executable
 from rematbench.torch.trace import trace_rank
 from rematbench.workload import Model, Precision
+from tests.problems import all_methods
 from tests.torch import cases, grid, laws
 from tests.torch.test_faults import edited
 
@@ -123,7 +123,7 @@ def test_traced_as_executed() -> None:
 
 def test_mst_with_its_update_in_the_backward() -> None:
     _, given = case("one", "keep")
-    method = discover().resolve("mst", {"mst.optimizer_in_backward": True})
+    method = all_methods().resolve("mst", {"mst.optimizer_in_backward": True})
     plan = method.plan(given.problem)
     assert isinstance(plan, Plan)
     own = Case(**{**vars(given), "plan": plan})

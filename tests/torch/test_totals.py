@@ -7,11 +7,10 @@ import pytest
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 from rematbench.plan import Plan
-from rematbench.plugins.discover import discover
 from rematbench.spec.layout import Layout
 from rematbench.torch.case import Case, Result
 from rematbench.worlds.measure import measured_ranks
-from tests.problems import make_problem
+from tests.problems import all_methods, make_problem
 from tests.torch import laws
 
 LAYOUTS = {
@@ -32,7 +31,7 @@ def case(layout: str, method: str) -> Case:
         layout=LAYOUTS[layout],
         seq_len=256,
     )
-    plan = discover().resolve(method).plan(problem)
+    plan = all_methods().resolve(method).plan(problem)
     assert isinstance(plan, Plan)
     return Case(name=f"{layout} {method}", problem=problem, plan=plan, steps=1)
 

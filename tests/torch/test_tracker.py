@@ -7,6 +7,8 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.torch import movers
+from rematbench.torch.meta import MetaMode
+from rematbench.torch.mode import Mode
 from rematbench.torch.trace import trace_rank
 from rematbench.torch.tracker import Tracker
 from tests.torch import cases
@@ -35,6 +37,12 @@ def test_what_a_copy_takes_on_the_device_is_not_hidden() -> None:
             there = torch.empty(100, dtype=torch.uint8)
         there.copy_(here.t().contiguous().view(-1))
     assert tracker.device_peak_bytes == 200
+
+
+@pytest.mark.parametrize("mode", [Tracker, MetaMode])
+def test_no_operator_asks_for_torchs_compiler(mode: type[Mode]) -> None:
+    """Torch would wrap the method in one that imports it, at two CPU seconds a rank."""
+    assert not hasattr(mode.__torch_dispatch__, "__wrapped__")
 
 
 def walked(plan: str, patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:

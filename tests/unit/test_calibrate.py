@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from rematbench.cost.fit import PRIORS, fit_rows, with_values
-from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import SPEED, load_accuracy
 from rematbench.published.calibrate import StepModel, _lowered, _seconds, without_source
 from rematbench.published.left_out import (
@@ -23,6 +22,7 @@ from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
+from tests.problems import all_methods
 
 ROWS = read_sheet(data_dir("published") / "runs.csv")
 
@@ -35,13 +35,13 @@ def fitted(source: str) -> list[Any]:
 def test_the_step_model_predicts_what_predict_does(source: str) -> None:
     row = fitted(source)[-1]
     whole = predict_rows([row], processes=1)[0]["pred_step_s"]
-    lowered = _lowered(read_case(row, discover()), calibration())
+    lowered = _lowered(read_case(row, all_methods()), calibration())
     assert _seconds(lowered, calibration()) == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_long_step_is_computed_from_two_short_ones() -> None:
     row = fitted("Fujii")[0]
-    lowered = _lowered(read_case(row, discover()), calibration())
+    lowered = _lowered(read_case(row, all_methods()), calibration())
     assert len(lowered.parts) == 2
     assert lowered.beyond > 0
 

@@ -24,11 +24,10 @@ from rematbench.plan import (
     Split,
     Transfers,
 )
-from rematbench.plugins.discover import discover
 from rematbench.plugins.policies import Policy, present
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
-from tests.problems import make_problem
+from tests.problems import all_methods, make_problem
 
 
 def demo(system: str = "megatron-kwai") -> Problem:
@@ -99,7 +98,7 @@ def test_operators_that_a_model_has_not_are_left_out() -> None:
 
 
 def test_policies_name_known_methods_and_say_why() -> None:
-    registry = discover()
+    registry = all_methods()
     for policy in load_compare().policies:
         assert isinstance(policy, Policy)
         registry.resolve(policy.method, policy.settings)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rematbench.plugins.discover import discover
 from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
@@ -38,6 +37,7 @@ from rematbench.studies.claims import (
 )
 from rematbench.studies.rows import published_numbers
 from rematbench.studies.study import Study, load_study
+from tests.problems import all_methods
 
 CLAIMS = load_claims()
 ROWS = read_sheet(data_dir("published") / "claims.csv")
@@ -126,7 +126,7 @@ def test_every_part_has_a_published_number() -> None:
 
 
 def test_every_method_of_a_study_resolves() -> None:
-    registry = discover()
+    registry = all_methods()
     for study in STUDIES.values():
         for question in study.questions:
             for method in question.methods:

@@ -17,10 +17,10 @@ from rematbench.cli.ranking import Ranking, Shown
 from rematbench.cost.estimators import fujii_estimate
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, Unsupported
-from rematbench.plugins.discover import discover
 from rematbench.published.closed_forms import closed_form
 from rematbench.published.rule80 import rule_table, scored_cells
 from rematbench.simulate.breakdown import PARTS
+from tests.problems import all_methods
 from tests.typed import typed
 
 DEMO = [
@@ -247,7 +247,7 @@ def test_fujii_stands_beside_the_ledger() -> None:
 
 def test_atc24_is_the_estimate_that_the_method_asks() -> None:
     """The alpha that `fit: paper` chooses is the smallest whose estimate is below its cap."""
-    method = discover().resolve("balanced_checkpointing+pp_offload", {"fit": "paper"})
+    method = all_methods().resolve("balanced_checkpointing+pp_offload", {"fit": "paper"})
     asked = asked_of(model="llama-7b", cluster="a800-80gb", gpus=4, seq_len=16384, global_batch=8,
                      pp=4, vpp=2, system="megatron-kwai")  # fmt: skip
     plan = method.plan(asked.problem)
@@ -281,7 +281,7 @@ def test_the_rule_is_scored_on_what_its_formula_speaks_of() -> None:
         {**ROW, "recompute": "full"}, {**ROW, "offload_fraction": "0.5"}, {**ROW, "tp": "3"},
         {**low, "sp": "no"}, {**ROW, "status": "unknown"}, {**ROW, "zero_stage": "3"},
     ]  # fmt: skip
-    assert [cell["status"] for cell in scored_cells(rows, discover())] == [
+    assert [cell["status"] for cell in scored_cells(rows, all_methods())] == [
         *("ok", "ok", "oom", "oom", "dash")
     ]
     table = rule_table(rows)

@@ -25,7 +25,6 @@ from rematbench.cli.ranking import Shown, safest, texts, verdict
 from rematbench.host.workers import Pool
 from rematbench.lowering.lower import lower
 from rematbench.packages.flags import Engines
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
 from rematbench.published.bands import Band
@@ -33,7 +32,7 @@ from rematbench.simulate.breakdown import PARTS, Spared, parts_of
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
 from rematbench.spec.layout import Layout
-from tests.problems import make_problem
+from tests.problems import all_methods, make_problem
 from tests.serial import compared
 
 DEMO = Layout(pp=4, vpp=2, global_batch=8, zero_stage=1)
@@ -58,7 +57,7 @@ def by_name(found: Comparison) -> dict[str, Entry]:
 
 
 def test_every_method_has_an_entry(found: Comparison) -> None:
-    registry = discover()
+    registry = all_methods()
     assert set(registry.methods) <= set(by_name(found))
     assert found.unavailable == registry.broken
 
@@ -68,7 +67,7 @@ def test_every_method_has_an_entry(found: Comparison) -> None:
     ["keep_all", "full_recompute", "pp_offload", "balanced_checkpointing+pp_offload", "memo+mst"],
 )
 def test_an_entry_is_a_run_of_its_own(found: Comparison, name: str) -> None:
-    alone = run_method(demo(), discover().resolve(name))
+    alone = run_method(demo(), all_methods().resolve(name))
     entry = by_name(found)[name]
     assert (entry.status, entry.verdict) == (alone.status, alone.verdict)
     assert entry.plan is not None
@@ -84,7 +83,7 @@ def test_a_tuned_policy_takes_the_least_that_fits(found: Comparison) -> None:
     assert layers > 1
     for number, status in ((layers, "ok"), (layers - 1, "oom")):
         settings = {"method": "block", "num_layers": number}
-        run = run_method(demo(), discover().resolve("full_recompute", settings))
+        run = run_method(demo(), all_methods().resolve("full_recompute", settings))
         assert run.status == status
 
 
@@ -215,7 +214,7 @@ def test_free_traffic_slows_no_kernel(system: str, zero_stage: Any) -> None:
 
 
 def test_each_part_is_the_one_that_was_added() -> None:
-    registry = discover()
+    registry = all_methods()
     p = demo(layout=replace(DEMO, tp=2, sp=True, dp=1, global_batch=8))
     plans = {
         "recompute": registry.resolve("full_recompute").plan(p),
@@ -260,7 +259,7 @@ def test_the_safest_of_a_tie_leaves_most_of_the_device_free(found: Comparison) -
 def test_a_row_shows_no_speed_of_what_does_not_fit(found: Comparison) -> None:
     entry = by_name(found)["keep_all"]
     p = demo(seq_len=65536)
-    asked = Request(problem=p, method=discover().resolve("keep_all"), base=p.base_plan)
+    asked = Request(problem=p, method=all_methods().resolve("keep_all"), base=p.base_plan)
     shown = Shown(asked=asked, engines=Engines(p), share=0.02)
     row = texts(Judged(entry, BAND, "no"), shown, folded=False)
     assert row[:2] == ["keep_all", "no"]
@@ -277,7 +276,7 @@ def test_tuned_methods_leave_the_reserve_free() -> None:
         free = []
         for nbytes in (0, reserve):
             p = dataclasses.replace(demo(), reserve_bytes=nbytes)
-            outcome = run_method(p, discover().resolve(name))
+            outcome = run_method(p, all_methods().resolve(name))
             assert outcome.verdict is not None
             free.append(outcome.verdict.headroom_bytes)
         assert free[0] < reserve <= free[1]
@@ -327,7 +326,8 @@ def test_groups_of_layers_are_tuned_where_the_largest_does_not_fit() -> None:
     candidate = Candidate(name="x", origin="policy", methods=("full_recompute",),
                           method="full_recompute", smallest="num_layers")  # fmt: skip
     value = bench(candidate).settings["num_layers"]
-    margins = {n: run_method(bench.problem, discover().resolve("full_recompute", {"num_layers": n}))
+    resolve = all_methods().resolve
+    margins = {n: run_method(bench.problem, resolve("full_recompute", {"num_layers": n}))
                for n in (1, 2, 4, 8, 16, 32, 64, 80)}  # fmt: skip
     rooms = {n: run.verdict.headroom_bytes for n, run in margins.items() if run.verdict}
     assert rooms[80] < 0
@@ -338,7 +338,7 @@ def test_groups_of_layers_are_tuned_where_the_largest_does_not_fit() -> None:
 
 def replace_usable(p: Problem) -> Problem:
     """The problem on a device between the best and the worst group of layers."""
-    method = discover().resolve
+    method = all_methods().resolve
     rooms = [
         run.verdict.headroom_bytes
         for n in (1, 2)

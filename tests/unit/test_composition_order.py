@@ -8,15 +8,14 @@ from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
 from rematbench.plan import Fate, Offload, Plan, Recompute, Rule, Select, Split, Unsupported
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
 from rematbench.program.check import check
 from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.kept import kept_activations, parted_activations
-from tests.problems import layers, problem, rule
+from tests.problems import all_methods, layers, problem, rule
 
-REGISTRY = discover()
+REGISTRY = all_methods()
 SMALL = {"granularity": 256, "min_bytes": 512}
 SETTINGS: dict[str, dict[str, Any]] = {
     "memo": {"alpha": 0.5, "exempt_layers": 1},

@@ -11,13 +11,13 @@ from rematbench.cli.tables import curves
 from rematbench.host.console import CommandError
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
-from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY
 from rematbench.runs.cell import Cell, cells
 from rematbench.runs.suite import load_suite
 from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.trained import chosen
+from tests.problems import all_methods
 
 SUITE = data_dir("config") / "convergence.yaml"
 
@@ -34,7 +34,7 @@ def test_every_method_is_trained_once_and_keep_all_everywhere() -> None:
     assert len(others) == len(set(others))
     problems = [problem.name for problem in load_suite(SUITE).problems]
     assert [problem for problem, name in places if name == f"{IDENTITY}.0"] == problems
-    assert {cell.method.name for cell in trained} >= set(discover().methods)
+    assert {cell.method.name for cell in trained} >= set(all_methods().methods)
 
 
 def test_what_is_trained_does_something() -> None:

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import regret, sweeps
 from rematbench.published.decisions import (
     constant_mfu_regret,
@@ -16,6 +15,7 @@ from rematbench.published.decisions import (
 from rematbench.published.scores import decision_table
 from rematbench.published.sheets import read_sheet
 from rematbench.spec.paths import data_dir
+from tests.problems import all_methods
 
 ROWS = read_sheet(data_dir("published") / "runs.csv")
 FUJII = [row for row in ROWS if "Fujii" in row["source"] and row["gpus"] == "64"]
@@ -57,7 +57,7 @@ def test_ranks_and_not_distances_are_correlated() -> None:
 
 
 def test_one_mfu_takes_any_layout_that_the_formula_lets_fit() -> None:
-    registry = discover()
+    registry = all_methods()
     cells = [cell for cell in FUJII if cell["status"] == "ok" and "a100" in cell["cluster"]]
     shares = [formula_share(cell, registry) for cell in cells]
     best = max(float(cell["tokens_per_s_per_gpu"]) for cell in cells)

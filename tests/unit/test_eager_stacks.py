@@ -7,11 +7,11 @@ import pytest
 
 from rematbench.plan import Plan
 from rematbench.plugins.contract import check_plan
-from rematbench.plugins.discover import build, discover
+from rematbench.plugins.discover import build
 from rematbench.simulate.evaluate import evaluate
-from tests.problems import problem
+from tests.problems import all_methods, problem
 
-REGISTRY = discover()
+REGISTRY = all_methods()
 KEEP = ("q", "attn_out")
 SLOW = {"point": "front"}
 """A search of half a minute, for ./bench soak."""

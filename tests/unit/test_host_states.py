@@ -11,7 +11,6 @@ from rematbench.choose.outcome import run_plan
 from rematbench.cost.constants import instant_hosts
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, StateFate
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import GRADIENTS_DOWN, HOST_UPDATE, WEIGHTS_UP, Kind
 from rematbench.program.check import CheckError, check
@@ -23,7 +22,7 @@ from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
 from rematbench.spec.paths import data_dir
 from rematbench.workload import Model
-from tests.problems import make_problem, problem
+from tests.problems import all_methods, make_problem, problem
 
 HOMES = (("optimizer",), ("gradient", "optimizer"), ("gradient", "optimizer", "parameter"))
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -197,7 +196,7 @@ def of_row(row: dict[str, str]) -> tuple[Problem, Plan]:
     layout = Layout(dp=int(row["dp"]), zero_stage=3, global_batch=int(row["global_batch"]))
     given = make_problem(model=model, cluster=row["cluster"], system="deepspeed", layout=layout,
                          seq_len=int(row["seq_len"]), attention="unfused")  # fmt: skip
-    plan = discover().resolve("full_recompute").plan(given)
+    plan = all_methods().resolve("full_recompute").plan(given)
     assert isinstance(plan, Plan)
     return given, on_host(plan, ("gradient", "optimizer"))
 

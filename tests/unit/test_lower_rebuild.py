@@ -8,11 +8,10 @@ from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
 from rematbench.plan import Group, MiniSequence, Plan, PlanError, Recompute, Rule, Select, Window
-from rematbench.plugins.discover import discover
 from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
 from rematbench.program.program import Program
-from tests.problems import LLAMA, half, layers, problem, rule, transfers
+from tests.problems import LLAMA, all_methods, half, layers, problem, rule, transfers
 
 MLP = ("mlp_norm", "fc1", "act", "mul", "fc2")
 
@@ -22,7 +21,7 @@ def of_kind(program: Program, kind: Kind) -> list[Action]:
 
 
 def recomputing(given: Any, **settings: int) -> Plan:
-    plan = discover().resolve("full_recompute", settings).plan(given)
+    plan = all_methods().resolve("full_recompute", settings).plan(given)
     assert isinstance(plan, Plan)
     return plan
 

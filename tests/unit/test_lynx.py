@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
 from rematbench.plan import Recompute, Unsupported
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
@@ -31,10 +30,10 @@ from rematbench.solve.partition import balance, contiguous
 from rematbench.solve.relocate import Relocation
 from rematbench.solve.windows import Job, LayerWindows, Slot, idle_s, layer_windows
 from rematbench.spec.layout import Layout
-from tests.problems import layers, make_problem, plan_of, problem
+from tests.problems import all_methods, layers, make_problem, plan_of, problem
 from tests.twin.interpreter import interpret
 
-REGISTRY = discover()
+REGISTRY = all_methods()
 BOTH = ("lynx_heu", "lynx_opt")
 SHARES = [0.5, *(pytest.param(share, marks=pytest.mark.full) for share in (0.15, 0.85))]
 

@@ -12,7 +12,6 @@ from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import BEST, NOT_RUN, SAME, Line, run_matrix
 from rematbench.matrix.tables import fastest_table, matrix_tables, shortage
 from rematbench.matrix.verdicts import by_cell, judged, outcome, speed
-from rematbench.plugins.discover import discover
 from rematbench.published.bands import leaving_reserve, ratio_band, reserve_bytes, shipped
 from rematbench.published.evidence import methods_of
 from rematbench.runs.suite import load_suite
@@ -20,9 +19,9 @@ from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.spec.paths import data_dir
 from rematbench.studies.front import pareto_table
-from tests.problems import make_problem
+from tests.problems import all_methods, make_problem
 
-REGISTRY = discover()
+REGISTRY = all_methods()
 ARMS = ("keep all", "full recomputation", "balanced", "balanced + offload", "mst")
 
 

@@ -9,7 +9,6 @@ import pytest
 from rematbench.choose.outcome import run_plan
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Recompute, Rule, Select, Unsupported
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
 from rematbench.program.check import CheckError, check
@@ -20,10 +19,10 @@ from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
 from rematbench.solve.memory_plan import planned_peak
 from rematbench.spec.layout import Layout
-from tests.problems import GPT, layers, make_problem, plan_of, problem, refusal
+from tests.problems import GPT, all_methods, layers, make_problem, plan_of, problem, refusal
 from tests.twin.interpreter import interpret
 
-REGISTRY = discover()
+REGISTRY = all_methods()
 KIB = 1 << 10
 WHOLE = ("layer_input", "attn_out", "lse")
 

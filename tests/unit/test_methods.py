@@ -9,7 +9,6 @@ import pytest
 
 from rematbench.lowering.lower import lower
 from rematbench.plan import ByteBudget, Group, Keep, Recompute, Rule, Select
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
 from rematbench.program.ledger import issue_order
@@ -18,9 +17,9 @@ from rematbench.solve.kept import kept_activations, kept_layer_bytes
 from rematbench.solve.pareto import cheapest_within, front, point
 from rematbench.solve.search import smallest_feasible
 from rematbench.spec.layout import Layout
-from tests.problems import GPT, layers, make_problem, plan_of, problem, refusal
+from tests.problems import GPT, all_methods, layers, make_problem, plan_of, problem, refusal
 
-REGISTRY = discover()
+REGISTRY = all_methods()
 PUBLISHED = ("act_out", "attn_norm_out", "fc2_in", "mlp_norm_out")
 
 

@@ -9,7 +9,6 @@ from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Unsupported
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
@@ -17,10 +16,10 @@ from rematbench.program.ledger import issue_order
 from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.layout import Layout
 from rematbench.studies.longest import longest_sequence
-from tests.problems import LLAMA, layers, make_problem, plan_of, problem
+from tests.problems import LLAMA, all_methods, layers, make_problem, plan_of, problem
 from tests.twin.interpreter import interpret
 
-REGISTRY = discover()
+REGISTRY = all_methods()
 ALL_OTHERS = ("keep_all", "full_recompute", "balanced_checkpointing", "memo", "selective_recompute")
 
 

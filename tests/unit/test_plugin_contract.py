@@ -10,10 +10,11 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.file import TO_READ, TO_RUN, MethodFile, problem_of
 from rematbench.plugins.registry import MethodError
 from rematbench.spec.paths import data_dir
+from tests.problems import all_methods
 from tests.typed import typed
 
 FILES = sorted(path for path in data_dir("methods").glob("*.py") if path.name[0] != "_")
-REGISTRY = discover()
+REGISTRY = all_methods()
 
 
 def method(path: Path) -> Any:

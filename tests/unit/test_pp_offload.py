@@ -9,15 +9,14 @@ import pytest
 from rematbench.cost.estimators import PipelineOffloadEstimator
 from rematbench.lowering.lower import lower
 from rematbench.lowering.schedule import in_flight, passes
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.kept import kept_activations
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster
-from tests.problems import layers, make_problem, plan_of, problem, refusal
+from tests.problems import all_methods, layers, make_problem, plan_of, problem, refusal
 
-REGISTRY = discover()
+REGISTRY = all_methods()
 
 
 def pipeline(**changes: Any) -> Problem:

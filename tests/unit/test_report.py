@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from rematbench.choose.outcome import make_problem, run_method
 from rematbench.matrix.commands import Commands
-from rematbench.plugins.discover import discover
 from rematbench.published.bands import leaving_reserve
 from rematbench.published.sheets import write_sheet
 from rematbench.runs.suite import load_suite
@@ -40,6 +39,7 @@ from rematbench.tables.page import (
     whether_bands_hold,
 )
 from rematbench.tables.table import Column, Table, gib, whole
+from tests.problems import all_methods
 from tests.typed import typed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,7 +259,7 @@ def test_a_cell_of_the_matrix_has_its_command(tmp_path: Path) -> None:
     """Typed, it is the arm on the cell's problem; the page shows it and the name that one types."""
     spec = load_suite(ROOT / "config" / "paper.yaml").matrix
     assert spec is not None
-    commands = Commands(spec, discover())
+    commands = Commands(spec, all_methods())
     command = commands.of(CELL)
     words = shlex.split(command)[1:]
     assert words[1] == "balanced_checkpointing+pp_offload:steps=20"
@@ -268,7 +268,7 @@ def test_a_cell_of_the_matrix_has_its_command(tmp_path: Path) -> None:
     asked = spec.problem(4096, model="llama3-8b", cluster="h800-80gb", gpus=32, **degrees)
     made = leaving_reserve(make_problem(asked))
     arm = next(one for one in spec.arms if one.name == CELL["arm"])
-    ran = run_method(made, arm.resolved(discover()))
+    ran = run_method(made, arm.resolved(all_methods()))
     assert made.layout.dp == 4
     assert ran.evaluation is not None
     assert found["tokens_per_s_per_gpu"] == ran.evaluation.tokens_per_s_per_gpu

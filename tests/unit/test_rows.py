@@ -19,9 +19,9 @@ from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, Shown, kept
 from rematbench.host.console import gib, grid, show_whole
 from rematbench.packages.flags import Engines, costs, flags_of
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
-from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import MethodError
 from rematbench.tables.comparison_plot import write_plot
+from tests.problems import all_methods
 from tests.typed import typed
 
 JOB = {"model": "llama-7b", "cluster": "a800-80gb", "system": "megatron-core", "gpus": 4}
@@ -46,7 +46,7 @@ def made() -> tuple[Request, list[dict[str, Any]]]:
 
 def test_every_row_runs_again_by_its_name(made: tuple[Request, list[dict[str, Any]]]) -> None:
     one, rows = made
-    registry = discover()
+    registry = all_methods()
     assert {row["origin"] for row in rows} >= {"method", "policy", "composition"}
     for row in rows:
         plan = registry.resolve(row["name"], None, one.problem).plan(one.problem, one.base)
@@ -130,13 +130,13 @@ def test_a_wrong_row_is_one_line(words: list[str], told: str) -> None:
 def test_a_policy_leaves_out_operators_that_a_model_lacks() -> None:
     """A GELU MLP has no product: the policy's `mul` is not asked of it."""
     one = asked(model="gpt-7b", cluster="h100-80gb", gpus=8, pp=8)
-    method = discover().resolve("selective_recompute:mlp", None, one.problem)
+    method = all_methods().resolve("selective_recompute:mlp", None, one.problem)
     assert isinstance(method.plan(one.problem, one.base), Plan)
-    assert not isinstance(discover().resolve("selective_recompute:mlp").plan(one.problem), Plan)
+    assert not isinstance(all_methods().resolve("selective_recompute:mlp").plan(one.problem), Plan)
 
 
 def test_a_composition_is_read_back_from_its_text() -> None:
-    registry = discover()
+    registry = all_methods()
     for text in ("memo:alpha=0.3+mst", "selective_recompute:ops=[fc1,act],scope=layer"):
         found = registry.resolve(text)
         assert registry.resolve(found.text) == found
@@ -232,7 +232,7 @@ def test_the_table_says_host_memory_and_engines() -> None:
     assert rows["memo"]["host_bytes"] == one.problem.cluster.host_bytes
     assert rows["memo"]["runs_on"] == "ours"
     assert rows["full_recompute"]["runs_on"] == "megatron_core ours"
-    plan = discover().resolve("full_recompute").plan(one.problem)
+    plan = all_methods().resolve("full_recompute").plan(one.problem)
     assert isinstance(plan, Plan)
     assert not flags_of(one.problem, plan, "megatron_core").missing
 
@@ -260,7 +260,7 @@ def test_the_nearest_options_lose_the_fewest_bytes() -> None:
     """Norms and the MLP are dropped by the policy; keeping the norms would be further away."""
     one = asked(tp=2, pp=1)
     settings = {"activations": ["attn_norm_out", "mlp_norm_out", "gate_out"]}
-    plan = discover().resolve("selective_recompute", settings).plan(one.problem)
+    plan = all_methods().resolve("selective_recompute", settings).plan(one.problem)
     assert isinstance(plan, Plan)
     answer = flags_of(one.problem, plan, "megatron_core")
     assert answer.settings["modules"] == ("layernorm",)
@@ -281,7 +281,7 @@ def test_a_missing_line_says_two_different_things() -> None:
     windows = Recompute(window=Window(op="proj", direction="backward"))
     one = asked(tp=2, pp=1)
     norms = Rule(Select(activations=("attn_norm_out",)), windows)
-    for plan in (one.base.with_rules(norms), discover().resolve("memo").plan(one.problem)):
+    for plan in (one.base.with_rules(norms), all_methods().resolve("memo").plan(one.problem)):
         assert isinstance(plan, Plan)
         missing = flags_of(one.problem, plan, "megatron_core").missing
         told = [re.fullmatch(r"\S+: (.*) \(there: (.*)\)", line) for line in missing]

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from rematbench.cli.app import command_line
 from rematbench.matrix.spec import MatrixSpec, Work
 from rematbench.packages.flags import Engines
-from rematbench.plugins.discover import discover
 from rematbench.published.rows import read_case
 from rematbench.published.sheets import read_sheet
 from rematbench.runs.suite import load_suite
@@ -29,6 +28,7 @@ from rematbench.spec.load import load_cluster
 from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.tables.searched import TABLES, checked, layout_text
+from tests.problems import all_methods
 
 GIB = 2**30
 JOB = {"model": "gpt-1.3b", "cluster": "a800-80gb", "system": "megatron-core", "seq_len": 2048}
@@ -99,8 +99,8 @@ def test_a_cell_begins_with_the_fastest_of_the_list() -> None:
     slow = {**row, "arm": "full recomputation", "layout": "pp 4"}
     slow["tokens_per_s_per_gpu"] = "1000.0"
     none = {**row, "arm": "keep all", "status": "oom", "layout": "", "tokens_per_s_per_gpu": ""}
-    (first,) = searched_cells(matrix(), discover(), [none, slow], within=0.01, processes=1)
-    (second,) = searched_cells(matrix(), discover(), [none], within=0.01, processes=1)
+    (first,) = searched_cells(matrix(), all_methods(), [none, slow], within=0.01, processes=1)
+    (second,) = searched_cells(matrix(), all_methods(), [none], within=0.01, processes=1)
     assert first["changed"] == "layout and method"
     assert first["gain"] > 0
     assert first["gap"] <= 0.01
@@ -165,7 +165,7 @@ def test_a_sweep_loses_what_its_pick_loses() -> None:
 def test_what_has_no_name_is_searched_as_it_is() -> None:
     """A model and a stack that a command can name are named; one of a user's own is not."""
     rows = read_sheet(data_dir("published") / "runs.csv")
-    case = read_case(next(row for row in rows if row["table"] == "Figure 9"), discover())
+    case = read_case(next(row for row in rows if row["table"] == "Figure 9"), all_methods())
     assert asked_of(case, 0.01).spec.system == case.system.name
     assert asked_of(case, 0.01).spec.model == case.model.name
     mine = replace(case.system, name="mine")

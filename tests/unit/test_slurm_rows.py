@@ -11,7 +11,6 @@ from rematbench.choose.outcome import run_method
 from rematbench.cli.baseline import show
 from rematbench.cli.real import speed_text, timing
 from rematbench.cost.flops import model_flop_per_token
-from rematbench.plugins.discover import discover
 from rematbench.runs.measured import OF_CUDA, Engine, Measured, RankMeasured
 from rematbench.runs.record import make_record
 from rematbench.runs.store import Store
@@ -22,6 +21,7 @@ from rematbench.slurm.shown import COLUMNS, engine_of
 from rematbench.spec.load import load_cluster
 from rematbench.worlds.speed import has_peak_of, measured_speed
 from tests.campaigns import campaign
+from tests.problems import all_methods
 
 SECONDS = (0.02, 0.05, 0.03)
 TIME = ("timed_steps", "step_s", "step_min_s", "step_max_s", "tokens_per_s_per_gpu", "mfu_causal",
@@ -32,7 +32,7 @@ def on_h800(tmp_path: Path, **top: Any) -> Campaign:
     """Two methods on two H800, bf16."""
     made = campaign(tmp_path, "h800-80gb", **top)
     problems = tuple(replace(spec, precision="bf16") for spec in made.suite.problems)
-    return Campaign(replace(made.suite, problems=problems), discover())
+    return Campaign(replace(made.suite, problems=problems), all_methods())
 
 
 def rank(number: int, peak: int, **more: Any) -> RankMeasured:

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from rematbench.plugins.discover import discover
 from rematbench.spec.configfile import ConfigError
 from rematbench.studies.answers import Answer, ask_study, dump, read_answers
 from rematbench.studies.measures import part_peak_bytes, saved_layer_bytes
 from rematbench.studies.study import load_study, narrowed
-from tests.problems import layers, problem
+from tests.problems import all_methods, layers, problem
 from tests.typed import typed
 
-REGISTRY = discover()
+REGISTRY = all_methods()
 HEAD = """name: small
 workloads:
   - name: two

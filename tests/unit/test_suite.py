@@ -10,7 +10,6 @@ import pytest
 
 from rematbench.choose.outcome import Outcome, evaluate, run_method, run_plan
 from rematbench.plan import Plan, Recompute, Rule, Select
-from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
 from rematbench.runs.record import (
@@ -22,9 +21,9 @@ from rematbench.runs.record import (
     run_spec,
     write_record,
 )
-from tests.problems import layers, problem
+from tests.problems import all_methods, layers, problem
 
-REGISTRY = discover()
+REGISTRY = all_methods()
 KEEP = REGISTRY.resolve("keep_all")
 MEASURED = Path(__file__).resolve().parents[2] / "results" / "measured"
 

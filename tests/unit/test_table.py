@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from rematbench.cli.targets import rich_table
-from rematbench.plugins.discover import discover
 from rematbench.published.sheets import (
     all_cells,
     bundle_of,
@@ -20,6 +19,7 @@ from rematbench.runs.suite import load_suite
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from rematbench.tables.table import Column, Printed, Table, gib, signed_percent
+from tests.problems import all_methods
 
 TABLE = Table(
     name="t",
@@ -73,7 +73,7 @@ def test_a_sheet_reads_back(tmp_path: Path) -> None:
 
 def test_every_published_row_is_in_one_bundle_and_ours_have_no_results() -> None:
     rows = read_sheet(data_dir("published") / "runs.csv")
-    registry = discover()
+    registry = all_methods()
     split = bundles(all_cells(rows), registry)
     cells = [cell for sheet in split.values() for cell in sheet]
     assert sum(cell["cell"] == "published" for cell in cells) == len(rows) == 455
@@ -84,7 +84,7 @@ def test_every_published_row_is_in_one_bundle_and_ours_have_no_results() -> None
 
 
 def test_bundle_names_the_methods_that_plan_a_row() -> None:
-    registry = discover()
+    registry = all_methods()
     row = {"recompute": "balanced", "offload_fraction": "0.1"}
     assert bundle_of(row, registry) == "balanced_checkpointing+pp_offload"
     assert bundle_of(row | {"offload_fraction": "0"}, registry) == "balanced_checkpointing"
@@ -132,7 +132,7 @@ def test_a_wrong_suite_is_one_line_with_its_path(tmp_path: Path, text: str, told
 def test_every_method_and_every_variant_has_a_bundle(tmp_path: Path) -> None:
     path = tmp_path / "suite.yaml"
     path.write_text(SUITE + "variants: [{method: full_recompute+pp_offload}]\n")
-    registry = discover()
+    registry = all_methods()
     found = suite_bundles(load_suite(path), registry)
     assert list(found) == [*registry.methods, "full_recompute+pp_offload"]
 

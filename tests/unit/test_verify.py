@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
 from rematbench.packages.process import Job
-from rematbench.plugins.discover import discover
 from rematbench.runs.cell import recorded_cell
 from rematbench.runs.record import Record, RecordError, read_record, write_record
 from rematbench.worlds import executed, package, traced, trained
 from rematbench.worlds import verify as world
 from rematbench.worlds.verify import run_again
+from tests.problems import all_methods
 
 APP = command_line()
 
@@ -117,7 +117,7 @@ def test_a_published_record_is_its_authors(tmp_path: Path) -> None:
     record = read_record(simulated(tmp_path / "run.json", "keep_all"))
     spec = replace(record.spec, world="published")
     with pytest.raises(RecordError, match="only its authors"):
-        run_again(replace(record, spec=spec), lambda: pytest.fail("planned"), discover())
+        run_again(replace(record, spec=spec), lambda: pytest.fail("planned"), all_methods())
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_world_is_told_what_the_record_knows(
         return record
 
     monkeypatch.setattr(module, "run", run)
-    registry = discover()
+    registry = all_methods()
     cell = recorded_cell(name, record, registry)
     assert run_again(record, lambda: cell, registry) == record
     assert asked["cell"].method.parameters == record.spec.parameters
@@ -159,7 +159,7 @@ def test_a_package_takes_its_job_from_the_record(monkeypatch: pytest.MonkeyPatch
     )
     for path in ("traced/baselines/k22b-selective", "executed/agreement/megatron_core-tp2-fp32"):
         record = read_record(MEASURED / f"{path}.json")
-        assert run_again(record, lambda: pytest.fail("planned"), discover()) == record
+        assert run_again(record, lambda: pytest.fail("planned"), all_methods()) == record
     (name, traced_job), (_, executed_job) = jobs
     assert (name, traced_job.rank, traced_job.run.world) == ("megatron_core", 0, "traced")
     assert traced_job.run.parameters["megatron_core"]["recompute"] == "selective"
@@ -171,6 +171,6 @@ def test_the_executors_own_run_of_the_agreement_is_executed_alone(
 ) -> None:
     record = read_record(MEASURED / "executed/agreement/executor-one-fp32.json")
     monkeypatch.setattr(world, "executor_record", lambda problem, device, steps: (device, steps))
-    registry = discover()
+    registry = all_methods()
     made = run_again(record, lambda: recorded_cell("one", record, registry), registry)
     assert made == ("cpu", 2)

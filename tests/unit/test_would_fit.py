@@ -10,10 +10,9 @@ from rematbench.choose.candidates import Candidate
 from rematbench.choose.entry import Entry
 from rematbench.choose.outcome import run_plan
 from rematbench.choose.would_fit import GIB, MIB, STEP_BYTES, would_fit
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
-from tests.problems import make_problem
+from tests.problems import all_methods, make_problem
 
 
 def short(**cluster: int) -> Problem:
@@ -33,7 +32,7 @@ def entries(problem: Problem, *names: str) -> list[Entry]:
 def test_bytes_that_are_named_are_enough_and_hardly_more() -> None:
     problem = short(hbm_bytes=60 * GIB)
     found = entries(problem, "keep_all", "full_recompute")
-    line = would_fit(problem, found, discover())[0]
+    line = would_fit(problem, found, all_methods())[0]
     assert line.endswith("(full_recompute)")
     more = float(re.findall(r"[0-9.]+", line)[0]) * GIB
     for extra, status in ((more + 6 * MIB, "ok"), (more - STEP_BYTES - 6 * MIB, "oom")):
@@ -49,20 +48,20 @@ def test_a_short_host_is_named_as_such() -> None:
     assert entry.verdict is not None
     device, host = entry.verdict.headroom_bytes < 0, entry.verdict.host_headroom_bytes < 0
     assert host
-    line = would_fit(problem, [entry], discover())[0]
+    line = would_fit(problem, [entry], all_methods())[0]
     assert ("on each device" in line, "host memory on each node" in line) == (device, host)
 
 
 def test_twice_the_gpus_is_the_fastest_layout_that_fits() -> None:
     problem = short(hbm_bytes=44 * GIB)
     found = entries(problem, "full_recompute")
-    lines = would_fit(problem, found, discover())
+    lines = would_fit(problem, found, all_methods())
     twice = next(line for line in lines if line.startswith("on 8 GPUs"))
     degrees = {key: int(value) for key, value in re.findall(r"(tp|cp|pp|dp) (\d+)", twice)}
     layout = replace(problem.layout, **degrees)
     larger = make_problem(model="llama-7b", cluster=problem.cluster, system="megatron-kwai",
                           layout=layout, seq_len=8192)  # fmt: skip
-    plan = discover().resolve("full_recompute").plan(larger)
+    plan = all_methods().resolve("full_recompute").plan(larger)
     outcome = run_plan(larger, plan)  # type: ignore[arg-type]  # it plans everything
     assert outcome.status == "ok"
     assert outcome.evaluation is not None
@@ -70,4 +69,4 @@ def test_twice_the_gpus_is_the_fastest_layout_that_fits() -> None:
 
 
 def test_what_nothing_helps_has_no_line() -> None:
-    assert would_fit(short(), [], discover()) == []
+    assert would_fit(short(), [], all_methods()) == []

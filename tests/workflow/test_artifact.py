@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from rematbench.choose.outcome import run_method
 from rematbench.cli.app import command_line
-from rematbench.plugins.discover import discover
 from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.slurm.cells import Campaign, load_campaign_suite
 from rematbench.tables.html import page_html
 from rematbench.tables.page import Page, gather, load_report
+from tests.problems import all_methods
 from tests.workflow.checkout import ROOT
 
 APP = command_line()
@@ -88,7 +88,7 @@ def test_the_commands_at_full_scale_cost_what_the_artifact_says(tmp_path: Path) 
 
 @pytest.mark.full
 def test_every_cell_at_full_scale_is_predicted_to_fit() -> None:
-    registry = discover()
+    registry = all_methods()
     cells = Campaign(load_campaign_suite(ROOT / "config/full_scale.yaml"), registry).cells
     for cell in cells:
         method = registry.resolve(cell.variant.method, cell.variant.settings)

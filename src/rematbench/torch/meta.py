@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from rematbench.torch.mode import Mode
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Sizes, strides, dtype: enough to make an output."""
@@ -32,7 +33,7 @@ def is_fresh(operator: Any) -> bool:
     return bool(schema.returns) and all(item.alias_info is None for item in every)
 
 
-class MetaMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class MetaMode(Mode):
     """Runs operators on meta tensors, each distinct call once."""
 
     def __init__(self) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from rematbench.torch.mode import Mode
 
-class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+
+class Tracker(Mode):
     """Counts storages made while it is active.
 
     `exclude`: storages that are states (parameters, gradients, optimizer, inputs), made before or
