@@ -8,6 +8,7 @@ from itertools import count
 from math import inf
 from typing import Literal
 
+import numpy as np
 from msgspec import Struct
 
 from rematbench.packages.flags import Engines
@@ -91,12 +92,13 @@ class Search:
         self.short_bytes = inf
         self.fell: Counter[str] = Counter()
         for shard in shards:
-            held = shard.holds_states()
+            over = shard.states_over_bytes
+            held = over <= 0
             self.fell["layouts whose states alone do not fit"] += int((~held).sum())
             if held.any():
                 self._push(float(shard.kernels_s[held].min()), Item("shard", None, shard, KEEP))
             else:
-                self._short(float(shard.least_state_bytes() - shard.usable_bytes))
+                self._short(float(over.min()))
 
     @property
     def bound_s(self) -> float:
@@ -158,7 +160,7 @@ class Search:
 
     def _open(self, bound_s: float, shard: Shard) -> None:
         """Queue the layouts of a shard whose states fit, keeping everything at first."""
-        for index in shard.holds_states().nonzero()[0]:
+        for index in (shard.states_over_bytes <= 0).nonzero()[0]:
             at = int(index)
             self._judge(bound_s, Place(shard, at, shard.choices[at], []), KEEP)
 
@@ -178,13 +180,26 @@ class Search:
                 bound = max(bound_s, float(first.step_s[0, at]))
                 self._push(bound, Item("expand", place, None, arm))
             return
-        smaller = arm.line and found and found[1] > 1  # more pieces may need less of the line
-        if pieces == _pieces(arm) or (found and not smaller):
-            return
-        if pieces > 1 and shard.in_most_pieces(arm)[at] > shard.usable_bytes:
-            self.fell["device memory, in any pieces"] += 1
-            return
-        self._push(found[0] if found else bound_s, Item("pieces", place, None, arm, 1, pieces + 1))
+        if pieces < _pieces(arm) and (not found or found[1] > 1):
+            self._ask_pieces(place, arm, pieces + 1, bound_s, found[1] if found else inf)
+
+    def _ask_pieces(
+        self, place: Place, arm: Arm, pieces: int, bound_s: float, below: float
+    ) -> None:
+        """Queue an arm in more pieces, if its bytes may then fit `below` a step of its line.  What
+        is kept, and so what is on the host, is the same in any pieces."""
+        shard, at = place.shard, place.index
+        known = shard.bounds(arm, pieces - 1)
+        if not isinstance(known, Refused):
+            over = known.host_bytes[:, at] > shard.problem.cost.host_room_bytes
+            if pieces > 2:
+                over |= shard.in_more_pieces(arm, pieces - 1)[:, at] > shard.usable_bytes[at]
+            step = int(np.argmin(over))
+            if over[step] or step + 1 >= below:
+                self.fell["memory, in any pieces"] += 1
+                return
+            bound_s = max(bound_s, float(known.step_s[step, at]))
+        self._push(bound_s, Item("pieces", place, None, arm, 1, pieces))
 
     def _least(
         self, place: Place, arm: Arm, pieces: int, bound_s: float, after: int = 0
@@ -195,7 +210,7 @@ class Search:
         if isinstance(found, Refused):
             self.fell["no plan"] += 1
             return None
-        over = found.peak_bytes[:, at] - shard.usable_bytes
+        over = found.peak_bytes[:, at] - shard.usable_bytes[at]
         last = min(len(over), place.ends.get(_in_one_piece(arm), len(over) + 1) - 1)
         for step in range(after + 1, last + 1):
             if found.host_bytes[step - 1, at] > shard.problem.cost.host_room_bytes:
@@ -205,7 +220,7 @@ class Search:
                 self._short(float(over[step - 1]))
                 self.fell["device memory, by its bound"] += 1
             elif (arm, step) in place.flat:
-                self.fell["device memory, in any pieces"] += 1
+                self.fell["memory, in any pieces"] += 1
             else:
                 return max(bound_s, float(found.step_s[step - 1, at])), step
         return None
@@ -243,7 +258,7 @@ class Search:
     def _may_fit(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
         shard = place.shard
         for bytes_of in (shard.least_bytes, partial(shard.family_bytes, lean)):
-            over = float(bytes_of(pieces)[place.index]) - shard.usable_bytes
+            over = float((bytes_of(pieces) - shard.usable_bytes)[place.index])
             if over > 0:
                 self._short(over)
                 return False
@@ -295,9 +310,9 @@ class Search:
         found = self._least(place, arm, item.pieces, bound_s, item.step)
         if found:
             self._push(found[0], Item("closed", place, None, arm, found[1], item.pieces))
-        elif item.pieces < _pieces(arm) and (arm.line or (arm, 1) not in place.flat):
+        if item.pieces < _pieces(arm) and (arm.line or (arm, 1) not in place.flat):
             self._push(bound_s, Item("pieces", place, None, arm, 1, item.pieces + 1))
-        else:
+        elif not found:
             self._push(bound_s, Item("expand", place, None, arm))
 
 
