@@ -39,16 +39,16 @@ simulation."""
 
 
 class Place(Struct):
-    """A layout while it is searched: its shard, its place there, the arms that fit, the families
-    that may, the arms judged and in how many pieces, and what was simulated.  `short`: bytes that
-    a step of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`: the least step of a
-    line that no node's memory holds; `counted`: it has a plan that is fast enough."""
+    """A layout while it is searched: its shard, its place there, the arms that fit, which families
+    may, the arms judged and in how many pieces, and what was simulated.  `short`: bytes that a step
+    of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`: the least step of a line
+    that no node's memory holds; `counted`: it has a plan that is fast enough."""
 
     shard: Shard
     index: int
     choice: Choice
     fits: list[Arm]
-    families: list[tuple[Arm, Arm | None]] | None = None
+    families: dict[tuple[Arm, Arm | None], bool] = {}
     problem: Problem | None = None
     frame: Frame | None = None
     engines: Engines | None = None
@@ -150,7 +150,9 @@ class Search:
             self.fell["made of a plan that fits"] += 1
         elif item.stage == "expand":
             self._expand(bound_s, place, item.arm)
-        elif item.stage in ("made", "pieces"):
+        elif item.stage == "made":
+            self._made(bound_s, place, item.arm)
+        elif item.stage == "pieces":
             self._judge(bound_s, place, item.arm, item.pieces)
         elif item.stage == "closed":
             self._tighten(bound_s, place, item)
@@ -231,24 +233,27 @@ class Search:
         return any(set(known.parts) <= set(arm.parts) for known in place.fits)
 
     def _expand(self, bound_s: float, place: Place, arm: Arm) -> None:
-        """Queue what is made of an arm, of families whose leanest arm may fit."""
-        if place.families is None:
-            place.families = [key for key in self.tree.families if self._may_fit(place, *key)]
-        if not place.families:
+        """Queue what is made of an arm, if the leanest arm of any family may fit."""
+        if not any(self._may_fit(place, *family) for family in self.tree.families):
             self.fell["device memory, under the leanest plans"] += 1
             return
         for more in self.tree.more(arm):
-            family = self.tree.family(more)
-            if self._dominated(place, more) or not any(
-                set(family[0].parts) <= set(lean.parts) and (pieces or not family[1])
-                for lean, pieces in place.families
-            ):
-                continue
-            if family in place.families:
+            if not self._dominated(place, more):
                 bound = max(bound_s, *(self._alone_s(place, part) for part in more.parts))
                 self._push(bound, Item("made", place, None, more))
-            else:
-                self._push(bound_s, Item("expand", place, None, more))
+
+    def _made(self, bound_s: float, place: Place, arm: Arm) -> None:
+        """Judge an arm if the leanest of its family may fit, or go on to what is made of it."""
+        lean, pieces = self.tree.family(arm)
+        if self._may_fit(place, lean, pieces):
+            self._judge(bound_s, place, arm)
+        elif any(
+            set(lean.parts) <= set(more.parts)
+            and (cut or not pieces)
+            and self._may_fit(place, more, cut)
+            for more, cut in self.tree.families
+        ):
+            self._expand(bound_s, place, arm)
 
     def _alone_s(self, place: Place, part: Single) -> float:
         """What a method takes at least by itself: a plan made of it is not faster."""
@@ -256,6 +261,11 @@ class Search:
         return 0.0 if isinstance(found, Refused) else float(found.step_s[0, place.index])
 
     def _may_fit(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
+        if (lean, pieces) not in place.families:
+            place.families[lean, pieces] = self._holds(place, lean, pieces)
+        return place.families[lean, pieces]
+
+    def _holds(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
         shard = place.shard
         for bytes_of in (shard.least_bytes, partial(shard.family_bytes, lean)):
             over = float((bytes_of(pieces) - shard.usable_bytes)[place.index])
