@@ -35,13 +35,14 @@ ROUNDING = 1.0 + 1e-9
 
 
 class Checked(NamedTuple):
-    """One candidate: what it is, and its bounds as shares of what is simulated; `more` and
-    `more_host`: bytes as fewer pieces bound them."""
+    """One candidate: what it is, and its bounds as shares of what is simulated; `keep`: the one of
+    keeping everything; `more` and `more_host`: bytes as fewer pieces bound them."""
 
     text: str
     first: float
     time: float
     tight: float
+    keep: float
     peak: float
     host: float
     more: float
@@ -100,7 +101,9 @@ def _checked(made: SearchJob, choice: Choice, arm: Arm, chance: random.Random) -
         found = evaluate_program(problem, plan, lower(plan, problem))
     except (PlanError, LayoutError):
         return None
-    tight = shard.tight_s(arm, step, pieces, 0, frame(problem, base))
+    framed = frame(problem, base)
+    tight = shard.tight_s(arm, step, pieces, 0, framed)
+    keep = shard.tight_s(KEEP, 1, 1, 0, framed)
     pinned, peak = max(1, found.host_node_bytes), max(found.peak_device_bytes)
     more, more_host = 0.0, 0.0
     if fewer and not isinstance(fewer, Refused):
@@ -111,6 +114,7 @@ def _checked(made: SearchJob, choice: Choice, arm: Arm, chance: random.Random) -
         float(shard.kernels_s[0]) / found.step_s,
         float(bounds.step_s[step - 1, 0]) / found.step_s,
         tight / found.step_s,
+        keep / found.step_s,
         float(bounds.peak_bytes[step - 1, 0]) / peak,
         float(bounds.host_bytes[step - 1, 0]) / pinned,
         more,
