@@ -35,14 +35,18 @@ ROUNDING = 1.0 + 1e-9
 
 
 class Checked(NamedTuple):
-    """One candidate: what it is, and its bounds as shares of what is simulated."""
+    """One candidate: what it is, and its bounds as shares of what is simulated; `keep`: the one of
+    keeping everything; `more` and `more_host`: bytes as fewer pieces bound them."""
 
     text: str
     first: float
     time: float
     tight: float
+    keep: float
     peak: float
     host: float
+    more: float
+    more_host: float
 
 
 def drawn(job: tuple[str, str, str, int, int, int], count: int, seed: int) -> list[Checked]:
@@ -86,8 +90,9 @@ def _arms(made: SearchJob) -> list[Arm]:
 def _checked(made: SearchJob, choice: Choice, arm: Arm, chance: random.Random) -> Checked | None:
     problem = made.problem(choice)
     shard = Shard([choice], problem, made.registry)
-    step, pieces = chance.randint(1, shard.steps(arm)), chance.randint(1, 3)
+    step, pieces = chance.randint(1, shard.steps(arm)), chance.randint(1, 4)
     bounds, base = shard.bounds(arm, pieces), choice.base(problem.base_plan)
+    fewer = shard.bounds(arm, pieces - 1) if arm.pieces and pieces > 2 else None
     text = arm.text(step, pieces)
     try:
         plan = made.registry.resolve(text, None, problem).plan(problem, base)
@@ -96,20 +101,29 @@ def _checked(made: SearchJob, choice: Choice, arm: Arm, chance: random.Random) -
         found = evaluate_program(problem, plan, lower(plan, problem))
     except (PlanError, LayoutError):
         return None
-    tight = shard.tight_s(arm, step, pieces, 0, frame(problem, base))
-    pinned = max(1, found.host_node_bytes)
+    framed = frame(problem, base)
+    tight = shard.tight_s(arm, step, pieces, 0, framed)
+    keep = shard.tight_s(KEEP, 1, 1, 0, framed)
+    pinned, peak = max(1, found.host_node_bytes), max(found.peak_device_bytes)
+    more, more_host = 0.0, 0.0
+    if fewer and not isinstance(fewer, Refused):
+        more = float(shard.in_more_pieces(arm, pieces - 1)[step - 1, 0]) / peak
+        more_host = float(fewer.host_bytes[step - 1, 0]) / pinned
     return Checked(
         f"{text} at {choice.layout} {choice.sizes}",
         float(shard.kernels_s[0]) / found.step_s,
         float(bounds.step_s[step - 1, 0]) / found.step_s,
         tight / found.step_s,
-        float(bounds.peak_bytes[step - 1, 0]) / max(found.peak_device_bytes),
+        keep / found.step_s,
+        float(bounds.peak_bytes[step - 1, 0]) / peak,
         float(bounds.host_bytes[step - 1, 0]) / pinned,
+        more,
+        more_host,
     )
 
 
 def _holds(found: list[Checked]) -> None:
-    for name in ("first", "time", "tight", "peak", "host"):
+    for name in Checked._fields[1:]:
         worst = max(found, key=lambda one: float(getattr(one, name)))
         assert getattr(worst, name) <= ROUNDING, f"{name} {getattr(worst, name)}: {worst.text}"
     assert median(max(one.time, one.tight) for one in found) >= 0.95

@@ -236,8 +236,9 @@ class CostModel:
 
     def group(self, group: str, stage: int) -> collectives.GroupShape:
         """How the worst-placed group of a kind lies on the nodes."""
+        lay = self.layout
         return collectives.worst_group(
-            self.layout,
+            Layout(tp=lay.tp, cp=lay.cp, pp=lay.pp, dp=lay.dp, ulysses=lay.ulysses),
             "state" if group == "dp" else group,
             stage,
             self.cluster.gpus_per_node,

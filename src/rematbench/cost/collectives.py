@@ -5,6 +5,7 @@ a stride and a size.  Seconds follow from how many of its ranks sit on each node
 """
 
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 from msgspec import Struct
@@ -34,7 +35,7 @@ def degrees(layout: Layout) -> dict[str, int]:
 def group_stride(layout: Layout, group: str, order: tuple[str, ...]) -> int:
     """Distance in ranks between neighbours of a group: the product of the faster degrees."""
     sizes = degrees(layout)
-    return int(np.prod([sizes[name] for name in order[: order.index(group)]], initial=1))
+    return prod(sizes[name] for name in order[: order.index(group)])
 
 
 def group_ranks(
@@ -64,11 +65,14 @@ def worst_group(
     layout: Layout, group: str, stage: int, gpus_per_node: int, order: tuple[str, ...]
 ) -> GroupShape:
     """The group that is served worst: several nodes before one, then fewest ranks on a node."""
-    shapes = []
-    for ranks in group_ranks(layout, group, stage, order):
-        nodes, counts = np.unique(np.array(ranks) // gpus_per_node, return_counts=True)
-        shapes.append(GroupShape(len(ranks), int(counts.min()), len(nodes)))
-    return min(shapes, key=lambda s: (s.nodes == 1, s.fewest_per_node, -s.nodes))
+    nodes = np.array(group_ranks(layout, group, stage, order)) // gpus_per_node
+    numbers = np.arange(len(nodes))[:, None] * (nodes.max() + 1) + nodes  # of (group, node)
+    places, counts = np.unique(numbers, return_counts=True)
+    first = np.flatnonzero(np.diff(places // (nodes.max() + 1), prepend=-1))
+    fewest = np.minimum.reduceat(counts, first)
+    touched = np.diff(first, append=len(places))
+    worst = np.lexsort((-touched, fewest, touched == 1))[0]
+    return GroupShape(nodes.shape[1], int(fewest[worst]), int(touched[worst]))
 
 
 @lru_cache(maxsize=4096)

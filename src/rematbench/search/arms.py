@@ -201,8 +201,9 @@ def _no_better(single: Single, other: Single, sample: dict[Single, Probe]) -> bo
 
 
 def _numbers(probe: Probe) -> list[float]:
+    """To nine digits: what a layer adds is a difference of sums."""
     return [
-        number
+        float(f"{number:.9g}")
         for line in probe.facts
         for cost in (line.base, line.slope)
         for number in (

@@ -8,6 +8,7 @@ from itertools import count
 from math import inf
 from typing import Literal
 
+import numpy as np
 from msgspec import Struct
 
 from rematbench.packages.flags import Engines
@@ -38,16 +39,16 @@ simulation."""
 
 
 class Place(Struct):
-    """A layout while it is searched: its shard, its place there, the arms that fit, the families
-    that may, the arms judged and in how many pieces, and what was simulated.  `short`: bytes that
-    a step of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`: the least step of a
-    line that no node's memory holds; `counted`: it has a plan that is fast enough."""
+    """A layout while it is searched: its shard, its place there, the arms that fit, which families
+    may, the arms judged and in how many pieces, and what was simulated.  `short`: bytes that a step
+    of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`: the least step of a line
+    that no node's memory holds; `counted`: it has a plan that is fast enough."""
 
     shard: Shard
     index: int
     choice: Choice
     fits: list[Arm]
-    families: list[tuple[Arm, Arm | None]] | None = None
+    families: dict[tuple[Arm, Arm | None], bool] = {}
     problem: Problem | None = None
     frame: Frame | None = None
     engines: Engines | None = None
@@ -91,12 +92,13 @@ class Search:
         self.short_bytes = inf
         self.fell: Counter[str] = Counter()
         for shard in shards:
-            held = shard.holds_states()
+            over = shard.states_over_bytes
+            held = over <= 0
             self.fell["layouts whose states alone do not fit"] += int((~held).sum())
             if held.any():
                 self._push(float(shard.kernels_s[held].min()), Item("shard", None, shard, KEEP))
             else:
-                self._short(float(shard.least_state_bytes() - shard.usable_bytes))
+                self._short(float(over.min()))
 
     @property
     def bound_s(self) -> float:
@@ -146,19 +148,21 @@ class Search:
             self.fell["of a layout that is fast enough"] += 1
         elif self._dominated(place, item.arm):
             self.fell["made of a plan that fits"] += 1
+        elif item.stage == "closed" or (item.stage == "expand" and place.frame is None):
+            self._tighten(bound_s, place, item)
         elif item.stage == "expand":
             self._expand(bound_s, place, item.arm)
-        elif item.stage in ("made", "pieces"):
+        elif item.stage == "made":
+            self._made(bound_s, place, item.arm)
+        elif item.stage == "pieces":
             self._judge(bound_s, place, item.arm, item.pieces)
-        elif item.stage == "closed":
-            self._tighten(bound_s, place, item)
         else:
             return self._simulate(bound_s, place, item)
         return None
 
     def _open(self, bound_s: float, shard: Shard) -> None:
         """Queue the layouts of a shard whose states fit, keeping everything at first."""
-        for index in shard.holds_states().nonzero()[0]:
+        for index in (shard.states_over_bytes <= 0).nonzero()[0]:
             at = int(index)
             self._judge(bound_s, Place(shard, at, shard.choices[at], []), KEEP)
 
@@ -178,13 +182,26 @@ class Search:
                 bound = max(bound_s, float(first.step_s[0, at]))
                 self._push(bound, Item("expand", place, None, arm))
             return
-        smaller = arm.line and found and found[1] > 1  # more pieces may need less of the line
-        if pieces == _pieces(arm) or (found and not smaller):
-            return
-        if pieces > 1 and shard.in_most_pieces(arm)[at] > shard.usable_bytes:
-            self.fell["device memory, in any pieces"] += 1
-            return
-        self._push(found[0] if found else bound_s, Item("pieces", place, None, arm, 1, pieces + 1))
+        if pieces < _pieces(arm) and (not found or found[1] > 1):
+            self._ask_pieces(place, arm, pieces + 1, bound_s, found[1] if found else inf)
+
+    def _ask_pieces(
+        self, place: Place, arm: Arm, pieces: int, bound_s: float, below: float
+    ) -> None:
+        """Queue an arm in more pieces, if its bytes may then fit `below` a step of its line.  What
+        is kept, and so what is on the host, is the same in any pieces."""
+        shard, at = place.shard, place.index
+        known = shard.bounds(arm, pieces - 1)
+        if not isinstance(known, Refused):
+            over = known.host_bytes[:, at] > shard.problem.cost.host_room_bytes
+            if pieces > 2:
+                over |= shard.in_more_pieces(arm, pieces - 1)[:, at] > shard.usable_bytes[at]
+            step = int(np.argmin(over))
+            if over[step] or step + 1 >= below:
+                self.fell["memory, in any pieces"] += 1
+                return
+            bound_s = max(bound_s, float(known.step_s[step, at]))
+        self._push(bound_s, Item("pieces", place, None, arm, 1, pieces))
 
     def _least(
         self, place: Place, arm: Arm, pieces: int, bound_s: float, after: int = 0
@@ -195,7 +212,7 @@ class Search:
         if isinstance(found, Refused):
             self.fell["no plan"] += 1
             return None
-        over = found.peak_bytes[:, at] - shard.usable_bytes
+        over = found.peak_bytes[:, at] - shard.usable_bytes[at]
         last = min(len(over), place.ends.get(_in_one_piece(arm), len(over) + 1) - 1)
         for step in range(after + 1, last + 1):
             if found.host_bytes[step - 1, at] > shard.problem.cost.host_room_bytes:
@@ -205,7 +222,7 @@ class Search:
                 self._short(float(over[step - 1]))
                 self.fell["device memory, by its bound"] += 1
             elif (arm, step) in place.flat:
-                self.fell["device memory, in any pieces"] += 1
+                self.fell["memory, in any pieces"] += 1
             else:
                 return max(bound_s, float(found.step_s[step - 1, at])), step
         return None
@@ -216,24 +233,27 @@ class Search:
         return any(set(known.parts) <= set(arm.parts) for known in place.fits)
 
     def _expand(self, bound_s: float, place: Place, arm: Arm) -> None:
-        """Queue what is made of an arm, of families whose leanest arm may fit."""
-        if place.families is None:
-            place.families = [key for key in self.tree.families if self._may_fit(place, *key)]
-        if not place.families:
+        """Queue what is made of an arm, if the leanest arm of any family may fit."""
+        if not any(self._may_fit(place, *family) for family in self.tree.families):
             self.fell["device memory, under the leanest plans"] += 1
             return
         for more in self.tree.more(arm):
-            family = self.tree.family(more)
-            if self._dominated(place, more) or not any(
-                set(family[0].parts) <= set(lean.parts) and (pieces or not family[1])
-                for lean, pieces in place.families
-            ):
-                continue
-            if family in place.families:
+            if not self._dominated(place, more):
                 bound = max(bound_s, *(self._alone_s(place, part) for part in more.parts))
                 self._push(bound, Item("made", place, None, more))
-            else:
-                self._push(bound_s, Item("expand", place, None, more))
+
+    def _made(self, bound_s: float, place: Place, arm: Arm) -> None:
+        """Judge an arm if the leanest of its family may fit, or go on to what is made of it."""
+        lean, pieces = self.tree.family(arm)
+        if self._may_fit(place, lean, pieces):
+            self._judge(bound_s, place, arm)
+        elif any(
+            set(lean.parts) <= set(more.parts)
+            and (cut or not pieces)
+            and self._may_fit(place, more, cut)
+            for more, cut in self.tree.families
+        ):
+            self._expand(bound_s, place, arm)
 
     def _alone_s(self, place: Place, part: Single) -> float:
         """What a method takes at least by itself: a plan made of it is not faster."""
@@ -241,16 +261,21 @@ class Search:
         return 0.0 if isinstance(found, Refused) else float(found.step_s[0, place.index])
 
     def _may_fit(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
+        if (lean, pieces) not in place.families:
+            place.families[lean, pieces] = self._holds(place, lean, pieces)
+        return place.families[lean, pieces]
+
+    def _holds(self, place: Place, lean: Arm, pieces: Arm | None) -> bool:
         shard = place.shard
         for bytes_of in (shard.least_bytes, partial(shard.family_bytes, lean)):
-            over = float(bytes_of(pieces)[place.index]) - shard.usable_bytes
+            over = float((bytes_of(pieces) - shard.usable_bytes)[place.index])
             if over > 0:
                 self._short(over)
                 return False
         return True
 
     def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
-        """Queue an arm by its whole schedule."""
+        """Queue an arm by its whole schedule; what is made of an arm is not faster either."""
         self.work += TIGHTENED
         if place.problem is None:
             problem = place.shard.problem
@@ -258,7 +283,8 @@ class Search:
         if place.frame is None:
             place.frame = frame(place.problem, place.choice.base(place.problem.base_plan))
         tight = place.shard.tight_s(item.arm, item.step, item.pieces, place.index, place.frame)
-        found = Item("tight", place, None, item.arm, item.step, item.pieces)
+        stage: Stage = "tight" if item.stage == "closed" else "expand"
+        found = Item(stage, place, None, item.arm, item.step, item.pieces)
         self._push(max(bound_s, tight), found)
 
     def _simulate(self, bound_s: float, place: Place, item: Item) -> Tried | None:
@@ -295,9 +321,9 @@ class Search:
         found = self._least(place, arm, item.pieces, bound_s, item.step)
         if found:
             self._push(found[0], Item("closed", place, None, arm, found[1], item.pieces))
-        elif item.pieces < _pieces(arm) and (arm.line or (arm, 1) not in place.flat):
+        if item.pieces < _pieces(arm) and (arm.line or (arm, 1) not in place.flat):
             self._push(bound_s, Item("pieces", place, None, arm, 1, item.pieces + 1))
-        else:
+        elif not found:
             self._push(bound_s, Item("expand", place, None, arm))
 
 

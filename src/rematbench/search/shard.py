@@ -95,10 +95,14 @@ class Shard:
         return self._ends_s[key]
 
     @cached_property
-    def usable_bytes(self) -> int:
-        """Device bytes that some layout may reserve, at most: without communicators."""
-        single = replaced(self.problem, layout=Layout(), _memo={}, _weights={})
-        return single.usable_bytes - self.problem.reserve_bytes
+    def usable_bytes(self) -> NDArray[np.int64]:
+        """Device bytes that each layout may reserve, beside its communicators."""
+        known: dict[tuple[int, int], int] = {}
+        for lay in (choice.layout for choice in self.choices):
+            if (lay.pp, lay.dp) not in known:
+                known[lay.pp, lay.dp] = replaced(self.problem, layout=lay).usable_bytes
+        found = [known[choice.layout.pp, choice.layout.dp] for choice in self.choices]
+        return np.array(found) - self.problem.reserve_bytes
 
     @cached_property
     def kernels_s(self) -> Array:
@@ -142,16 +146,21 @@ class Shard:
         ends = self._ends(arm, pieces)
         if isinstance(ends, Refused):
             return ends
-        zero, one = ends
-        low, high = self._shares(arm)
-        rounding = 2 * ROUNDING_BYTES * self.columns.in_flight[0] if arm.line else 0
-        lean = one if arm.line is None else mixed(zero, one, high)
-        quick = self._quick(arm, ends, low)
+        quick = self._quick(arm, ends, self._shares(arm)[0])
+        rounding = self._rounding_bytes(arm) * self.columns.gpus_per_node
         return Bounds(
             np.atleast_2d(step_bound(self.columns, quick, self.send_s) + self.end_s),
-            np.atleast_2d(peak_bound(self.columns, lean) - rounding),
-            np.atleast_2d(host_bound(self.columns, quick) - rounding * self.columns.gpus_per_node),
+            self._peak_bytes(arm, ends),
+            np.atleast_2d(host_bound(self.columns, quick) - rounding),
         )
+
+    def _peak_bytes(self, arm: Arm, ends: tuple[Facts, Facts]) -> Array:
+        """Bytes between the ends of an arm's line, a row for each step."""
+        lean = ends[1] if arm.line is None else mixed(*ends, self._shares(arm)[1])
+        return np.atleast_2d(peak_bound(self.columns, lean) - self._rounding_bytes(arm))
+
+    def _rounding_bytes(self, arm: Arm) -> Any:
+        return 2 * ROUNDING_BYTES * self.columns.in_flight[0] if arm.line else 0
 
     def _quick(self, arm: Arm, ends: tuple[Facts, Facts], share: Any) -> Facts:
         """Facts for the time of an arm at a share of its line.  Which operators are cut in pieces
@@ -194,14 +203,10 @@ class Shard:
         found = tightened(frame, facts, moves.transfers, self.choices[index].sizes, rate)
         return float(found) * (SHARED if arm.line or arm.pieces else LINEAR)
 
-    def least_state_bytes(self) -> float:
-        """Bytes of states on the fullest device, of the layout with fewest."""
-        return float(np.maximum.reduce(self.columns.state_bytes).min())
-
-    def holds_states(self) -> NDArray[np.bool_]:
-        """Layouts whose states alone fit the device."""
-        fullest = np.maximum.reduce(self.columns.state_bytes)
-        return np.asarray(fullest <= self.usable_bytes)
+    @cached_property
+    def states_over_bytes(self) -> Array:
+        """Bytes of states on the fullest device above what it may hold."""
+        return np.asarray(np.maximum.reduce(self.columns.state_bytes) - self.usable_bytes)
 
     def family_bytes(self, lean: Arm, pieces: Arm | None) -> Array:
         """Bytes that no arm of a family goes below: what its leanest arm keeps, and what passes
@@ -240,14 +245,14 @@ class Shard:
                 ]
         return self._known_highs[pieces]
 
-    def in_most_pieces(self, arm: Arm) -> Array:
-        """Bytes in the most pieces, at the arm's line's end, from those in two and in four: peaks
-        are maxima of lines in 1 / pieces, and a convex function lies above its chords' ends."""
-        two, four = (self.probe(arm, pieces) for pieces in (1, 2))
-        if isinstance(two, Refused) or isinstance(four, Refused):
-            return np.zeros(len(self.choices))
-        lines = (_chord(a, b) for a, b in zip(two.facts, four.facts, strict=True))
-        return peak_bound(self.columns, Facts._make(lines))
+    def in_more_pieces(self, arm: Arm, pieces: int) -> Array:
+        """Bytes in any more pieces, from those in so many and in half of them: peaks are maxima of
+        lines in 1 / pieces, and a convex function lies above its chords' ends."""
+        few, many = (self._ends(arm, at) for at in (pieces - 1, pieces))
+        if isinstance(few, Refused) or isinstance(many, Refused):
+            return np.zeros((self.steps(arm), len(self.choices)))
+        zero, one = (Facts._make(map(_chord, *both)) for both in zip(few, many, strict=True))
+        return self._peak_bytes(arm, (zero, one))
 
 
 def _after_passes(problem: Problem, count: int) -> list[Comm]:
@@ -272,8 +277,8 @@ def _host_update_s(problem: Problem, count: int) -> float:
 
 
 def _chord(two: Line, four: Line) -> Line:
-    """A line of a quarter of the rows, with highest points as they are at least in any more
-    pieces."""
+    """The second line, of half the rows of the first, with highest points as they are at least in
+    any more pieces."""
 
     def chunk(a: ChunkCost, b: ChunkCost) -> ChunkCost:
         forward, backward = (

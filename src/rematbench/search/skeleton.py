@@ -4,6 +4,7 @@ A rank has two clocks, compute's and the host's, which a pass moves as its block
 message arrives one transfer after its pass.  What follows the last pass is lowered as it is.
 """
 
+from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from math import fsum
@@ -228,63 +229,61 @@ class _Walk:
         self.frame, self.stages, self.moves, self.pp = frame, stages, moves, pp
         self.compute, self.host = list(frame.stall_s), [0.0] * pp
         self.out, self.back = [0.0] * pp, [0.0] * pp
-        self.arrived: dict[tuple[bool, int, int], float] = {}
+        micro_batches = len(frame.order) // (2 * len(stages))
+        self.arrived = [[[0.0] * micro_batches for _ in stages] for _ in "BF"]
         self.copies = any(stage.out_s for stage in stages)
         self.gone: dict[tuple[int, int], float] = {}  # (micro-batch, stage): its copy's end
         self.here: dict[tuple[int, int], float] = {}
         self.position = [0] * pp
-        self.due: list[list[tuple[int, float]]] = [[] for _ in range(pp)]
+        self.due: list[deque[tuple[int, float]]] = [deque() for _ in range(pp)]
         self.copying = [0.0] * pp  # when the rank's last copy to the host ends
 
     def run(self) -> float:
         down, up, waits, held = self.frame.links
-        last = len(self.stages) - 1
+        last, pp, copies = len(self.stages) - 1, self.pp, self.copies
+        compute, host, arrived = self.compute, self.host, self.arrived
         for rank, forward, micro_batch, chunk in self.frame.order:
-            number = chunk * self.pp + rank
+            number = chunk * pp + rank
             stage = self.stages[number]
-            if self.copies:
+            if copies:
                 self._fetch(rank)
-            at, issued = self.compute[rank], self.host[rank]
+            at, issued = compute[rank], host[rank]
             if number > 0 if forward else number < last:
-                at = max(at, self.arrived[forward, micro_batch, number])
-                if held:
-                    issued = max(issued, at)
+                came = arrived[forward][number][micro_batch]
+                at = came if came > at else at
+                if held and at > issued:
+                    issued = at
             taken, from_host, of_host = stage.forward if forward else stage.backward
-            at = max(at + taken, issued + from_host)
-            if not forward and stage.back_s:
+            at, host[rank] = at + taken, issued + of_host
+            at = max(at, issued + from_host)
+            if copies and not forward and stage.back_s:
                 at = max(at, self.here[micro_batch, number] + stage.landed_s)
             ended = at
-            self.host[rank] = issued + of_host
             if 0 <= (peer := number + 1 if forward else number - 1) <= last:
-                start = at
-                if forward and self.copies and self._warming(rank):
-                    start = max(start, self.copying[rank])
-                message = start + (down[rank] if forward else up[rank])
-                self.arrived[forward, micro_batch, peer] = message
+                message = at + (down[rank] if forward else up[rank])
+                if copies and forward and self._warming(rank) and self.copying[rank] > at:
+                    message = self.copying[rank] + down[rank]
+                arrived[forward][peer][micro_batch] = message
                 at = message if waits else at
-            if forward and stage.out_s:
-                self._copy_out(rank, (micro_batch, number), ended, stage.out_s)
-            self.compute[rank] = at
-            self.position[rank] += 1
-            if self.due[rank]:
-                self._release(rank)
-        return max(at + end for at, end in zip(self.compute, self.frame.end_s, strict=True))
+            compute[rank] = at
+            if copies:
+                self._after(rank, (micro_batch, number), ended, stage.out_s if forward else 0.0)
+        return max(at + end for at, end in zip(compute, self.frame.end_s, strict=True))
 
     def _warming(self, rank: int) -> bool:
         warm = self.frame.warm[rank]
         return "warmup" in self.moves.before_send_phases and self.position[rank] < warm
 
-    def _copy_out(self, rank: int, where: tuple[int, int], at: float, seconds: float) -> None:
-        end = max(self.out[rank], at) + seconds
-        self.out[rank] = self.gone[where] = self.copying[rank] = end
-        self.due[rank].append((self.position[rank] + self.moves.release_lag, end))
-
-    def _release(self, rank: int) -> None:
-        """Compute waits for the copies whose device memory is to be free by now."""
-        position = self.position[rank] - 1
-        due = [end for at, end in self.due[rank] if at <= position]
-        self.due[rank] = [(at, end) for at, end in self.due[rank] if at > position]
-        self.compute[rank] = max(self.compute[rank], *due, 0.0)
+    def _after(self, rank: int, where: tuple[int, int], at: float, seconds: float) -> None:
+        """Begin a copy to the host; compute waits for those whose device memory is to be free."""
+        position, due = self.position[rank], self.due[rank]
+        if seconds:
+            end = max(self.out[rank], at) + seconds
+            self.out[rank] = self.gone[where] = self.copying[rank] = end
+            due.append((position + self.moves.release_lag, end))
+        self.position[rank] += 1
+        while due and due[0][0] <= position:
+            self.compute[rank] = max(self.compute[rank], due.popleft()[1])
 
     def _fetch(self, rank: int) -> None:
         """The copies back that begin before the rank's next pass."""
