@@ -1,6 +1,6 @@
 """Several figures in one process: importing seaborn takes longer than drawing with it.
 
-usage: draw.py DIR NAME=TABLE.csv [NAME=TABLE.csv ...]   (figures/NAME.py draws DIR/NAME.pdf)
+usage: draw.py DIR NAME=TABLE.csv[,TABLE.csv] [...]   (figures/NAME.py draws DIR/NAME.pdf)
 """
 
 import runpy
@@ -10,11 +10,11 @@ from pathlib import Path
 
 def main() -> None:
     if len(sys.argv) < 3 or not all("=" in word for word in sys.argv[2:]):
-        raise SystemExit("usage: draw.py DIR NAME=TABLE.csv [NAME=TABLE.csv ...]")
+        raise SystemExit("usage: draw.py DIR NAME=TABLE.csv[,TABLE.csv] [...]")
     folder, drawn = Path(sys.argv[1]), [word.split("=", 1) for word in sys.argv[2:]]
-    for name, table in drawn:
+    for name, tables in drawn:
         script = Path(__file__).with_name(f"{name}.py")
-        sys.argv = [str(script), table, str(folder / f"{name}.pdf")]
+        sys.argv = [str(script), *tables.split(","), str(folder / f"{name}.pdf")]
         runpy.run_path(str(script), run_name="__main__")
 
 

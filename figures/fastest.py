@@ -1,7 +1,7 @@
 """The fastest method of every model, cluster and context length, with its 80 % band; a square for
-each method that ties with it, in that method's colour.
+each method that ties with it, in that method's colour; how much faster a search's plan is.
 
-usage: fastest.py matrix_fastest.csv FIGURE.pdf
+usage: fastest.py matrix_fastest.csv searched_cells.csv FIGURE.pdf
 """
 
 import textwrap
@@ -21,13 +21,19 @@ SPARE = (style.GREEN, style.PINK)
 """Colours of the most frequent winners that have none of their own."""
 LETTERS = 19
 """Of a method's name in one line of a cell."""
+CELL = ["model", "cluster", "seq_len"]
+LEAST = 0.01
+"""A search's plan that is faster by less is not told: what it leaves unproved."""
 FREE, TIED = 0.6, 0.2
 """How strong the colour of a cell is: one fastest, or a tie."""
 
 
 def main() -> None:
-    source, target = style.arguments(2, "matrix_fastest.csv FIGURE.pdf")
+    usage = "matrix_fastest.csv searched_cells.csv FIGURE.pdf"
+    source, searched, target = style.arguments(3, usage)
     rows = pd.read_csv(source, keep_default_na=False)
+    best = pd.read_csv(searched)[[*CELL, "tokens_per_s_per_gpu"]]
+    rows = rows.merge(best, on=CELL, how="left", suffixes=("", "_searched"))
     style.apply()
     where = list(dict.fromkeys(zip(rows.model, rows.cluster, strict=True)))
     lengths = sorted(rows.seq_len.unique())
@@ -77,13 +83,19 @@ def cell(axis: Axes, row: object, across: int, down: int, colors: dict[str, str]
         axis.text(across + 0.5, down + 0.62, f"{rate} ({low} to {high})", size=5.5, **middle)
     ties = sorted(filter(None, row.ties.split(", ")), key=lambda arm: arm not in colors)
     for place, arm in enumerate(ties):
-        at = (across + 0.06 + 0.056 * place, down + 0.78)
-        axis.add_patch(Rectangle(at, 0.042, 0.12, fc=colors.get(arm, style.GREY), lw=0, zorder=3))
-    if row.fits == "tight":
-        axis.text(across + 0.95, down + 0.84, "tight", size=4.5, ha="right", va="center")
+        at = (across + 0.05 + 0.041 * place, down + 0.78)
+        axis.add_patch(Rectangle(at, 0.031, 0.12, fc=colors.get(arm, style.GREY), lw=0, zorder=3))
+    words = ", ".join([*(["tight"] if row.fits == "tight" else []), *by_search(row)])
+    axis.text(across + 0.95, down + 0.84, words, size=4.5, ha="right", va="center")
     if row.arm and not row.outside:
         frame = {"fill": False, "ec": style.BLACK, "lw": 1.2, "zorder": 4}
         axis.add_patch(Rectangle((across + 0.02, down + 0.04), 0.96, 0.92, **frame))
+
+
+def by_search(row: object) -> list[str]:
+    """What a search's plan adds, if it is worth a word."""
+    more = row.tokens_per_s_per_gpu_searched / row.tokens_per_s_per_gpu - 1.0 if row.arm else 0.0
+    return [f"search +{100.0 * more:.0f} %"] if more > LEAST else []
 
 
 def shown(row: object, key: str) -> str:
