@@ -73,11 +73,9 @@ rule small_models:
         png=report("results/paper/figures/small_models.png", category="figures"),
     log:
         "results/paper/logs/small_models.log",
-    localrule: SIMULATE_HERE
+    localrule: True
     conda:
         "../environment.yml"
-    resources:
-        **SIMULATED,
     params:
         engine=code("sheet"),
         only="--only system=megatron-deepspeed --only layers=24 --only pp=1",
