@@ -30,7 +30,7 @@ from rematbench.program.program import Block, Program
 from rematbench.simulate.contention import KERNELS
 from rematbench.simulate.max_plus import COMPUTE, macro_of
 from rematbench.simulate.seconds import ActionCosts
-from rematbench.simulate.step import HOST, compile_block
+from rematbench.simulate.step import HOST, TimedBlock, compile_block
 from rematbench.spec.layout import Layout, LayoutError
 
 MICRO_BATCHES = 5
@@ -42,11 +42,13 @@ RHYTHM = 5
 
 class PassCost(NamedTuple):
     """One pass of a chunk: seconds that compute takes from when it is free, from when the host
-    begins to issue, and from when its copies are back; seconds of the host, and of kernels alone;
-    device bytes that it leaves, and its highest above entry."""
+    begins to issue (and if each kernel began when it was issued), and from when its copies are
+    back; seconds of the host, and of kernels alone; device bytes that it leaves, and its highest
+    above entry."""
 
     compute_s: float
     issued_s: float
+    called_s: float
     landed_s: float
     host_s: float
     kernel_s: float
@@ -323,6 +325,16 @@ def _least(costs: Iterator[PassCost]) -> PassCost:
     return found
 
 
+def _called_s(block: TimedBlock) -> float:
+    """When the last kernel ends, if it begins when the host has issued it."""
+    issued = end = 0.0
+    for item in block.items:
+        issued += item.issue
+        if item.stream == COMPUTE and item.seconds:
+            end = issued + item.seconds
+    return end
+
+
 def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> PassCost:
     """A block's paths that begin and end at compute or at the host, its kernels and its bytes."""
     timed = compile_block(block, rank, costs)
@@ -334,6 +346,7 @@ def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> 
     return PassCost(
         compute_s=compute.get(COMPUTE, 0.0),
         issued_s=compute.get(HOST, 0.0),
+        called_s=_called_s(timed),
         landed_s=compute.get(landed, 0.0),
         host_s=ends.get(HOST, {}).get(HOST, 0.0),
         kernel_s=fsum(kernels),

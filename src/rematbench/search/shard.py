@@ -160,7 +160,8 @@ class Shard:
         return np.atleast_2d(peak_bound(self.columns, lean) - self._rounding_bytes(arm))
 
     def _rounding_bytes(self, arm: Arm) -> Any:
-        return 2 * ROUNDING_BYTES * self.columns.in_flight[0] if arm.line else 0
+        cut = arm.line or arm.pieces
+        return 2 * ROUNDING_BYTES * self.columns.in_flight[0] if cut else 0
 
     def _quick(self, arm: Arm, ends: tuple[Facts, Facts], share: Any) -> Facts:
         """Facts for the time of an arm at a share of its line.  Which operators are cut in pieces
@@ -338,5 +339,6 @@ def _nothing() -> ChunkCost:
 
 
 def _cost(forward_s: float, backward_s: float) -> ChunkCost:
-    forward, backward = (PassCost(s, 0.0, 0.0, 0.0, 0.0, 0, 0) for s in (forward_s, backward_s))
+    none = (0.0,) * 5
+    forward, backward = (PassCost(s, *none, 0, 0) for s in (forward_s, backward_s))
     return ChunkCost(forward, backward, 0, 0.0, 0.0, 0, 0, 0, 0)

@@ -17,7 +17,7 @@ from rematbench.operators.ops import Comm, CommKind
 from rematbench.plan import MIB, Pass, Plan, Transfers
 from rematbench.problem import Problem
 from rematbench.program.program import Block
-from rematbench.search.probe import ChunkCost, Facts, Line
+from rematbench.search.probe import ChunkCost, Facts, Line, PassCost
 from rematbench.simulate.max_plus import COMPUTE, macro_of
 from rematbench.simulate.seconds import ActionCosts
 from rematbench.simulate.step import compile_block
@@ -194,7 +194,15 @@ def stages_of(facts: Facts, sizes: tuple[int, ...], hbm_bytes_per_s: float) -> l
             return at(role, lambda c: getattr(getattr(c, which), field), layers)
 
         slower = drawn * of("kernel_s")
-        return (of("compute_s") + slower, of("issued_s"), of("host_s"))
+        # The longest path from the host goes through the layers on the host or on the device; which
+        # of them at the model's ends, a middle rank's layers do not say.
+        own: PassCost = getattr(role.slope, which)
+        edge = min if layers >= role.layers else max
+        layer_s = edge(own.issued_s, own.compute_s, own.host_s)
+        base: PassCost = getattr(role.base, which)
+        issued_s = base.issued_s + (layers - role.layers) * layer_s
+        issued_s = max(issued_s, of("compute_s"), of("called_s"))
+        return (of("compute_s") + slower, issued_s, of("host_s"))
 
     return [
         Stage(
