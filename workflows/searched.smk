@@ -1,6 +1,6 @@
 """Committed searches and their tables: each line's plan is simulated again before its table is made.
 
-The searches themselves take an hour and run where they are asked for: ./bench reproduce --full.
+The searches themselves take half an hour and run where they are asked for: ./bench reproduce --full.
 """
 
 SEARCHES = {

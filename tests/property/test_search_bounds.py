@@ -13,7 +13,7 @@ from rematbench.search.job import Asked, SearchJob
 from rematbench.search.probe import Probe, Refused
 from rematbench.search.shard import Shard
 from rematbench.search.skeleton import frame
-from rematbench.search.space import Choice
+from rematbench.search.space import Choice, Fixed
 from rematbench.simulate.evaluate import evaluate_program
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.problemspec import ProblemSpec
@@ -143,3 +143,22 @@ def test_two_thousand_plans_do_not_beat_their_bounds(
 ) -> None:
     """The same on many more."""
     _holds(drawn(job, 334, seed=2))
+
+
+def test_layers_on_the_device_and_a_head_on_the_host_are_not_added_up() -> None:
+    """The last rank's pass of a layer waits for the host, that of twelve layers for the device."""
+    model, cluster, system, gpus, seq_len, global_batch = JOBS[5]
+    spec = ProblemSpec(
+        model=model, cluster=cluster, system=system, gpus=gpus, seq_len=seq_len,
+        global_batch=global_batch,
+    )  # fmt: skip
+    made = SearchJob(Asked(spec=spec, fixed=Fixed(tp=4, pp=2, vpp=1, micro_batch=1, zero_stage=1)))
+    (choice,) = (c for c in made.space.choices if c.even)
+    problem = made.problem(choice)
+    shard, base = Shard([choice], problem, made.registry), choice.base(problem.base_plan)
+    arms = _arms(SearchJob(Asked(spec=spec)))
+    arm = next(a for a in arms if a.text(1, 4) == "mst:mlp_chunks=16,head_chunks=16")
+    plan = made.registry.resolve(arm.text(1, 4), None, problem).plan(problem, base)
+    assert not isinstance(plan, Unsupported)
+    step_s = evaluate_program(problem, plan, lower(plan, problem)).step_s
+    assert 0.99 < shard.tight_s(arm, 1, 4, 0, frame(problem, base)) / step_s <= ROUNDING
