@@ -32,6 +32,8 @@ MOST_PASSES = 1200
 """Passes of a step that is simulated here: longer ones say no more and take seconds."""
 
 ROUNDING = 1.0 + 1e-9
+ROUNDED_BYTES = 64
+"""Shards of layers are whole numbers; what a layer adds is one of two."""
 
 
 class Checked(NamedTuple):
@@ -115,7 +117,7 @@ def _checked(made: SearchJob, choice: Choice, arm: Arm, chance: random.Random) -
         float(bounds.step_s[step - 1, 0]) / found.step_s,
         tight / found.step_s,
         keep / found.step_s,
-        float(bounds.peak_bytes[step - 1, 0]) / peak,
+        (float(bounds.peak_bytes[step - 1, 0]) - ROUNDED_BYTES) / peak,
         float(bounds.host_bytes[step - 1, 0]) / pinned,
         more,
         more_host,
