@@ -94,7 +94,9 @@ def cell(axis: Axes, row: object, across: int, down: int, colors: dict[str, str]
 
 def by_search(row: object) -> list[str]:
     """What a search's plan adds, if it is worth a word."""
-    more = row.tokens_per_s_per_gpu_searched / row.tokens_per_s_per_gpu - 1.0 if row.arm else 0.0
+    if not row.arm:
+        return []
+    more = row.tokens_per_s_per_gpu_searched / float(row.tokens_per_s_per_gpu) - 1.0
     return [f"search +{100.0 * more:.0f} %"] if more > LEAST else []
 
 
