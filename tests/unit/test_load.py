@@ -225,6 +225,7 @@ def test_blackwell_has_the_numbers_of_its_published_kernels_and_no_published_ste
     gpu, rates = calibration().gpu("blackwell"), calibration().kernels.generation("blackwell")
     assert (gpu.sm_count, gpu.gemm_efficiency) == (rates.sm_count, rates.gemm.efficiency)
     assert (gpu.gemm_half_k, gpu.gemm_tail_waves) == (rates.gemm.half_k, rates.gemm.tail)
+    assert gpu.hbm_efficiency == calibration().gpu("hopper").hbm_efficiency  # as its source says
     problem = make_problem(
         layout=Layout(), model="llama-7b", cluster="b200-180gb", system="nemo-24.12", seq_len=4096
     )

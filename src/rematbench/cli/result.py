@@ -35,7 +35,7 @@ def result(shown: Shown) -> dict[str, Any]:
     values["parameters"] = resolved_parameters(shown)
     values["headroom_bytes"] = verdict.headroom_bytes if verdict else None
     values["fits"] = fits(shown)
-    values["band"] = timed and band_result(band_of(shown), timed.tokens_per_s_per_gpu)
+    values["band"] = timed and band_result(shown_band(shown), timed.tokens_per_s_per_gpu)
     values["binds"] = verdict.binds if verdict else None
     values["allocator_retries"] = asdict(tried) if (tried := retries_of(shown)) else None
     job, method = shown.request.job, shown.request.method
@@ -75,7 +75,7 @@ def retries_of(shown: Shown) -> Retries | None:
     return retries(shown.request.problem, plan, evaluation)
 
 
-def band_of(shown: Shown) -> Band:
+def shown_band(shown: Shown) -> Band:
     """The band of the run's speed."""
     asked = shown.request
     return run_band(asked.problem, asked.method.name, shown.outcome.plan, asked.base)

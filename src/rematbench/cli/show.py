@@ -6,7 +6,7 @@ from rich.table import Table
 from rematbench import __version__
 from rematbench.choose.outcome import Retries
 from rematbench.cli.options import Request
-from rematbench.cli.result import Shown, band_of, fits, retries_of
+from rematbench.cli.result import Shown, fits, retries_of, shown_band
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
 from rematbench.lowering.lower import lower
@@ -252,7 +252,7 @@ def _segments(shown: Shown) -> str:
 
 
 def _trust(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
-    return trust(band_of(shown), evaluation.tokens_per_s_per_gpu)
+    return trust(shown_band(shown), evaluation.tokens_per_s_per_gpu)
 
 
 def trust(band: Band, speed: float) -> list[str]:
