@@ -41,6 +41,7 @@ COMMON = CommonConstants(
     optimizer_extra_bytes=0.0,
     communicator_node_bytes=0.0,
     communicator_network_bytes=0.0,
+    graph_bytes_share=0.25,
     host_system_share=0.0,
     dram_efficiency=1.0,
 )

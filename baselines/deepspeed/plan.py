@@ -92,7 +92,8 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Ulysses is code (DistributedAttention, and its groups as mpu): of a configuration "
             "sequence_parallel_size alone exchanges nothing",
         )
-        return holding([*_job(setup_of(problem)), code])
+        graphs = (problem.system.cuda_graphs, "CUDA graphs: DeepSpeed captures none in training")
+        return holding([*_job(setup_of(problem)), code, graphs])
 
     def limits(self, setup: Setup) -> list[Reason]:
         """What DeepSpeed, or this baseline of it, does not run or runs wrongly, in every world."""

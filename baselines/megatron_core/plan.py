@@ -156,6 +156,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         words += ["--use-distributed-optimizer"] * (lay.zero_stage == 1)
         words += ["--bf16"] * (work.precision == "bf16")
         words += ["--attention-backend unfused"] * (problem.attention == "unfused")
+        words += ["--cuda-graph-impl local"] * problem.system.cuda_graphs
         fusion = fusion_argument(work.model)
         words += [fusion] * (bool(fusion) and not self.bias_activation_fusion)
         if self.recompute == "full":

@@ -85,7 +85,8 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Tuples are NCCL's protocols (LL128, Simple): base latency, latency of a hop inside a node and
     between nodes, and share of the link rate.  `communicator_*_bytes` is the device memory of one
-    NCCL communicator whose ranks share a node, or do not.
+    NCCL communicator whose ranks share a node, or do not.  `graph_bytes_share`: what a layer's CUDA
+    graph holds beside the layer's kept activations, of these.
     """
 
     nccl_base_s: tuple[float, ...]
@@ -97,6 +98,7 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     optimizer_extra_bytes: float
     communicator_node_bytes: float
     communicator_network_bytes: float
+    graph_bytes_share: float
     host_system_share: float
     dram_efficiency: float
 

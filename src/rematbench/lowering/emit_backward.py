@@ -9,6 +9,7 @@ from rematbench.lowering.emit_rebuild import Rebuilder
 from rematbench.lowering.emit_recompute import Recomputer
 from rematbench.lowering.emit_reload import Reloader
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
+from rematbench.lowering.graphs import captured, graph_name
 from rematbench.lowering.mini import MiniRun
 from rematbench.lowering.writer import COMPUTE, WHOLE, BlockWriter, Share
 from rematbench.operators.ops import Op
@@ -59,6 +60,8 @@ class BackwardEmitter:
                 self.reducer.before(w, unit)
             self.rebuild.scopes(unit)
             self._operators(unit)
+            if captured(chunk.problem, unit):
+                w.add(Action(kind=Kind.FREE, stream=COMPUTE, frees=(graph_name(unit),)))
             self.reload.after(unit)
             if self.gatherer:
                 self.gatherer.after(w, unit)
@@ -74,6 +77,7 @@ class BackwardEmitter:
         """What is alive when the block starts."""
         chunk, w = self.chunk, self.w
         self.arrivals |= self.reload.start()
+        self.arrivals |= {graph_name(u) for u in chunk.units if captured(chunk.problem, u)}
         if self.gatherer and self.gatherer.layerwise:
             self._resident_parameters(self.gatherer)
         self.rebuild.before_receive()

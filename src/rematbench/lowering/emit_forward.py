@@ -4,6 +4,7 @@ from rematbench.lowering.chunk_ops import ChunkOps, Unit, stored_parts
 from rematbench.lowering.emit_op import Names, emit_alloc, emit_copies_out, emit_op
 from rematbench.lowering.emit_states import ParameterGatherer
 from rematbench.lowering.fates import Resolved, Site
+from rematbench.lowering.graphs import captured, graph_name
 from rematbench.lowering.mini import MiniRun, Piece
 from rematbench.lowering.writer import COMPUTE, BlockWriter, Share
 from rematbench.plan import Transfers
@@ -97,9 +98,22 @@ class ForwardEmitter:
             if fate.mixed:
                 self._split(storage, fate)
             leaving += [(part.name, part.nbytes) for part in parts if part.offload]
+        if captured(self.chunk.problem, unit):
+            self._hold_graph(unit)
         if leaving and self.transfers.granularity == "layer":
             self._copy_out(leaving, "d2h" if unit is self.trailing else "")
             self.trails = unit is self.trailing
+
+    def _hold_graph(self, unit: Unit) -> None:
+        """The memory that a layer's graph holds beside what the layer keeps, until its backward."""
+        kept = (
+            part.nbytes
+            for name, _, site in self.chunk.saved(unit)
+            for part in self.chunk.parts(unit, name, self.fates[site])
+        )
+        share = self.chunk.problem.calibration.common.graph_bytes_share
+        emit_alloc(self.w, graph_name(unit), int(share * sum(kept)))
+        self.survivors.add(graph_name(unit))
 
     def _split(self, storage: str, fate: Resolved) -> None:
         allocs = tuple(Alloc(p.name, p.nbytes) for p in stored_parts(storage, fate))

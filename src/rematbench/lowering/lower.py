@@ -9,6 +9,7 @@ from rematbench.lowering.emit_backward import BackwardEmitter
 from rematbench.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
 from rematbench.lowering.fates import check_names, covered, resolve, said, unmatched
+from rematbench.lowering.graphs import uncaptured
 from rematbench.lowering.mini import unused
 from rematbench.lowering.rank_steps import (
     Class,
@@ -84,6 +85,8 @@ def _check_plan(plan: Plan, problem: Problem) -> None:
             "parameters gathered per layer are released by the forward or the backward, not never"
         )
     _check_host_states(plan)
+    if refused := uncaptured(plan, problem):
+        raise PlanError(refused)
     late = completed_after_backward(problem)
     if late and plan.state("optimizer").update == "backward":
         raise PlanError(late)

@@ -30,6 +30,7 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
                 system.held_logit_bytes,
             )
         ),
+        "CUDA graphs": system.cuda_graphs,
         f"precision {problem.workload.precision}": problem.workload.precision not in SUM_BYTES,
         "ring attention (systems with `cp_kind: allgather` are)": lay.cp > 1
         and system.cp_kind != "allgather",

@@ -6,7 +6,7 @@ from typing import get_args
 
 from rematbench.cost.bind import Direction
 from rematbench.cost.copies import ALONE
-from rematbench.operators.ops import Comm, Group, Op
+from rematbench.operators.ops import Comm, Group, Op, OpTable
 from rematbench.problem import Problem
 from rematbench.program.action import HOST_UPDATE, STALL, Action, Kind
 from rematbench.program.program import Program
@@ -31,6 +31,8 @@ class ActionCosts:
         self._kernels: dict[tuple[object, ...], float] = {}
         self._issues: dict[tuple[object, ...], float] = {}
         system, vpp = problem.system, problem.layout.vpp
+        kinds = problem.layer_kinds if system.cuda_graphs else ()
+        self._graphs = [_graph_begins(table) for table in kinds]
         self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
         self._table = {
             Kind.D2H: lambda action, _: self.cost.copy_s(action.nbytes, "d2h", self.crowd),
@@ -57,16 +59,28 @@ class ActionCosts:
 
     def issue_s(self, action: Action, rank: int) -> float:
         """Seconds that the host takes to issue an action: each of its kernels, or the one call of a
-        collective, a message or a copy.  What compute loses beside a collective is no call."""
-        if action.kind is Kind.STALL:
+        collective, a message or a copy.  What compute loses beside a collective is no call, and a
+        layer's CUDA graph is issued with its first action."""
+        if action.kind is Kind.STALL or self._inside_graph(action):
             return 0.0
         if action.kind not in DIRECTION:
             return self.cost.host_launch_s
         key = (action.kind, action.part[:1], action.variant, action.op)
         if key not in self._issues:
             calls = self.cost.calls(self._op(action, rank), DIRECTION[action.kind])
+            calls = min(1, calls) if self._graphs and action.part.startswith("L") else calls
             self._issues[key] = calls * self.cost.host_launch_s
         return self._issues[key]
+
+    def _inside_graph(self, action: Action) -> bool:
+        """Whether a layer's CUDA graph contains an action and begins with another.  A graph holds a
+        layer's kernels and the collectives between them, but no reduction of gradients."""
+        if not self._graphs or not action.part.startswith("L"):
+            return False
+        if action.comm is not None:
+            return action.comm.group in ("tp", "cp")
+        first = self._graphs[action.variant].get(action.kind)
+        return action.op != first or action.offset > 0
 
     def held(self, action: Action) -> bool:
         """Whether the host waits for the action: a message's arrival, where the stack does."""
@@ -132,6 +146,15 @@ class ActionCosts:
         count = action.nbytes // self.problem.system.param_bytes
         on_host = action.stream == HOST_UPDATE
         return self.cost.host_update_s(count) if on_host else self.cost.optimizer_s(count)
+
+
+def _graph_begins(table: OpTable) -> dict[Kind, str]:
+    """The operators that a layer's graphs begin with: a forward's first, and the last one with an
+    input gradient."""
+    return {
+        Kind.FORWARD: next(op.name for op in table.ops if op.forward),
+        Kind.BACKWARD_INPUT: next(op.name for op in reversed(table.ops) if op.backward_input),
+    }
 
 
 def _beside(op: Op, kind: Kind) -> tuple[Comm | None, ...]:

@@ -70,6 +70,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `host_grad_bytes`: of one gradient on its way to an optimizer in host memory (DeepSpeed widens
     it to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary, and in
     stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
+    `cuda_graphs`: each layer's forward and each layer's backward is a captured graph that the host
+    issues at once (Megatron-core's cuda_graph_impl local); embedding and head are not.
     `expandable_segments`: torch's allocator maps pages at the end of growing segments
     (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
     `vocab_multiple`: the vocabulary is padded up to a multiple of this times tp.
@@ -112,6 +114,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cp_kind: CpKind = "none"
     data_parallel: DataParallelKind = "zero"
     compiled: bool = False
+    cuda_graphs: bool = False
     optimizer_on_host: bool = False
     host_grad_bytes: StateBytes = 4
     expandable_segments: bool = False
