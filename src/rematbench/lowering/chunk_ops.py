@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from rematbench.lowering.fates import ChunkSites, Resolved, Site
 from rematbench.lowering.mini import MiniRun, mini_runs
-from rematbench.operators.ops import Activation, OpTable, holding
+from rematbench.operators.ops import Activation, OpTable, holding, without
 from rematbench.plan import MiniSequence, PlanError
 from rematbench.problem import Problem, head_parameters
 from rematbench.program.action import KEPT, OFFLOADED
@@ -57,7 +57,10 @@ class ChunkOps:
             variant = problem.variant(layer)
             self.units.append(Unit(f"L{i}", table, i, layer, table.parameters, variant))
         if self.last:
-            self.units.append(Unit("H", problem.head, 0, -1, head_parameters(problem)))
+            # Logits that are made in pieces are no output that a training loop could hold.
+            pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
+            head = without(problem.head, "logits_held") if pieces else problem.head
+            self.units.append(Unit("H", head, 0, -1, head_parameters(problem)))
 
     @cached_property
     def shape(self) -> tuple[object, ...]:

@@ -132,6 +132,18 @@ def holding(table: OpTable, names: tuple[str, ...]) -> OpTable:
     return msgspec.structs.replace(table, ops=tuple(ops))
 
 
+def without(table: OpTable, name: str) -> OpTable:
+    """The table with an activation that no operator makes or saves."""
+
+    def less(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(other for other in names if other != name)
+
+    replace = msgspec.structs.replace
+    ops = tuple(replace(op, outputs=less(op.outputs), saves=less(op.saves)) for op in table.ops)
+    activations = {key: tensor for key, tensor in table.activations.items() if key != name}
+    return replace(table, ops=ops, activations=activations)
+
+
 def moved(*nbytes: int, launches: int = 1) -> tuple[Kernel, ...]:
     """One memory-bound kernel that reads and writes the given bytes in all."""
     return (Elementwise(hbm_bytes=sum(nbytes), launches=launches),)

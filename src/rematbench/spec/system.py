@@ -62,7 +62,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `eager_operators`: unfused attention and soft caps are eager torch operators, which keep keys
     and values once per query head, the softmax in fp32 beside its copy, and the tanh of a cap.
     `held_logit_bytes`: of each logit, while the loss's backward runs, because the training loop
-    holds the model's output (0: nobody does).
+    holds the model's output (0: nobody does; logits in pieces are no output).
     `p2p_overlap`: under which schedules a pipeline send runs beside the next pass; else a rank
     waits for each send at once.
     `p2p_synchronous`: where sends do not run beside passes, the host waits until a pipeline message
