@@ -187,7 +187,8 @@ def test_refusals() -> None:
 def test_memory_ladder_of_appendix_d() -> None:
     """Llama-3 8B at 4K: 52 with recomputation and optimizer-in-backward, 47 with mini-sequences;
     the paper's GB are 2^30 bytes (its weights are 15, 8.03 billion parameters of 2 bytes).  The
-    authors' loop holds 1.96 GB of logits where the head is whole, which no piece of a head makes."""
+    authors' loop holds 1.96 GB of logits where the head is whole, and none where it is in pieces.
+    """
     p = one_a100("llama3-8b", 4096)
     plain = {"optimizer_in_backward": True, "mlp_chunks": 1, "head_chunks": 1}
     found = [
