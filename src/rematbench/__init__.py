@@ -21,19 +21,21 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """The names of `api`, loaded when one is asked for: a module of rematbench alone loads little
-    (`__init__.pyi` has their types)."""
+    """A public name of `rematbench.api`, imported on first use so that importing one submodule of
+    rematbench stays cheap (`__init__.pyi` has the types); AttributeError for any other name."""
     if name in __all__:
         return getattr(importlib.import_module("rematbench.api"), name)
     raise AttributeError(f"module 'rematbench' has no attribute {name!r}")
 
 
 class _Package(ModuleType):
-    """`rematbench.simulate` is the function of `api`, whatever was imported before; it has the
-    modules of the folder of that name as attributes."""
+    """The module type of the package.  `rematbench.simulate` and `rematbench.search` stay the
+    functions of `api` even after the folders of these names are imported; the modules of a folder
+    are attributes of its function (set in `api`)."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Bind a name, unless the import system binds a folder to one of `api`."""
+        """Bind an attribute, except where the import system would put a folder in place of a
+        function of `api`."""
         if name not in __all__ or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 

@@ -1,4 +1,4 @@
-"""`python -m rematbench`."""
+"""The entry point of `python -m rematbench`."""
 
 from rematbench.cli.app import main
 

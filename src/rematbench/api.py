@@ -1,4 +1,7 @@
-"""The Python door: what `import rematbench` offers, checked as the command line checks it.
+"""The Python interface: what `import rematbench` offers, with the checks of the command line.
+
+Every wrong input raises a ValueError whose text is one line: what is wrong, where, and what is
+allowed.
 
 Every mistake is a ValueError whose text is one line: what, where, what is allowed.
 """
@@ -28,13 +31,15 @@ from rematbench.spec.configfile import ConfigError, convert
 from rematbench.spec.problemspec import ProblemSpec
 
 Problem = ProblemSpec
-"""What is asked, in the words of the command line: `Problem(model="llama-7b", gpus=8, tp=2, ...)`.
-`model`, `cluster` and `system` are names or files; degrees and batches are whole numbers."""
+"""A planning problem, in the words of the command line: `Problem(model="llama-7b", gpus=8, ...)`.
+`model`, `cluster` and `system` are names or paths of files; parallel degrees and batches are whole
+numbers."""
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """One method simulated on one problem.  Out of memory and unsupported are results: `status` is
-    ok, oom, unsupported or failed, with its `reason`; numbers are None where there is no plan."""
+    """The result of one method simulated on one problem.  Out of memory and unsupported are
+    results, not errors: `status` is ok, oom, unsupported or failed, and `reason` explains it.
+    Numbers are None where the method made no plan."""
 
     method: str
     family: str
@@ -42,50 +47,50 @@ class Run(Struct, frozen=True, kw_only=True):
     outcome: Outcome
 
     def __repr__(self) -> str:
-        """One line, as a notebook shows it: the whole problem and plan would fill pages."""
+        """A short line for notebooks: the fields of the problem and the plan would fill pages."""
         names = ("status", "reason", "step_s", "tokens_per_s_per_gpu", "headroom_bytes")
         told = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"Run(method={self.method!r}, {told})"
 
     @property
     def status(self) -> str:
-        """ok, oom, unsupported or failed."""
+        """The outcome in one word: ok, oom, unsupported or failed."""
         return self.outcome.status
 
     @property
     def reason(self) -> str:
-        """What is short or refused; empty if it fits."""
+        """Which memory is too small or what the method refused; empty if the plan fits."""
         return self.outcome.reason
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits device and host."""
+        """Whether the plan fits device and host memory."""
         return self.outcome.status == "ok"
 
     @property
     def headroom_bytes(self) -> int | None:
-        """Usable less needed bytes of the fullest device; negative where it does not fit."""
+        """Usable minus needed bytes of the fullest device; negative where the plan does not fit."""
         return self.outcome.verdict.headroom_bytes if self.outcome.verdict else None
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of an optimizer step (of a plan that does not fit: if it did)."""
+        """Seconds of one optimizer step; where the plan does not fit, the seconds it would take."""
         return self.evaluation.step_s if self.evaluation else None
 
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
-        """Tokens a second of each GPU."""
+        """Training tokens per second and GPU."""
         return self.evaluation.tokens_per_s_per_gpu if self.evaluation else None
 
     @property
     def band(self) -> tuple[float, float] | None:
-        """Between which tokens a second of each GPU 80 % of such predictions lie."""
+        """(low, high) tokens per second and GPU: 80 % of such predictions lie between the two."""
         speed = self.tokens_per_s_per_gpu
         return (self._band.low(speed), self._band.high(speed)) if speed else None
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """What of the run lies outside of what was published."""
+        """The properties of this run that lie outside the range of the published rows, in words."""
         return tuple(self._band.outside.values())
 
     @property
@@ -94,16 +99,16 @@ class Run(Struct, frozen=True, kw_only=True):
 
     @property
     def evaluation(self) -> PlanEvaluation | None:
-        """Every number of the plan: MFUs, bytes of each rank, FLOP recomputed."""
+        """All numbers of the plan: MFUs, bytes of each rank, recomputed FLOP."""
         return self.outcome.evaluation
 
     @property
     def command(self) -> str:
-        """What to type for the same run; empty where a model or cluster was given as an object."""
+        """The shell command of this run; empty where a model or cluster was given as an object."""
         return self.job.run_with(self.method)
 
     def stages(self) -> pd.DataFrame:
-        """Bytes of every pipeline rank: a row each, by what they hold."""
+        """A table of bytes: one row for each pipeline rank, one column for each kind of memory."""
         ranks = self.evaluation.ranks if self.evaluation else ()
         names = ("parameter", "gradient", "optimizer", "activation_peak", "pools")
         peaks = ("device_peak", "host_peak")
@@ -114,8 +119,11 @@ class Run(Struct, frozen=True, kw_only=True):
 def load_method(
     text: str | Path, folder: str | Path | None = None, **settings: Value
 ) -> Composition:
-    """A method by what `simulate` takes (`memo:alpha=0.3+mst`, a row's name of `compare`), looked
-    up in a `folder` too, or the one of a file `mine.py`; MethodError for what is none.
+    """The method that a text names, with its parameters.  The text is what `simulate` takes: a name
+    (`memo:alpha=0.3+mst`), a row's name of `compare`, or the path of a method file (`mine.py`).
+
+    Names are also looked up in `folder`.  `settings` are parameters, as `--set` gives them.  Raises
+    MethodError for an unknown method or a wrong parameter.
 
     `settings` are its parameters, as `--set` gives them.
     """
@@ -127,8 +135,8 @@ def load_method(
 def simulate(
     problem: ProblemSpec, method: str | Composition | Method, *, checked: bool = False
 ) -> Run:
-    """Simulate a method (a name, what `load_method` gives, or an object with `plan`) on a problem;
-    `checked` also proves its lowered plan safe.
+    """Simulate a method (a name, a result of `load_method`, or an object with `plan`) on a problem.
+    `checked` also proves the lowered plan safe (program/check.py).
 
     Raises ConfigError, LayoutError, RateError or MethodError, all ValueErrors, for a wrong input.
     """
@@ -155,11 +163,13 @@ def compare(
     limit_s: int = 4,
     processes: int = 2,
 ) -> pd.DataFrame:
-    """Every method, composition and baseline policy on a problem, best first: the columns of the
-    CSV of `rematbench compare` (base SI units, fractions; missing where there is no number).
+    """Every method, composition and baseline policy on one problem, best first, with the columns of
+    the CSV file of `rematbench compare` (base SI units, fractions; missing values where there is
+    none).
 
-    `also` adds methods by name and `only` leaves out all others; `folders` have more method files;
-    `tokens` and `price` (of a GPU-hour) add days and cost.  A method has `limit_s` CPU seconds.
+    `also` adds methods by name; `only` keeps just the named ones; `folders` hold further method
+    files; `tokens` (to train on) and `price` (of a GPU-hour) add columns of days and cost.  Each
+    method may take `limit_s` CPU seconds.
     """
     _check_lists(also=also, only=only, folders=folders)
     _check_counts(limit_s=limit_s, processes=processes)
@@ -189,11 +199,13 @@ def search(
     top: int = 10,
     processes: int = 2,
 ) -> pd.DataFrame:
-    """The fastest layouts and plans of a problem, best first: the columns of the CSV of `rematbench
-    search`; `attrs["gap"]` is the share of the first step by which another plan may be shorter.
+    """The fastest layouts and plans of a problem, best first, with the columns of the CSV file of
+    `rematbench search`; `attrs["gap"]` is the share of the first row's step time by which another
+    plan may be shorter.
 
-    The problem's own degrees do not count: those in `fixed` (tp, cp, ulysses, pp, vpp, micro_batch,
-    zero_stage) stay, all others are searched.  `methods` keeps to some and what is made of them.
+    The degrees of `problem` itself are ignored: the degrees in `fixed` (tp, cp, ulysses, pp, vpp,
+    micro_batch, zero_stage) are held, all others are searched.  `methods` restricts the search to
+    the named methods and their compositions.
     """
     if not isinstance(problem, ProblemSpec):
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")
@@ -231,19 +243,19 @@ def _check_counts(**given: object) -> None:
 
 
 def _job(problem: ProblemSpec) -> Job:
-    """The problem made; MethodError's kin for what is no Problem."""
+    """The job of a problem; ConfigError for an argument that is no Problem."""
     if not isinstance(problem, ProblemSpec):
         raise ConfigError("", "problem", f"expected a rematbench.Problem, not {problem!r}")
     made = leaving_reserve(make_problem(problem))
     try:
         words = tuple(problem.to_arguments())
-    except ConfigError:  # a model, cluster or system that is an object has no name to type
+    except ConfigError:  # a model, cluster or system given as an object has no name to type
         words = ()
     return Job(problem=made, base=made.base_plan, words=words)
 
 
-# The folders `search/` and `simulate/` have functions' names: by the functions' attributes,
-# `rematbench.simulate.step` and `import rematbench.simulate.step as step` find what lies there.
+# # The folders `search/` and `simulate/` share their names with functions.  The functions carry the
+# # attributes of the folders, so that `import rematbench.simulate.step as step` still works.
 for function in (search, simulate):
     function.__dict__ = sys.modules[f"rematbench.{function.__name__}"].__dict__
 

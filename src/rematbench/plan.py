@@ -1,4 +1,4 @@
-"""What a method decides: a plan is data.  This is the only vocabulary a method file needs."""
+"""The plan: what a method decides, as data.  A method file needs no other vocabulary."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
@@ -15,7 +15,7 @@ Scope = Literal["consumer", "layer"]
 StateKind = Literal["parameter", "gradient", "optimizer"]
 
 Settings = Mapping[str, str | int | float | bool]
-"""Values of a method's parameters; a method's `grid` is a tuple of them (see Method)."""
+"""Values of a method's parameters by name; a method's `grid` is a tuple of these (see Method)."""
 
 MIB = 1 << 20
 
@@ -25,7 +25,7 @@ class PlanError(ValueError):
 
 
 class Unsupported(Struct, frozen=True):
-    """A method's answer for a problem it cannot plan; becomes a row, not a crash."""
+    """A method's answer for a problem it cannot plan; tables show `reason` in the method's row."""
 
     reason: str
 
@@ -35,8 +35,9 @@ class Keep(Struct, frozen=True, tag="keep"):
 
 
 class Group(Struct, frozen=True, tag="group"):
-    """Recompute scope: layers first..last (global indices) are rebuilt once, in forward order,
-    before the first backward op of the group.  Groups of one chunk do not overlap."""
+    """The recompute scope of several layers: layers first..last (global indices) are recomputed
+    once, in forward order, before the first backward operator of the group.  Groups of one chunk do
+    not overlap."""
 
     first: NonNegativeInt
     last: NonNegativeInt
@@ -46,8 +47,8 @@ class Group(Struct, frozen=True, tag="group"):
 
 
 class Window(Struct, frozen=True, tag="window"):
-    """Where recomputation hides: beside a collective of `op` in `direction`, `layer_offset` layers
-    before the consumer, or before the pipeline's receive or send."""
+    """The place where recomputation is hidden: beside a collective of operator `op` in `direction`,
+    `layer_offset` layers before the consumer, or before the pipeline's receive or send."""
 
     op: str
     direction: Literal["forward", "backward", "before_recv", "before_send"]
@@ -55,11 +56,11 @@ class Window(Struct, frozen=True, tag="window"):
 
 
 class Recompute(Struct, frozen=True, tag="recompute"):
-    """Drop the tensor after its last forward reader and rebuild it in the backward.
+    """Drop the tensor after its last forward reader and recompute it in the backward.
 
-    `scope` says when: just before each consumer, at the start of the layer's backward, or for a
-    group of layers.  `whole` recomputes every operator of the scope (a checkpointed module, as
-    Megatron's full recomputation does), not only those the missing tensors need.
+    `scope` says when: just before each consumer, at the start of the layer's backward, or once for
+    a group of layers.  `whole` recomputes every operator of the scope (a checkpointed module, as in
+    Megatron's full recomputation), not only the operators that the missing tensors need.
     """
 
     scope: Scope | Group = "consumer"
@@ -72,9 +73,9 @@ class Offload(Struct, frozen=True, tag="offload"):
 
 
 class Split(Struct, frozen=True, tag="split"):
-    """Rows of one site shared out: floor(rows x offload) rows to the host,
-    floor(rows x recompute) rows rebuilt, the rest kept.  A row is a token of the rank's own shard:
-    the same rows before and after a gather."""
+    """Divide the rows of one site: floor(rows x offload) rows are offloaded to the host, floor(rows
+    x recompute) rows are rebuilt, the rest is kept.  A row is a token of the rank's own shard: the
+    same rows before and after a gather."""
 
     offload: Fraction = 0.0
     recompute: Fraction = 0.0
@@ -82,9 +83,10 @@ class Split(Struct, frozen=True, tag="split"):
 
 
 class ByteBudget(Struct, frozen=True, tag="byte_budget", kw_only=True):
-    """Offload `alpha` of the saved BYTES of one (chunk, micro-batch), rounded up to
-    `granularity`; tensors under `min_bytes` stay; whole tensors largest first, the boundary
-    tensor is split.  For keep and offload only (that is how ATC'24 splits)."""
+    """Offload a share `alpha` of the saved BYTES of one (chunk, micro-batch), rounded up to
+    `granularity`.  Tensors under `min_bytes` are kept.  Whole tensors are offloaded, the largest
+    first; the tensor at the boundary is split.  The fate covers keep and offload only (as ATC'24
+    splits)."""
 
     alpha: Fraction
     granularity: PositiveInt = MIB
@@ -95,9 +97,9 @@ Fate = Keep | Recompute | Offload | Split | ByteBudget
 
 
 class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sites a rule speaks of; None means all.  `layers` are global indices; `micro_batches` is a
-    half-open range [first, last).  `kept`: only sites that the rules before this one leave whole
-    on the device, so that a composed method changes nothing its base decided."""
+    """The sites that a rule applies to; None means all.  `layers` are global indices;
+    `micro_batches` is a half-open range [first, last).  `kept`: only sites that all earlier rules
+    leave whole on the device, so that a composed method changes nothing that its base decided."""
 
     stages: tuple[int, ...] | None = None
     chunks: tuple[int, ...] | None = None
@@ -110,24 +112,28 @@ class Select(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Rule(Struct, frozen=True):
-    """The last rule that matches a site gives its fate; a rule that matches nothing is an error."""
+    """A fate for selected sites.  The last rule that matches a site decides its fate; a rule that
+    matches no site is an error."""
 
     select: Select
     fate: Fate
 
 
 class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When offloaded tensors move.
+    """When offloaded tensors are copied, and into which device memory.
 
-    `granularity` chunk: D2H is issued when the chunk's forward ends and its device copy is freed
-    after the rank's next pass (`release_lag` passes); H2D is issued when the previous backward
-    starts, so both run beside it.  layer: D2H after each layer's forward, freed after the next
-    layer (the last layer's of a chunk: after the rank's next pass, unless that is its own
-    backward); H2D `prefetch_layers` layers ahead in the backward.  `before_send_phases`: phases in
-    which the copy that runs beside a forward must end before that forward's send starts (copies
-    never share the link with point-to-point traffic).  `reload_slots`: staging slots that take
-    turns (0: fresh memory); chunk: what comes back; layer: rounding buffers, both ways (a layer may
-    write into its slot when the copies of the slot's last tenant are done).
+    `granularity` chunk: the D2H copy is issued when the chunk's forward ends, and the device tensor
+    is freed after the rank's next pass (`release_lag` passes); the H2D copy is issued when the
+    previous backward starts.  Both copies run beside a pass.
+    `granularity` layer: the D2H copy is issued after each layer's forward, and the device tensor is
+    freed after the next layer (for a chunk's last layer: after the rank's next pass, unless that
+    pass is the chunk's own backward); the H2D copy is issued `prefetch_layers` layers ahead in the
+    backward.
+    `before_send_phases`: phases in which the copy beside a forward must end before that forward's
+    send starts (copies never share the link with point-to-point traffic).
+    `reload_slots`: staging slots that are used in turn (0: fresh memory).  With chunk granularity a
+    slot takes a reloaded chunk.  With layer granularity the slots are round-robin buffers in both
+    directions: a layer may write into a slot when the copies of the slot's last tenant are done.
     """
 
     granularity: Literal["chunk", "layer"] = "chunk"
@@ -138,14 +144,14 @@ class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class StateFate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where one kind of state lives and when it is gathered.
+    """Where one kind of state is stored and when it is gathered.
 
-    `shards` ranks share it; `gather` per step (after the optimizer) or per layer (before each use),
-    `prefetch_layers` ahead; `release` frees a layer's gathered copy after its forward or after its
-    backward (never: what is gathered per step is so in place); `keeps_ends`: embedding and head are
-    not released after the forward but after their backward (the root group of FSDP).  `update`
-    (optimizer): once per step, or for each layer as soon as its gradients are there
-    (optimizer-in-backward; gradients are then freed layer by layer).
+    `shards`: the ranks that share the state.  `gather`: per step (after the optimizer) or per layer
+    (before each use, `prefetch_layers` ahead).  `release`: whether a layer's gathered copy is freed
+    after its forward or after its backward (never: a state gathered per step is gathered in place).
+    `keeps_ends`: embedding and head are released only after their backward, not after their forward
+    (the root group of FSDP).  `update` (optimizer): once per step, or for each layer as soon as its
+    gradients are complete (optimizer-in-backward; gradients are then freed layer by layer).
     """
 
     kind: StateKind
@@ -174,15 +180,15 @@ class Pass(NamedTuple):
 
 
 class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a method decides.
+    """Everything that a method decides.
 
     `partition[rank][chunk]` lists global layer indices; the embedding is before the first chunk of
-    rank 0, the head after the last chunk of the last rank.  `orders` are explicit passes per rank
-    (empty: `schedule` by name).  `held`: layer outputs that a checkpointing policy caches until
-    their layer's backward though nothing there reads them (PyTorch's selective checkpointing caches
-    what it does not recompute).  `addresses`: of activations, from the framework's allocator as
-    they come, or planned ahead of the step (as MEMO does; the executor leaves them to torch).
-    `fit` records numbers a method derived, for tables.
+    rank 0, the head after the last chunk of the last rank.  `orders` are explicit passes for each
+    rank (empty: the order of `schedule`).  `held`: layer outputs that a checkpointing policy keeps
+    until their layer's backward although no operator there reads them (PyTorch's selective
+    checkpointing caches what it does not recompute).  `addresses`: activation addresses come from
+    the framework's allocator at run time, or are planned before the step (as MEMO does; the
+    executor leaves them to torch).  `fit`: numbers that the method derived, for tables.
     """
 
     partition: tuple[tuple[tuple[int, ...], ...], ...]
@@ -197,7 +203,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     fit: dict[str, float | str] = {}
 
     def with_rules(self, *rules: Rule) -> "Plan":
-        """This plan with rules appended (they win over earlier ones)."""
+        """This plan with rules appended; the new rules win over earlier ones."""
         return msgspec.structs.replace(self, rules=(*self.rules, *rules))
 
     def noting(self, **facts: float | str) -> "Plan":
@@ -205,5 +211,5 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, fit={**self.fit, **facts})
 
     def state(self, kind: StateKind) -> StateFate:
-        """The fate of a state kind (whole and on the device unless the plan says otherwise)."""
+        """The fate of a kind of state (default: unsharded and on the device)."""
         return next((s for s in self.states if s.kind == kind), StateFate(kind=kind))

@@ -23,11 +23,13 @@ from rematbench.workload import Workload
 
 AttentionKind = Literal["flash", "unfused"]
 AttentionChoice = Literal["flash", "unfused", "fa1", "fa2", "fa3", "cudnn", "triton"]
-"""What a run may ask for: the stack's own kernel (flash), scores in memory, or a kernel by name."""
+"""Attention kernels that a run may request: `flash` (the stack's own fused kernel), `unfused`
+(scores in memory), or a fused kernel by its name."""
 
 
 class Evaluation(Protocol):
-    """What the chunk-level evaluator tells a method."""
+    """The numbers that the chunk-level evaluator gives a method: seconds of a step, peak device
+    bytes of each rank, and reserved bytes of the fullest rank."""
 
     @property
     def step_s(self) -> float: ...
@@ -45,11 +47,14 @@ Weigher = Callable[["Problem", Plan], int]
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The only argument of a method.  `attention`: whether scores are in memory; `backend`: a fused
-    kernel other than the stack's ("": the stack's).  `reserve_bytes` of each device stay free where
-    a method tunes its plan to the device.  `evaluator` is the chunk-level evaluator;
-    `weigher` gives the bytes that the fullest rank reserves without simulating time (both
-    memoised).  Raises LayoutError, and RateError for a kernel that the GPUs cannot run."""
+    """The planning problem that a method receives.
+
+    `attention`: whether attention scores are in memory; `backend`: a fused kernel other than the
+    stack's ("": the stack's).  `reserve_bytes` of each device stay free where a method tunes its
+    plan to the device.  `evaluator` is the chunk-level evaluator; `weigher` gives the bytes that
+    the fullest rank reserves, without simulating time (the results of both are memoised).
+    Raises LayoutError, and RateError for a kernel that the GPUs cannot run.
+    """
 
     workload: Workload
     cluster: Cluster
@@ -66,7 +71,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         if self.kernel == "unfused":
-            object.__setattr__(self, "attention", "unfused")  # the stack has no other
+            object.__setattr__(self, "attention", "unfused")  # the stack has no fused kernel
         else:
             self.calibration.kernels.attention(self.cluster.generation, self.kernel)
         check_layout(self.layout, self.workload, self.cluster, self.system)
@@ -78,24 +83,24 @@ class Problem:
 
     @property
     def asked_attention(self) -> AttentionChoice:
-        """The word that asks for this kernel of this stack."""
+        """The value of `--attention` that requests this problem's kernel."""
         return self.backend or self.attention
 
     @property
     def constants(self) -> tuple[str, str, str]:
-        """Which entries of config/calibration.yaml count here: generation, cluster, stack."""
+        """The entries of config/calibration.yaml that apply: GPU generation, cluster, stack."""
         found = self.calibration
         network = found.network_entry(self.cluster.constants)
         return self.cluster.generation, network, found.system_entry(self.system.constants)
 
     @cached_property
     def non_torch_bytes(self) -> int:
-        """Device bytes of driver, CUDA context and communicators."""
+        """Device bytes of the driver, the CUDA context and the communicators."""
         return non_torch_bytes(self.cluster, self.layout, self.system, self.calibration)
 
     @property
     def usable_bytes(self) -> int:
-        """Device bytes the framework's allocator may reserve."""
+        """Device bytes that the framework's allocator may reserve."""
         return self.cluster.hbm_bytes - self.non_torch_bytes
 
     @cached_property
@@ -130,7 +135,7 @@ class Problem:
         return self._layers[windows[index] if windows else 0]
 
     def variant(self, index: int) -> int:
-        """Which of `layer_kinds` a layer is."""
+        """The index in `layer_kinds` of a decoder layer (global index)."""
         windows = self.workload.model.attention_window
         return list(self._layers).index(windows[index]) if windows else 0
 
@@ -141,7 +146,8 @@ class Problem:
 
     @cached_property
     def base_plan(self) -> Plan:
-        """Keep everything: even partition, the layout's schedule, the system's state fates."""
+        """The plan that keeps all activations: even partition, the layout's schedule, the system's
+        state fates."""
         return Plan(
             partition=even_partition(self.workload.model.num_layers, self.layout),
             schedule="interleaved_1f1b" if self.layout.vpp > 1 else "1f1b",
@@ -150,13 +156,13 @@ class Problem:
 
 
 def tied_on_one_rank(problem: Problem) -> bool:
-    """Whether the head projects by the very weight that the embedding of the same rank has."""
+    """Whether embedding and output projection share one weight on one rank (tied, pp = 1)."""
     return problem.workload.model.tied_embeddings and problem.layout.pp == 1
 
 
 def completed_after_backward(problem: Problem) -> str:
-    """Why some gradient is not complete at the end of its unit's backward, so that an update there
-    (optimizer-in-backward) would be wrong; empty if all are."""
+    """The reason why some gradient is incomplete at the end of its unit's backward, so that an
+    update at that point (optimizer-in-backward) would be wrong; empty if all are complete."""
     layout = problem.layout
     if layout.num_micro_batches > 1:
         return (
@@ -171,14 +177,14 @@ def completed_after_backward(problem: Problem) -> str:
 
 
 def head_parameters(problem: Problem) -> int:
-    """Head parameters a rank holds beside the embedding: a tied projection is held once where
-    first and last stage are one rank."""
+    """Parameters of the head on its rank; a tied projection counts only where the embedding is on
+    another rank."""
     projection = sum(op.parameters for op in problem.head.ops if op.name == "lm_head")
     return problem.head.parameters - (projection if tied_on_one_rank(problem) else 0)
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
-    """Parameters one rank holds, after tensor and pipeline parallelism."""
+    """Parameters that one rank holds after tensor and pipeline parallelism."""
     layers = sum(problem.layer(i).parameters for chunk in plan.partition[rank] for i in chunk)
     ends = problem.embedding.parameters if rank == 0 else 0
     if rank == problem.layout.pp - 1:
@@ -187,8 +193,8 @@ def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:
 
 
 def even_partition(num_layers: int, layout: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Contiguous layers over virtual stages, sizes differing by at most one; the middle stages
-    take the remainder (the ends also hold embedding and head)."""
+    """The partition[rank][chunk] of contiguous layers over virtual stages.  Sizes differ by at most
+    one; the middle stages take the remainder, because the ends also hold embedding and head."""
     stages = layout.num_chunks
     base, extra = divmod(num_layers, stages)
     sizes = [base] * stages
@@ -232,7 +238,7 @@ def state_fates(layout: Layout, system: System) -> tuple[StateFate, ...]:
 
 
 class CostFacade(CostModel):
-    """Cost formulas bound to a problem, with the evaluations a method may ask for."""
+    """The cost formulas of a problem, and evaluations of whole plans for methods."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(
@@ -260,8 +266,8 @@ class CostFacade(CostModel):
         return max(self.evaluate(plan).peak_device_bytes)
 
     def headroom_bytes(self, plan: Plan) -> int:
-        """Usable device bytes of the cluster, less those to leave free, less what the fullest rank
-        reserves; negative: more than a tuned plan may take."""
+        """Usable device bytes, minus `reserve_bytes`, minus the bytes that the fullest rank
+        reserves; negative where a plan tuned to the device takes too much."""
         room = self._problem.usable_bytes - self._problem.reserve_bytes
         key = msgspec.json.encode(plan)
         weights, weigher = self._problem._weights, self._problem.weigher
@@ -272,7 +278,7 @@ class CostFacade(CostModel):
         return room - self.evaluate(plan).reserved_bytes
 
     def pipeline_offload_estimator(self, chunk_bytes: float) -> PipelineOffloadEstimator:
-        """ATC'24's own estimate of first-stage bytes, as a function of the offloaded share."""
+        """ATC'24's estimate of the first stage's bytes as a function of the offloaded share."""
         return pipeline_offload_estimator(self.workload.model, self.layout, chunk_bytes)
 
     def step_s(self, plan: Plan) -> float:
@@ -282,11 +288,12 @@ class CostFacade(CostModel):
     def rebuild_ops(
         self, table: OpTable, missing: frozenset[str], available: frozenset[str]
     ) -> tuple[Op, ...]:
-        """Operators to recompute, in forward order, so that `missing` exists again."""
+        """Operators to recompute, in forward order, so that the tensors `missing` exist again."""
         return rebuild_ops(table, missing, available)
 
     def recompute_s(self, table: OpTable, missing: frozenset[str]) -> float:
-        """Seconds of kernels and collectives to rebuild `missing` from the other saved tensors."""
+        """Seconds of the kernels and collectives that rebuild `missing` from other saved
+        tensors."""
         available = frozenset(table.saved) - missing
         return fsum(
             self.op_s(op, "forward")
@@ -298,7 +305,8 @@ class CostFacade(CostModel):
 def rebuild_ops(
     table: OpTable, missing: frozenset[str], available: frozenset[str]
 ) -> tuple[Op, ...]:
-    """The smallest run of operators that produces `missing` from `available` (by dataflow)."""
+    """The fewest operators, in forward order, that produce `missing` from `available` by
+    dataflow."""
     needed = set(missing)
     chosen: list[Op] = []
     for op in reversed(table.ops):

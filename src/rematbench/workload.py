@@ -1,4 +1,4 @@
-"""What is trained: a decoder-only transformer, a sequence length and a precision."""
+"""The training work: a decoder-only transformer, a sequence length and a compute precision."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from msgspec.structs import force_setattr, replace
 PositiveInt = Annotated[int, Meta(gt=0)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 Width = Annotated[int, Meta(gt=0, le=1 << 24)]
-"""Of a matrix; the bound refuses slips of the keyboard, not models."""
+"""A dimension of a matrix; the upper bound refuses typing errors, not models."""
 Layers = Annotated[int, Meta(gt=0, le=1 << 12)]
 Length = Annotated[int, Meta(ge=0, le=1 << 36)]
 Cap = Annotated[float, Meta(ge=0.0, le=1e9)]
@@ -74,19 +74,19 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters of one norm: a weight, and for LayerNorm a bias."""
+        """Parameters of one norm: a weight, and for LayerNorm also a bias."""
         return self.hidden * (2 if self.norm == "layernorm" else 1)
 
     @property
     def layer_matrix_parameters(self) -> int:
-        """Weights of one layer's four linears (these are split by tensor parallelism)."""
+        """Parameters of one layer's linears (tensor parallelism splits them)."""
         mlp_matrices = 3 if self.gated else 2
         attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
         return attention + mlp_matrices * self.hidden * self.ffn
 
     @property
     def layer_vector_parameters(self) -> int:
-        """Norm weights and biases of one layer (replicated over tensor-parallel ranks)."""
+        """Parameters of one layer's norms and biases (replicated over tensor-parallel ranks)."""
         norms = self.norm_parameters * (4 if self.post_norm else 2)
         qkv = (self.q_width + 2 * self.kv_width) if self.qkv_bias else 0
         proj = self.hidden if self.proj_bias else 0
@@ -96,13 +96,13 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def embedding_parameters(self) -> int:
-        """Token and learned-position embedding weights."""
+        """Parameters of the token embedding and of learned positions."""
         positions = self.max_positions if self.position == "learned" else 0
         return (self.vocab + positions) * self.hidden
 
     @property
     def head_parameters(self) -> int:
-        """Output projection weights as computed (counted as parameters only when untied)."""
+        """Parameters of the output projection, also where it is tied to the embedding."""
         return self.vocab * self.hidden
 
     @property
@@ -124,7 +124,7 @@ class Workload(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     precision: Precision = "bf16"
 
     def __post_init__(self) -> None:
-        """Give a model with open learned positions this run's sequence length."""
+        """Set `max_positions` of a model with open learned positions to `seq_len`."""
         if self.model.position == "learned" and self.model.max_positions == 0:
             force_setattr(self, "model", replace(self.model, max_positions=self.seq_len))
 
