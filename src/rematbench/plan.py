@@ -25,7 +25,7 @@ class PlanError(ValueError):
 
 
 class Unsupported(Struct, frozen=True):
-    """A method's answer for a problem it cannot plan; tables show `reason` in the method's row."""
+    """A method's answer for a problem it cannot plan; tables show `reason` in its row."""
 
     reason: str
 
@@ -132,7 +132,7 @@ class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `before_send_phases`: phases in which the copy beside a forward must end before that forward's
     send starts (copies never share the link with point-to-point traffic).
     `reload_slots`: staging slots that are used in turn (0: fresh memory).  With chunk granularity a
-    slot takes a reloaded chunk.  With layer granularity the slots are round-robin buffers in both
+    slot takes a reloaded chunk.  With layer granularity the slots are rounding buffers in both
     directions: a layer may write into a slot when the copies of the slot's last tenant are done.
     """
 

@@ -292,7 +292,7 @@ class CostFacade(CostModel):
         return rebuild_ops(table, missing, available)
 
     def recompute_s(self, table: OpTable, missing: frozenset[str]) -> float:
-        """Seconds of the kernels and collectives that rebuild `missing` from other saved
+        """Seconds of kernels and collectives that rebuild `missing` from the other saved
         tensors."""
         available = frozenset(table.saved) - missing
         return fsum(
@@ -305,8 +305,7 @@ class CostFacade(CostModel):
 def rebuild_ops(
     table: OpTable, missing: frozenset[str], available: frozenset[str]
 ) -> tuple[Op, ...]:
-    """The fewest operators, in forward order, that produce `missing` from `available` by
-    dataflow."""
+    """The fewest operators, in forward order, that make `missing` from `available` (dataflow)."""
     needed = set(missing)
     chosen: list[Op] = []
     for op in reversed(table.ops):

@@ -1,1 +1,1 @@
-"""The machine below: memory, CPUs, worker processes, scratch folders."""
+"""The machine that runs rematbench: memory, CPUs, worker processes, scratch folders."""

@@ -1,4 +1,4 @@
-"""How the command line speaks: one-line errors, plain tables when piped, human units."""
+"""Output of the command line: one-line errors, tables that are plain when piped, human units."""
 
 import sys
 
@@ -12,11 +12,11 @@ GIB = 2**30
 
 
 class CommandError(ValueError):
-    """A person's request cannot be done; the message is one line: what, where, allowed."""
+    """A request that cannot be done; the message is one line: what, where, what is allowed."""
 
 
 def console(*, error: bool = False) -> Console:
-    """A console that writes ASCII without colour, at a fixed width, when it is not a terminal."""
+    """A console on stdout or stderr; off a terminal it writes ASCII, no colour, a fixed width."""
     stream = sys.stderr if error else sys.stdout
     if stream.isatty():
         return Console(file=stream, highlight=False)
@@ -24,7 +24,7 @@ def console(*, error: bool = False) -> Console:
 
 
 def grid(*columns: str, title: str = "") -> Table:
-    """A compact table: the first column to the left, numbers to the right."""
+    """An empty table: the first column (names) aligned left, the others (numbers) right."""
     table = Table(title=title or None, title_justify="left", box=box.ASCII2, pad_edge=True)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
@@ -32,15 +32,15 @@ def grid(*columns: str, title: str = "") -> Table:
 
 
 def left(table: Table, *indices: int) -> Table:
-    """Align some columns to the left (texts)."""
+    """The table with the columns at `indices` aligned to the left (texts)."""
     for index in indices:
         table.columns[index].justify = "left"
     return table
 
 
 def show_whole(out: Console, table: Table) -> None:
-    """Print a `grid` of numbers so that no cell is cut: without its frame where that has no room,
-    and beyond the width where nothing else helps.  Headings fold."""
+    """Print a `grid` of numbers without cutting a cell: the frame is dropped where it does not fit,
+    and the table exceeds the console's width where even that does not suffice.  Headings fold."""
     numbers = [
         max((len(line) for cell in column.cells for line in str(cell).split("\n")), default=0)
         for column in table.columns
@@ -57,18 +57,18 @@ def show_whole(out: Console, table: Table) -> None:
 
 
 def plain(text: str) -> Text:
-    """Text with no markup (brackets in reasons stay brackets)."""
+    """The text without markup: brackets stay brackets."""
     return Text(text)
 
 
 def gib(nbytes: float) -> str:
-    """Bytes in GiB with two decimals (four below a tenth)."""
+    """Bytes as GiB with two decimals (four below 0.1 GiB)."""
     value = nbytes / GIB
     return f"{value:.4f}" if 0 < abs(value) < 0.1 else f"{value:.2f}"
 
 
 def percent(fraction: float | None) -> str:
-    """A fraction in percent with one decimal; a dash when there is none."""
+    """A fraction as percent with one decimal; a dash for None."""
     return "-" if fraction is None else f"{100 * fraction:.1f} %"
 
 
@@ -78,5 +78,5 @@ def seconds(value: float) -> str:
 
 
 def rounded(value: float) -> str:
-    """A rate with four significant digits and no exponent."""
+    """A rate without exponent: four significant digits, from 1,000 on whole numbers."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

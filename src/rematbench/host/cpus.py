@@ -1,8 +1,8 @@
-"""The kernel's lists of CPUs."""
+"""Lists of CPUs as the Linux kernel writes them."""
 
 
 def cpu_set(listing: str) -> set[int]:
-    """The kernel's `0-3,8` as a set."""
+    """The CPU numbers of a kernel list such as `0-3,8`."""
     found: set[int] = set()
     for part in listing.strip().split(","):
         if part:

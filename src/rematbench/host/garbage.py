@@ -4,6 +4,6 @@ import gc
 
 
 def collect_rarely() -> None:
-    """Programs are large and free of cycles: scanning them over and over takes a quarter to a half
-    of the time of a command, and finds nothing."""
+    """Make collections rare.  Programs are large and free of cycles: scanning them takes a quarter
+    to a half of a command's time and finds nothing."""
     gc.set_threshold(500_000, 50, 50)

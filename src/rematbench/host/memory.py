@@ -1,10 +1,10 @@
-"""How much memory this host has, and how much of it this process may take."""
+"""The memory of this host and the part of it that this process may use."""
 
 from pathlib import Path
 
 
 def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """The kernel's numbers of this host's memory (/proc/meminfo), in bytes, by name."""
+    """The kernel's memory figures of this host (/proc/meminfo) by name, in bytes."""
     found = {}
     for line in path.read_text(encoding="ascii").splitlines():
         key, _, rest = line.partition(":")
@@ -15,7 +15,8 @@ def meminfo(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
 
 
 def cgroup_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """The tightest memory limit over this process's control groups (v2 or v1); -1 without one."""
+    """The lowest memory limit of this process's control groups (v2 or v1) and their parents, in
+    bytes; -1 without a limit."""
     limits = []
     try:
         lines = own.read_text(encoding="ascii").splitlines()
@@ -46,7 +47,8 @@ def _limit(path: Path) -> int:
 
 
 def free_bytes() -> int:
-    """Free bytes for this process and its children; -1 where the kernel does not say."""
+    """Bytes that this process and its children may still use: the host's available memory, at most
+    the control groups' limit; -1 where the kernel does not report it."""
     try:
         found = meminfo().get("MemAvailable", -1)
     except OSError:

@@ -1,4 +1,4 @@
-"""The folder through which the processes of a run answer."""
+"""A temporary folder through which the processes of one run exchange files."""
 
 import signal
 import tempfile
@@ -11,15 +11,15 @@ from types import FrameType
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A new folder, removed when the block ends, also by an error or by SIGTERM (which a scheduler
-    or `kill` sends, and which by default would leave the folder behind)."""
+    """A new folder that is removed when the block ends, also after an error or SIGTERM (which
+    schedulers and `kill` send, and which by default would leave the folder behind)."""
     with _asked_to_end(), tempfile.TemporaryDirectory(prefix="rematbench-") as name:
         yield Path(name)
 
 
 @contextmanager
 def _asked_to_end() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, in the main thread and where no handler is set."""
+    """Turn SIGTERM into SystemExit; only in the main thread and where no other handler is set."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -32,4 +32,4 @@ def _asked_to_end() -> Iterator[None]:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # what a shell reports of a signal
+    raise SystemExit(128 + number)  # the status that a shell reports for a signal

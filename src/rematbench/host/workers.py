@@ -1,9 +1,9 @@
-"""Worker processes with a limit of CPU seconds for each task: a longer task is given up.
+"""Worker processes with a limit of CPU seconds per task: a task that takes longer is given up.
 
-Processes are forked from a server that has imported what they run, and nothing else: a second one
-costs no second import, and no thread or lock of this process is copied.  The limit counts CPU
+Processes are forked from a server that has imported only what the workers run: a second worker
+imports nothing again, and no thread or lock of this process is copied.  The limit counts CPU
 seconds, so that a busy machine does not change which tasks end.  A planner's solver may ignore
-signals, so the kernel ends its process (RLIMIT_CPU) and a new one goes on.
+signals, so the kernel ends its process (RLIMIT_CPU) and a new process continues.
 """
 
 import math
@@ -30,15 +30,15 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def ready(module: str) -> None:
-    """Start the server for workers whose `start` is in a module, where none runs; who calls this
-    early has it load beside whatever follows."""
+    """Start the fork server with `module` (the module of the workers' `start`) imported, unless a
+    server runs.  An early call lets the import run beside the caller's next work."""
     with _no_main():
         _CONTEXT.set_forkserver_preload([module])
         ensure_running()
 
 
 class _Worker(Generic[T]):
-    """One process, the connection to it, and the task it works on."""
+    """One worker process, the connection to it, and its current task."""
 
     def __init__(self, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
         ready(start.__module__)
@@ -56,7 +56,8 @@ class _Worker(Generic[T]):
         self.connection.send(task)
 
     def end(self) -> Lost:
-        """End the process (if it has not ended) and say how it ended."""
+        """End the process if it still runs.  `late`: the kernel ended it at its CPU limit; `died`:
+        anything else."""
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -65,8 +66,8 @@ class _Worker(Generic[T]):
 
 @contextmanager
 def _no_main() -> Iterator[None]:
-    """Hide the main module: a new process imports what it is given by name, and would otherwise
-    run a person's script, or the command line, once more."""
+    """Hide the main module: a new process would otherwise import it and so run the user's script,
+    or the command line, once more."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -76,7 +77,7 @@ def _no_main() -> Iterator[None]:
 
 
 def _serve(connection: Connection, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
-    """Answer tasks until the other end is closed."""
+    """Run in the worker process: answer tasks until the parent closes the connection."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # SIGXCPU would leave a core file
     try:
         work = start(*args)
@@ -89,7 +90,7 @@ def _serve(connection: Connection, start: Start, args: tuple[Any, ...], limit_s:
 
 
 def _limit_cpu(seconds: int) -> None:
-    """Make the kernel end this process after `limit_s` more CPU seconds (rounded up)."""
+    """Make the kernel end this process after `seconds` more CPU seconds (rounded up)."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     soft = math.ceil(time.process_time() + seconds)
     if hard != resource.RLIM_INFINITY:
@@ -98,7 +99,8 @@ def _limit_cpu(seconds: int) -> None:
 
 
 class Pool(Generic[T, R]):
-    """`start(*args)` runs once in each process and returns what answers its tasks."""
+    """Up to `processes` workers.  In each worker, `start(*args)` runs once and returns the function
+    that answers tasks."""
 
     def __init__(self, processes: int, start: Start, args: tuple[Any, ...], limit_s: int) -> None:
         self.processes = processes
@@ -107,7 +109,7 @@ class Pool(Generic[T, R]):
         self._workers: list[_Worker[T]] = []
 
     def add(self, tasks: Iterable[T]) -> None:
-        """Put tasks at the end of the queue (also while it runs)."""
+        """Append tasks to the queue; allowed while `run` yields."""
         self.waiting.extend(tasks)
 
     def begin(self) -> None:
@@ -115,8 +117,8 @@ class Pool(Generic[T, R]):
         self._hand_out()
 
     def run(self) -> Iterator[tuple[T, R | Lost]]:
-        """(task, answer) as they come; for a task without one, why.  Its processes stay for the
-        next tasks, until `close`."""
+        """Yield (task, answer) in order of completion; for a task without an answer, `late` or
+        `died` instead.  The processes wait for further tasks until `close`."""
         try:
             while self.waiting or self._busy():
                 self._hand_out()

@@ -1,1 +1,1 @@
-"""Methods as files: found, checked, built with parameters, composed."""
+"""Methods as files: finding, checking, building with parameters, composing."""

@@ -1,6 +1,7 @@
-"""The contract that every method is held to, on five tiny problems, before its own tests.
+"""The contract of every method, checked on five tiny problems before the method's own tests.
 
-The tests hold every file of methods/ to it, and `rematbench methods --check FILE` any file.
+The tests apply the contract to every file of methods/; `rematbench methods --check FILE` applies it
+to any file.
 """
 
 from collections.abc import Iterator
@@ -57,7 +58,8 @@ COMPOSED_ON = ("pp", "vpp")
 
 @cache
 def problems() -> dict[str, Problem]:
-    """One GPU, tensor parallel GPT without flash, a pipeline, an interleaved one, full sharding."""
+    """The five tiny problems by name: one GPU, a tensor-parallel GPT with unfused attention, a
+    pipeline, an interleaved pipeline, full sharding."""
     made = {
         "one": _problem(),
         "tp": _problem(GPT, attention="unfused", layout=Layout(tp=2, dp=2, global_batch=4)),
@@ -75,7 +77,8 @@ def _problem(
     attention: Any = "flash",
     layout: Layout = Layout(),  # noqa: B008  # frozen
 ) -> Problem:
-    """Kilobytes per tensor, on nodes of one GPU, so that any degrees are a legal layout."""
+    """A problem of kilobytes per tensor, on nodes of one GPU, where any degrees are a legal
+    layout."""
     return Problem(
         Workload(model=model, seq_len=32),
         msgspec.structs.replace(load_cluster("h800-80gb"), gpus_per_node=1),
@@ -87,8 +90,9 @@ def _problem(
 
 
 def check_plan(method: Method, problem: Problem) -> None:
-    """Check that `plan` is pure and that its plan survives JSON, lowers, is safe and frees all that
-    it allocates (or that it gives a reason); MethodError or the plan's own error otherwise."""
+    """Check that `plan` is a pure function, and that its plan survives JSON, lowers, is safe and
+    frees all its allocations (or that the method gives a reason).  Raises MethodError or the plan's
+    own error."""
     plan = method.plan(problem, problem.base_plan)
     if plan != method.plan(problem, problem.base_plan):
         raise MethodError("plan is no pure function: two calls differ")
@@ -109,7 +113,8 @@ def check_plan(method: Method, problem: Problem) -> None:
 
 
 def check_on_top(method: Method, under: Method, problem: Problem) -> None:
-    """Check a plan on top of another method's: it lowers and is safe, or gives a reason."""
+    """Check a method's plan on top of another method's plan: the result lowers and is safe, or the
+    method gives a reason."""
     base = under.plan(problem, problem.base_plan)
     if isinstance(base, Unsupported):
         return
@@ -120,7 +125,7 @@ def check_on_top(method: Method, under: Method, problem: Problem) -> None:
 
 @contextmanager
 def _told(path: Path, what: str) -> Iterator[None]:
-    """Any exception of a foreign method, in one line."""
+    """Turn any exception inside the block into a MethodError of one line: file, what, exception."""
     try:
         yield
     except Exception as error:
@@ -129,8 +134,8 @@ def _told(path: Path, what: str) -> Iterator[None]:
 
 
 def check_file(path: Path, shipped: Registry) -> Iterator[str]:
-    """Run every check on a file and yield the name of each that passes; MethodError with one line
-    at the first that fails."""
+    """Run every check on a method file and yield the name of each check that passes; MethodError
+    with one line at the first check that fails."""
     entry = entry_of(path)
     file = MethodFile(path=path, name=entry.name, cls=entry.cls, doc=entry.doc)
     yield "the file loads and defines a method"

@@ -1,7 +1,7 @@
-"""Find methods (files of `methods/`, entry points, `--methods DIR`) and build them with parameters.
+"""Find methods: files of `methods/`, entry points, and files of `--methods DIR`.
 
-Nothing here knows a method by name.  A file that cannot be loaded makes its methods unavailable,
-with the reason; it never takes the others down.
+This module knows no method by name.  A file that cannot be loaded makes only its own methods
+unavailable, with the reason.
 """
 
 import importlib.util
@@ -23,7 +23,8 @@ ENTRY_POINTS = "rematbench.methods"
 
 
 def discover(extra: Iterable[Path] = ()) -> Registry:
-    """Every method of the shipped folder, of entry points and of extra folders."""
+    """Every method of the shipped folder, of entry points and of the `extra` folders; MethodError
+    for a missing folder."""
     methods: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
     shipped = data_dir("methods")
@@ -43,7 +44,7 @@ def discover(extra: Iterable[Path] = ()) -> Registry:
 
 
 def entry_of(path: Path) -> MethodEntry:
-    """The method of one file, without a look at its plans; MethodError if it cannot be loaded."""
+    """The method of one file, without planning; MethodError if the file cannot be loaded."""
     if not path.is_file():
         raise MethodError(f"no file {path}")
     methods: dict[str, MethodEntry] = {}
@@ -61,8 +62,9 @@ def load_file(
     *,
     foreign: bool = False,
 ) -> None:
-    """Enter the methods of one file, or the reason why it has none; a foreign file is held to the
-    checks that need no plan (tests hold shipped files to all checks)."""
+    """Add the methods of one file to `methods`, or the reason why there is none to `broken`.  A
+    foreign file must also pass the checks that need no plan (tests hold shipped files to all
+    checks)."""
     try:
         module = load_module(path)
         classes = [
@@ -81,13 +83,13 @@ def load_file(
 
 
 def load_module(path: Path) -> ModuleType:
-    """The file as a module of its own name; two folders may hold equal file names."""
+    """The file as a module with a unique name, because two folders may hold equal file names."""
     name = f"rematbench_methods.{path.parent.name}_{abs(hash(str(path.resolve())))}.{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # type hints are resolved through it
+    sys.modules[name] = module  # get_type_hints looks the module up by this name
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -104,7 +106,8 @@ def _enter(
     *,
     held: bool = False,
 ) -> None:
-    """Check a class, and if it is `held` to the contract its file too, and add it."""
+    """Check a method class, and with `held` its file too, and add it to `methods`; MethodError for
+    the first broken rule."""
     text = doc or cls.__doc__ or ""
     if not (isinstance(cls, type) and issubclass(cls, Struct)):
         raise MethodError(f"{cls.__name__} must be a msgspec Struct")

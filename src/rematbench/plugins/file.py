@@ -1,4 +1,4 @@
-"""Checks of a method's file without planning: its name, its text, its parameters."""
+"""Checks of a method file that need no plan: its name, its text, its parameters."""
 
 import ast
 import inspect
@@ -10,12 +10,12 @@ import msgspec
 from msgspec import Struct
 
 LONGEST_FILE = 150
-"""Lines; a solver of its own goes to rematbench.solve."""
+"""The most lines of a method file; a long solver belongs in rematbench.solve."""
 SAID = ("Claim:", "Source:", "Deviations:")
 
 
 class MethodFile(Struct, frozen=True, kw_only=True):
-    """A loaded file: where it is, and the class and docstring of its method."""
+    """A loaded method file: its path, and the name, class and docstring of its method."""
 
     path: Path
     name: str
@@ -70,7 +70,7 @@ TO_RUN: Checks = {
 
 
 def problem_of(file: MethodFile, checks: Checks) -> str:
-    """The first check that fails and why, in one line; empty if all pass."""
+    """The first check that fails, with the reason, in one line; empty if all pass."""
     for check, broken in checks.items():
         problem = broken(file)
         if problem:

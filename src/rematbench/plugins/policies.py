@@ -1,4 +1,4 @@
-"""Baseline policies by name: a stack's own settings of a method, in config/compare.yaml."""
+"""Baseline policies by name: settings of a method as a stack ships them (config/compare.yaml)."""
 
 from functools import cache
 from typing import Any
@@ -15,8 +15,9 @@ Setting = str | int | float | bool | list[str]
 
 
 class Policy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A method with settings, and perhaps a parameter to tune (`smallest`: `compare` raises it from
-    1 until the plan fits; who names the policy gives the value: `full_recompute:block 3`)."""
+    """A method with settings.  `smallest` names a parameter to tune: `compare` raises it from 1
+    until the plan fits, and a user gives its value after the policy's name (`full_recompute:block
+    3`).  Empty: the policy has no parameter to tune."""
 
     name: str
     method: str
@@ -38,7 +39,7 @@ def shipped_policies() -> dict[str, Policy]:
 
 
 def present(settings: dict[str, Any], problem: Problem) -> dict[str, Any]:
-    """A policy's settings with operators that no layer of the problem has left out."""
+    """A policy's settings without the operators (`ops`) that no layer of the problem has."""
     ops = settings.get("ops")
     if not isinstance(ops, list):
         return settings

@@ -1,4 +1,4 @@
-"""Methods by name: what one is, compositions of them, and how settings find their parameters."""
+"""Methods by name: their protocol, compositions, and how settings find their parameters."""
 
 import re
 import sys
@@ -19,28 +19,29 @@ Value = str | int | float | bool | None | list[Any] | tuple[Any, ...]
 
 
 class MethodError(ValueError):
-    """A method cannot be found, loaded or given these parameters; the message is one line."""
+    """A method cannot be found, loaded or built with these parameters; the message is one line."""
 
 
 class Method(Protocol):
-    """What a file in methods/ defines: a frozen Struct whose fields are its parameters.
+    """What a file in methods/ defines: a frozen Struct whose fields are the method's parameters.
 
     Four class variables are optional.  `grid`: a tuple of settings that `compare` and `search` try,
-    the fastest first.  `planner` (True): its plan takes seconds, so `compare` does not wait for it
-    and `search` leaves it out.  `share`: a parameter from 0 to 1, and the steps in which `search`
-    tries it, of which what a pass keeps and copies is a linear function.  `pieces` (True): each of
-    its grid costs time and frees bytes above what passes keep, and more than the one before.
+    the fastest first.  `planner` (True): planning takes seconds, so `compare` does not wait for the
+    plan and `search` leaves the method out.  `share`: the name of a parameter from 0 to 1, and the
+    number of steps in which `search` varies it; the bytes that a pass keeps and copies are linear
+    in this parameter.  `pieces` (True): each entry of `grid` costs more time than the entry before
+    and frees more of the bytes above what passes keep.
     """
 
     name: ClassVar[str]
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The plan, or why there is none: a pure function."""
+        """The plan for a problem on top of `base`, or why there is none; a pure function."""
         ...
 
 
 class MethodEntry(Struct, frozen=True):
-    """A discovered method: its class and the file (or distribution) it came from."""
+    """A discovered method: its class, its docstring, and the file or distribution it came from."""
 
     name: str
     cls: type[Any]
@@ -49,28 +50,28 @@ class MethodEntry(Struct, frozen=True):
 
     @property
     def claim(self) -> str:
-        """The first sentence of the docstring."""
+        """The first line of the docstring."""
         return self.doc.strip().splitlines()[0] if self.doc.strip() else ""
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Parameter names and defaults."""
+        """Default values by parameter name."""
         return {f.encode_name: f.default for f in msgspec.structs.fields(self.cls)}
 
     @property
     def grid(self) -> tuple[Settings, ...]:
-        """Settings to try beside the defaults (see Method)."""
+        """Settings that `compare` and `search` try beside the defaults (see Method)."""
         return tuple(getattr(self.cls, "grid", ()))
 
     @property
     def planner(self) -> bool:
-        """Whether a plan takes seconds."""
+        """Whether planning takes seconds (see Method)."""
         return bool(getattr(self.cls, "planner", False))
 
 
 IDENTITY = "keep_all"
-"""The method that changes nothing: others are compared with it, and a composition's family leaves
-it out."""
+"""The method that changes nothing: others are compared with it, and a composition's family omits
+its name."""
 
 
 class Composition(Struct, frozen=True):
@@ -80,18 +81,18 @@ class Composition(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """`a+b`."""
+        """The methods' names, joined as `a+b`."""
         return "+".join(m.name for m in self.methods)
 
     @property
     def text(self) -> str:
-        """What `resolve` reads as this composition: the names with the settings that are not the
+        """The text that `resolve` reads as this composition: names with settings that are no
         defaults."""
         return "+".join(_said(method) for method in self.methods)
 
     @property
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """All parameters with their values as JSON knows them, by method."""
+        """The parameter values of each method, as JSON types."""
         return {m.name: msgspec.json.decode(msgspec.json.encode(m)) for m in self.methods}
 
     def plan(self, problem: Problem, base: Plan | None = None) -> Plan | Unsupported:
@@ -114,15 +115,15 @@ def _said(method: Method) -> str:
 
 
 def _word(value: object) -> str:
-    """A value as it stands inside a method's text; items of a list in brackets."""
+    """A parameter value as written in a method's text; a list in brackets."""
     if isinstance(value, str):
         return value
     return msgspec.json.encode(value).decode().replace('"', "")
 
 
 def planned(method: Method, problem: Problem, base: Plan) -> Plan | Unsupported:
-    """A method's answer; MethodError, with the line of its file, where it raises an error that is
-    none of rematbench's own, or answers with something else than a plan."""
+    """A method's answer.  Where `plan` raises an error that is not rematbench's own, or returns
+    neither a Plan nor Unsupported: MethodError, with the line of the method's file."""
     try:
         answer: object = method.plan(problem, base)
     except Exception as error:  # a method's file may fail in any way
@@ -136,7 +137,8 @@ def planned(method: Method, problem: Problem, base: Plan) -> Plan | Unsupported:
 
 
 def _where(method: Method, error: Exception) -> str:
-    """The line of a method's file that an error passed last, else the line that raised it."""
+    """The innermost line of the method's file in an error's traceback; without one, the line that
+    raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(method).__module__), "__file__", None)
     frame = next((one for one in reversed(frames) if one.filename == file), frames[-1])
@@ -144,7 +146,7 @@ def _where(method: Method, error: Exception) -> str:
 
 
 class Registry(Struct, frozen=True):
-    """All methods found, the reasons of those that could not be loaded (by file), and the baseline
+    """All methods found; the reasons why files could not be loaded, by file; and the baseline
     policies whose names stand for a method with settings."""
 
     methods: dict[str, MethodEntry]
@@ -157,10 +159,11 @@ class Registry(Struct, frozen=True):
         settings: Mapping[str, Value] | None = None,
         problem: Problem | None = None,
     ) -> Composition:
-        """`a+b` with settings `key` (the only method that has it) or `a.key`, or inside the text
-        as `a:key=value,key=value+b`; a part may be the name of a policy (`full_recompute:block 3`),
-        of which operators that the `problem` lacks are left out.  MethodError if not every name and
-        every setting finds its place."""
+        """The composition of a text `a+b`.  `settings` are named `key` (where only one method has
+        this parameter) or `a.key`; settings may also be inside the text, as
+        `a:key=value,key=value+b`.  A part may be a policy's name (`full_recompute:block 3`);
+        operators of a policy that `problem` lacks are left out.  MethodError for an unknown name or
+        setting."""
         parts = [self._part(part.strip(), spec) for part in self._parts(spec)]
         entries = [entry for entry, _ in parts]
         if len({e.name for e in entries}) < len(entries):
@@ -180,7 +183,7 @@ class Registry(Struct, frozen=True):
         return Composition(tuple(build(entry, given[entry.name]) for entry in entries))
 
     def _part(self, text: str, spec: str) -> tuple[MethodEntry, dict[str, Value]]:
-        """The method of one part, and the settings that its text gives."""
+        """The method of one part of a composition, and the settings in the part's text."""
         start, _, tuned = text.rpartition(" ")
         policy = self.policies.get(text) or self.policies.get(start)
         if policy is None:
@@ -199,7 +202,8 @@ class Registry(Struct, frozen=True):
         return self._entry(policy.method), {**policy.settings, **amount}
 
     def _parts(self, spec: str) -> list[str]:
-        """The methods of `a:key=x+y+b`: a plus inside a value stays where no method follows it."""
+        """The parts of a text such as `a:key=x+y+b`: a plus belongs to a value unless a method's
+        name follows it."""
         found: list[str] = []
         for word in spec.split("+"):
             known = word.partition(":")[0].strip() in self.methods
@@ -224,7 +228,7 @@ class Registry(Struct, frozen=True):
 
 
 def _inline(text: str, spec: str, hint: str) -> dict[str, Value]:
-    """`key=value,key=value` of a method's text; `hint` names the policy nearest to it."""
+    """The settings in a text `key=value,key=value`; `hint` names the nearest policy for errors."""
     found: dict[str, Value] = {}
     for word in re.split(r",(?![^\[]*\])", text) if text else ():  # a list stays whole
         key, equals, value = (piece.strip() for piece in word.partition("="))
@@ -238,14 +242,14 @@ def _inline(text: str, spec: str, hint: str) -> dict[str, Value]:
 
 
 def typed(entry: MethodEntry, settings: Mapping[str, Value]) -> str:
-    """The text that `resolve` reads as a method with these settings; defaults are left out."""
+    """The text that `resolve` reads as this method with these settings; defaults are left out."""
     shown = {key: value for key, value in settings.items() if entry.parameters.get(key) != value}
     words = ",".join(f"{key}={value}" for key, value in shown.items())
     return f"{entry.name}:{words}" if words else entry.name
 
 
 def _owner(entries: list[MethodEntry], owner: str, parameter: str) -> str:
-    """The method a setting is for."""
+    """The name of the method that has the parameter; MethodError where none or several have it."""
     allowed = [f"{e.name}.{p}" for e in entries for p in e.parameters]
     listing = f" (allowed: {', '.join(allowed) or 'none'})"
     if owner and owner not in [e.name for e in entries]:
@@ -263,7 +267,8 @@ def _owner(entries: list[MethodEntry], owner: str, parameter: str) -> str:
 
 
 def build(entry: MethodEntry, settings: Mapping[str, Value]) -> Method:
-    """The method with typed parameters; texts (from a command line) are converted."""
+    """The method with typed parameters; texts (from a command line) are converted.  MethodError for
+    a wrong value."""
     hints = get_type_hints(entry.cls)
     values = {key: _parsed(value, hints.get(key)) for key, value in settings.items()}
     try:
@@ -274,7 +279,8 @@ def build(entry: MethodEntry, settings: Mapping[str, Value]) -> Method:
 
 
 def _parsed(value: Value, hint: object) -> Value:
-    """A text for a list parameter: JSON, or items between commas (brackets or none); .5 is 0.5."""
+    """A setting's value before conversion.  A text for a list parameter may be JSON, or items
+    between commas, with or without brackets; `.5` becomes `0.5`."""
     if not isinstance(value, str):
         return value
     if get_origin(hint) not in (tuple, list):
