@@ -292,8 +292,7 @@ class CostFacade(CostModel):
         return rebuild_ops(table, missing, available)
 
     def recompute_s(self, table: OpTable, missing: frozenset[str]) -> float:
-        """Seconds of kernels and collectives that rebuild `missing` from the other saved
-        tensors."""
+        """Seconds of kernels and collectives that rebuild `missing` from other saved tensors."""
         available = frozenset(table.saved) - missing
         return fsum(
             self.op_s(op, "forward")

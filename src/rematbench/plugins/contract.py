@@ -77,8 +77,7 @@ def _problem(
     attention: Any = "flash",
     layout: Layout = Layout(),  # noqa: B008  # frozen
 ) -> Problem:
-    """A problem of kilobytes per tensor, on nodes of one GPU, where any degrees are a legal
-    layout."""
+    """A problem of kilobytes per tensor; on nodes of one GPU, any degrees are a legal layout."""
     return Problem(
         Workload(model=model, seq_len=32),
         msgspec.structs.replace(load_cluster("h800-80gb"), gpus_per_node=1),

@@ -86,8 +86,7 @@ class Composition(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The text that `resolve` reads as this composition: names with settings that are no
-        defaults."""
+        """The text that `resolve` reads as this composition: names with non-default settings."""
         return "+".join(_said(method) for method in self.methods)
 
     @property

@@ -1,1 +1,1 @@
-"""A lowered plan: its actions, their order, the proof that they are sound, and their bytes."""
+"""A lowered plan: its actions, their order, the proof of its soundness, and its bytes."""

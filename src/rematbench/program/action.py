@@ -1,8 +1,9 @@
-"""The words both readers read: one explicit action on one stream, printable and parseable.
+"""The language of a lowered plan: one explicit action on one stream, printable and parseable.
 
-A tensor name is local to a (micro-batch, chunk): `L3.q` is activation q of the chunk's layer 3,
-`E.` the embedding's, `H.` the head's; `d:` a gradient; `.full` a gathered copy, `.part` an output
-before its reduction; `#k`, `#o`, `#r` the kept, offloaded and rebuilt rows; `@host` host memory.
+A storage name is local to a (micro-batch, chunk): `L3.q` is activation q of the chunk's layer 3,
+`E.` a tensor of the embedding, `H.` of the head; `d:` a gradient; `.full` a gathered copy, `.part`
+an output before its reduction; `#k`, `#o`, `#r` the kept, offloaded and rebuilt rows; `@host` host
+memory.
 """
 
 import re
@@ -14,7 +15,7 @@ from rematbench.operators.ops import Comm, CommKind
 
 
 class Kind(Enum):
-    """What an action does."""
+    """Kinds of actions."""
 
     FORWARD = "F"
     BACKWARD_INPUT = "B"
@@ -40,17 +41,18 @@ class Kind(Enum):
 
 
 HOST_UPDATE = "host_update"
-"""The stream of an optimizer that runs on the rank's own cores."""
+"""The stream of an optimizer that runs on the rank's own CPU cores."""
 STREAMS = ("compute", "tp", "cp", "pp_send", "pp_recv", "dp", "d2h", "h2d", HOST_UPDATE)
 STREAM_INDEX = {name: index for index, name in enumerate(STREAMS)}
 HOST = "@host"
 
 STALL = "stall"
-"""Operator of a STALL that is of no kernel: what a collective takes of all compute beside it."""
+"""The operator name of a STALL that belongs to no kernel: the time that a collective takes from all
+compute beside it."""
 
 GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP = "gradients_down", "weights_up", "shard_up"
-"""What copies of states carry: gradients to an update on the host, its results, and a rank's shard
-of weights in host memory, before it is gathered."""
+"""What copies of states carry: gradients to an update on the host, the updated weights back, and a
+rank's shard of weights in host memory before it is gathered."""
 
 COMM_KIND: dict[CommKind, Kind] = {
     "all_gather": Kind.ALL_GATHER,
@@ -62,7 +64,7 @@ COMM_KIND: dict[CommKind, Kind] = {
 
 
 class Alloc(Struct, frozen=True, array_like=True, gc=False):
-    """A new storage: its local name, its bytes, and the staging slot it lives in (if any)."""
+    """A new storage: its local name, its bytes, and its staging slot (empty: fresh memory)."""
 
     name: str
     nbytes: int
@@ -72,12 +74,13 @@ class Alloc(Struct, frozen=True, array_like=True, gc=False):
 class Action(Struct, frozen=True, kw_only=True, gc=False):
     """One action of a block, relative to the block's micro-batch and chunk.
 
-    `part` is L<i>, E or H (what the op belongs to), `variant` which of the model's distinct layers,
-    `op` the operator or tensor; `event` is recorded when the action ends, `begin` when it starts; a
-    WAIT holds its stream until `wait`.  `fraction` is the share of rows worked on, `offset` the
-    share of rows before them, `columns` the share of an operator's output columns computed; `comm`
-    the collective; `nbytes` a copy's payload; `beside` names the stream of a collective that runs
-    during a compute action; `scratch` bytes live inside the action only.
+    `part`: L<i>, E or H, the unit that the action belongs to; `variant`: which of the model's
+    distinct layers; `op`: the operator or tensor.  `event` is recorded when the action ends,
+    `begin` when the action starts; a WAIT holds its stream until the event `wait`.  `fraction`: the
+    share of rows worked on; `offset`: the share of rows before them; `columns`: the share of an
+    operator's output columns computed.  `comm`: the collective; `nbytes`: a copy's payload;
+    `beside`: the stream of a collective that runs during a compute action; `scratch`: bytes alive
+    only inside the action.
     """
 
     kind: Kind
@@ -129,18 +132,19 @@ def _comm_text(comm: Comm | None) -> str:
 
 
 def to_text(action: Action, micro_batch: int, chunk: int) -> str:
-    """One line: `F0.3 compute L1.qkv r=... a=...` (kind, micro-batch.chunk, stream, operator)."""
+    """An action as one line: `F0.3 compute L1.qkv r=... a=...` (kind, micro-batch.chunk, stream,
+    operator, fields)."""
     where = ".".join(word for word in (action.part, action.op) if word) or "-"
     head = f"{action.kind.value}{micro_batch}.{chunk} {action.stream} {where}"
     return " ".join([head, *_fields(action)])
 
 
 _PLACE = re.compile(r"(?:(E|H|L\d+)\.)?(.*)")
-"""What an action works on: a part (if any) and an operator or tensor of it."""
+"""The text of what an action works on: a part (may be missing), and an operator or tensor."""
 
 
 def place(storage: str) -> tuple[str, str]:
-    """(part, tensor) of a storage name; the part is empty where the name has none."""
+    """(part, tensor) of a storage name; part is empty where the name has none."""
     found = _PLACE.fullmatch(storage)
     return (found[1] or "", found[2]) if found else ("", storage)
 
@@ -151,32 +155,32 @@ _BUFFER = ".gradients"
 
 
 def identity(storage: str) -> str:
-    """A storage's tensor, whichever gradient, part, copy or piece of it the name means."""
+    """The tensor of a storage name, without the marks of gradient, rows, copy and piece."""
     return _FORM.sub("", storage.removeprefix(GRADIENT))
 
 
 def gradient_of(storage: str) -> str:
-    """Storage of an activation's gradient."""
+    """The storage name of an activation's gradient."""
     return f"{GRADIENT}{storage}"
 
 
 def is_gradient(storage: str) -> bool:
-    """Whether a storage is an activation's gradient."""
+    """Whether a storage name is that of an activation's gradient."""
     return storage.startswith(GRADIENT)
 
 
 def piece_tag(number: int) -> str:
-    """The end of the names of a mini-sequence's piece."""
+    """The suffix of storage names in piece `number` of a mini-sequence."""
     return f"%{number}"
 
 
 def gradient_buffer(part: str) -> str:
-    """Storage of the gradients of all of a part's parameters."""
+    """The storage name of the buffer for the gradients of all parameters of a part."""
     return f"{part}{_BUFFER}"
 
 
 def is_gradient_buffer(storage: str) -> bool:
-    """Whether a storage is such a buffer."""
+    """Whether a storage name is that of a gradient buffer."""
     return storage.endswith(_BUFFER)
 
 
@@ -184,12 +188,12 @@ _LOCAL = "e"
 
 
 def local_event(number: int) -> str:
-    """Name of a block's own event, which never leaves it: e0, e1, ..."""
+    """The name of an event that only its block uses: e0, e1, ..."""
     return f"{_LOCAL}{number}"
 
 
 def is_local(event: str) -> bool:
-    """Whether an event is a block's own; others belong to a (micro-batch, chunk)."""
+    """Whether an event is local to its block; other events belong to a (micro-batch, chunk)."""
     return event.startswith(_LOCAL) and event[len(_LOCAL) :].isdigit()
 
 
@@ -197,13 +201,14 @@ LAYER_SLOT = "slot/layer"
 
 
 def layer_slot(position: int, slots: int) -> str:
-    """The rounding buffer of the chunk's unit at a position: they take turns."""
+    """The rounding buffer of the unit at a position in its chunk; units use the buffers in turn."""
     return f"{LAYER_SLOT}{position % slots}"
 
 
 def tenant(alloc_name: str, slot: str) -> str:
-    """Who shares a staging slot at one time: the tensors of one part in a rounding buffer, those of
-    the whole (micro-batch, chunk) in any other slot."""
+    """The key of a staging slot's tenant.  In a rounding buffer the tensors of one part share the
+    slot at one time (key: the part); in any other slot all tensors of a (micro-batch, chunk) do
+    (empty)."""
     return place(alloc_name)[0] if slot.startswith(LAYER_SLOT) else ""
 
 
@@ -211,7 +216,7 @@ _HEAD = re.compile(r"(?P<kind>[A-Z][A-Z0-9]*[A-Z]|[A-Z])(?P<micro_batch>\d+)\.(?
 
 
 def from_text(line: str) -> tuple[Action, int, int]:
-    """Parse `to_text`'s line; ValueError names the line that is not one."""
+    """(action, micro-batch, chunk) of a line of `to_text`; ValueError names a malformed line."""
     words = line.split()
     head = _HEAD.fullmatch(words[0]) if len(words) > 2 else None
     if head is None:

@@ -1,12 +1,13 @@
-"""What PyTorch's caching allocator reserves for a rank: its allocations and frees, replayed.
+"""A model of PyTorch's caching allocator: replays a rank's allocations and frees.
 
-Rules and constants are facts of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.0 to 2.8): sizes in
-multiples of 512 B; a small pool (<= 1 MiB, segments of 2 MiB) and a large one (20 MiB segments
-below 10 MiB, else the size rounded to 2 MiB); best fit; a remainder is split off when it is at
-least 512 B (small) or more than 1 MiB (large); neighbours inside a segment coalesce; when
-cudaMalloc fails, segments that are free as a whole are given back and it is tried once more.
-`expandable` maps pages at the end of one growing segment per pool instead.  All streams count as
-one here: a block freed is a block to reuse, as in the issue-order ledger.
+Rules and constants are facts of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.0 to 2.8): sizes are
+multiples of 512 B; requests up to 1 MiB use the small pool (segments of 2 MiB), others the large
+pool (segments of 20 MiB for requests below 10 MiB, else of the size rounded up to 2 MiB); best fit;
+a remainder is split off when it has at least 512 B (small pool) or more than 1 MiB (large pool);
+neighbours inside a segment coalesce; when cudaMalloc fails, wholly free segments are given back and
+cudaMalloc is tried once more.  Mode `expandable` maps pages at the end of one growing segment per
+pool instead.  All streams count as one stream: a freed block can be reused at once, as in the
+issue-order ledger.
 """
 
 from bisect import bisect_left, insort
@@ -25,17 +26,17 @@ MIN_BLOCK = 512
 SMALL, SMALL_SEGMENT = MIB, 2 * MIB
 LARGE_SEGMENT, MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
 GAP = MIN_BLOCK
-"""Between segments, so that blocks of two never touch."""
+"""Unused addresses between segments, so that blocks of two segments never touch and coalesce."""
 
 BITS = 96
 ADDRESS = (1 << BITS) - 1
-"""Bits of an address: more than any problem that `check_layout` lets pass can allocate; what does
-not fit is replayed too."""
+"""The mask of an address.  96 bits are more than any problem that `check_layout` admits can
+allocate, including plans that do not fit, because these are replayed too."""
 
 
 class AllocatorPeaks(Struct, frozen=True, kw_only=True):
-    """Highest points of a replay; `oom_at` is the step that did not fit (None: all did).
-    `retries`: how often in the last pass cudaMalloc failed and was tried again after cached
+    """Peaks of a replay.  `oom_at`: the index of the step that did not fit (None: all fit).
+    `retries`: how often, in the last pass, cudaMalloc failed and was tried again after cached
     segments were given back (torch's num_alloc_retries)."""
 
     reserved_bytes: int
@@ -47,11 +48,11 @@ class AllocatorPeaks(Struct, frozen=True, kw_only=True):
 
 
 class OutOfMemory(Exception):
-    """cudaMalloc fails even after every cached segment is given back."""
+    """cudaMalloc fails even after all cached segments were given back."""
 
 
 class Pool:
-    """Free blocks of one pool: by size for best fit, by both ends to coalesce."""
+    """The free blocks of one pool: sorted by size for best fit, and by both ends to coalesce."""
 
     def __init__(self, *, small: bool, mode: Mode) -> None:
         self.small, self.expandable = small, mode == "expandable"
@@ -64,7 +65,7 @@ class Pool:
         self.end = 0  # next fresh address
 
     def insert(self, address: int, size: int) -> None:
-        """A free block, joined with the free blocks it touches."""
+        """Add a free block, merged with the free blocks it touches."""
         before = self.ends.pop(address, None)
         if before is not None:
             joined = self.starts.pop(before)
@@ -80,16 +81,16 @@ class Pool:
         insort(self.keys, size << BITS | address)
 
     def remove(self, address: int) -> int:
-        """Take a block from the free ones; returns its size."""
+        """Remove a free block; returns its size."""
         size = self.starts.pop(address)
         del self.ends[address + size]
         del self.keys[bisect_left(self.keys, size << BITS | address)]
         return size
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """(address, size) of the best fitting free block, the rest of it split off if it may be;
-        None if none fits.  The block at the end of an expandable segment is endless: taken last.
-        """
+        """(address, size) of the free block that fits best, after splitting off the remainder where
+        the rules allow; None if no block fits.  The block at the end of an expandable segment can
+        grow, so it is taken last."""
         at = bisect_left(self.keys, size << BITS)
         if self.expandable and at + 1 < len(self.keys) and self._last(self.keys[at]):
             at += 1
@@ -101,7 +102,7 @@ class Pool:
         if found - size < self.split_from:
             del self.ends[address + found]
             return address, found
-        # The rest touches no free block: its neighbour on the other side did not either.
+        # The remainder needs no merge: the block it is cut from touched no free block.
         self.starts[address + size] = found - size
         self.ends[address + found] = address + size
         insort(self.keys, found - size << BITS | address + size)
@@ -111,7 +112,7 @@ class Pool:
         return (key >> BITS) + (key & ADDRESS) == self.end
 
     def growth(self, size: int) -> int:
-        """Bytes to ask of the device so that `size` fits."""
+        """Bytes to request from the device so that `size` fits."""
         if self.expandable:
             tail = self.end - self.ends[self.end] if self.end in self.ends else 0
             return -(-(size - tail) // self.page) * self.page
@@ -120,7 +121,7 @@ class Pool:
         return -(-size // ROUND_LARGE) * ROUND_LARGE
 
     def grow(self, nbytes: int) -> None:
-        """Add fresh memory: a segment, or pages at the end of the expandable one."""
+        """Add device memory: a new segment, or pages at the end of the expandable segment."""
         self.segments[self.end] = nbytes
         start, self.end = self.end, self.end + nbytes
         self.insert(start, nbytes)
@@ -128,7 +129,8 @@ class Pool:
             self.end += GAP
 
     def give_back(self) -> int:
-        """Return what is free as a whole (segments; pages inside free blocks); its bytes."""
+        """Give wholly free segments (expandable: pages inside free blocks) back to the device;
+        returns their bytes."""
         if self.expandable:
             return sum(self._unmap(address) for address in list(self.starts))
         whole = [a for a, size in self.starts.items() if self.segments.get(a) == size]
@@ -152,7 +154,7 @@ class Pool:
 
 
 class Allocator:
-    """Two pools against one device."""
+    """The allocator of one device: a large and a small pool, and an optional capacity."""
 
     def __init__(self, capacity_bytes: int | None, mode: Mode) -> None:
         self.capacity_bytes = capacity_bytes
@@ -162,7 +164,7 @@ class Allocator:
         self.retries = 0
 
     def allocate(self, size: int) -> tuple[int, int]:
-        """(address, size) of a block for `size` bytes, a multiple of 512."""
+        """(address, size) of a block for `size` bytes (a multiple of 512), or OutOfMemory."""
         pool = self.pools[size <= SMALL]
         block = pool.take(size)
         if block is None:
@@ -193,7 +195,7 @@ class Allocator:
         pool.grow(growth)
 
     def peaks(self, oom_at: int | None) -> AllocatorPeaks:
-        """What the replay reached."""
+        """The peaks so far."""
         return AllocatorPeaks(
             reserved_bytes=self.reserved_peak,
             allocated_bytes=self.allocated_peak,
@@ -208,18 +210,19 @@ class Allocator:
 
 
 Request = tuple[str, int]
-"""One line of a block as the allocator sees it, (name, size): an allocation (size > 0), a free, or
-scratch (an allocation without a name, freed at once)."""
+"""(name, size): what one line of a block asks of the allocator.  size > 0: an allocation; size 0: a
+free; an empty name: scratch, which is freed at once."""
 
 
 @lru_cache(maxsize=4096)
 def rounded(nbytes: int) -> int:
-    """Bytes of the block that serves a request."""
+    """A request's bytes rounded up to a multiple of 512, at least 512."""
     return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
 
 
 def requests(block: Block) -> list[Request]:
-    """A block's device allocations and frees in issue order (staging slots are resident)."""
+    """The device allocations and frees of a block in issue order (staging slots are resident, so
+    they are left out)."""
     lines: list[Request] = []
     for action in block.actions:
         for alloc in action.allocs:
@@ -241,9 +244,9 @@ def replay(
     num_steps: int | None = None,
     passes: int = 1,
 ) -> AllocatorPeaks:
-    """Replay a rank's first `num_steps` steps (all by default) after its resident blocks, `passes`
-    times over, as training steps follow each other: a later one finds what the first left cached.
-    """
+    """Replay the first `num_steps` steps of a rank (default: all) after its resident blocks.
+    `passes` replays them several times, like successive training steps: a later pass finds the
+    segments that the first pass left cached."""
     memory = Allocator(capacity_bytes, mode)
     steps = rank.steps[:num_steps]
     lines = {index: requests(rank.blocks[index]) for index in {step.block for step in steps}}
@@ -267,7 +270,7 @@ def _replay_block(
 ) -> None:
     for name, size in lines:
         if not size:
-            block = alive.pop(name, None)  # a staging slot's tensor has no block of its own
+            block = alive.pop(name, None)  # None for a staging slot's tensor
             if block is not None:
                 memory.free(block)
         elif name:

@@ -1,14 +1,15 @@
-"""Prove a program sound before anyone runs it: life of tensors, races between streams, deadlock.
+"""Proves a program sound before it runs: life of tensors, races between streams, deadlock.
 
-Every stream carries a vector clock: how far it is known to be behind each other stream.  A tensor
-may be read on a stream only if that stream has waited for its producer (its start, where a
-collective and a kernel run beside each other, piece by piece); it may be freed (its memory reused
-by the compute stream) only when compute has waited for every reader.
+Every stream has a vector clock: for each other stream, the tick up to which that stream is known to
+have run.  A tensor may be read on a stream only if the stream has waited for the end of the
+tensor's producer (for its start, where a collective and a kernel run beside each other piece by
+piece).  A tensor may be freed, and its memory reused by the compute stream, only when compute has
+waited for every reader.
 
-Parameters and gradients stay where they are, and actions name them by the unit (the embedding, a
-layer, the head) that they work on.  That is enough to hold kernels, gathers, reductions and updates
-of a unit to each other, in one step; which of its tensors they touch, and optimizer states, are
-held to the runtime's own storages by tests.
+Parameters and gradients are resident, and actions name only the unit (embedding, layer, head) that
+they work on.  That suffices to order kernels, gathers, reductions and updates of a unit within one
+step.  Which tensors of a unit they touch, and optimizer states, are checked against the runtime's
+storages by tests.
 """
 
 from collections import defaultdict
@@ -34,24 +35,24 @@ from rematbench.simulate.step import simulate
 
 Key = tuple[str, int, int]
 Unit = tuple[str, int]
-"""(part, chunk): one unit of a rank."""
+"""(part, chunk) of one unit of a rank."""
 
 VectorClock = list[int]
 COMPUTE = STREAM_INDEX["compute"]
 REUSING = frozenset(STREAM_INDEX[name] for name in ("tp", "cp", "h2d"))
-"""Streams whose tensors take memory that compute freed; gathers and receives have their own."""
+"""Streams whose tensors reuse memory that compute freed; gathers and receives have their own."""
 BACKWARD = frozenset({Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 KERNELS = BACKWARD | {Kind.FORWARD, Kind.RECOMPUTE}
 EXCHANGED = ("gradients", "norm_gradients", "tied", GRADIENTS_DOWN)
 
 
 class CheckError(ValueError):
-    """A program breaks a rule; the message names rank, action and tensor."""
+    """A program that breaks a rule; the message names rank, action and tensor."""
 
 
 class Proof(Struct, frozen=True, kw_only=True):
-    """How much `check` has held to its rules: actions of all ranks, storages allocated and freed,
-    reads of them, and waits for events."""
+    """The number of facts that `check` verified: actions of all ranks, storages allocated and
+    freed, reads of storages, and waits for events."""
 
     ranks: int
     actions: int
@@ -61,7 +62,7 @@ class Proof(Struct, frozen=True, kw_only=True):
 
 
 def check(program: Program) -> Proof:
-    """Raise CheckError on the first violation; DeadlockError if ranks wait for ever."""
+    """Raise CheckError on the first violation, or DeadlockError if ranks wait for ever."""
     for rank in program.ranks:
         _RankCheck(rank).run()
     simulate(program, lambda action, rank: 1.0)
@@ -76,7 +77,7 @@ def check(program: Program) -> Proof:
 
 
 class _RankCheck:
-    """State of one rank's walk."""
+    """The state of the walk over one rank's actions."""
 
     def __init__(self, rank: RankProgram) -> None:
         self.rank = rank
@@ -87,7 +88,7 @@ class _RankCheck:
         self.touched: dict[Key, list[tuple[int, int]]] = {}
         self.slots: dict[str, set[Key]] = {}
         self.states = _StateCheck(rank)
-        self.freed_at = 0  # tick of compute's last use of anything freed
+        self.freed_at = 0  # tick of compute's last use of any freed tensor
         self.where = ""
 
     def run(self) -> None:
@@ -111,7 +112,7 @@ class _RankCheck:
         clock = self.clocks[stream]
         if action.wait:
             self._merge(clock, action.wait, micro_batch, chunk)
-        if action.begin:  # a tick of its own, so that only who waited for it knows of it
+        if action.begin:  # a tick of its own, so that only a waiter for `begin` has seen it
             clock[stream] += 1
             self.local[action.begin] = clock.copy()
         clock[stream] += 1
@@ -186,22 +187,24 @@ class _RankCheck:
 
 
 class _Uses:
-    """When streams last read and wrote a unit's weights (or its gradients)."""
+    """The last tick at which each stream read, and wrote, a unit's weights (or its gradients)."""
 
     def __init__(self) -> None:
         self.read: dict[int, int] = {}
         self.wrote: dict[int, int] = {}
 
     def add(self, stream: int, clock: VectorClock, *, write: bool) -> str:
-        """Note a use; the stream of an earlier one that may still go on, if it must not."""
+        """Record a use; returns the name of a stream whose earlier, conflicting use may still run
+        ("": no stream)."""
         earlier = [*self.wrote.items(), *(self.read.items() if write else ())]
         (self.wrote if write else self.read)[stream] = clock[stream]
         return next((STREAMS[other] for other, at in earlier if clock[other] < at), "")
 
 
 class _StateCheck:
-    """Weights and gradients of one rank's units: kernels read the weights, backward kernels add to
-    the gradients, then come reductions and exchanges, then the update, then gathers."""
+    """The order of uses of each unit's weights and gradients on one rank: kernels read weights,
+    backward kernels add to gradients, then come reductions and exchanges, then the update, then
+    gathers."""
 
     def __init__(self, rank: RankProgram) -> None:
         self.weights: dict[Unit, _Uses] = defaultdict(_Uses)
@@ -222,7 +225,7 @@ class _StateCheck:
         clock: VectorClock,
         alive: Container[Key],
     ) -> str:
-        """What is wrong with an action on weights or gradients; empty if nothing is."""
+        """The rule that an action on weights or gradients breaks, in words; empty if none."""
         stream, unit = STREAM_INDEX[action.stream], (action.part, chunk)
         if action.kind in KERNELS:
             words = self._unmet(action, micro_batch, chunk, alive)
@@ -234,13 +237,14 @@ class _StateCheck:
         if action.op in EXCHANGED and action.kind is not Kind.ALLOC:
             units = self._exchanged(action, micro_batch, chunk)
             return self._exchange(action.kind, units, stream, clock)
-        if action.op == "gradients":  # room for those of another micro-batch
+        if action.op == "gradients":  # a new buffer for the gradients of another micro-batch
             self.reduced.discard(unit)
         return ""
 
     def _unmet(self, action: Action, micro_batch: int, chunk: int, alive: Container[Key]) -> str:
-        """Buffers that a kernel works on and that are not there.  One before its gather names no
-        buffer; the same operator elsewhere shows that it has weights."""
+        """The buffer that a kernel needs and that is not alive, in words; empty if none.  A kernel
+        issued before its gather names no buffer in `reads`: the same operator elsewhere shows that
+        it has weights."""
         full, buffer = gradient_buffer(action.part), f"{action.part}.parameters"
         transient = action.kind in BACKWARD and full in self.buffers
         if transient and (full, micro_batch, chunk) not in alive:
@@ -265,8 +269,8 @@ class _StateCheck:
         return f"adds to gradients of {part} while {late} may still use them" if late else ""
 
     def _gather(self, unit: Unit, stream: int, clock: VectorClock, *, in_place: bool) -> str:
-        """A unit's weights, or those of all the chunk's: into a buffer, or where kernels or gathers
-        read."""
+        """Check a gather of the weights of one unit, or of all units of the chunk, into a new
+        buffer or in place (where kernels or gathers read)."""
         of_chunk = [one for one in self.weights if one[1] == unit[1]]
         for one in [unit] if unit[0] else of_chunk:
             late = self.weights[one].add(stream, clock, write=in_place)
@@ -275,8 +279,9 @@ class _StateCheck:
         return ""
 
     def _exchanged(self, action: Action, micro_batch: int, chunk: int) -> list[Unit]:
-        """Whose gradients: one or all units' (norms, what leaves at the end), the ends', the
-        chunk's that are due (as the runtime counts them: down to the one that is named)."""
+        """The units whose gradients an action exchanges: one unit or all (norms, offload at the
+        step's end), the embedding and the head (tied), or the chunk's units that are due (as the
+        runtime counts them: down to the named unit)."""
         if action.op == "norm_gradients" or (action.op == GRADIENTS_DOWN and not action.part):
             return [(action.part, chunk)] if action.part else list(self.gradients)
         if action.op == "tied":
@@ -289,13 +294,14 @@ class _StateCheck:
         return units
 
     def _exchange(self, kind: Kind, units: list[Unit], stream: int, clock: VectorClock) -> str:
-        """Gradients, summed over ranks or sent to the pipeline's other end."""
+        """Check an exchange of gradients: a sum over ranks, or a send to the pipeline's other
+        end."""
         for unit in units:
             if unit in self.updated:
                 return f"exchanges gradients of {unit[0]} after their update"
             writes = kind not in (Kind.SEND, Kind.D2H)
             late = self.gradients[unit].add(stream, clock, write=writes)
-            if late and kind is not Kind.RECV:  # what arrives has room of its own
+            if late and kind is not Kind.RECV:  # a received gradient has its own memory
                 return f"exchanges gradients of {unit[0]} while {late} may still use them"
         return ""
 
@@ -303,8 +309,8 @@ class _StateCheck:
         for one in [unit] if unit[0] else list(self.weights):
             if self.reduces and one in self.gradients and one not in self.reduced:
                 return f"updates {one[0]} with gradients that are not reduced"
-            late = self.gradients[one].add(stream, clock, write=True)  # they start again at zero
-            if stream == COMPUTE:  # an update on the host writes none of the device's weights
+            late = self.gradients[one].add(stream, clock, write=True)  # set to zero
+            if stream == COMPUTE:  # an update on the host writes no device weights
                 late = late or self.weights[one].add(stream, clock, write=True)
             if late:
                 return f"updates {one[0]} while {late} may still use its weights or gradients"
@@ -313,7 +319,7 @@ class _StateCheck:
 
 
 def host_tensors(program: Program) -> set[str]:
-    """Names of everything that ever lives on the host (for tests and tables)."""
+    """Names of all storages that are ever on the host (for tests and tables)."""
     return {
         alloc.name
         for rank in program.ranks

@@ -1,7 +1,7 @@
-"""The two ledgers of activation bytes: in issue order (what an allocator sees) and on the timeline.
+"""The two ledgers of activation bytes: in issue order (as an allocator sees them), on the timeline.
 
-The issue-order ledger needs no costs: a block's effect is its net bytes and its highest point, so
-a whole step is a walk over blocks.  Tensors in a staging slot are counted with their pool, once.
+The issue-order ledger needs no costs: each block has net bytes and a peak, so a step is a walk over
+blocks.  Tensors in staging slots count once, with their pool.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,8 +16,8 @@ from rematbench.simulate.step import Interval
 
 
 class Profile(NamedTuple):
-    """Effect of one block: net and highest bytes above entry, on the device, on the host, and in
-    the host blocks that are pinned for them."""
+    """The effect of one block: net bytes, and highest bytes above the level at entry, on the
+    device, on the host, and in the pinned blocks that hold the host bytes."""
 
     device_net: int
     device_high: int
@@ -28,15 +28,16 @@ class Profile(NamedTuple):
 
 
 class Outlive(NamedTuple):
-    """Bytes of what a block leaves alive, and names of what it ends that was alive."""
+    """`births`: bytes of the storages that a block leaves alive; `deaths`: names of storages alive
+    before that the block frees."""
 
     births: dict[str, int]
     deaths: list[str]
 
 
 class RankLedger(Struct, frozen=True, kw_only=True):
-    """Peaks of one rank's activations, where they occur (step index), and what is left over;
-    `pinned` counts host bytes in the blocks that torch pins for them."""
+    """Peaks of one rank's activation bytes, the index of the step with the device peak, and the
+    bytes left at the end.  `pinned` counts host bytes in the blocks that torch pins for them."""
 
     device_peak_bytes: int
     host_peak_bytes: int
@@ -47,11 +48,11 @@ class RankLedger(Struct, frozen=True, kw_only=True):
 
 
 SCRATCH = "scratch"
-"""Name of the bytes that live inside one action."""
+"""The name of bytes that are alive inside one action only."""
 
 
 class Live(NamedTuple):
-    """A storage that is alive: who holds it, how big it is."""
+    """A live storage: its name, its (micro-batch, chunk), its bytes."""
 
     name: str
     micro_batch: int
@@ -60,7 +61,7 @@ class Live(NamedTuple):
 
 
 def pool_bytes(rank: RankProgram) -> int:
-    """Bytes of the rank's staging pools: each slot is as large as its largest tenant."""
+    """Bytes of a rank's staging pools: each slot is as large as its largest tenant."""
     slots: dict[str, int] = {}
     for block in rank.blocks:
         here: dict[tuple[str, str], int] = {}
@@ -75,24 +76,26 @@ def pool_bytes(rank: RankProgram) -> int:
 
 
 class LedgerError(ValueError):
-    """An action frees what is not alive, or allocates twice."""
+    """An action frees a storage that is not alive."""
 
 
 def program_profiles(program: Program) -> list[list[Profile]]:
-    """Profiles of every rank's blocks; sizes of freed tensors come from whoever allocated them."""
+    """The profiles of each rank's blocks.  The size of a tensor that a block only frees comes from
+    the block that allocated it."""
     profiler = _Profiler()
     return [profiler.rank(rank) for rank in program.ranks]
 
 
 class _Profiler:
-    """Profiles of blocks, each made once: ranks that share a block run it alike."""
+    """Makes the profile of each block once: a block that ranks share has one profile."""
 
     def __init__(self) -> None:
         self.profiles: dict[int, Profile] = {}  # by identity of the block
         self.outlives: dict[int, Outlive] = {}
 
     def rank(self, rank: RankProgram) -> list[Profile]:
-        """Walk the rank until every block that ends another block's tensors has met their sizes."""
+        """The profiles of a rank's blocks.  The rank's steps are walked until the sizes of all
+        tensors are known that a block frees and another block allocated."""
         alive: dict[tuple[int, int], dict[str, int]] = {}
         left = {id(block): block for block in rank.blocks if id(block) not in self.profiles}
         for key, block in list(left.items()):
@@ -121,7 +124,7 @@ class _Profiler:
 
 
 def _outlive(block: Block) -> Outlive:
-    """What a block leaves alive, and what it ends that was alive before."""
+    """The storages that a block leaves alive, and the earlier ones that it frees."""
     births: dict[str, int] = {}
     deaths: list[str] = []
     for action in block.actions:
@@ -134,7 +137,8 @@ def _outlive(block: Block) -> Outlive:
 
 
 def _profile(block: Block, sizes: dict[str, int]) -> Profile:
-    """A block's effect; `sizes`: what is alive of its micro-batch and chunk when it starts."""
+    """A block's effect; `sizes`: bytes of the storages of its micro-batch and chunk that are alive
+    at entry (updated in place)."""
     device = host = pinned = device_high = host_high = pinned_high = 0
     for action in block.actions:
         for alloc in action.allocs:
@@ -189,7 +193,8 @@ def _walk(rank: RankProgram, profiles: Sequence[Profile]) -> RankLedger:
 
 
 def live_bytes(actions: Iterable[tuple[Action, int, int]]) -> Iterable[tuple[int, int]]:
-    """(device, host) live bytes after each action, in issue order: the twin law's left side."""
+    """(device, host) live bytes after each action in issue order; tests compare them with an
+    interpreter that allocates real memory."""
     sizes: dict[tuple[str, int, int], int] = {}
     device = host = 0
     for action, micro_batch, chunk in actions:
@@ -207,8 +212,8 @@ def _move(name: str, nbytes: int, device: int, host: int) -> tuple[int, int]:
 
 
 def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
-    """Everything on the device at the rank's peak, scratch inside the peak's action as one entry of
-    that name (for tables and stacked bars).  Staging slots are not listed: they are a pool."""
+    """All storages on the device at the rank's peak, for tables and stacked bars; the scratch of
+    the peak's action is one entry named `scratch`.  Staging slots are left out: they are a pool."""
     live: dict[tuple[str, int, int], int] = {}
     best: dict[tuple[str, int, int], int] = {}
     best_bytes, total = -1, 0
@@ -229,9 +234,9 @@ def live_at_peak(rank: RankProgram, peak_step: int) -> tuple[Live, ...]:
 
 
 def timeline(intervals: Sequence[Interval], rank: int) -> list[tuple[float, int]]:
-    """(seconds, live device bytes) of a rank with the deltas at simulated times: allocations when
-    the action starts, frees when the stream reaches them (for plots and for `active`); what happens
-    at one time keeps its issue order.  Staging slots count with their pool."""
+    """(seconds, live device bytes) of a rank at simulated times, for plots and for `active`.
+    Storages begin when the action starts and end when the stream reaches the free; changes at equal
+    times keep their issue order.  Staging slots count with their pool."""
     sizes: dict[tuple[str, int, int], int] = {}
     deltas: list[tuple[float, int]] = []
     for item in intervals:

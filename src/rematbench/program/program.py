@@ -1,8 +1,8 @@
-"""A lowered plan: per rank, blocks of actions and the order in which micro-batches go through them.
+"""A lowered plan: for each rank, blocks of actions, and the order in which micro-batches run them.
 
-A rank's program is the list of its actions in host issue order.  It is stored compressed: a step
-names a block (a list of actions shared by all micro-batches of the same kind) and the micro-batch
-and chunk it is run for; `actions()` expands it.
+A rank's program is the list of its actions in the host's issue order, stored compressed: a step
+names a block (actions shared by all micro-batches of one kind) and the micro-batch and chunk that
+the block runs for; `actions()` expands the steps.
 """
 
 import re
@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
 
 class Block(Struct, frozen=True, gc=False):
-    """Actions issued together; `label` says what they are (F, B, D2H, RECV, ...)."""
+    """Actions issued together; `label` names their purpose (F, B, D2H, RECV, ...)."""
 
     label: str
     actions: tuple[Action, ...]
@@ -46,13 +46,13 @@ class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
         return [counts[index] for index in range(len(self.blocks))]
 
     def actions(self) -> Iterator[tuple[Action, int, int]]:
-        """(action, micro-batch, chunk) in host issue order."""
+        """Yield (action, micro-batch, chunk) in the host's issue order."""
         for step in self.steps:
             for action in self.blocks[step.block].actions:
                 yield action, step.micro_batch, step.chunk
 
     def text(self) -> str:
-        """The rank's program as lines that diff (and parse back): `block F`, then its actions."""
+        """The rank's program as lines (to compare and to parse): `block F`, then its actions."""
         lines: list[str] = []
         for index, micro_batch, chunk in self.steps:
             block = self.blocks[index]
@@ -62,9 +62,9 @@ class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
 
 
 class Program(Struct, frozen=True, kw_only=True):
-    """One program per pipeline rank; `virtual(rank, chunk)` = chunk x pp + rank.  Its activations
-    lie where a plan put them (`planned`), or where the framework's allocator does, with segments
-    that grow (`expandable`) or not."""
+    """One program per pipeline rank; `virtual(rank, chunk)` = chunk x pp + rank.  Activation
+    addresses are planned before the step (`planned`), or chosen by the framework's allocator, with
+    expandable segments (`expandable`) or without."""
 
     ranks: tuple[RankProgram, ...]
     planned: bool = False
@@ -76,18 +76,18 @@ class Program(Struct, frozen=True, kw_only=True):
         return len(self.ranks)
 
     def num_actions(self) -> int:
-        """Actions in all, expanded."""
+        """The number of actions of all ranks, expanded."""
         return sum(
             len(rank.blocks[step.block].actions) for rank in self.ranks for step in rank.steps
         )
 
     def text(self) -> str:
-        """All ranks, each under a `rank N` line."""
+        """The programs of all ranks, each after a line `rank N`."""
         return "".join(f"rank {r.rank}\n{r.text()}" for r in self.ranks)
 
 
 def parse_program(text: str) -> Program:
-    """Read `Program.text` back; equal blocks are one block, as `lower` writes them."""
+    """The program of a text of `Program.text`; equal blocks become one block, as in `lower`."""
     return Program(
         ranks=tuple(
             _parse_rank(number, re.split(r"^block ", words, flags=re.M)[1:])

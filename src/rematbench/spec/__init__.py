@@ -1,1 +1,1 @@
-"""What a problem is: model, cluster, system, layout and workload, read from files and checked."""
+"""Model, cluster, system, layout and workload of a problem, read from files and checked."""

@@ -1,4 +1,4 @@
-"""Where it runs: GPUs, the links inside a node, the network between nodes, host memory."""
+"""The cluster: GPUs, the links inside a node, the network between nodes, host memory."""
 
 from typing import Annotated
 
@@ -15,16 +15,18 @@ Share = Annotated[float, Meta(gt=0.0, le=1.0)]
 class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One homogeneous cluster.  Rates are per direction; `generation` names the GPU constants.
 
-    `host_bytes` is the memory of a node; `non_torch_bytes` is what driver, CUDA context and NCCL
-    were measured to take from `hbm_bytes` before the allocator sees any (None: by the rule of
-    cost/device_memory.py, from the layout); `pcie_gpus_per_link` is how many GPUs share one host
-    link; `d2h_beside_h2d` and `h2d_beside_d2h` the share of its rate that a copy keeps while one in
-    the other direction runs; `dram_bytes_per_s` the memory rate of one of the `numa_nodes` (None:
-    never what binds).  `host_update_parameters_per_s`: how many parameters all ranks of a node
-    update per second where AdamW runs on its CPUs, each rank on cores of its own (None: not
-    measured, so plans with an optimizer in host memory have bytes and no time).  `constants`:
-    entries of config/calibration.yaml that are this cluster's, the first that is there counts
-    (load.py sets it).
+    `host_bytes`: host memory of one node.
+    `non_torch_bytes`: device bytes measured for driver, CUDA context and NCCL, which the allocator
+    never sees (None: computed from the layout by cost/device_memory.py).
+    `pcie_gpus_per_link`: GPUs that share one host link.
+    `d2h_beside_h2d`, `h2d_beside_d2h`: the share of its rate that a copy keeps while a copy in the
+    other direction runs.
+    `dram_bytes_per_s`: the memory rate of one of the `numa_nodes` (None: never the limit).
+    `host_update_parameters_per_s`: parameters per second that all ranks of a node update together
+    where AdamW runs on the node's CPUs, each rank on its own cores (None: not measured; plans with
+    an optimizer in host memory then have bytes but no time).
+    `constants`: entries of config/calibration.yaml for this cluster; the first existing entry
+    counts (load.py sets the field).
     """
 
     name: str
@@ -51,7 +53,7 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def node_network_bytes_per_s(self) -> float:
-        """All NICs of one node together, per direction."""
+        """The rate of all NICs of one node together, per direction."""
         return self.nics_per_node * self.nic_bytes_per_s
 
     @property

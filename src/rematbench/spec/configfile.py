@@ -1,4 +1,4 @@
-"""Strict reading of configuration files: every number carries a source, every mistake one line.
+"""Strict reading of configuration files: every number has a source, every error is one line.
 
 A value is written plainly, or as `{value: V, source: "..."}`, or `{value: V, fitted: "..."}`; a
 `source:` at the top of a file covers the plain values of that file.
@@ -23,19 +23,19 @@ T = TypeVar("T", bound=Struct)
 
 
 class ConfigError(ValueError):
-    """A configuration is wrong; the message is one line: file, key path, what would be right."""
+    """A wrong configuration; the message is one line: file, key path, what is allowed."""
 
     def __init__(self, file: str, key: str, problem: str) -> None:
         super().__init__(": ".join(part for part in (file, key, problem) if part))
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that reads `9.895e14` as a number (YAML 1.2) and refuses a key given twice."""
+    """A YAML loader that reads `9.895e14` as a number (YAML 1.2) and refuses a key given twice."""
 
 
 class _ShippedLoader(yaml.CSafeLoader):
-    """The same by libyaml, six times faster, for shipped files alone: its errors say less, and its
-    parser has no guard against nesting that exhausts the stack."""
+    """The same rules on libyaml, six times faster, for shipped files only: libyaml's errors say
+    less, and its parser has no guard against nesting that exhausts the stack."""
 
 
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)([eE][-+]?\d+)?$")
@@ -46,7 +46,7 @@ def _mapping(loader: yaml.SafeLoader | yaml.CSafeLoader, node: yaml.MappingNode)
     seen: set[object] = set()
     for key_node, _ in node.value:
         if key_node.tag == MERGE:
-            continue  # an anchor's keys stand for those that are not given here
+            continue  # a merged anchor only gives keys that the mapping itself lacks
         key = loader.construct_object(key_node)
         twice = isinstance(key, Hashable) and key in seen
         if twice or not isinstance(key, Hashable):
@@ -63,21 +63,21 @@ for each in (_Loader, _ShippedLoader):
 
 
 def closest(word: str, known: Iterable[str]) -> str:
-    """A did-you-mean clause for `word`, or nothing when no known word is near."""
+    """A did-you-mean clause for `word`; empty where no known word is near."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def require_unique(names: Sequence[str], label: str, key: str) -> None:
-    """ConfigError if one of `names`, those of the entries of `key`, is given twice."""
+    """ConfigError if a name occurs twice in `names` (the names of the entries under `key`)."""
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(label, key, f"name {twice!r} is given twice")
 
 
 def require_known(names: Iterable[str], known: Sequence[str], where: tuple[str, str, str]) -> None:
-    """ConfigError for the first of `names` that is none of `known`; `where`: file, key, and what is
-    named (`problem`)."""
+    """ConfigError for the first of `names` that is not in `known`.  `where` is (file, key, kind),
+    where `kind` is the word for a named thing (`problem`)."""
     label, key, kind = where
     for name in names:
         if name not in known:
@@ -103,7 +103,7 @@ def read_mapping(path: Path, label: str) -> dict[str, Any]:
 
 
 def _yaml(path: Path, text: str) -> Any:
-    """A YAML file's value; YAMLError with a line for what is none."""
+    """The value of a YAML text; YAMLError with a line number for invalid YAML."""
     if path.absolute().is_relative_to(data_dir("config")):
         with suppress(yaml.YAMLError):
             return yaml.load(text, Loader=_ShippedLoader)
@@ -120,7 +120,8 @@ def _syntax_problem(error: Exception) -> str:
 
 
 def _circular(value: object, above: set[int], done: set[int]) -> bool:
-    """Whether a mapping or list holds itself; each is looked into once."""
+    """Whether a mapping or list contains itself.  `above` and `done` hold the ids of the enclosing
+    containers and of the visited containers."""
     if not isinstance(value, dict | list) or id(value) in done:
         return False
     if id(value) in above:
@@ -136,7 +137,7 @@ def _circular(value: object, above: set[int], done: set[int]) -> bool:
 def flatten(
     data: Mapping[str, Any], label: str, unsourced: Iterable[str] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Plain values and `{key: source}` of a mapping; a number without a source is an error.
+    """(plain values, sources), each by key; ConfigError for a number without a source.
 
     Keys in `unsourced` (names, texts) need no source.
     """
@@ -165,7 +166,7 @@ def flatten(
 
 
 def _entry(entry: object, label: str, key: str) -> tuple[object, str]:
-    """Value and source of one key, written plainly or as a mapping."""
+    """(value, source) of one key, which is written plainly or as a mapping."""
     if not isinstance(entry, dict):
         return entry, ""
     unknown = sorted(set(entry) - {"value", "source", "fitted"})
@@ -180,14 +181,15 @@ def _entry(entry: object, label: str, key: str) -> tuple[object, str]:
 
 
 def _has_number(value: object) -> bool:
-    """Whether a value states a quantity (a number or a switch), alone or in a list."""
+    """Whether a value is, or is a list that contains, a number or a switch."""
     if isinstance(value, list | tuple):
         return any(_has_number(item) for item in value)
     return isinstance(value, int | float)
 
 
 def convert(data: Mapping[str, Any], kind: type[T], label: str) -> T:
-    """The struct of plain values; unknown keys and wrong types name the key and what is allowed."""
+    """The struct of type `kind` with these plain values; ConfigError for an unknown key or a wrong
+    type, with the key and what is allowed."""
     fields = [field.encode_name for field in msgspec.structs.fields(kind)]
     for key in data:
         if key not in fields:
@@ -209,8 +211,9 @@ def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]
 
 
 def wrong_field(struct: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str, str] | None:
-    """The first field of `kind` whose value is none of its type, and why, where code made the
-    struct: only what is read from files is checked by msgspec itself."""
+    """(field, problem) of the first field whose value has a wrong type; None if all are right.
+    This check is for structs that code constructs: msgspec checks types only when it reads
+    files."""
     for field in _fields(kind):
         value = getattr(struct, field.name)
         try:
@@ -224,14 +227,14 @@ def wrong_field(struct: msgspec.Struct, kind: type[msgspec.Struct]) -> tuple[str
 
 
 def _values(hint: object) -> tuple[object, ...]:
-    """The values of a closed set, also inside a tuple or beside None."""
+    """The values of a Literal type, also inside a tuple or beside None; empty for other types."""
     if get_origin(hint) is Literal:
         return get_args(hint)
     return tuple(value for part in get_args(hint) for value in _values(part))
 
 
 def validation_problem(message: str, kind: type) -> tuple[str, str]:
-    """msgspec's message as (key path, problem) with the allowed values of a closed set."""
+    """A message of msgspec as (key path, problem); for a Literal type with the allowed values."""
     text, _, where = message.partition(" - at `$.")
     key = where.rstrip("`")
     text = text[:1].lower() + text[1:].replace("`", "")

@@ -1,7 +1,8 @@
-"""A Hugging Face config.json as a Model; what is not modelled is refused by its key.
+"""Reads a Hugging Face config.json as a Model; a feature that is not modelled is refused by its
+key.
 
 Values that change neither bytes nor FLOPs are not read (`rope_theta`, `rope_scaling`, epsilons of
-norms, initialisation): the torch runtime has its own, the same for every method (kernels.py).
+norms, initialisation): the torch runtime uses its own, the same for every method (kernels.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -30,18 +31,19 @@ _TELLING = {
     "partial_rotary_factor": "rotary positions on a part of a head",
     "encoder_layers": "an encoder",
 }
-"""Keys of transformers configs by what they give an architecture."""
+"""Keys of transformers configs, each with the feature that the key adds to an architecture."""
 _GATED = {"silu": "swiglu", "swish": "swiglu"}
 _GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 
 
 def is_huggingface(data: Config) -> bool:
-    """Whether a mapping looks like a transformers config rather than one of ours."""
+    """Whether a mapping is a transformers config rather than a model file of rematbench."""
     return "model_type" in data or "architectures" in data
 
 
 def model_from_huggingface(data: Config, path: Path) -> Model:
-    """The Model that a transformers config describes; its source is the file itself."""
+    """The Model of a transformers config; its `source` is the file.  ConfigError for a missing key
+    or an unmodelled feature."""
     label = str(path)
     kind = data.get("model_type")
     build = _ARCHITECTURES.get(str(kind))
@@ -66,7 +68,7 @@ def model_from_huggingface(data: Config, path: Path) -> Model:
 
 
 class _Known(TypedDict, total=False):
-    """The keys of any architecture that are read, with what they may hold where they are given."""
+    """All keys that are read for any architecture, with the allowed values."""
 
     hidden_size: Width
     intermediate_size: Width
@@ -96,7 +98,7 @@ class _Known(TypedDict, total=False):
 
 
 class Unmodelled(Exception):
-    """A key of a transformers config asks for something the Model cannot say."""
+    """A key of a transformers config asks for a feature that Model cannot express."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(key, reason)
@@ -105,8 +107,9 @@ class Unmodelled(Exception):
 
 
 def _unmodelled(kind: str, data: Config) -> str:
-    """Why an architecture is none of ours: by what its keys say it has, never by a near name, for a
-    config that is read as another drops what sets the two apart."""
+    """The reason why an architecture is not modelled, from the features that its keys show.  A
+    similar architecture is never suggested: reading the config as another architecture would drop
+    the features in which the two differ."""
     known = sorted(_ARCHITECTURES)
     has = dict.fromkeys(words for key, words in _TELLING.items() if data.get(key))
     why = f"it has {' and '.join(has)}, which is not modelled" if has else "is not modelled"
@@ -115,7 +118,8 @@ def _unmodelled(kind: str, data: Config) -> str:
 
 
 def _refuse(data: Config, label: str) -> None:
-    """Mixture of experts and quantised (FP8 too) checkpoints are refused for every architecture."""
+    """ConfigError for mixture of experts and for quantised (also FP8) checkpoints, in any
+    architecture."""
     for key in _EXPERTS:
         if isinstance(data.get(key), int) and data[key] > 1:
             problem = f"mixture of experts ({data[key]} experts) is not modelled"
@@ -134,7 +138,7 @@ def _gated_mlp(data: Config, key: str = "hidden_act") -> str:
 
 
 def _llama_like(data: Config) -> dict[str, Any]:
-    """What Llama, Mistral, Qwen2, InternLM and Gemma2 configs share."""
+    """The Model fields that Llama, Mistral, Qwen2, InternLM and Gemma2 configs share."""
     heads = data["num_attention_heads"]
     return {
         "num_layers": data["num_hidden_layers"],
@@ -220,7 +224,7 @@ def _gemma2(data: Config) -> dict[str, Any]:
 
 
 def _plain_gpt(hidden: int, heads: int, ffn: int, biases: bool) -> dict[str, Any]:
-    """What GPT-2, GPT-NeoX and MPT share: LayerNorm, GELU, multi-head attention."""
+    """Model fields that GPT-2, GPT-NeoX and MPT share: LayerNorm, GELU, multi-head attention."""
     return {
         "hidden": hidden,
         "num_heads": heads,

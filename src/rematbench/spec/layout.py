@@ -1,4 +1,4 @@
-"""How the work is spread: parallel degrees, micro-batch and batch; and the rules they must obey."""
+"""The layout: parallel degrees, micro-batch and batch, and the rules that a layout must obey."""
 
 from typing import Literal
 
@@ -18,9 +18,9 @@ class LayoutError(ValueError):
 
 
 class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parallel degrees.  `dp` excludes `cp`; `ulysses` is an all-to-all sequence-parallel degree
-    that takes ranks from dp; `sp` is Megatron's sequence parallelism (needs tp > 1 to matter);
-    `micro_batch` and `global_batch` count sequences."""
+    """Parallel degrees and batch sizes.  `dp` excludes `cp`; `ulysses` is the degree of all-to-all
+    sequence parallelism, which takes ranks from dp; `sp` is Megatron's sequence parallelism (no
+    effect at tp = 1); `micro_batch` and `global_batch` count sequences."""
 
     tp: PositiveInt = 1
     sp: bool = True
@@ -34,24 +34,24 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     global_batch: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        """LayoutError for a degree that is no whole number above 0."""
+        """Raise LayoutError for a field of a wrong type, such as a degree below 1."""
         wrong = wrong_field(self, Layout)
         if wrong is not None:
             raise LayoutError(": ".join(wrong))
 
     @property
     def gpus(self) -> int:
-        """Ranks in all."""
+        """The number of GPUs (ranks): tp x cp x pp x dp."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether norms and residuals are sharded by rows: `sp` means nothing without tp."""
+        """Whether norms and residuals are sharded by rows (`sp` has no effect at tp = 1)."""
         return self.sp and self.tp > 1
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches that pass one pipeline per optimizer step."""
+        """Micro-batches of one pipeline per optimizer step."""
         return self.global_batch // (self.replicas * self.micro_batch)
 
     @property
@@ -61,12 +61,12 @@ class Layout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def state_shards(self) -> int:
-        """Ranks over which ZeRO spreads states: data- and context-parallel peers together."""
+        """Ranks over which ZeRO shards states: data- and context-parallel peers together."""
         return self.dp * self.cp
 
     @property
     def num_chunks(self) -> int:
-        """Model chunks over all pipeline ranks."""
+        """Model chunks of all pipeline ranks together."""
         return self.pp * self.vpp
 
 
@@ -84,7 +84,8 @@ def _check(rules: list[tuple[bool, str]]) -> None:
 
 
 def _size_rules(lay: Layout, work: Workload) -> list[tuple[bool, str]]:
-    """Far beyond what is trained, and what is still simulated in seconds."""
+    """Upper bounds of size, far beyond real training, that still simulate in seconds; and the rule
+    that ulysses divides dp."""
     passes = lay.global_batch // lay.micro_batch // max(1, lay.replicas) * lay.num_chunks
     return [
         (lay.gpus > MOST_GPUS, f"{lay.gpus} GPUs are more than {MOST_GPUS}, the most simulated"),

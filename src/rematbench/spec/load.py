@@ -1,4 +1,4 @@
-"""Models, clusters and systems by name, by YAML file, or (models) by Hugging Face config.json."""
+"""Models, clusters and systems by name, YAML file or (models) Hugging Face config.json."""
 
 import re
 from collections.abc import Collection
@@ -31,7 +31,7 @@ _FEATURES = (
 
 
 def names(kind: Kind) -> list[str]:
-    """The names that config/ knows, sorted."""
+    """The names of one kind that config/ ships, sorted."""
     return sorted(path.stem for path in _folder(kind).glob("*.yaml"))
 
 
@@ -42,7 +42,7 @@ def load_model(name_or_path: str | Path) -> Model:
 
 
 def load_cluster(name_or_path: str | Path) -> Cluster:
-    """A Cluster by name or YAML file; `sources` maps each number to where it comes from."""
+    """A Cluster by name or YAML file; its `sources` gives the source of each number by key."""
     path = located("cluster", name_or_path)
     return _shipped_cluster(path) if _is_shipped(path) else _cluster(path)
 
@@ -54,7 +54,8 @@ def load_system(name_or_path: str | Path) -> System:
 
 
 def calibration(path: Path | None = None) -> Calibration:
-    """The shipped constants, or a file's; each read once.  Its `gpus` are the generations."""
+    """The calibration constants: the shipped file's, or those of `path`.  Each file is read once.
+    The keys of `gpus` are the GPU generations."""
     return _calibration(path or data_dir("config") / "calibration.yaml")
 
 
@@ -96,10 +97,10 @@ def _system(path: Path) -> System:
 
 NOT_FACTS: dict[Kind, tuple[str, ...]] = {
     "model": (),
-    "cluster": ("slurm",),  # how to ask for its nodes: rematbench.slurm.settings
+    "cluster": ("slurm",),  # how to request its nodes: rematbench.slurm.settings
     "system": ("aliases", "rows"),
 }
-"""Keys of a file that say how it is found or used, and are nobody's to inherit."""
+"""Keys that say how a file is found or used; a file based on another does not inherit them."""
 OWN_KEYS = ("name", "version", "source", "base")
 """Keys of a file with a `base` that override no fact."""
 
@@ -107,8 +108,9 @@ OWN_KEYS = ("name", "version", "source", "base")
 def _inherited(
     kind: Kind, path: Path, below: tuple[Path, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
-    """A file's values and their sources on top of those of its `base`, and the names of its bases,
-    the nearest first; ConfigError for an override without a source, or a circle of bases."""
+    """(values, sources, bases) of a file: its own values on top of the values of its `base`, their
+    sources, and the names of all bases, the nearest first.  ConfigError for an override without a
+    source, or a circle of bases."""
     label = _label(path)
     data = read_mapping(path, label)
     for key in (*NOT_FACTS[kind], "constants", "sources"):
@@ -130,7 +132,7 @@ def _inherited(
 
 
 def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:
-    """Why each override is as it is: its own source, or that of the file."""
+    """The source of each override of a file with a `base`: the key's own source, or the file's."""
     everywhere = str(data.get("source", ""))
     found: dict[str, str] = {}
     for key, entry in data.items():
@@ -147,13 +149,15 @@ def _reasons(data: dict[str, Any], label: str) -> dict[str, str]:
 def _constants(
     path: Path, name: str, bases: tuple[str, ...], entries: Collection[str]
 ) -> tuple[str, ...]:
-    """Which `entries` of config/calibration.yaml belong to a file: a shipped file's own, and those
-    of its bases.  A name gives a user's file none, for its facts may be others."""
+    """The entries of config/calibration.yaml that apply to a file: a shipped file's own entry, then
+    the entries of its bases.  A user's file gets no entry by its own name, because its facts may
+    differ from a shipped file of the same name."""
     names = (name, *bases) if _is_shipped(path) else bases
     return tuple(name for name in names if name in entries)
 
 
-# Shipped files do not change while a program runs; a user's own file may, and is read anew.
+# Shipped files do not change while a program runs and are cached; a user's file may change and is
+# read each time.
 _shipped_model = cache(_model)
 _shipped_cluster = cache(_cluster)
 _shipped_system = cache(_system)
@@ -169,7 +173,7 @@ def _folder(kind: Kind) -> Path:
 
 
 def located(kind: Kind, name_or_path: str | Path) -> Path:
-    """The file behind a name, an alias or a path."""
+    """The file that a name, an alias or a path stands for; ConfigError if there is none."""
     text = str(name_or_path)
     path = Path(name_or_path)
     if path.suffix in {".yaml", ".yml", ".json"} or "/" in text or path.is_dir():
@@ -188,7 +192,8 @@ def located(kind: Kind, name_or_path: str | Path) -> Path:
 
 
 def _of_a_hub(kind: Kind, text: str) -> str:
-    """What to give in place of ORGANISATION/MODEL, which is looked up nowhere."""
+    """A hint for a text ORGANISATION/MODEL, because rematbench looks up no model hub; else
+    empty."""
     if kind != "model" or not re.fullmatch(r"[\w.-]+/[\w.-]+", text) or text[0] in "./~":
         return ""
     if Path(text).suffix in {".yaml", ".yml", ".json"}:
@@ -202,7 +207,7 @@ def _of_a_hub(kind: Kind, text: str) -> str:
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Published system names that are not file names: `{alias: file stem}`."""
+    """Published system names that are no file names: `{alias: file stem}`."""
     found: dict[str, str] = {}
     for stem in names("system"):
         path = _folder("system") / f"{stem}.yaml"
@@ -212,8 +217,8 @@ def _aliases() -> dict[str, str]:
 
 
 class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which published rows are of a stack: those of the family `system` whose note has the text
-    `note`; `recompute`: what this stack runs where such a row's recompute column has a word."""
+    """Which published rows belong to a stack: rows of the family `system` whose note contains the
+    text `note`.  `recompute` maps a word of such a row's recompute column to the stack's method."""
 
     system: str
     note: str
@@ -222,8 +227,8 @@ class RowClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
-    """The stack of a published row, by the first file that claims it under `rows`, or what the row
-    calls it; and that stack's methods by the row's words."""
+    """(stack, methods) of a published row: the first stack whose file claims the row under `rows`,
+    with its methods by the row's words; without a claim, the row's own `system` and no methods."""
     for stem, claim in _claimed_rows().items():
         if system == claim.system and claim.note in note:
             return stem, claim.recompute
@@ -232,7 +237,7 @@ def claim_of_row(system: str, note: str) -> tuple[str, dict[str, str]]:
 
 @cache
 def _claimed_rows() -> dict[str, RowClaim]:
-    """`{file stem: its claim}` of the stacks that claim rows."""
+    """`{file stem: claim}` of the stacks that claim published rows."""
     found: dict[str, RowClaim] = {}
     for stem in names("system"):
         path = _folder("system") / f"{stem}.yaml"
@@ -243,19 +248,20 @@ def _claimed_rows() -> dict[str, RowClaim]:
 
 
 def _label(path: Path) -> str:
-    """How errors call a file: config/... for the shipped ones, the path as found otherwise."""
+    """A file's name in errors: config/... for shipped files, else the path as given."""
     config = data_dir("config")
     return f"config/{path.relative_to(config)}" if path.is_relative_to(config) else str(path)
 
 
 def _joined_source(everywhere: str, sources: dict[str, str]) -> str:
-    """One text for a Model: the file's source and those of single keys."""
+    """One source text for a Model: the file's source, then the sources of single keys."""
     own = [f"{key}: {text}" for key, text in sources.items() if text != everywhere]
     return "; ".join([everywhere.strip(), *own] if everywhere else own)
 
 
 def _windows(values: dict[str, Any], label: str) -> list[int]:
-    """One window (tokens) per layer; a shorter list that divides the layers is repeated."""
+    """The attention window (tokens) of each layer; a shorter list whose length divides the number
+    of layers is repeated.  ConfigError if the length does not divide it."""
     window = values.get("attention_window", [])
     layers = values.get("num_layers")
     if not window or not isinstance(window, list) or not isinstance(layers, int):
@@ -267,7 +273,7 @@ def _windows(values: dict[str, Any], label: str) -> list[int]:
 
 
 def _check_model(model: Model, label: str) -> None:
-    """Shapes that no decoder can have."""
+    """ConfigError for shapes that no decoder can have."""
     if model.num_heads % model.num_kv_heads != 0:
         problem = f"{model.num_kv_heads} KV heads must divide {model.num_heads} heads"
         raise ConfigError(label, "num_kv_heads", problem)

@@ -1,4 +1,4 @@
-"""Where the data that ships with rematbench lies: in a checkout, or inside an installed wheel."""
+"""Directories of the shipped data: in a checkout, or inside an installed wheel."""
 
 from pathlib import Path
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What is asked of every method: a model on a cluster under a system, a layout, a length."""
+"""A planning problem as given: a model on a cluster under a system, a layout, a length."""
 
 from typing import Any, Self, cast
 
@@ -13,15 +13,15 @@ from rematbench.spec.system import Home, System
 from rematbench.workload import Model, PositiveInt, Precision
 
 SHARED = tuple(name for name in Layout.__struct_fields__ if name != "dp")
-"""Fields that a layout has too."""
+"""Fields that ProblemSpec shares with Layout."""
 _FLAGS = {"zero_stage": "--zero", "sp": "--no-sp"}
 
 
 class _Told(StructMeta):
-    """A call that lacks a field, or gives one that is none, is a ConfigError and no TypeError."""
+    """A metaclass that turns the TypeError of a missing or unknown field into a ConfigError."""
 
     def __call__(cls, *values: object, **given: object) -> Any:
-        """The struct of these fields."""
+        """The struct with these fields; ConfigError instead of TypeError."""
         try:
             return super().__call__(*values, **given)
         except TypeError:
@@ -35,13 +35,12 @@ class _Told(StructMeta):
 
 
 class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Told):
-    """One planning problem, as files, the command line and code give it.
+    """One planning problem, as files, the command line and Python code give it.
 
-    `model`, `cluster` and `system` are each a name, the path of a file, or the thing itself.
-    `gpus` counts all; data parallelism takes what tp x cp x pp leave.  `sp`: None stands for
-    wherever tp > 1.  `seq_len` is in tokens, batches count sequences; `hbm_bytes` is a device's
-    memory where it is not the cluster's, `optimizer` the home of its states where it is not the
-    stack's.
+    `model`, `cluster` and `system` are each a name, a file's path, or a Model, Cluster or System.
+    `gpus` is the total; dp is `gpus` divided by tp x cp x pp.  `sp` None: on where tp > 1.
+    `seq_len` is in tokens; batches count sequences; `hbm_bytes` replaces the cluster's device
+    memory, and `optimizer` replaces the stack's home of the optimizer states.
     """
 
     model: str | Model
@@ -64,19 +63,19 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     optimizer: Home | None = None
 
     def __post_init__(self) -> None:
-        """ConfigError for a value of another type: `gpus="8"`, `tp=0`."""
+        """Raise ConfigError for a value of a wrong type: `gpus="8"`, `tp=0`."""
         wrong = wrong_field(self, ProblemSpec)
         if wrong is not None:
             raise ConfigError("", *wrong)
 
     @classmethod
     def at(cls, layout: Layout, **others: Any) -> Self:
-        """The problem of a whole layout; `others` are the fields that a layout does not have."""
+        """The problem with this layout; `others` are the fields that Layout lacks."""
         return cls(**degrees(layout), **others)
 
     @property
     def layout(self) -> Layout:
-        """The layout; LayoutError where the ranks do not divide the GPUs."""
+        """The layout; LayoutError where tp x cp x pp does not divide `gpus`."""
         ranks = self.tp * self.cp * self.pp
         dp, rest = divmod(self.gpus, ranks)
         if rest:
@@ -89,9 +88,9 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
         return Layout(**{**own, "dp": dp, "sp": self.tp > 1 if self.sp is None else self.sp})
 
     def to_arguments(self) -> list[str]:
-        """The options of the command line that mean this problem; what is as usual is left out.
+        """The command-line options of this problem; options at their default are left out.
 
-        ConfigError where the model, the cluster or the system has no name that a command can say.
+        ConfigError where the model, cluster or system is an object without a name.
         """
         words = []
         for field in fields(ProblemSpec):
@@ -105,10 +104,10 @@ class ProblemSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 def flag(field: str) -> str:
-    """The option of a field."""
+    """The command-line option of a field."""
     return _FLAGS.get(field, f"--{field.replace('_', '-')}")
 
 
 def degrees(layout: Layout) -> dict[str, Any]:
-    """A layout as the fields of a ProblemSpec."""
+    """The fields of a ProblemSpec that a layout determines."""
     return {"gpus": layout.gpus, **{name: getattr(layout, name) for name in SHARED}}

@@ -1,4 +1,4 @@
-"""The sizes of one rank: tokens, shards, widths and element bytes."""
+"""Sizes on one rank: tokens, shards, widths and element bytes."""
 
 from msgspec import Struct
 
@@ -8,7 +8,9 @@ from rematbench.workload import Workload
 
 
 class Shapes(Struct, frozen=True, kw_only=True):
-    """The sizes of one rank: tokens, shards and element bytes, derived once."""
+    """Sizes on one rank, for one micro-batch.  `tokens`: rows after context parallelism and
+    Ulysses; `shard_tokens`: rows of a tensor that sequence parallelism shards; `q_width`,
+    `kv_width`, `heads`, `kv_heads`, `ffn` and `vocab`: the rank's tensor-parallel share."""
 
     tokens: int
     shard_tokens: int
@@ -27,7 +29,7 @@ class Shapes(Struct, frozen=True, kw_only=True):
 
 
 def shapes(work: Workload, layout: Layout, system: System) -> Shapes:
-    """Per-rank sizes; KV heads are replicated when tp exceeds them."""
+    """The sizes on one rank; KV heads are replicated where tp exceeds their number."""
     model, tp = work.model, layout.tp
     tokens = layout.micro_batch * work.seq_len // (layout.cp * layout.ulysses)
     sequence_parallel = layout.sequence_parallel
@@ -51,7 +53,8 @@ def shapes(work: Workload, layout: Layout, system: System) -> Shapes:
 
 
 def causal_pairs(seq_len: int, window: int) -> int:
-    """(query, key) pairs of one sequence and head under causality and a window (0: none)."""
+    """Causal (query, key) pairs of one sequence and one head, with an attention window in tokens
+    (0: no window)."""
     if window == 0 or window >= seq_len:
         return seq_len * (seq_len + 1) // 2
     return window * (window + 1) // 2 + (seq_len - window) * window

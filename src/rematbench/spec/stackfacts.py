@@ -1,4 +1,4 @@
-"""What a stack says of itself: each fact with its value, its source and the file that says it."""
+"""The facts of a stack: each with its value, its source and the file that sets it."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from rematbench.spec.load import NOT_FACTS, OWN_KEYS, located, names
 
 
 class Fact(Struct, frozen=True, kw_only=True):
-    """One key of a stack; `file` is the stack in the chain of bases that set it, `source` its own
-    ("": the `source:` of that file)."""
+    """One key of a stack.  `file`: the stack, in the chain of bases, whose file sets the key;
+    `source`: the key's own source (empty: the `source:` of that file)."""
 
     value: object
     source: str
@@ -18,7 +18,7 @@ class Fact(Struct, frozen=True, kw_only=True):
 
 
 def chain(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """A stack's file and those of its bases, the nearest first: (name, mapping as written)."""
+    """A stack's file and the files of its bases, nearest first: (name, mapping as written)."""
     found: list[tuple[str, dict[str, Any]]] = []
     while name:
         path = located("system", name)
@@ -29,7 +29,7 @@ def chain(name: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def facts(name: str) -> dict[str, Fact]:
-    """Every fact of a stack, its own in place of its bases'."""
+    """Every fact of a stack by key; its own facts replace those of its bases."""
     found: dict[str, Fact] = {}
     for file, data in reversed(chain(name)):
         for key, entry in data.items():
@@ -43,7 +43,7 @@ def facts(name: str) -> dict[str, Fact]:
 
 
 def differences(name: str) -> dict[str, Fact]:
-    """The facts that a stack's own file sets where it has a base; else none."""
+    """The facts that a stack's own file sets, where the stack has a base; else none."""
     first, data = chain(name)[0]
     if "base" not in data:
         return {}
@@ -51,7 +51,7 @@ def differences(name: str) -> dict[str, Fact]:
 
 
 def listed() -> list[tuple[str, str, str, dict[str, Fact]]]:
-    """(name, version, base, what differs from the base) of every shipped stack."""
+    """(name, version, base, facts that differ from the base) of every shipped stack."""
     rows = []
     for name in names("system"):
         data = chain(name)[0][1]

@@ -1,4 +1,4 @@
-"""Which software stack runs: what it saves for the backward, what it overlaps, its state dtypes."""
+"""The software stack: what it saves for the backward, what it overlaps, its state dtypes."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from rematbench.cost.kernel_rates import AttentionBackend
 from rematbench.cost.kernels import NormKernel, RopeKernel
 
 StateBytes = Annotated[int, Meta(ge=0, le=1 << 10)]
-"""Of one parameter."""
+"""Bytes of one parameter (or, for `held_logit_bytes`, of one logit)."""
 Multiple = Annotated[int, Meta(gt=0, le=1 << 24)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
 P2pOverlap = Literal["none", "interleaved", "always"]
@@ -23,9 +23,10 @@ Scale = Annotated[float, Meta(gt=0.0, le=100.0)]
 
 
 class Scales(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a user's own rows say of a stack (`rematbench calibrate --rows`): factors on the seconds
-    of all kernels, of attention besides, of collectives and sends, and of a host's launches; the
-    half-width of the band that follows from so many rows, a logarithm (0: not calibrated)."""
+    """Factors that a user's own rows give a stack (`rematbench calibrate --rows`), on the seconds
+    of all kernels; of attention, in addition; of collectives and sends; and of the host's launches.
+    `half_width`: the half-width of the prediction band that these rows give, as a logarithm (0: not
+    calibrated)."""
 
     kernels: Scale = 1.0
     attention: Scale = 1.0
@@ -35,52 +36,56 @@ class Scales(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A training stack, as far as it decides bytes and time.
+    """A training stack: the facts that decide bytes and time.
 
     Bytes are per parameter: `param_bytes` and `grad_bytes` of the copies used in compute,
     `optimizer_bytes` of master weights and moments (sharded from ZeRO stage 1 on), and the wire
     dtypes `reduce_bytes` (gradient reduction) and `gather_bytes` (parameter gather).
-    `tp_overlap`: none; backward (collectives of a linear's backward run beside its two GEMMs, as
-    Megatron's asynchronous linear does); gemm (forward collectives too, chunk by chunk).
-    `bucket_bytes` is the gradient bucket of an overlapped reduction (0: not bucketed).
-    `fused_linears`: one GEMM makes q, k and v, and one gate and up; else each has its own, and a
-    partial recomputation runs only those it needs.
+    `tp_overlap`: none; backward (collectives of a linear's backward run beside its two GEMMs, as in
+    Megatron's asynchronous linear); gemm (forward collectives too, chunk by chunk).
+    `bucket_bytes`: the gradient bucket of an overlapped reduction (0: not bucketed).
+    `fused_linears`: one GEMM makes q, k and v, and one GEMM makes gate and up; else each projection
+    has its own GEMM, and a partial recomputation runs only the GEMMs it needs.
     `loss_in_place`: the loss turns its saved softmax into the gradient (Megatron's vocabulary-
-    parallel cross-entropy) instead of writing gradients beside it (F.cross_entropy).
-    `loss_keeps_logits`: a wide copy of the logits lives beside the softmax while that is made; else
-    the one becomes the other.
-    `step_scratch_bytes`: what the optimizer step holds per updated parameter, and frees again.
+    parallel cross-entropy) instead of writing a second tensor (F.cross_entropy).
+    `loss_keeps_logits`: a wide copy of the logits is alive while the softmax is made; else the
+    logits are turned into the softmax in place.
+    `step_scratch_bytes`: bytes per updated parameter that the optimizer step holds and frees.
     `norm`, `rope`: the kernels that run, by their names in config/kernels/operators.yaml (a
-    LayerNorm is `fused` everywhere; `compiled` fuses both).
-    `attention`: the kernel that runs where a run asks for `flash`, by its name in config/kernels
-    (`unfused`: the stack has no other).
-    `constants`: entries of config/calibration.yaml that are this stack's, the first that is there
-    counts: a shipped stack's own, then those of its bases (load.py sets it).
-    `norm_keeps_steps`: an eager RMSNorm keeps, instead of its input, that input in fp32, its
-    reciprocal root mean square and the normalised input (in fp32 where the weight is added to one).
-    `repeats_kv`: fused attention is given keys and values once per query head, and keeps those.
-    `eager_operators`: unfused attention and soft caps are eager torch operators, which keep keys
+    LayerNorm is `fused` in every stack; `compiled` fuses both).
+    `attention`: the kernel that runs where a run requests `flash`, by its name in config/kernels
+    (`unfused`: the stack has no fused kernel).
+    `constants`: entries of config/calibration.yaml for this stack, of which the first existing
+    entry counts: a shipped stack's own entry, then the entries of its bases (load.py sets the
+    field).
+    `norm_keeps_steps`: an eager RMSNorm saves, instead of its input, the input in fp32, the
+    reciprocal root mean square and the normalised input (in fp32 where 1 is added to the weight).
+    `repeats_kv`: fused attention receives keys and values once per query head, and saves these.
+    `eager_operators`: unfused attention and soft caps are eager torch operators, which save keys
     and values once per query head, the softmax in fp32 beside its copy, and the tanh of a cap.
-    `held_logit_bytes`: of each logit, while the loss's backward runs, because the training loop
-    holds the model's output (0: nobody does; logits in pieces are no output).
-    `p2p_overlap`: under which schedules a pipeline send runs beside the next pass; else a rank
-    waits for each send at once.
+    `held_logit_bytes`: bytes per logit that stay alive during the loss's backward because the
+    training loop holds the model's output (0: no output is held; logits computed in pieces are no
+    output).
+    `p2p_overlap`: the schedules under which a pipeline send runs beside the next pass; under other
+    schedules a rank waits for each send at once.
     `p2p_synchronous`: where sends do not run beside passes, the host waits until a pipeline message
-    has arrived before it issues more.
-    `host_grad_bytes`: of one gradient on its way to an optimizer in host memory (DeepSpeed widens
-    it to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary, and in
-    stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
-    `cuda_graphs`: each layer's forward and each layer's backward is a captured graph that the host
-    issues at once (Megatron-core's cuda_graph_impl local); embedding and head are not.
+    has arrived before it issues further actions.
+    `host_grad_bytes`: bytes of one gradient on its way to an optimizer in host memory (DeepSpeed
+    widens the gradient to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary,
+    and in stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
+    `cuda_graphs`: each layer's forward and each layer's backward is a captured CUDA graph that the
+    host issues at once (Megatron-core's cuda_graph_impl local); embedding and head are not
+    captured.
     `expandable_segments`: torch's allocator maps pages at the end of growing segments
     (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True).
-    `vocab_multiple`: the vocabulary is padded up to a multiple of this times tp.
-    `reported_peak` is what this stack's publications print as peak device bytes: the allocator's
+    `vocab_multiple`: the vocabulary is padded up to a multiple of vocab_multiple x tp.
+    `reported_peak`: what this stack's publications print as peak device bytes: the allocator's
     allocated or reserved bytes, or the first stage's layers alone (their states, and their kept
-    activations times the micro-batches in flight).  Predictions of a published peak follow it;
-    verdicts never do.
-    `scales` is what its user measured of it.
-    `features` lists what the stack can do beyond this struct; asking for another is Unsupported.
+    activations times the micro-batches in flight).  Predictions of a published peak follow this
+    definition; verdicts never do.
+    `scales`: the factors that a user's own measurements gave.
+    `features`: what the stack can do beyond this struct; a request for another feature is
+    Unsupported.
     """
 
     name: str
@@ -128,20 +133,20 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def norm_kernel(self) -> NormKernel:
-        """The RMSNorm that runs."""
+        """The RMSNorm kernel that runs."""
         return "compiled" if self.compiled and self.norm != "fused" else self.norm
 
     @property
     def rope_kernel(self) -> RopeKernel:
-        """The rotation that runs."""
+        """The kernel of rotary positions that runs."""
         return "fused" if self.compiled else self.rope
 
     def sends_beside(self, vpp: int) -> bool:
-        """Whether a pipeline send runs beside the next pass, with so many chunks on a rank."""
+        """Whether a pipeline send runs beside the next pass, with `vpp` chunks on each rank."""
         always = self.p2p_overlap == "always"
         return always or (self.p2p_overlap == "interleaved" and vpp > 1)
 
     def padded_vocab(self, vocab: int, tp: int) -> int:
-        """The vocabulary this stack computes with: padded up to vocab_multiple x tp."""
+        """The vocabulary in use: padded up to a multiple of vocab_multiple x tp."""
         unit = self.vocab_multiple * tp
         return -(-vocab // unit) * unit
