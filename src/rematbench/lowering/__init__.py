@@ -1,1 +1,1 @@
-"""Plan -> actions: `lower`, and what it is made of: fates, operators of a chunk, blocks."""
+"""Plan -> actions: `lower` and its parts: fates, the operators of a chunk, blocks."""

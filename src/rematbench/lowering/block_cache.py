@@ -1,4 +1,4 @@
-"""What the ranks of one lowering share: blocks and fates of chunks that are alike."""
+"""The cache that all ranks of one lowering share: equal blocks, and fates of equal chunks."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,8 @@ from rematbench.program.program import Block
 
 
 class PassClass(NamedTuple):
-    """What equal (chunk, micro-batch) pairs share: fates, and the storages that leave."""
+    """The class of equal (chunk, micro-batch) pairs: a number, the fates, and the storages whose
+    host copies outlive the forward."""
 
     number: int
     fates: Fates
@@ -16,8 +17,8 @@ class PassClass(NamedTuple):
 
 
 class BlockCache:
-    """Blocks by shape of chunk, fates and flags, and fates by what rules cover: ranks and chunks
-    that are alike share them."""
+    """Blocks by chunk shape, fates and flags, and pass classes by the rules that cover a chunk:
+    equal ranks and chunks share them."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[object, ...], Block] = {}
@@ -25,5 +26,5 @@ class BlockCache:
         self._numbers: dict[tuple[object, ...], int] = {}
 
     def number(self, content: tuple[object, ...]) -> int:
-        """A short name of a content (equal contents, equal numbers)."""
+        """A number for a content; equal contents have equal numbers."""
         return self._numbers.setdefault(content, len(self._numbers))

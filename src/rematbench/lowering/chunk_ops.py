@@ -1,4 +1,4 @@
-"""One rank's model chunk as a run of operator instances with tensor names and fates."""
+"""A rank's model chunk as a list of units and operators, with storage names and fates."""
 
 from functools import cached_property
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from rematbench.program.action import KEPT, OFFLOADED
 
 
 class Unit(NamedTuple):
-    """The embedding, one layer or the head inside a chunk.  `prefix` is E, L<i> or H."""
+    """The embedding, one layer or the head of a chunk.  `prefix` is E, L<i> or H."""
 
     prefix: str
     table: OpTable
@@ -28,7 +28,7 @@ class Unit(NamedTuple):
 
 
 class ChunkOps:
-    """The units of (stage, chunk), the storage name of every activation, the chunk's ports."""
+    """The units of a (stage, chunk), the storage name of each activation, the chunk's boundary."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ChunkOps:
         self.mini_sequences = mini_sequences
         pp, vpp = problem.layout.pp, problem.layout.vpp
         self.problem, self.stage, self.chunk, self.layers = problem, stage, chunk, layers
-        self.at_once = at_once  # each of its backwards follows its forward at once
+        self.at_once = at_once  # each backward of the chunk directly follows its own forward
         self.first = stage == 0 and chunk == 0
         self.last = stage == pp - 1 and chunk == vpp - 1
         self._names: dict[str, dict[str, str]] = {}  # by unit and activation
@@ -57,14 +57,14 @@ class ChunkOps:
             variant = problem.variant(layer)
             self.units.append(Unit(f"L{i}", table, i, layer, table.parameters, variant))
         if self.last:
-            # Logits that are made in pieces are no output that a training loop could hold.
+            # Logits computed in pieces are no model output that a training loop could hold.
             pieces = any("loss" in run.ops and run.count > 1 for run in mini_sequences)
             head = without(problem.head, "logits_held") if pieces else problem.head
             self.units.append(Unit("H", head, 0, -1, head_parameters(problem)))
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """What its blocks depend on: chunks of equal shape have equal blocks."""
+        """The facts that decide the chunk's blocks: chunks of equal shape have equal blocks."""
         units = tuple((u.prefix, u.variant) for u in self.units)
         return (self.first, self.last, self.at_once, units)
 
@@ -80,11 +80,11 @@ class ChunkOps:
 
     @property
     def boundary(self) -> Activation:
-        """The tensor sent between stages."""
+        """The activation that pipeline stages exchange."""
         return self.problem.layer_kinds[0].activations["layer_input"]
 
     def storage(self, unit: Unit, activation: str) -> str:
-        """Local storage name; a layer's output is the next layer's input."""
+        """The local storage name of an activation; a layer's output is the next layer's input."""
         names = self._names.setdefault(unit.prefix, {})
         if activation not in names:
             names[activation] = self._storage(unit, activation)
@@ -101,12 +101,12 @@ class ChunkOps:
         return f"{unit.prefix}.{activation}"
 
     def site(self, unit: Unit, activation: str) -> Site:
-        """The plan's site of a unit's saved tensor."""
+        """The site (see fates.py) of a unit's saved tensor."""
         return (unit.table.part, unit.place, activation)
 
     @cached_property
     def sites(self) -> ChunkSites:
-        """Every saved tensor of the chunk."""
+        """The sites of all saved tensors of the chunk."""
         return ChunkSites(
             stage=self.stage,
             chunk=self.chunk,
@@ -135,17 +135,20 @@ class ChunkOps:
 
     @cached_property
     def _runs(self) -> dict[int, dict[str, MiniRun]]:
-        """Runs by table: layers share few tables, and are asked for at every operator."""
+        """The runs of each operator table, cached because every operator looks them up and layers
+        share few tables."""
         tables = {id(unit.table): unit.table for unit in self.units}
         return {key: mini_runs(table, self.mini_sequences) for key, table in tables.items()}
 
     def run_of(self, unit: Unit, activation: str) -> MiniRun | None:
-        """The run inside which an activation exists only in pieces."""
+        """The mini-sequence run inside which an activation exists only in pieces, or None."""
         runs = self.runs(unit).values()
         return next((run for run in runs if activation in run.interior), None)
 
     def parts(self, unit: Unit, activation: str, fate: Resolved) -> list["StoredPart"]:
-        """Storages a saved tensor leaves behind: whole, split by fate, or in pieces."""
+        """The storages that a saved tensor leaves after the forward: whole, split by fate, or in
+        pieces.  PlanError for a tensor inside a mini-sequence that is not kept or recomputed as a
+        whole."""
         storage = self.storage(unit, activation)
         run = self.run_of(unit, activation)
         if run is None:
@@ -170,7 +173,7 @@ class ChunkOps:
 
 
 class StoredPart(NamedTuple):
-    """A storage that stays for the backward: its name, bytes and whether it goes to the host."""
+    """A storage saved for the backward: its name, its bytes, and whether it is offloaded."""
 
     name: str
     nbytes: int
@@ -178,7 +181,7 @@ class StoredPart(NamedTuple):
 
 
 def stored_parts(storage: str, fate: Resolved) -> list[StoredPart]:
-    """The storages a saved tensor leaves behind after the forward."""
+    """The storages that a saved tensor leaves after the forward, by its fate."""
     if not fate.mixed:
         if fate.recompute_bytes:
             return []
@@ -192,10 +195,10 @@ def stored_parts(storage: str, fate: Resolved) -> list[StoredPart]:
 
 
 def piece_bytes(tensor: Activation, fraction: float) -> int:
-    """Bytes of a share of a tensor's rows (floor; exact for shares made of whole rows)."""
+    """Bytes of a share of a tensor's rows, rounded down to whole rows."""
     return int(tensor.rows * fraction + 1e-6) * tensor.row_bytes
 
 
 def rows_of(fates: list[Resolved]) -> float:
-    """Share of rows to rebuild: the largest among the outputs wanted."""
+    """The share of rows to rebuild: the largest share over the given fates."""
     return max((f.recompute_bytes / f.nbytes for f in fates if f.nbytes), default=0.0)

@@ -1,4 +1,4 @@
-"""Write a chunk's backward block: gradients, collectives, reductions."""
+"""Writes a chunk's backward block: gradients, collectives, reductions."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,8 @@ from rematbench.program.program import Block
 
 
 class InputGradients(NamedTuple):
-    """Storages that the kernel writes, those of them that a collective sums, and its outputs."""
+    """`written`: storages that a kernel writes; `summed`: those of them that a collective sums;
+    `reduced`: the collective's outputs."""
 
     written: list[Alloc]
     summed: list[Alloc]
@@ -27,7 +28,7 @@ class InputGradients(NamedTuple):
 
 
 class BackwardEmitter:
-    """The backward block of one chunk under resolved fates."""
+    """Builds the backward block of one chunk under resolved fates."""
 
     def __init__(
         self,
@@ -48,7 +49,8 @@ class BackwardEmitter:
         self.overlap = chunk.problem.system.tp_overlap in ("backward", "gemm")
 
     def block(self) -> Block:
-        """B: from the output's gradient to the input's; frees everything the forward left."""
+        """Block B: from the gradient of the chunk's output to the gradient of its input; frees
+        everything that the forward left."""
         chunk, w = self.chunk, self.w
         self._arrive()
         order = list(reversed(chunk.units))
@@ -74,7 +76,7 @@ class BackwardEmitter:
     # -- arrivals -------------------------------------------------------------------------------
 
     def _arrive(self) -> None:
-        """What is alive when the block starts."""
+        """Declare the storages that are alive when the block starts."""
         chunk, w = self.chunk, self.w
         self.arrivals |= self.reload.start()
         self.arrivals |= {graph_name(u) for u in chunk.units if captured(chunk.problem, u)}
@@ -88,8 +90,8 @@ class BackwardEmitter:
             self.arrivals.add(gradient)
 
     def _resident_parameters(self, gatherer: ParameterGatherer) -> None:
-        """Parameters gathered in the forward and kept (ZeRO-2 as FSDP's shard-grad-op does; the
-        ends, where they are kept)."""
+        """Declare parameters that the forward gathered and kept: all units with ZeRO-2 as FSDP's
+        shard-grad-op, or embedding and head where the plan keeps them (`keeps_ends`)."""
         fate = gatherer.fate
         kept = [
             unit
@@ -104,7 +106,7 @@ class BackwardEmitter:
                 self.arrivals.add(gatherer.buffer(unit))
 
     def _ahead_of_turn(self, unit: Unit) -> None:
-        """What rebuilding a unit needs before its backward: its reloads and its parameters."""
+        """Wait for what an early rebuild of the unit needs: its reloads and its parameters."""
         self.reload.land(unit)
         if self.gatherer:
             self.gatherer.ready(self.w, unit)
@@ -121,7 +123,8 @@ class BackwardEmitter:
                 self._backward_op(unit, op)
 
     def _run(self, unit: Unit, run: MiniRun) -> None:
-        """A mini-sequence run: each piece is rebuilt (if dropped), then differentiated."""
+        """The backward of a mini-sequence run: each piece is rebuilt (if dropped), then
+        differentiated."""
         for name in run.inputs:
             storage, tensor = self.chunk.storage(unit, name), unit.table.activations[name]
             if storage not in self.grads and tensor.differentiable:
@@ -177,7 +180,7 @@ class BackwardEmitter:
         self.rebuild.settle()
 
     def _exchange(self, unit: Unit, op: Op, incoming: list[str]) -> None:
-        """The gradients go back the way the tensors came."""
+        """The backward of an all-to-all exchange: the gradients return by the same collective."""
         assert op.grad_gather is not None
         reads = [*incoming, *self._accumulated(unit, op)]
         made = self._gradients(unit, op).written
@@ -186,12 +189,13 @@ class BackwardEmitter:
         self.w.wait(COMPUTE, event)
 
     def _gathers_beside(self, op: Op) -> bool:
-        """Whether the gather of the output's gradient runs beside the input gradient's GEMM."""
+        """Whether the gather of the output gradient runs beside the input gradient's GEMM."""
         gemm = self.chunk.problem.system.tp_overlap == "gemm"
         return gemm and op.has_weight and bool(op.backward_input) and op.regather is None
 
     def _regather(self, unit: Unit, op: Op, saved: list[str]) -> tuple[str, list[str]]:
-        """Gather the saved input again; pending event if it may run beside the input gradient."""
+        """Gather the saved input again.  Returns the gather's end event if kernels need not wait
+        for it yet (else ""), and the gathered storages."""
         if op.regather is None:
             return "", []
         full = f"{unit.prefix}.{op.name}.full{self.recomputer.tag}"
@@ -199,7 +203,7 @@ class BackwardEmitter:
         allocs = [Alloc(full, size)] if size else []
         event = self.w.collective(op.regather, unit.prefix, op.name, saved, allocs, self._share)
         ring = op.regather.kind == "ring"
-        if ring:  # the kernel reads what the ring brings, as it comes
+        if ring:  # the kernel reads each part of the ring as it arrives
             self.w.wait(COMPUTE, self.w.mark_begin(len(self.w.actions) - 1))
         self.rebuild.window(unit, op.name, "backward")
         beside = (self.overlap and op.has_weight) or ring
@@ -211,7 +215,7 @@ class BackwardEmitter:
     def _kernels(
         self, unit: Unit, op: Op, reads: list[str], regathered: list[str], pending: str
     ) -> None:
-        """Input-gradient kernels, gradient reduction, weight-gradient kernels."""
+        """Emit input-gradient kernels, gradient reduction and weight-gradient kernels."""
         w = self.w
         if op.backward_input:
             pending = self._input_gradient(unit, op, reads, regathered, pending)
@@ -232,7 +236,8 @@ class BackwardEmitter:
     def _input_gradient(
         self, unit: Unit, op: Op, reads: list[str], regathered: list[str], pending: str
     ) -> str:
-        """Returns the event of a gradient reduction that may run beside the weight gradient."""
+        """Emit the input-gradient kernels and their reduction; returns the event of a reduction
+        that may run beside the weight gradient, else ""."""
         w, reduced = self.w, op.grad_reduce
         added_into = self._accumulated(unit, op)
         made = self._gradients(unit, op)
@@ -260,13 +265,14 @@ class BackwardEmitter:
         return ""
 
     def _accumulated(self, unit: Unit, op: Op) -> list[str]:
-        """Gradients this operator adds into (residual branches, slices): written in place."""
+        """Existing gradients that this operator adds to in place (residual branches, slices)."""
         names = [self.recomputer.name(unit, name) for name in op.inputs]
         return [self.grads[n] for n in names if n in self.grads]
 
     def _gradients(self, unit: Unit, op: Op) -> InputGradients:
-        """Gradients that this operator is the first to write; a reduce-scatter leaves all but the
-        query's, which was never gathered."""
+        """The gradients that this operator is the first to write.  With a reduce-scatter the
+        collective makes all of them except the query's gradient, because the query was never
+        gathered."""
         tensors = unit.table.activations
         fresh: dict[str, Alloc] = {}
         for name in op.inputs:

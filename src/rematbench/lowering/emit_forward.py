@@ -1,4 +1,4 @@
-"""Write a chunk's forward block: operators, collectives, gathers, splits, layer copies."""
+"""Writes a chunk's forward block: operators, collectives, gathers, splits, copies per layer."""
 
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, stored_parts
 from rematbench.lowering.emit_op import Names, emit_alloc, emit_copies_out, emit_op
@@ -15,7 +15,7 @@ Fates = dict[Site, Resolved]
 
 
 class ForwardEmitter:
-    """The forward block of one chunk under resolved fates."""
+    """Builds the forward block of one chunk under resolved fates."""
 
     def __init__(
         self,
@@ -30,10 +30,10 @@ class ForwardEmitter:
         self.in_flight: list[tuple[str, tuple[str, ...], int]] = []
         self.position = 0
         self.trailing = trailing_unit(chunk, fates, transfers)
-        self.trails = False  # whether its copy, the last in flight, is under way
+        self.trails = False  # whether the trailing unit's copy, the last in flight, has started
 
     def block(self) -> Block:
-        """F: from the chunk's input to its output, leaving what the backward needs."""
+        """Block F: from the chunk's input to its output; keeps what the backward needs."""
         chunk, w = self.chunk, self.w
         if not chunk.first:
             w.wait(COMPUTE, "recv_f")
@@ -57,9 +57,10 @@ class ForwardEmitter:
         return Block("F", w.finish(self.survivors, arrivals))
 
     def _enter_slot(self, unit: Unit, position: int) -> None:
-        """Rounding buffers: what the unit makes and the host takes is written into its slot, once
-        the copies of the slot's last tenant are done (its input comes from outside the slot).  The
-        last layers keep what they save in the buffers, where nothing else needs them till then."""
+        """Assign the unit's offloaded tensors to its rounding buffer, after the copies of the
+        buffer's last tenant are done (the unit's input is outside the buffer).  The last layers of
+        a chunk whose backward follows at once keep their saved tensors in the buffers, which
+        nothing else needs by then."""
         slots = self.transfers.reload_slots
         if self.transfers.granularity != "layer" or slots == 0:
             return
@@ -89,7 +90,7 @@ class ForwardEmitter:
                 emit_op(self.w, self.chunk, unit, op, Kind.FORWARD, Names(names, names, {}))
 
     def _store(self, unit: Unit) -> None:
-        """Split mixed tensors; with layer granularity, start their copies."""
+        """Split tensors of mixed fates; with layer granularity, start the copies to the host."""
         leaving: list[tuple[str, int]] = []
         for name, storage, site in self.chunk.saved(unit):
             fate = self.fates[site]
@@ -105,7 +106,8 @@ class ForwardEmitter:
             self.trails = unit is self.trailing
 
     def _hold_graph(self, unit: Unit) -> None:
-        """The memory that a layer's graph holds beside what the layer keeps, until its backward."""
+        """Allocate the memory that a layer's CUDA graph holds, beside what the layer keeps, until
+        the backward."""
         kept = (
             part.nbytes
             for name, _, site in self.chunk.saved(unit)
@@ -140,7 +142,7 @@ class ForwardEmitter:
         self.in_flight.append((event, names, self.position))
 
     def _drain(self, leave: int) -> None:
-        """Free the device copies of all but the last `leave` layers in flight."""
+        """Wait for the copies of all but the last `leave` layers in flight; free their tensors."""
         while len(self.in_flight) > leave:
             event, names, _ = self.in_flight.pop(0)
             self.w.wait(COMPUTE, event)
@@ -148,9 +150,9 @@ class ForwardEmitter:
 
 
 def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit | None:
-    """With copies by layer, the last unit that leaves anything: its copy runs on beside the rank's
-    next pass, so its tensors have memory of their own that is freed after that pass.  None where
-    the next pass is the chunk's own backward, which needs the rounding buffers at once."""
+    """With layer granularity, the last unit that offloads anything: its copy continues beside the
+    rank's next pass, so its tensors have their own memory, freed after that pass.  None where the
+    next pass is the chunk's own backward, which needs the rounding buffers at once."""
     if transfers.granularity != "layer" or chunk.at_once:
         return None
     leaves = (
@@ -162,8 +164,9 @@ def trailing_unit(chunk: ChunkOps, fates: Fates, transfers: Transfers) -> Unit |
 
 
 def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
-    """Layers of a chunk that is differentiated at once whose kept tensors wait in the rounding
-    buffers: the last ones, if they leave nothing to the host and no copy comes after them."""
+    """The last layers of a chunk, whose kept tensors stay in the rounding buffers.  Empty unless
+    the chunk's backward follows its forward at once and neither these layers nor the head offload
+    anything."""
     last = [unit for unit in chunk.units if unit.table.part == "layer"][-slots:]
     after = [*last, *(unit for unit in chunk.units if unit.table.part == "head")]
     swapped = any(fates[site].offload_bytes for u in after for _, _, site in chunk.saved(u))
@@ -171,7 +174,7 @@ def stays_in_slots(chunk: ChunkOps, fates: Fates, slots: int) -> list[Unit]:
 
 
 def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Kind) -> None:
-    """All pieces of a mini-sequence run, forward; its outputs are written in slices."""
+    """Emit the forward of all pieces of a mini-sequence run; its outputs are written in slices."""
     for name in run.outputs:
         emit_alloc(w, chunk.storage(unit, name), unit.table.activations[name].nbytes)
     for piece in run.pieces:
@@ -186,7 +189,7 @@ def emit_run(w: BlockWriter, chunk: ChunkOps, unit: Unit, run: MiniRun, kind: Ki
 def piece_names(
     chunk: ChunkOps, unit: Unit, run: MiniRun, piece: Piece, wanted: tuple[str, ...]
 ) -> dict[str, str]:
-    """Storage names inside a run: interior tensors by piece, the others whole."""
+    """Storage names inside a run: by piece for interior tensors, whole for the others."""
     names = {}
     for name in wanted:
         storage = chunk.storage(unit, name)

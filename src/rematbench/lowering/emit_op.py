@@ -1,4 +1,4 @@
-"""Write one operator's forward (or recompute), and the copies of a list of storages."""
+"""Writes one operator's forward or recomputation, and the copies of lists of storages."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,9 @@ from rematbench.program.action import HOST, Action, Alloc, Kind, place
 
 
 class Names(NamedTuple):
-    """Storage of each activation an operator touches: what it reads, what it allocates, and what
-    it writes as a slice of a storage that exists; `columns` is the share of its output columns that
-    it computes (separate linears need not all run)."""
+    """The storages of an operator's activations: those it reads, those it allocates (`writes`), and
+    existing storages that it writes a slice of.  `columns`: the share of output columns computed,
+    because with separate linears some need not run."""
 
     reads: dict[str, str]
     writes: dict[str, str]
@@ -31,8 +31,8 @@ def emit_op(
     names: Names,
     share: Share = WHOLE,
 ) -> None:
-    """Gather, kernels, reduce.  With GEMM overlap (and in ring attention) the collectives run
-    beside the kernels and are only waited for afterwards."""
+    """Emit an operator's gather, kernels and reduction.  With GEMM overlap, and in ring attention,
+    the collectives run beside the kernels and compute waits for them afterwards."""
     if op.exchanges:
         _exchange(w, unit, op, names, share)
         return
@@ -58,14 +58,14 @@ def emit_op(
     index, reduced = _kernels(w, unit, op, kind, names, share, sources, stream)
     if pending:
         w.wait(COMPUTE, pending)
-    if op.reduce is not None and reduced != ([], []):  # else the output is kept already
+    if op.reduce is not None and reduced != ([], []):  # else the output was kept
         after = w.mark_begin(index) if beside and op.has_weight else ""
         done = w.collective(op.reduce, unit.prefix, op.name, *reduced, share, after=after)
         w.wait(COMPUTE, done)
 
 
 def _exchange(w: BlockWriter, unit: Unit, op: Op, names: Names, share: Share) -> None:
-    """An all-to-all alone, of the tensors that are wanted."""
+    """Emit an all-to-all without kernels, of the wanted tensors only."""
     assert op.reduce is not None
     tensors = unit.table.activations
     reads, slices, allocs, moved = [], [], [], 0
@@ -96,7 +96,7 @@ def _kernels(
     sources: list[str],
     stream: str,
 ) -> tuple[int, tuple[list[str], list[Alloc]]]:
-    """The compute action; returns its index and the (reads, allocs) of the reduction after it."""
+    """Emit the compute action; returns its index and the (reads, allocs) of its reduction."""
     tensors, fraction = unit.table.activations, share.fraction
     allocs = [
         Alloc(names.writes[name], piece_bytes(tensors[name], fraction))
@@ -129,7 +129,7 @@ def _kernels(
 
 
 def emit_alloc(w: BlockWriter, storage: str, nbytes: int) -> None:
-    """Make room for a tensor that is written in slices."""
+    """Allocate a tensor that is then written in slices."""
     part, tensor = place(storage)
     w.add(
         Action(
@@ -143,7 +143,7 @@ def emit_alloc(w: BlockWriter, storage: str, nbytes: int) -> None:
 
 
 def emit_copies_out(w: BlockWriter, leaving: list[tuple[str, int]], event: str) -> str:
-    """D2H actions of the given storages; the last one records `event`."""
+    """Emit D2H copies of the storages; the last copy records `event`."""
     for position, (name, nbytes) in enumerate(leaving):
         part, tensor = place(name)
         w.add(
@@ -164,8 +164,8 @@ def emit_copies_out(w: BlockWriter, leaving: list[tuple[str, int]], event: str) 
 def emit_copies_in(
     w: BlockWriter, coming: list[tuple[str, int]], event: str, slot: str = ""
 ) -> str:
-    """H2D actions of the given storages into a staging slot (or fresh memory); the last one
-    records `event`."""
+    """Emit H2D copies of the storages into a staging slot (or fresh memory: ""); the last copy
+    records the event `event`, which is returned."""
     for position, (name, nbytes) in enumerate(coming):
         part, tensor = place(name)
         w.add(

@@ -1,4 +1,4 @@
-"""When saved tensors come back in a backward block: by layer, by group, beside collectives."""
+"""Decides when saved tensors are rebuilt in a backward block: by layer, by group, in windows."""
 
 from collections.abc import Callable
 
@@ -12,17 +12,18 @@ from rematbench.program.action import Action, Kind
 
 
 class Rebuilder:
-    """Rebuilds what a plan wants back before its reader asks for it (`Recomputer` does it)."""
+    """Rebuilds tensors before their reader needs them, where the plan says so; `Recomputer` emits
+    the operators."""
 
     def __init__(self, recomputer: Recomputer, arrive: Callable[[Unit], None]) -> None:
         self.recomputer, self.chunk, self.fates = recomputer, recomputer.chunk, recomputer.fates
         self.windows = any(fate.window is not None for fate in self.fates.values())
         self.visited: set[str] = set()  # units whose layer- or group-scoped work is done
-        self.arrive = arrive  # called before a unit is rebuilt ahead of its turn
-        self.stalls: list[Action] = []  # what windows cost, due when their collective is done
+        self.arrive = arrive  # called before a unit is rebuilt ahead of its own backward
+        self.stalls: list[Action] = []  # costs of windows, emitted when their collective is done
 
     def scopes(self, unit: Unit) -> None:
-        """Layer- and group-scoped recomputation that is due when this unit's backward starts."""
+        """Rebuild the layer- and group-scoped tensors that are due before this unit's backward."""
         due = [unit]
         for group in self._groups(unit):
             due = [
@@ -40,8 +41,8 @@ class Rebuilder:
         return {f.scope for f in fates if f.recompute_bytes and isinstance(f.scope, Group)}
 
     def window(self, consumer: Unit, op: str, direction: str) -> None:
-        """Rebuild what plans put beside the collective just issued (`layer_offset` layers ahead of
-        use)."""
+        """Rebuild the tensors whose window is the collective just issued, `layer_offset` layers
+        before their use."""
         if not self.windows:
             return
         maker = self.recomputer
@@ -65,8 +66,8 @@ class Rebuilder:
         self._note_stalls(issued)
 
     def _note_stalls(self, issued: int) -> None:
-        """Each kernel rebuilt beside a collective shares SMs and HBM with it: whichever of the two
-        lasts longer gets longer, so what is lost comes after both."""
+        """Note a stall for each kernel recomputed beside a collective.  The two share SMs and HBM,
+        so the longer of the two takes longer, and the lost time comes after both."""
         actions = self.recomputer.w.actions
         comm = next((a.comm for a in reversed(actions[:issued]) if a.stream != COMPUTE), None)
         self.stalls += [
@@ -86,13 +87,13 @@ class Rebuilder:
         ]
 
     def settle(self) -> None:
-        """The collectives that work was rebuilt beside are done: count what that cost."""
+        """Emit the noted stalls, once the collectives they ran beside are done."""
         for stall in self.stalls:
             self.recomputer.w.add(stall)
         self.stalls = []
 
     def before_receive(self) -> None:
-        """Rebuild what plans put in front of the pipeline's receive."""
+        """Rebuild the tensors whose window is before the pipeline's receive."""
         for unit in self.chunk.units:
             missing = {
                 name
@@ -110,7 +111,8 @@ class Rebuilder:
             if self.fates[site].recompute_bytes
             and self.fates[site].scope != "consumer"
             and storage not in self.recomputer.have
-            # By piece a tensor has come back once with its group, and does with its own piece.
+            # A tensor in pieces was rebuilt once with its group; each piece then rebuilds its own
+            # part.
             and not (unit.prefix in self.visited and self.chunk.run_of(unit, name))
         ]
         missing = {name for name, _ in wanted if unit.table.producer(name) is not None}
@@ -123,7 +125,7 @@ class Rebuilder:
             self.recomputer.rebuild(unit, missing)
 
     def _kept(self, storage: str) -> bool:
-        """Whether a storage is there or comes back without recomputation."""
+        """Whether a storage is on the device or returns without recomputation."""
         if storage in self.recomputer.have:
             return True
         return any(

@@ -1,4 +1,4 @@
-"""Bring saved tensors back in a backward block: operators run again, whole or by piece; joins."""
+"""Recomputes saved tensors in a backward block, whole or by piece, and joins split tensors."""
 
 from rematbench.lowering.chunk_ops import ChunkOps, Unit, rows_of, stored_parts
 from rematbench.lowering.emit_forward import Fates
@@ -13,15 +13,16 @@ from rematbench.program.action import Action, Alloc, Kind, place
 
 
 class Recomputer:
-    """Knows which saved tensors are on the device and how to bring back the others.
+    """Tracks the saved tensors that are on the device and recomputes the others.
 
-    `piece` is the mini-sequence at work, if any: interior tensors then go by their piece's name.
+    `piece` is the mini-sequence piece in progress, if any: interior tensors then have the names of
+    this piece.
     """
 
     def __init__(self, chunk: ChunkOps, fates: Fates, w: BlockWriter) -> None:
         self.chunk, self.fates, self.w = chunk, fates, w
         self.have: set[str] = set()
-        self.shares: dict[str, float] = {}  # rows of the operators being run again
+        self.shares: dict[str, float] = {}  # share of rows of each operator in recomputation
         self.rebuilt: set[str] = set()  # `#r` parts that exist
         self.run: MiniRun | None = None
         self.piece: Piece | None = None
@@ -32,23 +33,23 @@ class Recomputer:
 
     @property
     def tag(self) -> str:
-        """The end of the names of the piece at work; empty outside of runs."""
+        """The name suffix of the piece in progress; empty outside of runs."""
         return self.piece.tag if self.piece else ""
 
     def name(self, unit: Unit, activation: str) -> str:
-        """Storage of an activation, by piece inside a run."""
+        """The storage name of an activation, with the piece's suffix inside a run."""
         storage = self.chunk.storage(unit, activation)
         if self.run and self.piece and activation in self.run.interior:
             return self.run.piece_name(storage, self.piece)
         return storage
 
     def fate(self, unit: Unit, activation: str) -> Resolved | None:
-        """Fate of a saved tensor; None for one that no backward needs."""
+        """The fate of a saved tensor; None for a tensor that no backward needs."""
         return self.fates.get(self.chunk.site(unit, activation))
 
     def rebuild_inside(self, unit: Unit, missing: set[str]) -> None:
-        """Rebuild while a piece of the unit may be at work: of tensors that exist by piece only the
-        one at work, all others whole."""
+        """Rebuild while a piece may be in progress: tensors inside the run only for this piece, all
+        other tensors whole."""
         at_work = self.run, self.piece
         pieces = missing & self.run.interior if self.run else set()
         if pieces:
@@ -59,7 +60,7 @@ class Recomputer:
         self.run, self.piece = at_work
 
     def rebuild(self, unit: Unit, missing: set[str]) -> None:
-        """Recompute `missing` by the operators that produce it."""
+        """Recompute the tensors `missing` by the operators that produce them."""
         if self.run is not None:
             self._whole_inputs(unit, self.run)
         available = frozenset(n for n in unit.table.activations if self._available(unit, n))
@@ -67,8 +68,8 @@ class Recomputer:
         self.recompute(unit, ops, missing)
 
     def _whole_inputs(self, unit: Unit, run: MiniRun) -> None:
-        """Bring back whole what a piece reads from before its run: only the run's own operators
-        work on a piece."""
+        """Rebuild as whole tensors what a piece reads from before its run: only operators of the
+        run work on pieces."""
         names = [name for op in run.ops for name in op.inputs if name not in run.interior]
         while names:
             name = names.pop()
@@ -88,7 +89,7 @@ class Recomputer:
         return fate is not None and not fate.recompute_bytes
 
     def recompute(self, unit: Unit, ops: tuple[Op, ...], missing: set[str]) -> None:
-        """Run operators again; those of a mini-sequence run piece by piece."""
+        """Run operators again; operators of a mini-sequence run piece by piece."""
         runs = {op.name: run for run in self.chunk.runs(unit).values() for op in run.ops}
         done: set[str] = set()
         made: dict[str, str] = {}
@@ -104,8 +105,9 @@ class Recomputer:
         self.shares = outer
 
     def _shares(self, unit: Unit, ops: tuple[Op, ...], missing: set[str]) -> dict[str, float]:
-        """Rows each operator runs on: those missing of its saved outputs; of an output that nobody
-        saves those its readers here run on (all, if it is wanted itself)."""
+        """The share of rows that each operator recomputes: the missing rows of its saved outputs.
+        For an output that is not saved: the rows that its readers among `ops` need (all rows if the
+        output itself is wanted)."""
         shares: dict[str, float] = {}
         for op in reversed(ops):
             fates = [self.fate(unit, name) for name in op.outputs]
@@ -133,7 +135,8 @@ class Recomputer:
         self.run = self.piece = None
 
     def _run_output(self, unit: Unit, name: str) -> str:
-        """Storage of a rebuilt mini-sequence's output: the saved tensor's own if it was dropped."""
+        """The storage of a rebuilt mini-sequence output: the saved tensor's own storage if it was
+        dropped.  PlanError for a mixed fate."""
         storage = self.chunk.storage(unit, name)
         fate = self.fate(unit, name)
         if fate is None or not fate.recompute_bytes or storage in self.have:
@@ -148,13 +151,14 @@ class Recomputer:
         if fraction < 1.0 and not op.row_local:
             raise PlanError(f"{op.name} is not row-local: recompute all of its rows or none")
         reads = {name: self._source(unit, name, made, fraction) for name in op.inputs}
-        # Where a piece at work is rebuilt, nobody asked for what its run leaves whole.
+        # In a piece in progress `made` lacks the run's whole outputs, because nobody asked for
+        # them.
         slices = {
             n: made[n] for n in op.outputs if self.run and n in self.run.outputs and n in made
         }
         writes = self._outputs(unit, op, missing) if not slices else {}
         tag = f".r{self.tag}"
-        share = Share(fraction, 1.0 - fraction)  # a partial rebuild is of the last rows
+        share = Share(fraction, 1.0 - fraction)  # a partial rebuild covers the last rows
         if self.piece:
             share = Share(self.piece.fraction, self.piece.offset)
         names = Names(reads, writes, slices, tag, self._columns(unit, op, writes))
@@ -162,15 +166,16 @@ class Recomputer:
         made |= writes
 
     def _columns(self, unit: Unit, op: Op, writes: dict[str, str]) -> float:
-        """Share of a linear's output columns that are recomputed: all of them where one GEMM
-        makes all outputs, else those of the outputs it writes."""
+        """The share of a linear's output columns to recompute: all where one GEMM makes all
+        outputs, else the columns of the outputs that are written."""
         if self.chunk.problem.system.fused_linears or not op.has_weight or not writes:
             return 1.0
         width = {name: unit.table.activations[name].row_bytes for name in op.outputs}
         return sum(width[name] for name in writes) / sum(width.values())
 
     def _source(self, unit: Unit, name: str, made: dict[str, str], fraction: float) -> str:
-        """What an operator reads: rows rebuilt just now if they are enough, else the whole."""
+        """The storage that an operator reads: the rows rebuilt just now if they suffice, else the
+        whole tensor."""
         fate = self.fate(unit, name)
         storage = made.get(name, "")
         if storage.endswith("#r") and fate is not None and rows_of([fate]) < fraction:
@@ -183,7 +188,7 @@ class Recomputer:
         return self.ensure(unit, name)
 
     def _outputs(self, unit: Unit, op: Op, missing: set[str]) -> dict[str, str]:
-        """Storages that recomputation writes: the missing ones, and inputs of later operators."""
+        """The storages that recomputation writes: missing tensors and inputs of later operators."""
         writes: dict[str, str] = {}
         for name in op.outputs:
             storage = self.name(unit, name)
@@ -203,7 +208,8 @@ class Recomputer:
         return writes
 
     def ensure(self, unit: Unit, name: str) -> str:
-        """The storage of a whole saved tensor on the device, rebuilt or joined if need be."""
+        """The storage of a whole saved tensor on the device; rebuilt or joined first where
+        necessary.  PlanError for a tensor that is not saved or has no producer."""
         storage = self.name(unit, name)
         if storage in self.have:
             return storage

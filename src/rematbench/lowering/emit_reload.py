@@ -1,4 +1,4 @@
-"""Bring back in a backward block what the forward sent to the host."""
+"""Reloads, in a backward block, what the forward offloaded to the host."""
 
 from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.lowering.emit_forward import Fates, stays_in_slots
@@ -9,15 +9,16 @@ from rematbench.program.action import HOST, Action, Kind, layer_slot, place
 
 
 class Reloader:
-    """The reloads of one chunk: all of them before the block starts (copies of whole chunks), or
-    layer by layer ahead of their turn, into rounding buffers where the plan has them."""
+    """The reloads of one chunk.  With chunk granularity all copies precede the block; with layer
+    granularity each layer is reloaded ahead of its backward, into rounding buffers where the plan
+    has them."""
 
     def __init__(self, chunk: ChunkOps, fates: Fates, transfers: Transfers, w: BlockWriter) -> None:
         self.chunk, self.fates, self.transfers, self.w = chunk, fates, transfers, w
         self.layerwise = transfers.granularity == "layer"
         self.fetched: dict[str, str] = {}  # unit -> event of its reloads
         self.landed: set[str] = set()
-        self.tenants: dict[str, str] = {}  # rounding buffer -> unit whose backward is not done
+        self.tenants: dict[str, str] = {}  # rounding buffer -> unit whose backward still needs it
         self.positions = {unit.prefix: i for i, unit in enumerate(chunk.units)}
         if self.layerwise and transfers.reload_slots:
             for unit in stays_in_slots(chunk, fates, transfers.reload_slots):
@@ -25,7 +26,7 @@ class Reloader:
         self.offloaded = self._offloaded()
 
     def _offloaded(self) -> dict[str, list[tuple[str, int]]]:
-        """Offloaded storages by unit prefix."""
+        """Offloaded storages (name, bytes) by unit prefix."""
         table: dict[str, list[tuple[str, int]]] = {}
         for unit in self.chunk.units:
             for name, _, site in self.chunk.saved(unit):
@@ -36,8 +37,8 @@ class Reloader:
         return table
 
     def start(self) -> set[str]:
-        """What the forward left alive, on the device and on the host; a whole chunk's reloads are
-        waited for."""
+        """The storages that the forward left alive, on the device and on the host.  With chunk
+        granularity, compute first waits for all reloads."""
         arrivals: set[str] = set()
         for unit in self.chunk.units:
             for name, _, site in self.chunk.saved(unit):
@@ -52,7 +53,7 @@ class Reloader:
         return arrivals
 
     def before(self, order: list[Unit], position: int) -> None:
-        """Layer granularity: start H2D copies ahead, wait for this unit's."""
+        """With layer granularity: start the H2D copies that are due, wait for this unit's."""
         if not self.layerwise:
             return
         for unit in order[: position + self.transfers.prefetch_layers + 1]:
@@ -60,11 +61,11 @@ class Reloader:
         self.land(order[position])
 
     def after(self, unit: Unit) -> None:
-        """The unit's backward is done: its rounding buffer has room again."""
+        """Mark the unit's backward as done, so that its rounding buffer can be used again."""
         self.tenants = {slot: who for slot, who in self.tenants.items() if who != unit.prefix}
 
     def land(self, unit: Unit) -> None:
-        """Wait for a unit's reloads, if it has any of its own, and free their host copies."""
+        """Wait for a unit's reloads, if it has any, and free their host copies."""
         if not self.layerwise or unit.prefix not in self.offloaded or unit.prefix in self.landed:
             return
         self.landed.add(unit.prefix)
@@ -86,7 +87,7 @@ class Reloader:
             self.w.slots = {}
 
     def _slot(self, unit: Unit) -> str:
-        """The unit's rounding buffer, or fresh memory where a group's rebuild still needs it."""
+        """The unit's rounding buffer; "" (fresh memory) while a group's rebuild needs it."""
         slots = self.transfers.reload_slots
         slot = layer_slot(self.positions[unit.prefix], slots) if slots else ""
         if slot in self.tenants:

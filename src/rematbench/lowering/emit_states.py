@@ -1,4 +1,4 @@
-"""Write parameter gathers and gradient reductions inside a chunk's blocks (ZeRO, FSDP, overlap)."""
+"""Writes parameter gathers and gradient reductions inside chunk blocks (ZeRO, FSDP, overlap)."""
 
 from rematbench.lowering.chunk_ops import Unit
 from rematbench.lowering.writer import COMPUTE, BlockWriter
@@ -18,14 +18,14 @@ from rematbench.spec.system import System
 
 
 class ParameterGatherer:
-    """Gathers each unit's parameters on the dp stream ahead of its use.
+    """Gathers each unit's parameters on the dp stream before their use.
 
-    Layer gathers (ZeRO-3, FSDP) allocate the full parameters and run `prefetch_layers` ahead; a
-    step gather (ZeRO-1 with overlap) fills resident buffers, all units at once.  Shards in host
-    memory come up one by one before their gather.  `release`: whether
-    a unit's copy is freed after its use (`keeps_ends`: but not the embedding's and the head's).
-    `tied`: the embedding whose weight the head of the same rank projects by; where it is not there
-    it is gathered for the head too.
+    A layer gather (ZeRO-3, FSDP) allocates the full parameters and runs `prefetch_layers` ahead; a
+    step gather (ZeRO-1 with overlap) fills resident buffers of all units at once.  A shard in host
+    memory is copied to the device before its gather.  `release`: whether a unit's gathered copy is
+    freed after its use (with `keeps_ends` not for embedding and head).  `tied`: the embedding whose
+    weight the head of the same rank uses; where it is not gathered, it is gathered for the head
+    too.
     """
 
     def __init__(
@@ -47,34 +47,34 @@ class ParameterGatherer:
         self.for_the_head = False
 
     def buffer(self, unit: Unit) -> str:
-        """Storage name of a unit's gathered parameters."""
+        """The storage name of a unit's gathered parameters."""
         return f"{unit.prefix}.parameters"
 
     def _read(self, unit: Unit) -> list[Unit]:
-        """Units whose weights a unit's kernels read."""
+        """The units whose weights a unit's kernels read."""
         shared = self.tied if unit.table.part == "head" else None
         return [unit, shared] if shared else [unit]
 
     def buffers(self, unit: Unit) -> tuple[str, ...]:
-        """Storages that a unit's kernels read their weights from."""
+        """The storages from which a unit's kernels read weights."""
         return tuple(map(self.buffer, self._read(unit)))
 
     def before(self, w: BlockWriter, units: list[Unit], position: int) -> None:
-        """Issue the gathers due by now and wait for this unit's."""
+        """Issue the gathers that are due and wait for this unit's gather."""
         ahead = self.fate.prefetch_layers if self.layerwise else len(units)
         for unit in units[position : position + ahead + 1]:
             self._want(w, unit)
         self.ready(w, units[position])
 
     def ready(self, w: BlockWriter, unit: Unit) -> None:
-        """Wait for what a unit's kernels read."""
+        """Wait for the weights that a unit's kernels read; gather them first if necessary."""
         self._want(w, unit)
         for read in self._read(unit):
             if read.parameters:
                 w.wait(COMPUTE, self.pending[read.prefix])
 
     def _want(self, w: BlockWriter, unit: Unit) -> None:
-        """Gather what a unit's kernels read and is not there."""
+        """Gather the weights that a unit's kernels read and that are not gathered."""
         for read in self._read(unit):
             if read.parameters and read.prefix not in self.pending:
                 self._gather(w, read)
@@ -106,12 +106,12 @@ class ParameterGatherer:
         self.pending[unit.prefix] = event
 
     def _shard_up(self, w: BlockWriter, unit: Unit) -> str:
-        """Bring this rank's shard of a unit's parameters to the device; the event of its end."""
+        """Copy this rank's shard of a unit's parameters to the device; returns the end event."""
         nbytes = self.system.param_bytes * -(-unit.parameters // self.fate.shards)
         return w.state_copy(Kind.H2D, unit.prefix, SHARD_UP, nbytes, after=w.mark(COMPUTE))
 
     def after(self, w: BlockWriter, unit: Unit) -> None:
-        """Free the gathered copy after the unit, or leave it for the backward."""
+        """Free the gathered copy after the unit's pass, or leave it for the backward."""
         if not self.layerwise or not unit.parameters:
             return
         self.released = w.mark(COMPUTE)
@@ -129,22 +129,23 @@ class ParameterGatherer:
 
 
 def norm_reduction(system: System, norms: int, shards: int = 1) -> Comm:
-    """Sequence parallelism: each rank has the norms' gradients of its own tokens only (Megatron's
-    allreduce of layer-norm gradients); of `norms` parameters a rank holds one of `shards`."""
+    """The all-reduce of norm gradients under sequence parallelism, where each rank has the
+    gradients of its own tokens only (Megatron's allreduce of layer-norm gradients).  Of `norms`
+    parameters a rank holds 1 / `shards`."""
     return Comm("all_reduce", "tp", system.grad_bytes * -(-norms // shards))
 
 
 class GradReducer:
-    """Reduces (and, with optimizer-in-backward, applies) each unit's gradients when its backward is
-    done, on the dp stream.
+    """Reduces each unit's gradients on the dp stream when the unit's backward is done; with
+    optimizer-in-backward, also updates the unit's parameters.
 
-    Sharded gradients (ZeRO-2/3) live in a full buffer until reduced; resident ones are reduced in
-    place, in buckets of `bucket_bytes`.  Of gradients that live in host memory, the part that this
-    rank updates leaves as soon as it is reduced, beside the rest of the backward, in every
-    micro-batch (the host sums; DeepSpeed moves its sum up and down instead, which costs more).
-    `layout.state_shards` > 1: there are data-parallel peers to reduce with.  `tied`: the unit of
-    the embedding where the head projects by its weight on the same rank, which adds to that
-    gradient first.
+    Sharded gradients (ZeRO-2/3) are in a full buffer until they are reduced; resident gradients are
+    reduced in place, in buckets of `bucket_bytes`.  With gradients in host memory, the part that
+    this rank updates is copied to the host as soon as it is reduced, beside the rest of the
+    backward, in every micro-batch.  The host sums these parts; DeepSpeed instead moves its sum to
+    the device and back, which costs more.
+    `layout.state_shards` > 1: there are data-parallel peers.  `tied`: the embedding's unit where
+    the head of the same rank uses its weight; the head adds to that gradient first.
     """
 
     def __init__(
@@ -166,11 +167,11 @@ class GradReducer:
         self.in_flight: list[tuple[str, str]] = []
 
     def buffer(self, unit: Unit) -> str:
-        """Storage name of a unit's full gradients."""
+        """The storage name of a unit's full gradients."""
         return gradient_buffer(unit.prefix)
 
     def before(self, w: BlockWriter, unit: Unit) -> None:
-        """Make room for the unit's gradients, and for those that it shares with the embedding."""
+        """Allocate the buffer of the unit's gradients, and before the head the tied embedding's."""
         if unit is not self.tied:
             self._make_room(w, unit)
         if self.tied and unit.table.part == "head":
@@ -191,7 +192,7 @@ class GradReducer:
             )
 
     def after(self, w: BlockWriter, unit: Unit, *, last: bool) -> None:
-        """Issue the reduction of a full bucket; free what an earlier reduction held."""
+        """Reduce a full bucket, and free the buffers of earlier reductions."""
         if self.update and unit.parameters:
             self._apply(w, unit)
             return
@@ -208,7 +209,8 @@ class GradReducer:
             w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
 
     def _apply(self, w: BlockWriter, unit: Unit) -> None:
-        """Reduce at once if there are peers, update the unit's parameters, free its gradients."""
+        """Reduce the unit's gradients (if there are peers), update its parameters, free the
+        buffer."""
         if self.shared:
             comm = Comm(self.kind, "dp", self.system.reduce_bytes * unit.parameters)
             reads = [self.buffer(unit)]
@@ -242,7 +244,7 @@ class GradReducer:
         self.bucket = []
 
     def _exchange(self, w: BlockWriter, size: int, names: tuple[str, ...]) -> str:
-        """Reduce the bucket with the data-parallel peers; the event of its end."""
+        """Reduce the bucket over the data-parallel peers; returns the end event."""
         w.wait("dp", w.mark(COMPUTE))
         event = w.new_event()
         w.add(

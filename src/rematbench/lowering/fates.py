@@ -1,4 +1,4 @@
-"""Resolve a plan's rules: one exact fate, in bytes, for every saved tensor of a (chunk, phase)."""
+"""Resolves a plan's rules: one exact fate, in bytes, for every saved tensor of a (chunk, phase)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
@@ -32,7 +32,7 @@ Site = tuple[Part, int, str]
 
 
 class Resolved(Struct, frozen=True, array_like=True, gc=False):
-    """What becomes of one saved tensor: bytes that stay, go to the host, are rebuilt."""
+    """The fate of one saved tensor: bytes that are kept, offloaded and rebuilt."""
 
     keep_bytes: int
     offload_bytes: int
@@ -43,17 +43,17 @@ class Resolved(Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """The whole tensor."""
+        """Bytes of the whole tensor."""
         return self.keep_bytes + self.offload_bytes + self.recompute_bytes
 
     @property
     def changed(self) -> bool:
-        """Whether anything but keeping the whole tensor was decided."""
+        """Whether any part of the tensor is not kept."""
         return self.keep_bytes < self.nbytes
 
     @property
     def mixed(self) -> bool:
-        """Whether more than one fate shares the tensor (then it is stored in parts)."""
+        """Whether the tensor has more than one fate; its storage is then in parts."""
         some = (self.keep_bytes > 0, self.offload_bytes > 0, self.recompute_bytes > 0)
         return some.count(True) > 1
 
@@ -93,8 +93,8 @@ def matches(select: Select, where: ChunkSites, site: Site, phase: Phase, micro_b
 def resolve(
     plan: Plan, where: ChunkSites, phase: Phase, micro_batch: int
 ) -> tuple[dict[Site, Resolved], frozenset[int]]:
-    """Fates of a chunk's sites, and the indices of the rules that matched something; PlanError for
-    groups (each rebuilt at once) that overlap or do not hold the site."""
+    """The fates of a chunk's sites, and the indices of the rules that matched a site.  PlanError
+    for groups that overlap or do not contain their site."""
     winner, matched = _winners(plan.rules, where, phase, micro_batch)
     table: dict[Site, Resolved] = {}
     budgets: dict[int, list[Site]] = {}
@@ -116,7 +116,7 @@ def resolve(
 def _winners(
     rules: Sequence[Rule], where: ChunkSites, phase: Phase, micro_batch: int
 ) -> tuple[dict[Site, int], set[int]]:
-    """The last rule that matches each site, and every rule that matched any."""
+    """The last rule that matches each site, and all rules that match a site (indices)."""
     winner: dict[Site, int] = {}
     matched: set[int] = set()
     for index, rule in enumerate(rules):
@@ -132,7 +132,7 @@ def _winners(
 
 
 def _reaches(select: Select, where: ChunkSites) -> bool:
-    """Whether a selector can cover anything in a chunk (a quick test before the sites)."""
+    """Whether a selector can match a site of the chunk (a quick test before the full one)."""
     return (
         (select.stages is None or where.stage in select.stages)
         and (select.chunks is None or where.chunk in select.chunks)
@@ -141,10 +141,11 @@ def _reaches(select: Select, where: ChunkSites) -> bool:
 
 
 def covered(rules: Sequence[Rule], where: ChunkSites) -> tuple[tuple[int, ...] | None, ...]:
-    """For each rule, the layers inside the chunk (and -1: the ends, which have no layer) to which
-    its stages, chunks and layers allow it to apply; None where it does not reach the chunk.
+    """For each rule, the layers inside the chunk that its stages, chunks and layers admit; (-1,)
+    where the rule does not select layers; None where the rule does not reach the chunk.
 
-    Chunks of equal shape for which this is equal have equal fates in a phase."""
+    Chunks of equal shape with equal results have equal fates in a phase.
+    """
     found: list[tuple[int, ...] | None] = []
     for rule in rules:
         select = rule.select
@@ -181,8 +182,9 @@ def _exact(fate: Fate, tensor: Activation, shard_rows: int) -> Resolved:
 
 
 def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:
-    """A group is rebuilt once, before the backward of its last layer: a layer of two would come
-    back too late for the one, or too early for the other."""
+    """PlanError unless each grouped site is in its group and no groups overlap.  A group is rebuilt
+    once, before the backward of its last layer: a layer in two groups would be rebuilt too late for
+    one of them or too early for the other."""
     groups: set[Group] = set()
     for (part, index, name), fate in table.items():
         if not (fate.recompute_bytes and isinstance(fate.scope, Group)):
@@ -200,7 +202,8 @@ def _check_groups(where: ChunkSites, table: Mapping[Site, Resolved]) -> None:
 
 
 def _spend(budget: ByteBudget, sites: Mapping[Site, Activation]) -> dict[Site, Resolved]:
-    """Largest tensors first; equal sizes keep their order, so the answer is deterministic."""
+    """The fates under a byte budget: the largest tensors are offloaded first; tensors of equal size
+    keep their order, so that the result is deterministic."""
     eligible = [site for site, tensor in sites.items() if tensor.nbytes >= budget.min_bytes]
     total = sum(sites[site].nbytes for site in eligible)
     wanted = -(-int(total * budget.alpha) // budget.granularity) * budget.granularity
@@ -214,13 +217,13 @@ def _spend(budget: ByteBudget, sites: Mapping[Site, Activation]) -> dict[Site, R
 
 
 def unmatched(plan: Plan, matched: set[int]) -> list[Rule]:
-    """Rules that matched no site anywhere (an error: they were meant to do something)."""
+    """The rules that matched no site on any rank; an error, since a rule must have an effect."""
     return [rule for index, rule in enumerate(plan.rules) if index not in matched]
 
 
 def said(select: Select, known: Collection[str]) -> str:
-    """A selector in words: what it narrows, and the near name of an activation that is not among
-    the `known` ones."""
+    """A selector in words: its restrictions, with the nearest known name for an activation that is
+    not in `known`."""
     given = {key: value for key, value in asdict(select).items() if value not in (None, False)}
     words = ", ".join(f"{key}={value!r}" for key, value in given.items())
     unknown = [name for name in select.activations or () if name not in known]
@@ -229,9 +232,9 @@ def said(select: Select, known: Collection[str]) -> str:
 
 
 def check_names(plan: Plan, known: Collection[str]) -> None:
-    """PlanError for a name that is an activation of no model: a slip beside names that match would
-    do nothing and say nothing.  Names that only other models have pass; `known` are this problem's,
-    a package's own among them."""
+    """PlanError for an activation name that no model has: beside names that match, a misspelt name
+    would silently have no effect.  Names of other models pass; `known` are this problem's names,
+    including those of packages."""
     names = ACTIVATIONS | set(known)
     for rule in plan.rules:
         if not names.issuperset(rule.select.activations or ()):

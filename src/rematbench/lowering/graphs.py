@@ -1,4 +1,4 @@
-"""A CUDA graph of each layer's forward and backward: what it holds, and which plans it refuses."""
+"""CUDA graphs of each layer's forward and backward: the memory they hold, the plans they refuse."""
 
 from rematbench.lowering.chunk_ops import Unit
 from rematbench.plan import ByteBudget, Fate, Group, Offload, Plan, Recompute, Split
@@ -6,21 +6,21 @@ from rematbench.problem import Problem
 
 
 def captured(problem: Problem, unit: Unit) -> bool:
-    """Whether a unit's passes are graphs: a layer's are, where the stack captures them."""
+    """Whether a unit's passes are CUDA graphs: true for layers, where the stack captures graphs."""
     return problem.system.cuda_graphs and unit.table.part == "layer"
 
 
 def graph_name(unit: Unit) -> str:
-    """The storage of what a layer's graph holds beside the activations that the layer keeps."""
+    """The storage name of what a layer's CUDA graph holds beside the layer's activations."""
     return f"{unit.prefix}.graph"
 
 
 def uncaptured(plan: Plan, problem: Problem) -> str:
-    """What of a plan no graph of a layer's pass contains; empty where graphs contain it all.
+    """The feature of a plan that CUDA graphs of layers do not support, in words; empty if none.
 
     Megatron-core 0.16.1, transformer_config.py: CUDA graphs are not supported with CPU offloading,
-    and full recomputation needs the graph of a whole iteration.  A graph's addresses are fixed, so
-    that parameters that are gathered for each layer are refused, too.
+    and full recomputation needs the graph of a whole iteration.  Parameters gathered per layer are
+    refused too, because a graph's addresses are fixed.
     """
     if not problem.system.cuda_graphs:
         return ""

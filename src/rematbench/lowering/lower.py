@@ -1,4 +1,4 @@
-"""Plan -> actions: the only place that expands a plan.  Both readers see nothing else."""
+"""Plan -> actions: the only place that expands a plan.  Both readers see only actions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +38,7 @@ from rematbench.program.program import Block, Program, RankProgram, Step
 
 
 def lower(plan: Plan, problem: Problem) -> Program:
-    """Expand a plan into every rank's actions; PlanError names what cannot be lowered."""
+    """Expand a plan into the actions of every rank; PlanError names what cannot be lowered."""
     _check_plan(plan, problem)
     shared = BlockCache()
     lowerings = [_RankLowering(plan, problem, rank, shared) for rank in range(problem.layout.pp)]
@@ -58,7 +58,7 @@ def lower(plan: Plan, problem: Problem) -> Program:
 
 
 def rank_orders(plan: Plan, problem: Problem) -> tuple[tuple[Pass, ...], ...]:
-    """The passes of every rank."""
+    """The passes of every rank, in issue order."""
     lay = problem.layout
     if plan.orders:
         return plan.orders
@@ -110,7 +110,7 @@ def _check_host_states(plan: Plan) -> None:
 
 
 def _at_once(order: tuple[Pass, ...], chunk: int) -> bool:
-    """Whether each forward of a chunk is followed by its own backward with nothing in between."""
+    """Whether each forward of a chunk is directly followed by its own backward."""
     return all(
         item.chunk != chunk or not item.forward or after == Pass(False, item.micro_batch, chunk)
         for item, after in zip(order, [*order[1:], None], strict=True)
@@ -143,7 +143,7 @@ class _RankLowering:
         self.layerwise = parameter.gather == "layer" and peers
 
     def run(self) -> RankProgram:
-        """All steps of one optimizer step."""
+        """The rank's program for one optimizer step."""
         found = rank_steps(self._facts())
         for key in found.keys:
             self._place(key, partial(self._block, key))
@@ -152,7 +152,7 @@ class _RankLowering:
         return RankProgram(rank=self.rank, blocks=tuple(self.blocks), steps=tuple(self.steps))
 
     def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:
-        """Append a step of the step's end, building its block at first use on any rank."""
+        """Append a step after the last pass; its block is built at its first use on any rank."""
         if key not in self.block_index:
             self._place(key, build)
         self.steps.append(Step(self.block_index[key], item.micro_batch, item.chunk))
@@ -184,7 +184,7 @@ class _RankLowering:
         )
 
     def _classes(self, windows: tuple[Window, ...]) -> tuple[tuple[PassKind, Class], ...]:
-        """The class of every kind of pass: equal fates share blocks."""
+        """The class of every kind of pass; passes with equal fates share blocks."""
         reached = [covered(self.plan.rules, chunk.sites) for chunk in self.chunks]
         found = []
         for kind, item in pass_kinds(self.order, windows).items():
@@ -195,7 +195,7 @@ class _RankLowering:
         return tuple(found)
 
     def _pass_class(self, kind: PassKind, item: Pass, reached: object) -> PassClass:
-        """Chunks of one shape that the same rules cover have the same fates."""
+        """The class of a kind of pass; equal chunks that the same rules cover share a class."""
         chunk, classes = self.chunks[kind.chunk], self.shared.classes
         key = (chunk.shape, reached, kind.phase, kind.inside)
         if key not in classes:
@@ -207,8 +207,8 @@ class _RankLowering:
         return found
 
     def _leaving(self, chunk: ChunkOps, fates: Fates) -> Storages:
-        """Storages whose copies to the host outlive the chunk's forward: all of them, or with
-        copies by layer those of its last unit that leaves any."""
+        """The storages whose copies to the host outlive the chunk's forward: with chunk granularity
+        all offloaded storages, with layer granularity those of the last unit that offloads any."""
         units = chunk.units
         if self.plan.transfers.granularity == "layer":
             last = trailing_unit(chunk, fates, self.plan.transfers)
@@ -290,5 +290,5 @@ class _RankLowering:
         return BackwardEmitter(chunk, fates, self.plan.transfers, gatherer, reducer).block()
 
     def _tied(self, chunk: ChunkOps) -> Unit | None:
-        """The embedding, where the head of the same rank projects by its weight."""
+        """The embedding's unit where the head of the same rank uses its weight; else None."""
         return chunk.units[0] if tied_on_one_rank(self.problem) else None

@@ -1,7 +1,7 @@
-"""Mini-sequences: a run of row-local operators computed piece by piece along the rows.
+"""Mini-sequences: runs of row-local operators that are computed in pieces of rows.
 
-Inside a run, tensors between its operators exist one piece at a time (`X%j`); the run's input is
-read and its output written as slices of whole storages.  A ragged tail is a smaller last piece.
+Tensors between the operators of a run exist one piece at a time (`X%j`).  The run's inputs are
+read, and its outputs written, as slices of whole storages.  Pieces differ by one row at most.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from rematbench.program.action import piece_tag
 
 
 class Piece(NamedTuple):
-    """One mini-sequence: its number, its share of the rows and the share before it."""
+    """One piece: its number, its share of the rows, and the share of rows before it."""
 
     number: int
     fraction: float
@@ -20,12 +20,13 @@ class Piece(NamedTuple):
 
     @property
     def tag(self) -> str:
-        """The end of its names."""
+        """The suffix of the piece's storage names."""
         return piece_tag(self.number)
 
 
 class MiniRun(NamedTuple):
-    """Contiguous operators of one table, the tensors that live piecewise, and the pieces."""
+    """Contiguous operators of one table, the interior tensors (which exist in pieces), the outputs,
+    and the pieces."""
 
     ops: tuple[Op, ...]
     interior: frozenset[str]
@@ -34,18 +35,19 @@ class MiniRun(NamedTuple):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What the run reads from before it, whole."""
+        """The tensors that the run reads from earlier operators, whole."""
         made = {name for op in self.ops for name in op.outputs}
         read = [name for op in self.ops for name in op.inputs if name not in made]
         return tuple(dict.fromkeys(read))
 
     def piece_name(self, storage: str, piece: Piece) -> str:
-        """Storage of an interior tensor's piece."""
+        """The storage name of one piece of an interior tensor."""
         return storage + piece.tag
 
 
 def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, MiniRun]:
-    """The runs that start in this table, by their first operator."""
+    """The runs of an operator table, by their first operator; PlanError for operators that cannot
+    run in pieces."""
     runs: dict[str, MiniRun] = {}
     names = [op.name for op in table.ops]
     for sequence in sequences:
@@ -64,7 +66,8 @@ def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, 
 
 
 def _require_piecewise(op: Op, taken: list[Op]) -> None:
-    """PlanError for an operator that cannot run, or be differentiated, a piece at a time."""
+    """PlanError for an operator that cannot run, or be differentiated, in pieces, or has two
+    runs."""
     if not op.row_local:
         raise PlanError(f"mini-sequence: {op.name} is not row-local")
     if op.alias_inputs:
@@ -86,6 +89,7 @@ def _run(table: OpTable, ops: tuple[Op, ...], count: int) -> MiniRun:
 
 
 def unused(sequences: tuple[MiniSequence, ...], tables: list[OpTable]) -> MiniSequence | None:
-    """A mini-sequence whose operators no table has (it was meant to do something)."""
+    """The first mini-sequence whose operators no table has, else None (an error, because it is
+    meant to have an effect)."""
     names = {op.name for table in tables for op in table.ops}
     return next((s for s in sequences if names.isdisjoint(s.ops)), None)

@@ -1,7 +1,7 @@
-"""The order of a rank's steps: passes, messages, copies and releases, by the key of their block.
+"""The order of a rank's steps (passes, messages, copies, releases), as keys of blocks.
 
-Plans of one layout differ in what their blocks hold far more often than in their order, so the
-order is worked out from the few facts it depends on, once for all plans that agree in them.
+Plans of one layout often differ in the contents of blocks but rarely in their order, so the order
+is computed from the few facts it depends on, once for all plans with equal facts.
 """
 
 from functools import lru_cache
@@ -12,23 +12,24 @@ from rematbench.plan import Pass, Phase
 from rematbench.program.program import Step
 
 Key = tuple[object, ...]
-"""What a block is: its kind, then the class of passes, storage or slot that it is about."""
+"""The key of a block: its kind, then the class of passes, storage or slot that it handles."""
 
 Window = tuple[int, int]
-"""Micro-batches [first, end) that some rule of a plan tells apart."""
+"""A range [first, end) of micro-batches that a rule of the plan selects."""
 
 
 class PassKind(NamedTuple):
-    """What decides the fates of a (micro-batch, chunk)."""
+    """The facts of a (micro-batch, chunk) that decide its fates."""
 
     chunk: int
     phase: Phase
-    inside: tuple[bool, ...]  # of each window
+    inside: tuple[bool, ...]  # for each window, whether it contains the micro-batch
 
 
 class Class(NamedTuple):
-    """The number of a class of equal passes, whether any copies of its tensors to the host outlive
-    its forward, and whether those are copies of the whole chunk, in blocks of their own."""
+    """A class of passes with equal fates: its number; whether any D2H copy outlives the forward
+    (`leaves`); and whether these copies are of the whole chunk, in blocks of their own
+    (`whole`)."""
 
     number: int
     leaves: bool
@@ -36,7 +37,7 @@ class Class(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Whether a chunk starts or ends the model, and the name of what it sends on."""
+    """Whether a chunk is the first or the last of the model, and the name of its output."""
 
     first: bool
     last: bool
@@ -44,7 +45,7 @@ class Ends(NamedTuple):
 
 
 class StepFacts(NamedTuple):
-    """All that the order of a rank's steps depends on."""
+    """All facts that decide the order of a rank's steps."""
 
     order: tuple[Pass, ...]
     windows: tuple[Window, ...]
@@ -52,12 +53,12 @@ class StepFacts(NamedTuple):
     classes: tuple[tuple[PassKind, Class], ...]
     release_lag: int
     reload_slots: int
-    hold_phases: tuple[Phase, ...]  # the copy beside such a pass ends before its send starts
-    sends_beside: bool  # a send's buffer is released one pass later
-    gather: bool  # parameters in every forward
-    gather_first: bool  # in each chunk's first forward
-    reduce: bool  # gradients in every backward
-    reduce_last: bool  # in each chunk's last backward
+    hold_phases: tuple[Phase, ...]  # phases in which a copy ends before the pass's send starts
+    sends_beside: bool  # whether a send runs beside the next pass (its buffer is freed after it)
+    gather: bool  # parameters are gathered in every forward
+    gather_first: bool  # parameters are gathered in each chunk's first forward
+    reduce: bool  # gradients are reduced in every backward
+    reduce_last: bool  # gradients are reduced in each chunk's last backward
 
 
 class RankSteps(NamedTuple):
@@ -69,7 +70,7 @@ class RankSteps(NamedTuple):
 
 @lru_cache(maxsize=256)
 def pass_kinds(order: tuple[Pass, ...], windows: tuple[Window, ...]) -> dict[PassKind, Pass]:
-    """The kinds of passes that a rank has, each with its first pass."""
+    """The kinds of passes of a rank, each with its first pass."""
     found: dict[PassKind, Pass] = {}
     phase = phases(order)
     for item in order:
@@ -83,18 +84,18 @@ def _kind(item: Pass, phase: dict[tuple[int, int], Phase], windows: tuple[Window
 
 
 def last_backwards(order: tuple[Pass, ...]) -> dict[int, Pass]:
-    """Each chunk's last backward, in which its gradients are complete."""
+    """The last backward of each chunk, after which its gradients are complete."""
     return {item.chunk: item for item in order if not item.forward}
 
 
 @lru_cache(maxsize=256)
 def rank_steps(facts: StepFacts) -> RankSteps:
-    """All steps of one rank up to the last pass, with what is still to be released after it."""
+    """The steps of one rank's passes, and the releases that remain after the last pass."""
     return _Walk(facts).run()
 
 
 class _Walk:
-    """Goes through the passes of a rank."""
+    """A walk over the passes of a rank that records steps."""
 
     def __init__(self, facts: StepFacts) -> None:
         self.facts = facts
@@ -129,8 +130,9 @@ class _Walk:
         self.steps.append(Step(index, item.micro_batch, item.chunk))
 
     def _fetch_positions(self) -> dict[int, list[Pass]]:
-        """Where each backward's H2D is issued: when the previous backward starts (the first one's:
-        when the pass before it starts), but not before its own forward is done."""
+        """The positions at which each backward's H2D copies are issued: when the previous backward
+        starts (for the first backward: when the pass before it starts), but not before the own
+        forward is done."""
         at: dict[int, list[Pass]] = {}
         forward_at: dict[tuple[int, int], int] = {}
         previous = -1
@@ -174,7 +176,7 @@ class _Walk:
             self._send(item, position, "send_b")
 
     def _hold_send(self, item: Pass) -> None:
-        """In the plan's phases, the copy that ran beside this pass ends before its send starts."""
+        """In the plan's phases, the copy beside this pass ends before the pass's send starts."""
         phase = self.phase[item.micro_batch, item.chunk]
         if self.copying is not None and phase in self.facts.hold_phases:
             self._add(("hold",), self.copying)
@@ -184,7 +186,7 @@ class _Walk:
         self.releases.append((position + int(self.facts.sends_beside), what, item))
 
     def _fetch(self, item: Pass) -> None:
-        """H2D of a (chunk, micro-batch); its device copy must be released first."""
+        """Issue the H2D copies of a (chunk, micro-batch) once its device storages are released."""
         self._release_copies(item)
         slots = self.facts.reload_slots
         slot = f"slot/reload{self.fetches % slots}" if slots else ""
@@ -192,7 +194,7 @@ class _Walk:
         self._add(("H2D", self.class_of[item[1:]].number, slot), item)
 
     def _release_copies(self, item: Pass) -> None:
-        """Release a (chunk, micro-batch)'s device copies now, if they still wait for it."""
+        """Release the device storages of a (chunk, micro-batch) now if that is still due."""
         waiting = [r for r in self.releases if r[1] == "d2h" and r[2][1:] == item[1:]]
         for release in waiting:
             self.releases.remove(release)

@@ -1,4 +1,4 @@
-"""The order of forward and backward work on each pipeline rank: GPipe, 1F1B, interleaved 1F1B."""
+"""The order of forward and backward passes on each pipeline rank: GPipe, 1F1B, interleaved 1F1B."""
 
 from functools import lru_cache
 from typing import Literal
@@ -14,10 +14,11 @@ def passes(
 ) -> tuple[Pass, ...]:
     """All passes of one rank in issue order.
 
-    Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473): micro-batches go through the
-    chunks in groups of pp; rank r runs (vpp - 1) pp + 2 (pp - r - 1) forwards before its first
-    backward.  Plain 1F1B runs pp - r - 1; GPipe all.  Of one group Megatron ran all forwards first;
-    megatron-core 0.16.1 has no such rule (`interleaved`).
+    Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473): micro-batches go through the chunks
+    in groups of pp; rank r runs (vpp - 1) pp + 2 (pp - r - 1) forwards before its first backward.
+    Plain 1F1B runs pp - r - 1 forwards first, GPipe all.  With a single group (num_micro_batches =
+    pp) interleaved 1F1B runs all forwards first, as Megatron did; megatron-core 0.16.1 has no such
+    rule (`interleaved`).
     """
     total = num_micro_batches * vpp
     if schedule == "interleaved_1f1b" and num_micro_batches != pp:
@@ -27,14 +28,14 @@ def passes(
 
 
 def interleaved(rank: int, pp: int, vpp: int, num_micro_batches: int) -> tuple[Pass, ...]:
-    """Interleaved 1F1B by its rule of warm-up alone, however few micro-batches there are
+    """Interleaved 1F1B with the warm-up rule alone, for any number of micro-batches
     (`get_pp_rank_microbatches` of megatron-core 0.16.1)."""
     total = num_micro_batches * vpp
     return _ordered(min((vpp - 1) * pp + 2 * (pp - rank - 1), total), total, pp, vpp)
 
 
 def _ordered(warmup: int, total: int, pp: int, vpp: int) -> tuple[Pass, ...]:
-    """Forwards of the warm-up, then forwards and backwards in turn, then the other backwards."""
+    """The warm-up forwards, then forwards and backwards in turn, then the remaining backwards."""
     forwards = [_place(i, pp, vpp, True) for i in range(total)]
     backwards = [_place(i, pp, vpp, False) for i in range(total)]
     order = list(forwards[:warmup])
@@ -44,7 +45,7 @@ def _ordered(warmup: int, total: int, pp: int, vpp: int) -> tuple[Pass, ...]:
 
 
 def _place(i: int, pp: int, vpp: int, forward: bool) -> Pass:
-    """The i-th forward (backward) of a rank: which micro-batch, which chunk."""
+    """The micro-batch and chunk of a rank's i-th forward or backward."""
     if vpp == 1:
         return Pass(forward, i, 0)
     group, within = divmod(i, pp * vpp)
@@ -54,9 +55,9 @@ def _place(i: int, pp: int, vpp: int, forward: bool) -> Pass:
 
 @lru_cache(maxsize=256)
 def phases(order: tuple[Pass, ...]) -> dict[tuple[int, int], Phase]:
-    """Phase of each (micro-batch, chunk): warmup if its forward precedes the rank's first
-    backward (the forward just before it excepted), cooldown if its backward follows the last
-    forward's own backward, else steady."""
+    """The phase of each (micro-batch, chunk): warmup if its forward precedes the rank's first
+    backward (except the forward directly before that backward); cooldown if its backward follows
+    the backward of the last forward; else steady."""
     first_backward = next((i for i, p in enumerate(order) if not p.forward), len(order))
     last_forward = max((i for i, p in enumerate(order) if p.forward), default=-1)
     phase: dict[tuple[int, int], Phase] = {}
@@ -70,7 +71,7 @@ def phases(order: tuple[Pass, ...]) -> dict[tuple[int, int], Phase]:
 
 
 def in_flight(order: tuple[Pass, ...]) -> int:
-    """Most (chunk, micro-batch) forwards alive at once on the rank."""
+    """The most (chunk, micro-batch) pairs between forward and backward at one time on the rank."""
     live = peak = 0
     for step in order:
         live += 1 if step.forward else -1

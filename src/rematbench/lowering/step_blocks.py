@@ -1,4 +1,4 @@
-"""The small blocks between passes: receives, sends, copies, releases, end-of-step exchanges."""
+"""Small blocks between passes: receives, sends, copies, releases, exchanges at the step's end."""
 
 from rematbench.lowering.emit_op import emit_copies_in, emit_copies_out
 from rematbench.lowering.writer import COMPUTE, BlockWriter
@@ -19,7 +19,7 @@ Storages = list[tuple[str, int]]
 
 
 def tied_send_block(nbytes: int) -> Block:
-    """Send the shared embedding's gradient to the pipeline's other end."""
+    """Send the gradient of the tied embedding to the pipeline's other end."""
     w = BlockWriter()
     w.wait("pp_send", w.mark(COMPUTE))
     w.add(Action(kind=Kind.SEND, stream="pp_send", op="tied", nbytes=nbytes, event="sent_e"))
@@ -27,7 +27,7 @@ def tied_send_block(nbytes: int) -> Block:
 
 
 def tied_recv_block(nbytes: int) -> Block:
-    """Wait for the other end's gradient of the shared embedding."""
+    """Wait for the tied embedding's gradient from the pipeline's other end."""
     w = BlockWriter()
     w.wait(COMPUTE, "recv_e")
     w.wait(COMPUTE, "sent_e")
@@ -36,7 +36,7 @@ def tied_recv_block(nbytes: int) -> Block:
 
 
 def recv_block(tensor: Activation, name: str, *, forward: bool) -> Block:
-    """Room for a boundary activation (or its gradient); the event is its arrival."""
+    """Receive a boundary activation (or its gradient) into new memory; the event is its arrival."""
     action = Action(
         kind=Kind.RECV,
         stream="pp_recv",
@@ -49,7 +49,7 @@ def recv_block(tensor: Activation, name: str, *, forward: bool) -> Block:
 
 
 def send_block(tensor: Activation, name: str, *, forward: bool) -> Block:
-    """A boundary tensor (or its gradient) to the neighbour, after the block's compute."""
+    """Send a boundary activation (or its gradient) to the neighbour, after the pass's compute."""
     w = BlockWriter()
     w.wait("pp_send", "f_end" if forward else "b_end")
     w.add(
@@ -66,7 +66,7 @@ def send_block(tensor: Activation, name: str, *, forward: bool) -> Block:
 
 
 def d2h_block(leaving: Storages) -> Block:
-    """To the host, after the chunk's forward."""
+    """Copy offloaded storages to the host after the chunk's forward."""
     w = BlockWriter()
     w.wait("d2h", "f_end")
     emit_copies_out(w, leaving, "d2h")
@@ -74,15 +74,15 @@ def d2h_block(leaving: Storages) -> Block:
 
 
 def h2d_block(coming: Storages, slot: str) -> Block:
-    """Back to the device, into a staging slot if the plan has any."""
+    """Copy offloaded storages back to the device, into a staging slot if the plan has slots."""
     w = BlockWriter()
-    w.wait("h2d", w.mark(COMPUTE))  # compute has waited for the D2H, and frees the room it needs
+    w.wait("h2d", w.mark(COMPUTE))  # compute waited for the D2H copy and frees the memory needed
     emit_copies_in(w, coming, "h2d", slot)
     return Block("H2D", tuple(w.actions))
 
 
 def release_block(event: str, names: tuple[str, ...]) -> Block:
-    """Wait for a copy or a send, then free its device storages."""
+    """Wait for a copy or a send on the compute stream, then free its device storages."""
     w = BlockWriter()
     w.wait(COMPUTE, event)
     if names:
@@ -91,14 +91,14 @@ def release_block(event: str, names: tuple[str, ...]) -> Block:
 
 
 def wait_block(label: str, event: str, stream: str = COMPUTE) -> Block:
-    """A stream waits for an event of the step's own (micro-batch, chunk)."""
+    """Let a stream wait for an event of the step's (micro-batch, chunk)."""
     w = BlockWriter()
     w.wait(stream, event)
     return Block(label, tuple(w.actions))
 
 
 def reduce_block(comm: Comm) -> Block:
-    """A chunk's gradient reduction after its last backward, not overlapped."""
+    """Reduce a chunk's gradients after its last backward, not overlapped."""
     w = BlockWriter()
     w.collective(comm, "", "gradients", [], [])
     w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
@@ -106,21 +106,22 @@ def reduce_block(comm: Comm) -> Block:
 
 
 def gather_block(comm: Comm) -> Block:
-    """A chunk's parameter gather after the optimizer step, not overlapped."""
+    """Gather a chunk's parameters after the optimizer step, not overlapped."""
     w = BlockWriter()
     w.wait(COMPUTE, w.collective(comm, "", "parameters", [], []))
     return Block("gather", tuple(w.actions))
 
 
 def norm_block(comm: Comm) -> Block:
-    """The norms' gradients, summed over the tensor-parallel group."""
+    """Sum the norms' gradients over the tensor-parallel group."""
     w = BlockWriter()
     w.wait(COMPUTE, w.collective(comm, "", "norm_gradients", [], []))
     return Block("norms", tuple(w.actions))
 
 
 def optimizer_block(nbytes: int, scratch: int) -> Block:
-    """The optimizer step of the rank's share of the parameters (`nbytes` of compute copies)."""
+    """Update the rank's share of the parameters on the device (`nbytes` of compute copies, with
+    `scratch` bytes during the update)."""
     action = Action(
         kind=Kind.OPTIMIZER, stream=COMPUTE, op="optimizer", nbytes=nbytes, scratch=scratch
     )
@@ -128,11 +129,13 @@ def optimizer_block(nbytes: int, scratch: int) -> Block:
 
 
 def host_update_block(down: int, nbytes: int, up: int) -> Block:
-    """The optimizer step of the rank's share (`nbytes` of compute copies) on the host: `down` bytes
-    of gradients that are still on the device go first, `up` bytes of weights come back.
+    """Update the rank's share of the parameters (`nbytes` of compute copies) on the host: first
+    copy `down` bytes of gradients that are still on the device, at the end copy `up` bytes of
+    weights back.
 
-    One after the other, as in a stack that clips by the norm of all gradients, updates and copies
-    back (DeepSpeed 0.19.8, stage3.py: step, _reassign_or_swap_out_partitioned_parameters).
+    The three parts do not overlap, as in a stack that clips by the norm of all gradients, updates
+    and copies back (DeepSpeed 0.19.8, stage3.py: step,
+    _reassign_or_swap_out_partitioned_parameters).
     """
     w = BlockWriter()
     ready = w.mark(COMPUTE)

@@ -1,4 +1,4 @@
-"""What follows the last pass: gradient reduction, tied embeddings, optimizer, parameter gather."""
+"""The steps after the last pass: gradient reduction, tied embeddings, update, parameter gather."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +24,7 @@ from rematbench.program.program import Block
 
 
 class Steps(Protocol):
-    """What the end of a step needs of a rank's lowering."""
+    """The members of a rank's lowering that the end of a step uses."""
 
     rank: int
     order: tuple[Pass, ...]
@@ -32,11 +32,11 @@ class Steps(Protocol):
     overlap_reduce: bool
 
     def add(self, key: tuple[object, ...], build: Callable[[], Block], item: Pass) -> None:
-        """Append a step, building its block at first use."""
+        """Append a step; its block is built at its first use."""
 
 
 def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
-    """Append the end-of-step work of a rank."""
+    """Append the steps of a rank after its last pass."""
     system, lay = problem.system, problem.layout
     sites = last_backwards(steps.order)
     updated = plan.state("optimizer").update == "backward"
@@ -63,7 +63,7 @@ def emit_step_end(steps: Steps, plan: Plan, problem: Problem) -> None:
 
 
 def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
-    """The optimizer step of the rank's share of the parameters, on the device or on the host."""
+    """Append the update of the rank's share of the parameters, on the device or on the host."""
     system, optimizer = problem.system, plan.state("optimizer")
     count = -(-rank_parameters(problem, plan, steps.rank) // optimizer.shards)
     nbytes = system.param_bytes * count
@@ -71,7 +71,7 @@ def _update(steps: Steps, plan: Plan, problem: Problem) -> None:
         update = partial(optimizer_block, nbytes, system.step_scratch_bytes * count)
         steps.add(("OPT", count), update, Pass(False, 0, 0))
         return
-    gone = plan.state("gradient").home == "host"  # each backward has waited for its copies
+    gone = plan.state("gradient").home == "host"  # each backward waited for its copies
     down = 0 if gone else system.host_grad_bytes * count
     up = nbytes if plan.state("parameter").home == "device" else 0
     key = ("OPT_HOST", count, down, up)
@@ -83,7 +83,8 @@ def _parameters(chunk: ChunkOps) -> int:
 
 
 def _reduction(plan: Plan, problem: Problem, chunk: ChunkOps) -> Comm:
-    """Reduce-scatter where the optimizer is sharded, all-reduce where it is not."""
+    """A chunk's gradient reduction: a reduce-scatter if the optimizer is sharded, else an
+    all-reduce."""
     kind: CommKind = "reduce_scatter" if plan.state("optimizer").shards > 1 else "all_reduce"
     return Comm(kind, "dp", problem.system.reduce_bytes * _parameters(chunk))
 
@@ -94,7 +95,7 @@ def _norm_reduction(plan: Plan, problem: Problem, chunks: list[ChunkOps]) -> Com
 
 
 def _tied_embeddings(steps: Steps, problem: Problem) -> None:
-    """First and last rank exchange the gradient of the shared embedding (as Megatron does)."""
+    """First and last rank exchange the gradient of the tied embedding (as in Megatron)."""
     nbytes = problem.system.grad_bytes * problem.head.op("lm_head").parameters
     steps.add(("tied_send", nbytes), partial(tied_send_block, nbytes), Pass(False, 0, 0))
     steps.add(("tied_recv", nbytes), partial(tied_recv_block, nbytes), Pass(False, 0, 0))

@@ -1,4 +1,4 @@
-"""Write the actions of one block: events, waits, collectives, and frees from liveness."""
+"""Writes the actions of one block: events, waits, collectives, and frees derived from liveness."""
 
 from typing import NamedTuple
 
@@ -21,18 +21,18 @@ WHOLE = Share(1.0)
 
 
 class BlockWriter:
-    """Collects actions in issue order; events are the block's own."""
+    """Collects a block's actions in issue order; its events are local to the block."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
         self.parameters: dict[str, tuple[str, ...]] = {}  # gathered copies, by part that reads them
-        self.slots: dict[str, str] = {}  # storages that live in a staging slot
+        self.slots: dict[str, str] = {}  # storage -> staging slot
         self._events = 0
         self._waited_at: dict[str, int] = {}
         self._beside: dict[str, int] = {}  # start of a kernel -> the collective that runs with it
 
     def add(self, action: Action) -> int:
-        """Append; returns the action's index."""
+        """Append an action; returns its index."""
         if self.slots and any(alloc.name in self.slots for alloc in action.allocs):
             slots = self.slots
             allocs = tuple(Alloc(a.name, a.nbytes, slots.get(a.name, "")) for a in action.allocs)
@@ -45,7 +45,7 @@ class BlockWriter:
         return local_event(self._events - 1)
 
     def mark(self, stream: str) -> str:
-        """An event that holds when all work issued so far on `stream` is done."""
+        """An event that is recorded when all work issued so far on `stream` is done."""
         for index in range(len(self.actions) - 1, -1, -1):
             action = self.actions[index]
             if action.stream == stream and action.kind not in (Kind.FREE, Kind.ALLOC):
@@ -58,7 +58,7 @@ class BlockWriter:
         return event
 
     def mark_begin(self, index: int) -> str:
-        """An event that holds when the action at `index` starts."""
+        """An event that is recorded when the action at `index` starts."""
         action = self.actions[index]
         if not action.begin:
             action = msgspec.structs.replace(action, begin=self.new_event())
@@ -82,7 +82,7 @@ class BlockWriter:
         share: Share = WHOLE,
         beside: str = "",
     ) -> int:
-        """A forward, backward or recompute kernel group on the compute stream."""
+        """Append a forward, backward or recomputation on the compute stream; returns its index."""
         forward = kind in (Kind.FORWARD, Kind.RECOMPUTE)
         scratch = op.scratch_forward_bytes if forward else op.scratch_backward_bytes
         if op.parameters and part in self.parameters:
@@ -104,7 +104,7 @@ class BlockWriter:
         )
 
     def stall(self, comm: Comm) -> None:
-        """What a collective that runs beside later compute takes from it (shared SMs)."""
+        """Append the time that a collective takes from compute beside it (shared SMs)."""
         self.add(Action(kind=Kind.STALL, stream=COMPUTE, op=STALL, comm=comm))
 
     def state_copy(
@@ -117,8 +117,8 @@ class BlockWriter:
         after: str,
         reads: tuple[str, ...] = (),
     ) -> str:
-        """A copy of states between device and host, once event `after` holds; its end event.
-        States have their room on both sides, so nothing is allocated."""
+        """Append a copy of states between device and host that starts after event `after`; returns
+        its end event.  States have resident memory on both sides, so nothing is allocated."""
         stream = "d2h" if kind is Kind.D2H else "h2d"
         self.wait(stream, after)
         event = self.new_event()
@@ -140,8 +140,9 @@ class BlockWriter:
         *,
         after: str = "",
     ) -> str:
-        """A collective on its group's stream, after the compute issued so far (or event `after`);
-        returns its end event.  A share of the rows moves that share of the payload."""
+        """Append a collective on its group's stream, after the compute issued so far (or after
+        event `after`); returns its end event.  A share of the rows moves that share of the
+        payload."""
         if share.fraction != 1.0:
             comm = Comm(comm.kind, comm.group, int(comm.nbytes * share.fraction))
         self.wait(comm.group, after or self.mark(COMPUTE))
@@ -165,11 +166,11 @@ class BlockWriter:
         return event
 
     def finish(self, survivors: set[str], arrivals: set[str]) -> tuple[Action, ...]:
-        """Insert a FREE after each tensor's last reader.
+        """The block's actions, with a FREE inserted after each tensor's last reader.
 
-        `survivors` outlive the block; `arrivals` are alive when it starts.  A tensor read by
+        `survivors` outlive the block; `arrivals` are alive when the block starts.  A tensor read by
         another stream is freed where the compute stream has waited for that stream.  A temporary of
-        an operator that is run again twice lives twice under one name.
+        an operator that is recomputed twice has two lifetimes under one name.
         """
         frees: dict[int, list[str]] = {}
         for at, name in sorted(self._ends(survivors, arrivals)):
@@ -182,8 +183,8 @@ class BlockWriter:
         return tuple(out)
 
     def _ends(self, survivors: set[str], arrivals: set[str]) -> list[tuple[int, str]]:
-        """(index of the action after which a tensor is freed, its name) of every life that ends
-        here."""
+        """(index of the action after which a tensor is freed, its name) of every lifetime that ends
+        in the block."""
         waited, end = self._first_waits(), len(self.actions) - 1
         last: dict[str, int] = {}
         earlier: list[tuple[int, str]] = []
@@ -205,8 +206,9 @@ class BlockWriter:
         return [*earlier, *((last.get(name, end), name) for name in born - survivors)]
 
     def _first_waits(self) -> list[int]:
-        """For each action of another stream, where compute has waited for it: for its own event or
-        that of a later action there (a stream runs in order); the end if nowhere."""
+        """For each action of another stream, the index where compute has waited for it: for its own
+        event or for the event of a later action of that stream (a stream runs in order); the last
+        index if nowhere."""
         end = len(self.actions) - 1
         soonest: dict[str, int] = {}
         table = [end] * len(self.actions)
@@ -222,8 +224,8 @@ class BlockWriter:
         return table
 
     def _safe_index(self, index: int, action: Action, waited: list[int]) -> int:
-        """Where a tensor touched at `index` may be freed: after the compute stream's wait, and not
-        before a collective that runs beside the kernel has made room for its output."""
+        """The index after which a tensor used at `index` may be freed: after the compute stream's
+        wait, and not before a collective that runs beside the kernel has allocated its output."""
         if action.stream == COMPUTE:
             return self._beside.get(action.begin, index)
         return waited[index]

@@ -294,8 +294,7 @@ class _StateCheck:
         return units
 
     def _exchange(self, kind: Kind, units: list[Unit], stream: int, clock: VectorClock) -> str:
-        """Check an exchange of gradients: a sum over ranks, or a send to the pipeline's other
-        end."""
+        """Check an exchange of gradients: a sum over ranks, or a send to the other pipeline end."""
         for unit in units:
             if unit in self.updated:
                 return f"exchanges gradients of {unit[0]} after their update"

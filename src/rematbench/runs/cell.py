@@ -1,4 +1,4 @@
-"""A cell: one method on one problem, planned; and the cells of a suite."""
+"""A cell (one method on one problem, planned), and the cells of a suite."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,8 +19,9 @@ from rematbench.spec.configfile import ConfigError
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One method on one problem with its plan, or why there is none; `name` is its record's
-    file, `base` what the method began with (None: the problem's)."""
+    """One method on one problem, with its plan or the reason why there is none.  `name`: the stem
+    of the record's file; `base`: the plan that the method starts from (None: the problem's base
+    plan)."""
 
     name: str
     problem: Problem
@@ -30,7 +31,8 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) -> list[Cell]:
-    """Every problem with every method and variant (or only some), in the suite's order."""
+    """The cells of every problem with every method and variant, in the suite's order; `only`
+    restricts them to these names (or first words of names)."""
     registry = discover(folders)
     problems = {spec.name: spec.problem() for spec in suite.problems}
     found = []
@@ -41,7 +43,7 @@ def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) 
 
 
 def only_cell(suite: Path, name: str, folders: Sequence[Path] = ()) -> Cell:
-    """The one cell of a suite that has a name."""
+    """The one cell of a suite with this name; ConfigError unless there is exactly one."""
     found = cells(load_suite(suite), folders, [name])
     if len(found) != 1:
         raise ConfigError(str(suite), name, f"{len(found)} cells have that name, one is needed")
@@ -49,13 +51,13 @@ def only_cell(suite: Path, name: str, folders: Sequence[Path] = ()) -> Cell:
 
 
 def cell_names(suite: Suite, only: Sequence[str] = ()) -> list[str]:
-    """The same cells' names, nothing planned."""
+    """The names of the cells that `cells` returns, without planning."""
     return [name for name, _, _ in _asked(suite, discover(), only)]
 
 
 def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = "") -> Cell:
-    """The cell of a record, planned anew from what config/ says today of the cluster (or its file),
-    the system and the constants: what has changed shows in the numbers."""
+    """The cell of a record, planned again with the present cluster (or its file), system and
+    constants of config/, so that numbers show what has changed there."""
     spec = record.spec
     problem, parameters = spec_problem(spec, cluster), dict(spec.parameters)
     own = dict(parameters.pop("base", {}))
@@ -68,19 +70,19 @@ def recorded_cell(name: str, record: Record, registry: Registry, cluster: str = 
 
 
 def problem_of(name: str) -> str:
-    """The problem in a cell's name."""
+    """The name of the problem in a cell's name."""
     return name.split(".", maxsplit=1)[0]
 
 
 def base_name(name: str) -> str:
-    """The cell of keep_all on the same problem."""
+    """The name of the keep_all cell on the same problem."""
     return f"{problem_of(name)}.{IDENTITY}.0"
 
 
 def _asked(
     suite: Suite, registry: Registry, only: Sequence[str]
 ) -> Iterator[tuple[str, str, Variant]]:
-    """Name, problem and variant of each cell."""
+    """Yield (cell name, problem name, variant) of each cell."""
     for spec in suite.problems:
         for bundle, variants in bundles(suite, registry).items():
             for number, variant in enumerate(variants):
@@ -91,7 +93,7 @@ def _asked(
 
 
 def _plan(problem: Problem, method: Composition, base: Plan | None = None) -> Plan | Unsupported:
-    """A plan that lowers, or why there is none."""
+    """A plan that lowers, or the reason why there is none."""
     try:
         plan = method.plan(problem, base)
         if isinstance(plan, Plan):

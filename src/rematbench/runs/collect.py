@@ -1,4 +1,4 @@
-"""Records -> runs.csv (one line per run), measurements.csv (tidy) and the table of methods."""
+"""Tables from records: runs.csv (a line per run), measurements.csv (tidy), the table of methods."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,19 +20,21 @@ UNITS = {
     "hfu": "fraction",
     "recompute_flop": "FLOP",
 }
-"""Units of metrics; everything else is bytes."""
+"""Units of metrics; all other metrics are in bytes."""
 
 Line = dict[str, Any]
 
 
 def read_records(folders: Iterable[Path]) -> list[tuple[str, Record]]:
-    """(problem name, record) of every record file below some folders, in a stable order."""
+    """(problem name, record) of every record file in the folders and their subfolders, in sorted
+    order."""
     paths = sorted(path for folder in folders for path in folder.rglob("*.json"))
     return [(path.name.split(".")[0], read_record(path)) for path in paths]
 
 
 def run_lines(records: Sequence[tuple[str, Record]]) -> list[Line]:
-    """runs.csv: each run's spec and status, and the numbers of its first measured repeat."""
+    """The lines of runs.csv: each run's spec, status and the numbers of its first measured
+    repeat."""
     return [_run_line(problem, record) for problem, record in records]
 
 
@@ -67,7 +69,7 @@ def _run_line(problem: str, record: Record) -> Line:
 
 
 def _speed(record: Record) -> Line:
-    """Numbers of the first measured repeat (a simulated run has one repeat)."""
+    """The numbers of the first measured repeat (a simulated run has one repeat)."""
     measured = [repeat for repeat in record.repeats if not repeat.warmup]
     if not measured:
         return {}
@@ -83,7 +85,7 @@ def _blank(value: int | None) -> int | str:
 
 
 def measurement_lines(records: Sequence[tuple[str, Record]]) -> list[Line]:
-    """measurements.csv: one number per line, with its run, repeat, rank and unit."""
+    """The lines of measurements.csv: one number per line, with its run, repeat, rank and unit."""
     lines: list[Line] = []
     for _, record in records:
         for number, repeat in enumerate(record.repeats):
@@ -120,7 +122,8 @@ def _measurement(record: Record, metric: str, value: float, **where: Any) -> Lin
 
 
 def method_table(records: Sequence[tuple[str, Record]], labels: Mapping[str, str]) -> Table:
-    """Every method on every problem at the same layout: verdict, speed, bytes, what it frees."""
+    """The table of every method on every problem at the problem's layout: verdict, speed, bytes,
+    and freed bytes."""
     rows: list[Line] = []
     base = {problem: record for problem, record in records if record.spec.method == IDENTITY}
     for problem, record in records:

@@ -1,7 +1,7 @@
-"""Which code can change a result: modules reached by imports, and one hash of their text.
+"""Digests of the code that can change a result: modules reached by imports, hashed together.
 
-A cell stays finished while the code behind it is the same.  So a digest covers every file that the
-cell may load, and should cover no other: a better table must not cost GPU-hours.
+A cell stays finished while the code behind it is unchanged.  A digest must cover every file that
+the cell may load, and should cover no other file: a change of a table must not cost GPU-hours.
 """
 
 import ast
@@ -13,18 +13,18 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1]
 COMMANDS = "rematbench.cli"
 SIMULATED = ("rematbench.choose.outcome", "rematbench.runs.record")
-"""Modules that make a simulated record."""
+"""The root modules of a simulated record."""
 
 
 def executed_roots() -> tuple[str, ...]:
-    """Modules that make an executed record: the torch runtime, and SIMULATED."""
+    """The root modules of an executed record: the torch runtime, and SIMULATED."""
     names = [f"rematbench.torch.{path.stem}" for path in (PACKAGE / "torch").glob("*.py")]
     return (*sorted(names), *SIMULATED)
 
 
 @cache
 def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
-    """The files of this package that importing `roots` may load, sorted."""
+    """The files of rematbench that importing `roots` may load, sorted."""
     found: set[Path] = set()
     waiting, seen = list(roots), set()
     while waiting:
@@ -51,7 +51,8 @@ def _file(name: str) -> Path | None:
 
 @cache
 def _imports(path: Path) -> tuple[str, ...]:
-    """What a file imports, at any depth; files do not change while a process runs."""
+    """The names that a file imports, also inside functions; cached, because files do not change
+    while a process runs."""
     found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -62,8 +63,9 @@ def _imports(path: Path) -> tuple[str, ...]:
 
 
 def command_digest(module: str, methods: Iterable[Path] = ()) -> str:
-    """The code behind a module of the package of commands, and the modules that the files of
-    `methods` import; these files themselves are the inputs of whoever asks."""
+    """The digest of a command module's code and of the modules that the files of `methods` import.
+    The method files themselves are not covered: they are inputs of the caller.  ValueError for an
+    unknown module."""
     root = f"{COMMANDS}.{module}"
     if _file(root) is None:
         raise ValueError(f"no module of commands {module!r}")
@@ -72,7 +74,7 @@ def command_digest(module: str, methods: Iterable[Path] = ()) -> str:
 
 
 def digest(paths: Iterable[Path]) -> str:
-    """One short word for the names and contents of files."""
+    """A short hash of the names and contents of files."""
     joined = hashlib.sha256()
     for path in sorted(set(paths)):
         joined.update(f"{path.name}\n".encode() + path.read_bytes())
@@ -80,7 +82,8 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def method_digest(origins: Iterable[str]) -> str:
-    """Digest of a composed method's files and imports (an installed method: its name)."""
+    """The digest of a composed method's files and their imports; an installed method counts by its
+    name."""
     found: set[Path] = set()
     names = []
     for origin in origins:
@@ -94,5 +97,5 @@ def method_digest(origins: Iterable[str]) -> str:
 
 @cache
 def code_digest(world: str) -> str:
-    """The code behind the records of a world."""
+    """The digest of the code that makes the records of a world."""
     return digest(closure(executed_roots() if world == "executed" else SIMULATED))

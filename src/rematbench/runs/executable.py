@@ -1,14 +1,15 @@
-"""What the torch runtime does not execute, told without torch."""
+"""The features that the torch runtime does not execute, known without importing torch."""
 
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 
 SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
-"""Bytes in which the runtime sums gradients, by the precisions that it has."""
+"""Bytes of the runtime's gradient sums, by compute precision."""
 
 
 def refusals(problem: Problem, plan: Plan) -> list[str]:
-    """The names of everything that the runtime's kernels and executor lack for a plan."""
+    """The names of all features of a problem and plan that the runtime's kernels and executor
+    lack."""
     model, lay, system = problem.workload.model, problem.layout, problem.system
     states = {state.kind: state for state in plan.states}
     hosted = [k for k, state in states.items() if state.home == "host" and k != "optimizer"]
@@ -45,8 +46,8 @@ def refusals(problem: Problem, plan: Plan) -> list[str]:
 
 
 def _refused_in_backward(problem: Problem, plan: Plan) -> dict[str, bool]:
-    """Refuse updates in the backward where the stack's gradients are not as wide as the runtime's
-    sums."""
+    """Refuse optimizer-in-backward where the stack's gradients and the runtime's gradient sums
+    differ in width."""
     asked = plan.state("optimizer").update == "backward"
     width = SUM_BYTES.get(problem.workload.precision, 4)
     given = problem.system.grad_bytes

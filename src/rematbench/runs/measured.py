@@ -1,7 +1,7 @@
-"""The numbers that a traced or executed run showed, ours or a package's: losses, gradient norms,
-bytes and seconds per rank.  Part of a Record; tensors are no part of it.
+"""The numbers of a traced or executed run, of rematbench's executor or of a package: losses,
+gradient norms, bytes and seconds per rank.  They are part of a Record; tensors are not.
 
-CPU seconds are never performance, so they are in no record.
+Records hold no CPU seconds, because CPU seconds are never performance.
 """
 
 import math
@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 TIMED_STEPS = 3
-"""Steps that a run on GPUs times unless told otherwise."""
+"""Default number of timed steps of a run on GPUs."""
 LEARNING_RATE = 1e-3
-"""Of AdamW in the long training runs whose loss curves are kept."""
+"""AdamW's learning rate in the long training runs whose loss curves are kept."""
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 1e-2}
-"""Norm-wise errors that rounding alone may cause (DESIGN.md, the gradient law)."""
+"""Norm-wise relative errors that rounding alone may cause (DESIGN.md, the gradient law)."""
 OF_CUDA = ("allocated_bytes", "reserved_bytes", "pinned_bytes")
-"""What torch's allocators say of a rank, on the device and pinned on the host."""
+"""Bytes that torch's allocators report for a rank, on the device and pinned on the host."""
 
 
 class Engine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ran instead of our executor: `label` is what a table may call it; `stack` its packages
-    by version; `shim` the parts of our shim that were active; `kernels` which kernels stood where
-    the package offers a choice; `backend` that of torch.distributed."""
+    """The package that ran instead of rematbench's executor.  `label`: its name in tables; `stack`:
+    its packages by version; `shim`: the active parts of rematbench's shim; `kernels`: the kernels
+    used where the package offers a choice; `backend`: the backend of torch.distributed."""
 
     label: str
     stack: dict[str, str]
@@ -35,17 +35,18 @@ class Engine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class RankMeasured(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One process: its number in the job and its pipeline rank.
+    """The numbers of one process: its rank in the job, its pipeline rank, its bytes and seconds.
 
-    `activation_peak_bytes`: live storages that are not states, at their largest, those inside an
-    operator too; `state_bytes`: parameters, gradients, optimizer.  On GPUs only: seconds of the
-    timed steps, `allocated_bytes`, `reserved_bytes` (the allocator's) and `pinned_bytes` (what
-    torch holds pinned, which may be more than is asked for).
+    `activation_peak_bytes`: the peak of live storages that are no states, also inside operators;
+    `state_bytes`: parameters, gradients, optimizer states.  On GPUs only: `step_s` of the timed
+    steps, the allocator's `allocated_bytes` and `reserved_bytes`, and `pinned_bytes` (host memory
+    that torch holds pinned, which may be more than was requested).
 
-    Of our executor only, as a package has no actions: bytes of activations at action boundaries
-    beside the issue-order ledger's (`differing_actions` of `actions` disagree; the twin law wants
-    none), and the simulated total of the same saved tensors with the torch runtime's states and
-    kernels, whatever the problem's stack.  `offload_bytes` and `recompute_flop` are of one step.
+    For rematbench's executor only, because a package has no actions: activation bytes at action
+    boundaries and those of the issue-order ledger (`differing_actions` of `actions` disagree; the
+    twin law requires none), and the simulated peak of the same saved tensors with the states and
+    kernels of the torch runtime, whatever the problem's stack.  `offload_bytes` and
+    `recompute_flop` are of one step.
     """
 
     rank: int
@@ -70,41 +71,41 @@ class RankMeasured(
 
     @property
     def peak_bytes(self) -> int:
-        """Peak on the device, states included."""
+        """Peak device bytes: activations and states."""
         return self.activation_peak_bytes + self.state_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Peak on the host, states included."""
+        """Peak host bytes: activations and states."""
         return self.host_peak_bytes + self.host_state_bytes
 
     @property
     def peak_error(self) -> float:
-        """Measured total peak less the simulated one, as a fraction of the latter."""
+        """(measured - simulated) / simulated peak device bytes, states included."""
         return self.peak_bytes / self.simulated_peak_bytes - 1.0
 
 
 def relative(error: float, size: float) -> float:
-    """An error as a fraction; infinite where the size is zero and the error is not."""
+    """`error` / `size`; infinite where the size is zero and the error is not."""
     return error / size if size else math.inf if error else 0.0
 
 
 def largest(errors: Sequence[float]) -> float:
-    """The largest of some errors, NaN if one is (which `max` passes over)."""
+    """The largest error; NaN if any error is NaN (which `max` would miss)."""
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def whole_norms(norms: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
-    """The norm of each step's whole gradient, from those of its parameters."""
+    """The norm of each step's whole gradient, from the norms of its parameters' gradients."""
     return tuple(sum(v * v for v in step.values()) ** 0.5 for step in norms)
 
 
 class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Against another method on the same problem and batches: lossless means bitwise equal, or
-    every parameter's gradient (norm-wise) and the losses within `bound` over the steps.  In bf16
-    only the first step's gradient is held to it: AdamW turns the rounding of a small gradient into
-    a change of its weight, so later gradients are those of other weights (reported all the same).
-    """
+    """The comparison with another method on the same problem and batches.  Lossless means: bitwise
+    equal, or the losses and every parameter's gradient (norm-wise) differ by at most `bound` over
+    all steps.  In bf16 (`first_only`) only the first step's gradients count: AdamW turns the
+    rounding of a small gradient into a change of its weight, so later gradients belong to other
+    weights (they are reported all the same)."""
 
     against: str
     bitwise: bool
@@ -116,14 +117,15 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def lossless(self) -> bool:
-        """Whether nothing but rounding differs."""
+        """Whether the two runs differ by no more than rounding."""
         first = self.first_gradient_error
         error = first if self.first_only and first is not None else self.gradient_error
         return self.bitwise or (error <= self.bound and self.loss_error <= self.bound)
 
     @property
     def not_finite(self) -> str:
-        """Errors that are NaN or infinite, which no record can hold; nothing if all are numbers."""
+        """The errors that are NaN or infinite, which no record can hold, in words; empty if all are
+        finite."""
         errors = {
             "gradient error": self.gradient_error,
             "first gradient error": self.first_gradient_error or 0.0,
@@ -134,10 +136,11 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The numbers of a run, whatever ran it: per observed step the loss and the norm of the whole
-    gradient (`parameter_norms`: of each parameter, before the update; empty if not asked for), per
-    rank its bytes.  A traced run has the one rank it followed, a training run none.  On GPUs timed
-    steps, which nothing observes, follow `warmup_steps` others (the observed ones among them)."""
+    """The numbers of a run, of any engine.  For each observed step: the loss and the norm of the
+    whole gradient, and in `parameter_norms` the norm of each parameter's gradient before the update
+    (empty if not requested).  For each rank: its bytes; a traced run has the one rank that was
+    traced, a training run has none.  On GPUs, the timed steps follow `warmup_steps` steps, which
+    include the observed steps; timed steps are not observed."""
 
     losses: tuple[float, ...] = ()
     gradient_norms: tuple[float, ...] = ()
@@ -148,28 +151,28 @@ class Measured(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
 
     @property
     def steps(self) -> int:
-        """Observed steps: one, without a loss, of a traced run."""
+        """The number of observed steps; a traced run has one, without a loss."""
         return len(self.losses) or 1
 
     @property
     def step_s(self) -> tuple[float, ...]:
-        """Seconds of the slowest rank in each timed step; empty of a CPU."""
+        """Seconds of the slowest rank in each timed step; empty on CPUs."""
         return tuple(map(max, zip(*(rank.step_s for rank in self.ranks), strict=True)))
 
     @property
     def differing_actions(self) -> int:
-        """Actions of all ranks after which bytes disagree with the ledger."""
+        """The number of actions of all ranks after which live bytes disagree with the ledger."""
         return sum(rank.differing_actions for rank in self.ranks)
 
     @property
     def fullest(self) -> RankMeasured:
-        """The rank with the largest measured peak."""
+        """The rank with the largest measured device peak."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
     def first_errors(self, other: "Measured") -> tuple[float, float]:
-        """How far the first loss and the first gradient norm are from another run's, as fractions
-        of the other's.  The first step only: AdamW turns the rounding of a small gradient into a
-        change of its weight."""
+        """The differences of the first loss and of the first gradient norm from another run's, as
+        fractions of the other run's values.  Later steps are left out: AdamW turns the rounding of
+        a small gradient into a change of its weight."""
         pairs = ((self.losses, other.losses), (self.gradient_norms, other.gradient_norms))
         loss, norm = (relative(abs(own[0] - its[0]), abs(its[0])) for own, its in pairs)
         return loss, norm

@@ -1,4 +1,4 @@
-"""The errors that failing ranks leave beside the record: the rank that writes the record may know
+"""The errors that failing ranks write beside the record.  The rank that writes the record may know
 only that a peer left, and no exit code tells which rank failed first."""
 
 import signal
@@ -12,34 +12,35 @@ from msgspec import Struct
 from rematbench.runs.store import write_atomically
 
 Recorded = Literal["ok", "oom", "unsupported", "failed"]
-"""A record's statuses (`choose.outcome.Status`, which torch/, a user of this, cannot import)."""
+"""The statuses of a record (`choose.outcome.Status`, which torch/ cannot import)."""
 
 NO_MEETING = "set MASTER_ADDR and MASTER_PORT (torchrun does; srun does not)"
 KILLED = "a process got signal 9: host memory, as far as can be known"
 ABORTED = ": aborted, as NCCL's watchdog does when a collective fails or takes too long"
 LOST_PEER = ("onnection", "imed out", "imeout")
-"""Words of an error that has its cause in another process."""
+"""Words of an error whose cause is in another process."""
 
 
 class RankError(Struct, frozen=True):
-    """A status (`failed`, `oom`, `nan`) and one line of why."""
+    """A rank's error: a status (`failed`, `oom`, `nan`) and one line with the reason."""
 
     status: str
     reason: str
 
     @property
     def is_secondhand(self) -> bool:
-        """Whether the error only says that another rank has gone."""
+        """Whether the error only reports that another rank has ended."""
         return any(word in self.reason for word in LOST_PEER)
 
 
 def of_exit(code: int | None) -> RankError | None:
-    """The error of a killed process, which could leave none; None for other exit codes."""
+    """The error of a process killed by signal 9, which could write none; None for other exit
+    codes."""
     return RankError("oom", KILLED) if code == -signal.SIGKILL else None
 
 
 def of_exits(codes: Sequence[int | None]) -> RankError:
-    """The error behind a failed job's exit codes: a killed rank's before any other's."""
+    """The error of a failed job from its ranks' exit codes; a killed rank comes first."""
     dead = [(rank, code) for rank, code in enumerate(codes) if code]
     for rank, code in dead:
         killed = of_exit(code)
@@ -51,22 +52,23 @@ def of_exits(codes: Sequence[int | None]) -> RankError:
 
 
 def of_job(left: Iterable[Path], failure: RankError) -> RankError:
-    """The first cause among the errors that ranks left (files of a status, a reason and more) and
-    those of killed ranks, else `failure`, which the exit codes show."""
+    """The first cause among the errors that ranks wrote (files of a status, a reason and more
+    lines) and the error of a killed rank; else `failure`, which is the error from the exit
+    codes."""
     seen = [failure] if failure.status == "oom" else []
     return first_cause([*_read(left), *seen]) or failure
 
 
 def recorded(status: str, reason: str) -> tuple[Recorded, str]:
-    """A status and a reason in a record's fewer statuses: NaN and timeout become `failed`, with
-    their name before the reason."""
+    """(status, reason) for a record, which has fewer statuses: NaN and timeout become `failed`,
+    with their name before the reason."""
     if status in ("nan", "timeout"):
         return "failed", f"{status}: {reason}"
     return msgspec.convert(status, Recorded), reason
 
 
 def of_record(status: str, reason: str) -> RankError:
-    """The error of a record that is not ok; a NaN has its own status here."""
+    """The error of a record that is not ok; a NaN has its own status again."""
     kind, _, rest = reason.partition("nan: ")
     return RankError("nan", rest) if not kind and rest else RankError(status, reason)
 
@@ -89,7 +91,7 @@ def _read(paths: Iterable[Path]) -> list[RankError]:
 
 
 def first_cause(errors: Iterable[RankError]) -> RankError | None:
-    """The error that was most probably first: one that names no other rank's end."""
+    """The error that was most probably first: one that does not report another rank's end."""
     return min(errors, key=lambda error: error.is_secondhand, default=None)
 
 

@@ -1,7 +1,7 @@
-"""One run as data: what was asked (RunSpec), what came of it (Record), as JSON files.
+"""One run as data: the request (RunSpec) and the result (Record), as JSON files.
 
-All worlds write the same Record: `published` numbers are transcribed, `simulated` ones come from
-the event simulator, `traced` and `executed` ones from the real code.
+All worlds write the same Record: `published` numbers are transcribed, `simulated` numbers come from
+the event simulator, `traced` and `executed` numbers from the real code.
 """
 
 import datetime
@@ -29,29 +29,30 @@ from rematbench.workload import Model, Precision
 
 World = Literal["published", "simulated", "traced", "executed"]
 FORMAT: Literal[2] = 2
-"""Of a record's JSON.  Format 1, which had no number, kept a package's numbers apart."""
+"""The format of a record's JSON.  Format 1 had no number and kept a package's numbers apart."""
 HASH_DIGITS = 16
 OF_A_STEP = (
     *("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu"),
     *("host_node_bytes", "recompute_flop", "offload_bytes"),
 )
 OF_A_BASE = ("partition", "schedule")
-"""What a person may choose of the plan that methods begin with."""
+"""Fields of the base plan that a user may choose."""
 RESERVE = "reserve_bytes"
-"""Beside those: what tuned plans leave free."""
+"""A further key of the base: bytes of each device that tuned plans leave free."""
 OPTIMIZER = "optimizer"
-"""And that the optimizer's states are in host memory."""
+"""A further key of the base: the optimizer states are in host memory."""
 
 
 class RecordError(ValueError):
-    """A record file cannot be read; the message is one line with its path."""
+    """A record file that cannot be read, or a record that cannot be replayed; the message is one
+    line."""
 
 
 class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One method with its parameters on one problem.
 
-    Cluster, system and calibration are named and pinned by the hash of their content, so that a
-    changed constant is another run.
+    Cluster, system and calibration are given by name and by the hash of their content, so that a
+    changed constant makes another run.
     """
 
     method: str
@@ -70,14 +71,14 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def run_id(self) -> str:
-        """Hash of the canonical JSON."""
+        """The hash of the spec's canonical JSON."""
         return content_hash(self)
 
 
 class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where and when a record was made, by which code and constants; traced and executed ones also
-    name torch, the device, and how many ranks each host had, and a training run on text a hash of
-    it (the standard library's sources are those of a Python version)."""
+    """Where and when a record was made, and by which code and constants.  Traced and executed
+    records also name torch, the device and the number of ranks on each host; a training run on text
+    has a hash of the text (the standard library's sources, which depend on the Python version)."""
 
     rematbench: str
     python: str
@@ -92,8 +93,8 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Numbers of one repeat.  Seconds, bytes, FLOPs; MFU and HFU are fractions; `warmup` repeats
-    are kept apart from the measured ones."""
+    """The numbers of one repeat, in seconds, bytes and FLOP; MFU and HFU are fractions.  `warmup`
+    repeats are kept apart from measured repeats."""
 
     step_s: float
     tokens_per_s_per_gpu: float
@@ -109,8 +110,8 @@ class Metrics(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The outcome of a run.  OOM and Unsupported are results: never a missing record.  Without an
-    `engine` the run is the simulator's or our executor's."""
+    """The result of a run.  Out of memory and unsupported are results too, so no record is missing.
+    Without an `engine` the run is of the simulator or of rematbench's executor."""
 
     run_id: str
     spec: RunSpec
@@ -131,21 +132,21 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def world(self) -> World:
-        """Which world the numbers come from."""
+        """The world that the numbers come from."""
         return self.spec.world
 
 
 def content_hash(value: object) -> str:
-    """Short SHA-256 of a value's canonical JSON (keys sorted)."""
+    """A short SHA-256 of a value's canonical JSON (sorted keys)."""
     plain = msgspec.to_builtins(value, str_keys=True)
     text = msgspec.json.encode(plain, order="sorted")
     return hashlib.sha256(text).hexdigest()[:HASH_DIGITS]
 
 
 def plan_hash(problem: Problem, plan: Plan) -> str:
-    """Hash of the resolved plan: the fate of every site in bytes, partition, order, states and
-    transfers.  Plans that differ in words but not in deeds hash alike, and so do those that differ
-    in where tensors lie: nothing that runs here places them."""
+    """The hash of the resolved plan: the fate of every site in bytes, partition, order, states and
+    transfers.  Plans that differ only in their rules' wording have equal hashes, and so do plans
+    that differ only in addresses: no executor of rematbench sets addresses."""
     table = []
     for rank, chunks in enumerate(plan.partition):
         for chunk, layers in enumerate(chunks):
@@ -163,8 +164,8 @@ def plan_hash(problem: Problem, plan: Plan) -> str:
 def run_spec(
     problem: Problem, method: Composition, world: World = "simulated", base: Plan | None = None
 ) -> RunSpec:
-    """What is asked of a problem; of a method that plans from another base than the problem's, the
-    base's own words are parameters too."""
+    """The spec of a run.  Where the method plans from a base other than the problem's, the base's
+    own values are parameters too."""
     work, usual = problem.workload, problem.base_plan
     own = {key: getattr(base or usual, key) for key in OF_A_BASE}
     own = {key: value for key, value in own.items() if value != getattr(usual, key)}
@@ -188,7 +189,7 @@ def run_spec(
 
 
 def provenance(calibration: Calibration | None = None) -> Provenance:
-    """This interpreter, this code, now."""
+    """The provenance of a record made now by this interpreter and this code."""
     return Provenance(
         rematbench=rematbench.__version__,
         python=platform.python_version(),
@@ -207,7 +208,7 @@ def make_record(
     base: Plan | None = None,
     asked: Problem | None = None,
 ) -> Record:
-    """The record of a simulated run; `asked`: the problem that was asked for, where a package's own
+    """The record of a simulated run.  `asked`: the requested problem, where a package's own problem
     (packages/stack.py) was simulated in its place."""
     spec = run_spec(asked or problem, method, base=base)
     evaluation, verdict = outcome.evaluation, outcome.verdict
@@ -241,13 +242,13 @@ def make_record(
 
 
 def write_record(record: Record, path: Path) -> None:
-    """Write to a temporary name in the same folder, then rename: no reader sees half a file."""
+    """Write a record atomically: no reader sees half a file."""
     write_atomically(path, encode_record(record))
 
 
 def keep_record(record: Record, folder: Path, name: str) -> None:
-    """Write a record as `folder`/`name`.json without its plan (the hash stays), unless the file
-    says the same already: a second run changes no date."""
+    """Write a record as `folder`/`name`.json without its plan (the hash stays).  A file with the
+    same content is left as it is, so that a second run changes no date."""
     record = msgspec.structs.replace(record, plan=None)
     path = folder / f"{name}.json"
     if path.is_file():
@@ -258,12 +259,12 @@ def keep_record(record: Record, folder: Path, name: str) -> None:
 
 
 def encode_record(record: Record) -> bytes:
-    """As written: sorted JSON that a person can read."""
+    """The bytes of a record's file: sorted, indented JSON."""
     return msgspec.json.format(msgspec.json.encode(record, order="sorted"), indent=1) + b"\n"
 
 
 def read_record(path: Path) -> Record:
-    """The record of a file; RecordError with its path for anything else."""
+    """The record of a file; RecordError with the path if it cannot be read as one."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Record)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Replay a record: its problem and plan, evaluated for a closer look (stages, timeline)."""
+"""Replays a record: evaluates its problem and plan again, for stages and the timeline."""
 
 from msgspec import Struct
 
@@ -17,7 +17,8 @@ from rematbench.tables.table import GIB
 
 
 class Replay(Struct, frozen=True, kw_only=True):
-    """A run evaluated from its record; the evaluation has intervals only with a timeline."""
+    """A run evaluated from its record; the evaluation has intervals only if a timeline was
+    requested."""
 
     title: str
     problem: Problem
@@ -27,8 +28,8 @@ class Replay(Struct, frozen=True, kw_only=True):
 
 
 def replay(record: Record, *, cluster: str = "", timeline: bool = False) -> Replay:
-    """Evaluate a record's plan; RecordError when the record has none, or its inputs have changed.
-    `cluster` is the file of a cluster that config/ does not have."""
+    """Evaluate a record's plan; RecordError where the record has no plan or its inputs have
+    changed.  `cluster` is the file of a cluster that config/ does not have."""
     if record.plan is None:
         raise RecordError(f"run {record.run_id} has no plan ({record.status}: {record.reason})")
     problem = recorded_problem(record, cluster)
@@ -36,7 +37,7 @@ def replay(record: Record, *, cluster: str = "", timeline: bool = False) -> Repl
 
 
 def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = False) -> Replay:
-    """Lower and evaluate a plan; with `timeline`, at op level with its intervals."""
+    """Lower and evaluate a plan; with `timeline` at op level, with intervals."""
     program = lower(plan, problem)
     evaluation = evaluate_program(problem, plan, program, record=timeline)
     work, alpha = problem.workload, plan.fit.get("alpha")
@@ -58,7 +59,7 @@ def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = F
 
 
 def recorded_problem(record: Record, cluster: str = "") -> Problem:
-    """The problem of a record; RecordError unless cluster, system and constants are the same."""
+    """The problem of a record; RecordError if cluster, system or constants have changed."""
     try:
         there = load_cluster(cluster or record.spec.cluster)
     except ConfigError as error:
@@ -72,7 +73,7 @@ def recorded_problem(record: Record, cluster: str = "") -> Problem:
 
 
 def spec_problem(spec: RunSpec, cluster: str | Cluster = "") -> Problem:
-    """The problem of a spec, from what config/ says today (`cluster`: another, or its file)."""
+    """The problem of a spec with the present config/ (`cluster`: another cluster, or its file)."""
     asked = ProblemSpec.at(
         spec.layout,
         model=spec.model,

@@ -1,10 +1,10 @@
-"""Finished cells by key, safe against kills and against two jobs on one cell.
+"""The store of finished cells by key, safe against kills and against two jobs on one cell.
 
 A process writes a record to a temporary name and renames it, so a record is whole or absent.  A
 process creates KEY.lease.N (O_EXCL) before it runs a cell; N counts the attempts.  The process
 touches its lease.  A lease is dead when its process is gone (seen on the same machine), its batch
-job has left the queue, or its file is untouched for STALE_S.  No process takes a dead lease over:
-the next attempt creates KEY.lease.N+1, which only one process can.
+job has left the queue, or its file is untouched for STALE_S.  A dead lease is never reused: the
+next attempt creates KEY.lease.N+1, which only one process can do.
 """
 
 import os
@@ -19,16 +19,16 @@ import msgspec
 from msgspec import Struct
 
 STALE_S = 60.0
-"""Seconds without a touch, by the file system's clock, until another host's lease is dead."""
+"""Seconds without a touch, by the file system's clock, after which another host's lease is dead."""
 BEAT_S = 5.0
 POLL_S = 0.5
 
 JobAlive = Callable[[str], bool | None]
-"""Whether a batch job is still in the queue; None without an answer."""
+"""A function that tells whether a batch job is still in the queue; None if that is unknown."""
 
 
 class Holder(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The process of a lease, named so that any host can tell whether it lives."""
+    """The process that holds a lease, identified so that any host can tell whether it lives."""
 
     host: str
     boot: str
@@ -46,7 +46,7 @@ class Lease(Struct, frozen=True, kw_only=True):
 
 
 def this_holder(job_id: str = "") -> Holder:
-    """This process."""
+    """The Holder of this process."""
     return Holder(
         host=socket.gethostname(),
         boot=_boot(),
@@ -57,7 +57,8 @@ def this_holder(job_id: str = "") -> Holder:
 
 
 def _boot() -> str:
-    """Boot and process namespace of this machine, within which a pid names one process."""
+    """The boot and process namespace of this machine, within which a pid names one process; "" if
+    unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -66,7 +67,7 @@ def _boot() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """The kernel's start time of a live process; None if it is gone (or a zombie)."""
+    """The kernel's start time of a live process; None if the process is gone (or a zombie)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -76,7 +77,7 @@ def start_time(pid: int) -> int | None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write to a temporary name in the same folder, flush to disk, rename."""
+    """Write a file under a temporary name in the same folder, flush it to disk, then rename it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
@@ -101,7 +102,7 @@ class Store:
         say: Callable[[str], None] = lambda text: None,
         is_final: Callable[[bytes], bool] = lambda data: True,
     ) -> None:
-        """`is_final`: whether a record's cell is finished (a preempted cell's is not)."""
+        """`is_final` tells whether a record's cell is finished (a preempted cell is not)."""
         self.folder = folder
         self.holder = this_holder(job_id)
         self.job_alive = job_alive or (lambda _: None)
@@ -116,20 +117,20 @@ class Store:
         return self.folder / f"{key}.json"
 
     def read(self, key: str) -> bytes | None:
-        """A cell's record, finished or not; None if there is none."""
+        """The bytes of a cell's record, finished or not; None if there is none."""
         try:
             return self.path(key).read_bytes()
         except FileNotFoundError:
             return None
 
     def finished(self, key: str) -> bytes | None:
-        """A finished cell's record."""
+        """The bytes of a finished cell's record; None if the cell is not finished."""
         data = self.read(key)
         return data if data is not None and self.is_final(data) else None
 
     def claim(self, key: str, *, wait: bool = True) -> Lease | None:
-        """Take the lease on an unfinished cell; None once the cell is finished (or, without `wait`,
-        while another process holds its lease)."""
+        """Take the lease of an unfinished cell; None once the cell is finished (or, without `wait`,
+        while another process holds the lease)."""
         told = False
         while self.finished(key) is None:
             number, latest = self.latest(key)
@@ -158,7 +159,7 @@ class Store:
         with os.fdopen(file, "wb") as opened:
             opened.write(msgspec.json.encode(self.holder))
         lease = Lease(key=key, attempt=attempt, path=path)
-        if self.finished(key) is not None:  # finished since the last look
+        if self.finished(key) is not None:  # finished after `claim` looked
             self._forget(key)
             return None
         self._held = lease
@@ -166,8 +167,8 @@ class Store:
         return lease
 
     def commit(self, lease: Lease, data: bytes) -> bool:
-        """Write the record and release the lease; False if another process holds a later lease
-        (this one counted as dead), whose record then stands."""
+        """Write the record and release the lease.  False, without writing, if another process took
+        a later lease (this lease counted as dead): the other process's record stands."""
         self._held = None
         number, _ = self.latest(lease.key)
         if number != lease.attempt or self.finished(lease.key) is not None:
@@ -181,13 +182,13 @@ class Store:
         return True
 
     def release(self, lease: Lease) -> None:
-        """Make the lease dead at once, so that the next claim counts one attempt more."""
+        """Mark the lease as dead at once, so that the next claim starts another attempt."""
         self._held = None
         ended = msgspec.structs.replace(self.holder, pid=0, started=0, boot="ended")
         write_atomically(lease.path, msgspec.json.encode(ended))
 
     def latest(self, key: str) -> tuple[int, Path | None]:
-        """Number and path of the newest lease; (0, None) without one."""
+        """The number and path of the newest lease; (0, None) without a lease."""
         number = 0
         while self._lease(key, number + 1).exists():  # numbers have no gaps
             number += 1
@@ -197,7 +198,7 @@ class Store:
         return self.folder / f"{key}.lease.{number}"
 
     def is_alive(self, path: Path) -> bool:
-        """Whether the process of a lease lives."""
+        """Whether the process that holds a lease lives."""
         try:
             holder, touched = _read_holder(path), path.stat().st_mtime
         except FileNotFoundError:
@@ -214,7 +215,7 @@ class Store:
         return self._now() - touched < STALE_S
 
     def describe(self, path: Path) -> str:
-        """One clause that names the process of a lease."""
+        """A clause that names the process that holds a lease."""
         holder = _read_holder(path)
         if holder is None:
             return "held"
@@ -222,7 +223,7 @@ class Store:
         return f"held by {job}process {holder.pid} on {holder.host}"
 
     def _now(self) -> float:
-        """The file system's clock, which stamps the leases of every machine."""
+        """The present time of the file system's clock, which stamps the leases of all machines."""
         clock = self.folder / f".clock.{self.holder.host}.{self.holder.pid}"
         clock.touch()
         now = clock.stat().st_mtime
@@ -235,7 +236,7 @@ class Store:
             self._lease(key, number).unlink(missing_ok=True)
 
     def _sweep(self, key: str) -> None:
-        """Remove the temporary files and folders of attempts that died."""
+        """Remove the temporary files and folders of attempts that ended early."""
         for path in self.folder.glob(f".{key}.*"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -243,7 +244,7 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def _beat(self) -> None:
-        """Start the thread that touches the lease, once per process."""
+        """Start the thread that touches the lease; once per process."""
         if not self._beating:
             self._beating = True
             threading.Thread(target=self._beats, daemon=True).start()
@@ -260,7 +261,7 @@ class Store:
 
 
 def _read_holder(path: Path) -> Holder | None:
-    """The process of a lease, or None while its file is being written."""
+    """The holder in a lease's file; None while the file is being written, or gone."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Holder)
     except (FileNotFoundError, msgspec.DecodeError, msgspec.ValidationError):

@@ -1,4 +1,4 @@
-"""A suite file: problems, and the methods to run on each of them; one bundle per method."""
+"""Suites: problems, and the methods to run on each problem; one bundle of runs per method."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +36,7 @@ from rematbench.spec.problemspec import ProblemSpec
 
 
 class NamedProblem(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One problem of a file, by names only.  `why` says what it stands for."""
+    """One problem of a suite file, by names only.  `why`: the reason to include the problem."""
 
     name: str
     why: str
@@ -53,7 +53,7 @@ class NamedProblem(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A composed method, or a method with parameters of its own; on all problems or some."""
+    """A composition, or a method with its own parameters, on all problems or on the named ones."""
 
     method: str
     name: str = ""
@@ -62,12 +62,12 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def label(self) -> str:
-        """How tables call it: its name, or the method with its settings."""
+        """The variant's name in tables: `name`, or the method with its settings."""
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items())
         return self.name or (f"{self.method} ({settings})" if settings else self.method)
 
     def to_arguments(self, spec: ProblemSpec) -> list[str]:
-        """What a person types after a command to run it on a problem: METHOD and options."""
+        """The command-line arguments that run the variant on a problem: METHOD and options."""
         words = [self.method, *spec.to_arguments()]
         for key, value in self.settings.items():
             text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
@@ -76,8 +76,8 @@ class Variant(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Suite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every discovered method runs on every problem, and so do the `variants`; `matrix` is the
-    table of models x lengths x clusters, where a suite has one."""
+    """Problems and variants.  Every discovered method and every variant runs on every problem.
+    `matrix`: the table of models x lengths x clusters, where a suite has one."""
 
     problems: tuple[NamedProblem, ...]
     variants: tuple[Variant, ...] = ()
@@ -85,14 +85,14 @@ class Suite(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def check_names(names: Sequence[str], variants: Sequence[Variant], label: str) -> None:
-    """ConfigError if two problems have one name, or a variant asks for a problem that is none."""
+    """ConfigError if two problems have the same name, or a variant names an unknown problem."""
     require_unique(names, label, "problems")
     for variant in variants:
         require_known(variant.problems, names, (label, f"variants: {variant.method}", "problem"))
 
 
 def load_suite(path: Path) -> Suite:
-    """A suite from YAML; an unknown key or a wrong type is an error with its path."""
+    """A suite from YAML; ConfigError with the path for an unknown key or a wrong type."""
     label = str(path)
     suite = convert(read_mapping(path, label), Suite, label)
     check_names([problem.name for problem in suite.problems], suite.variants, label)
@@ -112,10 +112,11 @@ def bundles(suite: Suite, registry: Registry) -> dict[str, list[Variant]]:
 def run_bundle(
     suite: Suite, method: str, registry: Registry, folder: Path, store: Store | None = None
 ) -> list[Record]:
-    """Run one bundle on every problem; write a record of each under `folder`.
+    """Run one bundle on every problem and write each record under `folder`; ConfigError for an
+    unknown bundle.
 
-    With a `store`, a run that the same code has finished is read from it, and two processes never
-    run the same one at once.
+    With a `store`, a run that the same code has finished is read from the store, and two processes
+    never run the same cell at the same time.
     """
     known = bundles(suite, registry)
     if method not in known:
@@ -137,7 +138,7 @@ def run_bundle(
 def _from_store(
     store: Store | None, problem: Problem, variant: Variant, registry: Registry, name: str
 ) -> Record:
-    """A variant's record, finished earlier or run now."""
+    """A variant's record, read from the store or run now."""
     if store is None:
         return run_variant(problem, variant, registry)
     method = registry.resolve(variant.method, dict(variant.settings), problem)
@@ -151,14 +152,14 @@ def _from_store(
 
 
 def run_variant(problem: Problem, variant: Variant, registry: Registry) -> Record:
-    """One record; the label of the variant is the record's."""
+    """The record of a variant on a problem, simulated now."""
     settings: dict[str, Value] = dict(variant.settings)
     method: Composition = registry.resolve(variant.method, settings, problem)
     return make_record(problem, method, run_method(problem, method))
 
 
 def labels(suite: Suite, registry: Registry) -> dict[str, str]:
-    """Canonical parameters of a variant -> how tables call it."""
+    """The variants' names in tables, by `label_key`."""
     found = {}
     for variants in bundles(suite, registry).values():
         for variant in variants:
@@ -169,5 +170,5 @@ def labels(suite: Suite, registry: Registry) -> dict[str, str]:
 
 
 def label_key(method: str, parameters: dict[str, dict[str, Any]]) -> str:
-    """Method and parameters as one text."""
+    """A method and its parameters as one text (a key of `labels`)."""
     return method + msgspec.json.encode(parameters, order="sorted").decode()

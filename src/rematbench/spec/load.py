@@ -192,8 +192,7 @@ def located(kind: Kind, name_or_path: str | Path) -> Path:
 
 
 def _of_a_hub(kind: Kind, text: str) -> str:
-    """A hint for a text ORGANISATION/MODEL, because rematbench looks up no model hub; else
-    empty."""
+    """A hint for a text ORGANISATION/MODEL (no model hub is looked up); empty for other texts."""
     if kind != "model" or not re.fullmatch(r"[\w.-]+/[\w.-]+", text) or text[0] in "./~":
         return ""
     if Path(text).suffix in {".yaml", ".yml", ".json"}:
