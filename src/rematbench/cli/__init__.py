@@ -1,1 +1,1 @@
-"""The commands of the command line: a file for each group of them, and what they share."""
+"""The commands of the command line: one file per group, and files that the groups share."""

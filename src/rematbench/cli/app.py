@@ -1,4 +1,4 @@
-"""The command line: `rematbench COMMAND`.  Errors of a person are one line and exit code 2."""
+"""The command line `rematbench COMMAND`.  A wrong input ends with one line and exit code 2."""
 
 import importlib
 import sys
@@ -26,9 +26,9 @@ USER_ERRORS = (
     *(RateError, RecordError),
 )
 INTERRUPTED = 130
-"""Exit code of a command that Ctrl-C ended, as shells have it."""
+"""Exit code of a command that Ctrl-C ended, as in shells."""
 UNSOUND = (CheckError, DeadlockError, LedgerError)
-"""What no plan's actions may do: nothing that a person typed is wrong."""
+"""Errors of an unsound lowered plan, for which the user's input is not to blame."""
 
 
 def _version(wanted: bool) -> None:
@@ -70,7 +70,7 @@ COMMANDS = (
     *("trace.trace", "verify.verify", "sheet.predict", "calibrate.validate"),
     "calibrate.calibrate",
 )
-"""What a person uses, beside the group of baselines: modules of this folder and their commands."""
+"""The user's commands, beside the group of baselines: modules of this folder and functions."""
 WORKFLOW = (
     *("examples.examples", "run.run", "study.study", "matrix.matrix", "report.report"),
     *("report.expect", "measured.measure", "gpu.measure_gpu", "verify.retrace"),
@@ -81,16 +81,16 @@ WORKFLOW = (
     *("searched.layouts", "searched.search_cells", "searched.search_sweeps"),
     *("searched.search_spaces", "searched.searched_tables"),
 )
-"""What rules, `./bench` and jobs of Slurm call, and `examples`, which the help's last lines name;
-listed by --help-all."""
+"""Commands that Snakemake rules, `./bench` and Slurm jobs call, and `examples`, which the help's
+last lines name.  Only --help-all lists them."""
 GROUP = "baseline"
 WORKERS = {"compare": "rematbench.choose.bench", "search": "rematbench.search.halves"}
-"""What the worker processes of a command load; they begin before the command does."""
+"""Modules that a command's worker processes import; they start before the command."""
 
 
 def command_line(asked: str = "") -> typer.Typer:
-    """The command line: of the command that is asked for, or of all where that is none.  Loading
-    all takes longer than many a command."""
+    """The command line with the requested command alone, or with all commands if `asked` is none of
+    them.  Importing all of them takes longer than many a command."""
     app = typer.Typer(
         name="rematbench",
         help="Which activation-memory strategy and parallel layout: will it fit, how fast is it?",
@@ -114,7 +114,7 @@ def command_line(asked: str = "") -> typer.Typer:
 
 
 def word(place: str) -> str:
-    """A command as it is typed."""
+    """A command's name on the command line."""
     return place.partition(".")[2].replace("_", "-")
 
 
@@ -124,7 +124,7 @@ def _found(place: str) -> Any:
 
 
 def main() -> None:
-    """Run a command; turn what a person got wrong into one line on stderr and exit code 2."""
+    """Run a command; a wrong input becomes one line on stderr and exit code 2."""
     command = " ".join(["rematbench", *sys.argv[1:2]])
     try:
         asked = next(iter(sys.argv[1:]), "")
@@ -141,14 +141,14 @@ def main() -> None:
         whose = "a bug of rematbench, or of a method's file of yours"
         text = f"the plan's actions are unsound ({whose}): {type(error).__name__}: {error}"
         _fail(command, text)
-    except BrokenPipeError:  # the reader of a pipe has gone, as `head` does
+    except BrokenPipeError:  # the reader of the pipe has ended, as `head` does
         sys.stderr.close()
         code = 0
-    except OSError as error:  # a disk that is full, a folder that may not be read
+    except OSError as error:  # for example a full disk or an unreadable folder
         _fail(command, str(error))
     except KeyboardInterrupt:
         code = INTERRUPTED
-    if code == INTERRUPTED:  # typer turns KeyboardInterrupt into it
+    if code == INTERRUPTED:  # typer turns KeyboardInterrupt into this code
         _fail("rematbench", "interrupted", INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 

@@ -1,4 +1,4 @@
-"""`rematbench baseline`: list, run, trace, predict; and what is done to all points at once."""
+"""The commands `rematbench baseline`: list, run, trace, predict; and commands on all points."""
 
 from pathlib import Path
 from typing import Annotated
@@ -54,8 +54,9 @@ def list_baselines() -> None:
 
 
 def of_baseline(options: RunOptions) -> Request:
-    """The problem of the options, with the baseline's policy as its method (a method of no settings
-    stands in for it until the problem is there)."""
+    """The request of a run's options, with the baseline's policy as its method.  IDENTITY stands in
+    for the policy while the problem is made.  CommandError for an order or partition that no
+    baseline runs."""
     method = policy(options.method, settings_of(options.settings))
     plain_options = RunOptions(
         **{**vars(options), "method": IDENTITY, "settings": None},
@@ -191,8 +192,8 @@ app.command("tables")(write_tables)
 
 
 def _finish_rank(record: Record, rank: int, problem: Problem) -> None:
-    """One of a launcher's ranks: rank 0 prints the record, the others say nothing while all is
-    well."""
+    """Report the record in a process that a launcher started: rank 0 prints it, other ranks print
+    only their own failure."""
     if rank == 0:
         show(record, problem)
     elif record.status in ("failed", "oom"):
@@ -204,7 +205,7 @@ def _finish_rank(record: Record, rank: int, problem: Problem) -> None:
 def finish_baseline(
     record: Record, out: Path | None, json: bool = False, problem: Problem | None = None
 ) -> None:
-    """Write and print a record; exit code 1 unless it is ok."""
+    """Write and print a record; exit code 1 unless the record is ok."""
     if out is not None:
         write_record(record, out)
     if json:
@@ -216,7 +217,7 @@ def finish_baseline(
 
 
 def show(record: Record, problem: Problem | None = None) -> None:
-    """Print a record; with the problem also what the seconds of a GPU's steps mean."""
+    """Print a record; with `problem` also the speed that the GPU's step times give."""
     seen, engine = record.measured, record.engine
     if seen is None or engine is None:
         typer.echo(f"{record.status.upper()}: {record.reason}")

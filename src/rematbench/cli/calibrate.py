@@ -1,4 +1,4 @@
-"""Constants and accuracy: `calibrate` fits the constants, `validate` holds predictions to print."""
+"""The commands `calibrate`, which fits the constants, and `validate`, which scores predictions."""
 
 from math import fsum
 from pathlib import Path

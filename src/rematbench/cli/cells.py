@@ -1,5 +1,5 @@
-"""The commands of executed cells: submit-plan, run-cells, cells, collect-cells, retry,
-settle, resume."""
+"""Commands on executed cells: submit-plan, run-cells, cells, collect-cells, retry, settle,
+resume."""
 
 import importlib.util
 import os

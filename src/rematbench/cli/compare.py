@@ -82,7 +82,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
     engines = Engines(asked.problem)
     shown = Shown(asked=asked, engines=engines, order=order, share=config.shown_share)
     printed = Ranking(console(), shown, wide=wide)
-    shipped()  # here, while the workers' server loads, it takes no time
+    shipped()  # free here, while the workers' server imports its modules
     first = judge(comparing.quick(), asked.problem)
     if not json:
         printed.table(first)
@@ -113,7 +113,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
 
 
 def as_cells(row: dict[str, Any]) -> dict[str, Any]:
-    """A line as a CSV has it: empty for None, yes and no."""
+    """A row as in the CSV file: empty for None, yes and no for booleans."""
     words = {True: "yes", False: "no"}
     return {
         key: "" if value is None else words[value] if isinstance(value, bool) else value

@@ -1,4 +1,4 @@
-"""`rematbench doctor`: what this machine can do, and a cluster file to start from."""
+"""The command `doctor`: the abilities of this machine, and a cluster file to start from."""
 
 import importlib.util
 import os
@@ -92,7 +92,7 @@ def _cpu_name() -> str:
 
 
 def host_bytes() -> int:
-    """Physical memory of this machine."""
+    """Physical memory of this machine in bytes; 0 where the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):  # not a POSIX system
@@ -114,8 +114,9 @@ def nvidia_gpus() -> list[tuple[str, int]]:
 
 
 def _alike(gpu: str, hbm: int) -> tuple[Cluster, str]:
-    """The shipped cluster of such a GPU with the nearest memory, and its generation; of a GPU that
-    no file has, an H100's numbers to replace, and no generation."""
+    """The shipped cluster of this GPU with the nearest memory, and its generation.  For a GPU of no
+    shipped file: an H100 cluster, whose numbers are to be replaced, and a CHECK in place of the
+    generation."""
     words = tuple(re.split(r"[\s-]", gpu))
     known = [load_cluster(name) for name in names("cluster")]
     alike = [c for c in known if any(word.endswith(c.gpu.partition("-")[0]) for word in words)]
@@ -127,7 +128,8 @@ def _alike(gpu: str, hbm: int) -> tuple[Cluster, str]:
 
 
 def cluster_yaml(name: str, gpus: list[tuple[str, int]]) -> str:
-    """A complete cluster file: what was found here, and data-sheet numbers marked CHECK."""
+    """The text of a complete cluster file: numbers found on this machine, and data-sheet numbers
+    marked CHECK."""
     gpu, hbm = gpus[0] if gpus else ("H100-SXM5-80GB", 85_520_809_984)
     found = "nvidia-smi on this machine" if gpus else "CHECK: no GPU here; an 80 GB H100"
     alike, generation = _alike(gpu, hbm)

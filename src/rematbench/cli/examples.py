@@ -1,4 +1,4 @@
-"""`examples`: files to start from."""
+"""The command `examples`: files to start from."""
 
 import shutil
 from pathlib import Path
@@ -20,7 +20,7 @@ COMMANDS = (
     "predict sheet.csv -o predictions.csv",
     "validate --rows sheet.csv",
 )
-"""What can be typed in the folder."""
+"""Commands to try in the written folder."""
 
 
 def examples(

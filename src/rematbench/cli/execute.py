@@ -1,4 +1,4 @@
-"""`execute`: a plan on torch, in processes on this machine or a launcher's."""
+"""The command `execute`: a plan on torch, in processes on this machine or a launcher's."""
 
 import dataclasses
 from typing import Annotated, Literal
@@ -63,16 +63,16 @@ def execute(  # noqa: PLR0913, PLR0917  # an option of the command line each
     other = _other(asked, run, against) if against else None
     how = How(device=kind, steps=steps, compare=bool(against), timed_steps=TIMED_STEPS)
     record = executed.run(cell, how, other, timeout_s=timeout, place=given, out=out)
-    if record is None:  # a launcher's other process
+    if record is None:  # a launcher's process other than rank 0
         return
-    finish(record, asked, None if given else out, json)  # a launcher's process wrote its own
+    finish(record, asked, None if given else out, json)  # a launcher's process wrote the record
     found = record.measured.comparison if record.measured else None
     if record.status != "ok" or (found is not None and not found.lossless):
         raise typer.Exit(1)
 
 
 def _with_defaults(run: RunOptions) -> RunOptions:
-    """A length and a batch for a first try."""
+    """The options, with a small sequence length and batch where none is given."""
     given = run.problem
     ranks = given["tp"] * given["cp"] * given["pp"]
     replicas = max(1, (given["gpus"] or ranks) // ranks)
@@ -85,6 +85,6 @@ def _with_defaults(run: RunOptions) -> RunOptions:
 
 
 def _other(asked: Request, run: RunOptions, against: str) -> Cell:
-    """The cell of the method to compare with, named as it was asked for."""
+    """The cell of the method to compare with, named by the text of --against."""
     method = discover(run.methods or ()).resolve(against, None, asked.problem)
     return Cell(against, asked.problem, method, method.plan(asked.problem, asked.base))

@@ -1,4 +1,4 @@
-"""`rematbench flags`: a plan in the words of a baseline."""
+"""The command `flags`: a plan as the options of a baseline."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`measure-gpu`: what one GPU shows in one command."""
+"""The command `measure-gpu`: all measurements of one GPU in one command."""
 
 import math
 from pathlib import Path
@@ -59,7 +59,7 @@ def measure_gpu(
         raise CommandError(f"--part {unknown[0]}: one of {', '.join(PARTS)}")
     source = suite or data_dir("config") / "gpu.yaml"
     asked = Asked(suite=source, output=output, device=device, only=tuple(only or ()))
-    asked.names("")  # a suite or a method that cannot be read ends the command here
+    asked.names("")  # an unreadable suite or method ends the command here
     if inside:
         for name in names:
             PARTS[name](asked)

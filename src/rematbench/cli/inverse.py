@@ -1,4 +1,4 @@
-"""`search --find` and `--price-tags`: each value that is tried, and the answer."""
+"""Output of `search --find` and `search --price-tags`: each value tried, and the answer."""
 
 from collections.abc import Iterator
 from math import isfinite
@@ -25,8 +25,8 @@ UNITS = {"gpus": "GPUs", "context": "tokens", "batch": "sequences a step", "memo
 
 
 class Inverse(Struct, frozen=True, kw_only=True):
-    """What is asked for (nothing: price tags), and what it has to reach: tokens a second, seconds
-    of a step, a share of the best step."""
+    """An inverse question: the quantity to find (empty: price tags), and its target: tokens per
+    second, seconds of a step, or a share of the best step that may be lost."""
 
     find: str
     speed: float
@@ -35,7 +35,8 @@ class Inverse(Struct, frozen=True, kw_only=True):
 
 
 def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
-    """Print the answers as they come."""
+    """Print each answer when it is known; after Ctrl-C, the best answer so far and exit code
+    130."""
     if not inverse.find:
         _prices(out, asked, processes)
         return
@@ -80,7 +81,7 @@ def _line(find: str, answer: Answer) -> str:
 
 
 def told(tried: Tried) -> str:
-    """A plan, its layout and its step in a line."""
+    """A plan, its layout and its step time in one line."""
     lay = tried.choice.layout
     where = f"tp {lay.tp} cp {lay.cp} pp {lay.pp} vpp {lay.vpp} dp {lay.dp} zero {lay.zero_stage}"
     uneven = f" {' '.join(tried.choice.words)}" if tried.choice.words else ""

@@ -1,4 +1,4 @@
-"""A process that torchrun or srun may have started: its place among theirs."""
+"""The options of a process that torchrun or srun may have started: its rank among theirs."""
 
 from typing import Annotated
 
@@ -17,8 +17,8 @@ Port = Annotated[int, Option(envvar="MASTER_PORT", hidden=True)]
 def is_launched(
     rank: int | None, world_size: int | None, meeting: tuple[str, int], gpus: int
 ) -> bool:
-    """Whether a launcher started this process as one of several (a single one starts its ranks
-    itself); CommandError if they cannot be the layout's ranks."""
+    """Whether a launcher started this process as one of several (a single process starts its ranks
+    itself).  CommandError if the launcher's processes cannot be the layout's ranks."""
     if rank is None or world_size is None or world_size == 1:
         return False
     if world_size != gpus:

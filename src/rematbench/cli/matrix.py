@@ -1,4 +1,4 @@
-"""`matrix`: the grand matrix, simulated."""
+"""The command `matrix`: the grand matrix, simulated."""
 
 import time
 from pathlib import Path
@@ -22,7 +22,7 @@ CANDIDATES = "candidates.csv"
 
 
 def declared(suite: Path) -> MatrixSpec:
-    """The matrix of a suite file."""
+    """The matrix of a suite file; CommandError if the suite declares none."""
     spec = load_suite(suite).matrix
     if spec is None:
         raise CommandError(f"{suite}: declares no matrix")
@@ -30,7 +30,7 @@ def declared(suite: Path) -> MatrixSpec:
 
 
 def lines_of(path: Path, column: str) -> list[dict[str, str]]:
-    """The rows of a CSV file that has a column; one clear line where it is another file."""
+    """The rows of a CSV file; an error of one line unless the file has the column."""
     return read_sheet(path, [column])
 
 

@@ -1,4 +1,4 @@
-"""Records of the executed and traced worlds: the cells of a suite, and loss curves."""
+"""Commands that make records of the executed and traced worlds: cells of a suite, loss curves."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""The command `methods`: what is there, and whether a file keeps the contract."""
+"""The command `methods`: a list of the methods, and the check of a file against the contract."""
 
 from pathlib import Path
 from typing import Annotated

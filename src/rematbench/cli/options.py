@@ -1,4 +1,4 @@
-"""The options that describe one run, shared by plan, simulate and timeline."""
+"""The options that describe one run, shared by many commands."""
 
 import dataclasses
 import inspect
@@ -26,7 +26,7 @@ from rematbench.published.bands import leaving_reserve
 from rematbench.spec.problemspec import ProblemSpec, flag
 
 MOST_S = 7 * 86_400.0
-"""A week; far longer times are more milliseconds than torch's timeouts can count."""
+"""One week in seconds; the milliseconds of much longer times overflow torch's timeouts."""
 
 
 Timeout = Annotated[
@@ -61,12 +61,12 @@ OPTIONS = {
     ),
     "optimizer": Option(help="Home of the optimizer's states, where not as the stack says."),
 }
-"""How the command line asks for each field of a ProblemSpec."""
+"""The command-line option of each field of a ProblemSpec."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """One run as typed: the fields of its ProblemSpec, and what becomes of the problem; every other
+    """The options of one run as typed.  `problem` has the fields of the ProblemSpec; every other
     field is an option of the same name."""
 
     problem: dict[str, Any]
@@ -93,8 +93,8 @@ class RunOptions:
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One run, ready to plan: of the method that was `named` with `settings`, on a problem of which
-    `words` are the options."""
+    """One run, ready to plan.  `named` and `settings` are the method's text and settings as typed;
+    `words` are the options of the problem."""
 
     problem: Problem
     method: Composition
@@ -105,12 +105,12 @@ class Request(Struct, frozen=True, kw_only=True):
 
     @property
     def job(self) -> Job:
-        """The problem and its options, without the method."""
+        """The job of the run: problem, base plan and options, without the method."""
         return Job(problem=self.problem, base=self.base, words=self.words)
 
     @property
     def run_with(self) -> str:
-        """The command of this run."""
+        """The shell command of this run."""
         return self.job.run_with(self.named or self.method.name, *self.settings)
 
 
@@ -120,7 +120,8 @@ def takes_run(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
-    """The same without those of a method: the run is that of keep_all."""
+    """Give a command the options of RunOptions without those of a method; the method is
+    keep_all."""
     return _takes(command, {"method": "keep_all", "settings": None})
 
 
@@ -152,19 +153,19 @@ def _takes(command: Callable[..., None], fixed: dict[str, Any]) -> Callable[...,
     signature = inspect.Signature([*_problem_options(keyword), *options, *extra])
     run.__signature__ = signature  # type: ignore[attr-defined]  # typer reads it
     run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    del run.__wrapped__  # or inspect looks through to the command
+    del run.__wrapped__  # else inspect shows the command's own signature
     return run
 
 
 def _tell_broken(folders: list[Path]) -> None:
-    """Say on stderr which files of a person's folders have no method."""
+    """Name on stderr the files of the user's folders that define no method, with the reason."""
     for path, reason in discover(folders).broken.items():
         sys.stderr.write(f"unavailable: {path}: {reason}\n")
 
 
 def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
-    """The fields of a ProblemSpec as options; what is required may still be filled in by a command,
-    so that None stands for it."""
+    """The fields of a ProblemSpec as options.  A command may fill in a required field, so None
+    stands for a required field that is not given."""
     named = {"model": str, "cluster": str, "system": str, "zero_stage": int, "sp": bool}
     hints = get_type_hints(ProblemSpec) | named
     for field in fields(ProblemSpec):
@@ -176,9 +177,9 @@ def _problem_options(keyword: Any) -> Iterator[inspect.Parameter]:
 
 
 def request(options: RunOptions, *, told: bool = False) -> Request:
-    """Load names and files, derive dp; CommandError and the loaders' errors are one line each.
-    Files of a person's folders that have no method are named on stderr, unless they are `told`
-    elsewhere."""
+    """Load names and files and derive dp; CommandError and the loaders' errors are one line each.
+    Unless `told`, stderr names the files of the user's folders that define no method; with `told`
+    the caller names them."""
     given = options.problem
     missing = [flag(f.name) for f in fields(ProblemSpec) if f.required and not given.get(f.name)]
     if missing:
@@ -208,7 +209,7 @@ def request(options: RunOptions, *, told: bool = False) -> Request:
 
 
 def _words(options: RunOptions) -> Iterator[str]:
-    """What is no field of a ProblemSpec, as it was typed."""
+    """The given options that are no fields of a ProblemSpec, as typed."""
     if options.partition:
         yield from ("--partition", options.partition)
     if options.gpipe:
@@ -220,7 +221,8 @@ def _words(options: RunOptions) -> Iterator[str]:
 
 
 def _with_reserve(problem: Problem, reserve_gib: float | None) -> Problem:
-    """The problem with the device bytes that tuned plans leave free."""
+    """The problem with `reserve_bytes`, the device bytes that tuned plans leave free; CommandError
+    if more than the device has."""
     if reserve_gib is None:
         return leaving_reserve(problem)
     usable, nbytes = problem.usable_bytes, round(reserve_gib * GIB)
@@ -231,7 +233,7 @@ def _with_reserve(problem: Problem, reserve_gib: float | None) -> Problem:
 
 
 def _method(options: RunOptions, problem: Problem) -> Composition:
-    """The method that is named; a baseline's name is no method's, and has commands of its own."""
+    """The requested method; CommandError for the name of a baseline, which has its own commands."""
     try:
         found = discover(options.methods or ())
         return found.resolve(options.method, settings_of(options.settings), problem)
@@ -247,7 +249,7 @@ def _method(options: RunOptions, problem: Problem) -> Composition:
 
 
 def settings_of(given: list[str] | None) -> dict[str, str]:
-    """KEY=VALUE texts as a dictionary; CommandError for anything else."""
+    """The settings in KEY=VALUE texts, by key; CommandError for anything else."""
     found: dict[str, str] = {}
     for text in given or ():
         key, equals, value = text.partition("=")
@@ -260,7 +262,7 @@ def settings_of(given: list[str] | None) -> dict[str, str]:
 
 
 def _partition(text: str, problem: Problem) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Layers per chunk in pipeline order -> global layer indices by (rank, chunk)."""
+    """Layers per chunk in pipeline order -> partition[rank][chunk] of global layer indices."""
     lay, layers = problem.layout, problem.workload.model.num_layers
     words = text.split(",")
     if not all(word.strip().isdigit() and int(word) > 0 for word in words):

@@ -1,4 +1,4 @@
-"""`calibrate --rows`: a stack file from a user's own rows, and what it says of itself."""
+"""The command `calibrate --rows`: a stack file from a user's own rows, with its errors."""
 
 import math
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from rematbench.published.user_fit import (
 from rematbench.spec.load import calibration, claim_of_row, located
 
 MOST_ROWS = 20
-"""More rows are a refit of constants, which is another command."""
+"""The most rows of a calibration; more rows are for a refit of constants (another command)."""
 ONE = ("system", "cluster")
 
 
 def calibrate_own(path: Path, output: Path | None, processes: int) -> None:
-    """Fit the scales to the rows of a sheet, print what moved, and write the stack file."""
+    """Fit the scales to the rows of a sheet, print scales and errors, write the stack file."""
     rows = with_slopes(timed_rows(path, processes))
     before = prior()
     if wrong := refusals(rows, before):
@@ -56,8 +56,9 @@ def calibrate_own(path: Path, output: Path | None, processes: int) -> None:
 
 
 def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
-    """The sheet's rows, predicted, of one stack on one cluster; a step in seconds (`step_s`) may
-    stand for tokens/s/GPU.  CommandError for a row without either, or without a prediction."""
+    """The sheet's rows with their predictions, all of one stack on one cluster.  A row may give its
+    step time (`step_s`) instead of tokens/s/GPU.  CommandError for a row that has neither, or that
+    cannot be predicted."""
     sheet = [dict(row) for row in read(path, "--rows", *ONE, "global_batch", "seq_len")]
     if not 1 <= len(sheet) <= MOST_ROWS:
         raise CommandError(f"{path}: {len(sheet)} rows; 1 to {MOST_ROWS} calibrate a stack")
@@ -73,7 +74,8 @@ def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
 
 
 def _rate(row: dict[str, Any], path: Path, line: int) -> float:
-    """tokens/s/GPU of a step: the predicted rate times the predicted step over the measured one."""
+    """Measured tokens/s/GPU of a row: predicted tokens/s/GPU x predicted step / measured
+    `step_s`."""
     try:
         step_s = float(row.get("step_s") or "")
     except ValueError:
@@ -84,7 +86,7 @@ def _rate(row: dict[str, Any], path: Path, line: int) -> float:
 
 
 def with_slopes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with how their steps answer to each scale."""
+    """The rows, each with the slopes of its step over the scales."""
     constants = calibration()
     return [
         {**row, **{slope_column(k): v for k, v in slopes(row, constants).items()}} for row in rows

@@ -87,7 +87,7 @@ def _keep_all(asked: Request, outcome: Outcome) -> PlanEvaluation | None:
 
 
 def estimated(asked: Request, outcome: Outcome, name: EstimatorName) -> ClosedForm | None:
-    """The estimate asked for; CommandError names what the formula has no term for."""
+    """The requested closed-form estimate; CommandError names what its formula has no term for."""
     if name == "ledger" or outcome.plan is None:
         return None
     found = closed_form(name, asked.problem, outcome.plan)
@@ -97,7 +97,7 @@ def estimated(asked: Request, outcome: Outcome, name: EstimatorName) -> ClosedFo
 
 
 def estimate_result(form: ClosedForm) -> dict[str, Any]:
-    """The JSON of an estimate: bytes of the first pipeline rank."""
+    """The JSON of an estimate, in bytes of the first pipeline rank."""
     return {
         "name": form.name,
         "rank": 0,
@@ -108,7 +108,8 @@ def estimate_result(form: ClosedForm) -> dict[str, Any]:
 
 
 def show_estimate(out: Console, shown: Shown, form: ClosedForm) -> None:
-    """States, activations and their sum by the formula and by the ledger, per rank."""
+    """Print bytes of states, activations and both, by the formula (first rank) and by the ledger
+    (every rank)."""
     evaluation = shown.outcome.evaluation
     assert evaluation is not None
     heads = ("states", "activations", "peak")
@@ -200,7 +201,7 @@ def _span(layers: tuple[int, ...]) -> str:
 def _fate_tables(
     asked: Request, made: Plan, rank: int, chunk: int
 ) -> list[tuple[list[Phase], Table]]:
-    """One table per distinct resolution over the phases."""
+    """The fate tables of a chunk; phases with equal fates share a table."""
     ops = ChunkOps(asked.problem, rank, chunk, made.partition[rank][chunk])
     found: list[tuple[list[Phase], dict[Any, Resolved]]] = []
     for phase in PHASES:
@@ -214,7 +215,7 @@ def _fate_tables(
 
 
 def _fate_table(fates: dict[Any, Resolved]) -> Table:
-    """Activations of equal name and fate are one line."""
+    """The fates of a chunk as a table; activations of equal name and fate share a row."""
     lines: dict[tuple[str, str, Resolved], int] = {}
     for (part, _, name), fate in fates.items():
         lines[(part, name, fate)] = lines.get((part, name, fate), 0) + 1
@@ -250,7 +251,7 @@ def timeline(
 
 
 def _replayed(run: RunOptions) -> Replay:
-    """The run of a record file, or of a method with its options."""
+    """The replay of a record file, or of a method with its options."""
     path = Path(run.method)
     if path.suffix == ".json" or path.is_file():
         return replay(read_record(path), cluster=run.problem["cluster"] or "", timeline=True)

@@ -1,5 +1,5 @@
-"""The commands about committed runs of baselines: traced points and the agreement of engines, again
-and as tables."""
+"""The commands about committed runs of baselines: traced points and the agreement of engines,
+traced or run again, and their tables."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ Committed = Annotated[Path, Option("--compare", metavar="DIR", help="The records
 
 
 def chosen(names: list[str] | None) -> tuple[Point, ...]:
-    """The shipped points, or those named."""
+    """The shipped points, or the named ones; CommandError for an unknown name."""
     points = load_points()
     known = [point.name for point in points]
     for name in names or ():

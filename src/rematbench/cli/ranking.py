@@ -1,4 +1,4 @@
-"""A comparison for a person: the verdict, one table, and how to read it."""
+"""Output of `compare` on a terminal: the verdict, one table, and how to read the table."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -17,23 +17,23 @@ from rematbench.packages.flags import Engines
 from rematbench.published.bands import Band, peak_band, ratio_band
 
 WIDE = 150
-"""From this width on names and parts of the step stand on one line."""
+"""Terminal width in columns from which names and parts of the step are on one line."""
 
 UNBOUNDED = 1000
-"""Columns of `--wide`: more than any row has."""
+"""The terminal width of `--wide`: more columns than any row has."""
 
 LONGEST = 48
-"""Characters of a name that stand on one line."""
+"""The most characters of a name on one line."""
 
 RUNS_ON = "runs\non"
 
 MOST_PARTS = 3
-"""Parts of the step named in the table (the CSV has all)."""
+"""The most parts of the step in the table's cell (the CSV file has all)."""
 
 
 class Shown(Struct, frozen=True, kw_only=True):
-    """What a table is about: the job, which engines run its plans, what is to be trained, and the
-    least share of a step that is named."""
+    """The facts that a table needs: the job, the engines that can run its plans, the order (tokens
+    to train, price), and the least share of a step that is named."""
 
     asked: Request
     engines: Engines
@@ -42,8 +42,8 @@ class Shown(Struct, frozen=True, kw_only=True):
 
 
 class Head(Struct, frozen=True):
-    """A column: its heading, whether it holds words, and how early it is given up for room (0:
-    never)."""
+    """A column: its heading, whether it holds words, and its place in the order in which columns
+    are dropped for room (the highest first; 0: never)."""
 
     text: str
     words: bool = False
@@ -51,7 +51,7 @@ class Head(Struct, frozen=True):
 
 
 def heads(shown: Shown) -> tuple[Head, ...]:
-    """The columns of a table, in order."""
+    """The columns of the table, in order."""
     host = f"{shown.asked.problem.cluster.host_bytes / GIB:.0f}"
     days = (Head("days"),) if shown.order.tokens else ()
     cost = (Head("cost"),) if shown.order.tokens and shown.order.price else ()
@@ -74,12 +74,12 @@ def heads(shown: Shown) -> tuple[Head, ...]:
 
 
 class Ranking:
-    """A comparison as it is printed: the table of what is quick, planners as they end, notes."""
+    """Prints a comparison: the table of quick methods, then planners as they end, then notes."""
 
     def __init__(self, out: Console, shown: Shown, *, wide: bool = False) -> None:
         self.out, self.shown = out, shown
         if wide:
-            # Both, because the width alone of a dumb terminal cannot be set.
+            # Width and height, because the width alone of a dumb terminal cannot be set.
             self.out.size = ConsoleDimensions(UNBOUNDED, self.out.height)
         self.folded = out.width < WIDE
         self.said = ""
@@ -88,7 +88,7 @@ class Ranking:
         self.widths: list[int] = []
 
     def table(self, judged: Sequence[Judged]) -> None:
-        """Heading, verdict and table."""
+        """Print heading, verdict and table."""
         for text in heading(self.shown.asked)[:3]:
             self.out.print(plain(text))
         self.out.print()
@@ -101,14 +101,14 @@ class Ranking:
         self._print(self._rows(judged))
 
     def late(self, judged: Sequence[Judged]) -> None:
-        """A planner's row, under the same columns."""
+        """Print a planner's rows under the same columns."""
         self._print(self._rows(judged))
 
     def _gap(self) -> int:
         return 1 if self.folded else 2
 
     def _rows(self, judged: Sequence[Judged]) -> list[list[str]]:
-        """Fitting plans by speed, then those that do not fit; refusals are lines below."""
+        """The rows of the entries that have a verdict; refusals are lines below the table."""
         return [
             texts(item, self.shown, folded=self.folded)
             for item in judged
@@ -116,7 +116,7 @@ class Ranking:
         ]
 
     def _print(self, rows: Sequence[Sequence[str]]) -> None:
-        """Rows under the columns that there is room for beside the first of them, never cut."""
+        """Print rows under the columns that fit beside the first printed rows; no cell is cut."""
         if not rows:
             return
         first, gap = not self.kept, self._gap()
@@ -141,7 +141,7 @@ class Ranking:
     def notes(
         self, found: Comparison, judged: Sequence[Judged], would_fit: Sequence[str] = ()
     ) -> None:
-        """How to read the table, what is not in it, and the verdict where planners changed it."""
+        """Print how to read the table, what it lacks, and the verdict where planners changed it."""
         self.out.print()
         if verdict(judged) != self.said:
             self.out.print(plain(f"{verdict(judged)} (a planner)"), style="bold")
@@ -163,8 +163,8 @@ class Ranking:
 
 
 def kept(heads: Sequence[Head], widths: Sequence[int], room: int, gap: int) -> list[int]:
-    """The columns that stay: of those that may be given up, the first to go go until the rest has
-    room."""
+    """The columns that stay (indices): droppable columns are removed in order until the rest
+    fits."""
     found = list(range(len(heads)))
     early = sorted((i for i in found if heads[i].given_up), key=lambda i: heads[i].given_up)
     while early and sum(widths[i] + gap for i in found) - gap > room:
@@ -173,7 +173,7 @@ def kept(heads: Sequence[Head], widths: Sequence[int], room: int, gap: int) -> l
 
 
 def verdict(judged: Sequence[Judged]) -> str:
-    """The best in one line, or the nearest to fitting."""
+    """The fastest plan that fits in one line, or the plan that is nearest to fitting."""
     best = judged[0].entry if judged else None
     if best is None or best.verdict is None or best.evaluation is None:
         return "NOTHING FITS: no method has a plan"
@@ -183,7 +183,7 @@ def verdict(judged: Sequence[Judged]) -> str:
 
 
 def safest(judged: Sequence[Judged]) -> str:
-    """The one of a tie that leaves most of the device free, where it is not the fastest."""
+    """The plan of a tie with most free device memory, in one line; empty if it is the fastest."""
     fitting = [item for item in judged if item.entry.status == "ok" and not item.entry.same_as]
     tie = [item for item in fitting if item.tied or item is fitting[0]]
     if not tie:
@@ -205,7 +205,7 @@ def _said(item: Judged) -> str:
 
 
 def texts(item: Judged, shown: Shown, *, folded: bool) -> list[str]:
-    """The cells of one row."""
+    """The cells of one row of the table."""
     entry, order = item.entry, shown.order
     assert entry.evaluation is not None
     assert entry.verdict is not None
@@ -244,20 +244,20 @@ def texts(item: Judged, shown: Shown, *, folded: bool) -> list[str]:
 
 
 def banded(band: Band, between: str = " ") -> str:
-    """The half-width, and what of the job nobody published."""
+    """A band's half-width, and the properties of the job that are outside of published rows."""
     words = (f"+-{100 * band.half_width:.0f} %", *band.outside)
     return between.join(words)
 
 
 def folded_name(text: str, methods: Iterable[str]) -> str:
-    """A name with a line for each method and its settings; a plus inside a value stays."""
+    """A composition's name, a line per method and setting; a plus inside a value stays."""
     names = "|".join(re.escape(name) for name in methods)
     lines = re.split(rf"\+(?=(?:{names})(?:[:+]|$))", text)
     return "\n+".join(lines).replace(":", ":\n  ").replace(",", ",\n  ")
 
 
 def parts(entry: Entry, least: float, between: str = ", ") -> str:
-    """The step's largest parts in percent, those of at least a share."""
+    """The largest parts of the step in percent; parts below the share `least` are left out."""
     assert entry.evaluation is not None
     shares = {part: value / entry.evaluation.step_s for part, value in entry.parts_s.items()}
     largest = sorted((-share, part) for part, share in shares.items() if share >= least)
@@ -265,7 +265,7 @@ def parts(entry: Entry, least: float, between: str = ", ") -> str:
 
 
 def notes(judged: Sequence[Judged]) -> list[str]:
-    """How to read the table: ties, parts, rules of the evidence."""
+    """Lines that explain the table: ties, parts of the step, bands and their evidence."""
     fitting = [item for item in judged if item.entry.status == "ok"]
     if not fitting:
         return []
@@ -289,7 +289,7 @@ def notes(judged: Sequence[Judged]) -> list[str]:
 
 
 def _retry_lines(fitting: Sequence[Judged]) -> list[str]:
-    """Rows whose allocator has to try again, and those for which that is not enough."""
+    """Lines that name the rows with allocator retries, and the rows whose retries fail."""
     tried = [(item.entry.name, item.entry.retries) for item in fitting]
     known = [(name, found) for name, found in tried if found is not None and found.per_step]
     counts = [f"{name} {found.per_step:,}" for name, found in known if not found.fails]
@@ -308,7 +308,7 @@ def _tie_lines(fitting: Sequence[Judged]) -> list[str]:
 
 
 def left_out(found: Comparison, judged: Sequence[Judged]) -> list[str]:
-    """What is not in the table, and why."""
+    """Lines that name what the table leaves out, with the reasons."""
     lines = [
         f"{item.entry.status}: {item.entry.name}: "
         f"{item.entry.reason.removeprefix(f'{item.entry.name}: ')}"

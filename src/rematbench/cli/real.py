@@ -1,4 +1,4 @@
-"""What the commands of real code share: they need torch, and write and print a record."""
+"""Shared by the commands that run real code: the check for torch, and the output of a record."""
 
 import importlib.util
 import statistics
@@ -27,31 +27,31 @@ NO_TORCH = (
 
 
 def need_torch() -> None:
-    """One clear line where torch is missing."""
+    """CommandError if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise CommandError(NO_TORCH)
 
 
 def need_gpu(device: str) -> None:
-    """One clear line where CUDA is asked for and torch can use none."""
+    """CommandError if CUDA is requested and torch can use no GPU."""
     if device == "cuda" and not has_gpu():
         raise CommandError("--device cuda: torch sees no GPU here")
 
 
 def gpus_here() -> int:
-    """How many GPUs torch can use on this machine."""
+    """The number of GPUs that torch can use on this machine."""
     from rematbench.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
 
     return gpus_seen()[1]
 
 
 def has_gpu() -> bool:
-    """Whether torch is here and can use a GPU."""
+    """Whether torch is installed and can use a GPU."""
     return importlib.util.find_spec("torch") is not None and gpus_here() > 0
 
 
 def as_committed(names: Sequence[str], folder: Path, committed: Path) -> bool:
-    """Whether a folder's records say what the committed ones say; a line for each difference."""
+    """Whether a folder's records equal the committed ones; each difference is a line on stderr."""
     wrong = 0
     for name in names:
         try:
@@ -67,7 +67,7 @@ def as_committed(names: Sequence[str], folder: Path, committed: Path) -> bool:
 
 
 def cell_of(asked: Request) -> Cell:
-    """The cell of a run, named as its method."""
+    """The cell of a run, planned; its name is the method's."""
     plan = asked.method.plan(asked.problem, asked.base)
     return Cell(asked.method.name, asked.problem, asked.method, plan, asked.base)
 
@@ -107,13 +107,13 @@ def _banner(record: Record) -> str:
 
 
 def timing(step_s: Sequence[float]) -> str:
-    """Seconds of a GPU's steps."""
+    """The seconds of a GPU's timed steps, in words."""
     many = f"{len(step_s)} steps after those, which nothing observed"
     return f"step {statistics.median(step_s):.4g} s (median of {many}: {max(step_s):.4g} s at most)"
 
 
 def speed_text(found: MeasuredSpeed) -> str:
-    """Tokens/s per GPU, and MFU where the cluster's peak is that of the GPU."""
+    """Measured tokens/s/GPU, and MFU where the cluster's peak rate is this GPU's."""
     rate = f"{found.tokens_per_s_per_gpu:,.1f} tokens/s/GPU"
     if found.mfu_causal is None or found.mfu_dense is None:
         return f"{rate} ({found.no_mfu})"
@@ -122,7 +122,7 @@ def speed_text(found: MeasuredSpeed) -> str:
 
 
 def verdict(found: Comparison) -> str:
-    """Lossless or not, and by how much."""
+    """Whether a comparison is lossless, and its errors, in one line."""
     word = "yes" if found.lossless else "NO"
     how = "losses and gradients are bitwise equal"
     if not found.bitwise:
@@ -145,8 +145,8 @@ def _steps(found: Measured) -> Table:
 
 
 def _bytes(found: Measured, precision: str) -> Table:
-    """Measured beside expected, per rank: activations to the byte, totals within rounding (in bf16:
-    simulated states are those of bf16 training)."""
+    """The table of measured and expected bytes per rank: activations exactly, totals within
+    rounding (only for bf16, because the simulated states are those of bf16 training)."""
     heads = ("activation peak", "ledger", "differing actions", "offloaded bytes")
     totals = ("total peak GiB", "simulated GiB", "error")
     table = left(grid("rank", *heads, *totals), 0)

@@ -1,4 +1,4 @@
-"""The commands that end `./bench reproduce`: report and expect."""
+"""The last commands of `./bench reproduce`: report and expect."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""A run as data: its outcome beside keep_all's, and the JSON of both."""
+"""The JSON of a run: its outcome, compared with keep_all's."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from rematbench.simulate.evaluate import PlanEvaluation
 
 
 class Shown(Struct, frozen=True, kw_only=True):
-    """A run, its outcome, and keep_all on the same problem to compare with."""
+    """A run, its outcome, and the evaluation of keep_all on the same problem (None: no plan)."""
 
     request: Request
     outcome: Outcome
@@ -21,7 +21,7 @@ class Shown(Struct, frozen=True, kw_only=True):
 
 
 def result(shown: Shown) -> dict[str, Any]:
-    """The JSON of a run; null where there is no plan to evaluate."""
+    """The JSON of a run; values are null where there is no plan to evaluate."""
     outcome = shown.outcome
     evaluation, verdict = outcome.evaluation, outcome.verdict
     speeds = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")
@@ -47,12 +47,12 @@ def result(shown: Shown) -> dict[str, Any]:
 
 
 def band_result(band: Band, speed: float) -> dict[str, Any]:
-    """The JSON of a band: its ends in tokens/s/GPU, and what of the job nobody published."""
+    """The JSON of a band: its ends in tokens/s/GPU, and what lies outside of published rows."""
     return {"low": band.low(speed), "high": band.high(speed), "outside": list(band.outside)}
 
 
 def fits(shown: Shown) -> str | None:
-    """yes, tight or no; None without a plan."""
+    """Whether the plan fits: yes, tight or no; None without a plan."""
     verdict = shown.outcome.verdict
     if verdict is None:
         return None
@@ -61,14 +61,14 @@ def fits(shown: Shown) -> str | None:
 
 
 def resolved_parameters(shown: Shown) -> dict[str, Any]:
-    """The method's parameters, with what the plan found on top (alpha, ...)."""
+    """The method's parameters, and the numbers that the plan derived (alpha, ...)."""
     plan = shown.outcome.plan
     found = dict(plan.fit) if plan else {}
     return {**shown.request.method.parameters, **found}
 
 
 def retries_of(shown: Shown) -> Retries | None:
-    """How often the allocator tries again; None without a plan."""
+    """The allocator's retries in a step; None without a plan."""
     plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
     if plan is None or evaluation is None:
         return None
@@ -76,6 +76,6 @@ def retries_of(shown: Shown) -> Retries | None:
 
 
 def shown_band(shown: Shown) -> Band:
-    """The band of the run's speed."""
+    """The 80 % band of the run's speed."""
     asked = shown.request
     return run_band(asked.problem, asked.method.name, shown.outcome.plan, asked.base)

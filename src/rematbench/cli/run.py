@@ -1,4 +1,4 @@
-"""`run`: one bundle of a suite, simulated."""
+"""The command `run`: one bundle of a suite, simulated."""
 
 from pathlib import Path
 from typing import Annotated

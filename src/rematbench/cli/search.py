@@ -161,7 +161,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
 
 
 def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence[object]) -> None:
-    """CommandError for options that would do nothing together."""
+    """CommandError for options that have no effect together."""
     for option, value, kind in (("--speed", speed, "gpus"), ("--step", step, "batch")):
         if value and find != kind:
             raise CommandError(f"{option}: only with --find {kind}")
@@ -175,7 +175,7 @@ def _refuse(find: str, *, prices: bool, speed: float, step: float, out: Sequence
 
 
 def _run(asked: Asked, shown: int, processes: int) -> tuple[Progress, bool]:
-    """The last progress, and whether the search ended by itself."""
+    """(last progress, whether the search ended by itself); False after Ctrl-C."""
     at, last = Progress(), time.monotonic()
     try:
         for at in rounds(asked, shown=shown, processes=processes):
@@ -199,8 +199,8 @@ def _progress(at: Progress) -> str:
 
 
 def _changes(asked: Asked, at: Progress, processes: int) -> Iterator[str]:
-    """What would make a job fit that fits nowhere, each found by a search; interrupted, what was
-    found until then."""
+    """Yield the changes that would make a job fit that fits nowhere, each found by a search; after
+    Ctrl-C, only the changes found so far."""
     try:
         for one in would_fit(asked, at, processes):
             yield f"{one.change}: {told(one.tried)}"

@@ -1,4 +1,4 @@
-"""What a search found, for a person: the space, the plans, what is proved, what tells two apart."""
+"""Output of `search` on a terminal: the space, the plans, the proof, differences of plans."""
 
 from collections.abc import Iterator
 from math import inf
@@ -34,7 +34,7 @@ HEADS = (
 
 
 def show_space(out: Console, made: SearchJob) -> None:
-    """What is searched, and how many layouts and methods that are."""
+    """Print the job and the size of the search space: layouts and methods."""
     spec = made.asked.spec
     out.print(
         plain(
@@ -50,7 +50,7 @@ def show_space(out: Console, made: SearchJob) -> None:
 
 
 def show_plans(out: Console, made: SearchJob, found: list[Found]) -> None:
-    """The columns that there is room for, never cut."""
+    """Print the plans' table with the columns that have room; no cell is cut."""
     if not found:
         return
     longest = 0 if out.width < WIDE else LONGEST
@@ -88,7 +88,7 @@ def _cells(row: dict[str, Any], found: Found) -> Iterator[str]:
 
 
 def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Iterator[str]:
-    """What is proved, and what excluded the rest."""
+    """Lines on the proved gap, and on what excluded the other plans."""
     yield ""
     stopped = "" if ended else "stopped: "
     if found:
@@ -122,7 +122,8 @@ def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Ite
 
 
 def show_difference(out: Console, found: list[Found], places: tuple[int, int]) -> None:
-    """The parts of the step by which two plans differ."""
+    """Print the parts of the step by which two plans differ, in seconds; CommandError for a place
+    that has no plan."""
     for place in places:
         if not 1 <= place <= len(found):
             raise CommandError(f"--explain: no plan of place {place} (1 to {len(found)})")

@@ -1,5 +1,5 @@
-"""Searches of many jobs, written line by line, and their tables: published layouts, cells of the
-matrix, published sweeps, spaces of packages."""
+"""The commands that search many jobs, written line by line, and their tables: published layouts,
+cells of the matrix, published sweeps, spaces of packages."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,7 +31,7 @@ PREDICTED = (
     *SCORED,
     *("pred_status", f"pred_{SPEED}", "pred_peak_device_bytes", "pred_usable_bytes"),
 )
-"""Columns that are needed of the list's cells and of predicted rows."""
+"""Columns that the list's cells (LISTED) and predicted rows (PREDICTED) need."""
 
 
 def layouts(
@@ -126,7 +126,7 @@ def searched_tables(
 
 
 def _write(output: Path, lines: Iterable[Line], told: str) -> None:
-    """Each line as soon as it is known."""
+    """Write and print each line as soon as its search ends."""
     need_file("-o", output)
     found: list[Line] = []
     for line in lines:

@@ -1,4 +1,4 @@
-"""`predict`: every row of a sheet."""
+"""The command `predict`: a prediction for every row of a sheet."""
 
 from pathlib import Path
 from typing import Annotated
@@ -86,7 +86,7 @@ def predicted(
     methods: list[Path] | None,
     constants: Calibration | None = None,
 ) -> list[Cell]:
-    """predict_rows with a progress bar on stderr."""
+    """The rows with their predictions (`predict_rows`), with a progress bar on stderr."""
     err = console(error=True)
     columns = (
         TextColumn("predicting"),

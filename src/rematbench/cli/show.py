@@ -1,4 +1,4 @@
-"""A run for a person: the verdict first, then speed, bytes per stage, what the policy frees."""
+"""Output of a run on a terminal: the verdict, then speed, bytes per rank, freed bytes."""
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -18,7 +18,7 @@ from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
 from rematbench.simulate.seconds import action_seconds
 
 HOST_SHARE = 0.01
-"""Of a step: less of waiting for the host is not printed."""
+"""The least share of a step that waits for the host to be printed."""
 UNTIMED = "their time is not modelled"
 FRAGMENTS = (
     "fragments of a whole step may not fit (the verdict knows them only as far as twice the way to "
@@ -33,7 +33,7 @@ BANNERS = {
 
 
 def show(out: Console, shown: Shown) -> None:
-    """Print everything about a run."""
+    """Print a run and its outcome."""
     for line in heading(shown.request):
         out.print(plain(line))
     out.print()
@@ -54,7 +54,7 @@ def show(out: Console, shown: Shown) -> None:
 
 
 def proved(proof: Proof) -> str:
-    """What `--check` has shown of every action, in one sentence."""
+    """The facts that `--check` has proved, in one sentence."""
     return (
         f"proved safe: {proof.actions:,} actions of {proof.ranks} pipeline "
         f"rank{'s' * (proof.ranks != 1)}; each of "
@@ -66,8 +66,7 @@ def proved(proof: Proof) -> str:
 
 
 def heading(request: Request) -> list[str]:
-    """What is trained on what, how it is laid out, which kernels and constants are assumed, and the
-    method."""
+    """Lines with model and devices, layout, assumed kernels and constants, and method."""
     problem = request.problem
     lay, work, cluster = problem.layout, problem.workload, problem.cluster
     sp = " (sp)" if lay.sequence_parallel else ""
@@ -84,7 +83,7 @@ def heading(request: Request) -> list[str]:
 
 
 def assumed(problem: Problem) -> str:
-    """Which kernels and whose constants a prediction rests on."""
+    """The kernels and the fitted constants that a prediction assumes, in one line."""
     generation, network, stack = problem.constants
     return (
         f"assumes: attention {problem.kernel} on {generation}; constants of cluster {network}, "
@@ -103,7 +102,7 @@ def _typed(request: Request) -> str:
 
 
 def banner(shown: Shown) -> str:
-    """The verdict in one line."""
+    """The run's verdict in one line."""
     outcome = shown.outcome
     word = BANNERS[outcome.status]
     if outcome.status != "ok" or outcome.verdict is None or outcome.evaluation is None:
@@ -116,7 +115,7 @@ def banner(shown: Shown) -> str:
 
 
 def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
-    """Step, tokens/s/GPU, the two MFUs by name, HFU, and what the policy costs."""
+    """A table of step time, tokens/s/GPU, both MFUs, HFU, and the costs of the method."""
     problem = shown.request.problem
     tokens = problem.layout.global_batch * problem.workload.seq_len
     flop = tokens * model_flop_per_token(problem.workload.model, problem.workload.seq_len)
@@ -140,7 +139,8 @@ def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
 
 
 def _host_shares(problem: Problem, shown: Shown) -> list[float]:
-    """The share of the step in which devices wait for their hosts, where it is worth a line."""
+    """The share of the step that devices wait for hosts; empty below HOST_SHARE or without a
+    plan."""
     plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
     if plan is None or evaluation is None:
         return []
@@ -151,7 +151,7 @@ def _host_shares(problem: Problem, shown: Shown) -> list[float]:
 
 
 def stages(shown: Shown, evaluation: PlanEvaluation) -> Table:
-    """Peak bytes of every pipeline rank with what is left of the device."""
+    """A table of the peak bytes of every pipeline rank, and the bytes left of the device."""
     usable = shown.request.problem.usable_bytes
     table = grid(
         "rank (GiB)",
@@ -180,7 +180,7 @@ def stages(shown: Shown, evaluation: PlanEvaluation) -> Table:
 
 
 def runs(evaluation: PlanEvaluation, other: PlanEvaluation | None) -> list[tuple[int, int]]:
-    """First and last of neighbouring ranks that look the same in the table."""
+    """(first, last) of each run of neighbouring ranks with equal cells in the table."""
 
     def look(rank: int) -> tuple[object, ...]:
         beside = other.ranks[rank].device_peak if other else 0
@@ -201,7 +201,7 @@ def _parts(rank: RankBytes) -> tuple[int, ...]:
 
 
 def freed_bytes(shown: Shown, rank: int) -> int | None:
-    """Device bytes of a rank that keep_all would need and this plan does not."""
+    """Device bytes of a rank that keep_all needs and this plan does not; None if unknown."""
     if shown.keep_all is None or shown.outcome.evaluation is None:
         return None
     before = shown.keep_all.ranks[rank].device_peak
@@ -209,14 +209,14 @@ def freed_bytes(shown: Shown, rank: int) -> int | None:
 
 
 def nominal(problem: Problem) -> list[str]:
-    """A warning where seconds mean nothing."""
+    """A warning on CPU clusters, where seconds mean nothing."""
     if problem.cluster.generation != "cpu":
         return []
     return ["times are nominal: a CPU cluster is for tests, never for performance"]
 
 
 def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
-    """Host bytes per node, bytes freed, and where the numbers come from."""
+    """Lines on the allocator, host bytes per node, freed bytes, and the source of the numbers."""
     problem = shown.request.problem
     host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
     reserved, peak = evaluation.reserved_bytes, max(evaluation.peak_device_bytes)
@@ -235,7 +235,7 @@ def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
 
 
 def retried(found: Retries | None) -> list[str]:
-    """How often the allocator tries again, and whether that is enough."""
+    """A line on the allocator's retries in a step, and whether they fail; empty without retries."""
     if found is None or not found.per_step:
         return []
     count = f"{found.per_step:,} allocator retr{'y' if found.per_step == 1 else 'ies'}"
@@ -256,7 +256,7 @@ def _trust(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
 
 
 def trust(band: Band, speed: float) -> list[str]:
-    """How far to trust speed and bytes."""
+    """Lines on the uncertainty of speed and bytes."""
     learnt = f"{band.sources} sources whose rows no constant had seen"
     if not band.sources:
         learnt = "published stacks calibrated on as few of their rows"

@@ -1,4 +1,4 @@
-"""`study`: the questions of a study, asked."""
+"""The command `study`: answers to the questions of a study."""
 
 import time
 from pathlib import Path
@@ -48,7 +48,7 @@ def study(
 
 
 def _show(name: str, answers: list[Answer]) -> None:
-    """One table per question, all figures in SI units."""
+    """Print one table per question, in SI units."""
     for ask in dict.fromkeys(answer.ask for answer in answers):
         rows = tuple(line(answer) for answer in answers if answer.ask == ask)
         keys = [k for k in dict.fromkeys(k for row in rows for k in row) if k not in HIDDEN]

@@ -1,4 +1,4 @@
-"""The command that lists and explains software stacks: systems."""
+"""The command `systems`: lists and explains software stacks."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Tables of records, sheets and answers: what the workflow makes of what commands have run."""
+"""The commands that make tables of records, sheets and answers for the workflow."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,5 +1,5 @@
-"""What commands read and write: options that many have, sheets, and whether a target can be
-written, tried before the work and not after."""
+"""Inputs and outputs of commands: shared options, sheets, and checks before the work that outputs
+can be written."""
 
 import tempfile
 from collections.abc import Iterable
@@ -38,13 +38,13 @@ Json = Annotated[bool, Option("--json", help="Print the answer as JSON.")]
 
 
 def need_folder(option: str, folder: Path) -> None:
-    """Make a folder; CommandError if files cannot be written there."""
+    """Create a folder; CommandError if files cannot be written there."""
     _need(option, folder, folder)
 
 
 def need_file(option: str, path: Path | None) -> None:
-    """CommandError if a file that is asked for cannot be written, or its folder is not there: a
-    misspelt path makes no folders."""
+    """CommandError if an output file cannot be written, or its folder does not exist: a misspelt
+    path must create no folders."""
     if path is None:
         return
     if path.is_dir():
@@ -66,7 +66,7 @@ def _need(option: str, target: Path, folder: Path) -> None:
 
 
 def rich_table(table: Table) -> RichTable:
-    """A table for the terminal: the same cells as its Markdown."""
+    """A table for the terminal, with the same cells as its Markdown."""
     heads = [column.heading for column in table.columns]
     words = [
         index
@@ -83,8 +83,8 @@ def rich_table(table: Table) -> RichTable:
 
 
 def read(path: Path, option: str, *needed: str, columns: Iterable[str] = CONFIGURATION) -> Sheet:
-    """A sheet that has `columns`, and the `needed` ones of published or predicted cells;
-    CommandError with the option's name."""
+    """A sheet with the columns `columns` and, of published or predicted cells, the columns
+    `needed`; CommandError with the option's name if one is missing or a number is wrong."""
     try:
         sheet = read_sheet(path, dict.fromkeys([*columns, *(SCORED if needed else ()), *needed]))
         if needed:

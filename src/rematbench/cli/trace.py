@@ -1,4 +1,4 @@
-"""`trace`: one rank of a job of any size, the executor on fake tensors."""
+"""The command `trace`: one rank of a job of any size, run by the executor on fake tensors."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""`verify`: what records say, run again; `retrace`: the workflow's one traced cell."""
+"""The commands `verify` (repeats the runs of records) and `retrace` (the workflow's one cell)."""
 
 import importlib.util
 from pathlib import Path
@@ -55,7 +55,7 @@ def verify(
                 return recorded_cell(name, record, registry, cluster)
             return only_cell(suite, name, methods or [])
 
-        key = (name, record.run_id)  # keep_all's curve is there once for all that are held to it
+        key = (name, record.run_id)  # keep_all's curve is made once for all that compare with it
         if key not in made:
             made[key] = run_again(record, cell, registry)
         return made[key]

@@ -209,8 +209,8 @@ class GradReducer:
             w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
 
     def _apply(self, w: BlockWriter, unit: Unit) -> None:
-        """Reduce the unit's gradients (if there are peers), update its parameters, free the
-        buffer."""
+        """Reduce a unit's gradients if there are peers, update its parameters, free the
+        gradients."""
         if self.shared:
             comm = Comm(self.kind, "dp", self.system.reduce_bytes * unit.parameters)
             reads = [self.buffer(unit)]

@@ -83,8 +83,7 @@ def _parameters(chunk: ChunkOps) -> int:
 
 
 def _reduction(plan: Plan, problem: Problem, chunk: ChunkOps) -> Comm:
-    """A chunk's gradient reduction: a reduce-scatter if the optimizer is sharded, else an
-    all-reduce."""
+    """A chunk's gradient reduction: reduce-scatter with a sharded optimizer, else all-reduce."""
     kind: CommKind = "reduce_scatter" if plan.state("optimizer").shards > 1 else "all_reduce"
     return Comm(kind, "dp", problem.system.reduce_bytes * _parameters(chunk))
 

@@ -26,15 +26,13 @@ Line = dict[str, Any]
 
 
 def read_records(folders: Iterable[Path]) -> list[tuple[str, Record]]:
-    """(problem name, record) of every record file in the folders and their subfolders, in sorted
-    order."""
+    """(problem name, record) of every record file below the folders, in sorted order."""
     paths = sorted(path for folder in folders for path in folder.rglob("*.json"))
     return [(path.name.split(".")[0], read_record(path)) for path in paths]
 
 
 def run_lines(records: Sequence[tuple[str, Record]]) -> list[Line]:
-    """The lines of runs.csv: each run's spec, status and the numbers of its first measured
-    repeat."""
+    """The lines of runs.csv: each run's spec, status and numbers of the first measured repeat."""
     return [_run_line(problem, record) for problem, record in records]
 
 

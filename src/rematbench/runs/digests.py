@@ -82,8 +82,7 @@ def digest(paths: Iterable[Path]) -> str:
 
 
 def method_digest(origins: Iterable[str]) -> str:
-    """The digest of a composed method's files and their imports; an installed method counts by its
-    name."""
+    """The digest of a composed method's files and their imports (an installed method: its name)."""
     found: set[Path] = set()
     names = []
     for origin in origins:

@@ -8,8 +8,7 @@ SUM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
 
 
 def refusals(problem: Problem, plan: Plan) -> list[str]:
-    """The names of all features of a problem and plan that the runtime's kernels and executor
-    lack."""
+    """The features of a problem and plan that the runtime's kernels and executor lack, by name."""
     model, lay, system = problem.workload.model, problem.layout, problem.system
     states = {state.kind: state for state in plan.states}
     hosted = [k for k, state in states.items() if state.home == "host" and k != "optimizer"]

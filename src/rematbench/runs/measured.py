@@ -124,8 +124,7 @@ class Comparison(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def not_finite(self) -> str:
-        """The errors that are NaN or infinite, which no record can hold, in words; empty if all are
-        finite."""
+        """NaN or infinite errors, which no record can hold, in words; empty if all are finite."""
         errors = {
             "gradient error": self.gradient_error,
             "first gradient error": self.first_gradient_error or 0.0,

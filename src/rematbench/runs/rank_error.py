@@ -34,8 +34,7 @@ class RankError(Struct, frozen=True):
 
 
 def of_exit(code: int | None) -> RankError | None:
-    """The error of a process killed by signal 9, which could write none; None for other exit
-    codes."""
+    """The error of a process that signal 9 killed, which wrote none; None for other exit codes."""
     return RankError("oom", KILLED) if code == -signal.SIGKILL else None
 
 

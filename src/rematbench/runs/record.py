@@ -44,8 +44,7 @@ OPTIMIZER = "optimizer"
 
 
 class RecordError(ValueError):
-    """A record file that cannot be read, or a record that cannot be replayed; the message is one
-    line."""
+    """A record that cannot be read or replayed; the message is one line."""
 
 
 class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

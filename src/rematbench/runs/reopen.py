@@ -17,8 +17,7 @@ from rematbench.tables.table import GIB
 
 
 class Replay(Struct, frozen=True, kw_only=True):
-    """A run evaluated from its record; the evaluation has intervals only if a timeline was
-    requested."""
+    """A run evaluated from its record; `evaluation` has intervals only with a timeline."""
 
     title: str
     problem: Problem

@@ -57,8 +57,7 @@ def this_holder(job_id: str = "") -> Holder:
 
 
 def _boot() -> str:
-    """The boot and process namespace of this machine, within which a pid names one process; "" if
-    unknown."""
+    """The boot and process namespace within which a pid names one process; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
