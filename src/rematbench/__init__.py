@@ -1,6 +1,7 @@
 """rematbench: activation memory in large-model training, compared on the same work.
 
-`from rematbench import Problem, simulate, compare, search, load_method` is the Python door (`api`).
+`from rematbench import Problem, simulate, compare, search, load_method` gives the Python interface
+(`api`).
 """
 
 import importlib

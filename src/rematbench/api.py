@@ -2,8 +2,6 @@
 
 Every wrong input raises a ValueError whose text is one line: what is wrong, where, and what is
 allowed.
-
-Every mistake is a ValueError whose text is one line: what, where, what is allowed.
 """
 
 import sys
@@ -124,8 +122,6 @@ def load_method(
 
     Names are also looked up in `folder`.  `settings` are parameters, as `--set` gives them.  Raises
     MethodError for an unknown method or a wrong parameter.
-
-    `settings` are its parameters, as `--set` gives them.
     """
     if str(text).endswith(".py"):
         return Composition((build(entry_of(Path(text)), settings),))

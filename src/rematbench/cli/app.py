@@ -28,7 +28,8 @@ USER_ERRORS = (
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""
 UNSOUND = (CheckError, DeadlockError, LedgerError)
-"""Errors of an unsound lowered plan, for which the user's input is not to blame."""
+"""Errors of an unsound lowered plan: a bug of rematbench or of a method file, not a wrong
+command."""
 
 
 def _version(wanted: bool) -> None:

@@ -35,8 +35,7 @@ class Inverse(Struct, frozen=True, kw_only=True):
 
 
 def ask(out: Console, asked: Asked, inverse: Inverse, processes: int) -> None:
-    """Print each answer when it is known; after Ctrl-C, the best answer so far and exit code
-    130."""
+    """Print each answer once it is known; after Ctrl-C, the best so far and exit code 130."""
     if not inverse.find:
         _prices(out, asked, processes)
         return

@@ -120,8 +120,7 @@ def takes_run(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def takes_problem(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of RunOptions without those of a method; the method is
-    keep_all."""
+    """Give a command the options of RunOptions without a method's; the method is keep_all."""
     return _takes(command, {"method": "keep_all", "settings": None})
 
 

@@ -74,8 +74,7 @@ def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
 
 
 def _rate(row: dict[str, Any], path: Path, line: int) -> float:
-    """Measured tokens/s/GPU of a row: predicted tokens/s/GPU x predicted step / measured
-    `step_s`."""
+    """Tokens/s/GPU of a row with `step_s`: predicted rate x predicted step / measured step."""
     try:
         step_s = float(row.get("step_s") or "")
     except ValueError:

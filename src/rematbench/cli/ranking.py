@@ -163,8 +163,7 @@ class Ranking:
 
 
 def kept(heads: Sequence[Head], widths: Sequence[int], room: int, gap: int) -> list[int]:
-    """The columns that stay (indices): droppable columns are removed in order until the rest
-    fits."""
+    """Indices of the columns that stay: droppable columns go in order until the rest fits."""
     found = list(range(len(heads)))
     early = sorted((i for i in found if heads[i].given_up), key=lambda i: heads[i].given_up)
     while early and sum(widths[i] + gap for i in found) - gap > room:

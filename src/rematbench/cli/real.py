@@ -73,7 +73,7 @@ def cell_of(asked: Request) -> Cell:
 
 
 def finish(record: Record, asked: Request, out: Path | None, json: bool) -> None:
-    """Write and print a record."""
+    """Write a record to `out` (None: nowhere) and print it, as text or JSON."""
     if out is not None:
         write_record(record, out)
     if json:

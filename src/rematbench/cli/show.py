@@ -139,8 +139,7 @@ def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
 
 
 def _host_shares(problem: Problem, shown: Shown) -> list[float]:
-    """The share of the step that devices wait for hosts; empty below HOST_SHARE or without a
-    plan."""
+    """The share of the step that devices wait for hosts; empty below HOST_SHARE or unplanned."""
     plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
     if plan is None or evaluation is None:
         return []

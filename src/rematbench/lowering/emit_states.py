@@ -209,7 +209,7 @@ class GradReducer:
             w.add(Action(kind=Kind.EVENT, stream="dp", event="reduced"))
 
     def _apply(self, w: BlockWriter, unit: Unit) -> None:
-        """Reduce a unit's gradients if there are peers, update its parameters, free the
+        """Reduce a unit's gradients if there are peers, update its parameters, free its
         gradients."""
         if self.shared:
             comm = Comm(self.kind, "dp", self.system.reduce_bytes * unit.parameters)

@@ -75,7 +75,7 @@ its name."""
 
 
 class Composition(Struct, frozen=True):
-    """Methods applied left to right, each on the plan of those before it."""
+    """Methods that plan in turn, from left to right, each on top of the plan of those before it."""
 
     methods: tuple[Method, ...]
 
@@ -95,7 +95,7 @@ class Composition(Struct, frozen=True):
         return {m.name: msgspec.json.decode(msgspec.json.encode(m)) for m in self.methods}
 
     def plan(self, problem: Problem, base: Plan | None = None) -> Plan | Unsupported:
-        """The composed plan, or the first method's reason not to plan."""
+        """The composed plan, or the reason of the first method that gives none."""
         plan = problem.base_plan if base is None else base
         for method in self.methods:
             answer = planned(method, problem, plan)

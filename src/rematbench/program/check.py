@@ -40,7 +40,8 @@ Unit = tuple[str, int]
 VectorClock = list[int]
 COMPUTE = STREAM_INDEX["compute"]
 REUSING = frozenset(STREAM_INDEX[name] for name in ("tp", "cp", "h2d"))
-"""Streams whose tensors reuse memory that compute freed; gathers and receives have their own."""
+"""Streams whose tensors reuse memory that compute freed; tensors of dp and pp_recv have their
+own."""
 BACKWARD = frozenset({Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
 KERNELS = BACKWARD | {Kind.FORWARD, Kind.RECOMPUTE}
 EXCHANGED = ("gradients", "norm_gradients", "tied", GRADIENTS_DOWN)

@@ -32,7 +32,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 def cells(suite: Suite, folders: Sequence[Path] = (), only: Sequence[str] = ()) -> list[Cell]:
     """The cells of every problem with every method and variant, in the suite's order; `only`
-    restricts them to these names (or first words of names)."""
+    restricts them to these names or beginnings of names (PROBLEM, PROBLEM.METHOD)."""
     registry = discover(folders)
     problems = {spec.name: spec.problem() for spec in suite.problems}
     found = []
