@@ -28,8 +28,8 @@ USER_ERRORS = (
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended, as in shells."""
 UNSOUND = (CheckError, DeadlockError, LedgerError)
-"""Errors of an unsound lowered plan: a bug of rematbench or of a method file, not a wrong
-command."""
+"""Errors of an unsound lowered plan: a bug of rematbench or of a method file, not of a command
+line."""
 
 
 def _version(wanted: bool) -> None:
@@ -86,7 +86,7 @@ WORKFLOW = (
 last lines name.  Only --help-all lists them."""
 GROUP = "baseline"
 WORKERS = {"compare": "rematbench.choose.bench", "search": "rematbench.search.halves"}
-"""Modules that a command's worker processes import; they start before the command."""
+"""Modules that a command's worker processes import; this import starts before the command."""
 
 
 def command_line(asked: str = "") -> typer.Typer:

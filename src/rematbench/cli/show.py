@@ -18,7 +18,7 @@ from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
 from rematbench.simulate.seconds import action_seconds
 
 HOST_SHARE = 0.01
-"""The least share of a step that waits for the host to be printed."""
+"""The least share of a step spent waiting for the host that is printed."""
 UNTIMED = "their time is not modelled"
 FRAGMENTS = (
     "fragments of a whole step may not fit (the verdict knows them only as far as twice the way to "
@@ -139,7 +139,7 @@ def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
 
 
 def _host_shares(problem: Problem, shown: Shown) -> list[float]:
-    """The share of the step that devices wait for hosts; empty below HOST_SHARE or unplanned."""
+    """Share of the step that devices wait for hosts; empty below HOST_SHARE or without a plan."""
     plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
     if plan is None or evaluation is None:
         return []

@@ -111,8 +111,7 @@ class Rebuilder:
             if self.fates[site].recompute_bytes
             and self.fates[site].scope != "consumer"
             and storage not in self.recomputer.have
-            # A tensor in pieces was rebuilt once with its group; each piece then rebuilds its own
-            # part.
+            # A tensor in pieces was rebuilt once with its group; then each piece rebuilds its part.
             and not (unit.prefix in self.visited and self.chunk.run_of(unit, name))
         ]
         missing = {name for name, _ in wanted if unit.table.producer(name) is not None}

@@ -151,8 +151,7 @@ class Recomputer:
         if fraction < 1.0 and not op.row_local:
             raise PlanError(f"{op.name} is not row-local: recompute all of its rows or none")
         reads = {name: self._source(unit, name, made, fraction) for name in op.inputs}
-        # In a piece in progress `made` lacks the run's whole outputs, because nobody asked for
-        # them.
+        # While a piece is rebuilt, `made` lacks the run's whole outputs: no reader requested them.
         slices = {
             n: made[n] for n in op.outputs if self.run and n in self.run.outputs and n in made
         }

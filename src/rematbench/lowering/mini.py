@@ -66,7 +66,8 @@ def mini_runs(table: OpTable, sequences: tuple[MiniSequence, ...]) -> dict[str, 
 
 
 def _require_piecewise(op: Op, taken: list[Op]) -> None:
-    """PlanError for an operator without a forward or backward in pieces, or with two runs."""
+    """PlanError for an operator that cannot be computed or differentiated in pieces, or that is in
+    two runs."""
     if not op.row_local:
         raise PlanError(f"mini-sequence: {op.name} is not row-local")
     if op.alias_inputs:

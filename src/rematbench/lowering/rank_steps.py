@@ -131,8 +131,8 @@ class _Walk:
 
     def _fetch_positions(self) -> dict[int, list[Pass]]:
         """The positions at which each backward's H2D copies are issued: when the previous backward
-        starts (for the first backward: when the pass before it starts), but not before the own
-        forward is done."""
+        starts (for the first backward: when the pass before it starts), but not before the forward
+        of the same micro-batch and chunk is done."""
         at: dict[int, list[Pass]] = {}
         forward_at: dict[tuple[int, int], int] = {}
         previous = -1

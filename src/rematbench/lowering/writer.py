@@ -104,7 +104,7 @@ class BlockWriter:
         )
 
     def stall(self, comm: Comm) -> None:
-        """Append the time that a collective takes from compute beside it (shared SMs)."""
+        """Append a STALL: the time that a collective takes from compute beside it (shared SMs)."""
         self.add(Action(kind=Kind.STALL, stream=COMPUTE, op=STALL, comm=comm))
 
     def state_copy(
