@@ -119,7 +119,7 @@ class ActionCosts:
         return self.cost.slowed_s(seconds, other_s * action.fraction, action.beside)
 
     def _stall_s(self, action: Action, rank: int) -> float:
-        """Seconds that compute loses beside a collective: to all compute that follows, or to the
+        """Seconds that a collective takes from compute: from all compute that follows, or from the
         one kernel that was moved into the collective's window."""
         assert action.comm is not None
         if action.op == STALL:

@@ -60,8 +60,8 @@ class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Cells(NamedTuple):
-    """What a run left of its cells: the records by cell name, the error of each unreadable file by
-    cell name, and the names of planned cells without a file."""
+    """The cells of a run: the records by cell name, the error of each unreadable file by cell name,
+    and the names of planned cells without a file."""
 
     records: dict[str, Record]
     unreadable: dict[str, str]
