@@ -10,21 +10,25 @@ import pytest
 from rematbench.cli.own_stack import calibrate_own
 from rematbench.cli.sheet import predict
 from rematbench.cli.show import trust
+from rematbench.cost.constants import Calibration
+from rematbench.cost.fit import with_values
 from rematbench.host.console import CommandError
-from rematbench.published.accuracy import SPEED
+from rematbench.published.accuracy import SPEED, load_accuracy
 from rematbench.published.bands import band_of
-from rematbench.published.calibrate import SCALES, slopes
-from rematbench.published.left_out import slope_column
+from rematbench.published.calibrate import SCALES, SLOW_HOST, leave_one_out, tangents
+from rematbench.published.left_out import LATE_STEP, slope_column
 from rematbench.published.predict import predict_rows
 from rematbench.published.protocol import COUNTS, band_after, calibrated, prior, stacks
 from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.published.user_fit import (
     SPREADS,
+    Array,
     Measured,
     Prior,
     learnt,
     left_one_by_one,
     mean_error,
+    measured,
     refusals,
     solved,
 )
@@ -40,7 +44,12 @@ TRUE = np.log([1.1, 0.9, 1.3, 1.2])
 def drawn(count: int, noise: float = 0.0) -> Measured:
     random = np.random.default_rng(7)
     rows = random.uniform(0.05, 1.0, (count, len(SCALES)))
-    return Measured(rows, rows @ TRUE + noise * random.standard_normal(count))
+    return linear(rows, rows @ TRUE + noise * random.standard_normal(count))
+
+
+def linear(slopes: Array, errors: Array) -> Measured:
+    """Rows of one tangent."""
+    return Measured(slopes[None], np.zeros((1, len(errors))), errors)
 
 
 def test_many_exact_rows_give_the_scales_back() -> None:
@@ -51,7 +60,7 @@ def test_many_exact_rows_give_the_scales_back() -> None:
 
 def test_few_rows_move_what_is_believed_least() -> None:
     """One row that all scales explain alike moves those of the widest prior most."""
-    one = Measured(np.ones((1, len(SCALES))), np.array([0.2]))
+    one = linear(np.ones((1, len(SCALES))), np.array([0.2]))
     theta, _ = solved(one, Prior(spreads=SPREADS, noise=0.05))
     assert 0.0 < theta.sum() < 0.2
     assert theta / theta.max() == pytest.approx((np.array(SPREADS) / max(SPREADS)) ** 2)
@@ -70,12 +79,81 @@ def test_rows_left_out_are_predicted_by_the_others() -> None:
     assert left_one_by_one(data.some([0]), Prior(spreads=SPREADS, noise=0.01)) == [data.errors[0]]
 
 
+def test_a_host_that_nobody_saw_is_found() -> None:
+    """Rows that are bound by kernels as predicted, and by a host three times as slow when measured:
+    no slope at the prediction says so, the second tangent does."""
+    kernels, host = np.array([1.0, 0.3, 0.0, 0.0]), np.array([0.0, 0.0, 0.0, 1.0])
+    heights = -np.random.default_rng(7).uniform(0.1, 0.9, 12)
+    told = np.maximum(0.0, heights + math.log(3.0))
+    rows = Measured(
+        np.stack([np.tile(kernels, (12, 1)), np.tile(host, (12, 1))]),
+        np.stack([np.zeros(12), heights]),
+        told,
+    )
+    prior = Prior(spreads=SPREADS, noise=0.02)
+    theta, _ = solved(rows, prior)
+    assert math.exp(theta[-1]) == pytest.approx(3.0, rel=0.02)
+    assert mean_error(rows.left(theta)) < 0.01
+    blind = linear(rows.slopes[0], told)
+    assert mean_error(blind.left(solved(blind, prior)[0])) > 0.1
+
+
 def test_slopes_are_shares_of_the_step() -> None:
     """What a scale multiplies takes its share of the step; a second cannot count twice."""
-    found = slopes(ROWS[0], calibration())
-    assert set(found) == set(SCALES)
-    assert 0.0 < found["attention"] < found["kernels"] < 1.0
-    assert found["kernels"] + found["communication"] + found["host"] == pytest.approx(1.0, abs=0.02)
+    found = tangents(ROWS[0], calibration())
+    assert len(found) == 2 * len(SCALES) + 1
+    for late in (False, True):
+        shares = {name: found[slope_column(name, late=late)] for name in SCALES}
+        assert 0.0 < shares["attention"] < shares["kernels"] < 1.0
+        attention = shares.pop("attention")
+        assert sum(shares.values()) == pytest.approx(1.0, abs=0.02), attention
+
+
+def host_bound() -> dict[str, str]:
+    """A published row of a small model under tensor parallelism, one sequence at a time."""
+    single = read_sheet(data_dir("published") / "runs_more.csv")
+    small = {"tp": "8", "micro_batch": "1", "pp": "1", "layers": "24"}
+    return next(r for r in single if small.items() <= r.items())
+
+
+def test_tangents_are_below_the_step_and_near_it() -> None:
+    """A step that its device binds as predicted and its host where that is slow, and between."""
+    asked, constants = host_bound(), with_launch(1.2e-5)
+    found = tangents(asked, constants)
+    assert found[slope_column("host")] < 0.01
+    assert found[slope_column("host", late=True)] > 0.9
+    data = measured([{**asked, f"pred_{SPEED}": asked[SPEED], **found}])
+    first_s = step_s(asked, constants, 1.0)
+    for scale in (1.5, 2.0, 3.0, SLOW_HOST):
+        theta = np.log([1.0, 1.0, 1.0, scale])
+        told = math.log(step_s(asked, constants, scale) / first_s)
+        assert -0.005 < -float(data.left(theta)[0]) - told < 1e-6
+
+
+def with_launch(seconds: float) -> Calibration:
+    return with_values(calibration(), ["systems.megatron-deepspeed.host_launch_s"], [seconds])
+
+
+def step_s(asked: dict[str, str], constants: Calibration, host: float) -> float:
+    """A step under a host scale, which multiplies the seconds of a launch."""
+    launch = constants.systems["megatron-deepspeed"].host_launch_s
+    (made,) = predict_rows([asked], processes=1, constants=with_launch(host * launch))
+    return float(made["pred_step_s"])
+
+
+def test_tangents_out_of_source_are_those_of_the_constants_that_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A refit that never saw a slow host must not say that a row is bound by it."""
+    asked, blind, told = host_bound(), with_launch(1e-6), with_launch(3e-4)
+
+    def refitted(rows: Any, *_: Any) -> Any:
+        yield "vTrain", predict_rows(rows, processes=1, constants=blind), blind
+
+    monkeypatch.setattr("rematbench.published.calibrate.left_out_rows", refitted)
+    (line,) = leave_one_out({"runs.csv": [], "runs_more.csv": [asked]}, told, load_accuracy(), 1)
+    assert float(line[slope_column("host")]) < 0.1 < tangents(asked, told)[slope_column("host")]
+    assert float(line[LATE_STEP]) == pytest.approx(tangents(asked, blind)[LATE_STEP], abs=1e-3)
 
 
 def row(**changes: Any) -> dict[str, Any]:

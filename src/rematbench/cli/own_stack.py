@@ -12,8 +12,7 @@ from rematbench.cli.sheet import predicted
 from rematbench.cli.targets import read
 from rematbench.host.console import CommandError, console, grid, percent, plain
 from rematbench.published.accuracy import SPEED
-from rematbench.published.calibrate import SCALES, slopes
-from rematbench.published.left_out import slope_column
+from rematbench.published.calibrate import SCALES, tangents
 from rematbench.published.protocol import COUNTS, band_after, prior
 from rematbench.published.user_fit import (
     Array,
@@ -31,7 +30,7 @@ ONE = ("system", "cluster")
 
 def calibrate_own(path: Path, output: Path | None, processes: int) -> None:
     """Fit the scales to the rows of a sheet, print scales and errors, write the stack file."""
-    rows = with_slopes(timed_rows(path, processes))
+    rows = with_tangents(timed_rows(path, processes))
     before = prior()
     if wrong := refusals(rows, before):
         raise CommandError(f"{path}: {'; '.join(wrong)}")
@@ -84,12 +83,10 @@ def _rate(row: dict[str, Any], path: Path, line: int) -> float:
     return float(row[f"pred_{SPEED}"]) * float(row["pred_step_s"]) / step_s
 
 
-def with_slopes(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each with the slopes of its step over the scales."""
+def with_tangents(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each with the tangents of its step time over the scales."""
     constants = calibration()
-    return [
-        {**row, **{slope_column(k): v for k, v in slopes(row, constants).items()}} for row in rows
-    ]
+    return [{**row, **tangents(row, constants)} for row in rows]
 
 
 def _show(out: Console, theta: Array, covariance: Array) -> None:

@@ -1,1 +1,1 @@
-"""Real training packages beside us: run them, size what they keep, set their numbers out."""
+"""Real training packages: run them, size the tensors that they keep, compare their numbers."""

@@ -1,7 +1,7 @@
 """Losses and gradient norms of three engines on the same weights and batches: records, a table.
 
-The executor runs one layout; the baselines run many, which differ in degrees only.  Batch and
-seed are the same for all, so every row is compared with the executor's of its precision.
+The executor runs one layout; the baselines run layouts that differ in degrees only.  All runs have
+one batch and one seed, so every row is compared with the executor's row of the same precision.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 
 
 class Row(NamedTuple):
-    """A run of an engine: its name in the table, degrees, the policy's settings."""
+    """One run of an engine: its name in the table, fields of its layout, settings of its policy."""
 
     name: str
     layout: dict[str, Any]
@@ -59,7 +59,8 @@ ROWS: dict[str, tuple[Row, ...]] = {
 
 
 def problem(layout: dict[str, Any], precision: Precision) -> Problem:
-    """tiny-llama, 64 tokens, four sequences a step, on one-GPU nodes."""
+    """tiny-llama with 64 tokens and, unless `layout` says otherwise, four sequences a step, on
+    nodes with one GPU."""
     spec = ProblemSpec.at(
         Layout(**{"global_batch": 4, **layout}),
         model="tiny-llama",
@@ -72,8 +73,8 @@ def problem(layout: dict[str, Any], precision: Precision) -> Problem:
 
 
 def agreement_records(device: Device = "cpu", gpus: int = 0) -> dict[str, Record]:
-    """Run every engine in every precision (torch and the packages needed); records by file name.
-    On CUDA without the layouts that `gpus` are too few for."""
+    """The records of every engine in every precision, by file name without suffix.  Needs torch and
+    the packages.  On CUDA, layouts that need more than `gpus` GPUs are left out."""
     found = {}
     for precision in PRECISIONS:
         for engine, every in ROWS.items():
@@ -102,8 +103,9 @@ def _name(engine: str, row: Row, precision: Precision) -> str:
 
 
 def disagreements(records: dict[str, Record]) -> dict[str, str]:
-    """By record: why it does not agree with the executor's of its precision, as far as it does
-    not: another status than ok, or the first loss or whole gradient's norm beyond the bound."""
+    """Why records disagree with the executor's record of the same precision, by record name: a
+    status other than ok, or a first loss or a first norm of the whole gradient beyond the bound.
+    KeyError where the executor's record is missing."""
     wrong = {}
     for precision in PRECISIONS:
         base = records[f"{EXECUTOR}-{ROWS[EXECUTOR][0].name}-{precision}"].measured
@@ -123,7 +125,7 @@ def disagreements(records: dict[str, Record]) -> dict[str, str]:
 
 
 def executor_record(made: Problem, device: Device = "cpu", steps: int = STEPS) -> Record:
-    """The project's own executor on one process, keeping everything."""
+    """The record of the project's executor on one process, with all activations kept."""
     from rematbench.torch import job as torch_job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.case import Case  # noqa: PLC0415
     from rematbench.torch.launch import execute_cases  # noqa: PLC0415
@@ -174,7 +176,8 @@ COLUMNS = (
 
 
 def agreement_table(folder: Path) -> Table:
-    """First step's loss and whole gradient norm of every record, against the executor's."""
+    """The table of every record's first loss and norm of the whole gradient, and their relative
+    errors against the executor's record of the same precision."""
     lines = []
     for precision in PRECISIONS:
         wanted: Measured | None = None

@@ -1,7 +1,8 @@
-"""A plan as the options of a baseline: the policy whose plan decides the same, or what is missing.
+"""A plan as the options of a baseline: the policy with an equal plan, or the nearest policy and the
+differences.
 
-Equal means: every saved tensor of every chunk has the same fate in bytes, in every phase, and the
-order, partition, states, mini-sequences and kind of transfers are the same.
+Two plans are equal if every saved tensor of every chunk has the same fate in bytes in every phase,
+and if order, partition, states, mini-sequences and kind of transfers are the same.
 """
 
 from collections.abc import Iterator
@@ -25,8 +26,9 @@ KINDS = ("partition", "schedule", "orders", "states", "mini_sequences", "held")
 
 
 class Answer(Struct, frozen=True, kw_only=True):
-    """A baseline's options for a plan, or those of its nearest policy, whose plan this is, and
-    (`missing`) what that does otherwise."""
+    """A baseline's options for a wanted plan: `settings` and `flags` of its equal or nearest
+    policy, and the `plan` of that policy.  `missing` names what the policy's plan does differently
+    and what the baseline cannot express of the problem; empty where the plans are equal."""
 
     baseline: str
     settings: dict[str, Any] = {}
@@ -36,8 +38,9 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 class Costs(Struct, frozen=True, kw_only=True):
-    """What a plan costs beside another: bytes of the largest peak, the step's change as a share,
-    and what it leaves of the device (negative: it does not fit)."""
+    """What a plan costs against another: the difference of the largest device peaks in bytes, the
+    relative difference of the steps, and the device bytes that the plan leaves free on the rank
+    with the least (negative: out of memory)."""
 
     peak_bytes: int
     step_share: float
@@ -45,7 +48,7 @@ class Costs(Struct, frozen=True, kw_only=True):
 
 
 def costs(problem: Problem, plan: Plan, other: Plan) -> Costs | None:
-    """What the `other` plan costs beside a plan; None where it cannot be lowered."""
+    """What the plan `other` costs against `plan`; None where either cannot be lowered."""
     try:
         mine, found = run_plan(problem, plan), run_plan(problem, other)
     except PlanError:
@@ -62,8 +65,9 @@ def costs(problem: Problem, plan: Plan, other: Plan) -> Costs | None:
 
 
 def flags_of(problem: Problem, plan: Plan, baseline: str) -> Answer:
-    """The baseline's policy equal to a plan; else the nearest one (of the fewest bytes that fare
-    otherwise) with the differences named, and what of the problem the baseline cannot say."""
+    """The answer of a baseline's policy with a plan equal to `plan`; else of the nearest policy,
+    the one with the fewest bytes of another fate.  `missing` of the answer also names what the
+    baseline cannot express of the problem, whatever the policy."""
     wanted = fates(problem, plan)
     unsaid: tuple[str, ...] = baselines()[baseline].cls.unsaid(problem)
     nearest: tuple[int, Answer] | None = None
@@ -86,7 +90,7 @@ def flags_of(problem: Problem, plan: Plan, baseline: str) -> Answer:
 
 
 def offered(problem: Problem, baseline: str) -> Iterator[tuple[Any, Plan]]:
-    """Every policy of a baseline that has a plan for a problem, and that plan."""
+    """Every policy of a baseline that has a plan for the problem, with the plan."""
     for candidate in baselines()[baseline].cls.candidates(problem):
         made = candidate.plan(problem, problem.base_plan)
         if not isinstance(made, Unsupported):
@@ -94,7 +98,7 @@ def offered(problem: Problem, baseline: str) -> Iterator[tuple[Any, Plan]]:
 
 
 def fates(problem: Problem, plan: Plan) -> Table:
-    """The fate of every site: (rank, chunk, phase, part, layer, activation)."""
+    """The fate of every site by (rank, chunk, phase, part, layer in the chunk, activation)."""
     table: Table = {}
     for rank, chunks in enumerate(plan.partition):
         for chunk in range(len(chunks)):
@@ -112,15 +116,16 @@ def _chunk_fates(problem: Problem, plan: Plan, rank: int, chunk: int) -> Table:
 
 
 def _plain(fate: Resolved) -> Resolved:
-    """A fate without the words that mean nothing where no byte is rebuilt."""
+    """A fate without `scope`, `whole` and `window` where no byte is rebuilt: they mean nothing
+    there."""
     if fate.recompute_bytes:
         return fate
     return Resolved(fate.keep_bytes, fate.offload_bytes, 0)
 
 
 class Offers:
-    """The plans of a package's policies with the fates of their first chunk, each made when it is
-    asked for."""
+    """The plans of a package's policies with the fates of their first chunk.  Each plan is made at
+    the first request and kept."""
 
     def __init__(self, problem: Problem, name: str) -> None:
         self._problem = problem
@@ -128,7 +133,7 @@ class Offers:
         self._made: list[tuple[Plan, Table]] = []
 
     def __iter__(self) -> Iterator[tuple[Plan, Table]]:
-        """All of them, simplest first."""
+        """Every (plan, fates of its first chunk), simplest policy first."""
         for at in count():
             if at == len(self._made):
                 more = next(self._rest, None)
@@ -139,8 +144,8 @@ class Offers:
 
 
 class Engines:
-    """Which engines can run plans of one problem: packages that have options equal to a plan, and
-    `ours`, the torch executor; `only` one of them, where that is all that is asked."""
+    """Which engines can run plans of one problem: packages with options for an equal plan, and
+    `ours`, the torch executor.  `only`: the name of the single engine to look at (empty: all)."""
 
     def __init__(self, problem: Problem, only: str = "") -> None:
         self.problem, self.only = problem, only
@@ -151,7 +156,7 @@ class Engines:
                 self.offers[name] = Offers(problem, name)
 
     def of(self, plan: Plan) -> tuple[str, ...]:
-        """The engines' names."""
+        """The names of the engines that can run a plan."""
         key = msgspec.json.encode(replace(plan, fit={}))
         if key not in self.found:
             mine = (plan, _first(self.problem, plan))
@@ -166,7 +171,7 @@ class Engines:
         return self.found[key]
 
     def legend(self) -> str:
-        """What the initials of the engines stand for, and why a package is none here."""
+        """What the initials of the engines stand for, and why a package cannot run the problem."""
         said = [
             f"{name[0].upper()} {name} "
             + (
@@ -179,7 +184,7 @@ class Engines:
         return ", ".join([*said, "O our executor (`execute`)"])
 
     def _same(self, mine: tuple[Plan, Table], offer: tuple[Plan, Table]) -> bool:
-        """Whether two plans decide the same."""
+        """Whether two plans, each with the fates of its first chunk, are equal."""
         (plan, first), (made, other) = mine, offer
         if plan.partition != made.partition or first != other or _rest(plan, made, moved=False):
             return False
@@ -188,12 +193,13 @@ class Engines:
 
 
 def _first(problem: Problem, plan: Plan) -> Table:
-    """The fates of one chunk, which tell most pairs of plans apart."""
+    """The fates of rank 0's first chunk, by which most pairs of plans already differ."""
     return _chunk_fates(problem, plan, 0, 0)
 
 
 def _apart_bytes(fate: Resolved, other: Resolved | None) -> int:
-    """Bytes of a site that fare otherwise there."""
+    """Bytes of a site that have another fate in another plan; 1 where only the way of rebuilding
+    (`scope`, `whole`, `window`) differs."""
     if other is None:
         return fate.nbytes
     parts = ("keep_bytes", "offload_bytes", "recompute_bytes")
@@ -202,12 +208,13 @@ def _apart_bytes(fate: Resolved, other: Resolved | None) -> int:
 
 
 def any_moved(table: Table) -> bool:
-    """Whether anything leaves the device."""
+    """Whether any site offloads a byte."""
     return any(fate.offload_bytes for fate in table.values())
 
 
 def _sites(wanted: Table, found: Table) -> list[str]:
-    """One line per activation whose fate differs anywhere."""
+    """A line per activation that has different fates at some site, with the fates of one such
+    site."""
     lines: dict[str, str] = {}
     for site, fate in wanted.items():
         other = found.get(site)
@@ -233,7 +240,8 @@ def _words(fate: Resolved) -> str:
 
 
 def _rest(plan: Plan, made: Plan, moved: bool) -> list[str]:
-    """Everything else that a plan decides."""
+    """A line for each difference of two plans outside their tables of fates; `moved`: whether
+    transfers count, because some bytes are offloaded."""
     lines = [f"{kind} of its own" for kind in KINDS if getattr(plan, kind) != getattr(made, kind)]
     if moved and plan.transfers != made.transfers:
         lines.append(f"copies per {plan.transfers.granularity} as the method times them")

@@ -1,4 +1,4 @@
-"""What a baseline does not run, as reasons that its plan, its guards and its flags share."""
+"""Why a baseline does not run a job: reasons that its plan, its guards and its flags share."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from rematbench.spec.layout import Layout
 from rematbench.workload import Model, Precision
 
 Reason = tuple[bool, str]
-"""Whether it holds, and what is then not run."""
+"""(whether the reason holds, what the baseline then does not run)."""
 
 
 class Setup(NamedTuple):
-    """What reasons are about, of a problem or of a run alike."""
+    """The facts that reasons depend on, for a problem to plan as for a run to start."""
 
     model: Model
     layout: Layout
@@ -33,13 +33,13 @@ def setup_of(asked: Problem | RunSpec) -> Setup:
 
 
 def holding(reasons: Iterable[Reason]) -> tuple[str, ...]:
-    """Those that hold."""
+    """The texts of the reasons that hold."""
     return tuple(reason for holds, reason in reasons if holds)
 
 
 def overruled(policy: Struct, said: Struct, names: Iterable[str]) -> str:
-    """Which settings of a policy the options given beside it say otherwise, in words; empty if none
-    is set (a default may be nobody's choice)."""
+    """The settings, among `names`, that `policy` sets and the options `said` give another value,
+    in words; empty where there are none.  A setting at its default counts as not set."""
     defaults = {field.name: field.default for field in fields(policy)}
     words = [
         f"{name} {getattr(policy, name)} is set, the options say {getattr(said, name)}"

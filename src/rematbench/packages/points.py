@@ -1,4 +1,5 @@
-"""Traced points of a baseline: run them; their bytes beside predicted and published ones."""
+"""Traced points of a baseline: trace them, and compare their bytes with predicted and published
+bytes."""
 
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from rematbench.workload import NonNegativeInt
 
 
 class Point(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One traced run: a problem, a policy's settings, a rank, and what is published beside it.
+    """One traced run: a problem, a policy's settings, a rank, and the published value beside it.
 
-    That is a `cell` of runs.csv, or a `claim`: the longest sequence in tokens, as the row's id in
-    claims.csv and which of its values.
+    The published value is that of a `cell` of runs.csv (table, model, recompute, offload fraction),
+    or a `claim`: the longest sequence in tokens, by the row's id in claims.csv and the position
+    among the row's values.
     """
 
     name: str
@@ -42,17 +44,17 @@ class Point(ProblemSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def problem(self) -> Problem:
-        """The problem."""
+        """The planning problem of the point."""
         return make_problem(self)
 
     @property
     def words(self) -> str:
-        """The policy in a few words."""
+        """The settings of the policy as KEY=VALUE words; `none` where there are none."""
         return " ".join(f"{key}={value}" for key, value in self.settings.items()) or "none"
 
 
 class Points(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file of points; each gives its `layout` whole."""
+    """The file of points: the fields of each, its `layout` as a mapping."""
 
     source: str
     points: tuple[dict[str, Any], ...]
@@ -63,7 +65,8 @@ class _Whole(Struct, frozen=True):
 
 
 def load_points(path: Path | None = None) -> tuple[Point, ...]:
-    """The shipped points, or a file's; ConfigError with its path for anything else."""
+    """The points of a file (None: the shipped file); ConfigError with the path where it is
+    invalid."""
     path = path or data_dir("config") / "baseline_points.yaml"
     listed = convert(read_mapping(path, str(path)), Points, str(path)).points
     return tuple(_point(values, f"{path}: points: {i}") for i, values in enumerate(listed))
@@ -76,8 +79,8 @@ def _point(values: dict[str, Any], label: str) -> Point:
 
 
 def trace_points(points: tuple[Point, ...], folder: Path, timeout_s: float = 600.0) -> list[Record]:
-    """Trace points, writing each record as soon as it is there (`folder`/<name>.json); one that
-    says the same as before keeps its date."""
+    """Trace points and return their records.  Each record is written to `folder`/<name>.json when
+    its trace ends; a record equal to the file's keeps the file's date."""
     found = []
     for point in points:
         (record,) = run_jobs(point.baseline, [_job(point, timeout_s)])
@@ -95,11 +98,13 @@ def _method(point: Point) -> Composition:
 
 
 def rows(points: tuple[Point, ...], folder: Path) -> list[dict[str, Any]]:
-    """One row per point with a record: traced, predicted by our plan of the policy, published.
+    """A row per point that has a record in `folder`: traced, predicted and published bytes.
 
-    `known_extra_bytes`: what the traced stack keeps beside the operator table, at the peak.
-    `unexplained`: traced less known extra over predicted, less 1.  `freed_against_none`: share of
-    the activations of the same engine, model and layout without a policy.
+    Predictions are of the plan that the baseline's plan.py makes of the policy.
+    `known_extra_bytes`: bytes at the peak that the package's stack keeps beyond the operator table.
+    `unexplained`: (traced - known extra) / predicted - 1.  `freed_against_none`: share of traced
+    activation bytes that the policy frees, against the same engine, model and layout without
+    settings.
     """
     there = tuple(point for point in points if (folder / f"{point.name}.json").exists())
     found = [_row(point, read_record(folder / f"{point.name}.json")) for point in there]
@@ -127,7 +132,8 @@ def _row(point: Point, record: Record) -> dict[str, Any]:
 
 
 def _freed(found: list[dict[str, Any]], points: tuple[Point, ...]) -> None:
-    """A gain is against the same engine on the same model and layout, never another engine."""
+    """Add `freed_against_none` to the rows: a policy's gain is over the same engine with the same
+    model, layout and sequence length, never over another engine."""
     whole = {_where(p): r for p, r in zip(points, found, strict=True) if not p.settings}
     for point, row in zip(points, found, strict=True):
         none = whole.get(_where(point), {}).get("traced_activation_bytes")
@@ -140,8 +146,9 @@ def _where(point: Point) -> tuple[Any, ...]:
 
 
 def peak_bytes(point: Point, *, own: bool = False) -> int | str:
-    """Device bytes at the peak of the traced rank's stage under the baseline's plan.py: on the
-    point's system, or as the package itself holds them (`own`)."""
+    """Predicted peak device bytes of the traced rank's stage under the plan of the baseline's
+    plan.py, on the point's system or, with `own`, with the tensors of the package's stack;
+    `unsupported` where there is no plan."""
     method = _method(point)
     problem = packaged(method, point.problem) if own else point.problem
     plan = method.plan(problem)
@@ -157,7 +164,9 @@ def peak_bytes(point: Point, *, own: bool = False) -> int | str:
 
 
 def published(point: Point) -> int | str:
-    """The cell's bytes or `oom`; of a claim whether this length is said to fit; else empty."""
+    """The published value of a point: of a cell its peak device bytes, or its status where it has
+    none; of a claim whether the claim says that the point's sequence length fits; else empty.
+    ConfigError for a cell or claim that is not published."""
     if point.claim is not None:
         longest = _longest(point, *point.claim)
         return "fits" if point.seq_len <= longest else "does not fit"
@@ -173,7 +182,7 @@ def published(point: Point) -> int | str:
 
 
 def _longest(point: Point, claim: str, part: int) -> int:
-    """Tokens of the longest sequence by a claim."""
+    """The longest sequence of a claim in tokens; `part` is the position among its values."""
     for row in read_sheet(data_dir("published") / "claims.csv"):
         values = row["value"].split(" / ")
         if row["id"] == claim and part < len(values) and values[part].isdigit():

@@ -1,8 +1,8 @@
-"""Baselines: real training packages, run in processes of their own and never imported here.
+"""Baselines: real training packages, run in their own processes and never imported here.
 
-A baseline is a directory of `baselines/` with `plan.py` (its policy as our Plan: a Struct like a
-method's, named after the directory) and `run.py` (what its process does).  Jobs go in as JSON,
-records come out as JSON.
+A baseline is a directory of `baselines/` with `plan.py` (the package's policy as a method that
+makes our Plan, named after the directory) and `run.py` (the code of its process).  The process
+reads jobs as JSON and writes records as JSON.
 """
 
 import shutil
@@ -31,12 +31,12 @@ from rematbench.workload import NonNegativeInt, PositiveInt
 
 STARTUP_S = 120.0
 SHOWN_LINES = 100
-"""Of the standard error of a process that failed."""
+"""Lines that are shown from the end of a failed process's standard error."""
 Device = Literal["cpu", "cuda"]
 
 
 class BaselineError(ValueError):
-    """A baseline cannot be found or its process gave no record; the message is one line."""
+    """A baseline cannot be found, or its process wrote no record; the message is one line."""
 
 
 class NotInstalled(BaselineError):
@@ -48,14 +48,14 @@ class NoAnswer(BaselineError):
 
 
 class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run asked of a baseline's process.
+    """One run for a baseline's process.
 
-    Of `steps` losses, gradients and bytes are observed.  On GPUs `warmup` more follow, and then
-    `timed_steps` for their seconds, at which nobody looks.  `rank` is the rank whose bytes a traced
-    run follows; `gradients` also writes the first step's whole gradients beside the record;
-    `ignored` is the share of labels that do not count; `timeout_s` is for one job, of all its
-    ranks.  `options`: what `flags` printed; the package is configured from them instead of from the
-    policy.
+    In `steps` steps losses, gradients and bytes are observed.  On GPUs `warmup` more steps follow,
+    then `timed_steps` steps for their seconds alone, without any observation.  `rank` is the rank
+    whose bytes a traced run follows.  `gradients`: the first step's whole gradients are written
+    beside the record.  `ignored` is the share of labels that the loss ignores.  `timeout_s` is for
+    the job with all its ranks.  `options`: text that `flags` printed; it configures the package
+    in place of the policy.
     """
 
     run: RunSpec
@@ -73,7 +73,7 @@ class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @cache
 def baselines() -> dict[str, MethodEntry]:
-    """Every baseline's policy by name."""
+    """Every baseline's policy by name; BaselineError for a plan.py that cannot be loaded."""
     found: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
     for path in sorted(data_dir("baselines").glob("*/plan.py")):
@@ -85,7 +85,8 @@ def baselines() -> dict[str, MethodEntry]:
 
 
 def policy(name: str, settings: Mapping[str, Value] | None = None) -> Composition:
-    """A baseline's policy with its settings, as a method that can be planned and predicted."""
+    """A baseline's policy with settings, as a method that plans.  BaselineError for an unknown
+    baseline, MethodError for an unknown setting."""
     known = baselines()
     if name not in known:
         hint = closest(name, known)
@@ -110,9 +111,10 @@ def job(
 
 
 def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list[Record]:
-    """Run jobs in the baseline's own process; every job gets a record, whatever happened.
+    """The records of jobs that the baseline's own process runs, one per job.
 
-    `folder` keeps the records (`<number>.json`) and the gradients that were asked for.
+    `folder` keeps the records (`<number>.json`) and the gradients where a job asks for them.
+    BaselineError where the process wrote no record for a job or did not end in time.
     """
     with scratch() as own:
         place = folder or own
@@ -128,8 +130,9 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
 
 
 def run_rank(name: str, asked: Job) -> Record | None:
-    """Run a job as the rank that a launcher made of this process: rank 0's record, or that of the
-    rank's own failure; None of another rank if the job ended well (or was refused)."""
+    """Run a job as the rank that a launcher started as this process.  Returns rank 0's record, or
+    the record of this rank's failure; None on another rank where the job ended well or was
+    refused."""
     with scratch() as place:
         try:
             done = _run(name, [asked], place)
@@ -165,7 +168,7 @@ def _failed(asked: Job, status: Status, reason: str) -> Record:
 
 
 def _run(name: str, jobs: Sequence[Job], place: Path) -> "subprocess.CompletedProcess[str]":
-    """The baseline's process on jobs, its records in `place`."""
+    """Run the baseline's process on jobs; its records are in `place`.  NoAnswer at its limit."""
     place.mkdir(parents=True, exist_ok=True)
     _empty(place)
     (place / "jobs.json").write_bytes(msgspec.json.encode(list(jobs)))
@@ -179,15 +182,15 @@ def _run(name: str, jobs: Sequence[Job], place: Path) -> "subprocess.CompletedPr
 
 
 def _show_failure(text: str, records: Sequence[Record]) -> None:
-    """The end of what a process wrote to its standard error, where a record of it is a failure of
-    its own: the reason there is one line of it."""
+    """Print the end of a process's standard error where one of its records is a failure that does
+    not come from another rank: the record has only one line of the error."""
     failures = [of_record(record.status, record.reason) for record in records]
     if any(one.status == "failed" and not one.is_secondhand for one in failures):
         sys.stderr.writelines(f"{line}\n" for line in text.splitlines()[-SHOWN_LINES:])
 
 
 def _empty(place: Path) -> None:
-    """Take away what an earlier call left there: it would pass for an answer of this one."""
+    """Remove the files of an earlier call, which would pass for answers of this call."""
     for path in place.glob("[0-9]*"):
         if path.suffix in (".json", ".pt"):
             path.unlink()

@@ -1,8 +1,9 @@
-"""What a baseline's own stack keeps beside the operator table: named tensors, sized from shapes.
+"""Tensors that a baseline's own stack keeps beyond the operator table, sized from shapes.
 
-A prediction is of the problem's system (fused kernels of the authors).  A trace is of the package
-as it stands on this machine.  Where the two keep different tensors, the baseline says which, and
-the same plan is weighed again with them, so that the rest of a difference is an error of one of us.
+A prediction is of the problem's system (the authors' fused kernels).  A trace is of the package as
+installed on this machine.  Where the two keep different tensors, the baseline's stack.py names
+them, and the same plan is sized with them.  A difference that is then left is an error of the
+prediction or of the trace.
 """
 
 from collections.abc import Iterator
@@ -27,11 +28,12 @@ from rematbench.spec.paths import data_dir
 
 
 class Extra(Struct, frozen=True, kw_only=True):
-    """A tensor of one layer (or end) and micro-batch that the operator table does not have.
+    """A tensor of one micro-batch and one layer (or embedding, or head: `part`) that the operator
+    table does not have.
 
-    Saved from the forward of `made_by` to the backward of `saved_by`; without `saved_by` it lives
-    inside the backward of `made_by` only, or inside its forward (`forward`).  Bytes are rows x
-    row_bytes.
+    The tensor lives from the forward of `made_by` to the backward of `saved_by`.  Without
+    `saved_by` it lives only inside the backward of `made_by`, or with `forward` only inside its
+    forward.  Bytes are rows x row_bytes.  `why` says what makes the package hold the tensor.
     """
 
     name: str
@@ -46,15 +48,16 @@ class Extra(Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Device bytes."""
+        """Device bytes of the tensor."""
         return self.rows * self.row_bytes
 
 
 class Stack(Struct, frozen=True, kw_only=True):
-    """A baseline's stack under its settings: extras, whether gate and product are one function,
-    whether gathered inputs share a buffer, whether the loss's working copy is the logits
-    themselves, what is made once and alive at every peak (bytes), and fields of the system that are
-    otherwise (bytes of an element of states)."""
+    """A baseline's stack under its settings.  `fused_swiglu`: whether gate and product are one
+    function (None: as in the problem's system).  `shares_gathers`: gathered inputs share one
+    buffer.  `loss_over_logits`: the loss works in place on the logits.  `once`: bytes by name of
+    tensors that are made once and alive at every peak.  `system`: fields of the system with another
+    value (bytes of an element of states)."""
 
     extras: tuple[Extra, ...] = ()
     fused_swiglu: bool | None = None
@@ -88,7 +91,7 @@ NOTHING = Stack()
 
 @dataclass(frozen=True, eq=False)
 class StackProblem(Problem):
-    """A problem whose tables have a stack's extras."""
+    """A problem whose operator tables have the extra tensors of a stack."""
 
     stack: Stack = NOTHING
 
@@ -142,15 +145,16 @@ def _module(baseline: str) -> ModuleType | None:
 
 
 def stack_of(baseline: str, policy: Method, problem: Problem) -> Stack | None:
-    """What the directory's `stack.py` says of its stack; None without one."""
+    """The stack that the baseline's `stack.py` gives for a policy on a problem; None without
+    `stack.py`."""
     module = _module(baseline)
     return cast(Stack, module.stack(policy, problem)) if module else None
 
 
 def packaged(method: Composition, problem: Problem) -> Problem:
-    """The problem as the package of a baseline's policy holds it: with its stack's tensors, and
-    evaluated by its replays.  The problem itself of a baseline that says nothing of its stack, and
-    where it gives no plan."""
+    """The problem with the tensors of the package's stack, evaluated with the package's activation
+    peaks; the problem unchanged where the baseline has no `stack.py` or the policy gives no
+    plan."""
     policy = method.methods[0]
     if isinstance(method.plan(problem), Unsupported):
         return problem
@@ -159,8 +163,10 @@ def packaged(method: Composition, problem: Problem) -> Problem:
 
 
 def _evaluated(policy: Method, problem: Problem, plan: Plan) -> PlanEvaluation:
-    """A packaged problem's evaluation.  What its package holds beyond the plan's ledger is resident
-    to the allocator; what the plan counts and the package makes on the way is no gradient."""
+    """The evaluation of a packaged problem.  For the allocator's replay, bytes that the package
+    holds beyond the plan's ledger are resident (in `pools`).  Bytes that it holds less than the
+    ledger are gradients that the plan counts as a state and the package makes in the backward, so
+    they are taken off the resident gradients."""
     assert isinstance(problem, StackProblem)
     program = lower(plan, problem)
     planned = program_bytes(problem, plan, program)
@@ -180,9 +186,9 @@ def _evaluated(policy: Method, problem: Problem, plan: Plan) -> PlanEvaluation:
 def activation_peak(
     policy: Method, problem: StackProblem, rank: RankProgram, planned: RankBytes
 ) -> int:
-    """The peak of a rank's activations with the stack's own: of `planned`, the ledger of the plan
-    lowered for `problem`, unless the directory's `stack.py` walks the rank itself; and what is made
-    once."""
+    """Peak bytes of a rank's activations in the package: the peak that the baseline's `stack.py`
+    computes from the rank's program, or else the peak of `planned` (the ledger of the plan lowered
+    for `problem`), plus the tensors that are made once."""
     walk = getattr(_module(policy.name), "activation_peak", None)
     peak: int = walk(policy, problem, rank) if walk else planned.activation_peak
     return peak + sum(problem.stack.once.values())
@@ -207,7 +213,8 @@ def _dtype(name: str, precision: str) -> str:
 
 
 def layer_tensors(problem: Problem, stack: Stack) -> Iterator[Held]:
-    """What one layer saves for one micro-batch, here and there; then what only a backward holds."""
+    """The tensors that one layer saves for one micro-batch, by the operator table and in the stack;
+    then the extra tensors that live only inside a forward or backward."""
     plain, here = problem.layer(0), stack.problem(problem).layer(0)
     extras = {extra.name: extra for extra in stack.extras if extra.part == "layer"}
     for name in dict.fromkeys((*plain.saved, *here.saved)):

@@ -35,7 +35,14 @@ from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.program import Program
 from rematbench.published.accuracy import SPEED, Accuracy
-from rematbench.published.left_out import REFITTED, SHEETS, SHIPPED, line_of, slope_column
+from rematbench.published.left_out import (
+    LATE_STEP,
+    REFITTED,
+    SHEETS,
+    SHIPPED,
+    line_of,
+    slope_column,
+)
 from rematbench.published.predict import predict_rows, run_case
 from rematbench.published.rows import Case, read_case
 from rematbench.published.sheets import Cell
@@ -123,25 +130,37 @@ def _lowered(case: Case, calibration: Calibration) -> _Lowered:
     return _Lowered(tuple(short), rest / ((LONG - WARM) * lay.pp))
 
 
-def slopes(row: Row, calibration: Calibration) -> dict[str, float]:
-    """d ln(step seconds) / d ln(scale) of a row's plan, for each of SCALES, by a tenth more."""
-    lowered = _lowered(read_case(row, discover()), calibration)
-    base_s = _seconds(lowered, calibration)
-    found = {}
-    for name in SCALES:
-        parts = tuple((_scaled(case, name), program) for case, program in lowered.parts)
-        more_s = _seconds(replace(lowered, parts=parts), calibration)
-        found[name] = math.log(more_s / base_s) / math.log(MORE)
-    return found
-
-
 SCALES = ("kernels", "attention", "communication", "host")
 MORE = 1.1
+SLOW_HOST = 4.0
+"""The host scale of the second tangent: near three standard deviations of the prior of a launch."""
 
 
-def _scaled(case: Case, name: str) -> Case:
-    scales = replace(case.system.scales, **{name: MORE * getattr(case.system.scales, name)})
-    return replace(case, system=replace(case.system, scales=scales))
+def tangents(row: Row, calibration: Calibration) -> dict[str, float]:
+    """The columns of a row's two tangents, of logarithms: slopes as predicted; slopes and step
+    where the host is SLOW_HOST times as slow."""
+    lowered = _lowered(read_case(row, discover()), calibration)
+    late = _scaled(lowered, "host", SLOW_HOST)
+    step = math.log(_seconds(late, calibration) / _seconds(lowered, calibration))
+    near = {slope_column(k): v for k, v in _slopes(lowered, calibration).items()}
+    far = {slope_column(k, late=True): v for k, v in _slopes(late, calibration).items()}
+    return near | far | {LATE_STEP: step}
+
+
+def _slopes(lowered: _Lowered, calibration: Calibration) -> dict[str, float]:
+    """d ln(step seconds) / d ln(scale) for each of SCALES, by a tenth more."""
+    base_s = _seconds(lowered, calibration)
+    more_s = {name: _seconds(_scaled(lowered, name, MORE), calibration) for name in SCALES}
+    return {name: math.log(more_s[name] / base_s) / math.log(MORE) for name in SCALES}
+
+
+def _scaled(lowered: _Lowered, name: str, factor: float) -> _Lowered:
+    parts = []
+    for case, program in lowered.parts:
+        scales = case.system.scales
+        scales = replace(scales, **{name: factor * getattr(scales, name)})
+        parts.append((replace(case, system=replace(case.system, scales=scales)), program))
+    return replace(lowered, parts=tuple(parts))
 
 
 def _shortened(
@@ -209,16 +228,16 @@ def leave_one_out(
     were fitted to the other sources only, and those of sources to which none is fitted."""
     places = [(name, index) for name in SHEETS for index in range(len(sheets[name]))]
     rows = [sheets[name][index] for name, index in places]
-    made: dict[int, tuple[str, dict[str, Any]]] = {}
-    for source, scored in left_out_rows(rows, calibration, sources(accuracy), processes):
+    made: dict[int, tuple[str, dict[str, Any], Calibration]] = {}
+    for source, scored, constants in left_out_rows(rows, calibration, sources(accuracy), processes):
         own = [at for at, row in enumerate(rows) if source in row["source"]]
-        made |= {at: (REFITTED, row) for at, row in zip(own, scored, strict=True)}
+        made |= {at: (REFITTED, row, constants) for at, row in zip(own, scored, strict=True)}
     rest = [at for at in range(len(rows)) if at not in made]
     plain = predict_rows([rows[at] for at in rest], processes=processes, constants=calibration)
-    made |= {at: (SHIPPED, row) for at, row in zip(rest, plain, strict=True)}
+    made |= {at: (SHIPPED, row, calibration) for at, row in zip(rest, plain, strict=True)}
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _start, (calibration,)) as pool:
-        sloped = pool.map(_sloped, [made[at][1] for at in range(len(rows))], chunksize=8)
+    with ProcessPoolExecutor(processes, context, collect_rarely) as pool:
+        sloped = pool.map(_sloped, [made[at][1:] for at in range(len(rows))], chunksize=8)
     lines = zip(places, sloped, strict=True)
     found = [
         line_of(name, index, sheets[name][index], row, made[at][0])
@@ -227,11 +246,13 @@ def leave_one_out(
     return [line for line in found if line]
 
 
-def _sloped(row: dict[str, Any]) -> dict[str, Any]:
-    """A predicted row with its slopes, where it has a speed."""
+def _sloped(work: tuple[dict[str, Any], Calibration]) -> dict[str, Any]:
+    """A predicted row with its tangents, where it has a speed: of the constants that predicted it,
+    for what bounds a step under others need not bound it under these."""
+    row, constants = work
     if row["status"] != "ok" or not (row[SPEED] and row[f"pred_{SPEED}"]):
         return row
-    return {**row, **{slope_column(k): v for k, v in slopes(row, _START[0]).items()}}
+    return {**row, **tangents(row, constants)}
 
 
 def sources(accuracy: Accuracy) -> list[str]:
@@ -242,8 +263,8 @@ def sources(accuracy: Accuracy) -> list[str]:
 
 def left_out_rows(
     rows: Sequence[Row], calibration: Calibration, sources: Sequence[str], processes: int = 2
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(source, its rows predicted with constants that never saw it), source by source.
+) -> Iterator[tuple[str, list[dict[str, Any]], Calibration]]:
+    """(source, its rows predicted with constants that never saw it, these), source by source.
 
     The programs and the slopes of the step model are those of `calibration`, made once; the errors
     of every trial are simulated.
@@ -257,7 +278,7 @@ def left_out_rows(
             kept = [i for i, row in enumerate(step_fit.rows) if is_fit(row, start.fit)]
             constants = step_fit.solved(start, kept, slopes)
             own = [row for row in rows if source in row["source"]]
-            yield source, predict_rows(own, processes=processes, constants=constants)
+            yield source, predict_rows(own, processes=processes, constants=constants), constants
 
 
 def moved(before: Calibration, after: Calibration) -> list[tuple[str, float, float]]:

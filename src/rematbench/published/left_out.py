@@ -31,6 +31,9 @@ SHEETS = ("runs.csv", "runs_more.csv")
 PEAK = "peak_device_bytes"
 REFITTED, SHIPPED = "refitted", "shipped"
 SLOPE = "slope_"
+LATE = "late_"
+LATE_STEP = f"{SLOPE}{LATE}step"
+"""Of the second tangent: ln(step seconds with a slow host / step seconds as predicted)."""
 PLACE = ("sheet", "row", SPEED, PEAK)
 
 
@@ -49,9 +52,9 @@ def line_of(sheet: str, index: int, row: Row, scored: Row, how: str) -> Cell:
     return line if line[SPEED] or line[PEAK] else {}
 
 
-def slope_column(scale: str) -> str:
-    """The column of d ln(step seconds) / d ln(scale)."""
-    return f"{SLOPE}{scale}"
+def slope_column(scale: str, *, late: bool = False) -> str:
+    """The column of d ln(step seconds) / d ln(scale), as predicted or where the host is `late`."""
+    return f"{SLOPE}{LATE * late}{scale}"
 
 
 @cache

@@ -1,10 +1,13 @@
 """A stack calibrated by its user: four scales from a few rows of a user's own logs.
 
-With e = ln(predicted / published speed) and S the slopes d ln(step) / d ln(scale) of each row, the
-log scales are the MAP of e = S theta + noise, theta ~ N(0, spreads^2): ridge regression in closed
-form (Hoerl and Kennard 1970).  Spreads are those that a refit declares for the same kinds of
-constants (cost/fit.py); the noise is learnt from published stacks, each of the same weight, by
-expectation maximisation.
+A step is the longest of its paths, and each path a sum of what the scales multiply.  So ln(step) is
+convex in the log scales (Boyd and Vandenberghe 2004, section 4.5), and the larger of two tangents,
+one as predicted and one where the host is slow, stands for it: b + S theta, with S the slopes
+d ln(step) / d ln(scale).  With e = ln(predicted / published speed) the log scales are the MAP of
+e = max(b + S theta) + noise, theta ~ N(0, spreads^2): ridge regression in closed form (Hoerl and
+Kennard 1970) for the tangents that hold, from one start for each, until these no longer change.
+Spreads are those that a refit declares for the same kinds of constants (cost/fit.py); the noise is
+learnt from published stacks, each of the same weight, by expectation maximisation.
 """
 
 import math
@@ -18,8 +21,8 @@ from numpy.typing import NDArray
 
 from rematbench.cost.fit import PRIORS, ROW_SPREAD
 from rematbench.published.accuracy import SPEED, Row, number
-from rematbench.published.calibrate import SCALES
-from rematbench.published.left_out import log_error, slope_column
+from rematbench.published.calibrate import SCALES, SLOW_HOST
+from rematbench.published.left_out import LATE_STEP, log_error, slope_column
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -30,6 +33,11 @@ KINDS = ("kernel_scale", "kernel_scale", "nic_efficiency", "host_launch_s")
 """The fitted constants that the scales stand for, in the order of SCALES."""
 SPREADS = tuple(PRIORS[kind].spread for kind in KINDS)
 
+LATE = np.array([math.log(SLOW_HOST) * (name == "host") for name in SCALES])
+"""The log scales at which the second tangent is taken; the first is at zero."""
+TURNS = 10
+"""Ridge regressions from one start at most: a row at the corner can go back and forth."""
+
 
 class Prior(Struct, frozen=True, kw_only=True):
     """Standard deviations of the log scales between stacks, and of what no scale explains."""
@@ -39,27 +47,44 @@ class Prior(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True):
-    """Rows of one stack on one cluster: slopes (rows x scales), and their log errors."""
+    """Rows of one stack on one cluster: slopes (tangents x rows x scales), heights at log scales of
+    zero (tangents x rows), and log errors (rows)."""
 
     slopes: Array
+    heights: Array
     errors: Array
 
     def some(self, rows: Sequence[int]) -> "Measured":
         """A part of the rows."""
-        return Measured(self.slopes[list(rows)], self.errors[list(rows)])
+        own = list(rows)
+        return Measured(self.slopes[:, own], self.heights[:, own], self.errors[own])
+
+    def at(self, theta: Array) -> tuple[Array, Array]:
+        """Slopes (rows x scales) and heights (rows) of the tangents that hold at log scales."""
+        holds = (self.heights + self.slopes @ theta).argmax(axis=0)
+        rows = np.arange(len(self.errors))
+        return self.slopes[holds, rows], self.heights[holds, rows]
 
     def left(self, theta: Array) -> Array:
         """Log errors under log scales."""
-        left: Array = self.errors - self.slopes @ theta
+        slopes, heights = self.at(theta)
+        left: Array = self.errors - heights - slopes @ theta
         return left
 
 
 def measured(rows: Sequence[Row]) -> Measured:
-    """Predicted rows with a speed and slopes."""
-    slopes = [[number(row, slope_column(name)) or 0.0 for name in SCALES] for row in rows]
+    """Predicted rows with a speed and tangents."""
+    slopes = np.array(
+        [
+            [[number(row, slope_column(k, late=late)) or 0.0 for k in SCALES] for row in rows]
+            for late in (False, True)
+        ]
+    )
+    steps = np.array([number(row, LATE_STEP) or 0.0 for row in rows])
+    heights = np.stack([np.zeros(len(rows)), steps - slopes[1] @ LATE])
     errors = [log_error(row) for row in rows]
     assert None not in errors
-    return Measured(np.array(slopes), np.array(errors, dtype=np.float64))
+    return Measured(slopes, heights, np.array(errors, dtype=np.float64))
 
 
 def by_stack(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
@@ -72,12 +97,32 @@ def by_stack(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
 
 
 def solved(rows: Measured, prior: Prior) -> tuple[Array, Array]:
-    """The log scales and their covariance."""
-    precision = rows.slopes.T @ rows.slopes / prior.noise**2
-    whole = precision + np.diag(np.array(prior.spreads) ** -2.0)
-    covariance: Array = np.linalg.inv(whole).astype(np.float64)
-    theta: Array = covariance @ rows.slopes.T @ rows.errors / prior.noise**2
+    """The log scales and their covariance, the likeliest of those met on the way."""
+    met: list[tuple[Array, Array]] = []
+    for start in (np.zeros_like(LATE), LATE):
+        theta, before = start, None
+        for _ in range(TURNS):
+            slopes, heights = rows.at(theta)
+            if before is not None and np.array_equal(before, slopes):
+                break
+            theta, covariance = _ridge(slopes, rows.errors - heights, prior)
+            met.append((theta, covariance))
+            before = slopes
+    return min(met, key=lambda one: _surprise(rows, one[0], prior))
+
+
+def _ridge(slopes: Array, errors: Array, prior: Prior) -> tuple[Array, Array]:
+    """The log scales and their covariance where errors are linear in them."""
+    precision = slopes.T @ slopes / prior.noise**2 + np.diag(np.array(prior.spreads) ** -2.0)
+    covariance: Array = np.linalg.inv(precision).astype(np.float64)
+    theta: Array = covariance @ slopes.T @ errors / prior.noise**2
     return theta, covariance
+
+
+def _surprise(rows: Measured, theta: Array, prior: Prior) -> float:
+    """Minus twice the log density of log scales and errors, but for a constant."""
+    believed = theta / np.array(prior.spreads)
+    return float(np.sum((rows.left(theta) / prior.noise) ** 2) + np.sum(believed**2))
 
 
 def learnt(stacks: Sequence[Measured]) -> Prior:
@@ -87,7 +132,8 @@ def learnt(stacks: Sequence[Measured]) -> Prior:
         left = []
         for rows in stacks:
             theta, covariance = solved(rows, prior)
-            spread = np.einsum("ij,jk,ik->i", rows.slopes, covariance, rows.slopes)
+            slopes, _ = rows.at(theta)
+            spread = np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
             left.append(float(np.mean(rows.left(theta) ** 2 + spread)))
         prior = Prior(spreads=SPREADS, noise=math.sqrt(float(np.mean(left))))
     return prior

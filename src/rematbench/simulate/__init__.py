@@ -1,1 +1,1 @@
-"""Seconds: actions at op level or as (max, +) chunks, and where a step's time goes."""
+"""Simulated seconds: op level, (max, +) chunk level, and the breakdown of a step's time."""

@@ -1,10 +1,10 @@
-"""Where a step's time goes: compute, recomputation, the pipeline's bubble, what waiting for the
-host, copies and communication add.
+"""Breakdown of a step's time: compute, recomputation, the pipeline's bubble, and the exposed
+seconds of the host, of copies and of communication.
 
-`exposed` means lost: the step less the same program's step with hosts that issue at once, then with
-those actions taking no time (and kernels beside them not slowed).  They are taken away one after
-another, so the parts add up to the step; what remains is the busiest rank's compute and that rank's
-idle time, the bubble.
+*Exposed* seconds are those by which the step gets shorter when a cause takes no time: first a host
+that issues at once, then each kind of traffic in the order of TRAFFIC (kernels beside it are not
+slowed either).  Causes are removed one after another, so the parts add up to the step.  What then
+remains is the busiest rank's compute, and that rank's idle time: the bubble.
 """
 
 from collections.abc import Hashable, Mapping
@@ -26,20 +26,21 @@ TRAFFIC: dict[str, frozenset[str]] = {
     "cp": frozenset({"cp"}),
     "tp": frozenset({"tp"}),
 }
-"""Streams by what they carry, in the order they are taken away: what a method adds first (states in
-host memory cost their copies, and the update between them)."""
+"""Streams by kind of traffic, in the order of their removal.  Copies come first, because a method
+adds them.  The optimizer's update in host memory counts as a copy: it runs between copies."""
 
 ROUNDING = 1e-12
-"""Of a step, what sums in another order may differ by."""
+"""Share of a step by which sums in another order may differ."""
 
 PARTS = ("compute", "recompute", "bubble", *TRAFFIC, "host")
 
 LEAST_SHARE, MOST_NAMED = 0.01, 3
-"""Of a step: smaller losses are not named; and how many are."""
+"""The smallest share of a step that `losses` names, and how many parts it names at most."""
 
 
 def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, float]:
-    """Seconds of the step by PARTS; they add up to `step_s`, the program's chunk-level step."""
+    """Seconds of the step by part (PARTS).  They add up to `step_s`, the program's chunk-level
+    step."""
     seconds = action_seconds(problem, program)
     spared: frozenset[str] = frozenset()
     found = {"host": host_wait_s(seconds, program, step_s)}
@@ -56,27 +57,28 @@ def parts_of(problem: Problem, program: Program, step_s: float) -> dict[str, flo
     alone = simulation or simulate_chunks(program, left)
     busy, rank = busiest(alone)
     again = _recompute_s(program, rank, left)
-    # Both add the same seconds up, in other orders: what rounding leaves is no bubble, nor less.
+    # `before` and `busy` sum the same seconds in other orders: a rounding difference is no bubble.
     bubble = before - busy if before - busy > ROUNDING * step_s else 0.0
     return {"compute": busy - again, "recompute": again, "bubble": bubble, **found}
 
 
 def losses(shares: Mapping[str, float]) -> str:
-    """What binds, in words: the largest losses among shares of a step by PARTS."""
+    """The largest parts of a step beside compute, in words; `shares`: fractions of the step by
+    part."""
     found = [(share, part) for part, share in shares.items() if part != "compute"]
     named = sorted((pair for pair in found if pair[0] >= LEAST_SHARE), reverse=True)
     return ", ".join(f"{part} {100 * share:.0f} %" for share, part in named[:MOST_NAMED])
 
 
 def host_wait_s(seconds: RankedSeconds, program: Program, step_s: float) -> float:
-    """Seconds of the step that devices wait for their hosts: the step less that of the same program
-    issued at once."""
+    """Exposed seconds of the hosts: the step less the step of the same program with hosts that
+    issue at once."""
     return step_s - simulate_chunks(program, Spared(seconds, frozenset())).step_s
 
 
 class Spared:
-    """The costs of a machine whose host issues at once, and whose traffic on some streams takes no
-    time and slows nothing."""
+    """The costs of a machine whose hosts issue at once, and on which the traffic of `streams` takes
+    no time and slows no kernel."""
 
     def __init__(self, seconds: RankedSeconds, streams: frozenset[str]) -> None:
         self.seconds, self.streams = seconds, streams
@@ -93,20 +95,20 @@ class Spared:
         return self.seconds(action, rank)
 
     def issue_s(self, action: Action, rank: int) -> float:
-        """Nothing."""
+        """Always 0: the host issues at once."""
         return 0.0
 
     def held(self, action: Action) -> bool:
-        """The host waits for nothing."""
+        """Always False: the host waits for no action."""
         return False
 
     def alike(self, rank: int) -> Hashable:
-        """As on the machine with its traffic."""
+        """The key of the costs with all traffic: ranks alike there are alike here."""
         return self.seconds.alike(rank)
 
 
 def busiest(simulation: Simulation) -> tuple[float, int]:
-    """(seconds, rank) of the rank whose compute stream works longest."""
+    """(busy seconds, rank) of the rank whose compute stream works longest."""
     ranks = range(len(simulation.rank_end_s))
     return max((simulation.busy_s(rank, "compute"), rank) for rank in ranks)
 

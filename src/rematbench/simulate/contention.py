@@ -1,7 +1,7 @@
-"""What a program's copies share with other work: the link's other direction, NICs, HBM.
+"""Contention of a program's copies with other work: copies in the other direction, NICs, HBM.
 
-Fixed factors of a whole program, from what it issues: a copy does not know what runs beside it at
-its moment, but a plan decides what runs beside copies in general.
+The factors are fixed for a whole program and follow from its actions.  A copy's cost does not
+depend on the work that runs at its moment, but the plan decides what runs beside copies in general.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ KERNELS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIG
 
 
 def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]) -> Crowd:
-    """The crowd that a program's copies run in; `kernel_s`: seconds of a kernel beside no copy.
+    """The work that a program's copies run beside; `kernel_s`: seconds of a kernel beside no copy.
 
-    Between nodes: sends of the pipeline cross a GPU's x16 link as its copies do (the NIC hangs on
-    the same switch), both as far as they go at once.  Collectives at a step's end meet no copies.
+    Sends between nodes cross the GPU's x16 link as copies do, because the NIC hangs on the same
+    PCIe switch.  Collectives at the end of a step run beside no copies and do not count.
     """
     moved = {kind: _moved(program, kind) for kind in (Kind.D2H, Kind.H2D)}
     total = sum(moved.values())
@@ -45,8 +45,8 @@ def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], 
 
 
 def _kernels_s(program: Program, kernel_s: Callable[[Action, int], float]) -> float:
-    """Seconds of all kernels.  Those of a block are asked for once for the ranks that share it,
-    unless a collective runs beside one."""
+    """Seconds of all kernels of all ranks.  Ranks that share a block share its kernels' seconds,
+    unless a collective runs beside one of them."""
     known: dict[tuple[int, int], list[float]] = {}
     found: list[float] = []
     for rank in program.ranks:
@@ -61,7 +61,7 @@ def _kernels_s(program: Program, kernel_s: Callable[[Action, int], float]) -> fl
 
 
 def _moved(program: Program, kind: Kind) -> int:
-    """Bytes of all copies in a direction, but those of states after the last kernel."""
+    """Bytes of all copies of a kind, except copies of states after the last kernel."""
     return sum(
         action.nbytes * runs
         for rank in program.ranks
@@ -72,9 +72,10 @@ def _moved(program: Program, kind: Kind) -> int:
 
 
 def _both(program: Program, total: int) -> float:
-    """The share of bytes in copies of whole chunks that are issued next to one of the other
-    direction and of another pass: both run beside the same pass.  Copies by layer run in their own
-    pass, out in forwards and in in backwards."""
+    """The share of copied bytes that run beside a copy in the other direction: bytes of whole-chunk
+    copies issued next to a copy of the other direction and of another pass, because both then run
+    beside the same pass.  Copies by layer do not count: they run in their own pass, offloads in
+    forwards and reloads in backwards."""
     beside = 0
     for rank in program.ranks:
         copies = [step for step in rank.steps if rank.blocks[step.block].label in ("D2H", "H2D")]
@@ -101,5 +102,6 @@ def _crosses(problem: Problem, action: Action, rank: int) -> bool:
 
 
 def _sent_bytes(problem: Problem, action: Action) -> float:
-    """What one rank sends of a tensor: its part, where tensor-parallel ranks all hold it."""
+    """Bytes that one rank sends of a message: a 1/tp part where all tensor-parallel ranks hold the
+    whole tensor (no sequence parallelism)."""
     return action.nbytes / (1 if problem.layout.sp else problem.layout.tp)

@@ -1,4 +1,5 @@
-"""Plan + problem -> everything a table needs: time, bytes per rank.  No method is named."""
+"""Plan + problem -> the simulated step: seconds, speed, bytes per rank, FLOPs.  The code depends on
+plans alone, and on no method."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,9 +21,10 @@ from rematbench.simulate.step import Simulation, simulate
 
 
 class RankBytes(Struct, frozen=True, kw_only=True):
-    """Device and host bytes of one rank: resident states and the activation ledger's peak;
-    `host_rounding` is what the blocks pinned for activations take beyond their bytes (states are
-    pinned as few large buffers, and counted as they are)."""
+    """Device and host bytes of one rank: resident states and the ledger's activation peaks.
+    `pools`: staging pools; `peak_step`: index of the rank's step with the device peak.
+    `host_rounding`: bytes by which pinned blocks exceed the activations in them.  States are pinned
+    as few large buffers, so they are not rounded."""
 
     parameter: int
     gradient: int
@@ -48,10 +50,11 @@ class RankBytes(Struct, frozen=True, kw_only=True):
 class PlanEvaluation(Struct, frozen=True, kw_only=True):
     """One plan's simulated step.  Bytes are the issue-order ledger's; MFU and HFU are fractions.
 
-    `reserved_bytes`: what the fullest rank's allocator holds, where it was modelled; else its
-    ledger peak.  `pressed`: whether for that it gave cached segments back (None: not modelled).
-    `not_timed`: why the seconds are less than a step's and not to be printed; empty where they are
-    a step's.
+    `recompute_flop` and `offload_bytes` are sums over all ranks of a step.  `reserved_bytes`: bytes
+    that the fullest rank's allocator reserves, or its ledger peak where the allocator was not
+    modelled.  `pressed`: whether the allocator gave cached segments back (None: not modelled).
+    `not_timed`: why the seconds leave out a part of the step and must not be printed; empty where
+    they are complete.
     """
 
     step_s: float
@@ -80,7 +83,7 @@ class PlanEvaluation(Struct, frozen=True, kw_only=True):
 
 
 class Speed(Struct, frozen=True, kw_only=True):
-    """What a step's seconds mean; MFU are fractions of the cluster's peak."""
+    """The speed of a step: tokens/s per GPU, and MFU as fractions of the cluster's peak FLOP/s."""
 
     tokens_per_s_per_gpu: float
     mfu_causal: float
@@ -88,7 +91,7 @@ class Speed(Struct, frozen=True, kw_only=True):
 
 
 def speed(problem: Problem, step_s: float) -> Speed:
-    """Of a step of `step_s` seconds, simulated or measured."""
+    """The speed of a simulated or measured step of `step_s` seconds."""
     lay, work, peak = problem.layout, problem.workload, problem.cluster.peak_flop_per_s
     rate = lay.global_batch * work.seq_len / step_s / lay.gpus
     return Speed(
@@ -99,7 +102,7 @@ def speed(problem: Problem, step_s: float) -> Speed:
 
 
 def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
-    """Chunk-level evaluation (a problem's evaluator)."""
+    """The chunk-level evaluation of a plan, without the allocator; can be a problem's evaluator."""
     return evaluate_program(problem, plan, lower(plan, problem))
 
 
@@ -112,8 +115,9 @@ def evaluate_program(
     op_level: bool = False,
     record: bool = False,
 ) -> PlanEvaluation:
-    """Time and bytes of a lowered plan; `record` keeps the timeline (op level only), `ranks` are
-    its `program_bytes` where they are known."""
+    """The evaluation of a lowered plan.  `op_level`: simulate every action instead of chunks.
+    `record`: keep the timeline, which needs the op level.  `ranks`: the plan's `program_bytes`,
+    where they are known."""
     seconds = action_seconds(problem, program)
     if op_level or record:
         simulation = simulate(program, seconds, record=record)
@@ -144,7 +148,7 @@ def evaluate_program(
 
 
 def not_timed(problem: Problem, plan: Plan) -> str:
-    """What of a plan no seconds are known for; empty if they are known for all of it."""
+    """The part of a plan whose seconds are not modelled, in words; empty where there is none."""
     cluster, parameter = problem.cluster, plan.state("parameter")
     if plan.state("optimizer").home == "host" and cluster.host_update_parameters_per_s is None:
         return (
@@ -158,7 +162,7 @@ def not_timed(problem: Problem, plan: Plan) -> str:
 
 
 def program_bytes(problem: Problem, plan: Plan, program: Program) -> tuple[RankBytes, ...]:
-    """Bytes of every rank of a lowered plan; needs no times."""
+    """Device and host bytes of every pipeline rank of a lowered plan; nothing is simulated."""
     pools = [pool_bytes(rank) for rank in program.ranks]
     return tuple(
         _rank_bytes(problem, plan, rank, ledger, pools[rank])
@@ -172,7 +176,7 @@ def fullest(problem: Problem, plan: Plan) -> int:
 
 
 def fullest_rank(ranks: Sequence[RankBytes]) -> int:
-    """The first of the ranks with the largest peak of device bytes."""
+    """The rank with the largest peak of device bytes; the first of equal ranks."""
     return max(range(len(ranks)), key=lambda rank: ranks[rank].device_peak)
 
 
@@ -211,7 +215,8 @@ def _rank_bytes(
 
 
 def host_node_bytes(problem: Problem, ranks: tuple[RankBytes, ...]) -> int:
-    """Largest sum of pinned bytes over the ranks of one node (ranks ordered tp, cp, dp, pp)."""
+    """The largest sum of peak pinned bytes over the ranks of one node (ranks ordered tp, cp, dp,
+    pp)."""
     lay, per_node = problem.layout, problem.cluster.gpus_per_node
     per_stage = lay.tp * lay.cp * lay.dp
     totals: Counter[int] = Counter()
@@ -224,7 +229,7 @@ def host_node_bytes(problem: Problem, ranks: tuple[RankBytes, ...]) -> int:
 
 
 def kernel_flop(kernel: Kernel) -> float:
-    """Multiply-adds x 2 of a forward kernel."""
+    """FLOPs of a forward kernel: two per multiply-add, 0 unless it is a GEMM or attention."""
     match kernel:
         case Gemm(m=m, n=n, k=k, batch=batch):
             return 2.0 * m * n * k * batch
@@ -234,8 +239,8 @@ def kernel_flop(kernel: Kernel) -> float:
 
 
 def _work(problem: Problem, program: Program) -> tuple[float, int]:
-    """(recomputed FLOPs, bytes of activations copied to the host) of one rank per stage, all
-    stages."""
+    """(recomputed FLOPs, bytes of activations copied to the host) of a step: the sum over stages of
+    one rank each."""
     ends = {"E": problem.embedding, "H": problem.head}
     flop, moved = 0.0, 0
     for rank in program.ranks:

@@ -1,10 +1,11 @@
 """Chunk-level simulation: each block becomes one macro, exact in (max, +) algebra.
 
-Inside a block every end time is a maximum of (input time + constant): inputs are the free times of
-the streams and the host at entry and the events it waits for from outside.  So a block is a small
-(max, +) matrix, computed once, and running it costs a few additions instead of one per action.  The
-result equals the op-level simulation up to rounding for every plan, with no restriction on overlap.
-(Baccelli, Cohen, Olsder, Quadrat 1992, Synchronization and Linearity, for the algebra.)
+Inside a block every end time is a maximum of (input time + constant).  Inputs are the times at
+which the streams and the host are free at entry, and the times of outside events that the block
+waits for.  So a block is a small (max, +) matrix, computed once; running the block costs a few
+additions instead of one per action.  The result equals the op-level simulation up to rounding for
+every plan, with no restriction on overlap.  (Baccelli, Cohen, Olsder, Quadrat 1992,
+Synchronization and Linearity, for the algebra.)
 """
 
 from collections.abc import Sequence
@@ -27,25 +28,27 @@ from rematbench.simulate.step import (
 )
 
 Affine = dict[int, float]
-"""A maximum of input + constant, by input index: streams, the host, then external events."""
+"""A maximum of (input + constant): the constant by input index.  Inputs are the streams, the host,
+then external events."""
 
 COMPUTE = STREAM_INDEX["compute"]
 NEVER = float("-inf")
-"""Before every time."""
+"""The identity of max: a time before every time."""
 
 AffineTerms = tuple[tuple[int, float], ...]
-"""The same, frozen for the inner loop."""
+"""The (input index, constant) pairs of an Affine, as tuples for the inner loop."""
 
 
 class Terms(NamedTuple):
-    """One output stream and its end."""
+    """An output of a block: the index of a stream or the host, and the time at which it is free."""
 
     target: int
     terms: AffineTerms
 
 
 class Macro(NamedTuple):
-    """A block as a (max, +) map."""
+    """A block as a (max, +) map: the ends of streams, the times of events and messages (by
+    direction), the external events that it waits for, and those of them that are messages."""
 
     streams: tuple[Terms, ...]
     events: tuple[tuple[str, AffineTerms], ...]
@@ -55,11 +58,11 @@ class Macro(NamedTuple):
 
 
 Shifted = tuple[Affine, float]
-"""A maximum, and seconds to add to all of its terms: kernels in a row only add."""
+"""A maximum, and seconds to add to each of its terms: kernels in a row change the seconds alone."""
 
 
 def _join(a: Shifted, b: Shifted) -> Shifted:
-    """The later of two; `a` itself where `b` never is."""
+    """The maximum of two times; the object `a` where `b` is never later."""
     (terms, shift), (others, other) = a, b
     if terms is others:
         return a if shift >= other else b
@@ -78,7 +81,7 @@ def _frozen(value: Shifted) -> AffineTerms:
 
 
 def _awaited(event: str, seen: dict[str, Shifted], externals: dict[str, int]) -> Shifted:
-    """When an event is there: a new input, where nothing before has recorded it."""
+    """The time of an event; a new external input where no earlier action recorded the event."""
     if event not in seen:
         externals[event] = HOST + 1 + len(externals)
         seen[event] = ({externals[event]: 0.0}, 0.0)
@@ -86,7 +89,7 @@ def _awaited(event: str, seen: dict[str, Shifted], externals: dict[str, int]) ->
 
 
 class _Run:
-    """Blocks run symbolically: when streams and the host are free, and what has happened."""
+    """The symbolic run of blocks: when streams and the host are free, and the events so far."""
 
     def __init__(self) -> None:
         self.free: list[Shifted] = [({i: 0.0}, 0.0) for i in range(HOST + 1)]
@@ -116,7 +119,8 @@ class _Run:
             self._set(HOST, _join(self.free[HOST], end))
 
     def _start(self, item: Timed, start: Shifted) -> Shifted:
-        """When the stream is free, the host has issued it and what it waits for is there."""
+        """The start of an action: its stream is free, its host has issued it, and the event that
+        it waits for has happened."""
         if item.issue:
             terms, shift = self.free[HOST]
             self._set(HOST, (terms, shift + item.issue))
@@ -131,7 +135,8 @@ class _Run:
 
 
 def macro_of(*blocks: TimedBlock) -> Macro:
-    """Run blocks issued one after the other symbolically; local events end with their block."""
+    """The macro of blocks that are issued one after the other.  Local events are known only inside
+    their block."""
     run = _Run()
     for block in blocks:
         run.seen = {name: value for name, value in run.seen.items() if not is_local(name)}
@@ -147,11 +152,11 @@ def macro_of(*blocks: TimedBlock) -> Macro:
 
 
 def prune(macros: Sequence[Macro]) -> list[Macro]:
-    """Drop terms that can never win: streams that every block leaves no later than compute.
+    """The macros without terms that can never be the maximum.
 
-    If in every block a stream's end is bounded by the compute stream's, its free time never exceeds
-    compute's, so a term through it with a smaller constant than compute's is dominated.  The host
-    leads: it is no such stream.
+    If every block leaves a stream free no later than the compute stream, the stream's free time
+    never exceeds the compute stream's.  A term of that stream is then dominated by a compute term
+    with an equal or larger constant.  The host runs ahead of compute, so its terms are kept.
     """
     ends = [{target: dict(terms) for target, terms in m.streams} for m in macros]
     trailing = {s for s in range(len(STREAMS)) if s != COMPUTE and _trails(s, ends)}
@@ -177,7 +182,7 @@ def prune(macros: Sequence[Macro]) -> list[Macro]:
 
 
 def _trails(stream: int, ends: Sequence[dict[int, Affine]]) -> bool:
-    """Whether no block leaves the stream later than compute, given it did not enter later."""
+    """Whether every block leaves the stream free no later than compute, if it was at entry."""
     for end in ends:
         if stream not in end:
             continue
@@ -192,7 +197,8 @@ def _trails(stream: int, ends: Sequence[dict[int, Affine]]) -> bool:
 
 
 class Motion(NamedTuple):
-    """A macro as the inner loop runs it: every distinct end once, and where each of them goes."""
+    """A macro for the inner loop: every distinct end time once, and the streams, events and
+    messages that take each (by index into `ends`)."""
 
     ends: tuple[AffineTerms, ...]
     streams: tuple[tuple[int, int], ...]  # stream, index into ends
@@ -202,7 +208,8 @@ class Motion(NamedTuple):
 
 
 def motion_of(macro: Macro, awaited: set[str]) -> Motion | None:
-    """The macro without events that nobody waits for; None where nothing is left."""
+    """The motion of a macro, without the events that no macro waits for (`awaited`: those that one
+    waits for); None where the macro has no effect."""
     ends: dict[AffineTerms, int] = {}
 
     def index(terms: AffineTerms) -> int:
@@ -216,21 +223,21 @@ def motion_of(macro: Macro, awaited: set[str]) -> Motion | None:
 
 
 class Runs(NamedTuple):
-    """A rank's steps, neighbours of one (micro-batch, chunk) as one: each distinct run of blocks
-    once, and (which of them, micro-batch, chunk) in their order."""
+    """A rank's steps as runs: a run joins neighbouring steps of one (micro-batch, chunk).  `keys`:
+    the blocks of each distinct run; `steps`: (index into `keys`, micro-batch, chunk) in order."""
 
     keys: tuple[tuple[int, ...], ...]
     steps: tuple[tuple[int, int, int], ...]
 
 
 MacroSteps = tuple[list[Motion | None], Runs]
-"""A rank's runs, each distinct one with its motion (None: without effect)."""
+"""The motion of each distinct run of a rank (None: the run has no effect), and the runs."""
 
 
 def rank_macros(
     rank: RankProgram, code: Sequence[TimedBlock], known: dict[tuple[int, ...], Macro]
 ) -> MacroSteps:
-    """The rank's steps as macros, events that nobody outside waits for dropped.
+    """A rank's steps as motions, without events that no other macro waits for.
 
     `known`: macros by the compiled blocks that they fuse, shared by the ranks of a program."""
     runs = _runs(rank.steps, tuple([bool(block.receives) for block in code]))
@@ -241,8 +248,8 @@ def rank_macros(
 
 @lru_cache(maxsize=64)
 def _runs(steps: tuple[Step, ...], starts: tuple[bool, ...]) -> Runs:
-    """Neighbours of one (micro-batch, chunk).  A block that receives `starts` a run: what was sent
-    before it must be on its way while it waits."""
+    """The runs of a rank's steps.  A block that receives a message starts a new run (`starts`, by
+    block): a message sent before it must leave while the block waits."""
     keys: dict[tuple[int, ...], int] = {}
     runs: list[tuple[int, int, int]] = []
     run: list[int] = []
@@ -284,7 +291,7 @@ def simulate_chunks(program: Program, seconds: Seconds) -> Simulation:
 
 
 def _advance(own: MacroSteps, clock: Clock, messages: dict[MessageKey, float]) -> bool:
-    """Run macros until done (True) or a message is missing (False)."""
+    """Run macros until the rank is done (True) or a message is missing (False)."""
     events, free = clock.events, clock.free
     motions, (_, steps) = own
     for position in range(clock.position, len(steps)):
@@ -316,7 +323,7 @@ def _advance(own: MacroSteps, clock: Clock, messages: dict[MessageKey, float]) -
 
 
 def _latest(ends: tuple[AffineTerms, ...], inputs: Sequence[float]) -> list[float]:
-    """The value of every end (plain loops: the inner loop of every simulation)."""
+    """The time of every end.  The loops are plain because every simulation spends its time here."""
     times = []
     for terms in ends:
         latest = NEVER

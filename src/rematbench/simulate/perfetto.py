@@ -1,7 +1,7 @@
-"""One simulated step as a Chrome trace (JSON), which ui.perfetto.dev and chrome://tracing open.
+"""The timeline of a simulated step as JSON for ui.perfetto.dev and chrome://tracing.
 
-A process is a pipeline rank, a thread one of its streams.  A thread of its own shows exposed waits:
-when compute stood still, and for whom.  A counter shows device bytes on the timeline.
+A process is a pipeline rank, a thread one of its streams.  One more thread shows exposed waits:
+when the compute stream stood still, and for which action.  A counter shows device bytes over time.
 Format: Trace Event Format, Google, 2016 (complete events X, counters C, metadata M; microseconds).
 """
 
@@ -35,7 +35,7 @@ class Recorded(Protocol):
 
 
 def write_timeline(run: Recorded, path: Path) -> None:
-    """Write a recorded run's trace; the file appears whole or not at all."""
+    """Write a recorded run's timeline; the file appears whole or not at all."""
     document = {
         "traceEvents": list(timeline_events(run.evaluation)),
         "displayTimeUnit": "ms",
@@ -47,7 +47,8 @@ def write_timeline(run: Recorded, path: Path) -> None:
 
 
 def timeline_events(evaluation: PlanEvaluation) -> Iterator[Event]:
-    """All events of a recorded evaluation, rank by rank."""
+    """All timeline events of a recorded evaluation, by rank; ValueError where no intervals were
+    recorded."""
     intervals = evaluation.simulation.intervals
     if not intervals:
         raise ValueError("the evaluation has no intervals: evaluate it with record=True")
@@ -102,8 +103,8 @@ def _span(rank: int, thread: int, start_s: float, end_s: float) -> Event:
 def exposed_waits(
     rank: int, items: Iterable[Interval], arrivals: dict[float, Interval]
 ) -> Iterator[Event]:
-    """Gaps of the compute stream, named after what ended when compute went on: work of the rank's
-    own streams, else a message from another rank."""
+    """Events of the gaps in the compute stream.  A gap is named after the action that ended when
+    compute went on: an action of the rank's own streams, else a message of another rank."""
     own = {i.end_s: i for i in items if i.stream != "compute" and i.end_s > i.start_s}
     now = 0.0
     for item in items:
@@ -119,7 +120,8 @@ def exposed_waits(
 
 
 def _memory(rank: int, items: list[Interval], evaluation: PlanEvaluation) -> Iterator[Event]:
-    """Activation bytes on the timeline beside what is resident; the last value at each time."""
+    """Counter events of device bytes (states, staging, activations); one for each time, with the
+    last value at that time."""
     held = evaluation.ranks[rank]
     resident = held.parameter + held.gradient + held.optimizer
     at_time = dict(timeline(items, rank))

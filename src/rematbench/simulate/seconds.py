@@ -1,4 +1,4 @@
-"""Bind a problem's costs to actions: the only bridge between the vocabulary and the formulas."""
+"""Seconds of actions: the only module that joins actions and the cost formulas."""
 
 from collections.abc import Hashable
 from math import fsum
@@ -22,7 +22,8 @@ DIRECTION: dict[Kind, Direction] = {
 
 
 class ActionCosts:
-    """Seconds of an action on a rank, by what the action is."""
+    """The costs of a problem's actions: (action, rank) -> seconds, and the host's seconds.  With a
+    program, copies and kernels are slowed by the copies and messages of that program."""
 
     def __init__(self, problem: Problem, program: Program | None = None) -> None:
         self.problem, self.cost = problem, problem.cost
@@ -58,9 +59,9 @@ class ActionCosts:
         return self._table[action.kind](action, rank)
 
     def issue_s(self, action: Action, rank: int) -> float:
-        """Seconds that the host takes to issue an action: each of its kernels, or the one call of a
-        collective, a message or a copy.  What compute loses beside a collective is no call, and a
-        layer's CUDA graph is issued with its first action."""
+        """Seconds that the host takes to issue an action: a launch for each kernel, or one for a
+        collective, a message or a copy.  A STALL is no launch, and a layer's CUDA graph is one
+        launch, at its first action."""
         if action.kind is Kind.STALL or self._inside_graph(action):
             return 0.0
         if action.kind not in DIRECTION:
@@ -73,8 +74,9 @@ class ActionCosts:
         return self._issues[key]
 
     def _inside_graph(self, action: Action) -> bool:
-        """Whether a layer's CUDA graph contains an action and begins with another.  A graph holds a
-        layer's kernels and the collectives between them, but no reduction of gradients."""
+        """Whether an action is in a layer's CUDA graph but is not the graph's first action.  A
+        graph holds a layer's kernels and the collectives between them, but no reduction of
+        gradients."""
         if not self._graphs or not action.part.startswith("L"):
             return False
         if action.comm is not None:
@@ -83,12 +85,13 @@ class ActionCosts:
         return action.op != first or action.offset > 0
 
     def held(self, action: Action) -> bool:
-        """Whether the host waits for the action: a message's arrival, where the stack does."""
+        """Whether the host waits for the action: it waits for a message to arrive, where the stack
+        makes messages synchronous."""
         return self._waits_for_messages and action.wait.startswith("recv_")
 
     def alike(self, rank: int) -> Hashable:
-        """Ranks with the same groups on the same kinds of links, and the same links to the stages
-        that they send to."""
+        """A key that is equal for ranks with equal costs: their groups use the same kinds of links,
+        and so do their messages to other stages."""
         cost, pp = self.cost, self.problem.layout.pp
         peers = [peer % pp for peer in (rank + 1, rank - 1, pp - 1 - rank)]
         groups = tuple(cost.group(group, rank) for group in get_args(Group))
@@ -96,7 +99,8 @@ class ActionCosts:
         return (groups, sends)
 
     def _kernels_s(self, action: Action, rank: int) -> float:
-        """Layers, micro-batches and, where no collective runs beside them, ranks are alike."""
+        """Seconds of a compute action, kept for all layers and micro-batches, and for all ranks
+        unless a collective runs beside the action."""
         share = action.fraction * action.columns
         where = (action.part[:1], action.variant, action.op, rank if action.beside else -1)
         key = (action.kind, *where, action.beside, share, action.fraction)
@@ -115,8 +119,8 @@ class ActionCosts:
         return self.cost.slowed_s(seconds, other_s * action.fraction, action.beside)
 
     def _stall_s(self, action: Action, rank: int) -> float:
-        """What a collective takes of the compute beside it: all that follows, or one kernel that
-        was put into its window."""
+        """Seconds that a collective takes from compute: from all compute that follows, or from the
+        one kernel that was moved into the collective's window."""
         assert action.comm is not None
         if action.op == STALL:
             return self.cost.stall_s(action.comm, rank)
@@ -125,7 +129,7 @@ class ActionCosts:
         return self.cost.stall_s(action.comm, rank, kernel_s)
 
     def _op(self, action: Action, rank: int) -> Op:
-        """The operator an action runs, in its own layer's table."""
+        """The operator that an action runs, from its layer's operator table."""
         part = action.part[:1]
         key = (part, action.variant, action.op)
         if key not in self._ops:
@@ -142,15 +146,16 @@ class ActionCosts:
         return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 
     def _optimizer_s(self, action: Action, _: int) -> float:
-        """The update of the parameters whose compute copies are `nbytes` large."""
+        """Seconds of an update, on the device or the host; the action's `nbytes` are the bytes of
+        the updated parameters in compute precision."""
         count = action.nbytes // self.problem.system.param_bytes
         on_host = action.stream == HOST_UPDATE
         return self.cost.host_update_s(count) if on_host else self.cost.optimizer_s(count)
 
 
 def _graph_begins(table: OpTable) -> dict[Kind, str]:
-    """The operators that a layer's graphs begin with: a forward's first, and the last one with an
-    input gradient."""
+    """The operators that a layer's CUDA graphs begin with: the first operator with a forward, and
+    the last operator with an input gradient."""
     return {
         Kind.FORWARD: next(op.name for op in table.ops if op.forward),
         Kind.BACKWARD_INPUT: next(op.name for op in reversed(table.ops) if op.backward_input),
@@ -158,7 +163,7 @@ def _graph_begins(table: OpTable) -> dict[Kind, str]:
 
 
 def _beside(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
-    """Collectives that run beside an operator's kernels in a direction."""
+    """The collectives that run beside an operator's kernels of a kind; None for an absent one."""
     match kind:
         case Kind.BACKWARD_INPUT:
             return (op.grad_gather, op.regather)
@@ -168,6 +173,5 @@ def _beside(op: Op, kind: Kind) -> tuple[Comm | None, ...]:
 
 
 def action_seconds(problem: Problem, program: Program | None = None) -> RankedSeconds:
-    """(action, rank) -> seconds, by kind: of a program, with what its copies run beside; else of
-    actions alone."""
+    """The costs of a problem's actions; with a program, slowed by its copies and messages."""
     return ActionCosts(problem, program)

@@ -1,10 +1,10 @@
-"""Actions x costs -> times.  Knows streams, events and messages; knows no method and no fate.
+"""Op-level simulation: actions and their costs -> times.  The module knows no plan, method or fate.
 
-Streams are in-order queues.  An action starts when its stream is free and its host has issued it; a
-WAIT holds its stream until an event; sends are buffered (they end one transfer after they start,
-whether or not the receiver has posted), so a RECV costs nothing and its event is the message's
-arrival.  The host is one more clock of a rank: it issues the rank's list one after the other, runs
-ahead of the device, and waits for it only where the stack says so.
+Streams are in-order queues.  An action starts when its stream is free and its host has issued it.
+A WAIT holds its stream until an event.  Sends are buffered: a send ends one transfer after it
+starts, whether or not the receiver has posted, so a RECV costs nothing and its event is the
+message's arrival.  The host is one more clock of a rank: it issues the rank's actions one after the
+other, runs ahead of the device, and waits for the device only where the stack says so.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,23 +18,24 @@ from rematbench.program.program import Block, Program, RankProgram
 EventKey = tuple[str, int, int]
 MessageKey = tuple[str, int, int]
 Seconds = Callable[[Action, int], float]
-"""(action, rank) -> seconds on its stream."""
+"""(action, rank) -> seconds of the action on its stream."""
 
 
 @runtime_checkable
 class RankedSeconds(Protocol):
-    """Seconds that say for which ranks they are equal: such ranks share compiled blocks."""
+    """Costs of actions that also say which ranks have equal costs (those ranks share compiled
+    blocks), and what the host's issuing takes."""
 
     def __call__(self, action: Action, rank: int) -> float:
-        """Seconds on the action's stream."""
+        """Seconds of the action on its stream."""
         ...
 
     def alike(self, rank: int) -> Hashable:
-        """Equal for ranks on which every action takes equally long."""
+        """A key that is equal for ranks on which every action takes the same time."""
         ...
 
     def issue_s(self, action: Action, rank: int) -> float:
-        """Seconds that the host takes to issue the action; 0 where it costs nothing."""
+        """Seconds that the host takes to issue the action."""
         ...
 
     def held(self, action: Action) -> bool:
@@ -44,17 +45,17 @@ class RankedSeconds(Protocol):
 
 COMPUTE = STREAM_INDEX["compute"]
 HOST = len(STREAMS)
-"""Where the host's clock stands among those of the streams: behind them."""
+"""Index of the host's clock, after the clocks of the streams."""
 TIMELESS = (Kind.FREE, Kind.ALLOC, Kind.RECV)
-"""Kinds that take no part in time (a RECV's event is the message's arrival)."""
+"""Kinds of actions that the simulation leaves out (a RECV's event is the message's arrival)."""
 
 
 STILL = (Kind.WAIT, Kind.EVENT)
-"""Kinds that take no time of their own."""
+"""Kinds of actions that order streams but take no time themselves."""
 
 
 class DeadlockError(RuntimeError):
-    """No rank can go on; the message names each rank's awaited message."""
+    """No rank can go on; the text names the message that each rank waits for."""
 
 
 class Interval(NamedTuple):
@@ -71,7 +72,8 @@ class Interval(NamedTuple):
 
 
 class Simulation(Struct, frozen=True, kw_only=True):
-    """When each rank is done and how long each stream works; intervals only when asked for."""
+    """A simulated step: seconds of the step, the end of each rank, the busy seconds of each stream
+    (by rank, then stream), and the intervals of all actions where they were recorded."""
 
     step_s: float
     rank_end_s: tuple[float, ...]
@@ -79,12 +81,13 @@ class Simulation(Struct, frozen=True, kw_only=True):
     intervals: tuple[Interval, ...] = ()
 
     def busy_s(self, rank: int, stream: str) -> float:
-        """Seconds a stream of a rank works."""
+        """Busy seconds of a rank's stream."""
         return self.stream_busy_s[rank][STREAM_INDEX[stream]]
 
 
 class Clock:
-    """Time of one rank: when each stream and the host are free, when each event happened."""
+    """The clocks of one rank: when each stream and the host are free, and when each event happened.
+    `position`: the next step; `awaiting`: the message that the rank waits for."""
 
     def __init__(self, rank: int, pp: int) -> None:
         self.rank, self.pp = rank, pp
@@ -94,13 +97,14 @@ class Clock:
         self.awaiting: MessageKey | None = None
 
     def incoming(self, event: str, micro_batch: int, chunk: int) -> MessageKey:
-        """The message whose arrival is a RECV's event."""
+        """The message whose arrival is the event of a RECV."""
         if event == "recv_e":
             return ("e", self.pp - 1 - self.rank, 0)
         return (event[-1], micro_batch, chunk * self.pp + self.rank)
 
     def outgoing(self, op: str, micro_batch: int, chunk: int) -> MessageKey:
-        """The message a SEND delivers: to the next (forward) or previous (backward) stage."""
+        """The message of a SEND: to the next (forward) or previous (backward) stage, or, for a tied
+        embedding, from this rank to the other end's."""
         if op == "tied":
             return ("e", self.rank, 0)
         stage = chunk * self.pp + self.rank
@@ -108,9 +112,10 @@ class Clock:
 
 
 class Timed(NamedTuple):
-    """A compiled action: its stream and seconds, those that its host takes to issue it and whether
-    the host then waits for its end; `wait`, `begin` and `event` as in the action, `shared` whether
-    another block may wait for the event, `send` the message's direction."""
+    """A compiled action: its stream and its seconds; the seconds that the host takes to issue it,
+    and whether the host then waits for its end (`held`).  `wait`, `begin` and `event` are the
+    action's.  `shared`: whether another block may wait for the event.  `send`: the direction of a
+    message."""
 
     stream: int
     seconds: float
@@ -125,7 +130,7 @@ class Timed(NamedTuple):
 
 
 class TimedBlock(NamedTuple):
-    """A compiled block: its timed actions and the receives it waits for."""
+    """A compiled block: its timed actions, and the events of messages that it waits for."""
 
     items: tuple[Timed, ...]
     receives: tuple[str, ...]
@@ -133,8 +138,8 @@ class TimedBlock(NamedTuple):
 
 
 def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = False) -> TimedBlock:
-    """Bind seconds to the actions that take part in time; a recording also keeps those that only
-    make or free room, at the time compute has reached when they are issued."""
+    """Compile a block: its actions with their seconds.  `record` keeps the actions that only
+    allocate or free too, at the compute stream's time when they are issued."""
     host = seconds if isinstance(seconds, RankedSeconds) else None
     items = []
     for action in block.actions:
@@ -163,7 +168,7 @@ def compile_block(block: Block, rank: int, seconds: Seconds, record: bool = Fals
 def compile_program(
     program: Program, seconds: Seconds, record: bool = False
 ) -> list[list[TimedBlock]]:
-    """Every rank's blocks with seconds bound; one object for a block on ranks that are alike."""
+    """Every rank's blocks compiled; ranks that are alike share the object of a shared block."""
     known: dict[tuple[int, Hashable], TimedBlock] = {}
     code: list[list[TimedBlock]] = []
     for rank in program.ranks:
@@ -178,7 +183,8 @@ def compile_program(
 
 
 def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Simulation:
-    """Op-level times of a program.  DeadlockError when ranks wait for each other for ever."""
+    """The op-level simulation of a program.  DeadlockError where ranks wait for each other for
+    ever.  `record` keeps the intervals."""
     clocks = [Clock(r.rank, program.pp) for r in program.ranks]
     code = compile_program(program, seconds, record)
     messages: dict[MessageKey, float] = {}
@@ -197,7 +203,7 @@ def simulate(program: Program, seconds: Seconds, *, record: bool = False) -> Sim
 
 
 def busy(program: Program, code: list[list[TimedBlock]]) -> tuple[tuple[float, ...], ...]:
-    """Working seconds of every stream of every rank."""
+    """Busy seconds by rank and stream."""
     totals = []
     for rank in program.ranks:
         seconds = [0.0] * len(STREAMS)
@@ -214,7 +220,8 @@ def drive(
     messages: dict[MessageKey, float],
     advance: Callable[[RankProgram, Clock], bool],
 ) -> None:
-    """Let every rank run until it needs a message that is not sent yet; repeat until all end."""
+    """Let every rank run until it needs a message that is not sent yet; repeat until all ranks end.
+    DeadlockError where no rank can go on."""
     waiting: dict[MessageKey, int] = {}
     ready = list(reversed(range(program.pp)))
     done = 0
@@ -239,7 +246,7 @@ def _advance(
     messages: dict[MessageKey, float],
     intervals: list[Interval] | None,
 ) -> bool:
-    """Run steps until done (True) or a message is missing (False)."""
+    """Run a rank's steps until the rank is done (True) or a message is missing (False)."""
     steps = rank.steps
     while clock.position < len(steps):
         index, micro_batch, chunk = steps[clock.position]
@@ -265,7 +272,7 @@ def _run(
     chunk: int,
     intervals: list[Interval] | None,
 ) -> None:
-    """Issue one block; `local` holds event times inside it (receives are there already)."""
+    """Run one block; `local` has the times of events inside it, at entry those of its messages."""
     free, events = clock.free, clock.events
     for stream, seconds, issue, held, wait, begin, event, shared, send, action in block.items:
         start = free[stream]

@@ -1,8 +1,8 @@
-"""Whether the cells of a problem train alike: each one's first loss and gradient norm beside those
-of the cell that keeps all activations.
+"""Whether the cells of a problem train alike: the first loss and gradient norm of each cell against
+those of the cell that keeps all activations.
 
-Weights and batches come from the problem's seed, so all engines start from the same weights; later
-steps follow each engine's own optimizer and are not compared.  A campaign times its cells and keeps
+Weights and batches come from the problem's seed, so all engines start from the same weights.  Later
+steps depend on each engine's optimizer and are not compared.  A campaign times its cells and keeps
 no whole gradients: equal norms are no proof that a method is lossless, but a wrong gradient seldom
 has the right norm.
 """
@@ -18,8 +18,8 @@ COLUMNS = ("against", "first_loss_error", "first_norm_error", "alike")
 
 
 class Ran(NamedTuple):
-    """A cell with numbers: its problem, its method, whether it keeps all activations, and which
-    engine ran it."""
+    """A cell that ran: its problem, method and precision, whether it keeps all activations, the
+    engine that ran it, and its numbers (`found`)."""
 
     problem: str
     method: str
@@ -30,7 +30,8 @@ class Ran(NamedTuple):
 
 
 def alike(cells: Sequence[Ran | None]) -> list[dict[str, Any]]:
-    """A value for each of COLUMNS per cell; empty for a reference and for a cell without one."""
+    """The values of COLUMNS for every cell; empty where the cell is a reference, has no reference
+    or did not run (None)."""
     return [
         dict.fromkeys(COLUMNS, "") | (_beside(cell, _reference(cell, cells)) if cell else {})
         for cell in cells
@@ -38,7 +39,8 @@ def alike(cells: Sequence[Ran | None]) -> list[dict[str, Any]]:
 
 
 def _reference(cell: Ran, cells: Sequence[Ran | None]) -> Ran | None:
-    """The problem's cell that keeps all activations, in our executor or else in any engine."""
+    """The cell of the same problem that keeps all activations, by our executor if there is one, or
+    else by any engine."""
     every = [
         other
         for other in cells
@@ -61,7 +63,7 @@ def _beside(cell: Ran, other: Ran | None) -> dict[str, Any]:
         return {}
     loss, norm = cell.found.first_errors(other.found)
     bound = BOUNDS[cell.precision]
-    close = loss <= bound and norm <= bound  # never of a NaN
+    close = loss <= bound and norm <= bound  # False for a NaN
     name = other.method if _is_ours(other) else f"{other.method} ({other.engine})"
     values = (name, loss, norm, "yes" if close else "NO")
     return dict(zip(COLUMNS, values, strict=True))

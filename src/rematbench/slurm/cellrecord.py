@@ -1,4 +1,4 @@
-"""The record of an executed cell: its outcome, the hosts and the job that ran it."""
+"""The record of an executed cell: its outcome, and the hosts and the job that ran the cell."""
 
 import msgspec
 from msgspec import Struct
@@ -8,12 +8,13 @@ from rematbench.slurm.cells import Cell, CellStatus
 from rematbench.slurm.nodefacts import NodeFacts
 
 MAX_ATTEMPTS = 3
-"""Jobs that a cell may lose (preempted, killed) before the cell counts as failed."""
+"""Attempts, each in a job that may be preempted or killed, after which a cell counts as failed."""
 
 
 class CellRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The outcome of a cell.  `record` is what its processes wrote; `final` is false where another
-    attempt is due.  `wall_s` times the launch with its imports, so no table shows it."""
+    """The outcome of a cell.  `record` is the run's record, written by the cell's processes.
+    `final` is false where another attempt is due.  `wall_s` includes imports and start-up, so no
+    table shows it."""
 
     key: str
     cell: Cell
@@ -30,7 +31,7 @@ class CellRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def encode(record: CellRecord) -> bytes:
-    """The bytes of a stored record: JSON that a person can read."""
+    """The stored bytes of a record: indented JSON."""
     return msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
 
 

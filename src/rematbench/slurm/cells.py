@@ -1,4 +1,4 @@
-"""A campaign suite: its cells, what identifies each, and bundles that share an allocation."""
+"""A campaign suite: its cells, the key of each cell, and the bundles that share an allocation."""
 
 from functools import cached_property
 from pathlib import Path
@@ -24,16 +24,17 @@ from rematbench.workload import PositiveInt
 CellStatus = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported", "preempted"]
 
 OVERHEAD_MINUTES = 5
-"""Of an allocation's time limit: node checks, canary, first imports from a cold file system."""
+"""Minutes of an allocation's time limit for node checks, the canary, and first imports from a cold
+file system."""
 
 
 class CampaignSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Problems and methods to execute, `steps` observed optimizer steps each.
+    """Problems and methods to execute, with `steps` observed optimizer steps per cell.
 
-    `methods`: names to run on every problem (all discovered ones when empty); they and the variants
-    may name baselines, which on GPUs take `warmup` more steps before the timed ones.
-    `cell_minutes` is the limit of one cell; `cells_per_job` caps how many share an allocation
-    (docs/slurm.md).
+    `methods`: names to run on every problem (empty: all discovered methods).  Methods and variants
+    may name baselines, which on GPUs take `warmup` more steps before the timed steps.
+    `cell_minutes` is the time limit of a cell.  `cells_per_job` is the largest number of cells that
+    share an allocation (docs/slurm.md).
     """
 
     methods: tuple[str, ...] = ()
@@ -70,7 +71,8 @@ class Campaign:
     """A campaign suite on a center."""
 
     def __init__(self, suite: CampaignSuite, registry: Registry, cluster: str | Path = "") -> None:
-        """`cluster` (a name or file) replaces the suite's.  ConfigError for what cannot be."""
+        """`cluster` (a name or file) replaces the cluster of the suite's problems.  ConfigError
+        where the problems name several clusters or the cluster has no `slurm:` section."""
         if cluster:
             changed = tuple(replace(spec, cluster=str(cluster)) for spec in suite.problems)
             suite = replace(suite, problems=changed)
@@ -85,7 +87,7 @@ class Campaign:
 
     @cached_property
     def cells(self) -> tuple[Cell, ...]:
-        """Every cell, by method and then by problem."""
+        """Every cell, ordered by method and then by problem."""
         suite, registry = self.suite, self.registry
         names = suite.methods or tuple(registry.methods)
         found: dict[str, list[Variant]] = {}
@@ -93,7 +95,7 @@ class Campaign:
             found.setdefault(variant.method, []).append(variant)
         cells = []
         for method, variants in found.items():
-            resolve(registry, method, {})  # MethodError with a hint for a name that is none
+            resolve(registry, method, {})  # MethodError with a hint for an unknown name
             for spec in suite.problems:
                 own = on_own_stack(registry, method, spec)
                 cells += [
@@ -105,7 +107,8 @@ class Campaign:
 
     @cached_property
     def bundles(self) -> dict[str, Bundle]:
-        """METHOD.NODESn.PART -> its cells.  Adding a method moves no cell of another."""
+        """Bundles by name, METHOD.NODESxGPUS.PART.  A new method moves no cell of another method to
+        another bundle."""
         groups: dict[tuple[str, int, int], list[Cell]] = {}
         for cell in self.cells:
             nodes = self.center.nodes(cell.spec.gpus)
@@ -127,7 +130,8 @@ class Campaign:
         return found
 
     def _cells_per_job(self) -> int:
-        """As many as the suite allows and the center's time limit holds."""
+        """The largest number of cells that the suite allows and the center's time limit holds.
+        ConfigError where the limit holds no cell."""
         suite, limit = self.suite, self.center.slurm.minutes
         room = (limit - OVERHEAD_MINUTES) // suite.cell_minutes
         if room < 1:
@@ -139,7 +143,7 @@ class Campaign:
         return min(suite.cells_per_job, room)
 
     def bundle(self, name: str) -> Bundle:
-        """A bundle by name; ConfigError with a hint."""
+        """A bundle by name; ConfigError with a hint where there is none."""
         if name not in self.bundles:
             hint = closest(name, self.bundles)
             known = ", ".join(self.bundles)
@@ -147,14 +151,14 @@ class Campaign:
         return self.bundles[name]
 
     def problem(self, spec: NamedProblem) -> Problem:
-        """A problem on its stack, made once."""
+        """The planning problem of a cell's spec, made once per name and system."""
         key = (spec.name, spec.system)
         if key not in self._problems:
             self._problems[key] = spec.problem()
         return self._problems[key]
 
     def method(self, cell: Cell) -> Composition:
-        """A cell's method, or its baseline's policy, with its settings."""
+        """The method of a cell, or the policy of its baseline, with the variant's settings."""
         settings: dict[str, Value] = dict(cell.variant.settings)
         return resolve(self.registry, cell.variant.method, settings)
 
@@ -163,33 +167,32 @@ class Campaign:
         return is_baseline(self.registry, cell.variant.method)
 
     def keeps_all(self, cell: Cell, simulated: PlanEvaluation) -> bool:
-        """Whether the cell is what others of its engine are compared with: it rebuilds and moves
-        nothing, as simulated."""
+        """Whether a cell keeps all activations: keep_all's cell, or a baseline's whose simulated
+        step recomputes and offloads nothing."""
         if not self.is_baseline(cell):
             return cell.variant.method == IDENTITY
         return not simulated.recompute_flop and not simulated.offload_bytes
 
     def engine(self, cell: Cell) -> str:
-        """What runs the cell, without versions."""
+        """The name of the engine that runs a cell, without a version."""
         return engine_name(self.registry, cell.variant.method)
 
     def steps(self, cell: Cell) -> int:
-        """Optimizer steps of a cell on GPUs: observed, warm-up and timed."""
+        """Optimizer steps of a cell on GPUs: observed, warm-up and timed steps."""
         warmup = self.suite.warmup if self.is_baseline(cell) else 0
         return self.suite.steps + warmup + TIMED_STEPS
 
     def words(self, cell: Cell) -> list[str]:
-        """The command of rematbench that runs a cell in each of its processes, without `--out`."""
+        """The arguments of the rematbench command that each process of a cell runs, without
+        `--out` and `--timeout`."""
         words = [*cell.variant.to_arguments(cell.spec), "--steps", str(self.suite.steps)]
         if self.is_baseline(cell):
             return ["baseline", "run", *words, "--warmup", str(self.suite.warmup)]
         return ["execute", *words]
 
     def simulated(self, cell: Cell) -> PlanEvaluation | None:
-        """A cell's step as simulated, a baseline's with what its package holds; None where the
-        method gives no plan.
-
-        PlanError where its plan is none.
+        """The simulated step of a cell, for a baseline with the tensors that its package holds;
+        None where the method gives no plan.  PlanError where the plan cannot be lowered.
         """
         problem, method = self.problem(cell.spec), self.method(cell)
         if self.is_baseline(cell):
@@ -202,7 +205,8 @@ class Campaign:
         return found
 
     def key(self, cell: Cell) -> str:
-        """What a finished record of the cell stands for: the same request, method and code."""
+        """The key of a cell's record: the cell's name and a hash of its request, its method and the
+        code that can change its numbers."""
         asked = run_spec(self.problem(cell.spec), self.method(cell), "executed")
         own, steps = code_of(self.registry, cell.variant.method), self.suite.steps
         if self.is_baseline(cell):
@@ -213,7 +217,8 @@ class Campaign:
 
 
 def load_campaign_suite(path: Path) -> CampaignSuite:
-    """A campaign suite from YAML; an unknown key or a wrong type is an error with its path."""
+    """A campaign suite from YAML; ConfigError, with the path, for an unknown key, a wrong type, or
+    a missing or invalid name of a problem."""
     label = str(path)
     suite = convert(read_mapping(path, label), CampaignSuite, label)
     names = [problem.name for problem in suite.problems]

@@ -1,4 +1,4 @@
-"""`python -m rematbench.slurm.check_node SECONDS [gpus]`: this node's facts as one line of JSON."""
+"""`python -m rematbench.slurm.check_node SECONDS [gpus]`: facts of this node in a line of JSON."""
 
 import sys
 
@@ -8,7 +8,8 @@ from rematbench.slurm.nodefacts import node_facts
 
 
 def main() -> None:
-    """Print the facts, with a canary of the given seconds; `gpus`: with those that torch sees."""
+    """Print the facts of this node, with a canary of SECONDS; `gpus`: count the GPUs that torch
+    sees."""
     facts = node_facts(float(sys.argv[1]), count_gpus="gpus" in sys.argv[2:])
     sys.stdout.write(msgspec.json.encode(facts).decode() + "\n")
 

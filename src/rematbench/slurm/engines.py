@@ -1,4 +1,4 @@
-"""The engine of a cell: our executor runs a method, a package runs its own baseline."""
+"""The engine of a cell: our executor runs a method, a package runs the baseline of its name."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +15,13 @@ from rematbench.spec.paths import data_dir
 
 
 def is_baseline(registry: Registry, name: str) -> bool:
-    """Whether a name of a suite is a baseline's; a method of that name comes first."""
+    """Whether a name in a suite is a baseline's.  Where a method has the same name, it is not."""
     return name not in registry.methods and name in baselines()
 
 
 def engine_name(registry: Registry, name: str) -> str:
-    """The engine of a name, without its version, which only a record has."""
+    """The name of the engine that runs a method or baseline, without the version, which only a
+    record has."""
     return name.replace("_", "-") if is_baseline(registry, name) else OURS
 
 
@@ -42,8 +43,8 @@ def resolve(registry: Registry, name: str, settings: Mapping[str, Value]) -> Com
 
 
 def on_own_stack(registry: Registry, name: str, spec: NamedProblem) -> NamedProblem:
-    """The problem under its engine's system: a baseline has the system of its own name, if there
-    is one; methods have the problem's `system`."""
+    """The problem with its engine's system: for a baseline the system of the baseline's name, if
+    there is one; for a method the problem's own `system`."""
     own = name.replace("_", "-")
     if is_baseline(registry, name) and (data_dir("config") / f"systems/{own}.yaml").is_file():
         return replace(spec, system=own)
@@ -51,8 +52,8 @@ def on_own_stack(registry: Registry, name: str, spec: NamedProblem) -> NamedProb
 
 
 def code_of(registry: Registry, name: str) -> str:
-    """A digest of a cell's files and of their imports: a composed method's, or a baseline's
-    with the files that all baselines share and its pinned packages."""
+    """A digest of the code behind a cell: the files of its methods, or of its baseline with the
+    files that all baselines share and the pinned packages; and what these files import."""
     if not is_baseline(registry, name):
         return method_digest(registry.methods[part].origin for part in name.split("+"))
     folder = data_dir("baselines")

@@ -1,4 +1,5 @@
-"""Start a cell's processes by torchrun, here or on every node of an allocation, and end them."""
+"""Start a cell's processes by torchrun, on this machine or on every node of an allocation, and end
+them."""
 
 import contextlib
 import os
@@ -20,7 +21,8 @@ GRACE_S = 10.0
 
 
 class Allocation(Struct, frozen=True, kw_only=True):
-    """Where a bundle's cells run: `nodes` of a Slurm job, or (nodes 1, no job) this machine."""
+    """Where a bundle's cells run: on the `nodes` nodes of a Slurm job, or, without a job, on this
+    machine."""
 
     nodes: int
     gpus_per_node: int
@@ -33,12 +35,13 @@ class Allocation(Struct, frozen=True, kw_only=True):
 
     @property
     def hosts(self) -> int:
-        """Hosts that take part: without a Slurm job, all ranks share this machine."""
+        """The number of hosts; without a Slurm job all ranks share this machine."""
         return self.nodes if self.spans else 1
 
 
 class Ended(Struct, frozen=True, kw_only=True):
-    """How a launch ended.  `code` is None after the time limit; `stderr` has the last output."""
+    """How a launch ended.  `code`: the exit code, None for a command that did not end by itself.
+    `stderr`: the end of the output."""
 
     code: int | None
     stderr: str
@@ -46,18 +49,18 @@ class Ended(Struct, frozen=True, kw_only=True):
 
 
 def on_every_node(allocation: Allocation, words: Sequence[str]) -> list[str]:
-    """The srun command that runs `words` once on every node.  The executor's job step drops what
-    sbatch set (SLURM_*), so srun gets every number as an option."""
+    """The srun command that runs `words` once on every node.  The job step of Snakemake's executor
+    drops the SLURM_* variables that sbatch set, so srun gets every number as an option."""
     count = str(allocation.nodes)
     srun = ["srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1"]
     return [*srun, "--kill-on-bad-exit=1", "--cpu-bind=none", *words]
 
 
 def torchrun(allocation: Allocation, words: Sequence[str]) -> list[str]:
-    """`python -m WORDS` in every process of an allocation.
+    """The command that runs `python -m WORDS` in every process of an allocation.
 
-    Ranks are in node order (static rendezvous at the first node, where this runs), so that a
-    layout's neighbours share a node on every run.
+    Ranks are in node order, so that neighbours in a layout share a node on every run: the
+    rendezvous is static, at the first node, where this process runs.
     """
     here = [sys.executable, "-m", "torch.distributed.run"]
     total = allocation.nodes * allocation.gpus_per_node
@@ -81,8 +84,8 @@ def torchrun(allocation: Allocation, words: Sequence[str]) -> list[str]:
 def run_limited(
     words: Sequence[str], log: Path, limit_s: float, stopped: Callable[[], bool]
 ) -> Ended:
-    """Run a command in its own session until it ends, `limit_s` have passed or `stopped()` holds;
-    then end all its processes.  `log` takes the output."""
+    """Run a command in its own session until it ends, `limit_s` seconds have passed or `stopped()`
+    is true; then end all its processes.  The output goes to `log`."""
     start = time.monotonic()
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -119,7 +122,7 @@ def _signal(group: int, number: int) -> None:
 
 
 def all_facts(allocation: Allocation, canary_s: float, count_gpus: bool) -> list[NodeFacts]:
-    """The facts of every node, in the order of hosts' names; RuntimeError if a node gives none."""
+    """The facts of every node, sorted by host name; RuntimeError if a node gives none."""
     words = [sys.executable, "-m", "rematbench.slurm.check_node", f"{canary_s:g}"]
     words += ["gpus"] if count_gpus else []
     command = on_every_node(allocation, words) if allocation.spans else words
@@ -132,7 +135,7 @@ def all_facts(allocation: Allocation, canary_s: float, count_gpus: bool) -> list
 
 
 def last_words(text: str) -> str:
-    """The line of an output that most probably says what went wrong."""
+    """The line of an output that most probably names the error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
     return (errors or lines or ["no output"])[-1][:400]

@@ -1,4 +1,4 @@
-"""Facts of a node before a cell runs there: memory, limits, NUMA, and a canary's rates."""
+"""Facts of a node before it runs a cell: memory, limits, NUMA nodes, and rates of a canary."""
 
 import os
 import platform
@@ -14,14 +14,14 @@ from rematbench.host.cpus import cpu_set
 from rematbench.host.memory import cgroup_limit, meminfo
 
 MEMORY_SLACK = 0.05
-"""Share of a node's memory that is the system's own: pinned bytes must fit into the rest."""
+"""Share of a node's memory that the operating system needs: pinned bytes must fit into the rest."""
 SLOW = 0.8
-"""A device below this share of the median of its peers is named slow."""
+"""A device with a rate below this share of the median of all devices is named slow."""
 
 
 class NodeFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One host of an allocation.  Bytes; -1 stands for no limit.  `torch_gpus` counts the GPUs that
-    torch sees; -1: not counted."""
+    """Facts of one host of an allocation.  A limit of -1 bytes is no limit.  `torch_gpus`: the
+    number of GPUs that torch sees; -1 where they are not counted."""
 
     host: str
     kernel: str
@@ -39,8 +39,8 @@ class NodeFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def node_facts(canary_s: float = 0.0, *, count_gpus: bool = False) -> NodeFacts:
-    """Facts of this host, with a canary of `canary_s` seconds where torch is installed; with
-    `count_gpus`, with the number of GPUs that torch sees."""
+    """Facts of this host.  Where torch is installed, a canary of `canary_s` seconds measures its
+    rates.  `count_gpus`: count the GPUs that torch sees."""
     cpus = os.sched_getaffinity(0)
     nodes = _numa_nodes()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -91,7 +91,7 @@ def _numa_nodes() -> dict[str, set[int]]:
 
 
 def _gpu_numa() -> dict[str, int]:
-    """NVIDIA display controllers of the PCI bus and the NUMA node of each."""
+    """The NUMA node of every NVIDIA display controller, by PCI address."""
     found = {}
     for path in sorted(Path("/sys/bus/pci/devices").glob("*")):
         try:
@@ -105,8 +105,8 @@ def _gpu_numa() -> dict[str, int]:
 
 
 def shortages(facts: NodeFacts, pinned_bytes: int, gpus: int = 0) -> list[str]:
-    """Reasons not to start on a node: it cannot hold the predicted pinned bytes, or torch sees
-    fewer GPUs than the job asked for (without CUDA, a cell would run on CPUs for hours)."""
+    """Reasons not to start a cell on a node: the node cannot hold the predicted pinned bytes, or
+    torch sees fewer than `gpus` GPUs (without CUDA a cell would run on CPUs for hours)."""
     found = []
     if 0 <= facts.torch_gpus < gpus:
         sees = f"torch {facts.torch} sees {facts.torch_gpus} of {gpus} GPUs"
@@ -124,8 +124,8 @@ def shortages(facts: NodeFacts, pinned_bytes: int, gpus: int = 0) -> list[str]:
 
 
 def oddities(nodes: Sequence[NodeFacts], pinned_bytes: int = 0) -> list[str]:
-    """Remarks that stop no cell: a slow device, GPUs on a NUMA node without CPUs,
-    `ulimit -l` below the pinned bytes (CUDA pins past it, RDMA libraries do not)."""
+    """Remarks on nodes that stop no cell: a slow device, a GPU on a NUMA node without CPUs,
+    `ulimit -l` below the pinned bytes (CUDA ignores that limit, RDMA libraries do not)."""
     found = [
         _short(node, "ulimit -l", node.memlock_bytes, pinned_bytes)
         for node in nodes

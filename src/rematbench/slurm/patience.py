@@ -1,12 +1,14 @@
-"""Keep Snakemake's Slurm executor from losing its jobs when Slurm is silent, and from asking late.
+"""Wrap Snakemake's Slurm executor, so that it does not lose jobs while Slurm does not answer, and
+does not notice late that a job has ended.
 
-Seen with snakemake-executor-plugin-slurm 2.8.0: when every status query of a round fails (the
-controller is away), `check_active_jobs` gives no job back, which means to its caller that all have
-ended; Snakemake then waits for ever for jobs that nothing watches.  With the wrapper, a round
-without one successful query gives every job back, so that the next round asks about all of them.
+Both faults are of snakemake-executor-plugin-slurm 2.8.0.  When every status query of a round fails
+(the Slurm controller is away), `check_active_jobs` yields no job.  Its caller takes that for the
+end of all jobs, and Snakemake waits for ever for jobs that nothing watches.  With the wrapper, a
+round without a successful query yields every job, so that the next round asks about all of them.
 
-After a round in which no job ended, the executor waits 10 s longer before the next, up to 180 s,
-whatever the profile says: it notices a job of 46 s after 80.  The wrapper bounds the wait.
+After a round in which no job ended, the executor waits 10 s longer before the next round, up to
+180 s, whatever the profile says: it notices the end of a job of 46 s after 80 s.  The wrapper
+bounds the wait.
 """
 
 import sys
@@ -17,9 +19,8 @@ PLUGIN = "snakemake_executor_plugin_slurm"
 
 
 def be_patient(longest_s: float, executor: Any = None) -> bool:
-    """Wrap the executor class (by default the loaded plugin's), once; False if there is none.
-
-    `longest_s`: the longest wait between two rounds of status queries."""
+    """Wrap an executor class once (None: the loaded plugin's).  False where there is no class to
+    wrap.  `longest_s`: the longest wait in seconds between two rounds of status queries."""
     module = sys.modules.get(PLUGIN)
     found = executor or getattr(module, "Executor", None)
     if found is None or not hasattr(found, "check_active_jobs"):
@@ -29,9 +30,9 @@ def be_patient(longest_s: float, executor: Any = None) -> bool:
     ask = found.check_active_jobs
 
     async def check_active_jobs(self: Any, active_jobs: Sequence[Any]) -> AsyncIterator[Any]:
-        """The plugin's jobs; all of them if no query was answered."""
-        # The first rounds may run before the executor has its counter.  An exception here would
-        # end this thread unseen, and Snakemake would wait for ever.
+        """The jobs that the plugin yields; every active job where no query was answered."""
+        # The first rounds may run before the executor has its query counter.  An exception here
+        # would end this thread silently, and Snakemake would wait for ever.
         answered = getattr(self, "_status_query_calls", 0)
         kept = []
         async for job in ask(self, active_jobs):

@@ -1,4 +1,4 @@
-"""Ask Slurm: which jobs live, which nodes a partition has, which jobs an earlier run left."""
+"""Queries to Slurm: whether a job is alive, the nodes of partitions, jobs of an earlier run."""
 
 import contextlib
 import shutil
@@ -10,26 +10,27 @@ from pathlib import Path
 from msgspec import Struct
 
 JOB_PREFIX = "rematbench_"
-"""Names of our jobs start with it (slurm-jobname-prefix in profiles/slurm/config.yaml)."""
+"""Prefix of our jobs' names (slurm-jobname-prefix in profiles/slurm/config.yaml)."""
 POLL_S = 2.0
 ANSWER_S = 60.0
-"""Longest wait for one answer of a Slurm command."""
+"""The longest wait for the answer of one Slurm command."""
 PATIENCE_MINUTES = 10.0
-"""How long a run waits for a controller that does not answer."""
+"""The longest time that a run waits for a Slurm controller that does not answer."""
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "CONFIGURING", "STAGE_OUT", "SIGNALING")
 UNLIMITED = 1 << 30
 
 
 class Unreachable(RuntimeError):
-    """Slurm is installed and does not answer."""
+    """A Slurm command failed or did not answer."""
 
 
 class Silent(Unreachable):
-    """Slurm did not answer within the run's patience."""
+    """Slurm did not answer for as long as the run waits."""
 
 
 def ask(*words: str, limit_s: float = ANSWER_S) -> list[str] | None:
-    """Output lines of a Slurm command; None if not installed; Unreachable with its last line."""
+    """Output lines of a Slurm command; None where the command is not installed.  Unreachable, with
+    the last line of its error, where it fails or takes more than `limit_s` seconds."""
     if shutil.which(words[0]) is None:
         return None
     try:
@@ -42,7 +43,7 @@ def ask(*words: str, limit_s: float = ANSWER_S) -> list[str] | None:
 
 
 def job_alive(job_id: str) -> bool | None:
-    """Whether a job has processes or may have some; None without an answer."""
+    """Whether a job has, or may have, processes; None without an answer of Slurm."""
     try:
         lines = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%T")
     except Unreachable as error:
@@ -51,14 +52,14 @@ def job_alive(job_id: str) -> bool | None:
 
 
 class Left(Struct, frozen=True):
-    """A job of this project in the queue."""
+    """A job of an earlier run that is still in Slurm's queue."""
 
     job_id: str
     state: str
 
 
 def left_jobs(folder: Path, limit_s: float = ANSWER_S) -> list[Left]:
-    """Jobs that a Snakemake in `folder` submitted and that are still in the queue."""
+    """The jobs in the queue that a Snakemake in `folder` submitted."""
     form = "--format=%i|%T|%j|%Z"
     lines = ask("squeue", "--noheader", "--me", form, limit_s=limit_s) or []
     found = []
@@ -72,9 +73,10 @@ def left_jobs(folder: Path, limit_s: float = ANSWER_S) -> list[Left]:
 def settle_jobs(
     folder: Path, *, cancel: bool, patience_s: float, say: Callable[[str], None]
 ) -> None:
-    """Cancel pending jobs, cancel or await running ones; return when none is left.
+    """Cancel the pending jobs of an earlier run in `folder`; cancel its running jobs (`cancel`) or
+    wait for their end.  Return when no job is left.
 
-    Raises Silent once Slurm has not answered for `patience_s` seconds on end.
+    Silent where Slurm does not answer for `patience_s` seconds.
     """
     told: set[str] = set()
     while jobs := _patiently(folder, patience_s, say):
@@ -91,7 +93,8 @@ def settle_jobs(
 
 
 def _patiently(folder: Path, patience_s: float, say: Callable[[str], None]) -> list[Left]:
-    """Query the jobs that are left until the controller answers or patience ends."""
+    """The jobs that are left; queries are repeated until Slurm answers.  Silent after `patience_s`
+    seconds without an answer."""
     ends = time.monotonic() + patience_s
     limit_s, first = min(ANSWER_S, patience_s), ""
     while True:
@@ -109,7 +112,8 @@ def _patiently(folder: Path, patience_s: float, say: Callable[[str], None]) -> l
 
 
 class Node(Struct, frozen=True, kw_only=True):
-    """One node as one partition has it.  `minutes` is the partition's limit."""
+    """One node in one partition.  `minutes` is the partition's time limit; `default` and `up` are
+    facts of the partition too."""
 
     partition: str
     name: str
@@ -121,7 +125,7 @@ class Node(Struct, frozen=True, kw_only=True):
     up: bool
 
     def count(self, kind: str) -> int:
-        """How many GRES of a kind (`gpu`, `gpu:h800`) the node has."""
+        """The number of GRES of a kind (`gpu`, `gpu:h800`) that the node has."""
         total = 0
         for entry in self.gres.split(","):
             words = entry.partition("(")[0].split(":")
@@ -154,7 +158,7 @@ def partitions() -> list[Node] | None:
 
 
 def minutes(limit: str) -> int:
-    """Slurm's `days-hours:minutes:seconds` as whole minutes."""
+    """A limit of Slurm (`days-hours:minutes:seconds`) in whole minutes; UNLIMITED for no limit."""
     if limit in ("infinite", "UNLIMITED", "n/a"):
         return UNLIMITED
     days, _, rest = limit.rpartition("-")

@@ -1,4 +1,4 @@
-"""Check before a submission whether a center's partitions can ever hold the job."""
+"""Checks, before a submission, of whether a center's partitions can ever hold the job."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,11 @@ from rematbench.slurm.settings import Center
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """A job: `nodes` nodes with these CPUs, MB and GPUs each (0: the center's default).
+    """What a job asks for: `nodes` nodes, each with these CPUs, MB and GPUs (0: the center's
+    default).
 
-    `key` is the key of the cluster file's `slurm:` section that names the partition; an empty
-    partition is Slurm's default one.
+    `key`: the key of the cluster file's `slurm:` section that names the partition.  An empty
+    `partition` is Slurm's default partition.
     """
 
     name: str
@@ -53,7 +54,7 @@ def executed_request(center: Center, bundle: Bundle) -> Request:
 
 
 def simulated_request(center: Center) -> Request:
-    """The request of a job that simulates."""
+    """The request of a job that runs simulated cells."""
     asked = simulated_resources(center)
     return Request(
         name="a simulated job",
@@ -66,7 +67,8 @@ def simulated_request(center: Center) -> Request:
 
 
 def check_request(request: Request, nodes: Sequence[Node]) -> None:
-    """CommandError if the partition can never hold the job; `nodes` are those of all partitions."""
+    """CommandError if the request's partition can never hold the job; `nodes`: the nodes of all
+    partitions."""
     where = request.where
     key = f"{request.center}: slurm: {request.key}"
     if request.partition:

@@ -1,4 +1,5 @@
-"""Retry: remove finished cells' records and what was made from them, so that the cells are due."""
+"""Retry: remove the records of finished cells, and the files made from them, so that the cells are
+due."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -21,11 +22,12 @@ def forget(
     statuses: Collection[str],
     names: Collection[str] = (),
 ) -> dict[str, str]:
-    """Remove the finished records of these statuses (of the cells `names` only, if any) and return
-    {cell: status} of the removed.
+    """Remove the finished records with these statuses (only of the cells `names`, where given) and
+    return the status of each removed record by cell.
 
-    Manifests and the table in `results` are removed too: Snakemake knows only these, and makes no
-    missing manifest while the table is there.  CommandError for an unknown status or cell.
+    The manifests of their bundles and the table in `results` are removed too: Snakemake knows only
+    these files, and makes no missing manifest while the table exists.  CommandError for an unknown
+    status or cell.
     """
     _check("status", statuses, STATUSES)
     _check("cell", names, [cell.name for cell in campaign.cells])

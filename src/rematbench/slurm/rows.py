@@ -1,4 +1,4 @@
-"""Every cell of a campaign as a row, finished or not."""
+"""A row for every cell of a campaign, finished or not."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from rematbench.slurm.shown import columns
 
 
 def cell_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
-    """A row per cell: its request and its outcome.  A cell without a record is `running` or
-    `waiting`."""
+    """A row per cell with its request and its outcome.  The status of a cell without a record is
+    `running` or `waiting`."""
     return [_row(campaign, store, cell)[0] for cell in campaign.cells]
 
 
 def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
-    """The rows with every number (`shown.COLUMNS`, `alike.COLUMNS`), measured and simulated; each
-    cell is planned for that."""
+    """The rows of `cell_rows` with all measured and simulated numbers (`shown.COLUMNS`,
+    `alike.COLUMNS`); every cell is planned and simulated."""
     found: list[dict[str, Any]] = []
     ran: list[Ran | None] = []
     for cell in campaign.cells:
@@ -41,12 +41,12 @@ def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
 def _simulated(campaign: Campaign, cell: Cell) -> PlanEvaluation | None:
     try:
         return campaign.simulated(cell)
-    except PlanError:  # the reason is in the cell's row
+    except PlanError:  # the cell's row has the reason
         return None
 
 
 def _row(campaign: Campaign, store: Store, cell: Cell) -> tuple[dict[str, Any], CellRecord | None]:
-    """A cell's row, and its record unless it is running or waiting."""
+    """The row of a cell, and the cell's record; None where the cell is running or waiting."""
     key = campaign.key(cell)
     spec = cell.spec
     row: dict[str, Any] = {

@@ -1,8 +1,9 @@
-"""Run a bundle: its unfinished cells one after the other, each ending in a record.
+"""Run a bundle: run its unfinished cells one after the other, and write a record of each.
 
-A cell that runs out of memory, crashes or reaches its time limit gets that status, and the runner
-goes on with the next cell.  A job that is ended (preemption, scancel, the allocation's limit) exits
-with EXIT_AGAIN: finished cells stay finished, and the same command goes on with the others.
+A cell that runs out of memory, crashes or reaches its time limit gets a record with that status,
+and the runner goes on with the next cell.  A job that is ended (preemption, scancel, the
+allocation's limit) exits with EXIT_AGAIN: finished cells stay finished, and the same command goes
+on with the unfinished cells.
 """
 
 import datetime
@@ -35,9 +36,9 @@ from rematbench.slurm.launch import (
 from rematbench.slurm.nodefacts import NodeFacts, oddities, shortages
 
 EXIT_AGAIN = 75
-"""sysexits' EX_TEMPFAIL: run the same command again."""
+"""Exit code for a command that can go on when it is run again (EX_TEMPFAIL of sysexits.h)."""
 MARGIN_S = 30.0
-"""The last seconds of an allocation, kept for writing records."""
+"""Seconds at the end of an allocation that are left for writing records."""
 
 HOST_MEMORY = "host memory: the kernel or Slurm killed a process for it"
 SIGNS: tuple[tuple[str, CellStatus, str], ...] = (
@@ -48,11 +49,12 @@ SIGNS: tuple[tuple[str, CellStatus, str], ...] = (
     ("Out Of Memory", "oom", HOST_MEMORY),
     ("exitcode: -9", "oom", KILLED),
 )
-"""(words in a launch's output, status, reason); an empty reason is the output's last error."""
+"""(words in a launch's output, status, reason).  Where the reason is empty, it is the last error in
+the output."""
 
 
 class Runner:
-    """One bundle on one allocation."""
+    """The run of one bundle on one allocation."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Runner:
         minutes: int = 0,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`minutes` is the allocation's limit from now on; 0 for none."""
+        """`minutes`: the time that the allocation still has; 0 for no limit."""
         self.campaign = campaign
         self.bundle = bundle
         self.store = store
@@ -78,15 +80,16 @@ class Runner:
         on_gpus = (
             bool(allocation.job_id and center.slurm.gres) and center.cluster.generation != "cpu"
         )
-        self.gpus = allocation.gpus_per_node if on_gpus else 0  # on each node, for torch to see
+        self.gpus = allocation.gpus_per_node if on_gpus else 0  # torch must see them on each node
 
     def run(self) -> list[CellRecord] | None:
-        """Run the cells and return all records of the bundle; None if the job was ended first or
-        its nodes failed their check (another job may get other nodes)."""
+        """Run the unfinished cells and return all records of the bundle.  None where cells are
+        unfinished because the job was ended or its nodes failed their check (another job may get
+        other nodes)."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._signalled)
         keys = {self.campaign.key(cell): cell for cell in self.bundle.cells}
-        for wait in (False, True):  # cells that another live job runs come last
+        for wait in (False, True):  # cells that another job is running come last
             if wait and self.broken:
                 break
             for key, cell in keys.items():
@@ -107,7 +110,8 @@ class Runner:
         self.stop = f"the job was ended by {name} (preemption, scancel or a node taken away){late}"
 
     def _run(self, cell: Cell, lease: Lease) -> None:
-        """Attempt a cell and commit its record, or release the lease when time is over."""
+        """Attempt a cell and commit its record, or release the lease where too little of the
+        allocation's time is left."""
         if self.ends - time.monotonic() < 2 * MARGIN_S:
             self.stop = "the allocation's time is over"
             self.store.release(lease)
@@ -166,7 +170,8 @@ class Runner:
     def _why(
         self, ended: Ended, out: Path, limit: float, record: Record | None
     ) -> tuple[CellStatus, str]:
-        """Status and reason of a launch that failed; a failed record has rank 0's error only."""
+        """The status and reason of a failed launch.  The errors of all ranks are read, because a
+        failed record may have only rank 0's error."""
         if self.stop:
             return "preempted", self.stop
         if ended.code is None:
@@ -185,12 +190,13 @@ class Runner:
         return "failed", f"exit code {ended.code}: {last_words(ended.stderr)}"
 
     def _predicted_pinned(self, cell: Cell) -> int:
-        """Pinned bytes per node that the simulator predicts; 0 for a cell without a plan."""
+        """Predicted pinned bytes per node of a cell; 0 for a cell without a plan."""
         found = self.campaign.simulated(cell)
         return 0 if found is None else found.host_node_bytes
 
     def _node_facts(self) -> list[NodeFacts]:
-        """Facts of every node, collected once per allocation; RuntimeError if that failed."""
+        """The facts of every node, collected once per allocation; RuntimeError where a node check
+        failed."""
         if self.broken:
             raise RuntimeError(self.broken)
         if self.facts is None:
@@ -216,14 +222,15 @@ class Runner:
 
 
 def manifest(records: list[CellRecord]) -> bytes:
-    """A bundle's declared output: key and status of each cell's record, and nothing that a second
-    run of a finished bundle would change."""
+    """The bytes of a bundle's manifest, its declared output: key, status and reason of each record.
+    A second run of a finished bundle gives the same bytes."""
     rows = [{"key": r.key, "status": r.status, "reason": r.reason} for r in records]
     return msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n"
 
 
 def finish(runner: Runner, output: Path) -> None:
-    """Run, write the manifest, say the counts; exits with EXIT_AGAIN if the job was ended."""
+    """Run a bundle, write its manifest to `output` and print the number of cells by status.  Exits
+    with EXIT_AGAIN where cells are left unfinished."""
     records = runner.run()
     if records is None:
         sys.exit(EXIT_AGAIN)

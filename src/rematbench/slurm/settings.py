@@ -1,4 +1,4 @@
-"""The `slurm:` section of a cluster file: how a center wants its jobs submitted."""
+"""The `slurm:` section of a cluster file: how jobs are submitted at a center."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,13 +14,13 @@ CanarySeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
 
 
 class SlurmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Partition, account and limits of a center; nothing here changes a result.
+    """Partition, account and limits of a center; no setting changes a result.
 
-    `gres` is the GPU resource without its count (`gpu`, `gpu:h800`); empty on CPU-only clusters.
-    `nodes` is the most one job may have; 0 for memory or CPUs leaves them to the center's defaults.
-    `cpu_partition` is for jobs without GPUs, where they do not run locally.
-    `setup` are shell lines run before anything else on the first node (module load, activate);
-    `environment` is exported to every process.  `source` says where the numbers come from.
+    `gres`: the GPU resource without its count (`gpu`, `gpu:h800`); empty on CPU-only clusters.
+    `nodes`: the largest number of nodes of one job.  `mem_mb_per_node` and `cpus_per_node`: 0 for
+    the center's default.  `cpu_partition`: for jobs without GPUs, where these do not run locally.
+    `setup`: shell lines that run first on the first node (module load, activate).  `environment`:
+    variables exported to every process.  `source`: where the numbers come from.
     """
 
     source: str
@@ -40,20 +40,21 @@ class SlurmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     canary_s: CanarySeconds = 10.0
 
     def shell_setup(self) -> str:
-        """The setup lines and exports as one shell prefix."""
+        """The setup lines and exports as a prefix of a shell command."""
         exports = [f"export {key}={_quoted(value)}" for key, value in self.environment.items()]
         return "".join(f"{line} && " for line in (*self.setup, *exports))
 
 
 class Center(Struct, frozen=True, kw_only=True):
-    """A cluster and how jobs are submitted to it."""
+    """A cluster with the settings for submitting jobs."""
 
     name: str
     cluster: Cluster
     slurm: SlurmSettings
 
     def nodes(self, gpus: int) -> int:
-        """Nodes that hold `gpus` ranks, all alike; ConfigError where they cannot be alike."""
+        """The number of nodes that hold `gpus` ranks, as many on each node; ConfigError where the
+        ranks do not fill the nodes."""
         per_node = min(gpus, self.cluster.gpus_per_node)
         if gpus % per_node:
             text = f"{gpus} ranks do not fill nodes of {per_node}"
@@ -62,7 +63,8 @@ class Center(Struct, frozen=True, kw_only=True):
 
 
 def load_center(name_or_path: str | Path) -> Center:
-    """A cluster with its `slurm:` section, by name or file; ConfigError if it has none."""
+    """The center of a cluster file, by name or path; ConfigError where the file has no `slurm:`
+    section or an invalid one."""
     path = located("cluster", name_or_path)
     label = str(name_or_path)
     data: Any = read_mapping(path, label).get("slurm")

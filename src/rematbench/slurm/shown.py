@@ -1,4 +1,4 @@
-"""An executed cell's numbers as columns, whichever engine ran it, beside the simulated step and
+"""The numbers of an executed cell as columns, for every engine, beside the simulated step and
 peak."""
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from rematbench.worlds.speed import measured_speed
 
 SPEED = ("step_s", "step_min_s", "step_max_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense")
 OURS = "rematbench"
-"""Our executor, as an engine."""
+"""The engine's name of our executor."""
 
 COLUMNS = (
     *("engine", "kernels", "device", "torch", "losses", "gradient_norms"),
@@ -22,11 +22,11 @@ COLUMNS = (
     *("peak_host_bytes", "offload_bytes", "recompute_flop"),
     *("simulated_step_s", "simulated_peak_bytes", "step_error_percent", "peak_error_percent"),
 )
-"""Columns of every cell; an unknown value is empty."""
+"""Columns of a cell's row; an unknown value is empty."""
 
 
 def engine_of(label: str, stack: Mapping[str, str]) -> str:
-    """A run's label with the version of the package that it begins with."""
+    """The label of a run, with the version of the package whose name begins the label."""
     package = next((name for name in stack if label.startswith(name)), "")
     return label.replace(package, f"{package} {stack[package]}", 1) if package else label
 
@@ -34,8 +34,8 @@ def engine_of(label: str, stack: Mapping[str, str]) -> str:
 def columns(
     record: Record | None, problem: Problem, simulated: PlanEvaluation | None
 ) -> dict[str, Any]:
-    """A value for each of COLUMNS.  A CPU's time is no performance, so a CPU's row has no step; a
-    cell that no GPU has run yet has the simulated step alone."""
+    """The values of COLUMNS for a cell.  Seconds of a CPU are no performance, so a CPU's row has no
+    step.  A cell without a record has the simulated step and peak alone."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS, "")
     found = record.measured if record else None
     if record is not None and found is not None:
@@ -59,12 +59,12 @@ def columns(
 
 
 def percent(measured: float, simulated: float) -> float:
-    """By how many percent of the simulated value the measured one exceeds it."""
+    """The difference of a measured from a simulated value, in percent of the simulated value."""
     return round(100 * (measured / simulated - 1.0), 3)
 
 
 def _engine(record: Record) -> dict[str, str]:
-    """What ran a cell: our executor, or a package."""
+    """The columns of the engine that ran a cell: its name and version, kernels, device, torch."""
     found, origin = record.engine, record.provenance
     if found is None:
         return {
@@ -82,7 +82,7 @@ def _engine(record: Record) -> dict[str, str]:
 
 
 def _numbers(found: Measured) -> dict[str, Any]:
-    """Losses and bytes; device bytes are those of the fullest rank."""
+    """The columns of losses, gradient norms and bytes.  Device bytes are of the fullest rank."""
     top = found.fullest
     row: dict[str, Any] = {
         "peak_device_bytes": top.peak_bytes,

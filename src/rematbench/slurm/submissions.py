@@ -1,4 +1,4 @@
-"""Jobs that are due, their predicted cost, and the checks before the first submission."""
+"""The jobs that are due, their predicted GPU-hours, and the checks before the first submission."""
 
 from collections.abc import Callable, Sequence
 from math import fsum
@@ -17,12 +17,12 @@ from rematbench.slurm.requests import check_request, executed_request, simulated
 from rematbench.slurm.settings import Center
 
 STARTUP_S = 60.0
-"""A cell's start-up: imports, communicators, allocating the model.  Our estimate."""
+"""Seconds of a cell's start-up (imports, communicators, allocating the model): our estimate."""
 
 
 class Submission(Struct, frozen=True, kw_only=True):
-    """One job.  `gpu_hours` is predicted, `most_gpu_hours` is its time limit times its GPUs; both
-    are zero on a cluster whose `slurm:` section names no `gres`."""
+    """One job of a bundle.  `gpu_hours` is predicted; `most_gpu_hours` is the job's time limit
+    times its GPUs.  Both are zero on a cluster whose `slurm:` section has no `gres`."""
 
     bundle: str
     nodes: int
@@ -60,7 +60,7 @@ def _submission(campaign: Campaign, bundle: Bundle, cells: Sequence[Cell]) -> Su
 
 
 def _seconds(campaign: Campaign, cell: Cell) -> float:
-    """Predicted seconds of a cell's steps; 0 for a cell that has no plan."""
+    """Predicted seconds of a cell's steps; 0 for a cell without a plan."""
     try:
         found = campaign.simulated(cell)
     except PlanError:
@@ -69,7 +69,7 @@ def _seconds(campaign: Campaign, cell: Cell) -> float:
 
 
 def write_plan(rows: Sequence[Submission], path: Path) -> None:
-    """The submissions as CSV; a header alone when nothing is left."""
+    """Write the submissions as CSV; the header alone where there are none."""
     if rows:
         write_sheet(path, [asdict(row) for row in rows])
     else:
@@ -85,7 +85,7 @@ def announce(
     ask_slurm: bool,
     say: Callable[[str], None],
 ) -> None:
-    """Say every submission that is due, then check them by `refuse`."""
+    """Print every submission that is due and their summary, then check them with `refuse`."""
     rows = submissions(campaign, store)
     for row in rows:
         say(
@@ -97,7 +97,7 @@ def announce(
 
 
 def summary(campaign: Campaign, rows: Sequence[Submission]) -> str:
-    """One line about all submissions."""
+    """The number of submissions and their GPU-hours, in one line."""
     known = fsum(row.gpu_hours for row in rows)
     most = fsum(row.most_gpu_hours for row in rows)
     return (
@@ -109,7 +109,9 @@ def summary(campaign: Campaign, rows: Sequence[Submission]) -> str:
 def refuse(
     campaign: Campaign, rows: Sequence[Submission], *, max_gpu_hours: float, ask_slurm: bool
 ) -> None:
-    """CommandError, before the first submission, for a job that cannot or must not run."""
+    """CommandError, before the first submission, where a job has more nodes than the center allows,
+    all jobs together exceed `max_gpu_hours` (0: no limit), or, with `ask_slurm`, no partition can
+    hold a job."""
     center, slurm = campaign.center, campaign.center.slurm
     for row in rows:
         if row.nodes > slurm.nodes:
@@ -131,14 +133,14 @@ def refuse(
 
 
 def refuse_simulated(center: Center) -> None:
-    """CommandError if the center's partitions can never hold a job that simulates."""
+    """CommandError if the center's partitions can never hold a job that runs simulated cells."""
     nodes = slurm_nodes()
     if nodes is not None:
         check_request(simulated_request(center), nodes)
 
 
 def slurm_nodes() -> list[Node] | None:
-    """Every node of every partition; None where Slurm is not installed, CommandError where it
+    """Every node of every partition; None where Slurm is not installed, CommandError where Slurm
     does not answer."""
     try:
         return partitions()

@@ -1,1 +1,1 @@
-"""The executed and traced worlds beside the simulated one: measure, compare, set out."""
+"""The simulated, traced and executed worlds: run a cell, measure it, compare its records."""

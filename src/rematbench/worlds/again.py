@@ -1,11 +1,12 @@
-"""Whether a record measured again says what the committed one says: our executor's and baselines'.
+"""Whether a new run of a committed record gives the committed numbers, for our executor and for
+baselines.
 
-What depends on shapes, plans and versions only (status, plan, kernels, every count and every byte
-of every rank, every number of a simulated run) must be equal.  Losses and gradients come out of a
-CPU's arithmetic: another CPU adds in another order, so they must agree as far as rounding allows,
-and so must the verdict *lossless*.  Dates, hosts and seconds are no part of a comparison, nor are
-the peaks of a package's ranks that exchange over gloo: its threads may hold a collective's buffer
-for a moment.
+Fields that depend on shapes, plans and versions only (status, plan, kernels, every count and every
+byte of every rank, every number of a simulated run) must be equal.  Losses and gradients come from
+a CPU's arithmetic, and another CPU adds in another order: they must agree within a bound on
+rounding.  The verdict *lossless* must be equal.  Dates, hosts and seconds are not compared.  Nor
+are the peaks of a package's ranks that exchange over gloo: gloo's threads may hold a collective's
+buffer for a moment.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,20 +20,22 @@ from rematbench.runs.measured import BOUNDS, Engine, Measured
 from rematbench.runs.record import Record, read_record
 
 CURVE_BOUND = 1e-4
-"""Of a training run's losses, relative: rounding grows over hundreds of steps (mst's to 8e-6)."""
+"""Largest relative difference between the losses of two training runs: rounding grows over hundreds
+of steps (the losses of mst differ by up to 8e-6)."""
 OF_THE_GPU = ("allocated_bytes", "reserved_bytes", "step_s")
-"""Depend on what else ran on the GPU."""
+"""Fields of a rank that depend on what else ran on the GPU."""
 OF_GLOO = ("activation_peak_bytes", "host_peak_bytes")
-"""Depend on its threads, where a package's ranks exchange."""
+"""Fields of a rank that depend on gloo's threads, where a package's ranks exchange over gloo."""
 SIMULATED = ("repeats", "headroom_bytes", "host_headroom_bytes", "binds")
 INPUTS = ("cluster", "system", "calibration")
 RAN = ("label", "shim", "kernels", "backend")
 
 
 def verify(path: Path, again: Callable[[str, Record], Record]) -> tuple[Record, list[str]]:
-    """What a record file says, run once more: the new record, and how it differs from the file's.
-    `again` runs a (name, record), or reads what was run; of a curve it is asked for keep_all's too,
-    if that lies beside the curve."""
+    """The record of a new run of a record file's job, and its differences from the file's record.
+    `again` makes the new record of a (name, record): it runs the job, or reads a record that was
+    made before.  For a loss curve it is also called for keep_all's curve, where that file exists
+    beside the curve's."""
     old = read_record(path)
     new, base = again(path.stem, old), path.with_name(f"{base_name(path.stem)}.json")
     if not (is_curve(old) and base.is_file()):
@@ -42,7 +45,7 @@ def verify(path: Path, again: Callable[[str, Record], Record]) -> tuple[Record, 
 
 
 def is_curve(record: Record) -> bool:
-    """Whether it is of a long training run, which keeps losses alone."""
+    """Whether a record is the loss curve of a long training run, which stores no ranks."""
     found = record.measured
     return record.engine is None and found is not None and not found.ranks
 
@@ -50,8 +53,9 @@ def is_curve(record: Record) -> bool:
 def differences(
     again: Record, committed: Record, bases: tuple[Record, Record] | None = None
 ) -> list[str]:
-    """What differs, one line each: the field, the value now, the committed one; and where anything
-    does, which of the run's inputs have changed.  `bases`: of curves, keep_all's now and then."""
+    """A line for each difference: the field, its new value, its committed value.  Where there is
+    any, a last line names the inputs of the run that have changed.  `bases`: keep_all's new and
+    committed curves, to compare loss curves with."""
     found = list(_scalars(again, committed, ("status", "reason", "plan_hash", *SIMULATED)))
     found += _of_ranks(again.ranks, committed.ranks)
     found += _of_engine(again.engine, committed.engine)
@@ -86,8 +90,9 @@ def _of_engine(new: Engine | None, old: Engine | None) -> Iterator[str]:
 def _of_curve(
     again: Record, committed: Record, bases: tuple[Record, Record] | None
 ) -> Iterator[str]:
-    """Steps; whether the curve is keep_all's bit by bit, and how far it is from keep_all's; and, if
-    both read the same text, the losses."""
+    """Differences of two loss curves: the number of steps, whether the curve equals keep_all's bit
+    by bit, its distance from keep_all's, and, where both runs read the same text, from the
+    committed curve."""
     a, b = _losses(again), _losses(committed)
     now, then = map(_losses, bases) if bases else (a, b)
     if not len(a) == len(b) == len(now) == len(then):
@@ -127,7 +132,7 @@ def _of_ranks(
 
 
 def _of_steps(new: Measured, old: Measured, names: Sequence[str], bound: float) -> Iterator[str]:
-    """Losses and norms of gradients, step by step."""
+    """Differences in values per step (losses, gradient norms) beyond a relative bound."""
     for name in names:
         now, then = getattr(new, name), getattr(old, name)
         if len(now) != len(then):
@@ -137,7 +142,7 @@ def _of_steps(new: Measured, old: Measured, names: Sequence[str], bound: float) 
 
 
 def _of_verdict(new: Measured, old: Measured) -> Iterator[str]:
-    """Against another method: lossless or not."""
+    """Differences in the comparison with another method: the method, the bound, the verdict."""
     a, b = new.comparison, old.comparison
     if a is None or b is None:
         if a != b:

@@ -1,4 +1,4 @@
-"""The executed world: plans on torch, in processes of this machine or a launcher's."""
+"""The executed world: plans on torch, in processes that this machine or a launcher started."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class How(msgspec.Struct, frozen=True, kw_only=True):
-    """How cells are executed: on what, and whether each is compared with another on the same
-    batches (gradients are kept, by kernels that give the same bits every time) or timed; `norms`
-    notes those of gradients."""
+    """How cells are executed.  `compare`: each cell is compared with another cell on the same
+    batches, so gradients are kept and kernels are deterministic.  `norms`: gradient norms are
+    recorded.  `timed_steps`: steps that are timed after the observed `steps`."""
 
     device: str = "cpu"
     steps: int = 3
@@ -44,11 +44,11 @@ def run(
     place: "Given | None" = None,
     out: Path | None = None,
 ) -> Record | None:
-    """The record of a cell, compared with `other`'s gradients if given; it is that of the other's
-    failure where only the other fails.
+    """The record of a cell, compared with the losses and gradients of `other` where given.  Where
+    only `other` fails, the cell's record has the failure of `other`.
 
-    `place`: this process is one of a launcher's; the record is then written to `out`, and None in
-    a process that has none.
+    `place`: this process is a rank that a launcher started.  The record is then written to `out`;
+    a rank without a record returns None.
     """
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
 
@@ -68,8 +68,8 @@ def run(
 
 
 def again(record: Record, cell: Cell, registry: Registry) -> Record:
-    """A run of this machine's processes once more: as many steps, and compared with the same method
-    as its record says."""
+    """The record of a new run of an executed record, in processes of this machine, with the
+    record's number of steps and compared with the method that the record names."""
     found = record.measured or Measured()
     against = found.comparison.against if found.comparison else ""
     how = How(
@@ -90,8 +90,9 @@ def again(record: Record, cell: Cell, registry: Registry) -> Record:
 def run_cells(
     found: Sequence[Cell], timeout_s: float, how: How | None = None
 ) -> Iterator[tuple[Cell, Record]]:
-    """Records of many cells, in one launch per world size; each problem's beside keep_all on the
-    same batches.  A cell whose keep_all fails is compared with nothing."""
+    """Every cell with its record, in one launch per world size.  With `how.compare` each cell is
+    compared with keep_all on the same problem and batches; where keep_all fails, the cell's record
+    has no comparison."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
 
     how = how or How()
@@ -112,13 +113,13 @@ def run_cells(
 
 
 def _keep_all(cell: Cell) -> Cell:
-    """keep_all on the cell's problem, under one name for all its cells."""
+    """keep_all on the cell's problem, under a name that all cells of the problem share."""
     name = f"{problem_of(cell.name)} {IDENTITY}"
     return Cell(name, cell.problem, Composition(()), cell.problem.base_plan)
 
 
 def _case(cell: Cell, how: How) -> "Case":
-    """What torch is to run.  Lowers the plan too: a PlanError is said before any process starts."""
+    """The case that torch runs.  Lowers the plan too, so a PlanError comes before any process."""
     from rematbench.torch.case import Case  # noqa: PLC0415  # torch is optional
 
     assert isinstance(cell.plan, Plan)
@@ -139,8 +140,8 @@ def _case(cell: Cell, how: How) -> "Case":
 def _as_rank(
     both: list[Cell], cases: "list[Case]", place: "Given", timeout_s: float, out: Path | None
 ) -> Record | None:
-    """The record of a launcher's process.  One that fails leaves its error beside `out` before it
-    ends, as rank 0 will only see a connection break."""
+    """The record of a rank that a launcher started.  A rank that fails writes its error beside
+    `out` before it ends: rank 0 sees only a broken connection."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.failures import failure  # noqa: PLC0415
 
@@ -163,7 +164,8 @@ def _as_rank(
 def _strictly(
     both: list[Cell], results: "list[Result]", hosts: tuple[int, ...], device: str
 ) -> Record:
-    """The record of the results, or of the first of them that is none."""
+    """The record of the first of `both` cells, compared with the second where given; with the
+    failure of the first result that failed."""
     broken = next((result for result in results if result.status != "ok"), results[0])
     other = results[1] if len(both) > 1 else None
     outcome = _outcome(both[0], broken, other, both[-1].name)
@@ -173,7 +175,7 @@ def _strictly(
 def _outcome(
     cell: Cell, result: "Result | None", other: "Result | None", against: str
 ) -> tuple[Status, str, Measured | None]:
-    """What became of a cell, compared with another's result if there is one."""
+    """The status, reason and numbers of a cell, compared with `other` where given."""
     if isinstance(cell.plan, Unsupported):
         return "unsupported", cell.plan.reason, None
     assert result is not None
@@ -186,8 +188,8 @@ def _outcome(
 
 
 def outcome_of(found: Measured, other: Comparison) -> tuple[Status, str, Measured | None]:
-    """What a run's record says once it was compared; an error that is no number fails it, as a loss
-    that is none does."""
+    """The status, reason and numbers of a compared run.  A NaN or infinite error fails the run, as
+    such a loss does."""
     if other.not_finite:
         return (*rank_error.recorded("nan", other.not_finite), None)
     return "ok", "", msgspec.structs.replace(found, comparison=other)

@@ -1,4 +1,4 @@
-"""The parts of a `measure-gpu` run, each in a process of its own, and the summary of them."""
+"""The parts of a `measure-gpu` run, each in its own process, and their summary."""
 
 import datetime
 import sys
@@ -20,26 +20,28 @@ from rematbench.worlds.executed import How, run_cells
 from rematbench.worlds.gpu_checks import Ran, Summary, findings
 
 LIMITS = {"steps": 90.0, "copies": 40.0, "lossless": 200.0, "large": 260.0}
-"""Seconds of each part, in order: under ten minutes in all, the shortest and surest first."""
+"""Seconds that each part may take, in the order of the run: less than ten minutes in all, the
+shortest and most certain parts first."""
 RECORDS = ("lossless", "large")
-"""Parts that leave a record of each cell; problems have the part's name in front."""
+"""Parts that write a record per cell; the names of their problems begin with the part's name."""
 ON_DEMAND = {"agreement": 400.0, "baselines": 180.0}
-"""Of parts that are run only where they are asked for: the real packages, which take as long again
-to start."""
+"""Seconds that each part of real packages may take.  These parts run only on request, because
+starting the packages about doubles the time of a run."""
 BASELINES: tuple[tuple[str, dict[str, str]], ...] = (
     ("megatron_core", {}),
     ("megatron_core", {"recompute": "full"}),
     ("deepspeed", {}),
     ("deepspeed", {"checkpointing": "plain"}),
 )
-"""What stands beside keep_all and full_recompute on the large problem."""
+"""Policies of baselines, with settings, beside keep_all and full_recompute on the large problem."""
 ROUNDS = 7
 COPIES = {"cuda": (1 << 30, 8192), "cpu": (1 << 20, 256)}
-"""Bytes of a copy and width of a product; a CPU only tries it out."""
+"""Bytes of a copy and width of a square matrix product; small on a CPU, which only tests the
+code."""
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command was asked."""
+    """The options of a `measure-gpu` command."""
 
     suite: Path
     output: Path
@@ -48,17 +50,17 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> list[str]:
-        """The same, for a part's process."""
+        """The options as arguments for a part's process."""
         where = ["-o", str(self.output), "--suite", str(self.suite), "--device", self.device]
         return [*where, *(word for name in self.only for word in ("--only", name))]
 
     def names(self, problem: str) -> list[str]:
-        """Names of the same cells."""
+        """Names of the cells of `cells(problem)`, without planning them."""
         every = cell_names(load_suite(self.suite), self.only)
         return [name for name in every if name.startswith(problem)]
 
     def cells(self, problem: str) -> list[Cell]:
-        """Cells of the problems whose name starts so."""
+        """Cells of the problems whose name starts with `problem`; CommandError if there is none."""
         every = cells(load_suite(self.suite), [], self.only)
         found = [cell for cell in every if cell.name.startswith(problem)]
         if not found:
@@ -67,7 +69,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(parts: Sequence[str], asked: Asked, say: Callable[[str], None]) -> Summary:
-    """Every part, one after another, and what they show; `say` hears of each before it starts."""
+    """Run the parts one after another; the summary of them.  `say` announces each part before it
+    starts."""
     from rematbench.torch.job import versions  # noqa: PLC0415  # torch is optional
 
     for part in parts:
@@ -80,7 +83,7 @@ def measure(parts: Sequence[str], asked: Asked, say: Callable[[str], None]) -> S
 
 
 def forget(part: str, output: Path) -> None:
-    """Remove what the part left there before: old numbers are not this run's."""
+    """Remove a part's files of an earlier run, whose numbers would pass for this run's."""
     (output / f"{part}.json").unlink(missing_ok=True)
     folder, names = (output / "records", f"{part}*") if part in RECORDS else (output / part, "*")
     for path in folder.glob(f"{names}.json"):
@@ -88,7 +91,7 @@ def forget(part: str, output: Path) -> None:
 
 
 def _run(part: str, asked: Asked, say: Callable[[str], None]) -> Ran:
-    """One part in a process group of its own, ended at its limit."""
+    """Run one part in its own process group, which is ended at the part's limit."""
     limit = (LIMITS | ON_DEMAND)[part]
     say(f"{part}: up to {limit:.0f} s")
     words = ["measure-gpu", "--inside", "--part", part, *asked.words]
@@ -103,7 +106,8 @@ def _run(part: str, asked: Asked, say: Callable[[str], None]) -> Ran:
 
 
 def summarize(ended: tuple[Ran, ...], asked: Asked, device: str) -> Summary:
-    """What the parts that have ended show, and what they should have left and did not."""
+    """The summary of the parts that have ended, with their missing records; written to
+    `summary.json`."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     done = [ran.part for ran in ended if ran.part in RECORDS]
     planned = [name for part in done for name in asked.names(part)]
@@ -123,7 +127,7 @@ def _write(path: Path, found: msgspec.Struct, **more: float) -> None:
 
 
 def _steps(asked: Asked) -> None:
-    """keep_all beside the hand-written loop."""
+    """Time the executor's step with keep_all beside the step of a hand-written loop."""
     from rematbench.torch.beside import step_times  # noqa: PLC0415  # torch is optional
     from rematbench.torch.devices import prepared_device  # noqa: PLC0415
 
@@ -143,7 +147,7 @@ def _copies(asked: Asked) -> None:
 
 
 def _lossless(asked: Asked) -> None:
-    """Every method's gradients beside keep_all's, problem by problem."""
+    """Compare every method's gradients with keep_all's, one launch per problem."""
     every = asked.cells("lossless")
     for problem in dict.fromkeys(cell.name.split(".")[0] for cell in every):
         same = [cell for cell in every if cell.name.split(".")[0] == problem]
@@ -151,7 +155,7 @@ def _lossless(asked: Asked) -> None:
 
 
 def _large(asked: Asked) -> None:
-    """Bytes and seconds of every method, each in a launch of its own."""
+    """Measure bytes and seconds of every method, one launch per method."""
     how = How(device=asked.device, steps=1, compare=False, norms=False, timed_steps=5)
     for cell in asked.cells("large"):
         _execute([cell], asked, 90.0, how)
@@ -163,7 +167,7 @@ def _execute(found: list[Cell], asked: Asked, limit_s: float, how: How) -> None:
 
 
 def _agreement(asked: Asked) -> None:
-    """Losses and gradient norms of three engines."""
+    """Run three engines on the same weights and batches for their losses and gradient norms."""
     from rematbench.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
 
     gpus = gpus_seen()[1] if asked.device == "cuda" else 0
@@ -172,7 +176,7 @@ def _agreement(asked: Asked) -> None:
 
 
 def _baselines(asked: Asked) -> None:
-    """The packages' own steps on the large problem, each in a process of its own."""
+    """Run the packages on the large problem, each policy in its own process."""
     problem = asked.cells("large")[0].problem
     for name, settings in BASELINES:
         method, limits = policy(name, settings), {"steps": 2, "timeout_s": 60.0}

@@ -1,7 +1,7 @@
-"""What one GPU shows, put together from the files of a `measure-gpu` run: one line per claim.
+"""The GPU checks: a finding per claim, from the files of a `measure-gpu` run.
 
-A part that crashed or ran out of time has left what it had finished; the rest is said to be
-missing, never taken for right.  What failed, or cannot be read, is wrong.
+A part that crashed or ran out of time leaves the records that it finished.  A missing record leaves
+its claim undecided; a failed or unreadable record makes its claim false.
 """
 
 import statistics
@@ -17,17 +17,18 @@ from rematbench.packages.agreement import disagreements
 from rematbench.runs.record import Record, RecordError, read_record
 
 STEP_LIMIT = 1.02
-"""The executor's step over the hand-written one's (the project's own bound)."""
+"""Largest ratio of the executor's step to the hand-written step (the project's own bound)."""
 PEAK_LIMIT = 0.02
-"""Of the simulated activations, which the allocator's peak may differ by (the project's own
-bound); of the whole, states included, it would let one method pass for another."""
+"""The allocator's peak may differ from the simulated peak by this share of simulated activations
+(the project's own bound).  The same share of the whole peak, states included, could hide the
+difference between two methods."""
 WORKSPACES = 2 * (32 << 20)
-"""What the allocator's peak has beside the simulation's: a workspace of cuBLAS's and one of
-cuBLASLt's, 32 MiB each on Hopper (torch's CUDABlas.cpp), for the one stream that multiplies."""
+"""Bytes in the allocator's peak that are not simulated: a workspace of cuBLAS and one of cuBLASLt,
+32 MiB each on Hopper (torch's CUDABlas.cpp), for the one stream that runs GEMMs."""
 
 
 class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One claim: whether it holds here (None: not known), and the numbers."""
+    """One claim, whether it holds on this device (None: not known), and its numbers in words."""
 
     claim: str
     holds: bool | None
@@ -35,7 +36,7 @@ class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Ran(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a part of the run ended."""
+    """How a part of a `measure-gpu` run ended."""
 
     part: str
     status: str
@@ -44,7 +45,7 @@ class Ran(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole run."""
+    """The summary of a `measure-gpu` run: when it was written, its device, parts and findings."""
 
     written: str
     device: str
@@ -59,15 +60,15 @@ class Summary(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Cells(NamedTuple):
-    """Cells of a problem: records by name, why a name has none that can be read, and names that
-    were asked for and have no file."""
+    """The cells of a run: the records by cell name, the error of each unreadable file by cell name,
+    and the names of planned cells without a file."""
 
     records: dict[str, Record]
     unreadable: dict[str, str]
     missing: tuple[str, ...]
 
     def of(self, problem: str) -> "Cells":
-        """Those of the problems whose name starts so."""
+        """The cells of the problems whose name starts with `problem`."""
         return Cells(
             {name: record for name, record in self.records.items() if name.startswith(problem)},
             {name: why for name, why in self.unreadable.items() if name.startswith(problem)},
@@ -75,8 +76,9 @@ class Cells(NamedTuple):
         )
 
     def lost(self) -> Iterator[tuple[str, bool | None, str]]:
-        """What nothing can be said of: (name, whether a claim holds, why).  A method that refuses a
-        problem is no loss."""
+        """(cell name, False or None, why) for every cell without numbers: False for a failed or
+        unreadable record, None for a missing one.  A cell whose method refuses its problem is left
+        out."""
         for name, record in self.records.items():
             if record.status not in ("ok", "unsupported"):
                 yield name, False, f"{record.status} {record.reason}".rstrip()
@@ -86,12 +88,12 @@ class Cells(NamedTuple):
             yield name, None, "missing"
 
     def ok(self) -> dict[str, Record]:
-        """Records of what ran."""
+        """The records with status `ok`, by cell name."""
         return {name: record for name, record in self.records.items() if record.status == "ok"}
 
 
 def read_cells(folder: Path, planned: Iterable[str] = ()) -> Cells:
-    """Every record of a folder, and what `planned` says should be there too."""
+    """The cells of a folder of records; `planned`: names of cells that should have a record."""
     records: dict[str, Record] = {}
     unreadable: dict[str, str] = {}
     for path in sorted(folder.glob("*.json")):
@@ -104,8 +106,8 @@ def read_cells(folder: Path, planned: Iterable[str] = ()) -> Cells:
 
 
 def findings(folder: Path, planned: Iterable[str] = ()) -> tuple[Finding, ...]:
-    """Every claim, from what is in a run's folder; `planned`: names of the cells that the run has
-    to leave a record of."""
+    """The finding of every claim, from the folder of a run; `planned`: names of cells that should
+    have a record."""
     cells = read_cells(folder / "records", planned)
     found = [*_lossless(cells.of("lossless")), _bytes(cells), _peaks(cells.of("large"))]
     found += [_steps(folder / "steps.json"), _copies(folder / "copies.json")]
@@ -113,7 +115,9 @@ def findings(folder: Path, planned: Iterable[str] = ()) -> tuple[Finding, ...]:
 
 
 def _finding(claim: str, said: Sequence[tuple[str, bool | None, str]], nothing: str) -> Finding:
-    """A claim of several (name, whether it holds, text): of all, and wrong where one is wrong."""
+    """The finding of a claim about several (name, whether it holds, text): false where one is
+    false, else unknown (None) where one is unknown or there are none.  `nothing`: the text where
+    there are none."""
     held = {holds for _, holds, _ in said}
     holds = False if False in held else None if None in held or not held else True
     text = "; ".join(f"{name} {text}".strip() for name, _, text in said)
@@ -121,7 +125,8 @@ def _finding(claim: str, said: Sequence[tuple[str, bool | None, str]], nothing: 
 
 
 def _engines(folder: Path) -> Iterator[Finding]:
-    """Three engines on the same weights and batches, where that was asked for."""
+    """The finding on three engines with the same weights and batches; none where they did not
+    run."""
     cells = read_cells(folder)
     if not cells.records and not cells.unreadable:
         return
@@ -138,8 +143,8 @@ def _engines(folder: Path) -> Iterator[Finding]:
 
 
 def _packages(folder: Path) -> Iterator[Finding]:
-    """Seconds and bytes of the packages, where that was asked for: nothing to hold but that they
-    ran.  Kernels differ, so nothing is ranked."""
+    """The finding that the packages ran, with seconds and bytes of each; none where they did not
+    run.  Their kernels differ, so seconds are not compared."""
     cells = read_cells(folder)
     said: list[tuple[str, bool | None, str]] = []
     for name, record in cells.records.items():
@@ -155,7 +160,7 @@ def _packages(folder: Path) -> Iterator[Finding]:
 
 
 def _lossless(cells: Cells) -> Iterator[Finding]:
-    """Every method against keep_all, by precision."""
+    """A finding per `lossless` problem: whether every method's gradients are keep_all's."""
     names = {name.split(".")[0] for name in (*cells.records, *cells.unreadable, *cells.missing)}
     for problem in sorted(names) or ["lossless"]:
         same = cells.of(f"{problem}.")
@@ -172,7 +177,7 @@ def _lossless(cells: Cells) -> Iterator[Finding]:
 def _short(
     said: Iterable[tuple[str, bool | None, str]],
 ) -> list[tuple[str, bool | None, str]]:
-    """In the order of names, without the problem's."""
+    """The entries sorted by cell name, with the problem's name removed from each."""
     return [(name.split(".", 1)[-1], holds, text) for name, holds, text in sorted(said)]
 
 
@@ -181,7 +186,7 @@ def _verdict(other: Any) -> str:
 
 
 def _bytes(cells: Cells) -> Finding:
-    """The twin law: live bytes on the device and lent host bytes, after every action."""
+    """The twin law: live device bytes and lent host bytes equal the ledger's after every action."""
     seen = {n: r.measured for n, r in cells.ok().items() if r.measured is not None}
     wrong = [name for name, measured in seen.items() if measured.differing_actions]
     actions = sum(rank.actions for measured in seen.values() for rank in measured.ranks)
@@ -193,7 +198,8 @@ def _bytes(cells: Cells) -> Finding:
 
 
 def _peaks(cells: Cells) -> Finding:
-    """The allocator's peak beside the simulated one, of whole ranks."""
+    """The finding on the allocator's peak beside the simulated peak, of the fullest rank of each
+    cell."""
     said = list(cells.lost())
     for name, record in cells.ok().items():
         rank = record.measured.fullest if record.measured else None
@@ -212,7 +218,8 @@ def _peaks(cells: Cells) -> Finding:
 
 
 def _numbers(path: Path, *names: str) -> list[float] | Finding:
-    """Numbers of a part's file; without them a finding that lacks its claim."""
+    """The named numbers of a part's file, or, where they cannot be read, a finding without a
+    claim."""
     if not path.is_file():
         return Finding(claim="", holds=None, text="not measured")
     try:

@@ -1,4 +1,4 @@
-"""What a rank that torchrun or srun started leaves behind, so that a record says what failed."""
+"""Records of ranks that torchrun or srun started, with the error of the rank that failed first."""
 
 import time
 from pathlib import Path
@@ -10,15 +10,18 @@ from rematbench.runs.rank_error import RankError
 from rematbench.runs.record import Record, write_record
 
 PATIENCE_S = 2.0
-"""How long rank 0, which only saw a peer go, waits for that peer's word."""
+"""Seconds that rank 0, which saw only a broken connection, waits for the failed rank's error."""
 
 
 def leave(record: Record, out: Path, rank: int, started: float) -> Record:
-    """Write a rank's record: of a job that ended well its own (rank 0 has one), else that of the
-    rank that failed first, as far as it is known by now; what was written, or would have been.
+    """Write a rank's record to `out` and return it.  A record that is not a failure is written as
+    it is (rank 0 alone has one).  A failed rank writes its error beside `out`; its record gets the
+    error of the rank that failed first, among the errors written since `started` (seconds of the
+    epoch).
 
-    A failing rank's error goes beside `out`.  Rank 0 writes, and so does the rank that failed first
-    (rank 0 may only see a peer go) and any where rank 0, killed, has left none since `started`.
+    Of failed ranks, rank 0 writes the record; so does the rank that failed first, because rank 0
+    may see only a broken connection; and so does any rank where `out` is missing or older than
+    `started`, because rank 0 may have been killed.  Another rank only returns its record.
     """
     if record.status not in ("failed", "oom"):
         write_record(record, out)
@@ -37,8 +40,8 @@ def leave(record: Record, out: Path, rank: int, started: float) -> Record:
 
 
 def _cause(own: RankError, out: Path, started: float, patience_s: float) -> RankError:
-    """The first cause among the ranks' errors, waited for where all that is known is that a peer
-    has gone."""
+    """The first cause among the errors of the ranks.  Waits up to `patience_s` while every known
+    error is only that a peer has gone."""
     until = time.monotonic() + patience_s
     while True:
         cause = rank_error.first_cause([own, *rank_error.noted(out, started)]) or own

@@ -1,4 +1,4 @@
-"""What the torch runtime saw -> the numbers of a record, beside the ledgers."""
+"""Results of the torch runtime -> the measured numbers of a record, beside the ledger's."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +30,19 @@ if TYPE_CHECKING:
 
 
 RUNTIME = "rematbench"
-"""The torch runtime's own stack, in config/systems."""
+"""The torch runtime's own stack, by its name in config/systems."""
 OWN = (
     *("param_bytes", "grad_bytes", "optimizer_bytes", "step_scratch_bytes"),
     *("fused_loss", "loss_in_place", "loss_keeps_logits"),
 )
-"""Facts of a stack that the torch runtime does not take from it: the widths of its states, and what
-lives inside its loss and its optimizer step.  What is saved for the backward it takes."""
+"""Fields of a problem's stack that the torch runtime replaces by its own: bytes of an element of
+each state, and tensors inside the loss and the optimizer step.  The runtime saves the problem
+stack's activations."""
 
 
 def as_run(problem: Problem) -> Problem:
-    """The problem whose simulated totals a run of the torch runtime is held to: saved tensors of
-    the problem's stack, states and kernels of the runtime's."""
+    """The problem whose simulated totals a run of the torch runtime is compared with: the
+    activations of the problem's stack, the states and kernels of the torch runtime."""
     own = load_system(RUNTIME)
     system = replace(problem.system, **{name: getattr(own, name) for name in OWN})
     if system == problem.system:
@@ -58,8 +59,8 @@ def as_run(problem: Problem) -> Problem:
 
 
 def activation_bytes(problem: Problem, plan: Plan) -> int:
-    """Activations, on the device or on the host, at the ledger's peak of the pipeline rank that
-    holds most, in all its processes: they are alike and reach it together."""
+    """Bytes of activations in all processes of the pipeline rank with the largest ledger peak
+    (device or host): the processes of a pipeline rank are alike and reach their peak together."""
     stages = program_bytes(problem, plan, lower(plan, problem))
     peak = max(max(stage.activation_peak, stage.host_activation_peak) for stage in stages)
     return peak * (problem.layout.gpus // len(stages))
@@ -68,7 +69,8 @@ def activation_bytes(problem: Problem, plan: Plan) -> int:
 def measured_rank(
     rank: int, result: "RankResult", program: Program, simulated: tuple[RankBytes, ...], steps: int
 ) -> RankMeasured:
-    """One process's bytes beside its stage's ledger."""
+    """The measured bytes of one process beside the ledger of its pipeline rank; `offload_bytes` and
+    `recompute_flop` of a result are divided by `steps`."""
     stage = result.place.pp
     expected = list(live_bytes(program.ranks[stage].actions()))
     bytes_of = simulated[stage]
@@ -100,7 +102,7 @@ def measured_rank(
 def measured_ranks(
     problem: Problem, plan: Plan, results: list["RankResult"], steps: int, first: int = 0
 ) -> tuple[RankMeasured, ...]:
-    """Processes in rank order, from the rank `first` on."""
+    """The measured numbers of processes in rank order, the first of them rank `first`."""
     program = lower(plan, problem)
     run = as_run(problem)
     simulated = program_bytes(run, plan, program if run is problem else lower(plan, run))
@@ -111,7 +113,7 @@ def measured_ranks(
 
 
 def measured(problem: Problem, plan: Plan, result: "Result") -> Measured:
-    """An executed run's numbers."""
+    """The losses, gradient norms and bytes per rank of an executed run."""
     return Measured(
         losses=tuple(result.losses),
         gradient_norms=whole_norms(result.gradient_norms),
@@ -120,7 +122,8 @@ def measured(problem: Problem, plan: Plan, result: "Result") -> Measured:
 
 
 def compared(problem: Problem, result: "Result", other: "Result", against: str) -> Comparison:
-    """Losses and gradients of two runs on the same batches."""
+    """The errors of a run's losses and gradients against `other`, a run of the method `against` on
+    the same batches."""
     pairs = list(zip(result.gradients, other.gradients, strict=True))
     zero = without_gradient(problem.workload.model)
     errors = [norm_error(got, want, zero) for got, want in pairs]
@@ -137,8 +140,9 @@ def compared(problem: Problem, result: "Result", other: "Result", against: str) 
 
 
 def without_gradient(model: Model) -> frozenset[str]:
-    """Parameters whose gradient is zero in exact arithmetic, so that what is computed is rounding:
-    a bias of keys that are not rotated moves all scores of a query alike."""
+    """Names of parameters whose exact gradient is zero, so that a computed gradient is rounding.
+    Without RoPE, the bias of the keys adds the same number to all scores of a query, which softmax
+    cancels."""
     if not model.qkv_bias or model.position == "rope":
         return frozenset()
     return frozenset(f"layers.{layer}.k.bias" for layer in range(model.num_layers))
@@ -147,8 +151,9 @@ def without_gradient(model: Model) -> frozenset[str]:
 def norm_error(
     got: dict[str, Any], want: dict[str, Any], zero: frozenset[str] = frozenset()
 ) -> float:
-    """Largest norm-wise error of a parameter's gradient, but for those that are `zero`; one far
-    below the others counts as rounding of zero too."""
+    """The largest norm-wise relative error of a parameter's gradient, except of parameters in
+    `zero`.  The norm in the denominator is at least 1e-6 of the largest gradient norm: a smaller
+    gradient counts as rounding."""
     norms = {name: float(gradient.norm()) for name, gradient in want.items() if name not in zero}
     floor = 1e-6 * max(norms.values())
     return largest(
@@ -165,7 +170,8 @@ def measured_record(
     outcome: tuple[Status, str, Measured | None],
     where: dict[str, str | tuple[int, ...]],
 ) -> Record:
-    """A record of the traced or executed world; `where` completes the provenance."""
+    """The record of a cell in the traced or executed world; `where` adds fields to its
+    provenance."""
     spec = run_spec(cell.problem, cell.method, world, cell.base)
     status, reason, found = outcome
     plan = cell.plan if isinstance(cell.plan, Plan) else None

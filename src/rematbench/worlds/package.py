@@ -1,4 +1,4 @@
-"""Runs of real packages, executed or traced, in processes of their own."""
+"""Runs of real packages, executed or traced, each in its own process."""
 
 import time
 from pathlib import Path
@@ -20,14 +20,14 @@ LIMIT_S = 600.0
 def run(
     problem: Problem, method: Composition, world: Literal["executed", "traced"], **options: Option
 ) -> Record:
-    """The record of one job (`options`: fields of a Job)."""
+    """The record of a baseline's job on a problem (`options`: fields of a Job)."""
     (record,) = run_jobs(method.name, [_job(problem, method, world, **options)])
     return record
 
 
 def again(record: Record) -> Record:
-    """A record's job once more: the package takes all of it from the record.  (What `--options`
-    told a package is in no record.)"""
+    """The record of a new run of a baseline's record: the job is made from the record alone.
+    (`--options` of a run are in no record.)"""
     seen, engine = record.measured or Measured(), record.engine
     asked = Job(
         run=record.spec,
@@ -43,7 +43,8 @@ def again(record: Record) -> Record:
 
 
 def run_stage(problem: Problem, method: Composition, base: Plan, stage: int | None) -> Record:
-    """The first rank of a pipeline rank, traced (None: the fullest of the baseline's own plan)."""
+    """The record of a traced rank, the first of the pipeline rank `stage` (None: the pipeline rank
+    with the largest simulated peak under the baseline's plan)."""
     if stage is None:
         plan = method.plan(problem, base)
         stage = 0 if isinstance(plan, Unsupported) else fullest(problem, plan)
@@ -54,8 +55,9 @@ def run_stage(problem: Problem, method: Composition, base: Plan, stage: int | No
 def run_as_rank(
     problem: Problem, method: Composition, rank: int, out: Path | None, **options: Option
 ) -> Record | None:
-    """Executed as one of a launcher's ranks: rank 0's record, or that of the rank's own failure;
-    None of another rank if all is well.  One that fails leaves its error beside `out`."""
+    """Execute a job as a rank that a launcher started.  Returns rank 0's record, or the record of
+    this rank's failure, whose error is then written beside `out`; None on another rank that ended
+    well."""
     started = time.time()
     record = run_rank(method.name, _job(problem, method, "executed", **options))
     return leave(record, out, rank, started) if record and out is not None else record

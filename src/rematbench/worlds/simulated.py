@@ -1,4 +1,4 @@
-"""The simulated world: a plan lowered and evaluated, nothing run."""
+"""The simulated world: a plan is lowered and evaluated, and nothing is run."""
 
 from rematbench.choose.outcome import run_method
 from rematbench.runs.cell import Cell
@@ -6,6 +6,6 @@ from rematbench.runs.record import Record, make_record
 
 
 def run(cell: Cell) -> Record:
-    """The record of a cell."""
+    """The record of a simulated cell."""
     outcome = run_method(cell.problem, cell.method, cell.base)
     return make_record(cell.problem, cell.method, outcome, base=cell.base)

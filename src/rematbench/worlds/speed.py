@@ -1,5 +1,5 @@
-"""What the measured seconds of a GPU's steps say: tokens/s per GPU, and MFU as simulated plans have
-it."""
+"""The speed of measured steps on GPUs: tokens/s per GPU, and MFU by the formula of simulated
+plans."""
 
 import re
 import statistics
@@ -13,8 +13,9 @@ from rematbench.spec.cluster import Cluster
 
 
 class MeasuredSpeed(Struct, frozen=True, kw_only=True):
-    """Of the median of the timed steps.  MFU are fractions of the cluster's dense bf16 peak
-    (`peak` in words), None with the reason in `no_mfu` where the run's GPU is not the cluster's."""
+    """The speed of a run: `step_s` is the median of its timed `steps`, and the rates are of that
+    median.  MFU are fractions of the cluster's dense bf16 peak (`peak` names the peak); they are
+    None, with the reason in `no_mfu`, where the GPU of the run is not the cluster's."""
 
     steps: int
     step_s: float
@@ -28,8 +29,8 @@ class MeasuredSpeed(Struct, frozen=True, kw_only=True):
 
 
 def measured_speed(problem: Problem, step_s: Sequence[float], device: str) -> MeasuredSpeed:
-    """Of the timed steps' seconds (each of the slowest rank; at least one) on `device`, as torch
-    names it."""
+    """The speed of a run with these timed steps (seconds of the slowest rank in each; at least one
+    step) on `device`, as torch names the GPU."""
     median = statistics.median(step_s)
     found, cluster = speed(problem, median), problem.cluster
     known = has_peak_of(cluster, device)
@@ -49,8 +50,8 @@ def measured_speed(problem: Problem, step_s: Sequence[float], device: str) -> Me
 
 
 def has_peak_of(cluster: Cluster, device: str) -> bool:
-    """Whether the cluster's peak is that of the GPU that torch calls `device`: its name holds the
-    cluster's model number (H800 of H800-SXM5-80GB)."""
+    """Whether `device`, torch's name of a GPU, is the GPU of the cluster: the name contains the
+    model number of the cluster's GPU (H800 of H800-SXM5-80GB).  False for a CPU cluster."""
     if cluster.generation == "cpu":
         return False
     model = next(iter(_numbered(cluster.gpu)), cluster.gpu.upper())
@@ -58,5 +59,5 @@ def has_peak_of(cluster: Cluster, device: str) -> bool:
 
 
 def _numbered(name: str) -> list[str]:
-    """Words with a digit."""
+    """The words of a name that contain a digit, in upper case."""
     return [word for word in re.split(r"[^A-Z0-9]+", name.upper()) if re.search(r"\d", word)]

@@ -1,4 +1,4 @@
-"""The traced world: one rank of a job of any size, the executor on fake tensors."""
+"""The traced world: the executor runs one rank of a job of any size on fake tensors."""
 
 from typing import Any
 
@@ -12,12 +12,13 @@ from rematbench.worlds.measure import measured_ranks, measured_record
 
 
 def again(record: Record, cell: Cell) -> Record:
-    """The rank of a record, which names its pipeline rank, once more."""
+    """The record of a new trace of the pipeline rank that a traced record names."""
     return run(cell, record.measured.ranks[0].pp if record.measured else None)
 
 
 def run(cell: Cell, stage: int | None = None) -> Record:
-    """The record of a traced pipeline rank (the fullest of the simulation unless one is named)."""
+    """The record of the traced pipeline rank `stage` (None: the one with the largest simulated
+    peak)."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.memory import ExecutionError  # noqa: PLC0415
     from rematbench.torch.model import NotExecutable  # noqa: PLC0415

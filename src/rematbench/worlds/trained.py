@@ -1,4 +1,5 @@
-"""Long training runs on real text, in the executed world: which cells have a curve, and its run."""
+"""Long training runs on real text, in the executed world: which cells have a loss curve, and the
+runs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,14 +17,15 @@ TEXT_BYTES = 4 << 20
 
 
 def again(record: Record, cell: Cell) -> Record:
-    """The training run of a record once more, as many steps."""
+    """The record of a new training run with the number of steps of a record."""
     assert record.measured is not None
     return run(cell, record.measured.steps)
 
 
 def chosen(found: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
-    """keep_all on every problem, every other cell on the first problem on which it does something;
-    and a line for each problem: what it leaves out, and why."""
+    """The cells to train: keep_all on every problem, and every other method and variant on the
+    first problem where its program is not keep_all's.  Beside them a line per problem that names
+    the cells left out and why."""
     trained: list[Cell] = []
     where: dict[str, str] = {}
     left_out: dict[str, dict[str, list[str]]] = {}
@@ -44,7 +46,7 @@ def chosen(found: Sequence[Cell]) -> tuple[list[Cell], list[str]]:
 
 
 def _without_work(cell: Cell) -> str:
-    """Why a cell has no curve of its own; empty if it has."""
+    """Why a cell has no loss curve of its own; empty where it has one."""
     if not isinstance(cell.plan, Plan):
         return cell.plan.reason.removeprefix(f"{cell.method.name}: ")
     base = cell.problem.base_plan
@@ -54,7 +56,8 @@ def _without_work(cell: Cell) -> str:
 
 
 def run(cell: Cell, steps: int) -> Record:
-    """The record of one run, in processes of its own."""
+    """The record of a training run of `steps` steps, in its own processes; the record stores
+    losses alone."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
     from rematbench.torch.case import Case  # noqa: PLC0415
     from rematbench.torch.parameters import AdamW  # noqa: PLC0415

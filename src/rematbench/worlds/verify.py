@@ -1,4 +1,4 @@
-"""A record's run once more, in the world that the record says."""
+"""A new run of a record's job, in the world of the record."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,8 @@ from rematbench.worlds.again import is_curve
 
 
 def run_again(record: Record, cell_of: Callable[[], Cell], registry: Registry) -> Record:
-    """The new record; `cell_of` makes the cell of ours.  RecordError for a published one."""
+    """The record of a new run.  `cell_of` makes the record's cell where our executor or simulator
+    runs it.  RecordError for a published record."""
     if record.spec.method in baselines():
         return package.again(record)
     if record.world == "published":
