@@ -24,7 +24,8 @@ PARTS = {
 """Colour, label and hatch of each share, from the bottom."""
 
 LONGEST = 20
-"""Most characters of a name on one line, so that a name on two lines fits into its bar."""
+"""Most characters of a name on one line: a name on two lines is no wider than its bar and ends in
+the compute part of the bar."""
 
 
 def main() -> None:

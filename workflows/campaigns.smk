@@ -28,8 +28,8 @@ def campaign(wildcards):
 
 
 def check_submissions(name):
-    """Log the jobs to submit and their predicted GPU-hours.  WorkflowError where a job cannot run or
-    the jobs exceed the budget."""
+    """Log the jobs to submit and their predicted GPU-hours.  WorkflowError where a job cannot run
+    or the jobs exceed the budget."""
     store = Store(Path(f"results/{name}/cells"), is_final=is_final)
     budget, ask = config["max_gpu_hours"], config["ask_slurm"] and not workflow.dryrun
     try:
@@ -75,8 +75,8 @@ def cluster_option(wildcards):
 
 
 def measure_targets(measured):
-    """The table of all cells, the table of speeds, and the output of the figure's script (the reason
-    where no figure is drawn)."""
+    """The table of all cells, the table of speeds, and the output of the figure's script (the
+    reason where no figure is drawn)."""
     return [
         f"results/{measured}/executed.csv",
         f"results/{measured}/tables/measured_speed.md",

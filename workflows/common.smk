@@ -41,7 +41,7 @@ def suite_methods(suite):
 
 
 def method_files(wildcards):
-    """The files of a composed method's parts: an edit of a file reruns the bundles with the part."""
+    """The files of a composed method's parts: an edit of a file reruns the bundles of the part."""
     origins = [
         Path(REGISTRY.methods[name].origin) for name in wildcards.method.split("+")
     ]

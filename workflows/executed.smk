@@ -1,5 +1,5 @@
-"""Executed cells: a Slurm job per bundle (snakemake --profile slurm), or one cell after the other on
-this machine."""
+"""Executed cells: a Slurm job per bundle (snakemake --profile slurm), or one cell after the other
+on this machine."""
 
 
 rule executed:

@@ -32,7 +32,7 @@ from rematbench.spec.layout import LayoutError
 from rematbench.tables.table import GIB
 
 SLACK = 1.1
-"""A candidate is not tried if its estimated bytes are more than this factor of the device's."""
+"""Largest estimated bytes of a candidate that is tried, over the device's usable bytes."""
 
 MARGIN = 1.1
 """Factor by which a method may exceed the largest share of the limit that the method reached at

@@ -1,7 +1,6 @@
 """Candidate layouts of a cell: one declared list for all arms, cut by stated rules.
 
-A closed-form estimate ranks the candidates and is used for nothing else: the speeds in tables are
-simulated.
+A closed-form estimate cuts and ranks the candidates; the speeds in tables are simulated.
 """
 
 from collections.abc import Iterator, Sequence

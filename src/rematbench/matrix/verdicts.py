@@ -89,8 +89,8 @@ def _mark_ties(cell: list[Line], half_width: float) -> None:
 class Outcome(Struct, frozen=True, kw_only=True):
     """Counts of cells from the best-layout table: `cells` in all, `fitting` with an arm that fits,
     `tied` with a tie, `inside` and `tight` by their fastest arm, and `beaten` where the baseline
-    fits and does not tie.  `gains`: of the fastest arm over the baseline at its best layout, as
-    fractions."""
+    fits and is neither the fastest nor tied.  `gains`: of the fastest arm over the baseline at its
+    best layout, as fractions."""
 
     cells: int
     fitting: int

@@ -259,7 +259,7 @@ def _layout(row: Row, system: System) -> Layout:
     if stage not in get_args(ZeroStage):
         raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
     cp, dp, ulysses = whole(row, "cp", 1), whole(known, "dp"), whole(row, "ulysses", 1)
-    if system.cp_kind == "ulysses" and ulysses == 1:  # its context-parallel ranks are of dp here
+    if system.cp_kind == "ulysses" and ulysses == 1:  # Layout counts these cp ranks in dp
         cp, dp, ulysses = 1, dp * cp, cp
     layout = Layout(
         tp=tp,

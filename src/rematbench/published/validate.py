@@ -113,7 +113,7 @@ class Verdicts(Struct, frozen=True, kw_only=True):
 
     @property
     def always_fits(self) -> float:
-        """Share of correct verdicts of a predictor that says for every cell that it fits."""
+        """Share of correct verdicts if every cell were predicted to fit."""
         hits = sum(count for (told, _), count in self.counts.items() if told == "ok")
         return hits / self.cells if self.cells else 0.0
 
