@@ -29,7 +29,8 @@ def main() -> None:
 
 
 def source_looks(names: list[str]) -> dict[str, tuple[str, str]]:
-    """One colour per source (the first word of a group's name), a marker for each group of it."""
+    """Colour and marker by group: a colour for each source (the first word of a group's name), and
+    a marker for each group of the source."""
     sources = list(dict.fromkeys(name.split()[0] for name in names))
     looks: dict[str, tuple[str, str]] = {}
     for color, source in zip(style.PALETTE, sources, strict=False):
@@ -39,7 +40,8 @@ def source_looks(names: list[str]) -> dict[str, tuple[str, str]]:
 
 
 def scatter(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> None:
-    """Log-log; filled markers are predictions, hollow ones shaped the model."""
+    """Predicted over published speeds on log-log axes; filled markers are held-out cells, hollow
+    markers are cells that shaped the model."""
     low, high = 0.7 * cells.published.min(), 1.4 * cells.published.max()
     line = np.array([low, high])
     axis.fill_between(line, 0.9 * line, 1.1 * line, color=style.PALE, lw=0)
@@ -64,7 +66,8 @@ def scatter(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) 
 
 
 def errors(axis: Axes, cells: pd.DataFrame, looks: dict[str, tuple[str, str]]) -> None:
-    """Signed errors, one strip per source; the tick is the mean absolute error of predictions."""
+    """Signed errors, one strip per group; the label has the mean absolute error without fitted
+    cells."""
     rng = np.random.default_rng(0)
     axis.axvspan(-10, 10, color=style.PALE, lw=0)
     axis.axvline(0, color=style.BLACK, lw=0.5)

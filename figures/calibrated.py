@@ -1,5 +1,5 @@
-"""Mean error of the rest of a stack's rows against the number that calibrate it, beside one MFU of
-the same rows; a colour per stack.
+"""Mean error of a stack's other rows against the number of rows that calibrate the stack, and the
+error of one MFU of the same rows; a colour per stack.
 
 usage: calibrated.py calibrated.csv FIGURE.pdf
 """

@@ -1,4 +1,4 @@
-"""Loss curves on real text: every lossless method on top of keep_all, and how far they part.
+"""Loss curves on real text: every lossless method on top of keep_all, and their deviations.
 
 usage: convergence.py CONVERGENCE.csv FIGURE.pdf
 """
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 BASE = "keep_all"
 FLOOR = 1e-9
-"""Where a deviation of exactly zero is drawn."""
+"""The value at which a deviation of exactly zero is drawn."""
 SHOWN = (FLOOR / 2, 4e-4)
 EQUAL = (style.GREEN, "o")
 PARTED = (style.RED, "s")
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def losses(axis: Axes, curves: pd.DataFrame) -> None:
-    """keep_all (in every layout) as a wide pale line, all others as thin ones on top of it."""
+    """Losses: keep_all in every layout as wide pale lines, other methods as thin lines on top."""
     for (method, _), curve in curves.groupby(["method", "problem"]):
         look = {"color": style.FAINT, "lw": 4, "zorder": 1} if method == BASE else {}
         axis.plot(curve.step, curve.loss, **({"color": style.BLUE, "lw": 0.8, "zorder": 2} | look))
@@ -44,7 +44,7 @@ def losses(axis: Axes, curves: pd.DataFrame) -> None:
 
 
 def deviations(axis: Axes, curves: pd.DataFrame) -> None:
-    """Relative deviation from keep_all in the same layout, of those that leave it."""
+    """Relative deviations from keep_all in the same layout, of the curves that deviate."""
     parted = [(name, curve) for name, curve in _others(curves) if curve.gap.max() > 0]
     for number, (name, curve) in enumerate(parted):
         lw = 0.8 + 1.4 * (len(parted) - 1 - number)
@@ -59,7 +59,7 @@ def deviations(axis: Axes, curves: pd.DataFrame) -> None:
 
 
 def largest(axis: Axes, curves: pd.DataFrame) -> None:
-    """The largest deviation of each; bitwise equal ones stand at the left."""
+    """The largest deviation of each curve; curves that are bitwise equal are at the left."""
     others = sorted(_others(curves), key=lambda entry: entry[0], reverse=True)
     for row, (_, curve) in enumerate(others):
         gap = curve.gap.max()
@@ -74,8 +74,8 @@ def largest(axis: Axes, curves: pd.DataFrame) -> None:
 
 
 def _others(curves: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Each curve that is not keep_all's, by method and layout; the first setting where a method was
-    trained with several."""
+    """The names (method and layout) and curves of all methods except keep_all.  A method that was
+    trained with several settings also has its first setting in its name."""
     rest = curves[curves.method != BASE]
     groups = list(rest.groupby(["method", "problem"], sort=True))
     plain = [method.split(" (")[0] for (method, _), _ in groups]

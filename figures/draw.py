@@ -1,4 +1,4 @@
-"""Several figures in one process: importing seaborn takes longer than drawing with it.
+"""Draw several figures in one process, because the import of seaborn takes longer than a drawing.
 
 usage: draw.py DIR NAME=TABLE.csv[,TABLE.csv] [...]   (figures/NAME.py draws DIR/NAME.pdf)
 """

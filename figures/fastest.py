@@ -1,5 +1,6 @@
-"""The fastest method of every model, cluster and context length, with its 80 % band; a square for
-each method that ties with it, in that method's colour; how much faster a search's plan is.
+"""The fastest method of every model, cluster and context length, with its 80 % band.  A square
+marks each method that ties with the fastest, in the colour of that method.  A word gives the gain
+of a searched plan.
 
 usage: fastest.py matrix_fastest.csv searched_cells.csv FIGURE.pdf
 """
@@ -18,14 +19,14 @@ from matplotlib.patches import Patch, Rectangle
 
 OTHERS = "other methods"
 SPARE = (style.GREEN, style.PINK)
-"""Colours of the most frequent winners that have none of their own."""
+"""Colours of the two most frequent fastest methods without a colour in `style.STRONG`."""
 LETTERS = 19
-"""Of a method's name in one line of a cell."""
+"""Most letters of a method's name on one line of a cell."""
 CELL = ["model", "cluster", "seq_len"]
 LEAST = 0.01
-"""A search's plan that is faster by less is not told: what it leaves unproved."""
+"""Smallest gain of a searched plan that is shown: the gap that a search may leave unproved."""
 FREE, TIED = 0.6, 0.2
-"""How strong the colour of a cell is: one fastest, or a tie."""
+"""Strength of a cell's colour, without and with ties."""
 
 
 def main() -> None:
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def colors_of(rows: pd.DataFrame) -> dict[str, str]:
-    """Colours of the methods that win somewhere: those of all figures, and two more."""
+    """Colours of the methods that are fastest in a cell: from `style.STRONG`, and from SPARE."""
     winners = [str(arm) for arm in rows.arm.value_counts().index if arm]
     own = {arm: color for arm, (color, _) in style.STRONG.items() if arm in winners}
     rest = [arm for arm in winners if arm not in own]
@@ -68,12 +69,12 @@ def colors_of(rows: pd.DataFrame) -> dict[str, str]:
 
 
 def pale(color: str, strength: float) -> tuple[float, ...]:
-    """A colour mixed with white."""
+    """A colour mixed with white: RGB, with the given strength of the colour."""
     return tuple(1.0 - strength * (1.0 - part) for part in to_rgb(color))
 
 
 def cell(axis: Axes, row: object, across: int, down: int, colors: dict[str, str]) -> None:
-    """One cell's texts, a square per tie, and a frame where it is inside what was published."""
+    """The texts of a cell, a square per tie, and a frame where published rows cover the job."""
     name = textwrap.fill(row.arm, LETTERS) if row.arm else "nothing fits"
     middle = {"ha": "center", "va": "center", "linespacing": 0.95}
     lift = 0.27 if "\n" in name else 0.22
@@ -93,7 +94,7 @@ def cell(axis: Axes, row: object, across: int, down: int, colors: dict[str, str]
 
 
 def by_search(row: object) -> list[str]:
-    """What a search's plan adds, if it is worth a word."""
+    """The word for the gain of a searched plan, where the gain is above LEAST."""
     if not row.arm:
         return []
     more = row.tokens_per_s_per_gpu_searched / float(row.tokens_per_s_per_gpu) - 1.0
@@ -101,13 +102,13 @@ def by_search(row: object) -> list[str]:
 
 
 def shown(row: object, key: str) -> str:
-    """Tokens/s/GPU, whole from 100 on."""
+    """Tokens/s/GPU as text: a whole number from 100 on, or else one decimal."""
     value = float(getattr(row, key))
     return f"{value:,.0f}" if value >= 100.0 else f"{value:.1f}"
 
 
 def models(axis: Axes, names: list[str]) -> None:
-    """A model's name beside its rows, and a line where the next one begins."""
+    """The name of each model beside its rows, and a line between models."""
     for model in dict.fromkeys(names):
         first, count = names.index(model), names.count(model)
         beside = {"rotation": 90, "ha": "center", "va": "center", "weight": "bold", "size": 7}
@@ -118,7 +119,7 @@ def models(axis: Axes, names: list[str]) -> None:
 
 
 def legend(colors: dict[str, str]) -> list[Artist]:
-    """Winners by colour, and how a cell is read."""
+    """The fastest methods by colour, and the marks of a cell."""
     named: list[Artist] = [Patch(fc=pale(color, FREE), label=arm) for arm, color in colors.items()]
     named.append(Patch(fc=pale(style.GREY, FREE), label=OTHERS))
     named.append(Patch(fill=False, ec=style.BLACK, label="inside what was published"))

@@ -51,7 +51,8 @@ def legend() -> list[Line2D]:
 
 
 def curve(top: Axes, bottom: Axes, recompute: str, cells: pd.DataFrame) -> None:
-    """One policy: a line of ours, hollow markers of the paper, crosses where it ran out."""
+    """One policy: simulated peaks as a line, published peaks as hollow markers, and a cross where
+    the published run was out of memory."""
     color, marker, _ = LOOKS[recompute]
     alpha, ours = cells.offload_fraction, cells.predicted / GIB
     top.plot(alpha, ours, "-", color=color)

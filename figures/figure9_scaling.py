@@ -38,7 +38,8 @@ def legend() -> list[Line2D]:
 
 
 def speeds(axis: Axes, model: str, cells: pd.DataFrame) -> None:
-    """Published as circles, ours as diamonds on a line: filled where it is a prediction."""
+    """Published speeds as circles, simulated speeds as diamonds on a line; the diamonds of held-out
+    cells are filled."""
     axis.plot(cells.gpus, cells.predicted, "-", color=style.BLUE, lw=0.8)
     for held_out, some in cells.groupby(cells.split == "held-out"):
         face = style.BLUE if held_out else "white"
@@ -50,7 +51,7 @@ def speeds(axis: Axes, model: str, cells: pd.DataFrame) -> None:
 
 
 def errors(axis: Axes, cells: pd.DataFrame) -> None:
-    """Signed error of every cell, with the target's +-10 %."""
+    """Signed error of every cell, with a strip for the target of +-10 %."""
     error = 100 * cells.error
     axis.axhspan(-10, 10, color=style.PALE, lw=0)
     axis.axhline(0, color=style.BLACK, lw=0.5)

@@ -1,5 +1,5 @@
 """Peak device and pinned host bytes against context length, all methods of a length at one layout.
-Lines join lengths that have the same layout: others would rise and fall with it.
+A line joins only lengths with equal layouts, because bytes also change with the layout.
 
 usage: matrix_bytes.py matrix_same_layout.csv FIGURE.pdf
 """
@@ -35,7 +35,8 @@ def main() -> None:
 
 
 def curves(axis: Axes, cells: pd.DataFrame, key: str) -> None:
-    """Where it fits; the device's usable bytes are a dashed line."""
+    """Bytes of each method at the lengths where it fits; a dashed line has the device's usable
+    bytes."""
     for arm, own in cells.groupby("arm", sort=False):
         color, marker = style.STRONG.get(str(arm), (style.FAINT, ""))
         fits = own[own.status == "ok"].sort_values("seq_len")

@@ -1,5 +1,5 @@
 """MFU against context length: one panel per model and cluster, a line per method at its best
-layout; grey: the 80 % band of the fastest; dotted where nobody published the context.
+layout.  Grey: the 80 % band of the fastest method.  Dotted: contexts that nobody published.
 
 usage: matrix_context.py matrix_best_layout.csv FIGURE.pdf
 """
@@ -33,7 +33,8 @@ def main() -> None:
 
 
 def panel(axis: Axes, cells: pd.DataFrame) -> None:
-    """Grey lines under the five strong ones, over the 80 % band of the fastest."""
+    """MFU of every method: coloured lines (`style.STRONG`) over grey lines over the 80 % band of
+    the fastest method."""
     best = cells[cells["rank"] == "best"].sort_values("seq_len")
     mfu_per_rate = 100 * best.mfu_causal / best.tokens_per_s_per_gpu
     band = {"color": style.FAINT, "alpha": 0.3, "lw": 0, "zorder": 0}
@@ -53,7 +54,7 @@ def panel(axis: Axes, cells: pd.DataFrame) -> None:
             hollow = {"mfc": "white", "ms": 3, "zorder": 5}
             axis.plot(far.seq_len, 100 * far.mfu_causal, marker, color=color, **hollow)
     style.context_axis(axis, sorted(cells.seq_len.unique()))
-    axis.set_ylim(0, None, auto=True)  # shared by the rows below, which may lie higher
+    axis.set_ylim(0, None, auto=True)  # auto: rows below share this axis and may have higher values
 
 
 def legend() -> list[Line2D]:

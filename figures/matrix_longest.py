@@ -42,7 +42,8 @@ def main() -> None:
 
 
 def dots(axis: Axes, rows: pd.DataFrame, arms: list[str], clusters: list[str]) -> None:
-    """Clusters side by side within a row; a cross where even the shortest run does not fit."""
+    """The longest length by method, with the clusters side by side in a row; a cross where even the
+    shortest length that was run does not fit."""
     offsets = np.linspace(-0.25, 0.25, len(clusters))
     for index, cluster in enumerate(clusters):
         for _, row in rows[rows.cluster == cluster].iterrows():

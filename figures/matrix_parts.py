@@ -1,4 +1,4 @@
-"""Where the step of the fastest method goes, by context length: stacked shares, a panel per model.
+"""Parts of the step of the fastest method by context length: stacked shares, a panel per model.
 
 usage: matrix_parts.py matrix_fastest.csv FIGURE.pdf
 """
@@ -24,7 +24,8 @@ PARTS = {
 """Colour, label and hatch of each share, from the bottom."""
 
 LONGEST = 20
-"""Characters of a name on one line: two lines are no wider than a bar, and end in its compute."""
+"""Most characters of a name on one line: a name on two lines is no wider than its bar and ends in
+the compute part of the bar."""
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def bars(axis: Axes, rows: pd.DataFrame) -> None:
-    """One bar per length, named by its method; a cross where no method fits."""
+    """One bar per length with the name of the fastest method; a cross where no method fits."""
     places = np.arange(len(rows))
     bottom = np.zeros(len(rows))
     for part, (color, label, hatch) in PARTS.items():

@@ -1,6 +1,6 @@
 """Measured MFU and memory of every method, a row per problem, engines by colour and hatch.
 
-Draws nothing, and says so, where no cell has seconds of a GPU.
+Where no cell has seconds of a GPU, the script prints that and draws nothing.
 
 usage: measured_speed.py measured_speed.csv FIGURE.pdf
 """
@@ -39,7 +39,8 @@ def main() -> None:
 
 
 def draw(rows: pd.DataFrame, target: Path) -> None:
-    """MFU (tokens/s where the GPU's peak is not known) to the left, bytes to the right."""
+    """The figure: MFU (tokens/s/GPU where the GPU's peak is unknown) at the left, bytes at the
+    right."""
     problems = [(str(name), cells) for name, cells in rows.groupby("problem", sort=False)]
     engines = list(rows.engine.unique())
     heights = [len(cells) for _, cells in problems]
@@ -61,7 +62,7 @@ def draw(rows: pd.DataFrame, target: Path) -> None:
 
 
 def legend(engines: list[str]) -> list[Artist]:
-    """Engines, then the marks."""
+    """Legend entries of the engines, then of the marks."""
     marks = {"ls": "", "color": style.BLACK}
     return [
         *(
@@ -82,7 +83,7 @@ def looks(engines: list[str]) -> dict[str, tuple[str, str]]:
 
 
 def speeds(axis: Axes, cells: pd.DataFrame, engines: list[str]) -> None:
-    """A bar for each cell, with the least and the most of the timed steps."""
+    """The speed of each cell as a bar, with the range of its timed steps."""
     known = cells.mfu_causal.notna().all()
     values = 100 * cells.mfu_causal if known else cells.tokens_per_s_per_gpu
     bars(axis, cells.assign(value=values), engines)
@@ -96,7 +97,8 @@ def speeds(axis: Axes, cells: pd.DataFrame, engines: list[str]) -> None:
 
 
 def memory(axis: Axes, cells: pd.DataFrame, engines: list[str]) -> None:
-    """Peak of live bytes as bars; reserved as a line, simulated as a circle, at the same place."""
+    """The measured peak of live bytes of each cell as a bar, its reserved bytes as a line, and its
+    simulated peak as a circle."""
     bars(axis, cells.assign(value=cells.peak_device_bytes / GIB), engines)
     places = range(len(cells))
     axis.plot(cells.reserved_bytes / GIB, places, "|", color=style.BLACK, ms=7)
@@ -105,7 +107,7 @@ def memory(axis: Axes, cells: pd.DataFrame, engines: list[str]) -> None:
 
 
 def bars(axis: Axes, cells: pd.DataFrame, engines: list[str]) -> None:
-    """Horizontal bars of `value`, a cell each from the top."""
+    """A horizontal bar of `value` for each cell, from the top."""
     found = looks(engines)
     sns.barplot(
         x=cells.value.to_numpy(), y=[str(number) for number in range(len(cells))],

@@ -1,4 +1,4 @@
-"""Published layouts of ATC'24 Figure 9 beside the best of a search: speeds, and what they lose.
+"""Published layouts of ATC'24 Figure 9 beside the best searched layouts: speeds and losses.
 
 usage: searched_layouts.py searched_layouts.csv FIGURE.pdf
 """
@@ -11,9 +11,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 EXPECTED = 4.0
-"""Percent of the best that a published layout may lose."""
+"""Expected limit, in percent, of the loss of a published layout against the best layout."""
 NAMED = 1.0
-"""Percent: what decides is said of larger losses."""
+"""Loss in percent from which the deciding part of the step is named."""
 
 
 def main() -> None:
@@ -44,7 +44,8 @@ def legend() -> list[Line2D | Patch]:
 
 
 def speeds(axis: Axes, model: str, cells: pd.DataFrame) -> None:
-    """Published, ours of the published layout, and the best; by number of GPUs."""
+    """By number of GPUs: the published speed, the simulated speed of the published layout, and the
+    simulated speed of the best layout."""
     at = range(len(cells))
     axis.vlines(
         at, cells.pred_tokens_per_s_per_gpu, cells.tokens_per_s_per_gpu, color=style.RED, lw=0.8
@@ -58,7 +59,8 @@ def speeds(axis: Axes, model: str, cells: pd.DataFrame) -> None:
 
 
 def losses(axis: Axes, cells: pd.DataFrame) -> None:
-    """The share of the step that the published layout loses; larger ones say why."""
+    """The loss of the published layout in percent; at a loss of NAMED or more with the part of the
+    step that decides."""
     loss = 100 * cells.loss
     axis.bar(range(len(cells)), loss, 0.6, color=style.RED)
     axis.axhline(EXPECTED, color=style.GREY, lw=0.6, ls="--")

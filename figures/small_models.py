@@ -1,6 +1,6 @@
 """A small model on one node: published and predicted speed, and how long devices wait for hosts.
 
-The share is what a step is longer than the same step under hosts that issue everything at once.
+The wait is the share of the step that disappears with hosts that issue every action instantly.
 
 usage: small_models.py PRED.csv PRED_INSTANT_HOSTS.csv FIGURE.pdf
 """
@@ -23,7 +23,7 @@ def main() -> None:
     rows = rows.merge(alone, on=ROW, suffixes=("", "_instant"), validate="one_to_one")
     rows["waiting"] = 1 - rows.pred_step_s_instant / rows.pred_step_s
     rows = rows.sort_values(["gpus", "global_batch"], ascending=[False, True])
-    rows = rows.drop_duplicates(KEYS, keep="last").sort_values(KEYS)  # fewest GPUs, most batches
+    rows = rows.drop_duplicates(KEYS, keep="last").sort_values(KEYS)  # fewest GPUs, largest batch
     style.apply()
     figure, axes = plt.subplots(
         2, rows.tp.nunique(), figsize=(style.TEXT_IN, 2.9), sharex=True, sharey="row",
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def speeds(axis: Axes, cells: pd.DataFrame) -> None:
-    """Published as dots, predicted as a line."""
+    """Published speeds as dots, predicted speeds as a line."""
     places = range(len(cells))
     axis.plot(places, cells.tokens_per_s_per_gpu, "o", color=style.BLACK, label="published")
     axis.plot(places, cells.pred_tokens_per_s_per_gpu, "-s", color=style.BLUE, ms=3, label="ours")

@@ -37,7 +37,8 @@ def main() -> None:
 
 
 def bars(axis: Axes, stages: pd.DataFrame) -> None:
-    """Stack the parts of every stage; the device's end is a line (crossed: does not fit)."""
+    """Stacked parts of every stage's memory; a line marks the size of the device (a stage above the
+    line does not fit)."""
     bottom = pd.Series(0.0, index=stages.index)
     for key, label, color, hatch in PARTS:
         height = stages[key].clip(lower=0) / GIB

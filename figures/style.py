@@ -1,7 +1,7 @@
 """One look for every figure: sizes for a paper's column, a colour-blind safe palette, PDF + PNG.
 
-Colours are Okabe and Ito's (2008), which stay apart under all common colour-vision deficiencies;
-kinds are told apart by marker or hatch too, so that a grey print still reads.
+The colours are those of Okabe and Ito (2008), which are distinct under all common colour-vision
+deficiencies.  Kinds also differ in marker or hatch, so that a grey print is readable.
 """
 
 import sys
@@ -72,7 +72,7 @@ def apply() -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write `path` as PDF and the same name as PNG; no dates inside, so equal data, equal bytes."""
+    """Write the figure as PDF and PNG.  The files have no dates, so equal data give equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path.with_suffix(".pdf"), metadata={"CreationDate": None, "Producer": None})
     figure.savefig(path.with_suffix(".png"), dpi=200, metadata={"Software": None})
@@ -80,21 +80,22 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def context_axis(axis: Axes, lengths: Sequence[float]) -> None:
-    """Context lengths on a logarithmic axis, labelled in binary thousands."""
+    """Set a logarithmic axis of context lengths, labelled in units of 1,024 tokens (K)."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [f"{length / 1024:.0f}K" for length in lengths], minor=False)
     axis.tick_params(axis="x", labelrotation=90)
 
 
 def of_first_cluster(source: Path) -> tuple[pd.DataFrame, str]:
-    """The matrix's rows of the cluster that stands first, and its name."""
+    """The matrix's rows of the first cluster in the table, and the name of the cluster."""
     rows = pd.read_csv(source)
     cluster = str(rows.cluster.iloc[0])
     return rows[rows.cluster == cluster], cluster
 
 
 def arguments(count: int | None, usage: str) -> list[Path]:
-    """The script's paths from the command line: inputs (None: any number), then the PDF."""
+    """The paths on a script's command line: the inputs, then the PDF.  `count`: the number of all
+    paths (None: any number from 2 on).  SystemExit with `usage` for another number."""
     given = len(sys.argv) - 1
     if given != (max(given, 2) if count is None else count):
         raise SystemExit(f"usage: {Path(sys.argv[0]).name} {usage}")

@@ -1,4 +1,4 @@
-"""One step on every pipeline rank: compute, copies to and from the host, and what is not hidden.
+"""One step on every pipeline rank: compute, copies to and from the host, and exposed waits.
 
 usage: timeline.py TRACE.json... FIGURE.pdf
 """
@@ -40,7 +40,8 @@ def main() -> None:
 
 
 def panel(axis: Axes, trace: dict[str, Any], ranks: int) -> None:
-    """One step: a lane of compute and two of copies per rank, the exposed share in the title."""
+    """One step: a lane of compute and two lanes of copies per rank; the title has the share of
+    exposed waits."""
     lanes = spans(trace["traceEvents"])
     for (rank, lane, color), parts in lanes.items():
         draw(axis, rank, lane, color, parts)
@@ -75,7 +76,7 @@ def legend() -> list[Patch]:
 
 
 def spans(events: list[dict[str, Any]]) -> Lanes:
-    """Spans in seconds by (rank, lane, colour); neighbours that touch are one."""
+    """Spans in seconds by (rank, lane, colour); neighbours that touch are merged."""
     found: Lanes = defaultdict(list)
     for event in events:
         look = look_of(event)
@@ -87,8 +88,8 @@ def spans(events: list[dict[str, Any]]) -> Lanes:
 
 
 def look_of(event: dict[str, Any]) -> tuple[str, str] | None:
-    """Lane and colour of an event; a wait for a copy or a collective counts as exposed, a wait
-    for another rank is the pipeline's bubble and stays white."""
+    """Lane and colour of an event, or None for an event that is not drawn.  A wait for a copy or a
+    collective is exposed; a wait for another rank is pipeline bubble and is not drawn."""
     match event.get("cat"):
         case "compute":
             return "compute", COLORS.get(event["name"][0], OTHER)
@@ -102,7 +103,7 @@ def look_of(event: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def merged(parts: list[Span]) -> list[Span]:
-    """Spans with gaps under a microsecond closed."""
+    """Spans without the gaps below a microsecond."""
     out: list[Span] = []
     for start, end in parts:
         if out and start - out[-1][1] < 1e-6:
@@ -113,7 +114,7 @@ def merged(parts: list[Span]) -> list[Span]:
 
 
 def height(rank: int, lane: str) -> Span:
-    """Centre and height of a lane."""
+    """Centre and height of a lane of a rank on the vertical axis."""
     offsets = {"compute": 0.0, "d2h": 0.78, "h2d": 1.22}
     return 2.1 * rank + offsets[lane], HEIGHT[lane]
 

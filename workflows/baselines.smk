@@ -1,4 +1,5 @@
-"""Traced baselines: tables of the committed records; where the packages are, traced again."""
+"""Traced baselines: tables of the committed records, and, where the packages are installed, one
+point traced again."""
 
 
 rule baseline_tables:

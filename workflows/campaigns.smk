@@ -1,4 +1,4 @@
-"""What the cluster file and a measurement suite say about jobs: inputs and resources of rules."""
+"""Inputs and resources of the rules for executed cells, from the cluster file and the suite."""
 
 from rematbench.host.console import CommandError
 from rematbench.slurm.cellrecord import is_final
@@ -17,7 +17,7 @@ be_patient(config["status_seconds"])
 
 
 def campaign(wildcards):
-    """A measurement suite on its cluster; read once."""
+    """A measurement suite on its cluster, read once per suite."""
     name = wildcards.measured
     if name not in CAMPAIGNS:
         suite = load_campaign_suite(Path(f"config/{name}.yaml"))
@@ -28,7 +28,8 @@ def campaign(wildcards):
 
 
 def check_submissions(name):
-    """Say what is to be submitted and its predicted GPU-hours; refuse what cannot or must not be."""
+    """Log the jobs to submit and their predicted GPU-hours.  WorkflowError where a job cannot run
+    or the jobs exceed the budget."""
     store = Store(Path(f"results/{name}/cells"), is_final=is_final)
     budget, ask = config["max_gpu_hours"], config["ask_slurm"] and not workflow.dryrun
     try:
@@ -53,13 +54,13 @@ def bundle_of(wildcards):
 
 
 def bundle_keys(wildcards):
-    """What a bundle's records stand for: request, method and code.  A change of one method is one
-    bundle's; a file with a newer time and the same meaning is nobody's."""
+    """The keys of a bundle's cells, which cover request, method and code.  A change of one method
+    changes the keys of its bundles only; a newer file time alone changes no key."""
     return [campaign(wildcards).key(cell) for cell in bundle_of(wildcards).cells]
 
 
 def from_center(key):
-    """One resource of a bundle, from the cluster file."""
+    """A function that gives one resource of a bundle from the cluster file."""
     return lambda wildcards: executed_resources(
         campaign(wildcards).center, bundle_of(wildcards)
     )[key]
@@ -74,7 +75,8 @@ def cluster_option(wildcards):
 
 
 def measure_targets(measured):
-    """Every cell as a row, the table of speed, and its figure or the line that says why not."""
+    """The table of all cells, the table of speeds, and the output of the figure's script (the
+    reason where no figure is drawn)."""
     return [
         f"results/{measured}/executed.csv",
         f"results/{measured}/tables/measured_speed.md",

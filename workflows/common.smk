@@ -1,4 +1,4 @@
-"""Shared by the other files: bundles by method, and inputs that Snakemake cannot see itself."""
+"""Shared by all files: bundles by method, and inputs that Snakemake cannot detect."""
 
 from pathlib import Path
 
@@ -29,19 +29,19 @@ wildcard_constraints:
 
 
 def code(command, methods=()):
-    """One word for the code behind a rule's command (a module of `cli/`), with what the files of its
-    methods import, and for models, clusters, systems and constants: a parameter that reruns it.
+    """A parameter that reruns a rule: digests of the code behind the rule's command (a module of
+    `cli/`), of the imports of its method files, and of models, clusters, systems and constants.
     """
     return f"{command_digest(command, map(Path, methods))} {FACTS}"
 
 
 def suite_methods(suite):
-    """The bundles of a suite: what it runs on each of its problems."""
+    """The names of the bundles of a suite: the methods that it runs on each of its problems."""
     return list(suite_bundles(load_suite(Path(f"config/{suite}.yaml")), REGISTRY))
 
 
 def method_files(wildcards):
-    """The files of a composed method: editing one reruns the bundles that it is part of."""
+    """The files of a composed method's parts: an edit of a file reruns the bundles of the part."""
     origins = [
         Path(REGISTRY.methods[name].origin) for name in wildcards.method.split("+")
     ]
@@ -52,7 +52,7 @@ def method_files(wildcards):
 
 
 def study_methods(wildcards):
-    """The files of the methods that a study asks: editing one asks it again."""
+    """The files of the methods in a study's questions: an edit of a file reruns the study."""
     questions = load_study(Path(f"config/study/{wildcards.study}.yaml")).questions
     names = {m.method for question in questions for m in question.methods}
     origins = {
@@ -67,7 +67,7 @@ def study_methods(wildcards):
 
 
 def looked_into(wildcards):
-    """The folder of the records that stage and timeline figures look into."""
+    """The folder of the records behind a suite's stage and timeline figures."""
     method = config["looked_into"][wildcards.suite]["method"]
     return f"results/{wildcards.suite}/records/simulated/{method}"
 

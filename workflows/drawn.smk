@@ -1,4 +1,4 @@
-"""Figures that are drawn from tables alone, and the one of small models on one node."""
+"""Figures that are drawn from tables alone, and the figure of small models on one node."""
 
 DRAWN_FROM = {
     "calibrated": ["calibrated"],

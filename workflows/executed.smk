@@ -1,4 +1,5 @@
-"""Executed cells: a Slurm job per bundle (snakemake --profile slurm), or one by one here."""
+"""Executed cells: a Slurm job per bundle (snakemake --profile slurm), or one cell after the other
+on this machine."""
 
 
 rule executed:
@@ -13,8 +14,8 @@ rule executed:
     resources:
         **{key: from_center(key) for key in KEYS},
     params:
-        cells=bundle_keys,  # what it depends on, in place of times of files
-        # Functions of `resources` count as derived: another module line starts no job again.
+        cells=bundle_keys,  # replaces file times as the reason to rerun
+        # Snakemake does not compare params that use `resources`: another module line reruns no job.
         setup=lambda wildcards, resources: shell_setup(wildcards),
         cluster=lambda wildcards, resources: cluster_option(wildcards),
     shell:
@@ -80,7 +81,7 @@ rule measured_speed_figure:
     conda:
         "../environment.yml"
     params:
-        # No output: without seconds of a GPU there is none.
+        # The figure is no output: without seconds of a GPU it is not drawn.
         figure=lambda wildcards, output: Path(output[0]).with_suffix(".pdf"),
     shell:
         "python {input.script} {input.table} {params.figure} > {output} 2> {log}"

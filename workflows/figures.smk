@@ -1,4 +1,4 @@
-"""Figures (PDF and PNG) from the tables and from a look into one run."""
+"""Figures (PDF and PNG) from the tables, and from the records and traces of single runs."""
 
 
 rule table_figure:

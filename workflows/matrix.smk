@@ -1,4 +1,4 @@
-"""The grand matrix: two jobs per model, half of the lengths each -> tables with evidence."""
+"""The grand matrix: two jobs per model, each with half of the lengths -> tables with bands."""
 
 
 include: "searched.smk"

@@ -1,4 +1,4 @@
-"""The table of the worlds, from committed records; where torch is, one traced cell again."""
+"""The table of the worlds from committed records; where torch is installed, one retraced cell."""
 
 
 rule retrace:
@@ -26,7 +26,7 @@ rule retrace:
 rule worlds:
     input:
         records=MEASURED["executed"] + MEASURED["traced"],
-        methods=METHODS,  # their parameters
+        methods=METHODS,  # the table reads the parameters of the methods
         again=rules.retrace.output[0],
     output:
         multiext("results/paper/tables/worlds", *SUFFIXES),

@@ -1,4 +1,4 @@
-"""The timelines of the methods on one step, and the page that shows everything."""
+"""The timelines of the methods on one step, and the page with all tables and figures."""
 
 
 rule method_trace:
@@ -67,7 +67,7 @@ rule picture:
     input:
         "results/paper/figures/timeline.png",
     output:
-        "docs/timeline.png",  # committed, for the README; no part of `all`
+        "docs/timeline.png",  # committed for the README, not a target of `all`
     log:
         "results/paper/logs/picture.log",
     localrule: True

@@ -1,4 +1,4 @@
-"""Where simulated jobs run: here, or through Slurm with resources from the cluster file."""
+"""Where simulated jobs run: on this machine, or on Slurm with resources from the cluster file."""
 
 from shutil import which
 
@@ -12,7 +12,7 @@ if config["simulate_on"] not in ("local", "slurm"):
     raise WorkflowError(
         f"simulate_on: {config['simulate_on']!r} (allowed: local, slurm)"
     )
-# A plan alone asks no Slurm; `workflow.dryrun` is not known before jobs are planned.
+# A dry run needs no Slurm; `workflow.dryrun` is not set before jobs are planned.
 if config["ask_slurm"] and not (
     workflow.output_settings.dryrun or workflow.remote_exec or which("sbatch")
 ):
@@ -27,7 +27,7 @@ if config["cluster"]:
 
 
 def simulated_resource(key):
-    """One resource of a simulated bundle that is not run locally."""
+    """A function that gives one resource of a simulated bundle; nothing for a local bundle."""
     nothing = 0 if key in ("mem_mb", "runtime") else None
     return lambda wildcards: (
         nothing if SIMULATE_HERE else simulated_resources(load_center(CPU_CLUSTER))[key]

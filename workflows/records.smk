@@ -1,4 +1,4 @@
-"""Committed records of measured cells, and what is made of them."""
+"""Committed records of measured cells, and the tables and figures made from them."""
 
 import importlib.util
 
@@ -22,7 +22,7 @@ HAS_BASELINES = bool(
 
 
 def measured_targets():
-    """The table of the worlds and the curves."""
+    """The table of the worlds and the figure of loss curves."""
     return [
         "results/paper/tables/worlds.md",
         "results/paper/figures/convergence.pdf",
@@ -30,7 +30,7 @@ def measured_targets():
 
 
 def baseline_targets():
-    """Tables, and one point again (or the line that says why not)."""
+    """The table of baselines, and one retraced point (or a line with the reason for none)."""
     return [
         "results/paper/tables/baselines_traced.md",
         f"results/paper/retraced/baselines/{RETRACED_POINT}.txt",

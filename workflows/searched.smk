@@ -1,6 +1,6 @@
-"""Committed searches and their tables: each line's plan is simulated again before its table is made.
+"""Committed searches and their tables: every plan is simulated again before its table is made.
 
-The searches themselves take half an hour and run where they are asked for: ./bench reproduce --full.
+The searches take half an hour and run only on request: ./bench reproduce --full.
 """
 
 SEARCHES = {

@@ -1,4 +1,4 @@
-"""Studies: what papers claim beside a step time -> answers -> the ledger of claims and its tables."""
+"""Studies: claims of papers other than step times -> answers -> the table of claims."""
 
 STUDY_TABLES = [
     "claims",

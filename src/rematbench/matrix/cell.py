@@ -1,7 +1,7 @@
-"""One cell of the matrix: the candidate layouts at which an arm is tried, and its verdicts.
+"""One cell of the matrix: the candidate layouts at which an arm is tried, and the arm's verdicts.
 
-A program does not depend on the cluster, so the cells of one model and length share lowered
-programs, and a plan that does not fit is weighed without being timed.
+A program does not depend on the cluster, so the cells of one model and length share programs.  A
+plan that does not fit is weighed (its bytes are counted) but not timed.
 """
 
 from collections.abc import Sequence
@@ -32,18 +32,19 @@ from rematbench.spec.layout import LayoutError
 from rematbench.tables.table import GIB
 
 SLACK = 1.1
-"""How far over the device an estimate of bytes may lie before a candidate is not tried."""
+"""Largest estimated bytes of a candidate that is tried, over the device's usable bytes."""
 
 MARGIN = 1.1
-"""How much nearer to the limit a method may come at one candidate than at those tried before."""
+"""Factor by which a method may exceed the largest share of the limit that the method reached at
+the candidates tried before."""
 
 
 class Weight(Struct, frozen=True, kw_only=True):
-    """The bytes of a lowered plan: reserved on the fullest device, the largest ledger peak, pinned
-    on the fullest node.
+    """The bytes of a lowered plan: bytes reserved on the fullest device, the largest ledger peak,
+    and pinned host bytes on the fullest node.
 
-    A ledger peak above the device's bytes stands for the reserved bytes too: no allocator needs
-    less, and a plan that cannot run need not be replayed.
+    Where the ledger peak exceeds the usable bytes, the peak is also given as the reserved bytes: no
+    allocator needs less, and a plan that cannot run is not replayed.
     """
 
     reserved_bytes: int
@@ -51,7 +52,7 @@ class Weight(Struct, frozen=True, kw_only=True):
     host_node_bytes: int
 
     def missing(self, problem: Problem) -> dict[str, int]:
-        """Missing bytes, by device and host."""
+        """Missing bytes by place (device, host); empty where the plan fits."""
         short = {
             "device": self.reserved_bytes - problem.usable_bytes,
             "host": self.host_node_bytes - problem.cost.host_room_bytes,
@@ -60,7 +61,8 @@ class Weight(Struct, frozen=True, kw_only=True):
 
 
 class Tried(Struct, frozen=True, kw_only=True):
-    """One arm at one candidate: the verdict from bytes, and the evaluation where it fits."""
+    """An arm at a candidate: the verdict by bytes, and the evaluation where the plan fits and is
+    timed."""
 
     candidate: Candidate
     status: Status
@@ -71,17 +73,18 @@ class Tried(Struct, frozen=True, kw_only=True):
 
     @property
     def speed(self) -> float:
-        """Tokens/s/GPU where it fits."""
+        """Tokens/s/GPU; 0 where the plan is not timed."""
         return self.evaluation.tokens_per_s_per_gpu if self.evaluation else 0.0
 
     @property
     def tuned(self) -> bool:
-        """Whether the method fills the device, so that its bytes predict no other candidate's."""
+        """Whether the method tunes the plan to fill the device; the bytes of such a plan do not
+        predict those at another candidate."""
         return self.plan is not None and bool({"alpha", "bound"} & self.plan.fit.keys())
 
 
 class Programs:
-    """Lowered plans of one model and length, by layout and by what the plan does."""
+    """Lowered plans of one model and length, with their bytes and evaluations, each made once."""
 
     def __init__(self) -> None:
         self._programs: dict[tuple[str, bytes], Program] = {}
@@ -93,14 +96,14 @@ class Programs:
         self._parts: dict[tuple[str, str, bytes], dict[str, float]] = {}
 
     def lowered(self, problem: Problem, plan: Plan) -> Program:
-        """The program of a plan; the same object for every cluster."""
+        """The program of a plan; all clusters share one object."""
         key = (str(problem.layout), same_plan(plan))
         if key not in self._programs:
             self._programs[key] = lower(plan, problem)
         return self._programs[key]
 
     def weight(self, problem: Problem, plan: Plan) -> Weight:
-        """Bytes of a plan, without timing it."""
+        """The bytes of a plan, which is not timed."""
         key = _key(problem, plan)
         _, lay, content = key
         if key not in self._weights:
@@ -127,7 +130,7 @@ class Programs:
         return reserved_bytes(problem, program, ranks, self._unpressed[key])
 
     def evaluate(self, problem: Problem, plan: Plan) -> PlanEvaluation:
-        """Evaluate a plan as choose/outcome.py does, from a shared program."""
+        """The evaluation of a plan as in choose/outcome.py, with a shared program."""
         key = _key(problem, plan)
         if key not in self._evaluations:
             reserved = self.reserved(problem, plan)
@@ -137,7 +140,8 @@ class Programs:
         return self._evaluations[key]
 
     def parts(self, problem: Problem, plan: Plan) -> dict[str, float]:
-        """Where the step of a plan goes, in seconds; the two tables often have one fastest plan."""
+        """Seconds of a plan's step by part, made once: the two tables often have the same fastest
+        plan."""
         key = _key(problem, plan)
         if key not in self._parts:
             step_s = self.evaluate(problem, plan).step_s
@@ -145,17 +149,17 @@ class Programs:
         return self._parts[key]
 
     def reserved(self, problem: Problem, plan: Plan) -> int:
-        """A problem's weigher."""
+        """The reserved bytes of a plan; this method is the `weigher` of the cell's problems."""
         return self.weight(problem, plan).reserved_bytes
 
 
 def _key(problem: Problem, plan: Plan) -> tuple[str, str, bytes]:
-    """The key of a plan's numbers: cluster, layout, and the plan itself."""
+    """The key of a plan's numbers: the cluster, the layout and the content of the plan."""
     return (problem.cluster.name, str(problem.layout), same_plan(plan))
 
 
 class Limit(NamedTuple):
-    """Speed and bytes of keeping everything at a candidate, if memory were no limit."""
+    """Speed and bytes at a candidate if all activations are kept, whether or not they fit."""
 
     speed: float
     peak_bytes: int
@@ -163,12 +167,12 @@ class Limit(NamedTuple):
 
 
 class Cell:
-    """One (model, cluster, length): its candidates, and the arms tried on them."""
+    """One (model, cluster, length): its candidates, and the arms tried at the candidates."""
 
     def __init__(self, found: Sequence[Candidate], programs: Programs, registry: Registry) -> None:
         self.programs = programs
         self._tried: dict[tuple[str, str], Tried] = {}
-        keep = registry.resolve(IDENTITY)  # without a limit, no other is faster
+        keep = registry.resolve(IDENTITY)  # without a memory limit no method is faster
         limits = [self._limit(c, keep) for c in found if c.fate == KEPT]
         self.limits = sorted(limits, key=lambda limit: -limit.speed)
         self._speeds = {str(limit.candidate.layout): limit.speed for limit in limits}
@@ -186,7 +190,7 @@ class Cell:
         )
 
     def weighed(self, candidate: Candidate, name: str, method: Composition) -> Tried:
-        """An arm's plan and verdict at a candidate."""
+        """The plan and verdict of an arm at a candidate, made once."""
         key = (name, str(candidate.layout))
         if key not in self._tried:
             self._tried[key] = self._weigh(candidate, method)
@@ -209,7 +213,8 @@ class Cell:
         return Tried(candidate=candidate, status=status, reason=reason, plan=plan, weight=weight)
 
     def timed(self, tried: Tried) -> Tried:
-        """The same with its evaluation, if it fits."""
+        """A weighed arm with its evaluation where the plan fits; `unsupported` where a plan that
+        fits cannot be timed."""
         if tried.status != "ok" or tried.evaluation is not None:
             return tried
         assert tried.candidate.problem is not None
@@ -222,12 +227,13 @@ class Cell:
     def best(
         self, name: str, method: Composition, *, least_pp: int = 1
     ) -> tuple[Tried | None, int]:
-        """The fastest fitting candidate, else the one that is short of least or refuses; and how
-        many were tried.
+        """The arm at its fastest fitting candidate, and the number of candidates tried.  Where no
+        candidate fits: the arm at the candidate that misses the fewest bytes, or a refusal.  None
+        where the cell has no candidate with `least_pp` pipeline ranks.
 
-        Candidates are tried in order of their limits.  The leanest is weighed first: there a method
-        that does not fill the device shows its need, and a method whose need is too large is given
-        up.
+        Candidates are tried in order of their limits, the highest speed first.  The candidate with
+        the smallest limit in bytes is weighed before all others: a method that does not fill the
+        device and does not fit at this candidate is given up.
         """
         limits = [limit for limit in self.limits if limit.candidate.layout.pp >= least_pp]
         lean = sorted(limits, key=lambda limit: limit.peak_bytes)
@@ -249,7 +255,8 @@ class Cell:
 
 
 def _preference(tried: Tried) -> tuple[int, float]:
-    """Order fitting verdicts by speed, then the others by missing live bytes."""
+    """Sort key: fitting verdicts by speed, then plans that do not fit by missing bytes (of the
+    ledger peak or of the host), then failures and refusals."""
     order = {"ok": 0, "oom": 1, "failed": 2, "unsupported": 3}
     problem, amount = tried.candidate.problem, -tried.speed
     if tried.status == "oom" and tried.weight is not None and problem is not None:
@@ -260,8 +267,8 @@ def _preference(tried: Tried) -> tuple[int, float]:
 
 
 def _may_win(limit: Limit, tried: Sequence[Tried], speeds: dict[str, float]) -> bool:
-    """Whether the largest share of a limit that the method has reached, with a margin, would make
-    the candidate faster than its best."""
+    """Whether a candidate may be faster than the best one tried: whether MARGIN times the largest
+    share of a limit that the method has reached, applied to this limit, exceeds the best speed."""
     timed = [one for one in tried if one.evaluation is not None]
     if not timed:
         return True
@@ -270,7 +277,8 @@ def _may_win(limit: Limit, tried: Sequence[Tried], speeds: dict[str, float]) -> 
 
 
 def _share(first: Tried, limit: Limit) -> float:
-    """Bytes beyond states that a method needs, of those that keeping everything needs."""
+    """Bytes beyond states that a method needs at a candidate, as a share of those that keeping all
+    activations needs; 0 where the bytes say nothing about other candidates."""
     if first.tuned or first.weight is None or first.candidate.problem is None:
         return 0.0
     states = state_bytes(first.candidate.problem)

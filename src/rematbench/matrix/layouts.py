@@ -1,6 +1,6 @@
-"""Candidate layouts of a cell: one declared list, the same for every arm, cut by stated rules.
+"""Candidate layouts of a cell: one declared list for all arms, cut by stated rules.
 
-The estimate that ranks candidates is closed form and only ranks: speeds in tables are simulated.
+A closed-form estimate cuts and ranks the candidates; the speeds in tables are simulated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,11 +28,12 @@ RULES = (
     "states alone do not fit",
     "estimated slower than the ones tried",
 )
-"""Why a candidate is not tried, in the order in which the rules apply."""
+"""The reasons why a candidate is not tried, in the order in which the rules apply."""
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """One candidate of a cell: its layout, its fate, and its estimates where made."""
+    """One candidate of a cell.  `fate`: KEPT, or the rule that dropped the candidate.
+    `estimated_s`: estimated seconds of a step; None where an earlier rule dropped the candidate."""
 
     layout: Layout
     fate: str
@@ -41,8 +42,9 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
 
 class Estimate(Struct, frozen=True, kw_only=True, order=True):
-    """Closed-form seconds of a step, bytes of states, of one layer's saved tensors, of the head's,
-    of all saved tensors in flight on the first and the last rank, and what a device has for them.
+    """Closed-form estimates of a candidate: seconds of a step, and bytes of the states, of the
+    saved tensors of one layer and of the head, and of all saved tensors in flight on the first and
+    the last rank.  `usable`: usable bytes of a device.
     """
 
     step_s: float
@@ -54,7 +56,8 @@ class Estimate(Struct, frozen=True, kw_only=True, order=True):
     usable: int
 
     def need(self, kept: float) -> float:
-        """Bytes of the fuller end where a method keeps such a share of the saved tensors."""
+        """Bytes of the fuller of the first and the last rank, for a method that keeps the share
+        `kept` of the saved tensors."""
         ends = max(kept * self.first, kept * self.last + self.head)
         return self.states + self.layer + ends
 
@@ -62,7 +65,7 @@ class Estimate(Struct, frozen=True, kw_only=True, order=True):
 def candidates(
     spec: MatrixSpec, work: Work, model: Model, cluster: Cluster, system: System, seq_len: int
 ) -> list[Candidate]:
-    """The whole list with the fate of each, in a fixed order."""
+    """All candidates of a cell with their fates, in a fixed order."""
     asked = spec.problem(seq_len, model=model, cluster=cluster, system=system, gpus=work.gpus)
     made = [_made(spec.layouts, one) for one in listed(spec.layouts, asked, model.num_layers)]
     alive = [(guess, i) for i, (_, guess) in enumerate(made) if guess is not None]
@@ -80,7 +83,7 @@ def candidates(
 
 
 def listed(grid: Grid, asked: ProblemSpec, num_layers: int) -> Iterator[ProblemSpec]:
-    """The product of the declared degrees that uses all GPUs, before any rule."""
+    """The combinations of the declared degrees that use all GPUs, before any rule."""
     for tp, cp, pp in product(grid.tp, grid.cp, grid.pp):
         if asked.gpus % (tp * cp * pp):
             continue
@@ -92,7 +95,7 @@ def listed(grid: Grid, asked: ProblemSpec, num_layers: int) -> Iterator[ProblemS
 
 
 def _made(grid: Grid, asked: ProblemSpec) -> tuple[Candidate, Estimate | None]:
-    """A candidate after the rules that need no other candidate, and its estimate."""
+    """A candidate after the rules that compare no candidates, and its estimate (None: dropped)."""
     layout = asked.layout
     local = asked.seq_len * layout.micro_batch // (layout.tp * layout.cp)
     if not grid.least_tokens <= local <= grid.most_tokens:
@@ -109,9 +112,10 @@ def _made(grid: Grid, asked: ProblemSpec) -> tuple[Candidate, Estimate | None]:
 
 
 def _chosen(spec: MatrixSpec, alive: list[tuple[Estimate, int]], depth: Sequence[int]) -> set[int]:
-    """For each declared share of saved tensors that a method may keep, the fastest by the estimate
-    among those that it should fit, and among those with a pipeline that offloaders can hide in; and
-    the leanest of all.  `depth`: pipeline ranks of each candidate."""
+    """The indices of the candidates to try.  For each declared share of saved tensors that a method
+    may keep: among the candidates that should fit by the estimate, the `fastest` ones, and the
+    fastest one with at least `same_layout_pp` pipeline ranks, behind which offload can hide.  And
+    the candidate with the fewest bytes.  `depth`: pipeline ranks of each candidate."""
     ranked = sorted(alive, key=lambda pair: (pair[0].step_s, pair[1]))
     chosen: set[int] = set()
     for kept in spec.layouts.kept_shares:
@@ -124,8 +128,9 @@ def _chosen(spec: MatrixSpec, alive: list[tuple[Estimate, int]], depth: Sequence
 
 
 def estimate(problem: Problem) -> Estimate:
-    """Estimate (m v + p - 1) chunks of average layers with nothing overlapped, the ends once per
-    micro-batch; saved bytes of the layers that the first rank has in flight."""
+    """The estimate of a candidate.  The step is (m v + p - 1) chunks of average layers without
+    overlap, for m micro-batches, v chunks per rank and p ranks, plus the head or embedding once per
+    micro-batch.  The bytes are those of the layers in flight on the first and the last rank."""
     lay, table = problem.layout, problem.layer_kinds[0]
     slots = lay.num_micro_batches * lay.vpp + lay.pp - 1
     layers = problem.workload.model.num_layers / lay.num_chunks
@@ -146,7 +151,8 @@ def estimate(problem: Problem) -> Estimate:
 
 
 def state_bytes(problem: Problem) -> int:
-    """Parameters, gradients and optimizer of the fullest end rank, as the base plan keeps them."""
+    """Bytes of parameters, gradients and optimizer states on the fuller of the first and the last
+    rank, with the shards of the base plan."""
     plan, system = problem.base_plan, problem.system
     count = max(rank_parameters(problem, plan, rank) for rank in (0, problem.layout.pp - 1))
     return (

@@ -13,19 +13,20 @@ from rematbench.workload import PositiveInt, Precision
 
 
 class Work(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model and the GPUs that train it, the same for every arm, length and cluster."""
+    """A model and its number of GPUs, which are equal for all arms, lengths and clusters."""
 
     model: str
     gpus: PositiveInt
 
 
 class Grid(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The declared candidate layouts: a product of degrees, cut by rules, the rest ranked by a
+    """The declared candidate layouts: a product of degrees, cut by rules and ranked by a
     closed-form estimate.
 
     `layers_per_chunk`: layers of an interleaved chunk (0: one chunk per rank).  Tokens of a
     micro-batch on one rank lie between `least_tokens` and `most_tokens`.  Methods keep different
-    shares of the saved tensors: for each of `kept_shares` the `fastest` that should fit are tried.
+    shares of the saved tensors; for each of `kept_shares` the `fastest` candidates that should fit
+    are tried.
     """
 
     tp: tuple[PositiveInt, ...]
@@ -39,11 +40,11 @@ class Grid(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Arm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One row of a cell: a composed method with settings, under the name that tables use.
+    """One row of a cell: a composed method with settings, under a name for the tables.
 
-    `of`: whose it is (a paper, or a stack whose policy this is, simulated here).  `seq_lens`: the
-    lengths it runs at (none: all); `one_layout`: it is tried at the cell's one layout only.  Both
-    are for planners too slow for more.
+    `of`: the origin of the method (a paper, or a stack whose policy is simulated).  `seq_lens`: the
+    lengths at which the arm runs (none: all).  `one_layout`: the arm is tried only at the cell's
+    one layout.  Slow planners need the last two.
     """
 
     name: str
@@ -54,16 +55,16 @@ class Arm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     one_layout: bool = False
 
     def resolved(self, registry: Registry) -> Composition:
-        """The method with its settings; MethodError where there is none."""
+        """The method with its settings; MethodError for an unknown method or a wrong setting."""
         settings: dict[str, Value] = dict(self.settings)
         return registry.resolve(self.method, settings)
 
 
 class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that the matrix declares.
+    """The declaration of a matrix.
 
-    `baseline` is the arm whose fastest layout, among those with at least `same_layout_pp` pipeline
-    ranks where there are any, is the one layout of the *same layout* table.
+    The fastest layout of the arm `baseline` is the one layout of a cell in the *same layout* table.
+    Layouts with at least `same_layout_pp` pipeline ranks go first (`sweep`).
     """
 
     system: str
@@ -81,21 +82,21 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     arms: tuple[Arm, ...]
 
     def problem(self, seq_len: int, **others: Any) -> ProblemSpec:
-        """The problem of a cell: `others` are its model, cluster, GPUs and degrees, and what is not
-        as declared here."""
+        """The problem of a cell.  `others`: its model, cluster, GPUs and degrees, and values that
+        replace declared ones."""
         same = ("system", "precision", "attention", "micro_batch", "zero_stage")
         own = {key: getattr(self, key) for key in same}
         own["global_batch"] = self.tokens_per_step // seq_len
         return ProblemSpec(**{**own, "seq_len": seq_len, **others})
 
     def all_arms(self, registry: Registry) -> tuple[Arm, ...]:
-        """The declared arms, then every discovered method that no arm runs alone."""
+        """The declared arms, then an arm for every discovered method that is no arm's method."""
         plain = {arm.method for arm in self.arms}
         more = [name for name in registry.methods if name not in plain]
         return (*self.arms, *(Arm(name=name, method=name, of="methods/") for name in more))
 
     def problems(self) -> list[str]:
-        """What is wrong with the declaration beyond its types, each one line."""
+        """Errors in the declaration that its types do not exclude, one line each."""
         names = [arm.name for arm in self.arms]
         twice = sorted({name for name in names if names.count(name) > 1})
         found = [f"arms: name {name!r} is given twice" for name in twice]

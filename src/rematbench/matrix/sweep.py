@@ -1,6 +1,7 @@
 """The grand matrix, simulated: every arm at one layout, and every arm at its best layout.
 
-The two tables are never mixed: the first isolates a method, the second is what a user would run.
+The two tables are never mixed: the first isolates the effect of a method, the second has the
+layouts that a user would run.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -31,8 +32,8 @@ def run_matrix(
     models: Sequence[str] = (),
     seq_lens: Sequence[int] = (),
 ) -> Iterator[tuple[list[Line], list[Line]]]:
-    """(result lines, candidate lines) of one cell after the other; `models`, `seq_lens`: only
-    these."""
+    """(result lines, candidate lines) of every cell.  `models`, `seq_lens`: only the cells with
+    these values (empty: all).  ConfigError for a value that the matrix does not declare."""
     collect_rarely()
     works = {work.model: work for work in spec.works}
     _check_known("models", models, works)
@@ -55,7 +56,7 @@ def _check_known(key: str, wanted: Iterable[object], known: Collection[object]) 
 def run_cell(
     spec: MatrixSpec, registry: Registry, work: Work, cluster: str, seq_len: int, programs: Programs
 ) -> tuple[list[Line], list[Line]]:
-    """Both tables' lines of one cell, and its candidates with their fates."""
+    """The result lines of a cell for both tables, and the lines of its candidates."""
     model, machine = load_model(work.model), load_cluster(cluster)
     listed = candidates(spec, work, model, machine, load_system(spec.system), seq_len)
     where = {"model": work.model, "cluster": cluster, "gpus": work.gpus, "seq_len": seq_len}
@@ -84,8 +85,10 @@ def _results(spec: MatrixSpec, registry: Registry, cell: Cell, where: Line) -> l
 
 
 def _shared(spec: MatrixSpec, cell: Cell, baseline: Composition) -> Candidate | None:
-    """The one layout of the cell: the baseline's best with enough pipeline ranks; where it does not
-    fit so, its best of all; where it fits nowhere, the leanest."""
+    """The candidate with the one layout of the cell: the baseline's best candidate with at least
+    `same_layout_pp` pipeline ranks; where the baseline fits at none of these, its best candidate;
+    where the baseline fits nowhere, the candidate that misses the fewest bytes.  None where the
+    cell has no candidate."""
     found = [
         cell.best(spec.baseline, baseline, least_pp=least_pp)[0]
         for least_pp in (spec.same_layout_pp, 1)
@@ -107,7 +110,7 @@ def _layout(candidate: Candidate) -> Line:
 
 
 def _result(tried: Tried | None, count: int) -> Line:
-    """The numbers of one arm in one table."""
+    """The columns of an arm at a candidate (None: the cell has no candidate)."""
     if tried is None:
         return {"status": "oom", "reason": NOTHING, "tried": 0}
     line: Line = {"status": tried.status, "reason": tried.reason, "tried": count}
@@ -142,7 +145,7 @@ def _result(tried: Tried | None, count: int) -> Line:
 
 
 def _add_parts(results: list[Result], programs: Programs) -> None:
-    """Where the step of the fastest fitting arm goes, in shares of the step."""
+    """Add the parts of the step, as shares, to the line of the fastest fitting arm."""
     fitting = [(line, tried) for line, tried in results if tried and tried.evaluation]
     if not fitting:
         return

@@ -1,4 +1,4 @@
-"""The matrix as tables: same layout, best layout, the fastest of each cell, candidates by rule."""
+"""The matrix as tables: same layout, best layout, fastest arms, longest contexts, candidates."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ HOW = (
 
 
 def layout_text(line: Mapping[str, Any]) -> str:
-    """tp 2 cp 1 pp 4 vpp 10 dp 16, without what is 1."""
+    """The degrees above 1 of a line's layout (tp 2 pp 4 vpp 10 dp 16); empty without a layout."""
     if not line.get("tp"):
         return ""
     degrees = [f"{key} {line[key]}" for key in DEGREES if int(line[key]) > 1]
@@ -61,21 +61,22 @@ def layout_text(line: Mapping[str, Any]) -> str:
 
 
 def binds(line: Mapping[str, Any]) -> str:
-    """The missing bytes where nothing fits; else the largest losses of the fastest arm's step."""
+    """The missing bytes where the arm does not fit, or else the largest losses of the step (only
+    the fastest arm of a cell has them)."""
     if line["status"] == "oom":
         return shortage(line)
     return losses({part: number(line, f"part_{part}") or 0.0 for part in PARTS})
 
 
 def shortage(line: Mapping[str, Any]) -> str:
-    """By how much it does not fit, and where."""
+    """The missing bytes in GiB by place, or the reason where no bytes are known."""
     short = {where: number(line, f"{where}_short_bytes") for where in ("device", "host")}
     texts = [f"{nbytes / GIB:,.1f} GiB ({where})" for where, nbytes in short.items() if nbytes]
     return f"does not fit by {' and '.join(texts)}" if texts else str(line.get("reason", ""))
 
 
 def arm_table(lines: Sequence[Line], table: str, spec: MatrixSpec) -> Table:
-    """One line per arm and cell."""
+    """One line per arm and cell, of the same-layout or the best-layout table."""
     rows = [_shown(line) for line in lines if line["table"] == table and line["status"] != NOT_RUN]
     one = "one layout per cell, the baseline's best" if table == SAME else "each arm's best layout"
     return Table(
@@ -113,7 +114,8 @@ def _shown(line: Line) -> Line:
 
 
 def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
-    """The fastest arm of every cell at best layouts, its ties, and its gain over the baseline."""
+    """The fastest arm of every cell at best layouts, the arms that tie with the fastest, and the
+    gain of the fastest over the baseline."""
     rows = []
     for where, cell in by_cell(line for line in lines if line["table"] == BEST).items():
         best = max(cell, key=speed)
@@ -159,7 +161,7 @@ def _short(line: Line) -> float:
 
 
 def longest_table(lines: Sequence[Line]) -> Table:
-    """The longest of the matrix's lengths that fits, by arm."""
+    """The longest of the matrix's lengths that fits, by model, cluster and arm."""
     found: dict[tuple[str, str, str], Line] = {}
     own = [line for line in lines if line["table"] == BEST]
     top = max((int(line["seq_len"]) for line in own), default=0)
@@ -194,7 +196,7 @@ def longest_table(lines: Sequence[Line]) -> Table:
 
 
 def candidate_table(told: Sequence[Mapping[str, Any]]) -> Table:
-    """The candidates of each cell, counted by the rule that decided them."""
+    """The number of candidates of each cell by the rule that decided their fate."""
     rows = []
     cells: dict[tuple[str, ...], Counter[str]] = {}
     for line in told:

@@ -1,4 +1,4 @@
-"""How far to trust the matrix's numbers: bands, what nobody published, ties, and gaps."""
+"""The trust in the matrix's numbers: bands, properties that nobody published, ties and gains."""
 
 import math
 import statistics
@@ -21,11 +21,11 @@ CELL = ("model", "cluster", "seq_len")
 
 
 def judged(rows: Sequence[Row], spec: MatrixSpec) -> list[Line]:
-    """The matrix's lines with the bands of their speeds, whether they fit, what lies outside of
-    what was published, and ties.
+    """The matrix's lines with the bands of their speeds, the words of `fits_word`, the properties
+    outside of published rows, and ties.
 
-    A tie is slower than the cell's fastest by less than the error of ratios of speeds: at one
-    layout, or between the layouts of a sweep.
+    An arm ties if it is slower than the fastest arm of the cell by less than the error of speed
+    ratios: at one layout for the same-layout table, between layouts for the best-layout table.
     """
     problems: dict[tuple[Any, ...], Problem] = {}
     lines: list[Line] = []
@@ -72,7 +72,7 @@ def _trust(row: Row, band: Band) -> Line:
 
 
 def speed(line: Row) -> float:
-    """Tokens/s/GPU where it fits, else 0."""
+    """Tokens/s/GPU of a line; 0 where the arm does not fit."""
     return (number(line, "tokens_per_s_per_gpu") or 0.0) if line["status"] == "ok" else 0.0
 
 
@@ -87,8 +87,10 @@ def _mark_ties(cell: list[Line], half_width: float) -> None:
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """The matrix in numbers, from the best-layout table.  Gains are over the baseline at its own
-    best layout, in fractions."""
+    """Counts of cells from the best-layout table: `cells` in all, `fitting` with an arm that fits,
+    `tied` with a tie, `inside` and `tight` by their fastest arm, and `beaten` where the baseline
+    fits and is neither the fastest nor tied.  `gains`: of the fastest arm over the baseline at its
+    best layout, as fractions."""
 
     cells: int
     fitting: int
@@ -101,7 +103,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
     @property
     def clear(self) -> int:
-        """Cells that one method wins alone."""
+        """The number of fitting cells without a tie."""
         return self.fitting - self.tied
 
     @property
@@ -126,7 +128,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 def outcome(lines: Sequence[Line], baseline: str) -> Outcome:
-    """Count the best-layout table."""
+    """The counts and gains of the best-layout table."""
     cells = by_cell(line for line in lines if line["table"] == BEST)
     fitting = [cell for cell in cells.values() if any(speed(line) for line in cell)]
     gains, inside, tight, tied, beaten = [], 0, 0, 0, 0

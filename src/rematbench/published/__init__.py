@@ -1,1 +1,1 @@
-"""Published cells: read, predicted, compared; what accuracy is promised, and how it is scored."""
+"""Published cells: their sheets, their predictions, and how the predictions are scored."""

@@ -1,7 +1,8 @@
 """Accuracy as a promise: groups of published cells, their targets, and how errors are counted.
 
-`config/accuracy.yaml` declares the groups.  A cell is `fitted` (its speed shaped a constant),
-`in-sample` (its source shaped a formula) or `held-out`; fitted cells never count as predictions.
+`config/accuracy.yaml` declares the groups.  A cell is `fitted` (a constant was fitted to its
+speed), `in-sample` (its source shaped a formula) or `held-out`.  Fitted cells never count as
+predictions.
 """
 
 import datetime
@@ -22,14 +23,15 @@ Row: TypeAlias = Mapping[str, Any]
 Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict", "regret"]
 Split = Literal["fitted", "in-sample", "held-out"]
 Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
-"""`missed_oom` and `false_oom` count cells; the others are fractions of the published value."""
+"""`missed_oom` and `false_oom` count cells; the other statistics are fractions of the published
+value."""
 
 SPEED: Metric = "tokens_per_s_per_gpu"
 
 
 class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One number to keep: the target, and what was last reached (`accepted`) with reason and date.
-    Above `accepted`, tests and `rematbench validate` fail."""
+    """A promised statistic: its target, and the value last reached (`accepted`) with the reason and
+    the date.  Tests and `rematbench validate` fail where the statistic exceeds `accepted`."""
 
     target: float
     accepted: float
@@ -38,9 +40,9 @@ class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cells scored together: a whole sweep by `rule`, one metric, its promised statistics.
+    """Cells scored together: the cells that `rule` selects, one metric, its promised statistics.
 
-    `in_sample` says what in the model these cells shaped although no constant was fitted to them.
+    `in_sample` names the part of the model that these cells shaped without a fit of a constant.
     """
 
     name: str
@@ -52,13 +54,14 @@ class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Accuracy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything config/accuracy.yaml says."""
+    """The content of config/accuracy.yaml."""
 
     groups: tuple[Group, ...]
 
 
 def load_accuracy() -> Accuracy:
-    """The committed targets; a misspelt key or a missing reason is an error with its place."""
+    """The committed targets.  ConfigError with the place of a misspelt key, or of a missed target
+    without a reason."""
     path = data_dir("config") / "accuracy.yaml"
     try:
         found = msgspec.yaml.decode(path.read_bytes(), type=Accuracy)
@@ -73,14 +76,14 @@ def load_accuracy() -> Accuracy:
 
 
 def number(row: Row, key: str) -> float | None:
-    """A numeric cell, or None when it is empty."""
+    """The number in a column of a row; None where the column is missing or empty."""
     value = row.get(key)
     return None if value in ("", None) else float(str(value))
 
 
 def is_scored(row: Row) -> bool:
-    """Whether a published cell says something to be held to: not a dash, not suspect, and with
-    its layout published."""
+    """Whether a published cell can be scored: its status is ok or oom, its note does not call it
+    SUSPECT, and its layout is published."""
     known = row["status"] in ("ok", "oom") and "SUSPECT" not in str(row.get("note", ""))
     return known and number(row, "tp") is not None
 
@@ -91,7 +94,8 @@ def members(group: Group, rows: Sequence[Row]) -> list[Row]:
 
 
 def split_of(row: Row, group: Group, calibration: Calibration) -> Split:
-    """How much of a cell the model has seen.  Constants are fitted to speeds only."""
+    """Whether constants were fitted to a cell, its source shaped a formula, or neither.  Constants
+    are fitted to speeds only."""
     if group.metric in ("tokens_per_s_per_gpu", "gain") and is_fit(row, calibration.fit):
         return "fitted"
     shaped = any(entry.source in row["source"] for entry in calibration.shaped_by)
@@ -99,7 +103,8 @@ def split_of(row: Row, group: Group, calibration: Calibration) -> Split:
 
 
 def ratio_error(row: Row, key: str) -> float | None:
-    """Signed relative error of `pred_<key>`; None without a published or a predicted value."""
+    """Signed relative error of `pred_<key>`; None where the published or the predicted value is
+    missing."""
     published, predicted = number(row, key), number(row, f"pred_{key}")
     if published is None or predicted is None or published == 0:
         return None
@@ -107,8 +112,8 @@ def ratio_error(row: Row, key: str) -> float | None:
 
 
 def gain_errors(rows: Sequence[Row]) -> list[float]:
-    """Errors of the gains between cells in order of published speed, in fractions (0.06 = 6 points
-    of a gain in percent)."""
+    """Predicted less published gain between cells that are neighbours in published speed, as
+    fractions (0.06: 6 percentage points of gain)."""
     key = "tokens_per_s_per_gpu"
     pairs = [(number(row, key), number(row, f"pred_{key}")) for row in rows]
     known = sorted((a, b) for a, b in pairs if a and b)
@@ -119,13 +124,14 @@ SWEEP = (
     *("source", "system", "cluster", "model", "layers", "hidden"),
     *("gpus", "seq_len", "global_batch"),
 )
-"""Columns that the rows of one decision share: where, what, and how much of it."""
+"""Columns with equal values in all rows of a sweep: the source, stack, cluster and job."""
 LAYOUT = ("tp", "cp", "pp", "vpp", "dp", "zero_stage")
 FEWEST_LAYOUTS = 4
 
 
 def sweeps(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
-    """Rows with a speed, or out of memory, of jobs that a source ran in four layouts or more."""
+    """Rows with a speed or out of memory, by SWEEP, of the jobs that a source ran in at least
+    FEWEST_LAYOUTS layouts."""
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if is_scored(row) and (row["status"] == "oom" or number(row, SPEED)):
@@ -138,20 +144,21 @@ def sweeps(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Row]]:
 
 
 def regret(rows: Sequence[Row]) -> float:
-    """Share of the best measured speed that is lost by taking the row predicted to be the fastest
-    of those that fit; all of it where that was out of memory, or none is predicted to fit."""
+    """Share of the best measured speed that a sweep's pick loses.  The pick is the row with the
+    highest predicted speed among the rows predicted to fit.  1 where the pick ran out of memory or
+    no row is predicted to fit."""
     fitting = [row for row in rows if row["pred_status"] == "ok"]
     pick = max(fitting, key=lambda row: number(row, f"pred_{SPEED}") or 0.0, default=None)
     return 1.0 if pick is None else lost(pick, rows)
 
 
 def lost(pick: Row, rows: Sequence[Row]) -> float:
-    """Share of the best measured speed that a row does not reach; 1 where it ran out of memory."""
+    """Share of the best measured speed that a row loses; 1 where the row ran out of memory."""
     return 1.0 - (number(pick, SPEED) or 0.0) / max(number(row, SPEED) or 0.0 for row in rows)
 
 
 def errors_of(metric: Metric, rows: Sequence[Row]) -> list[float]:
-    """Signed errors of a group's cells by its metric (verdicts have counts instead)."""
+    """Signed errors of a group's cells by its metric; none for verdicts, which are counted."""
     if metric == "verdict":
         return []
     if metric == "gain":
@@ -163,12 +170,12 @@ def errors_of(metric: Metric, rows: Sequence[Row]) -> list[float]:
 
 
 def missed_oom(rows: Sequence[Row]) -> int:
-    """Cells published as out of memory that are predicted to fit."""
+    """Number of cells published as out of memory and predicted to fit."""
     return sum(row["status"] == "oom" and row["pred_status"] == "ok" for row in rows)
 
 
 def false_oom(rows: Sequence[Row]) -> int:
-    """Cells published with a result that are not predicted to fit."""
+    """Number of cells published with a result and not predicted to fit."""
     return sum(row["status"] == "ok" and row["pred_status"] != "ok" for row in rows)
 
 
@@ -184,7 +191,7 @@ OVER_ROWS: dict[str, Callable[[Sequence[Row]], int]] = {
 
 
 def statistic(name: Statistic, metric: Metric, rows: Sequence[Row]) -> float | None:
-    """One statistic of a group's cells; None when nothing can be compared."""
+    """A statistic of a group's cells; None where no cell can be compared."""
     if name in OVER_ROWS:
         return float(OVER_ROWS[name](rows)) if rows else None
     errors = [abs(error) for error in errors_of(metric, rows)]

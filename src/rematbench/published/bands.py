@@ -1,11 +1,12 @@
-"""Bands: how far off predictions are for their kind of evidence, learnt from errors out of source.
+"""Bands of predicted speeds: their widths are learnt from errors of predictions out of source.
 
-A kind of evidence is how many things about a job no other source published: its stack, GPU
-generation, scale (GPUs), context and mechanisms.  The half-width of a band is the 80 % quantile of
-|ln(predicted / published)| over rows of that kind, each predicted with constants that never saw its
-source; every source weighs 1.  Kinds with fewer sources than a quantile needs are pooled with their
-neighbours, and more outside is never narrower (pool adjacent violators, Barlow et al. 1972).  All
-numbers come from config/left_out.csv; LEVEL is what a band promises.
+The kind of evidence for a job is the number of its properties that no other source published; the
+properties are the stack, GPU generation, scale (GPUs), context and mechanisms.  The half-width of a
+band is the 80 % quantile of |ln(predicted / published)| over the rows of that kind.  Each row is
+predicted with constants that never saw its source; every source has weight 1.  Kinds with fewer
+than LEAST_SOURCES sources are pooled with their neighbours, and a band with more properties outside
+is never narrower (pool adjacent violators, Barlow et al. 1972).  All numbers come from
+config/left_out.csv; LEVEL is the share of rows that a band promises to hold.
 """
 
 import dataclasses
@@ -25,30 +26,32 @@ from rematbench.published.evidence import Job, Known, Range, covered, job_of, kn
 from rematbench.published.left_out import PEAK, log_error, out_of_source
 
 LEVEL = 0.8
-"""Share of published rows that a band is to hold."""
+"""Share of published rows that a band promises to hold."""
 
 LEAST_SOURCES = 5
-"""Sources of a kind of its own: of four the LEVEL quantile is nearly the largest.  Ours."""
+"""Least number of sources of a pool.  With four sources the LEVEL quantile is nearly the largest
+error.  Our choice."""
 
 Errors = dict[str, list[float]]
 """Absolute log errors by source."""
 
 
 class Band(Struct, frozen=True, kw_only=True):
-    """A band in logarithms, what of the job lies outside of what was published (what: in words),
-    and the number of sources that the width is learnt from (0: its stack was calibrated by its
-    user, and published ones as well)."""
+    """The band of a predicted speed.  `half_width` is a logarithm.  `outside` has the properties of
+    the job that no published row covers, each with its description.  `sources` is the number of
+    sources behind the width; it is 0 for a stack that its user calibrated, whose width comes from
+    published stacks calibrated the same way."""
 
     half_width: float
     outside: dict[str, str]
     sources: int
 
     def low(self, value: float) -> float:
-        """Lower end around a prediction."""
+        """The lower end of the band around a predicted value."""
         return value * math.exp(-self.half_width)
 
     def high(self, value: float) -> float:
-        """Upper end around a prediction."""
+        """The upper end of the band around a predicted value."""
         return value * math.exp(self.half_width)
 
     @property
@@ -63,11 +66,13 @@ class Band(Struct, frozen=True, kw_only=True):
 
 
 def quantile(errors: Errors, level: float = LEVEL) -> float:
-    """Quantile over sources that weigh the same, a source's values sharing its weight: linear
-    between the middles of the values' weights.  Of n values of weight 1 it is the value of rank
-    level (n + 1/3) + 1/3, whose error is too high as often as too low, whatever the distribution
-    (median-unbiased: Hyndman and Fan 1996, The American Statistician 50(4), type 8, which they
-    recommend).  Hazen's rule (type 5), rank level n + 1/2, takes a lower one and covers less."""
+    """Weighted quantile of errors: every source has weight 1, which its values share equally.
+
+    The quantile is linear between the middles of the values' weights.  For n values of weight 1 it
+    is the value of rank level (n + 1/3) + 1/3, which is median-unbiased for every distribution
+    (Hyndman and Fan 1996, The American Statistician 50(4), type 8, their recommendation).  Hazen's
+    rule (type 5), rank level n + 1/2, takes a lower value and covers fewer rows.
+    """
     values = sorted((value, 1.0 / len(some)) for some in errors.values() for value in some)
     wanted, seen, last = level * len(errors) + (level - 0.5) / 3.0, 0.0, (0.0, values[0][0])
     for value, weight in values:
@@ -79,12 +84,13 @@ def quantile(errors: Errors, level: float = LEVEL) -> float:
 
 
 def _own_quantile(errors: Sequence[float]) -> float:
-    """Quantile over one source's rows, which weigh the same."""
+    """Quantile of the errors of one source, each of weight 1."""
     return quantile({str(row): [error] for row, error in enumerate(errors)})
 
 
 class Pool(Struct, frozen=True):
-    """Neighbouring kinds with one width: errors of the kinds up to `most` things outside."""
+    """Neighbouring kinds of evidence with one width; `most`: the largest number of properties
+    outside among the pooled kinds."""
 
     most: int
     errors: Errors
@@ -100,21 +106,21 @@ def _pool(most: int, *parts: Errors) -> Pool:
 
 
 class Bands(Struct, frozen=True):
-    """Bands from published rows out of source, and what those rows cover."""
+    """The bands learnt from published rows out of source, and the range that the rows cover."""
 
     covered: Range
     pools: tuple[Pool, ...]
 
     def band(self, job: Job) -> Band:
-        """The band of a job's speed."""
+        """The band of a job's predicted speed."""
         outside = self.covered.outside(job)
         pool = next((p for p in self.pools if len(outside) <= p.most), self.pools[-1])
         return Band(half_width=pool.half_width, outside=outside, sources=len(pool.errors))
 
 
 def bands_of(known: Sequence[Known]) -> Bands:
-    """The bands that rows of two sources or more teach; each row counts as the kind that it is
-    beside the other sources."""
+    """The bands learnt from rows of at least two sources.  The kind of a row is the number of its
+    properties that the other sources do not cover."""
     kinds: dict[int, Errors] = defaultdict(lambda: defaultdict(list))
     for source, own in by_source(known).items():
         others = covered(cell.job for cell in known if cell.source != source)
@@ -135,19 +141,19 @@ def _apart(narrower: Pool, wider: Pool) -> bool:
 
 
 def by_source(known: Iterable[Known]) -> dict[str, list[Known]]:
-    """Rows by source, in their order."""
+    """Published rows by source, in the order given."""
     found: dict[str, list[Known]] = defaultdict(list)
     for cell in known:
         found[cell.source].append(cell)
     return dict(found)
 
 
-# -- whether they hold --------------------------------------------------------------------------
+# -- coverage -----------------------------------------------------------------------------------
 
 
 class Coverage(Struct, frozen=True, kw_only=True):
-    """A source's rows under bands that the other sources teach: the share inside, the median
-    half-width, and the 80 % quantile of the rows' own errors (logarithms)."""
+    """How well bands hold a source's rows: the share of rows inside, the median half-width, and the
+    80 % quantile of the rows' absolute errors (both logarithms)."""
 
     source: str
     rows: int
@@ -157,7 +163,7 @@ class Coverage(Struct, frozen=True, kw_only=True):
 
 
 def coverage(known: Sequence[Known]) -> list[Coverage]:
-    """Every source left out in turn."""
+    """The coverage of every source under bands learnt from the other sources."""
     found = []
     for source, own in by_source(known).items():
         bands = bands_of([cell for cell in known if cell.source != source])
@@ -176,7 +182,7 @@ def coverage(known: Sequence[Known]) -> list[Coverage]:
 
 
 def shipped_coverage(rows: Sequence[Row]) -> list[Coverage]:
-    """Rows by source under the bands that they were predicted with."""
+    """The coverage of every source under the bands in the columns of its predicted rows."""
     cells: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         error, high, made = log_error(row), number(row, "pred_high"), number(row, f"pred_{SPEED}")
@@ -195,7 +201,7 @@ def shipped_coverage(rows: Sequence[Row]) -> list[Coverage]:
 
 
 def pooled(found: Sequence[Coverage], known: Sequence[Known]) -> Coverage:
-    """All sources, each of weight 1."""
+    """The coverage over all sources, each of weight 1."""
     errors = {key: [abs(cell.log_error) for cell in own] for key, own in by_source(known).items()}
     return Coverage(
         source="all, each source weighs 1",
@@ -210,8 +216,8 @@ def pooled(found: Sequence[Coverage], known: Sequence[Known]) -> Coverage:
 
 
 def ratio_half_width(known: Iterable[Known], *, one_layout: bool) -> float:
-    """80 % quantile of the error of ln(speed / other speed) over pairs of published rows of a
-    sweep, of one layout or of any two; every source weighs 1."""
+    """80 % quantile of the absolute error of ln(speed / other speed) over pairs of published rows
+    of one sweep; `one_layout`: only pairs with equal layouts.  Every source has weight 1."""
     groups: dict[tuple[str, ...], list[Known]] = defaultdict(list)
     for cell in known:
         groups[cell.layout if one_layout else cell.sweep].append(cell)
@@ -223,7 +229,7 @@ def ratio_half_width(known: Iterable[Known], *, one_layout: bool) -> float:
 
 
 def peak_half_width(rows: Iterable[Row]) -> float:
-    """80 % quantile of ln(published / predicted peak); what was overestimated counts as 0."""
+    """80 % quantile of ln(published / predicted peak); an overestimated peak counts as 0."""
     found: Errors = defaultdict(list)
     for row in rows:
         error = log_error(row, PEAK)
@@ -232,18 +238,21 @@ def peak_half_width(rows: Iterable[Row]) -> float:
     return quantile(found)
 
 
-# -- what is shipped ----------------------------------------------------------------------------
+# -- shipped bands ------------------------------------------------------------------------------
 
 
 @cache
 def shipped() -> Bands:
-    """The bands of the committed rows."""
+    """The bands learnt from the committed rows of config/left_out.csv."""
     return bands_of(known_cells())
 
 
 def band_of(problem: Problem, family: str) -> Band:
-    """The band of a method's speed (composed name, parameters apart) on a problem.  A stack that
-    its user calibrated has the band that follows, but where something lies outside."""
+    """The band of a method's speed on a problem; `family`: the composed name without parameters.
+
+    A stack that its user calibrated has the half-width of the calibration, except where the job has
+    properties outside and the shipped band is at least as wide.
+    """
     found = shipped().band(job_of(problem, family))
     own = problem.system.scales.half_width
     if not own or (found.outside and found.half_width >= own):
@@ -253,30 +262,30 @@ def band_of(problem: Problem, family: str) -> Band:
 
 @cache
 def ratio_band(*, one_layout: bool = True) -> float:
-    """Half-width of ln(speed / other speed) on one stack: at one layout (methods, micro-batches and
-    options of the stack differ), or at two layouts of a sweep."""
+    """Half-width of ln(speed / other speed) on one stack: at one layout (the methods, micro-batches
+    or options of the stack differ), or between layouts of a sweep."""
     return ratio_half_width(known_cells(), one_layout=one_layout)
 
 
 @cache
 def peak_band() -> float:
-    """By how much, as a logarithm, a peak may lie above its prediction."""
+    """Half-width of the ln by which a peak lies above its prediction (`peak_half_width`)."""
     return peak_half_width(out_of_source())
 
 
 def reserve_bytes(usable_bytes: int) -> int:
-    """Device bytes to leave free, so that a plan fits although its peak lies above the prediction
-    by as much as published peaks do."""
+    """Device bytes to leave free, so that a plan fits although its peak exceeds the predicted peak
+    by the factor exp(`peak_band`)."""
     return math.ceil(usable_bytes * -math.expm1(-peak_band()))
 
 
 def leaving_reserve(problem: Problem) -> Problem:
-    """The problem whose tuned plans leave that free."""
+    """The problem whose tuned plans leave `reserve_bytes` of the device free."""
     return dataclasses.replace(problem, reserve_bytes=reserve_bytes(problem.usable_bytes))
 
 
 def fits_word(headroom_bytes: float, usable_bytes: float) -> str:
-    """`yes`, `tight` (less left than the error of predicted peaks), or `no`."""
+    """`yes`, `tight` (the headroom is below the error of predicted peaks), or `no`."""
     if headroom_bytes < 0:
         return "no"
     need = (usable_bytes - headroom_bytes) * math.exp(peak_band())

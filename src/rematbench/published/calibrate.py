@@ -1,8 +1,8 @@
-"""Calibration on published rows: the engine as the step model of `cost.fit`, and refits that leave
-one source out.
+"""Calibration on published rows: the simulator as the step model of `cost.fit`, and refits that
+leave one source out.
 
-Plans are made once, with the constants the fit starts from, and lowered once per worker; only the
-costs of their actions change from trial to trial.
+Every row is planned and lowered once per worker, with the constants that the fit starts from; only
+the durations of its actions change from trial to trial.
 """
 
 import math
@@ -51,8 +51,9 @@ from rematbench.simulate.seconds import action_seconds
 from rematbench.spec.load import load_cluster, load_system
 
 WARM, LONG = 2, 3
-"""Rounds of pp micro-batches after which a 1F1B step only repeats itself: a step of many is that
-of LONG rounds and, for each further micro-batch, the mean gain between WARM and LONG rounds."""
+"""Numbers of rounds of pp micro-batches.  After WARM rounds a 1F1B schedule is periodic.  So the
+seconds of a long step are those of LONG rounds plus, for each further micro-batch, the mean
+increase per micro-batch between WARM and LONG rounds."""
 
 
 class StepModel:
@@ -74,8 +75,8 @@ class StepModel:
         self._pool.shutdown(cancel_futures=True)
 
     def __call__(self, jobs: Sequence[tuple[Row, Calibration]]) -> list[float]:
-        """Seconds of each (row, constants); a row's trials go to one worker, which has its
-        programs."""
+        """Predicted step seconds of each (row, constants).  All trials of a row go to one worker,
+        which lowers the row once."""
         of_row: dict[int, list[int]] = {}
         for index, (row, _) in enumerate(jobs):
             of_row.setdefault(id(row), []).append(index)
@@ -92,8 +93,8 @@ class StepModel:
 
 
 class _Lowered(msgspec.Struct, frozen=True):
-    """A row ready for trials: (case, lowered plan) of one or two lengths, and the micro-batches
-    to extrapolate over."""
+    """A lowered row: (case, program) for one or two numbers of micro-batches.  `beyond`: the
+    micro-batches beyond the larger number, in units of the difference of the two numbers."""
 
     parts: tuple[tuple[Case, Program], ...]
     beyond: float
@@ -117,7 +118,8 @@ def _trials(work: tuple[Row, list[Calibration]]) -> list[float]:
 
 
 def _lowered(case: Case, calibration: Calibration) -> _Lowered:
-    """Plan with the starting constants, then lower for one length or for two short ones."""
+    """A row planned with the starting constants, and lowered: the whole step, or, for a long step
+    without interleaving, steps of WARM and of LONG rounds.  ValueError where it has no plan."""
     problem = case.problem(calibration)
     outcome = run_case(case, problem, discover())
     if outcome.plan is None:
@@ -133,12 +135,13 @@ def _lowered(case: Case, calibration: Calibration) -> _Lowered:
 SCALES = ("kernels", "attention", "communication", "host")
 MORE = 1.1
 SLOW_HOST = 4.0
-"""The host scale of the second tangent: near three standard deviations of the prior of a launch."""
+"""The host scale of the second tangent: near three standard deviations of the prior of
+`host_launch_s`."""
 
 
 def tangents(row: Row, calibration: Calibration) -> dict[str, float]:
-    """The columns of a row's two tangents, of logarithms: slopes as predicted; slopes and step
-    where the host is SLOW_HOST times as slow."""
+    """The columns of a row's two tangents of ln(step seconds) in the log scales: the slopes at the
+    scales of the row's stack; the slopes and the step where the host is SLOW_HOST times as slow."""
     lowered = _lowered(read_case(row, discover()), calibration)
     late = _scaled(lowered, "host", SLOW_HOST)
     step = math.log(_seconds(late, calibration) / _seconds(lowered, calibration))
@@ -148,7 +151,8 @@ def tangents(row: Row, calibration: Calibration) -> dict[str, float]:
 
 
 def _slopes(lowered: _Lowered, calibration: Calibration) -> dict[str, float]:
-    """d ln(step seconds) / d ln(scale) for each of SCALES, by a tenth more."""
+    """d ln(step seconds) / d ln(scale) for each of SCALES, as the finite difference of the factor
+    MORE."""
     base_s = _seconds(lowered, calibration)
     more_s = {name: _seconds(_scaled(lowered, name, MORE), calibration) for name in SCALES}
     return {name: math.log(more_s[name] / base_s) / math.log(MORE) for name in SCALES}
@@ -185,13 +189,14 @@ def _step_s(problem: Problem, program: Program) -> float:
 
 
 def calibrate(rows: Sequence[Row], start: Calibration, processes: int = 2) -> FitReport:
-    """The constants fitted to the FIT rows, from `start`; plans are those of `start`."""
+    """The constants fitted to the FIT rows, from `start`.  The rows are planned with `start`."""
     with StepModel(start, processes) as model:
         return fit(rows, start, model, concerns(start))
 
 
 def concerns(calibration: Calibration) -> Concerns:
-    """A row's constants are those of its cluster's GPUs and network, and of its stack."""
+    """Which constants concern a row: those of its cluster's GPU generation and network, and of its
+    stack."""
 
     def concerned(name: str, row: Row) -> bool:
         cluster, system = load_cluster(row["cluster"]), load_system(row["system"])
@@ -206,8 +211,9 @@ def concerns(calibration: Calibration) -> Concerns:
 
 
 def without_source(calibration: Calibration, rows: Sequence[Row], source: str) -> Calibration:
-    """The calibration before a fit that never sees `source`: its FIT sweeps are gone, and what
-    only its rows informed (their clusters' and stacks' own constants) is back at the prior."""
+    """The calibration from which a fit without `source` starts.  FIT sweeps of the source are
+    removed, and constants of generations, networks and stacks that only rows of the source informed
+    are at the centres of their priors."""
     kept = tuple(rule for rule in calibration.fit if source not in rule.source)
     left = fit_rows(rows, kept)
     seen = {("networks", row["cluster"]) for row in left}
@@ -224,8 +230,9 @@ def leave_one_out(
     accuracy: Accuracy,
     processes: int = 2,
 ) -> list[Cell]:
-    """Lines of config/left_out.csv: the cells of every fitted source predicted with constants that
-    were fitted to the other sources only, and those of sources to which none is fitted."""
+    """The lines of config/left_out.csv.  A cell of a source in the accuracy groups is predicted
+    with constants fitted to the other sources only; every other cell, whose source no constant was
+    fitted to, is predicted with the shipped constants."""
     places = [(name, index) for name in SHEETS for index in range(len(sheets[name]))]
     rows = [sheets[name][index] for name, index in places]
     made: dict[int, tuple[str, dict[str, Any], Calibration]] = {}
@@ -247,8 +254,8 @@ def leave_one_out(
 
 
 def _sloped(work: tuple[dict[str, Any], Calibration]) -> dict[str, Any]:
-    """A predicted row with its tangents, where it has a speed: of the constants that predicted it,
-    for what bounds a step under others need not bound it under these."""
+    """A predicted row, with its tangents where it has a speed.  The tangents are taken under the
+    constants that predicted the row, because other constants can have another critical path."""
     row, constants = work
     if row["status"] != "ok" or not (row[SPEED] and row[f"pred_{SPEED}"]):
         return row
@@ -256,7 +263,7 @@ def _sloped(work: tuple[dict[str, Any], Calibration]) -> dict[str, Any]:
 
 
 def sources(accuracy: Accuracy) -> list[str]:
-    """The sources of speeds, as the accuracy groups name them."""
+    """The sources of the accuracy groups whose metric is the speed."""
     groups = [group for group in accuracy.groups if group.metric == SPEED]
     return list(dict.fromkeys(group.rule.source for group in groups))
 
@@ -264,10 +271,11 @@ def sources(accuracy: Accuracy) -> list[str]:
 def left_out_rows(
     rows: Sequence[Row], calibration: Calibration, sources: Sequence[str], processes: int = 2
 ) -> Iterator[tuple[str, list[dict[str, Any]], Calibration]]:
-    """(source, its rows predicted with constants that never saw it, these), source by source.
+    """For every source: its name, its rows predicted with constants fitted without it, and these
+    constants.
 
-    The programs and the slopes of the step model are those of `calibration`, made once; the errors
-    of every trial are simulated.
+    The programs and the slopes of the step model are made once, with `calibration`; the errors of
+    every trial are simulated.
     """
     with StepModel(calibration, processes) as model:
         fitted = fit_rows(rows, calibration.fit)
@@ -282,5 +290,5 @@ def left_out_rows(
 
 
 def moved(before: Calibration, after: Calibration) -> list[tuple[str, float, float]]:
-    """(name, before, after) of every fitted constant."""
+    """(name, value before, value after) of every fitted constant."""
     return [(name, value_of(before, name), value_of(after, name)) for name in before.fitted]

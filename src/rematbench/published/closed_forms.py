@@ -1,5 +1,5 @@
-"""Published closed-form memory estimates of a run, beside the ledger; a run that a formula does not
-cover is refused by name."""
+"""Published closed-form estimates of memory, to print beside the ledger.  A formula refuses a run
+that it does not cover, with the reason."""
 
 from typing import Literal
 
@@ -16,7 +16,7 @@ FEWEST_STAGES = 3
 
 
 class ClosedForm(Struct, frozen=True, kw_only=True):
-    """Bytes of the first pipeline rank by a formula; papers estimate no other rank."""
+    """Bytes of the first pipeline rank by a published formula; papers estimate no other rank."""
 
     name: EstimatorName
     state_bytes: float
@@ -30,7 +30,8 @@ class ClosedForm(Struct, frozen=True, kw_only=True):
 
 
 def closed_form(name: EstimatorName, problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
-    """A formula's estimate of a plan, or why it has none (`ledger` has no formula)."""
+    """The estimate of a plan by a formula; Unsupported with the reason where the formula does not
+    cover the plan, and for `ledger`, which is no formula."""
     if name == "fujii":
         return _fujii(problem, plan)
     if name == "atc24":
@@ -52,7 +53,7 @@ def _fujii(problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
 
 
 def fujii_refusal(problem: Problem) -> str:
-    """What of a problem Fujii's formula does not cover; empty if nothing."""
+    """Why Fujii's formula does not cover a problem; empty where it does."""
     lay, model = problem.layout, problem.workload.model
     rules = (
         (problem.attention != "flash", "assumes flash attention"),
@@ -69,7 +70,7 @@ def fujii_refusal(problem: Problem) -> str:
 
 
 def _not_plain(problem: Problem, plan: Plan) -> str:
-    """Why a formula without recomputation does not cover a plan."""
+    """Why a formula without recomputation does not cover a plan; empty where it does."""
     plain = problem.base_plan
     changed = (
         (bool(plan.rules), "assumes that every activation is kept (keep_all)"),
@@ -99,7 +100,7 @@ def _atc24(problem: Problem, plan: Plan) -> ClosedForm | Unsupported:
 
 
 def atc24_refusal(problem: Problem, plan: Plan) -> str:
-    """What of a run ATC'24's formula does not cover; empty if nothing."""
+    """Why ATC'24's formula does not cover a plan; empty where it does."""
     lay, model = problem.layout, problem.workload.model
     fates = [rule.fate for rule in plan.rules]
     whole = any(getattr(fate, "whole", False) for fate in fates)

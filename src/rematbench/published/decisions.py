@@ -1,8 +1,8 @@
-"""Judged by decisions: in each published sweep, what the layout that we would have taken loses.
+"""Predictions judged by decisions: the speed that the predicted layout loses in every sweep.
 
 A sweep is one job (source, stack, cluster, model, GPUs, length, batch) in four layouts or more.
-Beside our pick stands the chooser that a person has without a simulator: one MFU for all layouts,
-among those that a published memory formula says fit.
+The pick of the simulator is compared with the choice of a person without a simulator, who assumes
+one MFU for all layouts that fit by a published memory formula.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,14 +30,14 @@ RECOMPUTED: dict[str, Recomputation] = {
     "selective_recompute": "selective",
     "full_recompute": "full",
 }
-"""Methods that Korthikanti's formula has a term for."""
+"""Methods that Korthikanti's formula covers, and the name of their recomputation in the formula."""
 
 
 class Decision(Struct, frozen=True, kw_only=True):
-    """A sweep.  `correlation` is Spearman's, of predicted and measured speeds; `regret` the share
-    of the best measured speed that our pick loses, `left_out` the same with constants that never
-    saw the source, `floor` that of one MFU and a memory formula (the mean over what it cannot tell
-    apart).  None where there is nothing to compare."""
+    """The scores of a sweep.  `correlation` is Spearman's, of predicted and measured speeds.
+    `regret` is the share of the best measured speed that the pick loses, `left_out` the regret with
+    constants that never saw the source, and `floor` the regret of one MFU with a memory formula
+    (`constant_mfu_regret`).  None where nothing can be compared."""
 
     job: dict[str, str]
     rows: int
@@ -48,7 +48,8 @@ class Decision(Struct, frozen=True, kw_only=True):
 
 
 def decisions(rows: Sequence[Row], out_of_source: Sequence[Row]) -> list[Decision]:
-    """One for each sweep of predicted rows, then of rows out of source that are not among them."""
+    """A decision for each sweep of predicted rows, then for each sweep that only the rows out of
+    source have."""
     registry = discover()
     timed = [row for row in out_of_source if number(row, f"pred_{SPEED}")]
     strange = sweeps([{**row, "pred_status": "ok"} for row in timed])
@@ -70,8 +71,8 @@ def decisions(rows: Sequence[Row], out_of_source: Sequence[Row]) -> list[Decisio
 
 
 def rank_correlation(rows: Sequence[Row]) -> float | None:
-    """Spearman's correlation of predicted and measured speeds; None below three rows with both,
-    or where all are equal."""
+    """Spearman's correlation of predicted and measured speeds; None where fewer than three rows
+    have both, or where all predicted or all measured speeds are equal."""
     from scipy.stats import spearmanr  # noqa: PLC0415 (slow, and only validation needs it)
 
     pairs = [(number(row, SPEED), number(row, f"pred_{SPEED}")) for row in rows]
@@ -83,8 +84,9 @@ def rank_correlation(rows: Sequence[Row]) -> float | None:
 
 
 def constant_mfu_regret(rows: Sequence[Row], registry: Registry) -> float | None:
-    """With one MFU every layout is as fast: the mean loss over those that the formula says fit
-    (over all, where none does); None where it has no term for a row."""
+    """The regret of one MFU for all layouts.  All layouts then have the same predicted speed, so
+    the regret is the mean loss over the rows that fit by the memory formula (over all rows where
+    none fits).  None where the formula does not cover a row."""
     shares = [formula_share(row, registry) for row in rows]
     if any(share is None for share in shares):
         return None
@@ -93,8 +95,9 @@ def constant_mfu_regret(rows: Sequence[Row], registry: Registry) -> float | None
 
 
 def formula_share(row: Row, registry: Registry) -> float | None:
-    """Estimated bytes of the first rank over the usable ones: states, and activations by Fujii et
-    al. (flash attention, gated MLP, nothing recomputed) or Korthikanti et al. (the rest)."""
+    """Estimated bytes of the first pipeline rank over usable device bytes; None where no formula
+    covers the row.  States, and activations by Fujii et al. (where `fujii_refusal` has no reason
+    and nothing is recomputed) or else by Korthikanti et al."""
     try:
         case = read_case(row, registry)
         problem = case.problem()
@@ -117,7 +120,7 @@ def _states(problem: Problem) -> int:
 
 
 def summary(found: Sequence[Decision]) -> Mapping[str, Any]:
-    """Means over sweeps, of what each has."""
+    """The number of rows, and the mean of every score over the sweeps that have the score."""
     names = ("correlation", "regret", "left_out", "floor")
     values = {key: [getattr(one, key) for one in found] for key in names}
     known = {key: [v for v in some if v is not None] for key, some in values.items()}

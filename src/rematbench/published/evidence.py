@@ -1,8 +1,8 @@
-"""What evidence knows of a job, and what published rows cover: stack, generation, scale, context,
-mechanisms.
+"""The properties of a job that evidence is about (stack, generation, scale, context, mechanisms),
+and the range of them that published rows cover.
 
-A stack is known by its facts and not by its name: a copy under another name has the evidence of the
-shipped one.
+A stack is identified by its facts and not by its name: a copy under another name has the evidence
+of the shipped stack.
 """
 
 from collections import defaultdict
@@ -26,8 +26,8 @@ from rematbench.spec.system import System
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """A job as evidence knows it: `methods` are the mechanisms of its composed method, `stack` is
-    "" where its facts are those of no shipped one."""
+    """The properties of a job.  `methods` are the mechanisms of its composed method; `stack` is the
+    shipped stack with the same facts ("": none)."""
 
     stack: str
     generation: str
@@ -37,8 +37,8 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 class Known(Struct, frozen=True, kw_only=True):
-    """A published row predicted out of source: ln(predicted / published) of its speed, and what
-    rows of one layout and of one sweep share."""
+    """A published row predicted out of source.  `log_error` is ln(predicted / published) of its
+    speed; `layout` and `sweep` are equal for rows of one layout and of one sweep."""
 
     source: str
     job: Job
@@ -48,7 +48,7 @@ class Known(Struct, frozen=True, kw_only=True):
 
 
 class Span(Struct, frozen=True):
-    """Least and most tokens, fewest and most GPUs of some rows."""
+    """The range of sequence lengths (tokens) and of GPUs of a set of jobs."""
 
     least_seq: int
     most_seq: int
@@ -57,14 +57,15 @@ class Span(Struct, frozen=True):
 
 
 class Range(Struct, frozen=True):
-    """What published rows cover: spans by (stack, generation), and mechanisms."""
+    """The jobs that published rows cover: spans by (stack, generation), and mechanisms."""
 
     spans: dict[tuple[str, str], Span]
     methods: frozenset[str]
 
     def outside(self, job: Job) -> dict[str, str]:
-        """What of a job no such row covers, and in which words.  Tokens and GPUs are held to the
-        job's stack on its generation, else to its generation, else to all rows."""
+        """The properties of a job that no published row covers, each with its description.  Tokens
+        and GPUs are compared with the rows of the job's stack on its generation; where there are
+        none, with the rows of its generation, or else with all rows."""
         found = {}
         if job.stack not in {stack for stack, _ in self.spans}:
             found["stack"] = f"stack {job.stack or 'with facts of its own'}"
@@ -82,7 +83,7 @@ class Range(Struct, frozen=True):
         return found
 
     def _nearest(self, job: Job) -> tuple[Span, str]:
-        """The span that a job is held to, and whose it is."""
+        """The span that a job's tokens and GPUs are compared with, and words for its rows."""
         own = self.spans.get((job.stack, job.generation))
         if own is not None:
             return own, f" on {job.stack}"
@@ -104,7 +105,7 @@ def _joined(spans: Sequence[Span]) -> Span:
 
 
 def covered(jobs: Iterable[Job]) -> Range:
-    """What jobs (one at least) cover."""
+    """The range that at least one job covers."""
     own: dict[tuple[str, str], list[Span]] = defaultdict(list)
     methods: set[str] = set()
     for job in dict.fromkeys(jobs):
@@ -118,7 +119,7 @@ def covered(jobs: Iterable[Job]) -> Range:
 
 
 def job_of(problem: Problem, family: str) -> Job:
-    """A problem under a method (composed name, parameters apart)."""
+    """The job of a problem under a method; `family`: the composed name without parameters."""
     return Job(
         stack=published_stack(problem),
         generation=problem.cluster.generation,
@@ -129,19 +130,19 @@ def job_of(problem: Problem, family: str) -> Job:
 
 
 def methods_of(family: str) -> frozenset[str]:
-    """The mechanisms of a composed name; keeping everything is none."""
+    """The mechanisms of a composed name; keeping all activations is no mechanism."""
     return frozenset(family.split("+")) - {IDENTITY}
 
 
 NO_SPEED = frozenset(("name", "version", "sources", "constants", "non_torch_bytes", "scales"))
-"""Fields of a stack that change no step's seconds (constants are compared apart; scales have a
-band of their own)."""
+"""Fields of a stack that are not compared: they do not change the seconds of a step, except
+`constants`, which are compared by value, and `scales`, which have a band of their own."""
 
 
 def published_stack(problem: Problem) -> str:
-    """The shipped stack whose facts of speed and constants these are, with any of its own options
-    switched on; "" where there is none.  Of several, one with published rows before others, and the
-    one of the same name before others."""
+    """The name of the shipped stack, with any of its options on, that has the speed facts and
+    constants of the problem's stack; "" where there is none.  Among several, a stack with published
+    rows goes first, then the stack of the same name."""
     mine, entry = problem.system, problem.calibration.system_entry
     if problem.attention == "flash":
         mine = replace(mine, attention=problem.kernel)
@@ -156,7 +157,7 @@ def published_stack(problem: Problem) -> str:
 
 @cache
 def _stacks() -> tuple[System, ...]:
-    """Shipped stacks, each also with its options."""
+    """The shipped stacks, each with every combination of its options."""
     plain = [load_system(name) for name in names("system")]
     options: tuple[Variant, ...] = get_args(Variant)
     chosen = [c for size in range(len(options) + 1) for c in combinations(options, size)]
@@ -173,7 +174,7 @@ def _speed(thing: System) -> dict[str, Any]:
 
 @cache
 def known_cells() -> tuple[Known, ...]:
-    """The rows of config/left_out.csv with a speed."""
+    """The rows of config/left_out.csv that have a speed."""
     registry = discover()
     found = (_known(row, registry) for row in out_of_source())
     return tuple(cell for cell in found if cell is not None)
@@ -203,7 +204,7 @@ def _known(row: Row, registry: Registry) -> Known | None:
 
 @cache
 def _claim(system: str, note: str) -> tuple[str, dict[str, str]]:
-    """The stack's own name, and its methods by the row's words."""
+    """The name of a row's stack, and the methods that the row's words for recomputation mean."""
     name, words = claim_of_row(system, note)
     return load_system(name).name, words
 

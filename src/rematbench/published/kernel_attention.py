@@ -1,7 +1,7 @@
 """Refit attention: share of the peak by backend, length, heads and head dimension.
 
-A curve is the median over sources: at every length the source in the middle decides (least squares
-of the medians of logarithms).
+A curve is fitted to medians: at every length to the median log ratio over sources, by least
+squares.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from rematbench.published.kernel_sources import Sources
 START = (0.5, 500.0)
 LOWEST = (0.01, 1.0)
 HIGHEST = (1.5, 2e4)
-"""Efficiency and half_rows of a direction."""
+"""Start and bounds of (efficiency, half_rows) of a direction."""
 
 
 def attention_fraction(sources: Sources, row: KernelRow) -> float:
@@ -37,7 +37,8 @@ def attention_fraction(sources: Sources, row: KernelRow) -> float:
 def predicted_fraction(
     forward: AttentionPass, backward: AttentionPass, row: KernelRow, sm_count: int
 ) -> float:
-    """The same by the curves, at the reference head dimension; both passes by their seconds."""
+    """Predicted share of the peak at the reference head dimension; the share of a row with both
+    passes follows from the sum of their seconds."""
     size = (float(row.size("s")), float(row.size("b") * row.size("h")), sm_count)
     ahead = float(attention_share(forward, *size))
     back = float(attention_share(backward, *size))
@@ -50,9 +51,10 @@ def predicted_fraction(
 
 
 def fit_half_waves(sources: Sources, rows: Rows, sm_count: int) -> dict[str, Share]:
-    """Waves of tiles at half the speed, forward and backward, from rows whose heads vary.
+    """`half_waves` of both directions (the waves of tiles at which half the speed is reached), from
+    rows whose number of heads varies.
 
-    e and, where more than one length is there, half_rows are fitted beside it and dropped.
+    The efficiency and, where the rows have several lengths, half_rows are fitted too and dropped.
     """
     plain = [row for row in rows if row.size("d") == REFERENCE_HEAD_DIM]
     return {
@@ -80,7 +82,8 @@ def _half_waves(sources: Sources, rows: Rows, sm_count: int) -> Share:
 
 
 def medians_by_length(rows: Rows, log_ratio: Callable[[KernelRow], float]) -> Array:
-    """For each direction and length the median over sources (a document and implementation)."""
+    """The median log ratio over sources for each direction and length, in sorted order: a vector.
+    A source is a document and an implementation."""
     groups: dict[tuple[str, int], dict[tuple[str, str], list[float]]] = {}
     for row in rows:
         sources = groups.setdefault((row.what, row.size("s")), {})
@@ -95,8 +98,9 @@ def fit_attention(
     sm_count: int,
     like: AttentionRates | None = None,
 ) -> AttentionRates:
-    """Efficiency and half_rows of both directions (`like`: of one, and its ratio to the other),
-    then a factor for every other head dimension."""
+    """The fitted rates of a backend: efficiency and half_rows of both directions, then a factor for
+    every other head dimension.  `like`: one direction is fitted, and the ratio of backward to
+    forward is that of this backend."""
     plain = [row for row in rows if row.size("d") == REFERENCE_HEAD_DIM]
     sides = 2 if like is None else 1
 
@@ -151,7 +155,8 @@ def _pass(rates: tuple[float, float], waves: Share) -> AttentionPass:
 def _with_head_dims(
     sources: Sources, rows: Rows, bare: AttentionRates, sm_count: int
 ) -> AttentionRates:
-    """The curve with the median factor of every other published head dimension, and evidence."""
+    """The rates with a factor for every other published head dimension (the median over its rows),
+    and with the evidence of all rows."""
     at_128 = {
         row.line: attention_fraction(sources, row)
         / predicted_fraction(bare.forward, bare.backward, row, sm_count)

@@ -1,6 +1,7 @@
-"""Refit operators.yaml: bytes an element of memory-bound operators, by implementation.
+"""Refit operators.yaml: bytes per element of memory-bound operators, by implementation.
 
-Bytes are counted at the reached HBM rate of the row's generation, so that they hold on another.
+Bytes are seconds times the HBM rate that the row's generation reaches, so that the bytes are valid
+on other generations.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ from rematbench.published.kernel_sources import ByteRows, KernelFitError, Source
 NEAR = 0.05
 """Logarithmic deviation at which a row's weight starts to fall (soft L1)."""
 LEAST_S = 1e-8
-"""Fixed seconds below this are none."""
+"""Fitted fixed seconds below this value are stored as 0."""
 HALF = 2
 """Bytes of a bf16 or fp16 element."""
 ONCE: dict[tuple[str, str], int] = {
@@ -42,12 +43,13 @@ ONCE: dict[tuple[str, str], int] = {
     ("norm", "backward"): 3 * HALF,
     ("cross_entropy", "forward"): HALF,
 }
-"""Bytes an element where `each tensor read or written once` is counted: x and y; x, dy and dx;
-the logits."""
+"""Bytes per element where the source counts each tensor as read or written once, by (operator,
+pass): x and y; x, dy and dx; the logits."""
 
 
 def elements(row: KernelRow) -> int:
-    """Elements of a row: of the hidden state, of q and k, of the gated product, or logits."""
+    """Elements that a row's operator works on: the hidden state, q and k, the gated product, or the
+    logits."""
     if row.what == "rope":
         return (
             row.size("rows")
@@ -61,7 +63,8 @@ def elements(row: KernelRow) -> int:
 
 
 def seconds(row: KernelRow) -> float:
-    """Seconds of a memory-bound row, whichever unit it is published in."""
+    """Seconds of a memory-bound row, from seconds or from bytes/s; KernelRowError where the row has
+    neither."""
     figure = measured(row)
     if figure.quantity == "seconds":
         return figure.value
@@ -72,13 +75,13 @@ def seconds(row: KernelRow) -> float:
 
 
 def reached_hbm(sources: Sources, row: KernelRow, hbm: Mapping[str, float]) -> float:
-    """Bytes/s that streams reach on the row's GPU."""
+    """Reached HBM bytes/s of the row's GPU; `hbm`: reached share of the peak by generation."""
     facts = sources.gpus[row.gpu]
     return facts.hbm_bytes_per_s * hbm[facts.generation]
 
 
 def predicted_s(rates: ByteRates, row: KernelRow, hbm_bytes_per_s: float) -> float:
-    """Seconds of a row's pass by the rates."""
+    """Predicted seconds of a row's pass or passes."""
     which = row.shape["pass"]
     parts = {"forward": (False,), "backward": (True,), "forward+backward": (False, True)}[which]
     count = float(elements(row))
@@ -89,7 +92,8 @@ def predicted_s(rates: ByteRates, row: KernelRow, hbm_bytes_per_s: float) -> flo
 
 
 def fit_bytes(sources: Sources, told: ByteRows, rows: Rows, hbm: Mapping[str, float]) -> ByteRates:
-    """Bytes and fixed seconds of both passes, jointly, by robust least squares of logarithms."""
+    """Bytes per element and fixed seconds of both passes, fitted jointly by robust least squares of
+    logarithms.  KernelFitError where the rows have only one pass."""
     own = [row for row in rows if told.match.holds(row)]
     kinds = {row.shape.get("pass") for row in own}
     if "forward" not in kinds or len(kinds) < 2:
@@ -129,7 +133,8 @@ def fit_bytes(sources: Sources, told: ByteRows, rows: Rows, hbm: Mapping[str, fl
 def fit_unfused(
     sources: Sources, rows: Rows, hbm: Mapping[str, float], gemms: Mapping[str, GemmRates]
 ) -> UnfusedAttention:
-    """Passes over the score matrix that published eager attention took beside its GEMMs."""
+    """The fitted passes over the score matrix that eager attention takes in addition to its
+    GEMMs."""
     own = [row for row in rows if sources.operators.unfused_attention.holds(row)]
     known = [_unfused_parts(sources, row, hbm, gemms) for row in own]
     real = np.array([attention_flop(row) / measured(row).value for row in own])
@@ -156,7 +161,8 @@ def fit_unfused(
 def _unfused_parts(
     sources: Sources, row: KernelRow, hbm: Mapping[str, float], gemms: Mapping[str, GemmRates]
 ) -> tuple[float, float, float]:
-    """Seconds of the GEMMs, score elements, reached HBM bytes/s of one eager row."""
+    """Seconds of the GEMMs, elements of the score matrices, and reached HBM bytes/s of a row of
+    eager attention."""
     facts = sources.gpus[row.gpu]
     s, d = float(row.size("s")), float(row.size("d"))
     many = float(row.size("b") * row.size("h"))
@@ -174,7 +180,7 @@ def _unfused_parts(
 def fit_operators(
     sources: Sources, rows: Rows, hbm: Mapping[str, float], gemms: Mapping[str, GemmRates]
 ) -> OperatorRates:
-    """All of operators.yaml."""
+    """The content of operators.yaml."""
     told = sources.operators
 
     def every(declared: Mapping[str, ByteRows]) -> dict[str, ByteRates]:

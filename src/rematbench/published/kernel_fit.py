@@ -1,7 +1,7 @@
-"""Refit config/kernels/ from results/published/kernels.csv: GEMM, shares of rates, the files.
+"""Refit config/kernels/ from results/published/kernels.csv: GEMM, shares of rates, and the files.
 
-`python -m rematbench.published.kernel_fit` writes the files and says which changed; a test holds
-the committed ones to it.
+`python -m rematbench.published.kernel_fit` writes the files and prints which files changed; a test
+compares the committed files with a refit.
 """
 
 import sys
@@ -56,7 +56,7 @@ HEADER = """# Written by `python -m rematbench.published.kernel_fit` from source
 
 
 def picked(sources: Sources, generation: str, match: Match, rows: Rows) -> list[KernelRow]:
-    """The generation's rows of a match; KernelFitError where there is none."""
+    """The rows of a generation that match; KernelFitError where no row matches."""
     found = [r for r in rows if sources.of_generation(generation, r) and match.holds(r)]
     if not found:
         raise KernelFitError(
@@ -69,7 +69,8 @@ def picked(sources: Sources, generation: str, match: Match, rows: Rows) -> list[
 
 
 def fit_gemm(sources: Sources, rows: Rows, sm_count: int) -> GemmRates:
-    """Robust least squares of logarithms; every document has the same weight."""
+    """GEMM rates, by robust least squares of log shares of the peak; every document has the same
+    weight."""
     real = np.array([measured(r).value / sources.gpus[r.gpu].peak_flop_per_s for r in rows])
     m, n, k = (np.array([float(r.size(key)) for r in rows]) for key in ("m", "n", "k"))
     adds = np.array([r.shape.get("accumulate") == "True" for r in rows])
@@ -108,7 +109,7 @@ def fit_gemm(sources: Sources, rows: Rows, sm_count: int) -> GemmRates:
 
 
 def link_rate(sources: Sources, row: KernelRow, of: str) -> float:
-    """Bytes/s (or 1) that a row's figure is a share of."""
+    """The bytes/s of the link or memory that a row's share refers to; 1 where `of` is `one`."""
     if of == "one":
         return 1.0
     if of in ("pcie", "nic"):
@@ -118,7 +119,8 @@ def link_rate(sources: Sources, row: KernelRow, of: str) -> float:
 
 
 def fit_share(sources: Sources, generation: str, told: ShareRows, rows: Rows) -> Share:
-    """The median of a share's rows, or the declared value."""
+    """The median of a share over its rows, or the declared value; KernelFitError where sources.yaml
+    gives neither or no row matches."""
     if told.match is None:
         if told.value is None or not told.source:
             raise KernelFitError(
@@ -147,7 +149,7 @@ def fit_share(sources: Sources, generation: str, told: ShareRows, rows: Rows) ->
 
 
 def fit_generation(sources: Sources, name: str, rows: Rows) -> GenerationRates:
-    """One generation's file."""
+    """The content of the file of one GPU generation."""
     told = sources.generations[name]
     waves = fit_half_waves(sources, picked(sources, name, told.waves, rows), told.sm_count)
     attention: dict[str, AttentionRates] = {}
@@ -174,7 +176,8 @@ def fit_generation(sources: Sources, name: str, rows: Rows) -> GenerationRates:
 
 
 def refit(folder: Path, published: Path) -> dict[str, msgspec.Struct]:
-    """Every file of config/kernels but sources.yaml, by name; deterministic."""
+    """The content of every file of config/kernels except sources.yaml, by name.  KernelFitError
+    where a row is neither used nor excluded.  The result is deterministic."""
     sources = load_sources(folder / f"{SOURCES}.yaml")
     every = read_kernel_rows(published)
     lost = unclaimed(sources, every)
@@ -189,14 +192,15 @@ def refit(folder: Path, published: Path) -> dict[str, msgspec.Struct]:
 
 
 def as_text(rates: msgspec.Struct) -> str:
-    """The file's text."""
+    """The text of a file of config/kernels."""
     plain = msgspec.to_builtins(rates)
     return HEADER + yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, width=100)
 
 
 def curve_table(rates: KernelRates) -> list[tuple[str, int, int, int, int, float]]:
-    """For every fitted rate: name, parameters, rows, documents, rows off by more than 10 % (each
-    with a reason), and the worst of them; last the sums."""
+    """For every fitted rate: name, number of parameters, rows, documents, rows more than 10 % off
+    (each with a reason), and the largest deviation.  The last line sums the rates (documents: the
+    largest number)."""
     lines = [
         (
             name,
@@ -216,7 +220,7 @@ def curve_table(rates: KernelRates) -> list[tuple[str, int, int, int, int, float
 
 
 def main() -> None:
-    """Refit, write, say which files changed, and print the table of curves."""
+    """Refit and write the files; print which files changed, and the table of curves."""
     folder = data_dir("config") / "kernels"
     for name, rates in refit(folder, data_dir("published") / "kernels.csv").items():
         path = folder / f"{name}.yaml"

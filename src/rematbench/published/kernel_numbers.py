@@ -16,7 +16,7 @@ Rows: TypeAlias = Sequence[KernelRow]
 
 
 def rounded(value: float, least: float = 1e-6) -> float:
-    """Four significant digits, as the files have them; less than `least` is nothing."""
+    """A value rounded to four significant digits, as in the files; 0 where it is below `least`."""
     return float(f"{value:.4g}") if value >= least else 0.0
 
 
@@ -26,8 +26,9 @@ def solve(
     bounds: tuple[Sequence[float], Sequence[float]],
     near: float | None = None,
 ) -> list[float]:
-    """Parameters of least squares of logarithms, deterministic; `near`: the deviation at which a
-    row's weight starts to fall (soft L1)."""
+    """The parameters that minimise the squared `misses` within `bounds`, deterministically.
+    `misses`: parameters -> residuals (rows,), differences of logarithms.  `near`: the residual at
+    which a row's weight starts to fall (soft L1; None: plain least squares)."""
     best = least_squares(
         misses,
         start,
@@ -41,7 +42,8 @@ def solve(
 
 
 def document_weights(rows: Rows) -> Array:
-    """Weights that make every document count the same in a sum of squares."""
+    """Weights of residuals, shape (rows,), that give every document the same weight in a sum of
+    squares."""
     documents = [row.source for row in rows]
     return np.array([documents.count(name) ** -0.5 for name in documents])
 
@@ -53,7 +55,8 @@ def evidence(
     fitted: tuple[str, ...],
     source: str = "",
 ) -> Evidence:
-    """The evidence of fitted numbers; `speeds`: measured over predicted speed by line."""
+    """The evidence of fitted numbers; `speeds`: measured over predicted speed by line of the CSV.
+    KernelFitError where an outlier has no reason."""
     off = {line: float(speed) - 1.0 for line, speed in speeds.items()}
     return Evidence(
         fitted=fitted,

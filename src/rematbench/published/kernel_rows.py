@@ -1,8 +1,8 @@
 """results/published/kernels.csv: published speeds of kernels, copies and collectives, in SI units.
 
-One row is one figure of one document.  `read_kernel_rows` types every row, `measured` turns it
-into FLOP/s, bytes/s, seconds or a share, with the convention of the row's source taken out, and
-`Match` selects rows by what was run.  Nothing here decides which rows a fit may use.
+One row is one figure of one document.  `read_kernel_rows` types every row.  `measured` converts a
+row to FLOP/s, bytes/s, seconds or a share, and removes the convention of the row's source.  `Match`
+selects rows by what was run.  Which rows a fit may use is decided in kernel_sources.
 """
 
 import csv
@@ -37,7 +37,8 @@ PASSES: dict[str, float] = {
     "attention_backward": 2.5,
     "attention_fwd_bwd": 3.5,
 }
-"""FLOPs against the forward's: five GEMMs to two in the backward (Dao 2023, arXiv 2307.08691)."""
+"""FLOPs of the passes over the FLOPs of the forward: the backward has five GEMMs, the forward two
+(Dao 2023, arXiv 2307.08691)."""
 
 UNITS: dict[str, tuple[Quantity, float]] = {
     "TFLOP/s": ("flop_per_s", 1e12),
@@ -62,7 +63,7 @@ COLUMNS = (
 
 
 class KernelRowError(ValueError):
-    """A row that cannot be read: file, line, column and what is allowed, in one line."""
+    """A row that cannot be read; one line with the file, line, column and allowed values."""
 
 
 class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,7 +82,8 @@ class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     note: str
 
     def size(self, key: str) -> int:
-        """A whole number of the shape; KernelRowError where it is missing or none."""
+        """A whole number of the shape; KernelRowError where the key is missing or its value is no
+        whole number."""
         try:
             return int(self.shape[key])
         except (KeyError, ValueError):
@@ -96,14 +98,14 @@ class KernelRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Figure(Struct, frozen=True, kw_only=True):
-    """A figure in base units: FLOP/s, bytes/s, seconds, or a share of something."""
+    """A figure in base units: FLOP/s, bytes/s, seconds, or a share (a fraction)."""
 
     quantity: Quantity
     value: float
 
 
 def read_kernel_rows(path: Path) -> tuple[KernelRow, ...]:
-    """Every row of the file; KernelRowError for the first that cannot be read."""
+    """Every row of the file; KernelRowError for the first row that cannot be read."""
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
@@ -128,7 +130,7 @@ def _row(cells: dict[str, str], line: int, label: str) -> KernelRow:
 
 
 def parse_shape(text: str) -> dict[str, str]:
-    """`b=4;h=16;s=4096` as a mapping; ValueError where a part is no pair or a key comes twice."""
+    """`b=4;h=16;s=4096` as a mapping; ValueError where a part is no pair or a key repeats."""
     shape: dict[str, str] = {}
     for part in filter(None, text.split(";")):
         key, found, value = part.partition("=")
@@ -150,7 +152,8 @@ def attention_flop(row: KernelRow) -> float:
 
 
 def gemm_flop(row: KernelRow) -> float:
-    """2 m n k; a row of a layer's four linears has qkv (3 h), out (h), up and down (ffn)."""
+    """FLOPs of a GEMM row: 2 m n k, or the sum over a layer's four linears (qkv with 3 h columns,
+    out with h, up and down with ffn) where the shape has `gemms`."""
     if "gemms" in row.shape:
         m, h, ffn = (row.size(key) for key in ("m", "h", "ffn"))
         return 2.0 * m * h * (4 * h + 2 * ffn)
@@ -158,10 +161,11 @@ def gemm_flop(row: KernelRow) -> float:
 
 
 def measured(row: KernelRow) -> Figure:
-    """The row's figure in base units; GEMMs and attention as FLOP/s, causal pairs counted half.
+    """The row's figure in base units.  GEMM and attention seconds become FLOP/s, with causal pairs
+    counted half.
 
-    Conventions taken out: `all pairs counted` of a causal kernel is twice the work done;
-    `s(s+1)/2` is exact where everyone else says s^2/2.
+    Two conventions of sources are removed: `all pairs counted` counts twice the work of a causal
+    kernel, and `s(s+1)/2` counts the causal pairs exactly where other sources count s^2/2.
     """
     quantity, scale = UNITS[row.unit]
     value = row.value * scale
@@ -178,11 +182,11 @@ def measured(row: KernelRow) -> Figure:
 
 
 class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows by what was run: every field given must hold.
+    """A condition on rows; a row matches where every field that is given holds.
 
-    `what`, `gpu`, `dtype`, `unit` and the words of `shape` are whole words, `source`,
-    `implementation`, `convention` and `note` parts of the text; any of those listed will do.
-    `at_least` and `below` bound numbers of the shape, or `value` (as published).
+    `what`, `gpu`, `dtype`, `unit` and the values of `shape` must equal one of the listed words.
+    `source`, `implementation`, `convention` and `note` must contain one of the listed texts.
+    `at_least` and `below` bound numbers of the shape, or `value` (in the published unit).
     """
 
     what: tuple[str, ...] = ()
@@ -198,7 +202,7 @@ class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     below: dict[str, float] = {}
 
     def holds(self, row: KernelRow) -> bool:
-        """Whether the row is one of those meant."""
+        """Whether a row matches."""
         words = ((self.what, row.what), (self.gpu, row.gpu), (self.dtype, row.dtype))
         parts = (
             (self.source, row.source),
@@ -216,7 +220,7 @@ class Match(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def _bound(row: KernelRow, key: str) -> float:
-    """A number of the shape (or the value); NaN, which no bound holds for, where it is none."""
+    """A number of the shape, or the value; NaN, for which no bound holds, where it is no number."""
     text = str(row.value) if key == "value" else row.shape.get(key, "")
     try:
         return float(text)

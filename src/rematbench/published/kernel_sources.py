@@ -1,7 +1,7 @@
-"""config/kernels/sources.yaml: which rows of kernels.csv make which rate, and why others do not.
+"""config/kernels/sources.yaml: the rows of kernels.csv behind every rate, and the excluded rows.
 
-Every row is claimed by a rate or left out by a named exclusion, and a row further than 10 % from
-its curve needs a reason written here: neither happens silently (`unclaimed`, kernel_fit).
+Every row is used by a rate or excluded by name, and a row more than 10 % off its curve needs a
+reason in sources.yaml; otherwise the fit fails (`unclaimed`, `outliers`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,17 +15,17 @@ from rematbench.cost.kernel_rates import Outlier
 from rematbench.published.kernel_rows import KernelRow, Match
 
 TOLERANCE = 0.10
-"""How far a row may lie from its curve without a named reason."""
+"""Largest relative deviation of a row from its curve without a reason."""
 
 Of = Literal["hbm", "nvlink", "nic", "pcie", "one", "against"]
 
 
 class KernelFitError(ValueError):
-    """Rows that no rate claims, or that lie off their curve without a reason; one line."""
+    """Rows that no rate uses, or that lie off their curve without a reason; one line."""
 
 
 class GpuFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A GPU as kernels.csv names it: dense 16-bit peak, HBM and NVLink (one direction) rates."""
+    """A GPU of kernels.csv: the dense 16-bit peak, and the HBM and NVLink (one direction) rates."""
 
     generation: str
     peak_flop_per_s: float
@@ -35,7 +35,7 @@ class GpuFacts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Exclusion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows that no fit may use, and why."""
+    """Rows that no fit may use, and the reason."""
 
     name: str
     reason: str
@@ -43,23 +43,23 @@ class Exclusion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why rows may lie further than 10 % from their curve."""
+    """The reason why the matching rows may lie more than 10 % off their curve."""
 
     reason: str
     match: Match
 
 
 class AttentionRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows of one backend; `like`: where forward and backward are not both published, their
-    ratio is that of this backend."""
+    """Rows of one attention backend.  `like`: the backend that gives the ratio of backward to
+    forward, where not both directions are published."""
 
     match: Match
     like: str = ""
 
 
 class ShareRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows of one share: their median `of` a rate (or over the median of `against`); or a `value`
-    that is no row's figure, with its source."""
+    """The rows of one share: the share is their median over the rate `of` (or over the median of
+    the rows `against`).  Or a declared `value` with its `source`."""
 
     of: Of = "one"
     match: Match | None = None
@@ -69,7 +69,8 @@ class ShareRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class GenerationRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The parts of one generation's file; `waves`: rows whose number of heads varies."""
+    """The rows behind the file of one GPU generation; `waves`: attention rows whose number of heads
+    varies; `refused`: attention backends without rates, with the reason."""
 
     sm_count: int
     source: str
@@ -84,7 +85,7 @@ class GenerationRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ByteRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows of one implementation of a memory-bound operator, and what it launches."""
+    """Rows of one implementation of a memory-bound operator, and its kernel launches per pass."""
 
     match: Match
     forward_launches: int
@@ -93,7 +94,7 @@ class ByteRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class OperatorRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The parts of operators.yaml."""
+    """The rows behind operators.yaml."""
 
     unfused_attention: Match
     norm: dict[str, ByteRows]
@@ -103,8 +104,8 @@ class OperatorRows(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Sources(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole of sources.yaml; `links`: bytes/s of links as `shape` names them (a node's for
-    NICs, one direction for PCIe)."""
+    """The content of sources.yaml.  `links`: bytes/s by the link's name in `shape` (a whole node
+    for NICs, one direction for PCIe)."""
 
     gpus: dict[str, GpuFacts]
     links: dict[str, float]
@@ -115,15 +116,15 @@ class Sources(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reasons: tuple[Reason, ...]
 
     def used(self, rows: Iterable[KernelRow]) -> tuple[KernelRow, ...]:
-        """Rows that no exclusion names."""
+        """The rows that no exclusion matches."""
         return tuple(row for row in rows if self.exclusion(row) is None)
 
     def exclusion(self, row: KernelRow) -> Exclusion | None:
-        """The first exclusion that names the row."""
+        """The first exclusion that matches a row, or None."""
         return next((e for e in self.exclusions if e.match.holds(row)), None)
 
     def of_generation(self, generation: str, row: KernelRow) -> bool:
-        """Whether the row ran on a GPU of the generation."""
+        """Whether a row ran on a GPU of a generation."""
         facts = self.gpus.get(row.gpu)
         return facts is not None and facts.generation == generation
 
@@ -146,7 +147,7 @@ def matches(part: object) -> Iterator[Match]:
 
 
 def unclaimed(sources: Sources, rows: Iterable[KernelRow]) -> list[KernelRow]:
-    """Rows that no exclusion names and no rate uses."""
+    """The rows that no exclusion matches and no rate uses."""
     anywhere = list(matches(sources.operators))
     found = []
     for row in sources.used(rows):
@@ -164,9 +165,10 @@ def unclaimed(sources: Sources, rows: Iterable[KernelRow]) -> list[KernelRow]:
 def outliers(
     sources: Sources, rows: Sequence[KernelRow], deviations: Mapping[int, float]
 ) -> tuple[Outlier, ...]:
-    """Rows more than TOLERANCE off, by reason; KernelFitError where one has no reason.
+    """The rows more than TOLERANCE off their curve, by reason.  KernelFitError where such a row has
+    no reason.
 
-    `deviations`: line -> measured over predicted speed, less 1.
+    `deviations`: measured over predicted speed, less 1, by line of the CSV.
     """
     by_reason: dict[str, list[int]] = {}
     nameless = []

@@ -1,7 +1,8 @@
-"""Predictions out of source: published rows beside what constants say that never saw their source.
+"""Predictions out of source: published rows predicted with constants that never saw their source.
 
-`config/left_out.csv` has a line per published row: of runs.csv after refits without its source, of
-runs_more.csv with the shipped constants, which are fitted to none of its rows.
+`config/left_out.csv` has a line per published row.  Rows of runs.csv are predicted with constants
+refitted without the row's source; rows of runs_more.csv with the shipped constants, which are
+fitted to none of these rows.
 """
 
 import math
@@ -27,19 +28,19 @@ from rematbench.spec.paths import data_dir
 
 NAME = "left_out.csv"
 SHEETS = ("runs.csv", "runs_more.csv")
-"""The fitted sheet, and the one to which nothing is fitted."""
+"""The sheet with fitted rows, and the sheet to which no constant is fitted."""
 PEAK = "peak_device_bytes"
 REFITTED, SHIPPED = "refitted", "shipped"
 SLOPE = "slope_"
 LATE = "late_"
 LATE_STEP = f"{SLOPE}{LATE}step"
-"""Of the second tangent: ln(step seconds with a slow host / step seconds as predicted)."""
+"""Column of the second tangent: ln(step seconds with a slow host / predicted step seconds)."""
 PLACE = ("sheet", "row", SPEED, PEAK)
 
 
 def line_of(sheet: str, index: int, row: Row, scored: Row, how: str) -> Cell:
-    """The line of left_out.csv of a sheet's row; empty without a published number or a prediction
-    (`scored`)."""
+    """The line of left_out.csv for a row of a sheet; `scored`: the row with its predictions, `how`:
+    REFITTED or SHIPPED.  Empty where neither speed nor peak is both published and predicted."""
     if row["status"] != "ok" or not is_scored(row):
         return {}
     line = {"sheet": sheet, "row": str(index + 1), "constants": how}
@@ -53,15 +54,15 @@ def line_of(sheet: str, index: int, row: Row, scored: Row, how: str) -> Cell:
 
 
 def slope_column(scale: str, *, late: bool = False) -> str:
-    """The column of d ln(step seconds) / d ln(scale), as predicted or where the host is `late`."""
+    """The column of d ln(step seconds) / d ln(scale); `late`: of the tangent with a slow host."""
     return f"{SLOPE}{LATE * late}{scale}"
 
 
 @cache
 def out_of_source() -> tuple[Cell, ...]:
-    """The committed lines, each with the columns of its published row.
+    """The lines of config/left_out.csv, each with the columns of its published row.
 
-    ConfigError where a published row is no longer the one that was predicted.
+    ConfigError where a published row has changed since its prediction.
     """
     lines = read_sheet(
         data_dir("config") / NAME, (*PLACE, "constants", f"pred_{SPEED}", f"pred_{PEAK}")
@@ -71,7 +72,8 @@ def out_of_source() -> tuple[Cell, ...]:
 
 
 def joined(line: Cell, sheets: Mapping[str, Sequence[Cell]]) -> Cell:
-    """A line with the columns of its published row."""
+    """A line of left_out.csv with the columns of its published row; ConfigError where the row has
+    changed."""
     rows, index = sheets.get(line["sheet"], ()), int(line["row"]) - 1
     row = rows[index] if 0 <= index < len(rows) else {}
     if any(line[key] and line[key] != row.get(key) for key in (SPEED, PEAK)):
@@ -82,7 +84,7 @@ def joined(line: Cell, sheets: Mapping[str, Sequence[Cell]]) -> Cell:
 
 
 def log_error(row: Row, key: str = SPEED) -> float | None:
-    """ln(predicted / published); None where either is missing."""
+    """ln(predicted / published) of a column; None where either value is missing."""
     told, made = number(row, key), number(row, f"pred_{key}")
     return math.log(made / told) if told and made else None
 
@@ -90,8 +92,8 @@ def log_error(row: Row, key: str = SPEED) -> float | None:
 def left_out_errors(
     rows: Sequence[Row], accuracy: Accuracy, calibration: Calibration
 ) -> dict[str, float]:
-    """Mean absolute errors of the groups of speeds, over the cells of the accuracy table (those the
-    shipped constants were not fitted to); groups without such rows are left out."""
+    """Mean absolute error of every group of speeds under refits without the source, over the cells
+    to which the shipped constants were not fitted.  Groups without such cells are left out."""
     found: dict[str, float] = {}
     refitted = [row for row in rows if row["constants"] == REFITTED]
     for group in accuracy.groups:

@@ -1,4 +1,4 @@
-"""The papers' tables from predicted cells: ATC'24 Table 8, Figures 7 and 9, the abstract's rows."""
+"""ATC'24 tables from predicted cells: Table 8, Figures 7 and 9, and the rows of the abstract."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,17 +21,18 @@ SIMULATED = "simulated"
 
 
 def paper_tables(cells: Sequence[Row]) -> list[Table]:
-    """All tables of the ATC'24 system."""
+    """All tables of the ATC'24 paper."""
     return [waterfall(cells), figure7(cells), figure9(cells), abstract(cells)]
 
 
 def of_kind(cells: Iterable[Row], kind: str) -> list[Row]:
-    """Cells of one purpose."""
+    """The cells with the purpose `kind` (column `cell`)."""
     return [cell for cell in cells if cell["cell"] == kind]
 
 
 def line(cell: Row, metric: str = SPEED) -> Line:
-    """A cell's columns in every table: layout, alpha, published and predicted value, error."""
+    """The columns of a cell that the tables share: layout, alpha, published and predicted value of
+    a metric, and the relative error."""
     published, predicted = number(cell, metric), number(cell, f"pred_{metric}")
     known = published is not None and predicted is not None
     return {
@@ -48,7 +49,8 @@ def line(cell: Row, metric: str = SPEED) -> Line:
 
 
 def waterfall(cells: Sequence[Row]) -> Table:
-    """Table 8 at 8,192 tokens: 278 -> 299 -> 387 as engine, layout, checkpointing, offload."""
+    """Table 8 at 8,192 tokens: the published 278 -> 299 -> 387 tokens/s/GPU, divided into the
+    changes of engine, layout, checkpointing and offload."""
     published = {
         (cell["system"], cell["recompute"]): cell
         for cell in of_kind(cells, PUBLISHED)
@@ -98,7 +100,7 @@ def _step(step: str, cell: Row, told: Row | None, before: Sequence[Line]) -> Lin
 
 
 def figure7(cells: Sequence[Row]) -> Table:
-    """Peak memory against alpha, with verdicts."""
+    """Figure 7: peak device memory against alpha, with published and predicted verdicts."""
     own = [cell for cell in of_kind(cells, PUBLISHED) if cell["table"] == "Figure 7"]
     rows = [{**line(cell, PEAK), "alpha": number(cell, "offload_fraction")} for cell in own]
     return Table(
@@ -119,7 +121,8 @@ def figure7(cells: Sequence[Row]) -> Table:
 
 
 def figure9(cells: Sequence[Row]) -> Table:
-    """Speed of the searched optimum over GPUs, and alpha by the paper's fit and by our ledger."""
+    """Figure 9: speed of the searched optimum over GPUs, and alpha by the paper's fit and by the
+    ledger."""
     fits: dict[str, dict[tuple[Any, ...], float | None]] = {}
     for kind in (PAPER_ALPHA, LEDGER_ALPHA):
         found = of_kind(cells, kind)
@@ -158,7 +161,8 @@ def _key(cell: Row) -> tuple[Any, ...]:
 
 
 def abstract(cells: Sequence[Row]) -> Table:
-    """32.3 -> 42.7 % MFU at 32,768 tokens: its layouts were not published; those that fit."""
+    """The abstract's 32.3 -> 42.7 % MFU at 32,768 tokens, whose layouts were not published: the
+    candidate layouts that fit."""
     rows = [line(cell) for cell in of_kind(cells, LAYOUTS) if cell["pred_status"] == "ok"]
     rows.sort(key=lambda row: -(row["predicted"] or 0))
     told = [cell for cell in of_kind(cells, PUBLISHED) if cell["table"].startswith("abstract")]

@@ -1,4 +1,5 @@
-"""Predict a sheet of configurations: every row gets a status, and no row ends the sheet."""
+"""Predict a sheet of configurations: every row gets a status, and a bad row does not stop the
+sheet."""
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
@@ -32,11 +33,11 @@ COLUMNS = (
     "pred_high",
     "pred_evidence",
 )
-"""What is predicted; `pred_low` and `pred_high` are the ends of the 80 % band of tokens/s/GPU."""
+"""Columns of a prediction; `pred_low` and `pred_high`: ends of the 80 % band of tokens/s/GPU."""
 Prediction = dict[str, Any]
 Progress = Callable[[int, int], None]
 Setting = tuple[tuple[Path, ...], Calibration | None]
-"""More folders of methods, and constants other than the shipped ones."""
+"""Further folders of methods, and constants in place of the shipped constants (None: shipped)."""
 
 
 def predict_rows(
@@ -47,7 +48,7 @@ def predict_rows(
     progress: Progress | None = None,
     constants: Calibration | None = None,
 ) -> list[dict[str, Any]]:
-    """Every row with its pred_* columns, in order; equal configurations are computed once."""
+    """Every row with its pred_* columns, in order; equal configurations are predicted once."""
     registry = discover(methods)
     keys: list[bytes | None] = []
     cases: dict[bytes, Case] = {}
@@ -76,7 +77,7 @@ def predict_rows(
 def _predict_all(
     cases: Sequence[Case], processes: int, setting: Setting, progress: Progress | None
 ) -> list[Prediction]:
-    """Predictions in order of cases."""
+    """The predictions of cases, in order."""
     if processes <= 1 or len(cases) < 2:
         registry, constants = discover(setting[0]), setting[1]
         one_by_one = (predict_case(case, registry, constants) for case in cases)
@@ -100,7 +101,7 @@ _WORKER: list[tuple[Registry, Calibration | None]] = []
 
 
 def _start_worker(methods: tuple[Path, ...], constants: Calibration | None) -> None:
-    """A worker process: methods once."""
+    """Set up a worker process: methods are discovered once."""
     collect_rarely()
     _WORKER[:] = [(discover(methods), constants)]
 
@@ -110,7 +111,7 @@ def _work(case: Case) -> Prediction:
 
 
 def _effort(case: Case) -> int:
-    """A weight roughly proportional to a case's time: passes over all ranks."""
+    """A weight roughly proportional to the time to predict a case: its passes over all ranks."""
     lay = case.layout
     searched = 5 if case.offload is None and lay.pp > 2 else 1
     return lay.pp * lay.vpp * max(1, lay.num_micro_batches) * searched
@@ -119,7 +120,7 @@ def _effort(case: Case) -> int:
 def predict_case(
     case: Case, registry: Registry, constants: Calibration | None = None
 ) -> Prediction:
-    """The prediction of a case, or its status and reason."""
+    """The pred_* columns of a case; only status and reason where the case cannot be predicted."""
     try:
         problem = case.problem(constants)
         method = method_of(case, problem, registry)
@@ -133,13 +134,14 @@ def predict_case(
 
 
 def run_case(case: Case, problem: Problem, registry: Registry) -> Outcome:
-    """Plan and judge a case."""
+    """The plan and evaluation of a case on its problem."""
     return run_method(problem, method_of(case, problem, registry))
 
 
 def method_of(case: Case, problem: Problem, registry: Registry) -> Composition:
-    """A case's recompute policy, then offloading at the given share; no share given means the
-    smallest that fits, by the paper's estimate for the paper's own stack."""
+    """A case's recompute policy, then pp_offload with the given share.  Without a given share the
+    smallest share that fits: by the paper's estimate on the paper's own stack, or else by the
+    ledger; no offload where the layout or the stack does not support pp_offload."""
     plain = registry.resolve(case.method, case.settings)
     if case.offload == 0.0:
         return plain
@@ -153,7 +155,8 @@ def method_of(case: Case, problem: Problem, registry: Registry) -> Composition:
 
 
 def _prediction(problem: Problem, outcome: Outcome, assumed: str) -> Prediction:
-    """The pred_* columns; the peak is counted as the stack's publications count theirs."""
+    """The pred_* columns without the band; the peak is counted as the stack's publications count
+    peaks."""
     evaluation, plan = outcome.evaluation, outcome.plan
     reason = "; ".join(text for text in (outcome.reason, assumed) if text)
     if evaluation is None or plan is None or evaluation.not_timed:
@@ -175,7 +178,7 @@ def _prediction(problem: Problem, outcome: Outcome, assumed: str) -> Prediction:
 
 
 def _band(problem: Problem, method: Composition, found: Prediction) -> Prediction:
-    """The band of a predicted speed, which is that of the shipped constants."""
+    """The columns of the band of a predicted speed; bands are learnt for the shipped constants."""
     speed = found["pred_tokens_per_s_per_gpu"]
     if speed == "":
         return {}

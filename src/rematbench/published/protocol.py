@@ -1,7 +1,8 @@
-"""What a few rows are worth: published stacks calibrated as a user would, on rows drawn at random.
+"""The value of a user's calibration: published stacks calibrated on a few rows drawn at random.
 
-For every (source, stack, cluster) with ten rows or more, `DRAWS` draws of 1, 3 and 5 rows calibrate
-predictions out of source, with a prior from the other sources; the rest is predicted.
+For every (source, stack, cluster) with LEAST_ROWS rows or more, `DRAWS` draws of 1, 3 and 5 rows
+calibrate predictions out of source, with a prior from the other sources.  The errors are those of
+the rows that were not drawn.
 """
 
 from collections.abc import Sequence
@@ -36,8 +37,10 @@ SEED = 24
 
 
 class Calibrated(Struct, frozen=True, kw_only=True):
-    """A stack's mean errors, fractions: as predicted, with the scales fitted to all its rows, and,
-    medians of draws by number of rows, of the rest: calibrated, and one MFU of the same rows."""
+    """Mean errors of a stack as fractions: `uncalibrated`, and `fitted` with the scales fitted to
+    all rows.  `after` and `mfu` have, by number of calibrating rows, the median over draws of the
+    mean error of the rows that were not drawn: calibrated, and predicted by one MFU of the drawn
+    rows."""
 
     source: str
     system: str
@@ -57,13 +60,13 @@ def stacks() -> dict[tuple[str, str, str], list[Row]]:
 
 @cache
 def prior(without: str = "") -> Prior:
-    """The prior from all sources, or from all but one."""
+    """The prior from all sources except `without` (a source; empty: from all sources)."""
     return learnt([of_rows(rows) for (source, *_), rows in stacks().items() if source != without])
 
 
 @cache
 def calibrated() -> tuple[Calibrated, ...]:
-    """The protocol over all stacks with rows enough."""
+    """The errors of all stacks with LEAST_ROWS rows or more."""
     found = []
     for (source, system, cluster), rows in stacks().items():
         if len(rows) < LEAST_ROWS:
@@ -89,8 +92,8 @@ def calibrated() -> tuple[Calibrated, ...]:
 
 
 def band_after(count: int) -> float:
-    """80 % quantile of |log error| after so many rows (the next smaller number of COUNTS), over the
-    stacks of the protocol, each of weight 1."""
+    """80 % quantile of |log error| after a calibration on `count` rows (rounded down to a number of
+    COUNTS), over the stacks with LEAST_ROWS rows or more, each of weight 1."""
     known = max(k for k in COUNTS if k <= count)
     errors: dict[str, list[float]] = {}
     for key, rows in stacks().items():
@@ -111,7 +114,7 @@ def _rest(rows: int, some: Sequence[int]) -> list[int]:
 
 
 def _calibrated(data: Measured, before: Prior, some: Sequence[int]) -> Array:
-    """Log errors of the rest under the scales of some rows."""
+    """Log errors of the rows not in `some`, under the scales fitted to the rows in `some`."""
     theta, _ = solved(data.some(some), before)
     return data.some(_rest(len(data.errors), some)).left(theta)
 
@@ -127,13 +130,14 @@ def _log_mfus(rows: Sequence[Row]) -> Array:
 
 
 def _one_mfu(mfus: Array, some: Sequence[int]) -> Array:
-    """Log errors of the rest if its MFU is the geometric mean of some rows' (one peak for all)."""
+    """Log errors of the rows not in `some`, each predicted with the geometric mean of the MFUs in
+    `some`.  `mfus`: log FLOP/s, (rows,); the rows of a stack on a cluster share one GPU peak."""
     left: Array = np.mean(mfus[list(some)]) - mfus[_rest(len(mfus), some)]
     return left
 
 
 def calibrated_table() -> Table:
-    """One line per published stack: errors against the number of rows that calibrate it."""
+    """One line per published stack: mean errors by the number of calibrating rows."""
     rows = [
         {
             **{key: getattr(one, key) for key in ("source", "system", "cluster", "rows")},

@@ -10,7 +10,8 @@ from rematbench.simulate.evaluate import PlanEvaluation
 
 
 def reported_peak_bytes(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> int:
-    """Peak device bytes as this stack's publications count them (`System.reported_peak`)."""
+    """Peak device bytes as the publications of the problem's stack count them
+    (`System.reported_peak`)."""
     if problem.system.reported_peak == "layers":
         layers = (layer for chunk in plan.partition[0] for layer in chunk)
         weights = sum(problem.layer(layer).parameters for layer in layers)
@@ -22,7 +23,7 @@ def reported_peak_bytes(problem: Problem, plan: Plan, evaluation: PlanEvaluation
 
 
 def layer_bytes_in_flight(problem: Problem, plan: Plan) -> int:
-    """Bytes that the first stage's layers keep for all micro-batches in flight at once."""
+    """Peak bytes that the first stage's layers keep for micro-batches in flight."""
     order = rank_orders(plan, problem)[0]
     whole: dict[int, int] = {}
     for chunk, layers in enumerate(plan.partition[0]):

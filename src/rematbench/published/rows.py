@@ -1,6 +1,6 @@
 """A row of results/published/runs.csv (or of a user's sheet) -> problem and method.
 
-Every cell is a text.  What a row does not say, or says wrongly, is a RowError with one line.
+Every cell is a text.  A missing or wrong cell raises a RowError of one line.
 """
 
 import math
@@ -25,7 +25,7 @@ from rematbench.workload import MlpKind, Model, Precision
 
 Row = Mapping[str, str]
 ASSUMED = "unknown model: norms, biases and positions taken from"
-"""How a row says that its model is none of config/models."""
+"""Start of the remark that a row's model is not in config/models."""
 
 LAYOUT_COLUMNS = ("global_batch", "tp", "pp", "dp")
 SHAPE_COLUMNS = {
@@ -38,17 +38,17 @@ SHAPE_COLUMNS = {
 }
 YES, NO = {"yes", "true", "1", "on"}, {"no", "false", "0", "off"}
 SAC_KEEPS = ("q", "v", "attn_out", "lse", "gate_out")
-"""What torchtitan's per-operator selective checkpointing keeps of a Llama layer: the outputs of
-every second matmul in the order wq, wk, wv, wo, w1, w3, w2 and of attention.  Uncompiled, the
-output of w2 is cached too (`held`), which no backward reads; the compiler's partitioner drops it.
-Source: torchtitan/parallelisms/parallelize_llama.py, _save_list, 2024-12.  Ours: q is kept after
-RoPE, not before."""
+"""Tensors that torchtitan's per-operator selective checkpointing keeps of a Llama layer: the
+outputs of every second matmul in the order wq, wk, wv, wo, w1, w3, w2, and of attention.  Without
+the compiler the output of w2 is kept too (`held`), although no backward reads that output; the
+compiler's partitioner drops it.  Source: torchtitan/parallelisms/parallelize_llama.py, _save_list,
+2024-12.  One difference: here q is kept after RoPE, not before."""
 
 SELECTIVE_SAC: dict[str, Value] = {"keep": SAC_KEEPS, "held": ("fc2_out",), "scope": "layer"}
 
 
 class RowError(ValueError):
-    """A row that cannot be predicted: its status and a one-line reason."""
+    """A row that cannot be predicted: the row's status and a one-line reason."""
 
     def __init__(self, status: Literal["failed", "unsupported"], reason: str) -> None:
         super().__init__(reason)
@@ -56,7 +56,8 @@ class RowError(ValueError):
 
 
 class Case(ProblemSpec, frozen=True, kw_only=True):
-    """A row read: equal cases have equal predictions.  `assumed`: what the row did not say."""
+    """The content of a row; equal cases have equal predictions.  `assumed`: a remark on properties
+    of the model that the row does not give."""
 
     model: Model
     system: System
@@ -67,12 +68,12 @@ class Case(ProblemSpec, frozen=True, kw_only=True):
 
     @property
     def key(self) -> bytes:
-        """Canonical bytes of the case."""
+        """Canonical bytes of the case: equal for equal cases."""
         return msgspec.json.encode(self, order="deterministic")
 
     def problem(self, constants: Calibration | None = None) -> Problem:
-        """The problem, with the shipped constants or others; RowError where the layout breaks a
-        rule."""
+        """The problem, with `constants` or the shipped constants.  RowError where the layout breaks
+        a rule or no kernel rate covers the problem."""
         try:
             return make_problem(self, constants)
         except LayoutError as error:
@@ -82,7 +83,7 @@ class Case(ProblemSpec, frozen=True, kw_only=True):
 
 
 def read_case(row: Row, registry: Registry) -> Case:
-    """The case of a row."""
+    """The case of a row; RowError where a cell is missing, wrong or not modelled."""
     system = _system(row)
     layout = _layout(row, system)
     word = text(row, "recompute")
@@ -116,12 +117,13 @@ def read_case(row: Row, registry: Registry) -> Case:
 
 
 def text(row: Row, column: str) -> str:
-    """A cell, stripped; empty where the column is missing."""
+    """The stripped text of a cell; empty where the column is missing."""
     return str(row.get(column) or "").strip()
 
 
 def whole(row: Row, column: str, default: int | None = None) -> int:
-    """A positive whole number (`zero_stage` may be 0)."""
+    """The positive whole number in a cell (`zero_stage` may be 0), or `default` where the cell is
+    empty.  RowError for another text, or for an empty cell without a default."""
     cell = text(row, column)
     if not cell:
         if default is None:
@@ -163,7 +165,7 @@ def _flag(row: Row, column: str, default: bool) -> bool:
 
 
 def _choice(row: Row, column: str, default: str, kind: Any) -> Any:
-    """A cell that must be one of a Literal's words."""
+    """The word in a cell, one of the Literal `kind`; RowError for another word."""
     cell = text(row, column).lower() or default
     allowed = get_args(kind)
     if cell not in allowed:
@@ -176,9 +178,9 @@ def _choice(row: Row, column: str, default: str, kind: Any) -> Any:
 
 
 def _model(row: Row) -> tuple[Model, str]:
-    """The named model with the row's shape columns on top; an unknown name takes its family's
-    norms, kind of positions (learned ones: as many as the sequence needs) and biases, and all
-    shapes from the row.  With it, what was taken from whom."""
+    """The named model with the row's shape columns, and the remark of `Case.assumed`.  A model with
+    an unknown name takes all shapes from the row, and norms, biases and the kind of positions from
+    a known model of its family (as many learned positions as the sequence needs)."""
     name = text(row, "model")
     shape = {field: whole(row, c) for c, field in SHAPE_COLUMNS.items() if text(row, c)}
     mlp = text(row, "mlp").lower()
@@ -199,7 +201,8 @@ def _model(row: Row) -> tuple[Model, str]:
 
 
 def _relative(name: str, mlp: str) -> str:
-    """A known model of the same family (the word before the first digit or dash)."""
+    """The name of a known model of the same family (the word before the first digit or dash) and
+    kind of MLP, or of a known model with the same kind of MLP."""
     family = re.split(r"[-\d]", name.lower(), maxsplit=1)[0]
     known = [n for n in names("model") if family and re.split(r"[-\d]", n, maxsplit=1)[0] == family]
     gated = mlp != "gelu"
@@ -256,7 +259,7 @@ def _layout(row: Row, system: System) -> Layout:
     if stage not in get_args(ZeroStage):
         raise RowError("failed", f"column zero_stage: {stage} is not 0, 1, 2 or 3")
     cp, dp, ulysses = whole(row, "cp", 1), whole(known, "dp"), whole(row, "ulysses", 1)
-    if system.cp_kind == "ulysses" and ulysses == 1:  # its context-parallel ranks are of dp here
+    if system.cp_kind == "ulysses" and ulysses == 1:  # Layout counts these cp ranks in dp
         cp, dp, ulysses = 1, dp * cp, cp
     layout = Layout(
         tp=tp,
@@ -277,8 +280,8 @@ def _layout(row: Row, system: System) -> Layout:
 
 
 def _dp(row: Row) -> str:
-    """The data-parallel degree that gpus, tp, cp and pp leave; empty where one is not given or they
-    do not divide."""
+    """The data-parallel degree gpus / (tp x cp x pp); empty where gpus, tp or pp is not given.
+    RowError where the degrees do not divide gpus."""
     if not all(text(row, column) for column in ("gpus", "tp", "pp")):
         return ""
     gpus, ranks = whole(row, "gpus"), whole(row, "tp") * whole(row, "cp", 1) * whole(row, "pp")
@@ -302,13 +305,14 @@ POLICIES: dict[str, tuple[str, dict[str, Value]]] = {
     "selective(per-op sac)": ("selective_recompute", SELECTIVE_SAC),
     "selective(op)": ("selective_recompute", SELECTIVE_SAC),
 }
-"""Published words for recomputation -> method and parameters; a method's own name works too."""
+"""Published words for recomputation -> method and parameters."""
 
 _COUNTED = re.compile(r"^(full|uniform|block|selective)[ (:]*(\d+)\)?$")
 
 
 def recompute_method(words: str, registry: Registry) -> tuple[str, dict[str, Value]]:
-    """The method behind a published policy: `full`, `uniform 2`, `block 4`, `selective(2)`, ..."""
+    """The method and parameters of a published policy (`full`, `uniform 2`, `block 4`,
+    `selective(2)`, ...) or of a method's name; RowError for an unknown policy."""
     policy = " ".join(words.lower().split())
     if policy in POLICIES:
         return POLICIES[policy]

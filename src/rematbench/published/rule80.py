@@ -1,8 +1,9 @@
 """Fujii's 80 % rule scored on published cells: is an estimate below 80 % of the device safe?
 
-The rule's claim is one-sided (arXiv 2411.06465: such runs never met an out-of-memory error), so
-what can refute it is a cell called safe that ran out of memory.  A cell that ran above 80 % costs
-only a layout that nobody tried.  Fujii's dashes have no published cause and are counted apart.
+The claim is one-sided (arXiv 2411.06465: runs below 80 % never met an out-of-memory error), so only
+a cell called safe that ran out of memory refutes the rule.  A cell that ran although the
+rule does not call it safe (a false alarm) costs only a layout that a person would not try.  Fujii's
+dashes have no published cause and are counted apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +26,13 @@ MEANING = {
     ("oom", True): "missed OOM",
     ("oom", False): "true positive",
 }
-"""A positive is a cell that the rule does not call safe; a dash has no such meaning."""
+"""The meaning of (published status, called safe).  A positive is a cell that the rule does not call
+safe; a dash has no meaning."""
 
 
 def scored_cells(rows: Sequence[Row], registry: Registry) -> list[dict[str, Any]]:
-    """Cells that the formula covers: nothing recomputed or offloaded, and no refusal."""
+    """The cells that Fujii's formula covers (nothing recomputed or offloaded, and no refusal), each
+    with its share of device memory and the rule's verdict."""
     found = []
     for row in rows:
         share = _share(row, registry)
@@ -39,7 +42,7 @@ def scored_cells(rows: Sequence[Row], registry: Registry) -> list[dict[str, Any]
 
 
 def _share(row: Row, registry: Registry) -> float | None:
-    """The estimate over the device's bytes; None where the formula has none for the cell."""
+    """Estimated bytes over the device's bytes; None where the formula does not cover the cell."""
     if row["status"] not in ("ok", "oom", "dash"):
         return None
     try:
@@ -56,7 +59,7 @@ def _share(row: Row, registry: Registry) -> float | None:
 
 
 def rule_table(rows: Sequence[Row]) -> Table:
-    """Counts by source, published result and the rule's verdict."""
+    """The table of cells by source, cluster, published status and the rule's verdict."""
     cells = scored_cells(rows, discover())
     lines = []
     for key in sorted({(c["source"].partition(",")[0], c["cluster"], c["status"]) for c in cells}):

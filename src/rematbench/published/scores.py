@@ -1,4 +1,4 @@
-"""Validation as tables: accuracy by source, every promise, OOM verdicts, the error of each cell."""
+"""Validation as tables: accuracy by source, promises, OOM verdicts, bands, decisions and cells."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +32,8 @@ READ = (
 
 
 def how_to_read(calibration: Calibration) -> str:
-    """What the columns of the accuracy table mean, and what its predictions were fitted to."""
+    """The note of the accuracy table: the meaning of its columns, and the numbers of constants and
+    kernel parameters that are fitted."""
     kernels = sum(fitted_parameters(calibration.kernels).values())
     return (
         f"{READ} Of all constants {len(calibration.fitted)} are fitted to published steps; "
@@ -47,8 +48,9 @@ def score_tables(
     accuracy: Accuracy,
     strange: Sequence[Row] = (),
 ) -> list[Table]:
-    """Everything `rematbench validate` knows, as tables.  `strange`: published rows out of source
-    (none: bands are held to the rows themselves, whose `pred_low` and `pred_high` are shipped)."""
+    """The tables of `rematbench validate`.  `strange`: published rows predicted out of source.
+    Without them the coverage of bands is that of `pred_low` and `pred_high` of `rows`, and the
+    tables of evidence, regret and calibration are left out."""
     known, judged = known_cells() if strange else (), decisions(rows, strange)
     return [
         accuracy_table(report, calibration),
@@ -62,7 +64,7 @@ def score_tables(
 
 
 def accuracy_table(report: Report, calibration: Calibration) -> Table:
-    """One line per group of cells with an error to average."""
+    """One line per group of cells whose metric has errors (not verdicts or regrets)."""
     rows = [
         {
             "name": group.name,
@@ -102,7 +104,7 @@ def accuracy_table(report: Report, calibration: Calibration) -> Table:
 
 
 def promise_table(report: Report) -> Table:
-    """Every promised number: reached, target, accepted, and why where it is missed."""
+    """One line per promised statistic: reached, target, accepted, and the reason of a miss."""
     rows: list[Mapping[str, Any]] = []
     for group in report.groups:
         for check in group.checks:
@@ -127,12 +129,12 @@ def promise_table(report: Report) -> Table:
 
 
 def amount(value: float) -> str:
-    """A count, or a fraction in percent."""
+    """A count as a whole number, or a fraction in percent."""
     return whole(value) if float(value).is_integer() else f"{100 * value:.2f} %"
 
 
 def verdict_table(verdicts: Verdicts) -> Table:
-    """The confusion matrix with signed headroom."""
+    """The confusion matrix of published and predicted verdicts, with signed headroom."""
     rows = []
     for (told, said), count in sorted(verdicts.counts.items()):
         left = sorted(verdicts.headroom_bytes.get((told, said), ()))
@@ -162,7 +164,7 @@ def verdict_table(verdicts: Verdicts) -> Table:
 
 RESERVED = "peaks as their sources count them, allocated or reserved"
 LEAST_OOMS = 50
-"""Cells out of memory from which a rate of them could be promised."""
+"""Least number of cells out of memory for a promise of their rate."""
 
 
 def _of_oom(verdicts: Verdicts) -> str:
@@ -173,8 +175,8 @@ def _of_oom(verdicts: Verdicts) -> str:
 
 
 def band_table(known: Sequence[Known], rows: Sequence[Row]) -> Table:
-    """How many of each source's rows lie inside the bands that the other sources teach; without
-    known rows, how many of `rows` inside their own."""
+    """Coverage of bands by source: of `known` rows under bands learnt from the other sources, or,
+    without known rows, of `rows` under their predicted bands."""
     found = coverage(known) if known else shipped_coverage(rows)
     if known:
         found.append(pooled(found, known))
@@ -198,7 +200,7 @@ def band_table(known: Sequence[Known], rows: Sequence[Row]) -> Table:
 
 
 def decision_table(found: Sequence[Decision]) -> Table:
-    """One line per sweep: how well speeds are ranked, and what the pick loses."""
+    """One line per sweep: the rank correlation of speeds, and the regrets of the picks."""
     lines: list[Mapping[str, Any]] = [{**one.job, **asdict(one)} for one in found]
     if found:
         lines.append({"source": f"mean over {len(found)} sweeps", **summary(found)})
@@ -224,7 +226,7 @@ def decision_table(found: Sequence[Decision]) -> Table:
 
 
 def cell_table(rows: Sequence[Row], calibration: Calibration, accuracy: Accuracy) -> Table:
-    """One line per group and scored cell: the data behind the accuracy figure."""
+    """One line per group and scored cell: the data of the accuracy figure."""
     lines = []
     for group in accuracy.groups:
         if group.metric not in ("tokens_per_s_per_gpu", "peak_device_bytes"):

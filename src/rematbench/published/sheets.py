@@ -1,7 +1,7 @@
-"""Sheets of cells to predict: published rows, and rows of ours that tables set beside them.
+"""Sheets of cells to predict: published rows, and rows derived from published rows for tables.
 
-A sheet has the columns of runs.csv and `cell`: what the row is for.  Rows that one composed method
-plans form one bundle, so that editing a method's file reruns its bundles only.
+A sheet has the columns of runs.csv and `cell`, the purpose of the row.  The rows that one composed
+method plans form one bundle, so that editing a method's file reruns only the bundles of the method.
 """
 
 import csv
@@ -24,10 +24,10 @@ DEGREES = (1, 2, 4, 8)
 TP_CP, PP, CHUNK_LAYERS = (4, 8), (4, 8, 16), (1, 2, 4)
 POLICIES = ("full", "balanced")
 CONFIGURATION = ("model", "cluster", "system", "seq_len", "global_batch", "tp", "pp")
-"""The columns that a row's prediction needs, beside dp or gpus; their cells may be empty, which
-becomes its status."""
+"""Columns that a prediction needs, beside dp or gpus.  Their cells may be empty; the row's status
+then says so."""
 SCORED = ("source", "status")
-"""Further columns that a row needs to be scored."""
+"""Further columns that scoring a row needs."""
 TABLED = ("table", "recompute", "gpus", "layers")
 """Further columns that the papers' tables need."""
 NUMBERS = {
@@ -42,9 +42,9 @@ NUMBERS = {
     ),
     *("gpus", "layers", "seq_len", "global_batch", "micro_batch", "tp", "cp", "pp", "vpp", "dp"),
 }
-"""Columns whose cells, published or predicted, are numbers above 0 or empty."""
+"""Columns, published or predicted, whose cells are empty or numbers above 0."""
 SHARES = {"offload_fraction", "peak_host_bytes"}
-"""Columns whose cells may also be 0."""
+"""Columns, published or predicted, whose cells are empty or numbers of at least 0."""
 
 
 class Sheet(list[Cell]):
@@ -54,7 +54,8 @@ class Sheet(list[Cell]):
 
 
 def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
-    """A CSV file; ConfigError for what is none, or lacks a column that is needed."""
+    """The rows of a CSV file.  ConfigError where the file cannot be read, lacks a needed column,
+    repeats a column, or has a line with too many cells."""
     label = str(path)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -80,7 +81,7 @@ def read_sheet(path: Path, needed: Iterable[str] = ()) -> Sheet:
 
 
 def check_numbers(sheet: Sheet, label: str) -> None:
-    """ConfigError for a cell, published or predicted, that is neither empty nor such a number."""
+    """ConfigError for a cell of NUMBERS or SHARES that is neither empty nor a number in range."""
     for column in sheet.columns:
         plain = column.removeprefix("pred_")
         if plain not in NUMBERS | SHARES:
@@ -103,7 +104,8 @@ def _is_number(cell: str, *, positive: bool) -> bool:
 def write_sheet(
     path: Path, rows: Sequence[Mapping[str, object]], columns: Iterable[str] = ()
 ) -> None:
-    """Write rows under `columns` and the union of their own, by a temporary name."""
+    """Write rows as CSV under `columns` and all further columns of the rows.  The file is replaced
+    atomically."""
     columns = list(dict.fromkeys([*columns, *(column for row in rows for column in row)]))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -115,7 +117,7 @@ def write_sheet(
 
 
 def all_cells(rows: Sequence[Mapping[str, str]]) -> list[Cell]:
-    """Published rows, then ours."""
+    """The published rows, then the derived rows, each with its purpose in `cell`."""
     return [
         *({**row, "cell": PUBLISHED} for row in rows),
         *alpha_cells(rows),
@@ -125,7 +127,7 @@ def all_cells(rows: Sequence[Mapping[str, str]]) -> list[Cell]:
 
 
 def bundle_of(row: Mapping[str, str], registry: Registry) -> str:
-    """The composed method that plans a row, as the workflow names its bundle."""
+    """The name of the composed method that plans a row, which is the name of the row's bundle."""
     try:
         name, _ = recompute_method(text(row, "recompute"), registry)
     except RowError:
@@ -143,7 +145,7 @@ def bundles(cells: Iterable[Cell], registry: Registry) -> dict[str, list[Cell]]:
 
 
 def alpha_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
-    """Figure 9 with alpha left to us: by the paper's estimate, and by our own ledger."""
+    """Rows of Figure 9 with a predicted alpha: by the paper's estimate, and by the ledger."""
     cells = []
     for row in rows:
         if row["table"] != "Figure 9":
@@ -156,7 +158,8 @@ def alpha_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
 
 
 def waterfall_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
-    """Table 8 at 8,192 tokens, one change at a time: engine, layout, checkpointing, offload."""
+    """Rows between the published rows of Table 8 at 8,192 tokens, one change at a time: engine,
+    layout, checkpointing, offload."""
     table = [row for row in rows if row["table"].startswith("Table 8") and row["status"] == "ok"]
     origin = [row for row in table if row["system"] != "megatron-kwai"]
     ours = [row for row in table if row["recompute"] == "balanced"]
@@ -173,7 +176,7 @@ def waterfall_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
 
 
 def derived(row: Mapping[str, str], cell: str, **changes: str) -> Cell:
-    """A row of ours: a published configuration with some columns changed and no results."""
+    """A published configuration with purpose `cell`, some columns changed, and no results."""
     results = (
         "tokens_per_s_per_gpu",
         "tflops_per_gpu_as_published",
@@ -192,8 +195,9 @@ def derived(row: Mapping[str, str], cell: str, **changes: str) -> Cell:
 
 
 def layout_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
-    """The abstract's 32,768-token rows publish no layout: every layout we would try, with the
-    batch of Table 8, under full recomputation without offload and under the paper's method."""
+    """Rows for the abstract's result at 32,768 tokens, whose layout is not published: every layout
+    of `layouts` with the batch of Table 8, under full recomputation without offload and under the
+    paper's method."""
     rows = list(rows)
     abstract = [row for row in rows if row["table"].startswith("abstract")]
     table = [row for row in rows if row["table"].startswith("Table 8")]
@@ -212,8 +216,8 @@ def layout_cells(rows: Iterable[Mapping[str, str]]) -> list[Cell]:
 
 
 def layouts(gpus: int, num_layers: int, global_batch: int) -> list[dict[str, int]]:
-    """Interleaved layouts: tp x cp half a node or a node of eight, chunks of a few layers, and
-    micro-batches that divide by pp."""
+    """Degrees of the interleaved layouts to try: tp x cp is 4 or 8 (half a node or a node), a chunk
+    has 1, 2 or 4 layers, and pp divides the number of micro-batches."""
     found = []
     for tp, cp, pp in product(DEGREES, DEGREES, PP):
         dp, rest = divmod(gpus, tp * cp * pp)

@@ -1,6 +1,7 @@
-"""How far to trust a number, short: errors by kind of evidence, and what decisions lose by source.
+"""Two short tables of trust: errors by kind of evidence, and the regret of decisions by source.
 
-Both are the first screen's; bands.csv and decisions.csv have the sources and sweeps behind them.
+The first screen of the report shows both; bands.csv and decisions.csv have the underlying sources
+and sweeps.
 """
 
 from collections import defaultdict
@@ -18,7 +19,8 @@ KINDS = (NOTHING, "stack", "generation", "scale", "context", "mechanism", ALL)
 
 
 def evidence_table(known: Sequence[Known]) -> Table:
-    """One line per thing of a job that no other source published; rows count at each of theirs."""
+    """Errors by the property of a job that no other source published.  A row counts at each of its
+    properties outside, or at NOTHING, and at ALL."""
     errors: dict[str, Errors] = {kind: defaultdict(list) for kind in KINDS}
     widths: dict[str, list[float]] = defaultdict(list)
     for source, own in by_source(known).items():
@@ -58,7 +60,7 @@ def evidence_table(known: Sequence[Known]) -> Table:
 
 
 def regret_table(found: Sequence[Decision]) -> Table:
-    """One line per source: the mean loss of the pick over its sweeps."""
+    """The mean regrets of every source over its sweeps."""
     groups: dict[str, list[Decision]] = defaultdict(list)
     for one in found:
         groups[one.job["source"]].append(one)

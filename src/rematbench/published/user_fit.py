@@ -1,12 +1,13 @@
-"""A stack calibrated by its user: four scales from a few rows of a user's own logs.
+"""A stack calibrated by its user: four scales fitted to a few rows of the user's logs.
 
-A step is the longest of its paths, and each path a sum of what the scales multiply.  So ln(step) is
-convex in the log scales (Boyd and Vandenberghe 2004, section 4.5), and the larger of two tangents,
-one as predicted and one where the host is slow, stands for it: b + S theta, with S the slopes
-d ln(step) / d ln(scale).  With e = ln(predicted / published speed) the log scales are the MAP of
-e = max(b + S theta) + noise, theta ~ N(0, spreads^2): ridge regression in closed form (Hoerl and
-Kennard 1970) for the tangents that hold, from one start for each, until these no longer change.
-Spreads are those that a refit declares for the same kinds of constants (cost/fit.py); the noise is
+The step time is the length of the longest path, and the length of a path is a sum of terms that the
+scales multiply.  So ln(step) is convex in the log scales theta (Boyd and Vandenberghe 2004, section
+4.5).  The model of ln(step) is the larger of two tangents b + S theta, one at the prediction and
+one at a slow host, with S the slopes d ln(step) / d ln(scale).  With e = ln(predicted / published
+speed) the log scales are the MAP of e = max(b + S theta) + noise, theta ~ N(0, spreads^2).  For
+fixed active tangents the MAP is a ridge regression in closed form (Hoerl and Kennard 1970), which
+is repeated until the active tangents no longer change, from one start for each tangent.  The
+spreads are the prior spreads of the same kinds of constants in a refit (cost/fit.py).  The noise is
 learnt from published stacks, each of the same weight, by expectation maximisation.
 """
 
@@ -27,20 +28,21 @@ from rematbench.published.left_out import LATE_STEP, log_error, slope_column
 Array: TypeAlias = NDArray[np.float64]
 
 ROUNDS = 50
-"""Of expectation maximisation; its value no longer changes in the third digit."""
+"""Rounds of expectation maximisation, after which the noise is stable to three digits."""
 
 KINDS = ("kernel_scale", "kernel_scale", "nic_efficiency", "host_launch_s")
 """The fitted constants that the scales stand for, in the order of SCALES."""
 SPREADS = tuple(PRIORS[kind].spread for kind in KINDS)
 
 LATE = np.array([math.log(SLOW_HOST) * (name == "host") for name in SCALES])
-"""The log scales at which the second tangent is taken; the first is at zero."""
+"""The log scales, (scales,), at which the second tangent is taken; the first is taken at zero."""
 TURNS = 10
-"""Ridge regressions from one start at most: a row at the corner can go back and forth."""
+"""Most ridge regressions from one start: a row between its two tangents can alternate."""
 
 
 class Prior(Struct, frozen=True, kw_only=True):
-    """Standard deviations of the log scales between stacks, and of what no scale explains."""
+    """Standard deviations of the log scales between stacks (`spreads`), and of the log errors that
+    no scale explains (`noise`)."""
 
     spreads: tuple[float, ...]
     noise: float
@@ -55,25 +57,26 @@ class Measured(Struct, frozen=True):
     errors: Array
 
     def some(self, rows: Sequence[int]) -> "Measured":
-        """A part of the rows."""
+        """The rows with the given indices."""
         own = list(rows)
         return Measured(self.slopes[:, own], self.heights[:, own], self.errors[own])
 
     def at(self, theta: Array) -> tuple[Array, Array]:
-        """Slopes (rows x scales) and heights (rows) of the tangents that hold at log scales."""
+        """Slopes (rows x scales) and heights (rows) of the larger tangent of each row at log scales
+        `theta` (scales)."""
         holds = (self.heights + self.slopes @ theta).argmax(axis=0)
         rows = np.arange(len(self.errors))
         return self.slopes[holds, rows], self.heights[holds, rows]
 
     def left(self, theta: Array) -> Array:
-        """Log errors under log scales."""
+        """Log errors (rows) that remain under log scales `theta` (scales)."""
         slopes, heights = self.at(theta)
         left: Array = self.errors - heights - slopes @ theta
         return left
 
 
 def measured(rows: Sequence[Row]) -> Measured:
-    """Predicted rows with a speed and tangents."""
+    """The tangents and log errors of predicted rows, which must have a published speed."""
     slopes = np.array(
         [
             [[number(row, slope_column(k, late=late)) or 0.0 for k in SCALES] for row in rows]
@@ -97,7 +100,7 @@ def by_stack(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
 
 
 def solved(rows: Measured, prior: Prior) -> tuple[Array, Array]:
-    """The log scales and their covariance, the likeliest of those met on the way."""
+    """The MAP log scales (scales) and their covariance: the likeliest of all iterates."""
     met: list[tuple[Array, Array]] = []
     for start in (np.zeros_like(LATE), LATE):
         theta, before = start, None
@@ -112,7 +115,8 @@ def solved(rows: Measured, prior: Prior) -> tuple[Array, Array]:
 
 
 def _ridge(slopes: Array, errors: Array, prior: Prior) -> tuple[Array, Array]:
-    """The log scales and their covariance where errors are linear in them."""
+    """The MAP log scales and their covariance for errors that are linear in the log scales, with
+    `slopes` (rows x scales) and `errors` (rows)."""
     precision = slopes.T @ slopes / prior.noise**2 + np.diag(np.array(prior.spreads) ** -2.0)
     covariance: Array = np.linalg.inv(precision).astype(np.float64)
     theta: Array = covariance @ slopes.T @ errors / prior.noise**2
@@ -120,13 +124,14 @@ def _ridge(slopes: Array, errors: Array, prior: Prior) -> tuple[Array, Array]:
 
 
 def _surprise(rows: Measured, theta: Array, prior: Prior) -> float:
-    """Minus twice the log density of log scales and errors, but for a constant."""
+    """Minus twice the log density of log scales and errors, up to a constant."""
     believed = theta / np.array(prior.spreads)
     return float(np.sum((rows.left(theta) / prior.noise) ** 2) + np.sum(believed**2))
 
 
 def learnt(stacks: Sequence[Measured]) -> Prior:
-    """The declared spreads and the noise that makes published stacks likely, each of weight 1."""
+    """The prior with SPREADS and the noise of maximum likelihood over published stacks, each of
+    weight 1."""
     prior = Prior(spreads=SPREADS, noise=ROW_SPREAD)
     for _ in range(ROUNDS):
         left = []
@@ -140,12 +145,13 @@ def learnt(stacks: Sequence[Measured]) -> Prior:
 
 
 def mean_error(log_errors: Array) -> float:
-    """Mean |predicted / measured - 1|."""
+    """Mean of |predicted / measured - 1| over log errors."""
     return float(np.mean(np.abs(np.expm1(log_errors))))
 
 
 def left_one_by_one(rows: Measured, prior: Prior) -> list[float]:
-    """Each row's log error under the scales of the others; of a single row, as it was."""
+    """The log error of each row under the scales fitted to the other rows; of a single row, the
+    error of the uncalibrated prediction."""
     count = len(rows.errors)
     found = []
     for index in range(count):
@@ -155,16 +161,16 @@ def left_one_by_one(rows: Measured, prior: Prior) -> list[float]:
     return found
 
 
-# -- what cannot be --------------------------------------------------------------------------------
+# -- refused rows ----------------------------------------------------------------------------------
 
 SIGMAS = 3.0
-"""Standard deviations beyond which a row is refused."""
+"""Number of standard deviations beyond which a row is refused."""
 RESULTS = (SPEED, "step_s", "peak_device_bytes", "status", "note")
 
 
 def refusals(rows: Sequence[Row], prior: Prior) -> list[str]:
-    """Rows that no scale explains, one line each: faster than their kernels, or measured twice with
-    speeds that contradict each other."""
+    """One line for each row that no scale explains: a step faster than its kernels, or a job given
+    twice with contradictory speeds."""
     found = []
     seen: dict[tuple[tuple[str, Any], ...], tuple[int, float]] = {}
     for line, row in enumerate(rows, start=1):

@@ -1,4 +1,4 @@
-"""Predictions beside published cells: errors by source, the floor they must beat, OOM verdicts."""
+"""Predictions scored against published cells: errors by group, the floor, and OOM verdicts."""
 
 import math
 import statistics
@@ -28,12 +28,12 @@ from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster, load_system
 
 WHOLE = ("verdict", "regret")
-"""Metrics that compare every cell, also one without a speed."""
+"""Metrics that compare every cell, including cells without a speed."""
 Status = Literal["met", "accepted", "FAIL", "-"]
 
 
 class Check(Struct, frozen=True, kw_only=True):
-    """A promised statistic beside what was reached."""
+    """A promised statistic with the value reached (None: no cell could be compared)."""
 
     group: str
     statistic: str
@@ -44,7 +44,8 @@ class Check(Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> Status:
-        """met: within the target; accepted: missed, as explained; FAIL: worse than accepted."""
+        """met: within the target; accepted: above the target, with a reason; FAIL: above `accepted`
+        or without a value."""
         if self.value is None:
             return "FAIL"
         if self.value <= self.target:
@@ -53,10 +54,10 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 class GroupReport(Struct, frozen=True, kw_only=True):
-    """Errors of one group's predictions (fitted cells left out), and what to read them against.
+    """Absolute errors of a group's predictions, without fitted cells, and two references.
 
-    `floor` is the mean error of one constant MFU, fitted to the cells that the model was fitted to;
-    `left_out` the mean error when the constants are refitted without this group's source.
+    `floor` is the mean error of one constant MFU, fitted to the cells that the model was fitted to.
+    `left_out` is the mean error with constants refitted without the group's source.
     """
 
     name: str
@@ -74,21 +75,21 @@ class GroupReport(Struct, frozen=True, kw_only=True):
 
     @property
     def cells(self) -> int:
-        """Cells compared as predictions."""
+        """The number of cells compared as predictions."""
         return self.splits["in-sample"] + self.splits["held-out"]
 
     @property
     def status(self) -> Status:
-        """The worst of the group's checks."""
+        """The worst status of the group's checks; `-` without checks."""
         found = {check.status for check in self.checks}
         order: tuple[Status, ...] = ("FAIL", "accepted", "met")
         return next((status for status in order if status in found), "-")
 
 
 class Verdicts(Struct, frozen=True, kw_only=True):
-    """Fits or not, published against predicted: counts and signed headroom (bytes; negative:
-    predicted not to fit) of every kind of cell, cells predicted to fit with less left than the
-    error of peaks (`tight`), and the share right beside `always fits`."""
+    """Published against predicted verdicts.  `counts` and `headroom_bytes` (negative: predicted not
+    to fit) are by (published status, predicted status).  `tight` counts the cells predicted to fit
+    with a headroom below the error of peaks."""
 
     tight: int
     counts: dict[tuple[str, str], int]
@@ -96,36 +97,36 @@ class Verdicts(Struct, frozen=True, kw_only=True):
 
     @property
     def cells(self) -> int:
-        """Cells with a published verdict."""
+        """The number of cells with a published verdict."""
         return sum(self.counts.values())
 
     @property
     def ooms(self) -> int:
-        """Cells published as out of memory."""
+        """The number of cells published as out of memory."""
         return sum(count for (told, _), count in self.counts.items() if told == "oom")
 
     @property
     def right(self) -> float:
-        """Share of cells whose verdict is predicted."""
+        """Share of cells whose predicted verdict is the published verdict."""
         hits = sum(count for (told, said), count in self.counts.items() if told == said)
         return hits / self.cells if self.cells else 0.0
 
     @property
     def always_fits(self) -> float:
-        """Share right of a predictor that never sees an OOM."""
+        """Share of correct verdicts if every cell were predicted to fit."""
         hits = sum(count for (told, _), count in self.counts.items() if told == "ok")
         return hits / self.cells if self.cells else 0.0
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """What `rematbench validate` prints."""
+    """The scores that `rematbench validate` prints."""
 
     groups: tuple[GroupReport, ...]
     verdicts: Verdicts
 
     @property
     def failed(self) -> tuple[Check, ...]:
-        """Checks past `accepted`."""
+        """The checks whose status is FAIL."""
         return tuple(c for g in self.groups for c in g.checks if c.status == "FAIL")
 
 
@@ -135,13 +136,14 @@ def validate(
     accuracy: Accuracy,
     left_out: Mapping[str, float] | None = None,
 ) -> Report:
-    """Score predicted rows (the columns of runs.csv and pred_*) against declared groups."""
+    """Score predicted rows (columns of runs.csv and pred_*) by the groups of `accuracy`.
+    `left_out`: mean errors out of source by group."""
     groups = [_group_report(g, rows, calibration, left_out or {}) for g in accuracy.groups]
     return Report(groups=tuple(groups), verdicts=verdicts(rows))
 
 
 def by_source(rows: Sequence[Row]) -> Accuracy:
-    """Groups for rows without a declared promise: one per source and metric."""
+    """Groups without promises, for rows of no declared group: one per source and metric."""
     found: dict[str, Group] = {}
     for row in rows:
         source = str(row["source"])
@@ -179,7 +181,7 @@ def _group_report(
 
 
 def _splits(group: Group, judged: Sequence[tuple[Row, Split]]) -> dict[Split, int]:
-    """Comparable cells of each kind (a verdict compares every cell)."""
+    """The number of comparable cells by split (the metrics in WHOLE compare every cell)."""
     counts: dict[Split, int] = {"fitted": 0, "in-sample": 0, "held-out": 0}
     key = SPEED if group.metric == "gain" else group.metric
     for row, split in judged:
@@ -188,7 +190,7 @@ def _splits(group: Group, judged: Sequence[tuple[Row, Split]]) -> dict[Split, in
 
 
 def _missing(group: Group, tested: Sequence[Row]) -> int:
-    """Published cells with no prediction to compare."""
+    """The number of published cells without a prediction."""
     if group.metric in WHOLE:
         return sum(row["pred_status"] not in ("ok", "oom") for row in tested)
     key = SPEED if group.metric == "gain" else group.metric
@@ -231,12 +233,12 @@ def _zero(group: str, what: str, value: float) -> Check:
 
 
 def _constants(cells: Sequence[Row], calibration: Calibration) -> int:
-    """Fitted scalars that can move a group's predictions."""
+    """The number of fitted constants that a group's predictions depend on."""
     owners: set[str] = set()
     for row in cells:
         try:
             cluster, system = load_cluster(row["cluster"]), load_system(row["system"])
-        except ConfigError:  # a user's row; its own status says what is wrong with it
+        except ConfigError:  # a user's row; the row's status has the error
             continue
         owners |= {
             f"gpus.{cluster.generation}",
@@ -247,7 +249,8 @@ def _constants(cells: Sequence[Row], calibration: Calibration) -> int:
 
 
 def mfu_per_speed(row: Row) -> float | None:
-    """MFU of one token per second and GPU: the FLOP function and the peak in one factor."""
+    """MFU per token/s/GPU of a row, from the FLOPs per token and the GPU's peak; None where the row
+    has no prediction."""
     mfu, speed = number(row, "pred_mfu_causal"), number(row, f"pred_{SPEED}")
     return mfu / speed if mfu and speed else None
 
@@ -256,7 +259,8 @@ def _floor(
     group: Group, rows: Sequence[Row], tested: Sequence[Row], calibration: Calibration
 ) -> float | None:
     """Mean error of a constant MFU: the geometric mean over the fitted cells of the same sources
-    (where there are none, of the same GPU generation)."""
+    and clusters, or else of the same sources, or else of the same GPU generations.  None where
+    there is no such cell or the metric is not the speed."""
     if group.metric != SPEED:
         return None
     fitted = [row for row in rows if is_scored(row) and _is_fitted(row, group, calibration)]
@@ -288,7 +292,7 @@ def _generation(row: Row) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> Verdicts:
-    """The confusion matrix of fits and OOM over every scored row."""
+    """The confusion matrix of published and predicted verdicts over all scored rows."""
     counts: dict[tuple[str, str], int] = {}
     headroom: dict[tuple[str, str], tuple[float, ...]] = {}
     tight = 0
@@ -305,6 +309,6 @@ def verdicts(rows: Sequence[Row]) -> Verdicts:
 
 
 def headroom_bytes(row: Row) -> float | None:
-    """Usable device bytes less the predicted peak; None where nothing was predicted."""
+    """Usable device bytes less the predicted peak; None where the row has no prediction."""
     peak, usable = number(row, "pred_peak_device_bytes"), number(row, "pred_usable_bytes")
     return None if peak is None or usable is None else usable - peak
