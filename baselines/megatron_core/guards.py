@@ -1,4 +1,5 @@
-"""What Megatron-core would refuse late, run wrongly or never finish: refused first, by name."""
+"""Jobs that Megatron-core would refuse late, run wrongly or never finish: refused first, by
+name."""
 
 import importlib.util
 
@@ -27,14 +28,15 @@ def check(job: Job, policy: MegatronCore) -> None:
 
 
 def _options(job: Job, policy: MegatronCore) -> list[Reason]:
-    """Settings beside options, whose policy is another."""
+    """Settings given beside options, where the options say another policy."""
     named = msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
     beside = overruled(named, policy, SAID) if job.options else ""
     return [(bool(beside), beside)]
 
 
 def has_transformer_engine(job: Job) -> bool:
-    """Whether a job runs on TransformerEngine's layers: on GPUs, where it is installed."""
+    """Whether a job runs on TransformerEngine's layers: on GPUs, where TransformerEngine is
+    installed."""
     there = importlib.util.find_spec("transformer_engine") is not None
     return there and job.device == "cuda" and job.run.world == "executed"
 

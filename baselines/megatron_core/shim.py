@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 def causal_mask(size: int) -> torch.Tensor:
-    """Megatron-core's default causal mask, on a CPU; as there a new one for every call."""
+    """Megatron-core's default causal mask on a CPU; each call makes a new tensor, as there."""
     return torch.triu(torch.ones(size, size), diagonal=1).bool()
 
 
@@ -83,7 +83,7 @@ def _rng(real: bool) -> None:
         get, put = (lambda *_, **__: None), (lambda *_, **__: None)
         tp_random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
         tp_random.CudaRNGStatesTracker.add = lambda *_, **__: None
-        torch.get_rng_state = get  # type: ignore[assignment]  # nothing asks what it returns
+        torch.get_rng_state = get  # no caller uses the result
         torch.set_rng_state = put
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get
     torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = put
@@ -93,7 +93,7 @@ def _rng(real: bool) -> None:
 
 
 class _Stream:
-    """A stream on which everything has happened already; an event, too."""
+    """A stream, or an event, on which all work is done already."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0
@@ -171,12 +171,13 @@ class _NoFp8:
 
 
 def _te() -> None:
-    """Megatron-core 0.16 tests HAVE_TE in some places and not in others."""
+    """Megatron-core 0.16 tests HAVE_TE at some uses of TransformerEngine's names and not at
+    others."""
     attention: Any = importlib.import_module("megatron.core.transformer.attention")
     if attention.set_save_original_input is None:
         attention.set_save_original_input = lambda module: None
     extension: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
-    if getattr(extension, "cpu_offload", None) is None:  # fine-grained offloading sets a flag of it
+    if getattr(extension, "cpu_offload", None) is None:  # offloading sets a flag of it
         extension.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
     tp_random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if not hasattr(tp_random, "FP8GlobalStateManager"):  # asked with fp8 off, too
@@ -196,8 +197,8 @@ def _settle() -> None:
 
 
 def _is_noted(group: Any) -> bool:
-    """Whether Megatron-core's coalescing notes the call and its tensors, and makes it later: there
-    is nothing to wait for yet."""
+    """Whether Megatron-core's coalescing records the call, to make it later. There is nothing to
+    wait for yet."""
     world: Any = dist.distributed_c10d._world
     return group in world.pg_coalesce_state
 
@@ -215,7 +216,8 @@ def _at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def install_missing_names() -> tuple[str, ...]:
-    """On a GPU without TransformerEngine: only what Megatron-core lacks there too."""
+    """On a GPU without TransformerEngine: define only the names that Megatron-core lacks there
+    too."""
     importlib.import_module("megatron.core.models.gpt")
     _te()
     return ("te",)
@@ -223,17 +225,17 @@ def install_missing_names() -> tuple[str, ...]:
 
 @cache
 def preload() -> None:
-    """The parts that have to come before Megatron-core, and Megatron-core: without packages of
-    CUDA's kernels, if they are installed."""
+    """Install the parts that must precede Megatron-core, then import Megatron-core. It is imported
+    without packages of CUDA kernels, even if they are installed."""
     for name in ("transformer_engine", "apex"):
-        sys.modules[name] = None  # type: ignore[assignment]  # not to be found
+        sys.modules[name] = None  # makes the import fail
     _compile()
     _settle()
     importlib.import_module("megatron.core.models.gpt")
 
 
 def install(*, real: bool) -> tuple[str, ...]:
-    """Put every part in place."""
+    """Install every part; the result is the names of the parts for a record."""
     preload()
     _dev()
     _rng(real)
@@ -241,7 +243,7 @@ def install(*, real: bool) -> tuple[str, ...]:
     _type()
     _dropout()
     _norm()
-    if not real:  # executed, dropout is refused
+    if not real:  # executed runs refuse dropout
         _flash()
     _te()
     return ("dev", "rng", "stream", "type", "compile", "dropout", "norm", "settle", "te")

@@ -36,15 +36,16 @@ from rematbench.torch.mode import Mode
 
 FLASH = "flash_attention_2"
 LARGEST_HEAD = 256
-"""Elements of a head in torch's flash kernels."""
+"""Largest head_dim of torch's flash kernels, in elements."""
 
 
 class Flash(torch.autograd.Function):
-    """Causal attention of q (batch, heads, rows, head_dim) on k and v (fewer heads or as many)."""
+    """Causal attention of q (batch, heads, rows, head_dim) on k and v, which may have fewer
+    heads."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The output, stored as (batch, rows, heads, head_dim) as the kernel does."""
+        """The output, stored as (batch, rows, heads, head_dim) as the kernel stores it."""
         batch, heads, rows, _ = q.shape
         out = q.new_empty(batch, rows, heads, v.shape[-1]).transpose(1, 2)
         lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
@@ -56,8 +57,8 @@ class Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Gradients of q, k and v; with fewer heads of k and v those of all heads are made first,
-        as torch's kernel for grouped queries does, and summed."""
+        """The gradients of q, k and v. Where k and v have fewer heads than q, their gradients are
+        made for every query head and then summed, as in torch's kernel for grouped queries."""
         q, k, v, _, lse = ctx.saved_tensors
         heads, groups = q.shape[1], k.shape[1]
         dq = torch.empty_like(q)
@@ -70,7 +71,7 @@ class Flash(torch.autograd.Function):
 
 
 def _made(q: Tensor, width: int) -> Tensor:
-    """A gradient for every query head, laid out as the kernel's."""
+    """An empty gradient for every query head, in the kernel's memory layout."""
     batch, heads, rows, _ = q.shape
     return q.new_empty(batch, rows, heads, width).transpose(1, 2)
 
@@ -91,7 +92,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _inside(call: Callable[..., None]) -> Callable[..., None]:
-    """`call` as the inside of a kernel: its own storages are not counted."""
+    """`call` as the inside of a kernel: storages made inside it are not counted."""
     return call if Meter.counting is None else Meter.counting.without(call)
 
 
@@ -123,8 +124,8 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention as the kernel of a GPU; NotRunnable where
-    a GPU would choose another one."""
+    """torch.nn.functional.scaled_dot_product_attention as the flash kernel of a GPU. NotRunnable
+    where a GPU would choose another kernel."""
     if attn_mask is not None:
         shape = " x ".join(str(n) for n in attn_mask.shape)
         raise NotRunnable(f"SDPA is given a mask of {shape}: no flash kernel takes one")
@@ -152,8 +153,9 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
-    """flash_attn's function of that name (its 2.x), on (batch, rows, heads, head_dim): a window and
-    a soft cap are the kernel's own and keep nothing more.  Bytes only: values know neither."""
+    """The function flash_attn_func of flash_attn 2.x, on (batch, rows, heads, head_dim). A window
+    and a soft cap belong to the kernel and save nothing more. Only the bytes are right: the values
+    ignore both."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return attend(q, k, v, None, dropout_p, causal, softmax_scale, True).transpose(1, 2)
 
@@ -173,12 +175,12 @@ _PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
         (flash_utils, "_is_packed_sequence", lambda *_: False),
     ),
 }
-"""What each part replaces: a module's function by another."""
+"""The replacements of each part: (module, name of its function, replacement)."""
 
 
 @contextmanager
 def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
-    """The shim's parts while a model of an attention implementation runs."""
+    """The names of the shim's parts, in place while a model with this attention kernel runs."""
     names = {"sdpa": ("flash",), FLASH: ("flash_attn",)}.get(kernel, ())
     parts = (*names, "unpacked") if fake else names
     with ExitStack() as stack:
@@ -188,14 +190,15 @@ def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
 
 
 class NoSquares(Mode):
-    """Fails at the first tensor with two dimensions of `rows`, which no other dimension may be."""
+    """Fails at the first tensor with two dimensions of `rows`, a length that no other dimension
+    has."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, then look at what it made."""
+        """Run the operator, then check the shapes of its outputs."""
         result = func(*args, **(kwargs or {}))
         for item in tree_iter(result):
             if isinstance(item, Tensor) and tuple(item.shape).count(self.rows) > 1:
