@@ -1,7 +1,7 @@
 """The process of a baseline: python baselines/run.py NAME JOBS.json FOLDER, or under torchrun/srun.
 
-Started alone it forks one process per rank of each job (the package is imported once); started by
-torchrun or srun it is one rank.  Every job ends in FOLDER/<number>.json, a Record.
+Started alone, the process forks one process per rank of each job (the package is imported once).
+Started by torchrun or srun, it is one rank.  Every job ends in FOLDER/<number>.json, a Record.
 """
 
 import importlib

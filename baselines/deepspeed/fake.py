@@ -1,18 +1,19 @@
-"""One rank of any layout on fake tensors: DeepSpeed's own engine, and no hardware.
+"""One rank of any layout on fake tensors: DeepSpeed's own engine without hardware.
 
 Torch's fake process group answers every collective at once; fake tensors have sizes and no values.
-Forward and backward of every micro-batch run as they are; the update, which asks whether a gradient
-is finite, does not.  Bytes are those of storages: no allocator rounding, no workspaces.
+Forward and backward of every micro-batch run unchanged.  The update does not run, because it asks
+whether a gradient is finite.  Bytes are those of storages: no allocator rounding, no workspaces.
 
-Where a value is asked for before that, a part of the shim answers; a record names its parts:
+Where DeepSpeed asks for a value before the update, a part of the shim answers; a record names the
+parts:
 
 | part | what it answers |
 |---|---|
-| order | ZeRO 3: that all ranks have recorded the same modules |
-| unscaled | TiledFusedLogitsLoss: that the loss's own gradient is 1 |
-| finite | ZeRO 1 and 2, optimizer offloaded: that no gradient is inf (the same operators run) |
+| order | ZeRO 3: all ranks have recorded the same modules |
+| unscaled | TiledFusedLogitsLoss: the gradient of the loss is 1 |
+| finite | ZeRO 1 and 2, optimizer offloaded: no gradient is inf (the same operators run) |
 | sizes | partitioned checkpointing: a tensor of a shape gives that shape |
-| moments | ZeRO 0, bf16: a first step of AdamW that makes its moments is not run |
+| moments | ZeRO 0, bf16: the first step of AdamW, which makes its moments, is not run |
 """
 
 import os

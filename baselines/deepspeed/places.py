@@ -88,7 +88,7 @@ class Accelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed has no ty
         return contextlib.nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> _Stream:
-        """Any stream."""
+        """A stream; all streams are the same."""
         return _Stream()
 
     default_stream = current_stream

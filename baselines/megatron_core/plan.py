@@ -75,8 +75,8 @@ MOVED: dict[str, tuple[str, ...]] = {
 
 
 class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`recompute` with its `method` and `num_layers` (full) or `modules` (selective);
-    `offload_modules` of fine-grained activation offloading.
+    """The settings of Megatron-core: `recompute` with its `method` and `num_layers` (full) or
+    `modules` (selective), and `offload_modules` of fine-grained activation offloading.
 
     `bias_activation_fusion`: SwiGLU or GELU with its bias as one function that saves its input only
     (Megatron's fused GELU is the tanh approximation).  `batch_p2p`, `overlap_p2p`: how pipeline

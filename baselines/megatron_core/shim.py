@@ -1,8 +1,8 @@
-"""What a machine without CUDA lacks for Megatron-core, part by part; a record names the parts.
+"""Stand-ins for what a machine without CUDA lacks for Megatron-core; a record names the parts.
 
-A run with any of these is "megatron-core + CPU shim", never stock Megatron-core; on a GPU without
-TransformerEngine only *te* is in place ("megatron-core without TransformerEngine").  No part
-changes arithmetic: they redirect devices, generators, streams and type names, and undo lookups of
+A run with any part is "megatron-core + CPU shim", never stock Megatron-core; on a GPU without
+TransformerEngine only *te* is installed ("megatron-core without TransformerEngine").  No part
+changes arithmetic: the parts redirect devices, generators, streams and type names, and stand in for
 names that only TransformerEngine defines.
 
 | part | what it redirects |
@@ -11,14 +11,16 @@ names that only TransformerEngine defines.
 | rng | torch.cuda's and Megatron's random state -> the CPU generator (traced: no state at all) |
 | stream | streams, events and ranges -> synchronous no-ops |
 | type | Tensor.type() of CPU tensors -> the CUDA type strings that the optimizer compares with |
-| compile | torch.compile -> eager, so that nothing is compiled; of bytes only results count, as of
-the one kernel that it makes on a GPU |
+| compile | torch.compile -> eager, so that nothing is compiled; only the bytes of results count, as
+with the one kernel that torch.compile makes on a GPU |
 | dropout | F.dropout -> native_dropout, which keeps a byte mask as CUDA's kernel does |
 | norm | F.rms_norm -> one function that saves its input and 1/rms, as CUDA's kernel does |
-| flash | traced, with dropout: scaled_dot_product_attention -> the same without, because a CPU's is
-taken apart with it; CUDA's kernel saves no mask either (two integers of its generator's state) |
-| settle | collectives return when gloo's threads have let go of their tensors, so bytes are exact |
-| te | names that only TransformerEngine defines, used without asking for it |
+| flash | traced, with dropout: scaled_dot_product_attention -> the same without dropout, because a
+CPU takes attention with dropout apart; CUDA's kernel saves no mask either (two integers of its
+generator's state) |
+| settle | collectives return when gloo's threads have released their tensors, so that bytes are
+exact |
+| te | names that only TransformerEngine defines and that Megatron-core uses without a test |
 """
 
 import contextlib

@@ -95,7 +95,7 @@ def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
         saved_by="attention",
         why="k and v are saved once per query head (and v's view is gone)",
     )
-    rotated = s.kv_width + s.q_width * (s.kv_width > model.head_dim)  # k's, and q's copy before it
+    rotated = s.kv_width + s.q_width * (s.kv_width > model.head_dim)  # k rotated, q copied before
     width = s.q_width + 2 * s.kv_width + rotated * (model.position == "rope")
     projected = made(
         name="qkv_variable",
@@ -122,8 +122,8 @@ def _views(problem: Problem, *, repeated: bool) -> tuple[Extra, ...]:
     one = s.kv_width == problem.workload.model.head_dim
     if s.q_width == s.kv_width or one != repeated:
         return ()
-    if one and problem.attention != "flash" and s.micro_batch > 1:  # and heads are one dimension:
-        return ()  # a copy, too
+    if one and problem.attention != "flash" and s.micro_batch > 1:  # batch and heads merge:
+        return ()  # q is a copy, too
     beside = Extra(
         name="qkv_beside_views",
         dtype=problem.workload.precision,
@@ -148,9 +148,9 @@ def _once(policy: "MegatronCore", problem: Problem) -> dict[str, int]:
         "memory buffer": max(gathered, scores) if unfused else gathered,
         "position ids": 8 * s.seq_len // s.cp,
     }
-    if model.position == "rope" and not policy.offload_modules:  # then of a step not measured
+    if model.position == "rope" and not policy.offload_modules:  # else made before the metering
         each = 4 * model.head_dim * s.seq_len // s.cp
-        found["angles of RoPE (fp32)"] = problem.layout.vpp * each  # each chunk has its own
+        found["angles of RoPE (fp32)"] = problem.layout.vpp * each  # one table per chunk
     return found
 
 

@@ -1,19 +1,20 @@
-"""The shim: what stands for a GPU, and for values, while a model of Transformers is traced.
+"""The shim: stand-ins for a GPU, and for values, while a model of Transformers is traced.
 
 | part | what it answers |
 |---|---|
-| flash | SDPA: by the kernel that a GPU would choose, in the place of a CPU's |
-| flash_attn | flash_attention_2: the package's flash_attn_func, which needs a GPU |
-| unpacked | the mask: that each row is one sequence, a question about values that fake ones lack |
+| flash | SDPA: by the kernel that a GPU would choose, in place of a CPU's kernel |
+| flash_attn | flash_attention_2: by a function in place of flash_attn_func, which needs a GPU |
+| unpacked | the mask: each row is one sequence, a fact about values that fake tensors lack |
 
 torch's scaled_dot_product_attention dispatches by device.  On an Ampere or newer GPU, in 16 bits,
-causal and without a mask, it runs a flash kernel, which keeps q, k, v, the output and the log-sum-
-exp of each row in fp32 (torch 2.13, `_scaled_dot_product_flash_attention`; the cuDNN kernel keeps
-the same).  A CPU's choice saves other layouts, and without a kernel for a case it falls back to
-materialised scores.  So the call is answered by one autograd function that keeps what the kernel
-keeps, in its layouts.  On real tensors it also computes, from materialised scores that it drops.
+causal and without a mask, it runs a flash kernel, which saves q, k, v, the output and the
+log-sum-exp of each row in fp32 (torch 2.13, `_scaled_dot_product_flash_attention`; the cuDNN kernel
+saves the same).  A CPU's kernel saves other layouts, and for a case without a kernel the CPU
+materialises scores.  So one autograd function answers the call: it saves what the flash kernel
+saves, in the kernel's layouts.  On real tensors the function also computes values, from
+materialised scores that it drops.
 
-A kernel given a mask is not this one; and the mask is a tensor of seq_len x seq_len.
+A call with a mask runs another kernel, and the mask is a tensor of seq_len x seq_len.
 """
 
 from collections.abc import Callable, Iterator

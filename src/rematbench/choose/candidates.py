@@ -1,11 +1,11 @@
 """The candidates of `compare`: methods, declared policies, and compositions by a rule.
 
-The rule needs no names.  A plan changes *kinds* of things (what is rebuilt, what is offloaded, what
-is computed in pieces, ...), read off the plan itself.  A method has a place in KINDS by the last of
-its kinds; methods of different places compose in that order, if at most one of them was tuned
-until its plan fits (a second one would find nothing left to do).  The composed plan is the judge:
-it must leave alone what its base decided (`clash`), and it must free bytes that its base does
-not (compare.py).
+The rule needs no method names. A plan changes *kinds* of things (what is rebuilt, what is
+offloaded, what is computed in pieces, ...), and the kinds are read from the plan. A method's place
+in KINDS is that of the last of its kinds. Methods of different places compose in the order of
+KINDS, if at most one of them was tuned until its plan fits (a second one would have nothing left to
+tune). The composed plan decides: it must keep the decisions of its base (`clash`), and it must free
+bytes that its base does not free (compare.py).
 """
 
 from collections.abc import Iterable, Sequence

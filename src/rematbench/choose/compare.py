@@ -1,4 +1,4 @@
-"""Every method, composition and baseline policy on one problem: made, judged, ranked."""
+"""Makes, judges and ranks every method, composition and baseline policy on one problem."""
 
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path

@@ -79,7 +79,7 @@ class Op(Struct, frozen=True, kw_only=True):
 
     @property
     def has_weight(self) -> bool:
-        """Whether a weight gradient is computed apart from the input gradient."""
+        """Whether the operator has a weight gradient, computed apart from the input gradient."""
         return bool(self.backward_weight)
 
     @property

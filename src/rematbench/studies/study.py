@@ -1,8 +1,8 @@
-"""A study file: workloads, their candidate layouts, and questions to ask of methods on them.
+"""A study file: workloads, their candidate layouts, and questions to put to methods on them.
 
-A suite runs every method at one layout.  A study asks what papers claim beside a step time (the
-longest sequence, the bytes of one operator, what an allocator wastes) and lets every method of a
-question have the same candidate layouts, so that best can be set against best.
+A suite runs every method at one layout.  A study asks for claims of papers beyond a step time (the
+longest sequence, the bytes of one operator, what an allocator wastes).  It gives every method of a
+question the same candidate layouts, so that best layouts are compared with best layouts.
 """
 
 from pathlib import Path

@@ -45,7 +45,7 @@ class Call(NamedTuple):
         return blocks[:, self.span.first : self.span.stop].reshape(-1, *whole.shape[1:])
 
     def only(self) -> Tensor:
-        """The single input."""
+        """The tensor of the operator's single input."""
         return self.tensors[self.op.inputs[0]]
 
     def linear(self, x: Tensor, name: str, bias: Tensor | None) -> Tensor:

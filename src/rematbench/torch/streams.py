@@ -152,7 +152,7 @@ class Current:
         return self.streams.pop() if self.streams else torch.cuda.current_stream(self.device)
 
     def enter(self, stream: torch.cuda.Stream) -> None:
-        """Issue on a stream."""
+        """Issue on a stream until `leave`."""
         if not self.streams:
             self.hold()
         if stream is not self.streams[-1]:
