@@ -1,5 +1,7 @@
-"""Live bytes of activations as DeepSpeed holds them, where a plan says otherwise. TiledMLP rebuilds
-its tiles in its backward, one at a time, also in a layer that is recomputed."""
+"""Live bytes of activations as DeepSpeed holds them, where a plan says otherwise.
+
+TiledMLP rebuilds its tiles in its backward, one at a time, also in a layer that is recomputed.
+"""
 
 from typing import TYPE_CHECKING
 

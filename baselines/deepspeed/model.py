@@ -1,5 +1,7 @@
-"""The project's decoder in plain torch modules, with DeepSpeed's functions where a policy asks. The
-arithmetic is that of the project's executor."""
+"""The project's decoder in plain torch modules, with DeepSpeed's functions where a policy asks.
+
+The arithmetic is that of the project's executor.
+"""
 
 from functools import partial
 from typing import Any

@@ -1,5 +1,7 @@
-"""Tensors that this baseline's plain torch model keeps beside the operator table. Sizes are from
-shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py)."""
+"""Tensors that this baseline's plain torch model keeps beside the operator table.
+
+Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
+"""
 
 from functools import partial
 from pathlib import Path

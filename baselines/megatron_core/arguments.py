@@ -1,7 +1,8 @@
 """Arguments of Megatron-LM's pretraining script, as `flags` prints them, for megatron-core itself.
+
 Megatron-LM names an argument after the configuration field that it sets. An argument that is no
-field of TransformerConfig must agree with the job, and so must an argument that the job has
-fixed."""
+field of TransformerConfig must agree with the job, and so must an argument that the job has fixed.
+"""
 
 import dataclasses
 import types

@@ -1,6 +1,8 @@
-"""Tensors of core attention that the traced stack holds beside the operator table. The attention is
-Megatron-core's own with materialised scores, or ours under context parallelism
-(layers.GatheredAttention)."""
+"""Tensors of core attention that the traced stack holds beside the operator table.
+
+The attention is Megatron-core's own with materialised scores, or ours under context parallelism
+(layers.GatheredAttention).
+"""
 
 from functools import partial
 from typing import TYPE_CHECKING

@@ -1,6 +1,8 @@
-"""The layer spec: Megatron-core's own modules, with our norm and core attentions. Megatron-core has
-such a norm and such attentions only with TransformerEngine. Where TransformerEngine is installed
-(GPUs), Megatron's TE spec is used unchanged."""
+"""The layer spec: Megatron-core's own modules, with our norm and core attentions.
+
+Megatron-core has such a norm and such attentions only with TransformerEngine. Where
+TransformerEngine is installed (GPUs), Megatron's TE spec is used unchanged.
+"""
 
 from typing import Any
 

@@ -1,6 +1,7 @@
 """Tensors that Megatron-core 0.16.1 without TransformerEngine keeps beside the operator table.
-Sizes are from shapes; per layer they are the traced bytes exactly
-(tests/baselines/test_stack.py)."""
+
+Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
+"""
 
 from functools import partial
 from pathlib import Path

@@ -1,6 +1,8 @@
 """What Transformers keeps: python -m baselines.transformers CONFIG.json --seq-len S -o OUT.jsonl.
+
 The command traces one step of the model that a config.json describes, with every storage that
-autograd keeps, by operator. The record (Traced) names the versions that were traced."""
+autograd keeps, by operator. The record (Traced) names the versions that were traced.
+"""
 
 import argparse
 import sys

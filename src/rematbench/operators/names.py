@@ -1,6 +1,8 @@
-"""The names of activations over all models and stacks: the names that a rule may select. Each model
-has some of these names. So a rule may name an activation that a given problem lacks, but no name
-outside this set."""
+"""The names of activations over all models and stacks: the names that a rule may select.
+
+Each model has some of these names. So a rule may name an activation that a given problem lacks, but
+no name outside this set.
+"""
 
 _HEADS = ("q", "k", "v")
 _NORMS = ("attn_norm", "post_attn_norm", "mlp_norm", "post_mlp_norm", "final_norm")

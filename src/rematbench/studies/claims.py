@@ -1,6 +1,8 @@
-"""The declarations of config/claims.yaml: how each claim is computed, and its tolerance. No result
-stands here. Published values are read from results/published/claims.csv; our values come from
-answers of studies (rematbench.studies.answers)."""
+"""The declarations of config/claims.yaml: how each claim is computed, and its tolerance.
+
+No result stands here. Published values are read from results/published/claims.csv; our values come
+from answers of studies (rematbench.studies.answers).
+"""
 
 import re
 from math import fsum

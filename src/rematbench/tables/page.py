@@ -1,6 +1,8 @@
 """The content of the report: the first screen's answers, then sections of tables and figures.
+
 Tables of other worlds (traced, executed) and of later commands appear once their files exist; a
-missing file is no error."""
+missing file is no error.
+"""
 
 import fnmatch
 from collections import Counter

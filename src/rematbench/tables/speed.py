@@ -1,5 +1,7 @@
-"""The table of measured speed: executed cells beside simulated cells. A row has step, MFU and bytes
-of an executed cell, and what its method gains within its engine."""
+"""The table of measured speed: executed cells beside simulated cells.
+
+A row has step, MFU and bytes of an executed cell, and what its method gains within its engine.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

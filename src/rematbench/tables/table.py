@@ -1,5 +1,7 @@
-"""Tables as data: typed columns, written as CSV (raw) and as rounded texts. The rounded forms are
-JSON (which the page shows), Markdown and LaTeX."""
+"""Tables as data: typed columns, written as CSV (raw) and as rounded texts.
+
+The rounded forms are JSON (which the page shows), Markdown and LaTeX.
+"""
 
 import csv
 import io

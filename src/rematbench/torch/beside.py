@@ -1,5 +1,7 @@
-"""Two timings of one GPU: the executor against a hand-written step, and copies beside GEMMs. The
-copies go to and from the host. CUDA events time both; times of a CPU mean nothing."""
+"""Two timings of one GPU: the executor against a hand-written step, and copies beside GEMMs.
+
+The copies go to and from the host. CUDA events time both; times of a CPU mean nothing.
+"""
 
 import statistics
 import time

@@ -1,6 +1,8 @@
-"""A node's canary: GEMMs and copies for a few seconds, to find a slow node before the run does. A
-record has the rates, to compare the nodes of one allocation with each other. The rates are no
-result: clocks, other jobs and a short loop distort them, and those of a CPU mean nothing."""
+"""A node's canary: GEMMs and copies for a few seconds, to find a slow node before the run does.
+
+A record has the rates, to compare the nodes of one allocation with each other. The rates are no
+result: clocks, other jobs and a short loop distort them, and those of a CPU mean nothing.
+"""
 
 import time
 from collections.abc import Callable

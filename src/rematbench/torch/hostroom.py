@@ -1,6 +1,8 @@
-"""Whether a host has memory for a job whose every rank is a process on its CPUs. A GPU without free
-memory raises an error. A host without free memory kills a process, and not always the process that
-asked for too much. So a job that cannot fit is not started."""
+"""Whether a host has memory for a job whose every rank is a process on its CPUs.
+
+A GPU without free memory raises an error. A host without free memory kills a process, and not
+always the process that asked for too much. So a job that cannot fit is not started.
+"""
 
 from math import prod
 

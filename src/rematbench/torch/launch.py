@@ -1,6 +1,8 @@
-"""Starts the processes of a job, collects their results, and turns every failure into a result. One
-launch runs a list of cases of one world size. A case that dies, hangs or is wrong gets a status and
-a reason; the launch then ends its processes, and a new launch runs the remaining cases."""
+"""Starts the processes of a job, collects their results, and turns every failure into a result.
+
+One launch runs a list of cases of one world size. A case that dies, hangs or is wrong gets a status
+and a reason; the launch then ends its processes, and a new launch runs the remaining cases.
+"""
 
 import multiprocessing as mp
 import time

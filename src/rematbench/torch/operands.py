@@ -1,6 +1,8 @@
-"""The storages that an action's operator reads and makes on a rank, by name. Every micro-batch and
-step has the same names. So the names are worked out once for each action of a chunk; afterwards the
-host only looks storages up and issues kernels."""
+"""The storages that an action's operator reads and makes on a rank, by name.
+
+Every micro-batch and step has the same names. So the names are worked out once for each action of a
+chunk; afterwards the host only looks storages up and issues kernels.
+"""
 
 from itertools import takewhile
 from typing import NamedTuple

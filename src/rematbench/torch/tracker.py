@@ -1,6 +1,8 @@
-"""Live bytes of torch's storages, counted from their creation until torch frees them. The tracker
-knows no plan and no action. A dispatch mode sees the outputs of every torch operator and holds each
-new storage by a weak reference, whose callback subtracts the storage's bytes."""
+"""Live bytes of torch's storages, counted from their creation until torch frees them.
+
+The tracker knows no plan and no action. A dispatch mode sees the outputs of every torch operator
+and holds each new storage by a weak reference, whose callback subtracts the storage's bytes.
+"""
 
 import weakref
 from collections.abc import Iterable, Iterator
