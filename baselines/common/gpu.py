@@ -13,8 +13,7 @@ from rematbench.torch.devices import choose_device, empty_pinned
 
 
 def require(job: Job, local_ranks: int) -> None:
-    """NotRunnable where torch sees fewer GPUs than this host has ranks. NCCL lets no two ranks
-    share a GPU."""
+    """NotRunnable where torch sees fewer GPUs than ranks here: NCCL lets no two ranks share one."""
     if job.device != "cuda" or job.run.world == "traced":
         return
     _, found = gpus_seen()

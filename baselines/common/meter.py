@@ -83,8 +83,7 @@ class Meter(Tracker):
         return told or super()._is_host(tensor)
 
     def host(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`make` as a maker of host tensors: the tensors that it returns never count as device
-        memory."""
+        """`make` as a maker of host tensors: its results never count as device memory."""
 
         def made(*args: Any, **kwargs: Any) -> Tensor:
             with self.on_host():

@@ -17,8 +17,7 @@ BYTES = ("activation_peak_bytes", "host_peak_bytes", "state_bytes", "host_state_
 def write(
     runner: Runner, job: Job, path: Path, status: Status, reason: str, answers: list[RankAnswer]
 ) -> None:
-    """Write the record of a job, whatever its outcome; an `ok` job's record has every rank's
-    answer."""
+    """Write the record of a job, whatever its outcome; with every rank's answer if it is `ok`."""
     record = Record(
         run_id=job.run.run_id,
         spec=job.run,

@@ -65,8 +65,7 @@ def _without_padding(piece: Piece, spec: ParameterSpec) -> Tensor:
 
 
 def assemble(pieces: Iterable[Piece], specs: dict[str, ParameterSpec]) -> dict[str, Tensor]:
-    """The whole gradients on rank 0, in float64 on the CPU, from the pieces of all ranks. Empty on
-    other ranks."""
+    """The whole gradients on rank 0 (empty elsewhere), in float64 on the CPU, from all pieces."""
     own = [piece._replace(values=piece.values.to("cpu", copy=True)) for piece in pieces]
     first = dist.get_rank() == 0
     everyone: list[list[Piece]] | None = [[]] * dist.get_world_size() if first else None

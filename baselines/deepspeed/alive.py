@@ -19,8 +19,7 @@ TILED, LAST = ("up_out", "gate_out", "act_out", "fc2_in"), "fc2"
 
 
 def direction(action: Action) -> bool | None:
-    """Whether an action belongs to a forward or a recomputation (True), a backward (False), or
-    neither."""
+    """Whether an action is of a forward or recomputation (True), a backward (False), or neither."""
     if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
         return True
     kind = Kind.BACKWARD_WEIGHT if action.part == "E" else Kind.BACKWARD_INPUT

@@ -129,8 +129,7 @@ def _finite(gradient: Tensor) -> bool:
 
 
 def _partitioned(args: tuple[Any, ...], *rest: Any) -> list[Any]:
-    """get_partitioned_activations_for_backward, with shapes that can be read from its size
-    tensors."""
+    """get_partitioned_activations_for_backward with readable shapes in its size tensors."""
     shapes = [list(arg.size()) if isinstance(arg, Tensor) else None for arg in args]
     made: list[Any] = _for_backward(args, *rest)
     for size, shape in zip(made[1::2], shapes, strict=True):

@@ -20,8 +20,7 @@ from rematbench.workload import Model
 
 
 class RmsNorm(nn.RMSNorm):
-    """torch's RMSNorm, which saves on a CPU what its kernel saves on a GPU (part *norm* of the
-    shim)."""
+    """torch's RMSNorm, saving on a CPU what its GPU kernel saves (part *norm* of the shim)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """... x hidden -> ... x hidden."""
@@ -99,8 +98,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, head and loss; the forward returns the scaled sum of this rank's
-    losses."""
+    """Embedding, layers, head and loss; the forward gives the scaled sum of this rank's losses."""
 
     def __init__(self, model: Model, policy: DeepSpeed, *, checkpointed: bool) -> None:
         super().__init__()

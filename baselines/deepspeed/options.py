@@ -72,8 +72,7 @@ def accepted(given: dict[str, Any]) -> None:
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error; for pydantic's errors the place, the value and what is
-    allowed."""
+    """The first line of an error; of pydantic's errors the place, the value and what is allowed."""
     errors = getattr(error, "errors", None)
     if errors is None:
         return " ".join(str(error).split())

@@ -221,8 +221,7 @@ class Places(Mode):
         return made
 
     def _moving(self) -> Callable[..., Tensor]:
-        """`Tensor.to` or `Tensor.cpu`: the tensor itself where it is there already, else a copy
-        there."""
+        """`Tensor.to` or `Tensor.cpu`: the tensor itself if it is there already, else a copy."""
 
         def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             copy = kwargs.pop("copy", False)

@@ -176,8 +176,7 @@ class Zero2(Bucketed):
             self.held += self._buckets
 
     def reduce(self, beside: int) -> None:
-        """Sum the bucket over ranks in a copy, then move this rank's gradients to its part or the
-        host."""
+        """Sum the bucket over ranks in a copy, then move this rank's gradients to part or host."""
         self.see(beside + max(self._summed(), default=0))
         for weight in self.filled:
             if weight.offset < self.share:
@@ -219,8 +218,7 @@ class Zero2(Bucketed):
         self.see(beside)
 
     def end(self) -> None:
-        """Free the bucket; keep this rank's part, or add it to the part of earlier
-        micro-batches."""
+        """Free the bucket; keep this rank's part, or add it to that of earlier micro-batches."""
         super().end()
         for weight in self.order:
             self.let(weight)

@@ -33,8 +33,7 @@ NORMS: tuple[tuple[str, Part], ...] = (
 
 
 def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
-    """The tensors kept beside the table: norms' statistics, repeated keys and values, shared
-    tables."""
+    """The tensors kept beside the table: norms' statistics, repeated KV heads, shared tables."""
     model = problem.workload.model
     s = shapes(problem.workload, problem.layout, problem.system)
     rows = problem.layout.micro_batch * problem.workload.seq_len // problem.layout.ulysses

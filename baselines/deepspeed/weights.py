@@ -1,5 +1,4 @@
-"""The parameters of this baseline's model in DeepSpeed's order, and the order of their
-gradients."""
+"""The parameters of this baseline's model in DeepSpeed's order, and the order of gradients."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -114,7 +113,6 @@ def matrices(found: Iterable[Weight]) -> tuple[Weight, ...]:
 
 
 def small_elements(model: Model) -> int:
-    """Elements of parameters that ZeRO 3 never releases: those of at most KEPT_WHOLE elements
-    each."""
+    """Elements of parameters that ZeRO 3 never releases: those of at most KEPT_WHOLE elements."""
     sizes = (weight.elements for weight in parameters(model))
     return sum(size for size in sizes if size <= KEPT_WHOLE)

@@ -19,8 +19,7 @@ LSE_BYTES = 4
 
 
 def inside(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
-    """Tensors inside the attention's forward and backward, and tensors that materialised scores
-    save."""
+    """Tensors inside the attention's forward and backward, and tensors saved with the scores."""
     if problem.layout.cp > 1:
         return _gathered(problem)
     return () if problem.attention == "flash" else _scores(policy, problem)

@@ -88,8 +88,7 @@ def _model(model: Model) -> dict[str, Any]:
 
 
 def _attention(run: RunSpec) -> dict[str, Any]:
-    """The attention backend where the job wants materialised scores; else TransformerEngine
-    chooses."""
+    """The backend where the job wants materialised scores; else TransformerEngine chooses."""
     return {"attention_backend": AttnBackend.unfused} if run.attention == "unfused" else {}
 
 

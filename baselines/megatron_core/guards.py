@@ -1,5 +1,4 @@
-"""Jobs that Megatron-core would refuse late, run wrongly or never finish: refused first, by
-name."""
+"""Jobs that Megatron-core would refuse late, run wrongly or never end: refused first, by name."""
 
 import importlib.util
 
@@ -35,8 +34,7 @@ def _options(job: Job, policy: MegatronCore) -> list[Reason]:
 
 
 def has_transformer_engine(job: Job) -> bool:
-    """Whether a job runs on TransformerEngine's layers: on GPUs, where TransformerEngine is
-    installed."""
+    """Whether a job runs on TransformerEngine's layers: on GPUs, where it is installed."""
     there = importlib.util.find_spec("transformer_engine") is not None
     return there and job.device == "cuda" and job.run.world == "executed"
 

@@ -20,8 +20,7 @@ INSIDE = {
     "mlp.linear_fc1.layer_norm": ("mlp_norm",),
     "mlp.linear_fc2": ("fc2",),
 }
-"""The project's names by module of a layer; TransformerEngine's linears hold the norm before
-them."""
+"""The project's names by module of a layer; TransformerEngine's linears hold their norm."""
 ENDS = {
     "embedding.word_embeddings.weight": "embedding.weight",
     "embedding.position_embeddings.weight": "position.weight",
@@ -32,8 +31,7 @@ ENDS = {
 
 
 def names_of(chunk: Any, model: Model) -> Iterator[tuple[Tensor, tuple[str, ...]]]:
-    """Every parameter of a GPTModel with the names of the weights in it, in the order of its
-    rows."""
+    """Every parameter of a GPTModel with the names of its weights, in the order of its rows."""
     for name, parameter in chunk.named_parameters():
         if name in ENDS:
             tied = name == "output_layer.weight" and model.tied_embeddings
@@ -51,8 +49,7 @@ def names_of(chunk: Any, model: Model) -> Iterator[tuple[Tensor, tuple[str, ...]
 
 
 def _join(parts: list[Tensor], groups: int) -> Tensor:
-    """One tensor of several weights: q, k and v interleaved by KV head, gate and up
-    concatenated."""
+    """One tensor of several weights: q, k, v interleaved by KV head; gate and up concatenated."""
     if len(parts) != 3:
         return torch.cat(parts)
     return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).flatten(0, 1)

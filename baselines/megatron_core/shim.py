@@ -173,8 +173,7 @@ class _NoFp8:
 
 
 def _te() -> None:
-    """Megatron-core 0.16 tests HAVE_TE at some uses of TransformerEngine's names and not at
-    others."""
+    """Megatron-core 0.16 tests HAVE_TE at some uses of TransformerEngine's names only."""
     attention: Any = importlib.import_module("megatron.core.transformer.attention")
     if attention.set_save_original_input is None:
         attention.set_save_original_input = lambda module: None
@@ -199,8 +198,7 @@ def _settle() -> None:
 
 
 def _is_noted(group: Any) -> bool:
-    """Whether Megatron-core's coalescing records the call, to make it later. There is nothing to
-    wait for yet."""
+    """Whether Megatron-core's coalescing records the call for later: there is nothing to await."""
     world: Any = dist.distributed_c10d._world
     return group in world.pg_coalesce_state
 
@@ -218,8 +216,7 @@ def _at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def install_missing_names() -> tuple[str, ...]:
-    """On a GPU without TransformerEngine: define only the names that Megatron-core lacks there
-    too."""
+    """On a GPU without TransformerEngine: define only the names that are missing there too."""
     importlib.import_module("megatron.core.models.gpt")
     _te()
     return ("te",)

@@ -114,8 +114,7 @@ class Rig:
             self.optimizer.reload_model_params()
 
     def gradient_pieces(self) -> list[Piece]:
-        """This rank's parts of the summed gradients, without parts that another rank returns
-        too."""
+        """This rank's parts of the summed gradients, without parts that another rank returns."""
         if uses_distributed_optimizer(self.job.run):
             for chunk in self.chunks:
                 _gather_gradients(chunk)
@@ -223,8 +222,7 @@ def _forward_step(rig: Rig) -> Any:
 
 
 def run_step(rig: Rig, batches: list[MicroBatch]) -> list[Any]:
-    """Run the forwards and backwards of one step. The result is what the loss function returned on
-    the last stage."""
+    """Run forward and backward of one step; the result is the loss function's on the last stage."""
     for chunk in rig.chunks:
         chunk.zero_grad_buffer()
     if rig.optimizer is not None:

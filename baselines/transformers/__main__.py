@@ -31,8 +31,7 @@ class Traced(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def traced(config: dict[str, Any], setup: Setup) -> Traced:
-    """The trace of a step for the content of a config.json; NotRunnable for what is not
-    modelled."""
+    """The trace of a step for a config.json's content; NotRunnable for what is not modelled."""
     return Traced(
         config=config,
         setup=setup,

@@ -17,8 +17,7 @@ class _Keys(NamedTuple):
 
     made: Callable[[Model], dict[str, Any]]
     said: tuple[str, ...]
-    """Fields of a Model that this family's config can say, beyond those that every config can
-    say."""
+    """Fields of a Model that this family's config can say and that not every config can say."""
 
 
 def _windows(model: Model) -> list[str]:
@@ -78,8 +77,7 @@ def config_of(data: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def config_of_model(model: Model, family: str) -> PreTrainedConfig:
-    """The config of a Model in a family; NotRunnable if the family's config cannot say the
-    Model."""
+    """The config of a Model in a family; NotRunnable if the family's config cannot say it."""
     _known(family)
     keys = _KEYS[family]
     for field, plain in _EVERY.items():

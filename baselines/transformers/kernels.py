@@ -41,8 +41,8 @@ LARGEST_HEAD = 256
 
 
 class Flash(torch.autograd.Function):
-    """Causal attention of q (batch, heads, rows, head_dim) on k and v, which may have fewer
-    heads."""
+    """Causal attention of q (batch, heads, rows, head_dim) on k and v with as many heads or
+    fewer."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -191,8 +191,7 @@ def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
 
 
 class NoSquares(Mode):
-    """Fails at the first tensor with two dimensions of `rows`, a length that no other dimension
-    has."""
+    """Fails at the first tensor with two dimensions of `rows`, which no other dimension has."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -35,8 +35,7 @@ class Phases(Meter):  # type: ignore[no-untyped-call]
         self._gradients: set[int] = set()
 
     def gradients(self, tensors: Iterable[Tensor]) -> None:
-        """Note that these storages, alive now, were gradients of parameters from their first byte
-        on."""
+        """Note that these storages, alive now, were gradients from their first byte on."""
         self._gradients |= {self._births[t.untyped_storage()._cdata] for t in tensors}
 
     def peaks(self) -> tuple[Peak, ...]:

@@ -125,8 +125,7 @@ class Recorder:
         return sum(kept.nbytes for kept in self._found.values())
 
     def forget(self) -> list[Kept]:
-        """Release the storages; the result is what was kept, with equal entries of layers
-        merged."""
+        """Release the storages; the result is what was kept, equal entries of layers merged."""
         self._alive.clear()
         counts: dict[Kept, int] = {}
         for kept in self._found.values():

@@ -37,7 +37,7 @@ class Bench:
         self.problem, self.base, self.registry = problem, base, discover(methods)
 
     def __call__(self, task: Task) -> Entry:
-        """The entry of a candidate (`failed` where its method raises), or the given entry with its
+        """The entry of a candidate (`failed` where its method raises), or an entry with its
         parts."""
         if isinstance(task, Entry):
             return self._with_parts(task)
@@ -88,8 +88,7 @@ class Bench:
         )
 
     def _fitted(self, candidate: Candidate) -> Candidate:
-        """The candidate with the first of its settings that fits, or with the last where none
-        fits."""
+        """The candidate with the first of its settings that fits, or the last where none fits."""
         choices = candidate.first_that_fits
         if not choices:
             return candidate
@@ -116,8 +115,7 @@ class Bench:
         return fitting[0] if fitting else max(range(last + 1), key=known.__getitem__)
 
     def _margin(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
-        """Free device bytes of the candidate's plan under these settings (negative: bytes
-        missing)."""
+        """Free device bytes of the candidate under these settings (negative: bytes missing)."""
         plan = self._plan(candidate, settings)
         if isinstance(plan, Unsupported):
             return -UNPLANNED

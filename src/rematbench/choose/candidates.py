@@ -150,8 +150,7 @@ def _fate_kinds(fate: Fate) -> set[Kind]:
 
 
 def same_plan(plan: Plan) -> bytes:
-    """A key that is equal for plans with the same decisions, whatever their methods noted in
-    `fit`."""
+    """A key that is equal for plans with the same decisions, whatever `fit` notes."""
     return msgspec.json.encode(replace(plan, fit={}))
 
 
@@ -178,8 +177,7 @@ def _compose(group: Sequence[Made]) -> bool:
 
 
 def clash(problem: Problem, base: Plan, plan: Plan) -> str:
-    """The decisions of `base` that a composed plan overrules; empty where the plan overrules
-    none."""
+    """The decisions of `base` that a composed plan overrules; empty where there is none."""
     for key in ("partition", "schedule", "orders"):
         if getattr(base, key) not in (getattr(problem.base_plan, key), getattr(plan, key)):
             return key
@@ -190,8 +188,7 @@ def clash(problem: Problem, base: Plan, plan: Plan) -> str:
 
 
 def composed(group: Sequence[Made], before: Plan) -> Candidate:
-    """The candidate that applies the last method of a group to the plan of the methods before
-    it."""
+    """The candidate that applies a group's last method to the plan of the methods before it."""
     names = tuple(made.candidate.method for made in group)
     return Candidate(
         name="+".join(made.candidate.name for made in group),

@@ -169,8 +169,7 @@ class _Tree:
         return found
 
     def worth(self, entry: Entry) -> bool:
-        """Whether a composition frees bytes that its base does not free, and overrules no
-        decision."""
+        """Whether a composition frees bytes that its base does not, and overrules no decision."""
         before = self.entries.get(entry.candidate.methods[:-1])
         if entry.plan is None or before is None or entry.candidate.origin == "variant":
             return True
@@ -214,8 +213,7 @@ def _without_repeats(entries: Sequence[Entry], asked: Container[str]) -> tuple[l
 
 
 def _repeats(entry: Entry, before: Sequence[Entry]) -> bool:
-    """Whether an entry is a policy with the same bytes and seconds as an earlier entry of its
-    method."""
+    """Whether a policy has the bytes and seconds of an earlier entry of its method."""
     if entry.candidate.origin != "policy":
         return False
     alike = [e.evaluation for e in before if e.candidate.family == entry.candidate.family]
@@ -226,8 +224,7 @@ _ORDER: dict[str, int] = {"ok": 0, "oom": 1, "unsupported": 2, "timed out": 3, "
 
 
 def _rank(entry: Entry) -> tuple[int, float, bool]:
-    """Sorting key: fitting entries by tokens/s, then others by missing bytes; equal plans after the
-    first."""
+    """Sorting key: fitting entries by tokens/s, others by missing bytes; equal plans last."""
     if entry.verdict is None or entry.evaluation is None:
         return _ORDER[entry.status], 0.0, False
     amount = entry.evaluation.tokens_per_s_per_gpu

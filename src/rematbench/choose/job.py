@@ -22,8 +22,7 @@ class Job(Struct, frozen=True, kw_only=True):
     words: tuple[str, ...] = ()
 
     def run_with(self, method: str, *more: str) -> str:
-        """The command that simulates a method on this job; empty where no command can say the
-        job."""
+        """The command that simulates a method on this job; empty where no command says the job."""
         words = ("rematbench", "simulate", method, *self.words, *more)
         return shlex.join(words) if self.words else ""
 

@@ -46,8 +46,7 @@ class Order(Struct, frozen=True, kw_only=True):
             raise ConfigError("", "price", "has no cost without tokens")
 
     def days(self, entry: Entry, gpus: int) -> float | None:
-        """Days that training on all tokens takes on all GPUs; None where the tokens are not
-        given."""
+        """Days that training on all tokens takes on all GPUs; None without a number of tokens."""
         hours = self._gpu_hours(entry)
         return None if hours is None else hours / gpus / 24
 

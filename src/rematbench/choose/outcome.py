@@ -1,5 +1,4 @@
-"""Problems from plain inputs, the outcome of one method on one problem, and the verdict on
-memory."""
+"""Problems from plain inputs, the outcome of one method on a problem, the verdict on memory."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -104,8 +103,7 @@ def hosting(named: str | System, optimizer: Home | None) -> System:
 def run_method(
     problem: Problem, method: Composition, base: Plan | None = None, *, checked: bool = False
 ) -> Outcome:
-    """The outcome of planning, lowering and evaluating; `checked` also proves the lowered program
-    safe."""
+    """The outcome of a method on a problem; `checked` also proves the lowered program safe."""
     try:
         plan = method.plan(problem, base)
         if isinstance(plan, Unsupported):
@@ -179,16 +177,14 @@ def _replayed(
 
 
 class Reserved(NamedTuple):
-    """Bytes that an allocator reserves, and whether it released cached segments to stay below
-    them."""
+    """Bytes that an allocator reserves, and whether it released cached segments for that."""
 
     nbytes: int
     pressed: bool = False
 
 
 class Retries(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How often cudaMalloc fails and is retried in a training step; `fails`: the last retry failed
-    too."""
+    """How often cudaMalloc is retried in a training step; `fails`: the last retry failed too."""
 
     per_step: int = 0
     fails: bool = False

@@ -79,16 +79,14 @@ def best_variants(
 
 
 def _short_bytes(entry: Entry) -> int:
-    """Missing bytes of the device or the host, whichever is shorter; negative where the entry
-    fits."""
+    """Missing bytes of device or host, the larger of both; negative where the entry fits."""
     if entry.verdict is None:
         return entry.reserved_bytes
     return -min(entry.verdict.headroom_bytes, entry.verdict.host_headroom_bytes)
 
 
 class _Grids:
-    """Variants of one problem. `limit_s`: a variant is made only if its step can be shorter than
-    this."""
+    """Variants of one problem. `limit_s`: a variant is made only if its step can be shorter."""
 
     def __init__(
         self, registry: Registry, base: Plan, known: Sequence[Entry], ask: Ask, reserve_bytes: int
@@ -138,15 +136,13 @@ class _Grids:
             self._make(Wanted(_in_pieces(entry, method), entry.step_s) for entry in short)
 
     def _base_keeps_too_much(self, problem: Problem) -> bool:
-        """Whether the base fits in no number of pieces; False where the base's bytes are not
-        known."""
+        """Whether the base fits in no number of pieces; False where its bytes are not known."""
         idle = same_plan(self.base)
         plans = (e for e in self.known.values() if e.plan and same_plan(e.plan) == idle)
         return any(keeps_too_much(problem, entry) for entry in plans)
 
     def _on_base(self, group: tuple[Made, ...]) -> Wanted | None:
-        """The candidate of a group's last method on the plan of the others, with its lower
-        bound."""
+        """The candidate of a group's last method on the plan of the others, with a lower bound."""
         made = {entry.name: entry for entry in self.entries} | self.known
         before = made.get("+".join(one.candidate.name for one in group[:-1]))
         if before is None or before.plan is None:

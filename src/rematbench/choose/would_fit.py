@@ -41,8 +41,7 @@ def _short_bytes(entry: Entry) -> int:
 
 
 def _more_bytes(problem: Problem, entry: Entry) -> str:
-    """More device and host bytes with which the entry fits, in steps of STEP_BYTES; empty if
-    none."""
+    """More device and host bytes with which the entry fits, in steps of STEP_BYTES; or empty."""
     assert entry.plan is not None
     assert entry.verdict is not None
     plan, cluster = entry.plan, problem.cluster
@@ -66,8 +65,7 @@ def _more_bytes(problem: Problem, entry: Entry) -> str:
 
 
 def _states_on_host(problem: Problem, entry: Entry) -> str:
-    """Optimizer states in host memory, with a speed where the node's update rate is known; or
-    empty."""
+    """Optimizer states in host memory, with a speed where the update rate is known; or empty."""
     assert entry.plan is not None
     fate = entry.plan.state("optimizer")
     if fate.home == "host" or fate.update != "step":
@@ -123,8 +121,7 @@ def _on(problem: Problem, cluster: Cluster) -> Problem:
 
 
 def _again(problem: Problem, entry: Entry, registry: Registry) -> Outcome | None:
-    """The outcome of an entry's methods and settings on another problem; None where it has no
-    plan."""
+    """The outcome of an entry's methods and settings on another problem; None without a plan."""
     try:
         plan = registry.resolve(entry.name, None, problem).plan(problem)
     except (MethodError, PlanError, LayoutError):

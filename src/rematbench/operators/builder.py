@@ -119,8 +119,7 @@ class Builder:
         *,
         bias: bool = False,
     ) -> None:
-        """Add a column-parallel linear: it gathers its sequence shard, or all-reduces its input
-        gradient."""
+        """Add a column-parallel linear: it gathers its input or all-reduces its input gradient."""
         for out, width in outs.items():
             self.wide(out, width)
         columns = sum(outs.values())
@@ -230,8 +229,7 @@ class Builder:
             self._exchange("to_rows", {out: "attn_out"}, {"attn_out": self.s.q_width})
 
     def _exchange(self, name: str, pairs: dict[str, str], widths: dict[str, int]) -> None:
-        """Add an all-to-all between two orders of some tensors; the backward moves as many
-        bytes."""
+        """Add an all-to-all between two orders of tensors; the backward moves as many bytes."""
         for out, width in widths.items():
             self.wide(out, width)
         comm = Comm("all_to_all", "cp", self.nbytes(*widths))
@@ -296,8 +294,7 @@ class Builder:
         return _AttentionComms()
 
     def _repeated(self) -> tuple[str, ...]:
-        """Add keys and values repeated for each query head, where attention is given such
-        tensors."""
+        """Add keys and values repeated for each query head, where attention gets such tensors."""
         asked = self.system.repeats_kv if self.fused_attention else self.system.eager_operators
         if not asked or self.s.kv_heads == self.s.heads:
             return ()

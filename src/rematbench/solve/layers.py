@@ -35,8 +35,7 @@ def backward_s(problem: Problem, table: OpTable) -> float:
 
 
 def layers_in_flight(problem: Problem, plan: Plan, rank: int, chosen: Collection[int]) -> int:
-    """The most (chosen layer, micro-batch) pairs of a rank that are between forward and
-    backward."""
+    """The most (chosen layer, micro-batch) pairs of a rank between forward and backward."""
     sizes = [len(set(layers) & set(chosen)) for layers in plan.partition[rank]]
     live = peak = 0
     for step in rank_orders(plan, problem)[rank]:

@@ -156,8 +156,7 @@ def optimum(
 
 
 class _Model:
-    """The variables of each group: x[job, window], x[job, critical] (binary), overflow[window]
-    (seconds)."""
+    """Variables of each group: x[job, window], x[job, critical] (binary), overflow[window] (s)."""
 
     def __init__(self, layer: LayerWindows, groups: Sequence[Group], layers_per_chunk: int) -> None:
         self.layer, self.groups, self.per_chunk = layer, groups, layers_per_chunk
@@ -180,8 +179,7 @@ class _Model:
         return len(self.integer) - 1
 
     def costs(self) -> NDArray[np.float64]:
-        """The cost of each column: exposed seconds of all layers, hidden seconds with a small
-        weight."""
+        """The cost of each column: exposed seconds, and hidden seconds with a small weight."""
         cost = np.zeros(self.size)
         seconds = {job.op: job.seconds / self.scale for job in self.layer.jobs}
         for (number, job, slot), column in self.x.items():

@@ -99,8 +99,7 @@ def planned_peak(rank: RankProgram) -> int:
 
 
 def lifetimes(rank: RankProgram) -> Iterator[Life]:
-    """Every device tensor (and kernel scratch) of a rank's program; pools of slots live
-    throughout."""
+    """Every device tensor (and kernel scratch) of a rank's program; pools live throughout."""
     alive: dict[Key, tuple[int, int, int]] = {}
     slots: dict[str, dict[tuple[object, ...], int]] = {}
     clock = 0

@@ -31,8 +31,7 @@ class Tensor(NamedTuple):
 
 
 class Packing(Struct, frozen=True, kw_only=True):
-    """Offsets in the order of the tensors, the bytes that they span, and a lower bound of those
-    bytes."""
+    """Offsets in the order of the tensors, the bytes that they span, and a lower bound of them."""
 
     offsets: tuple[int, ...]
     peak_bytes: int
@@ -154,8 +153,7 @@ def _solve(
     cap: int,
     max_nodes: int,
 ) -> tuple[int, ...] | None:
-    """The offsets by the programme above, in units of `cap`; None if the node limit passes
-    first."""
+    """Offsets by the programme above, in units of `cap`; None if the node limit passes first."""
     count, last = len(tensors), len(tensors) + len(pairs)
     sizes = [tensor.nbytes / cap for tensor in tensors]
     rows: list[Row] = [({i: 1.0, last: -1.0}, -size) for i, size in enumerate(sizes)]
@@ -180,8 +178,7 @@ def _solve(
 def _exact_offsets(
     tensors: Sequence[Tensor], below: Sequence[tuple[int, int]], guess: NDArray[np.float64]
 ) -> tuple[int, ...]:
-    """Integer offsets from which tensor lies below which (a solver's values are nearly
-    integers)."""
+    """Integer offsets from which tensor lies below which (solver values are near integers)."""
     under: dict[int, list[int]] = {}
     for low, high in below:
         under.setdefault(high, []).append(low)

@@ -1,5 +1,4 @@
-"""The Pareto front of recomputation seconds against kept bytes, over subsets of a layer's
-tensors."""
+"""The Pareto front of recomputation seconds against kept bytes, over subsets of tensors."""
 
 from collections.abc import Iterator
 from itertools import combinations

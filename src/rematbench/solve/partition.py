@@ -6,8 +6,7 @@ from itertools import pairwise
 from rematbench.plan import Plan
 
 StageSeconds = Callable[[int, int], float]
-"""(rank, layers) -> seconds of one micro-batch on that stage; infinite where the layers do not
-fit."""
+"""(rank, layers) -> seconds of one micro-batch on that stage; infinite where it does not fit."""
 
 
 def balance(counts: Sequence[int], stage_s: StageSeconds) -> tuple[int, ...]:

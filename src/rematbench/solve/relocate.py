@@ -62,8 +62,7 @@ class Stage:
 
 
 def _halves(layers: Layers) -> tuple[Layers, ...]:
-    """The layers in groups of a half, a quarter, ..., so that any number of layers can share a
-    policy."""
+    """Groups of a half, a quarter, ... of the layers: any number of layers can share a policy."""
     groups = []
     while layers:
         size = (len(layers) + 1) // 2
@@ -73,8 +72,7 @@ def _halves(layers: Layers) -> tuple[Layers, ...]:
 
 
 class _Limit:
-    """What earlier rounds showed for a rank: kept bytes that were too many, bytes that were
-    wasted."""
+    """What earlier rounds showed for a rank: too many kept bytes, and wasted bytes."""
 
     def __init__(self) -> None:
         self.ceiling, self.waste = float("inf"), 0
@@ -141,8 +139,7 @@ class Relocation:
         }
 
     def fitted(self, base: Plan) -> Plan:
-        """The fastest plan found that fits; where none fits, the plan with the fewest kept
-        bytes."""
+        """The fastest plan found that fits; else the plan with the fewest kept bytes."""
         stages, best = self.stages(base), self.lean(base)
         evaluation = self.problem.cost.evaluate(best)
         budgets = [float(self.usable - peak) for peak in evaluation.peak_device_bytes]
@@ -192,8 +189,7 @@ class Relocation:
         return self.problem.cost.headroom_bytes(plan) >= 0
 
     def better(self, one: Plan, other: Plan) -> Plan:
-        """The faster of two plans that fit; else the plan that fits, or the one with fewer missing
-        bytes."""
+        """The faster of two plans that fit; else the one that fits, or that lacks fewer bytes."""
         return min(one, other, key=self._merit)
 
     def _merit(self, plan: Plan) -> tuple[int, float]:

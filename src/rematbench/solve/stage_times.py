@@ -1,5 +1,4 @@
-"""Seconds of a pipeline stage with a given number of layers, recomputing as much as fitting
-needs."""
+"""Seconds of a pipeline stage with a given number of layers, with what it must recompute."""
 
 from math import fsum
 

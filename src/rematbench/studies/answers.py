@@ -56,8 +56,7 @@ class Answer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def merit(self) -> float:
-        """The number by which the best layout is chosen: sequence length, speed, or 0 where neither
-        counts."""
+        """The number by which the best layout is chosen: sequence length, speed, or 0."""
         for key in ("seq_len", "tokens_per_s_per_gpu"):
             if key in self.values and self.ask in ("run", "longest"):
                 return float(self.values[key])
@@ -142,8 +141,7 @@ MEASURES: dict[Ask, Callable[[Problem, Plan], Values]] = {
 
 
 def of_outcome(blank: Answer, outcome: Outcome) -> Answer:
-    """A simulated run as an answer; a plan that does not fit keeps the numbers that it would
-    have."""
+    """A simulated run as an answer; a plan that does not fit keeps its would-be numbers."""
     found, plan, verdict = outcome.evaluation, outcome.plan, outcome.verdict
     if found is None or plan is None or verdict is None:
         return replace(blank, status=outcome.status, reason=outcome.reason)

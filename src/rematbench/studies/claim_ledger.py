@@ -234,8 +234,7 @@ def _layout_answer(cell: Mapping[str, Any]) -> Answer:
 
 
 def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[Answer]:
-    """The answer that counts the published out-of-memory runs whose estimate is below 80 % of a
-    device."""
+    """The answer that counts published out-of-memory runs with an estimate below 80 %."""
     if not cells:
         return []
     told = [cell for cell in scored_cells(cells, discover()) if cell["status"] in ("ok", "oom")]

@@ -240,8 +240,7 @@ def _pairs(query: Query, own: list[Answer]) -> list[Ours]:
 def _best(
     own: list[Answer], workload: str, methods: tuple[str, ...], layout: str | None, metric: str
 ) -> Answer | None:
-    """The best fitting answer; where none fits, the best answer that has a number for the
-    metric."""
+    """The best fitting answer; where none fits, the best answer that has the metric."""
     named = [
         a
         for a in own

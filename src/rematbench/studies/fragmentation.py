@@ -23,8 +23,7 @@ class Fragmentation(Struct, frozen=True, kw_only=True):
 
     @property
     def wasted_bytes(self) -> int:
-        """Bytes that the allocator reserves with default segments and that are not alive at the
-        peak."""
+        """Bytes reserved with default segments that are not alive at the peak."""
         return self.reserved_bytes - self.live_bytes
 
 

@@ -18,15 +18,13 @@ RUNGS: dict[str, tuple[str, ...]] = {
 
 
 def layer_problem(spec: MatrixSpec, model: str) -> Problem:
-    """A problem with one layer's shapes: tensor-parallel over a node of the matrix's first
-    cluster."""
+    """A problem with one layer's shapes: tensor-parallel over a node of the first cluster."""
     node = {"cluster": spec.clusters[0], "gpus": TP, "tp": TP, "global_batch": 1, "micro_batch": 1}
     return make_problem(spec.problem(SEQ_LEN, model=model, **node))
 
 
 def pareto_table(spec: MatrixSpec) -> Table:
-    """Every point of the front of every model of the matrix, and the published points beside
-    them."""
+    """Every point of the front of every model, and the published points beside them."""
     rows = []
     for work in spec.works:
         problem = layer_problem(spec, work.model)
@@ -70,8 +68,7 @@ def pareto_table(spec: MatrixSpec) -> Table:
 
 
 def _full(problem: Problem) -> Point:
-    """The point of full recomputation: only the layer's input is kept, and every operator runs
-    again."""
+    """The point of full recomputation: only the layer's input is kept."""
     table = problem.layer_kinds[0]
     kept = table.activations["layer_input"].nbytes
     dropped = tuple(name for name in table.saved if name != "layer_input")

@@ -18,8 +18,7 @@ from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_p
 
 
 def memo_lengths(answers: list[Answer], told: Told) -> Table:
-    """alpha, the constraint that binds, host bytes and both MFUs over the sequence length, 7B on 8
-    A800."""
+    """alpha, what binds, host bytes and both MFUs over the sequence length, 7B on 8 A800."""
     del told
     runs = [a for a in of(answers, "run") if "average" not in a.workload]
     return Table(

@@ -18,8 +18,7 @@ WORKLOAD, METHOD = Column("workload", "workload"), Column("method", "method")
 
 
 def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> Told:
-    """The numbers of claims.csv that are about one answer, found by the queries of
-    config/claims.yaml."""
+    """The numbers of claims.csv about one answer, by the queries of config/claims.yaml."""
     texts = {row["id"]: (published(row["value"]), row["conditions"]) for row in rows}
     found: dict[tuple[str, str, str, str, str], float] = {}
     for claim in claims.claims:

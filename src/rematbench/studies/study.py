@@ -91,8 +91,7 @@ class Study(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def load_study(path: Path) -> Study:
-    """The study of a YAML file; ConfigError with the path for an unknown key, wrong type or
-    name."""
+    """The study of a YAML file; ConfigError with the path for a wrong key, type or name."""
     label = str(path)
     study = convert(read_mapping(path, label), Study, label)
     names = [workload.name for workload in study.workloads]

@@ -1,5 +1,4 @@
-"""Tables of traced baselines: their bytes beside predicted and published bytes, and their
-tensors."""
+"""Tables of traced baselines: bytes beside predicted and published bytes, and tensors."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -72,8 +72,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """The line of the report: PASS, FAIL or NOT MADE, the claim, its counts, and why it
-        failed."""
+        """PASS, FAIL or NOT MADE, the claim, the counts of its tables, and why it failed."""
         word = ("FAIL" if self.made else "NOT MADE") if self.problems else "PASS"
         found = "; ".join(f"{one.says}: {one.count} of {one.of}" for one in self.claim.finds)
         says = f" Found: {found}." if found and not self.problems else ""

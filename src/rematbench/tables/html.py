@@ -87,7 +87,7 @@ def shown(table: Printed, folded: Sequence[str]) -> Shown:
 
 
 def _kind(row: Sequence[str], above: Sequence[str], column: int, numbers: Collection[int]) -> str:
-    """The class of a cell; `ditto` for prose that repeats the line above with every cell to its
+    """The class of a cell; `ditto`: prose that repeats the line above, with all cells to its
     left."""
     if len(row[column]) > LONG:
         return "ditto" if repeats(row, above, column) else "t"

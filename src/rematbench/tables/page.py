@@ -142,8 +142,7 @@ def _found(results: Path, folder: str, shown: str, raw: str) -> Iterable[Part]:
 
 
 def whether_bands_hold(tables: Path) -> str:
-    """A sentence on how many published rows lie inside bands that were learnt without their
-    source."""
+    """A sentence on how many published rows lie inside bands learnt without their source."""
     found = _rows(tables / "bands.csv")
     if not found:
         return ""

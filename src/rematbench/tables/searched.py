@@ -48,8 +48,7 @@ def checked(name: str, rows: Sequence[Row]) -> str:
 
 
 def layout_text(row: Row) -> str:
-    """The degrees tp-cp-pp-vpp-dp and the unusual fields of a layout; empty where there is no
-    plan."""
+    """The degrees tp-cp-pp-vpp-dp and a layout's unusual fields; empty where there is no plan."""
     if not row.get("tp"):
         return ""
     words = ["-".join(row[key] for key in DEGREES)]
@@ -105,8 +104,7 @@ def layout_table(rows: Sequence[Row]) -> Table:
 
 
 def cell_table(rows: Sequence[Row]) -> Table:
-    """The table of matrix cells: the fastest plan of the list beside the fastest plan of a
-    search."""
+    """The table of matrix cells: the fastest plan of the list beside the fastest of a search."""
     return Table(
         name="searched_cells",
         title="The matrix by search: the fastest of each cell, with the proved gap (simulated)",
@@ -172,8 +170,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
 
 
 def space_table(rows: Sequence[Row]) -> Table:
-    """The table of the best plan of the whole space beside the best plan of a package's own
-    space."""
+    """The table of the best plan of the whole space beside the best of a package's own space."""
     return Table(
         name="searched_spaces",
         title="The whole space beside what a package alone can run (simulated)",

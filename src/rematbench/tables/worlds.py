@@ -1,5 +1,4 @@
-"""The table of the worlds: for each method and layout, whether it is lossless, and bytes by
-world."""
+"""The table of the worlds: for each method and layout, whether lossless, and bytes by world."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -139,8 +138,7 @@ def _ran(found: Measured) -> dict[str, Any]:
 
 
 def differing(records: Sequence[tuple[str, Record]]) -> list[str]:
-    """One line for each record whose bytes differ from the ledger or whose training is not
-    lossless."""
+    """A line for each record whose bytes differ from the ledger or that is not lossless."""
     wrong = []
     for problem, record in records:
         found = record.measured

@@ -26,8 +26,7 @@ from torch import Tensor
 from rematbench.torch.kernels import wide
 
 LSE_ALIGN = 32
-"""The number of rows to a multiple of which the efficient operator pads lse. Source: kAlignLSE of
-torch's kernel."""
+"""The efficient operator pads lse to a multiple of these rows (kAlignLSE of torch's kernel)."""
 
 Heads = Tensor
 """batch x heads x rows x head_dim, with any strides."""

@@ -25,8 +25,7 @@ class Batch(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """A rank's rows of one micro-batch, (sequence, position) flattened, and the scale of the
-    loss."""
+    """A rank's rows of one micro-batch, (sequence, position) flattened, and the loss's scale."""
 
     ids: Tensor
     labels: Tensor

@@ -96,8 +96,7 @@ class CopyTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def copy_times(device: torch.device, size: int, nbytes: int, rounds: int = 5) -> CopyTimes:
-    """Seconds of square GEMMs and of pinned copies of `nbytes` both ways, of about equal
-    duration."""
+    """Seconds of square GEMMs and of pinned copies of `nbytes` both ways, about equally long."""
     streams = make_streams(device)
     a = torch.randn(size, size, device=device).to(torch.bfloat16)
     here = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]

@@ -94,8 +94,7 @@ def choose_device(kind: str, rank: int) -> torch.device:
 
 
 def require_gpus(kind: str, ranks: int) -> None:
-    """RuntimeError where more ranks than GPUs see the same GPUs. NCCL lets no two ranks share a
-    GPU."""
+    """RuntimeError where more ranks than GPUs see the same GPUs: NCCL lets no two share one."""
     if kind != "cpu" and ranks > torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise RuntimeError(f"{ranks} ranks need a GPU each, and this host has {found}")

@@ -67,8 +67,7 @@ class Exchanges:
             self._arrived(action, span, target, out)
 
     def _pairs(self, action: Action, chunk: int, *, back: bool) -> list[tuple[str, str, int]]:
-        """(storage sent, storage made, elements per row of the storage made in the order of
-        rows)."""
+        """(storage sent, storage made, elements per row of the latter in the order of rows)."""
         unit = self.model.units[chunk][action.part]
         op = unit.table.op(action.op)
         there = {identity(n): n for n in (*action.reads, *(a.name for a in action.allocs))}

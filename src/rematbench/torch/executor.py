@@ -103,8 +103,7 @@ class Executor:
     # -- walk -------------------------------------------------------------------------------------
 
     def run_step(self) -> float:
-        """One optimizer step over the model's micro-batches; the result is this rank's part of the
-        loss."""
+        """One optimizer step over the model's micro-batches; this rank's part of the loss."""
         self.issue_step()
         return float(self.loss)
 
@@ -272,8 +271,7 @@ class Executor:
         self.memory.put(span.key(name), Value(compact(made), *rows))
 
     def update(self, action: Action, span: Span) -> None:
-        """AdamW on this rank's shard of every parameter, or of one unit's parameters in the
-        backward."""
+        """AdamW on this rank's shard of every parameter, or (in the backward) of one unit's."""
         parameters = list(self.model.parameters.values())
         if action.part:
             parameters = self.model.unit_parameters(span.chunk, action.part)

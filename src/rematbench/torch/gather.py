@@ -39,8 +39,7 @@ def is_sharded(layout: Layout) -> bool:
 
 
 def _holders(case: Case, ranks: list[RankResult], name: str) -> list[list[RankResult]]:
-    """The ranks that together hold a parameter once: for each tensor-parallel rank its state
-    shards."""
+    """The ranks that together hold a parameter once: per tensor-parallel rank its shards."""
     having = [r for r in ranks if name in r.gradients[0]]
     stage = min(r.place.pp for r in having)
     having = [r for r in having if r.place.pp == stage]

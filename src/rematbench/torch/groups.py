@@ -75,8 +75,8 @@ class Group(NamedTuple):
     handle: dist.ProcessGroup | None
 
     def all_gather(self, out: Tensor, own: Tensor) -> None:
-        """out = the rows of every rank in rank order; `own` may be its own place in `out` (NCCL
-        allows it)."""
+        """out = every rank's rows in rank order; `own` may be its place in `out` (NCCL allows
+        it)."""
         if self.handle is None:
             out.view(-1).copy_(own.reshape(-1))
             return
@@ -84,8 +84,7 @@ class Group(NamedTuple):
         self._call(partial(call, group=self.handle), out, own.contiguous())
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> None:
-        """out = this rank's rows of the sum over ranks; `out` may lie in `whole` (NCCL allows
-        it)."""
+        """out = this rank's rows of the sum; `out` may lie in `whole` (NCCL allows it)."""
         if self.handle is None:
             out.view(-1).copy_(whole.reshape(-1))
         elif is_gloo(self.handle):
@@ -101,8 +100,7 @@ class Group(NamedTuple):
         torch.sum(parts.view(self.size, -1), 0, out=out.view(-1))
 
     def all_to_all(self, out: Tensor, whole: Tensor) -> None:
-        """out = the part of every rank for this rank; `whole` has a part for each rank, in rank
-        order."""
+        """out = every rank's part for this rank; `whole` has a part for each, in rank order."""
         if self.handle is None:
             out.view(-1).copy_(whole.reshape(-1))
             return
@@ -188,8 +186,7 @@ class Groups:
         self.by_name = {name: self._group(along) for name, along in DIMENSIONS.items()}
         self.channels = self._channels()
         self.buffered = any(map(is_gloo, self.channels.values()))
-        """Whether a send copies its tensor first: gloo's send ends only when the receiver is
-        ready."""
+        """Whether a send copies its tensor first: gloo's send waits for the receiver."""
         self._peers: dict[int, int] = {}
         self._open: set[str | Channel] = set()
 

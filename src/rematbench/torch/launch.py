@@ -23,13 +23,11 @@ from rematbench.torch.model import NotExecutable, require_executable
 
 POLL_S = 0.02
 ERROR_GRACE_S = 10.0
-"""Seconds that a rank has to end after it wrote its error: on CUDA it may hang in its own
-kernels."""
+"""Seconds in which a rank must end after its error: on CUDA its own kernels may hang."""
 
 
 def execute_cases(cases: Sequence[Case], *, timeout_s: float = 120.0) -> list[Result]:
-    """The results of cases of one world size, in the order of the cases; `timeout_s` for each
-    case."""
+    """The results of cases of one world size, in their order; `timeout_s` for each case."""
     if len({(case.world_size, case.device) for case in cases}) > 1:
         raise ValueError("the cases of a launch have one world size and one device")
     results: dict[int, Result] = {}

@@ -15,8 +15,7 @@ Key = tuple[str, int, int]
 
 
 class Span(NamedTuple):
-    """The rows that an action works on: its (micro-batch, chunk) and its rows of the rank's
-    shard."""
+    """The rows that an action works on: its (micro-batch, chunk) and its shard rows."""
 
     micro_batch: int
     chunk: int
@@ -60,8 +59,7 @@ class Value:
         return whole[:, start : start + count]
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Some shard rows, flat: the tensor itself where it has just these rows, else the rows of
-        `view`."""
+        """Some shard rows, flat: the tensor itself where it has just these, else rows of `view`."""
         if (first, count) == (self.first, self.count) or self.count == 0:
             return self.data
         return self.view(first, count).reshape(-1, self.data.shape[-1])

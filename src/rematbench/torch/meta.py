@@ -66,16 +66,14 @@ class MetaMode(Mode):
 
 
 def _plain(item: Any) -> bool:
-    """Whether an item is a meta tensor that fills its storage, so that its form suffices to make
-    it."""
+    """Whether an item is a meta tensor that fills its storage: then its form suffices."""
     if not isinstance(item, Tensor) or item.device.type != "meta":
         return False
     return item.untyped_storage().nbytes() == item.numel() * item.element_size()
 
 
 def _key(value: Any) -> Any:
-    """A hashable key: a tensor's form, a number with its type (1 and 1.0 give different
-    outputs)."""
+    """A hashable key: a tensor's form, a number with its type (1 and 1.0 are distinct)."""
     if isinstance(value, Tensor):
         return form(value)
     if isinstance(value, tuple | list):

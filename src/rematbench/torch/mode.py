@@ -10,6 +10,5 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's name for that exemption (`torch.utils._python_dispatch`), overridden to skip
-        it."""
+        """Torch's name for that exemption (`torch.utils._python_dispatch`), overridden."""
         return False

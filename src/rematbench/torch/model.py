@@ -126,8 +126,7 @@ class RankModel:
 
     @cached_property
     def attention(self) -> Shape:
-        """The shape of one rank's attention; under Ulysses whole sequences with a part of the
-        heads."""
+        """One rank's attention; under Ulysses whole sequences with a part of the heads."""
         s, ranks = self.shapes, self.problem.layout.ulysses
         rows = ranks * s.tokens // s.micro_batch
         kv_heads = max(1, s.kv_heads // ranks)

@@ -149,8 +149,7 @@ class Movers:
         self.memory.put(span.key(name), whole)
 
     def _join_rows(self, whole: Value, parts: list[Value], name: str) -> None:
-        """Write the parts into the whole; rebuilt rows come last in it, and kept rows overwrite
-        them."""
+        """Write the parts into the whole: rebuilt rows come last; kept rows overwrite them."""
         for part in reversed(parts):
             target = whole.view(part.first, part.count)
             target.copy_(part.data.view(target.shape))
@@ -187,8 +186,7 @@ class Movers:
         self.tracker.lend(block.nbytes)
 
     def to_device(self, action: Action, span: Span) -> None:
-        """Reload a storage into new memory or a staging slot, or copy updated weights to the
-        device."""
+        """Reload a storage into new memory or a staging slot, or copy updated weights."""
         if action.op == WEIGHTS_UP:
             weights_up(self.model.parameters.values(), self.streams, action.stream)
             return

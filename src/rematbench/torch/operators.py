@@ -20,8 +20,7 @@ Backward = Callable[[Call], Tensors]
 Weight = Callable[[Call], None]
 
 COLUMNS = ("qkv", "fc1", "lm_head")
-"""The column-parallel operators: each output has a weight of its own, so that no output is a
-view."""
+"""The column-parallel operators: each output has its own weight, so that none is a view."""
 NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm")
 
 

@@ -30,8 +30,7 @@ def embedding_weight(call: Call) -> None:
 
 
 def loss(call: Call) -> Tensors:
-    """A copy of the logits in the loss's dtype, with -inf in the columns of the padded
-    vocabulary."""
+    """A copy of the logits in the loss's dtype, -inf in the padded vocabulary's columns."""
     saved = call.model.dtype_of(call.unit.table.activations["loss_saved"])
     copy = call.only().to(saved, copy=True)
     copy[:, max(0, call.model.kind.vocab - call.model.vocab_start) :] = float("-inf")
@@ -39,8 +38,7 @@ def loss(call: Call) -> Tensors:
 
 
 def finish_loss(call: Call, group: Group) -> Tensor:
-    """Turn logits into their softmax in place, over the vocabulary shards. The result is the sum of
-    the rows' losses."""
+    """Make logits their softmax in place, over vocabulary shards; the sum of the rows' losses."""
     model, saved = call.model, call.tensors["loss_saved"]
     labels = call.rows(model.batches[call.span.micro_batch].labels)
     top = saved.amax(-1)

@@ -62,8 +62,7 @@ def unit_specs(model: Model, part: Part, layer: int, vocab: int) -> dict[str, Pa
 def specs_by_name(
     model: Model, places: Iterable[tuple[Part, int]], vocab: int
 ) -> dict[str, ParameterSpec]:
-    """The parameters of the given (part, layer) places, each once, in the order in which they are
-    made."""
+    """The parameters of (part, layer) places, each once, in the order in which they are made."""
     found: dict[str, ParameterSpec] = {}
     for part, layer in places:
         for spec in unit_specs(model, part, layer, vocab).values():
@@ -110,8 +109,7 @@ def _layer_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
 
 
 def square_sum(values: Tensor) -> float:
-    """The sum of squares in float64, piece by piece: a whole copy would raise the allocator's
-    peak."""
+    """The sum of squares in float64, piece by piece: a whole copy would raise the peak."""
     pieces = [piece.double().square().sum() for piece in torch.split(values.view(-1), PIECE)]
     return float(torch.stack(pieces).sum())
 

@@ -53,8 +53,7 @@ class PlainLoop:
         self.steps = 0
 
     def step(self) -> Tensor:
-        """One optimizer step over the model's micro-batches; the result is the sum of its
-        losses."""
+        """One optimizer step over the model's micro-batches; the sum of its losses."""
         self.steps += 1
         for parameter in self.model.parameters.values():
             parameter.grad_flat.zero_()

@@ -1,5 +1,4 @@
-"""Streams and events: CUDA streams on a GPU, issue order on a CPU, one interface for the
-executor."""
+"""Streams and events: CUDA streams on a GPU, issue order on a CPU, behind one interface."""
 
 import time
 from collections.abc import Callable, Hashable
@@ -13,8 +12,7 @@ from rematbench.program.action import STREAMS
 
 
 class Under(Protocol):
-    """A message under way: torch's handle, or an event that is recorded when the message is
-    done."""
+    """A message under way: torch's handle, or an event that is recorded at its end."""
 
     def wait(self) -> object:
         """Hold the host (gloo) or the current stream (CUDA) until the message is done."""
@@ -67,8 +65,7 @@ class Streams(Protocol):
         """The handle to wait on for a message; the messages of a channel go one by one."""
 
     def begin(self) -> None:
-        """Order the streams behind the work that was issued outside of them, at the start of a
-        step."""
+        """Order the streams behind work that was issued outside of them, at a step's start."""
 
     def flush(self) -> None:
         """Order later work outside of the streams behind all streams; raise the first failure."""

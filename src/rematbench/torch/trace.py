@@ -38,8 +38,8 @@ def fake_job(rank: int, world_size: int) -> Iterator[None]:
 
 
 def rank_at(layout: Layout, order: tuple[str, ...], stage: int) -> int:
-    """The first rank of a pipeline stage; its tensor-, context- and data-parallel peers are
-    alike."""
+    """The first rank of a pipeline stage: its tensor-, context- and data-parallel peers are like
+    it."""
     wanted = Coordinates(tp=0, cp=0, dp=0, pp=stage)
     return next(r for r in range(layout.gpus) if coordinates(r, layout, order) == wanted)
 

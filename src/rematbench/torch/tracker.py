@@ -38,8 +38,8 @@ class Tracker(Mode):
         self._states: list[torch.UntypedStorage] = []
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Never count these storages; the tracker keeps them alive, so that no other storage gets
-        their id."""
+        """Never count these storages; they are kept alive, so that no other storage gets their
+        id."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -50,8 +50,8 @@ class Tracker(Mode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count storages made inside as host bytes: with a CPU as device the place of a storage
-        does not tell."""
+        """Count storages made inside as host bytes, because device storages may be on the CPU
+        too."""
         self._all_host = True
         try:
             yield

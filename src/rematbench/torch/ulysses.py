@@ -23,8 +23,7 @@ def to_heads(out: Tensor, rows: Tensor, group: Group, head_dim: int) -> None:
 
 
 def to_rows(out: Tensor, heads: Tensor, group: Group, head_dim: int) -> None:
-    """Fill `out` in the order of rows from `heads` in the order of heads; copies of a head are
-    summed."""
+    """Fill `out` in the order of rows from `heads` in the order of heads; sum copies of heads."""
     parts = torch.empty_like(heads)
     group.all_to_all(parts, heads)
     rows = parts.view(group.size, out.shape[0], -1).transpose(0, 1)

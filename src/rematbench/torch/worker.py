@@ -81,8 +81,7 @@ def _end_with_parent() -> None:
 
 
 def _end_with(path: Path, error: BaseException) -> NoReturn:
-    """Write the reason to a file and end the process. Only an unforeseen error prints its
-    traceback."""
+    """Write the reason to a file and end; only an unforeseen error prints its traceback."""
     status, reason = failure(error)
     path.write_text("\n".join([status, reason, traceback.format_exc()]))
     if status == "failed" and not isinstance(error, NotExecutable):
