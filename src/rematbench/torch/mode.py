@@ -10,5 +10,5 @@ class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's name for that exemption (`torch.utils._python_dispatch`), overridden."""
+        """Override torch's hook for that exemption (`torch.utils._python_dispatch`)."""
         return False

@@ -38,7 +38,7 @@ def loss(call: Call) -> Tensors:
 
 
 def finish_loss(call: Call, group: Group) -> Tensor:
-    """Make logits their softmax in place, over vocabulary shards; the sum of the rows' losses."""
+    """Turn logits into softmax in place, over vocabulary shards; return the sum of losses."""
     model, saved = call.model, call.tensors["loss_saved"]
     labels = call.rows(model.batches[call.span.micro_batch].labels)
     top = saved.amax(-1)
