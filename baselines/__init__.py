@@ -1,1 +1,1 @@
-"""Real training packages behind one contract: a directory each, never imported by rematbench."""
+"""Real training packages behind one contract: one directory each, never imported by rematbench."""

@@ -1,7 +1,7 @@
 """The process of a baseline: python baselines/run.py NAME JOBS.json FOLDER, or under torchrun/srun.
 
-Started alone it forks one process per rank of each job (the package is imported once); started by
-torchrun or srun it is one rank.  Every job ends in FOLDER/<number>.json, a Record.
+Started alone, the process forks one process per rank of each job (the package is imported once).
+Started by torchrun or srun, it is one rank.  Every job ends in FOLDER/<number>.json, a Record.
 """
 
 import importlib
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(arguments: list[str]) -> int:
-    """Run the jobs of a file."""
+    """Run the jobs of a file; the result is the exit code."""
     if len(arguments) != 3:
         sys.stderr.write("usage: run.py NAME JOBS.json FOLDER\n")
         return 2

@@ -1,1 +1,1 @@
-"""What the baselines share: processes, weights and batches by name, bytes."""
+"""Shared code of the baselines: processes, weights and batches by name, bytes."""

@@ -1,4 +1,4 @@
-"""What a baseline's run.py provides, and what one rank of a job answers."""
+"""The functions that a baseline's run.py provides, and the answer of one rank of a job."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +9,8 @@ from rematbench.packages.process import Job
 
 @dataclass(kw_only=True)
 class RankAnswer:
-    """One rank's numbers; rank 0 of an executed job has the whole job's losses and gradients.  The
-    allocator's peaks are those of CUDA, as seconds are."""
+    """The numbers of one rank. Rank 0 of an executed job has the losses and gradients of the whole
+    job. The allocator's peaks and the seconds come from CUDA only."""
 
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[dict[str, float]] = field(default_factory=list)
@@ -30,7 +30,7 @@ class RankAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """Where a process stands: rank, world size, rank on its node, and the job's own folder."""
+    """A process among its peers: rank, world size, rank on its node, and the job's own folder."""
 
     rank: int
     size: int
@@ -39,28 +39,28 @@ class Rank:
 
 
 class NotRunnable(ValueError):
-    """The package, or this baseline, does not run that; the message names it."""
+    """The package, or this baseline, does not run a job; the message names what it does not run."""
 
 
 class Runner(Protocol):
-    """The module `baselines.<name>.run`."""
+    """The interface of a module `baselines.<name>.run`."""
 
     def stack(self) -> dict[str, str]:
-        """Packages and their versions."""
+        """The packages of the baseline and their versions."""
         ...
 
     def refuse(self, job: Job) -> None:
-        """Raise NotRunnable for what must not even be tried."""
+        """Raise NotRunnable for a job that must not be tried."""
         ...
 
     def environment(self, job: Job) -> dict[str, str]:
-        """Variables that the package's users set before CUDA starts."""
+        """Environment variables that the package's users set before CUDA starts."""
         ...
 
     def execute(self, job: Job, rank: Rank) -> RankAnswer:
-        """Train on this rank; torch.distributed is there already."""
+        """Train on this rank; torch.distributed is initialised already."""
         ...
 
     def trace(self, job: Job) -> RankAnswer:
-        """One rank's bytes on fake tensors."""
+        """The bytes of one rank on fake tensors."""
         ...

@@ -1,4 +1,4 @@
-"""Start the ranks of each job, watch them, and write a record for every job."""
+"""Starts the ranks of each job, watches them, and writes a record for every job."""
 
 import importlib
 import multiprocessing as mp
@@ -30,19 +30,19 @@ from rematbench.torch.failures import failure
 
 POLL_S = 0.02
 START = {"cpu": "fork", "cuda": "spawn"}
-"""How ranks start.  A fork has the package imported already; but torch refuses CUDA in the fork of
-a process that has so much as counted GPUs."""
+"""How ranks start. A fork has the package imported already. But torch refuses CUDA in the fork of a
+process that has counted GPUs before."""
 
 
 def drive(name: str, jobs_path: Path, folder: Path) -> int:
-    """Run every job; the exit code is 0 whenever each has its record."""
+    """Run every job; the exit code is 0 if every job has its record."""
     jobs = msgspec.json.decode(jobs_path.read_bytes(), type=list[Job])
     torch.set_num_threads(1)
     if jobs and jobs[0].device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         prepare("cpu")  # on CUDA a package's own settings come first
     runner = _runner(name)
-    traced = bool(jobs) and jobs[0].run.world == "traced"  # by a process alone, wherever it is
+    traced = bool(jobs) and jobs[0].run.world == "traced"  # a trace is one process everywhere
     if not traced and (launched := _launched()):
         return _as_rank(runner, jobs, folder, *launched)
     number = 0
@@ -58,13 +58,13 @@ def _runner(name: str) -> Runner:
 
 
 def _name(runner: Runner) -> str:
-    """The module's; a process that starts anew imports it for itself."""
+    """The name of the runner's module, which a new process imports for itself."""
     return cast(ModuleType, runner).__name__
 
 
 def _alike(jobs: list[Job]) -> int:
-    """How many of the first jobs one set of processes can run: on GPUs one, as packages keep
-    communicators and tensors for as long as a process lives."""
+    """How many of the first jobs one set of processes can run. On GPUs it is one, because packages
+    keep communicators and tensors for as long as a process lives."""
     if jobs[0].device == "cuda" and jobs[0].run.world == "executed":
         return 1
     key = _key(jobs[0])
@@ -76,9 +76,9 @@ def _key(job: Job) -> tuple[Any, ...]:
 
 
 def _launched() -> tuple[int, int, int] | None:
-    """(rank, size, local rank) given by torchrun or srun; None where they started this process
-    alone, which then starts the ranks.  Ends with one line where ranks are not told where to meet.
-    """
+    """(rank, size, local rank) as torchrun or srun gave them. None where the launcher started this
+    process alone; this process then starts the ranks. Exits with one line where the ranks are not
+    told where to meet."""
     names = (
         ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
         ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
@@ -95,14 +95,15 @@ def _launched() -> tuple[int, int, int] | None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has gone: a rank that waits for a peer would stay."""
+    """End this process when its parent has ended: a rank that waits for a peer would stay."""
     while os.getppid() == parent:
         time.sleep(10 * POLL_S)
     os._exit(1)
 
 
 def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Path) -> int:
-    """Run jobs [first, last) in one set of processes; how many got a record (one fails at most)."""
+    """Run jobs [first, last) in one set of processes. The result is how many jobs got a record; at
+    most one of them failed, the last."""
     job = jobs[first]
     why = _refusal(runner, job)
     if why is not None:
@@ -133,7 +134,7 @@ def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Pat
 
 
 def _refusal(runner: Runner, job: Job) -> str | None:
-    """Why a job is not started, before any process is."""
+    """Why a job is not started, found before any process starts; None if the job may start."""
     try:
         gpu.require(job, job.run.layout.gpus)
         check_memory(job)
@@ -144,12 +145,12 @@ def _refusal(runner: Runner, job: Job) -> str | None:
 
 
 def _watch(processes: list[Any], scratch: Path, timeout_s: float) -> RankError:
-    """Wait until all ranks are done, one has died, or a job makes no progress."""
+    """Wait until all ranks are done, one rank has died, or a job makes no progress."""
     seen, since = 0, time.monotonic()
     while True:
         codes = [process.exitcode for process in processes]
         if any(codes):
-            time.sleep(10 * POLL_S)  # the others may still say why
+            time.sleep(10 * POLL_S)  # meanwhile other ranks may write their reason
             return of_exits([process.exitcode for process in processes])
         if all(code == 0 for code in codes):
             return RankError("failed", "a process ended without an answer")
@@ -187,7 +188,7 @@ def _collect(
 def _rank_main(
     module: str, jobs: list[Job], numbers: list[int], scratch: Path, rank: int, size: int
 ) -> None:
-    """A rank's process: all its jobs, one after the other."""
+    """The process of a rank: it runs all its jobs one after another."""
     first = jobs[numbers[0]]
     runner = cast(Runner, importlib.import_module(module))
     if first.run.world == "executed":
@@ -204,7 +205,7 @@ def _rank_main(
 
 
 def _join(runner: Runner, job: Job, rank: int, size: int, method: str, local: int) -> None:
-    """Meet the other ranks; packages read their place from the environment, by torchrun's names."""
+    """Meet the other ranks; packages read their rank from the environment, by torchrun's names."""
     backend = "gloo" if job.device == "cpu" else "nccl"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local))
     if job.device == "cuda":
@@ -231,8 +232,8 @@ def _write_error(path: Path, error: BaseException) -> None:
 
 
 def _outcome(error: BaseException) -> tuple[Status, str]:
-    """A record's status and reason in one line, whatever a package raises; what nobody foresaw is
-    also shown as it was."""
+    """The status and the reason of an exception for a record, in one line. The traceback of an
+    unforeseen error is printed too."""
     if isinstance(error, NotRunnable):
         return "unsupported", " ".join(str(error).split())
     status, reason = failure(error)
@@ -244,11 +245,9 @@ def _outcome(error: BaseException) -> tuple[Status, str]:
 def _as_rank(
     runner: Runner, jobs: list[Job], folder: Path, rank: int, size: int, local: int
 ) -> int:
-    """Under torchrun or srun: this process is one rank of every job; rank 0 writes the records.
-
-    After a failure ranks may stand in different collectives, so the jobs after it are not run: they
-    get records that say so.
-    """
+    """Run as one rank of every job under torchrun or srun; rank 0 writes the records. After a
+    failure ranks may stand in different collectives, so later jobs are not run; they get records
+    that say so."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     _join(runner, jobs[0], rank, size, "env://", local)
     failed = ""
@@ -260,7 +259,7 @@ def _as_rank(
             outcome, found = _together(runner, job, place)
             failed = outcome[1] if outcome[0] in ("failed", "oom") else ""
         path = folder / f"{number}.json"
-        first = not path.exists()  # the first to fail says why
+        first = not path.exists()  # the first rank to fail gives the reason
         if (rank == 0 and not failed) or (failed and first):
             write(runner, job, path, *outcome, found)
     if failed:
@@ -270,7 +269,7 @@ def _as_rank(
 
 
 def _together(runner: Runner, job: Job, place: Rank) -> tuple[tuple[Status, str], list[RankAnswer]]:
-    """One job on all ranks: its outcome, and every rank's answer."""
+    """One job on all ranks: its outcome, and the answers of all ranks."""
     answers: list[RankAnswer | None] = [None] * place.size
     layout = job.run.layout
     try:

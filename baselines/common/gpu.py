@@ -1,4 +1,4 @@
-"""A rank's GPU: its settings before CUDA starts, its memory between jobs."""
+"""The GPU of a rank: its settings before CUDA starts, its memory between jobs."""
 
 import gc
 import os
@@ -13,8 +13,7 @@ from rematbench.torch.devices import choose_device, empty_pinned
 
 
 def require(job: Job, local_ranks: int) -> None:
-    """NotRunnable where the GPUs that torch sees here are fewer than the ranks of this host: NCCL
-    lets no two ranks share one."""
+    """NotRunnable where torch sees fewer GPUs than ranks here: NCCL lets no two ranks share one."""
     if job.device != "cuda" or job.run.world == "traced":
         return
     _, found = gpus_seen()
@@ -25,12 +24,13 @@ def require(job: Job, local_ranks: int) -> None:
 
 
 def take(local: int, world_size: int, settings: Mapping[str, str]) -> torch.device:
-    """The rank's GPU, with the package's `settings` in the environment (what a person has set
-    stays) and its share of the CPUs near it, which an optimizer on the host works with.
+    """Take the rank's GPU, with the package's `settings` in the environment.
 
-    LOCAL_RANK becomes the GPU's number among those the process sees: packages take it for that.
-    Of torch's attention kernels those remain that the project's executor takes too: flash, and for
-    fp32 the memory-efficient one; what only the quadratic one could compute is an error.
+    Variables that a person has set stay. The process gets its share of the CPUs near the GPU, which
+    an optimizer on the host uses. LOCAL_RANK becomes the GPU's number among the GPUs that the
+    process sees, as packages expect. Of torch's attention kernels only those stay allowed that the
+    project's executor uses: flash, and the memory-efficient kernel for fp32; a case that only the
+    quadratic kernel could compute is an error.
     """
     for name, value in settings.items():
         os.environ.setdefault(name, value)
@@ -44,8 +44,8 @@ def take(local: int, world_size: int, settings: Mapping[str, str]) -> torch.devi
 
 
 def clear() -> None:
-    """Memory of the last job given back, of the device and pinned: a job's objects are cycles,
-    which only a collection frees."""
+    """Free the last job's memory, on the device and pinned. The objects of a job are cycles, which
+    only a garbage collection frees."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
         torch.cuda.empty_cache()
@@ -53,6 +53,6 @@ def clear() -> None:
 
 
 def stack() -> dict[str, str]:
-    """Versions of CUDA and of NCCL."""
+    """The versions of CUDA and NCCL."""
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {"cuda": str(torch.version.cuda), "nccl": nccl}

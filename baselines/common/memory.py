@@ -1,4 +1,4 @@
-"""What this machine cannot hold is not started."""
+"""Refuses jobs that this machine's memory cannot hold."""
 
 from baselines.common.contract import NotRunnable
 from rematbench.host.memory import free_bytes
@@ -6,8 +6,8 @@ from rematbench.packages.process import Job
 
 
 def check_memory(job: Job) -> None:
-    """NotRunnable if the weights and gradients of all ranks, in fp32, are more than what is free on
-    this machine: a CPU that starts to swap answers to nobody."""
+    """NotRunnable if the weights and gradients of all ranks, in fp32, exceed the free memory. A
+    machine that starts to swap no longer responds."""
     if job.run.world == "traced" or job.device != "cpu":
         return
     lay = job.run.layout

@@ -1,4 +1,4 @@
-"""Live bytes of a step that are not states, by the project's own tracker of storages."""
+"""Live bytes of a step without states, by the project's own tracker of storages."""
 
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -12,9 +12,9 @@ from rematbench.torch.tracker import Tracker
 
 
 class Meter(Tracker):
-    """A tracker that also follows the host's peak, and tells offloaded storages apart: those that a
-    maker of host tensors returns, those of which `told` says so, and beside a GPU what lives on the
-    CPU."""
+    """A tracker that also follows the host's peak and tells offloaded storages apart. Offloaded
+    are: storages that a maker of host tensors returns, storages for which `told` is true, and with
+    a GPU as device all storages on the CPU."""
 
     counting: ClassVar["Meter | None"] = None
 
@@ -27,11 +27,11 @@ class Meter(Tracker):
         self._looking_away = False
 
     def states(self, tensors: Iterable[Tensor]) -> int:
-        """Leave these storages out from now on; the bytes of those that are not the host's."""
+        """Do not count these storages from now on; the result is their bytes on the device."""
         return self.homes(tensors)[0]
 
     def homes(self, tensors: Iterable[Tensor]) -> tuple[int, int]:
-        """Leave these storages out from now on; their bytes on (the device, the host)."""
+        """Do not count these storages from now on; the result is their bytes on (device, host)."""
         kept = {t.untyped_storage()._cdata: t for t in tensors}
         self.exclude(kept.values())
         sizes = [0, 0]
@@ -60,8 +60,9 @@ class Meter(Tracker):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def without(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, whose own storages are not counted: what a backend copies inside a collective is
-        the backend's (gloo's reduce-scatter clones its input, NCCL's does not)."""
+        """`call`, with storages made inside it not counted. A backend's own copies inside a
+        collective belong to the backend (gloo's reduce-scatter clones its input, NCCL's does
+        not)."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             before, self._looking_away = self._looking_away, True
@@ -82,7 +83,7 @@ class Meter(Tracker):
         return told or super()._is_host(tensor)
 
     def host(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`make` as a maker of host tensors: what it returns never counts as device memory."""
+        """`make` as a maker of host tensors: its results never count as device memory."""
 
         def made(*args: Any, **kwargs: Any) -> Tensor:
             with self.on_host():
@@ -92,8 +93,8 @@ class Meter(Tracker):
 
 
 def as_kernel(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` as the one kernel that a compiler makes of it on a GPU: of its storages only those of
-    what it returns count."""
+    """`call` as the one kernel that a compiler makes of it on a GPU. Of the storages made inside,
+    only those of its results count."""
 
     @wraps(call)
     def called(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""RMSNorm that saves on a CPU what it saves on a GPU.
+"""RMSNorm that saves on a CPU the tensors that it saves on a GPU.
 
-On a CPU torch takes RMSNorm apart, and fp32 tensors of the input's size stay alive.  CUDA's
-kernels, one forward and one backward, save the input and 1/rms of each row.
+On a CPU torch takes RMSNorm apart, and fp32 tensors of the input's size stay alive. CUDA's kernels,
+one forward and one backward, save the input and 1/rms of each row.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the norm, 1/rms of each row) as one operator, whose working copies nobody sees."""
+    """(the norm, 1/rms of each row) as one operator, inside which no temporary is counted."""
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight).to(x.dtype), scale
@@ -28,7 +28,7 @@ def _(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, 
 def _rms_norm_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of input and weight."""
+    """The gradients of input and weight."""
     y, wide = x.float() * scale, grad.float()
     inner = wide * weight
     dx = scale * (inner - y * (inner * y).mean(-1, keepdim=True))

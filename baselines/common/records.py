@@ -1,4 +1,4 @@
-"""A job's record, from its outcome and its ranks' answers."""
+"""The record of a job, from its outcome and the answers of its ranks."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ BYTES = ("activation_peak_bytes", "host_peak_bytes", "state_bytes", "host_state_
 def write(
     runner: Runner, job: Job, path: Path, status: Status, reason: str, answers: list[RankAnswer]
 ) -> None:
-    """The record of a job, whatever its outcome; with every rank's answer if it ended well."""
+    """Write the record of a job, whatever its outcome; with every rank's answer if it is `ok`."""
     record = Record(
         run_id=job.run.run_id,
         spec=job.run,
@@ -51,7 +51,7 @@ def _measured(job: Job, answers: list[RankAnswer]) -> Measured:
         RankMeasured(
             rank=number,
             pp=number // (lay.gpus // lay.pp),
-            # A CPU's time is never performance.
+            # Seconds of a CPU are never performance.
             step_s=tuple(answer.step_s) if on_gpus else (),
             **{name: getattr(answer, name) for name in names},
         )

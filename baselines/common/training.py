@@ -1,4 +1,4 @@
-"""One rank's steps, whatever the package: first observed ones, then (on GPUs) timed ones."""
+"""The steps of one rank for every package: observed steps first, then (on GPUs) timed steps."""
 
 import math
 import time
@@ -15,32 +15,33 @@ from rematbench.torch.failures import NotFinite
 
 
 class Trainer(Protocol):
-    """A package's model and optimizer on one rank, with a batch in hand."""
+    """A package's model and optimizer on one rank, with the batch of a step."""
 
     def load(self, step: int) -> None:
-        """Take a step's batch, on the device."""
+        """Load the batch of a step onto the device."""
 
     def forward_backward(self, meter: Meter | None) -> None:
-        """Every micro-batch of the step, its bytes counted by `meter` if there is one."""
+        """Run forward and backward of every micro-batch; `meter`, if given, counts the bytes."""
 
     def loss(self) -> float:
-        """The step's mean over all labels that count (a collective)."""
+        """The step's mean loss over all labels that count (a collective)."""
 
     def gradients(self, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """Norms of every parameter's gradient and, if asked, on rank 0 the whole gradients in
-        float64 on the CPU (a collective)."""
+        """The norm of every parameter's gradient, and if `whole` the gradients too (a collective).
+        The whole gradients are on rank 0, in float64 on the CPU."""
 
     def update(self) -> None:
-        """The optimizer's step."""
+        """Run the optimizer's step."""
 
 
 def train(trainer: Trainer, job: Job, answer: RankAnswer, meter: Meter, metered: int) -> None:
-    """Run a job's steps.  Of observed ones losses and norms are read, and of step `metered` the
-    bytes; the timed ones follow, after as many more as the job wants for a warm-up (at least one:
-    what compiles itself does so when it is first not observed), and nobody looks at them before
-    they are over.
+    """Run a job's steps: observed ones first, then timed ones.
 
-    Raises NotFinite for a loss that is none.
+    Losses and norms are read of observed steps, and the bytes of step `metered`. Before the timed
+    steps the job's warm-up steps run, at least one, because a package that compiles does so at its
+    first unobserved step. Nothing is read before the timed steps are over.
+
+    Raises NotFinite for a loss that is not finite.
     """
     if job.device == "cuda":
         forget_peaks()
@@ -63,7 +64,7 @@ def train(trainer: Trainer, job: Job, answer: RankAnswer, meter: Meter, metered:
 
 
 def _time(trainer: Trainer, job: Job, answer: RankAnswer) -> None:
-    """Seconds of steps that nobody observes, and the allocator's peaks of all but the warm-up."""
+    """The seconds of unobserved steps, and the allocator's peaks of the timed ones."""
     for number in range(job.warmup + job.timed_steps):
         trainer.load(job.steps + number)
         if number == job.warmup:
@@ -80,7 +81,7 @@ def _time(trainer: Trainer, job: Job, answer: RankAnswer) -> None:
 
 
 def now() -> float:
-    """Seconds on the host's clock, the device idle."""
+    """Seconds on the host's clock, with the device idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -28,7 +28,7 @@ def model_specs(model: Model, vocab: int) -> dict[str, ParameterSpec]:
 
 
 def weight(spec: ParameterSpec, seed: int, tp_rank: int = 0, tp: int = 1) -> Tensor:
-    """A tensor-parallel rank's part of a parameter, float64."""
+    """The part of a parameter that a tensor-parallel rank holds, in float64."""
     return shard(padded(full_weight(spec, seed), spec), spec, tp_rank, tp)
 
 
@@ -41,9 +41,9 @@ class Piece(NamedTuple):
 
 
 def norms(pieces: Iterable[Piece], specs: dict[str, ParameterSpec]) -> dict[str, float]:
-    """The norm of every parameter's gradient, from all ranks' pieces: computed where they are, and
-    only sums travel.  Every part of a parameter comes from one rank only, so squares may be added.
-    """
+    """The norm of every parameter's gradient, from the pieces of all ranks. Each rank computes its
+    sums, and only the sums travel. Every part of a parameter comes from one rank only, so the
+    squares can be added."""
     own: dict[str, float] = {}
     for piece in pieces:
         counted = _without_padding(piece, specs[piece.name])
@@ -57,7 +57,7 @@ def norms(pieces: Iterable[Piece], specs: dict[str, ParameterSpec]) -> dict[str,
 
 
 def _without_padding(piece: Piece, spec: ParameterSpec) -> Tensor:
-    """Rows that the model has: a vocabulary is padded at its end."""
+    """The rows of a piece that the model has: a vocabulary is padded at its end."""
     if not spec.rows:
         return piece.values
     first = piece.order * piece.values.shape[0]
@@ -65,7 +65,7 @@ def _without_padding(piece: Piece, spec: ParameterSpec) -> Tensor:
 
 
 def assemble(pieces: Iterable[Piece], specs: dict[str, ParameterSpec]) -> dict[str, Tensor]:
-    """Whole gradients on rank 0, float64 on the CPU, from all ranks' pieces; empty elsewhere."""
+    """The whole gradients on rank 0 (empty elsewhere), in float64 on the CPU, from all pieces."""
     own = [piece._replace(values=piece.values.to("cpu", copy=True)) for piece in pieces]
     first = dist.get_rank() == 0
     everyone: list[list[Piece]] | None = [[]] * dist.get_world_size() if first else None

@@ -1,6 +1,6 @@
-"""Activations that are alive where a plan says otherwise.
+"""Live bytes of activations as DeepSpeed holds them, where a plan says otherwise.
 
-- TiledMLP makes its tiles again in its backward, one at a time, also in a layer that runs again.
+TiledMLP rebuilds its tiles in its backward, one at a time, also in a layer that is recomputed.
 """
 
 from typing import TYPE_CHECKING
@@ -11,16 +11,15 @@ if TYPE_CHECKING:
     from baselines.deepspeed.sizes import Sizes
 
 Key = tuple[int, int, str]
-"""Micro-batch, chunk and name of a tensor."""
+"""The micro-batch, chunk and name of a tensor."""
 OWN = (".parameters", ".gradients")
-"""Of a plan's own gathers and gradient buffers: others take their place."""
+"""Suffixes of a plan's own gathers and gradient buffers, which this walk leaves out."""
 TILED, LAST = ("up_out", "gate_out", "act_out", "fc2_in"), "fc2"
-"""What TiledMLP makes again, and the operator that ends a tile."""
+"""The tensors that TiledMLP rebuilds, and the operator that ends a tile."""
 
 
 def direction(action: Action) -> bool | None:
-    """Whether an action is a forward's (also of one that runs again: True), a backward's (False)
-    or neither's."""
+    """Whether an action is of a forward or recomputation (True), a backward (False), or neither."""
     if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
         return True
     kind = Kind.BACKWARD_WEIGHT if action.part == "E" else Kind.BACKWARD_INPUT
@@ -39,7 +38,7 @@ class Alive:
         self._tile_ends = False
 
     def born(self, key: Key, nbytes: int, kind: Kind) -> None:
-        """A tensor that an action makes, or brings back."""
+        """Count a tensor that an action makes or reloads."""
         if not key[2].endswith((HOST, *OWN)):
             self._known[key] = nbytes
             self.nbytes += nbytes
@@ -48,7 +47,8 @@ class Alive:
                 self._tile.append(key)
 
     def before(self, action: Action) -> None:
-        """An action is about to run: a tile that ended is gone, what it wants is there."""
+        """Account for tiles before an action runs. A tile that has ended is freed, and the tile
+        that the action needs is rebuilt."""
         if direction(action) is not None:
             if self._tile_ends:
                 kept = [key for key in self._tile if key in self._known]
@@ -62,7 +62,7 @@ class Alive:
                 self.born(key, self._remade.pop(key), action.kind)
 
     def gone(self, keys: list[Key]) -> None:
-        """They are freed."""
+        """Free the tensors with these keys."""
         self.nbytes -= sum(self._known.pop(key, 0) for key in keys)
 
 

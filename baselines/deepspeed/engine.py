@@ -1,4 +1,4 @@
-"""One rank's DeepSpeed engine: its configuration, its steps, its gradients by name."""
+"""The DeepSpeed engine of one rank: its configuration, its steps, its gradients by name."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -27,26 +27,28 @@ from rematbench.torch.parameters import AdamW, square_sum
 from rematbench.workload import Workload
 
 UPDATE = AdamW()
-"""The numbers of the project's own executor: weight decay of all parameters, in one group."""
+"""AdamW with the hyperparameters of the project's own executor. Weight decay is on all parameters,
+in one group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memories:
-    """How a tensor's place is told where a CPU is both (None: all are on the device), the device
-    that has memory of its own, and the parts of the shim."""
+    """How host and device memory are told apart. `on_host` says whether a tensor is on the host
+    where one CPU is both (None: all tensors are on the device); `device` is a device with memory of
+    its own; `shim` are the parts of the shim."""
 
     on_host: Callable[[Tensor], bool] | None = None
     device: torch.device | None = None
     shim: tuple[str, ...] = ()
 
     def meter(self) -> Meter:
-        """A meter that knows the two apart."""
+        """A meter that tells host and device memory apart."""
         return Meter(self.on_host, self.device)
 
 
 @dataclass(kw_only=True)
 class Rig:
-    """The engine and where this rank stands: its replica, and its place in the sequence."""
+    """The engine and this rank's place: its replica, and its part of the sequence."""
 
     job: Job
     engine: Any
@@ -56,12 +58,12 @@ class Rig:
 
     @property
     def device(self) -> torch.device:
-        """Where the engine computes."""
+        """The device on which the engine computes."""
         return torch.device(self.engine.device)
 
 
 def configuration(job: Job, policy: DeepSpeed) -> dict[str, Any]:
-    """What deepspeed.initialize takes: the policy's own, or what `flags` printed."""
+    """The configuration for deepspeed.initialize: the policy's own, or the job's options."""
     if job.options:
         return read(job.options)
     run = job.run
@@ -70,8 +72,8 @@ def configuration(job: Job, policy: DeepSpeed) -> dict[str, Any]:
 
 @contextmanager
 def memories(job: Job, policy: DeepSpeed, *, real: bool) -> Iterator[Memories]:
-    """The host's memory apart from the device's while this lasts: on a GPU as it is, on a CPU by
-    the shim where anything is moved."""
+    """A context within which host and device memory can be told apart. On a GPU they are apart
+    already; on a CPU the shim tells them apart where the job offloads anything."""
     norm = ("norm",) if job.run.model.norm == "rmsnorm" else ()
     if job.device != "cpu":
         yield Memories(device=torch.device(job.device))
@@ -83,15 +85,15 @@ def memories(job: Job, policy: DeepSpeed, *, real: bool) -> Iterator[Memories]:
 
 
 def build(job: Job, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:
-    """Model with its weights, optimizer, engine."""
+    """The engine with model, weights and optimizer."""
     run = job.run
     groups._release_process_group_references()
     ulysses = run.layout.ulysses > 1
     deepspeed.checkpointing.reset()
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     if ulysses:
-        # Not the configuration's sequence_parallel_size: with it 0.19.8 reduces gradients over
-        # data-parallel ranks only, and every sequence rank trains on its own part's gradient.
+        # Not by the configuration's sequence_parallel_size: with it 0.19.8 reduces gradients over
+        # data-parallel ranks only, and every sequence rank trains on the gradient of its own part.
         sp.initialize_sequence_parallel(run.layout.ulysses)
     made = configuration(job, policy)
     checkpointed = "activation_checkpointing" in made
@@ -103,7 +105,7 @@ def build(job: Job, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:
     made.setdefault("timers", {"throughput": {"enabled": False}})
     optimizer = torch.optim.AdamW(
         decoder.parameters(),
-        fused=job.device == "cuda",  # as DeepSpeed's own, which would be compiled here
+        fused=job.device == "cuda",  # as in DeepSpeed's own AdamW, which would be compiled here
         lr=UPDATE.lr,
         betas=(UPDATE.beta1, UPDATE.beta2),
         eps=UPDATE.eps,
@@ -126,7 +128,7 @@ def build(job: Job, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:
 
 
 def batch_of(job: Job, step: int) -> Batch:
-    """The whole step's sequences."""
+    """The sequences of the whole step."""
     run = job.run
     work = Workload(model=run.model, seq_len=run.seq_len, precision=run.precision)
     return make_batch(work, run.layout.global_batch, job.seed, step, job.ignored)
@@ -144,16 +146,17 @@ def _rows(rig: Rig, batch: Batch, number: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run_step(rig: Rig, batch: Batch, counted: int) -> Tensor | float:
-    """Forwards and backwards of one step; this rank's sum of losses.
+    """Run forward and backward of one step; the result is this rank's sum of losses.
 
-    DeepSpeed averages gradients over replicas, and at ZeRO 3 over sequence ranks too, whose parts
-    are parts of a sum; the scale makes them those of the mean over all counted labels of the batch.
+    DeepSpeed averages gradients over replicas, and under ZeRO 3 also over sequence ranks, whose
+    gradients are parts of a sum. The scale turns the averages into gradients of the mean over all
+    counted labels of the batch.
     """
     lay = rig.job.run.layout
     ranks = lay.replicas * (lay.ulysses if lay.zero_stage == ZERO_3 else 1)
     scale = ranks / counted
     losses: list[Tensor | float] = []
-    # To read a value of a GPU is to wait for it; of a CPU's a copy would count as live bytes.
+    # Reading a value of a GPU waits for the GPU; a kept tensor of a CPU would count as live bytes.
     micro_steps(
         rig, batch, scale, lambda loss: losses.append(loss if loss.is_cuda else float(loss))
     )
@@ -161,7 +164,7 @@ def run_step(rig: Rig, batch: Batch, counted: int) -> Tensor | float:
 
 
 def micro_steps(rig: Rig, batch: Batch, scale: float, see: Callable[[Tensor], None]) -> None:
-    """Forward and backward of one micro-batch after the other; `see` gets each scaled loss."""
+    """Run forward and backward of the micro-batches in order; `see` gets each scaled loss."""
     lay = rig.job.run.layout
     for number in range(lay.num_micro_batches):
         last = number == lay.num_micro_batches - 1
@@ -177,7 +180,7 @@ def micro_steps(rig: Rig, batch: Batch, scale: float, see: Callable[[Tensor], No
 
 @contextmanager
 def counted(rig: Rig, meter: Meter) -> Iterator[None]:
-    """Count live bytes of a step, states and the backend's own copies apart."""
+    """Count the live bytes of a step, without states and the backend's own copies."""
     backend = deepspeed.comm.comm.cdb
     scatter = backend.reduce_scatter_function
     backend.reduce_scatter_function = meter.without(scatter)
@@ -190,15 +193,15 @@ def counted(rig: Rig, meter: Meter) -> Iterator[None]:
 
 
 def fetches_ahead(run: RunSpec) -> bool:
-    """Whether a first pass is unlike all others: ZeRO 3 records it, and then fetches ahead."""
+    """Whether the first pass is unlike all others: ZeRO 3 records its order, then fetches ahead."""
     return run.layout.zero_stage == ZERO_3
 
 
 def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Norms and, if asked, on rank 0 the whole gradients (a collective under ZeRO)."""
+    """Norms of gradients and, if `whole`, the gradients on rank 0 (a collective under ZeRO)."""
     norms, found = {}, {}
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # offloaded, ZeRO 1 and 2 read their pinned memory at once
+        torch.cuda.synchronize()  # ZeRO 1 and 2, offloaded, read their pinned memory at once
     for name, parameter in rig.decoder.named_parameters():
         grad = safe_get_full_grad(parameter).detach()
         norms[name] = math.sqrt(square_sum(grad.reshape(-1)))
@@ -209,15 +212,18 @@ def gradients(rig: Rig, *, whole: bool) -> tuple[dict[str, float], dict[str, Ten
 
 
 def parameter_shape(parameter: Any) -> torch.Size:
-    """The whole shape, also of a parameter that ZeRO-3 has partitioned."""
+    """The whole shape of a parameter, also where ZeRO 3 has partitioned it."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 
 
 def states(rig: Rig) -> list[Tensor]:
-    """Parameters as they are held now, flat buffers and optimizer state; and what is made at the
-    start and never freed: of ZeRO 3 its part of the gradients and its reduce bucket, of an
-    offloaded optimizer its part of the gradients and the buffers on their way."""
+    """The tensors of states, and tensors that are made at the start and never freed.
+
+    States are parameters as they are held now, flat buffers and optimizer states. Never freed are:
+    under ZeRO 3 its part of the gradients and its reduce bucket; of an offloaded optimizer its part
+    of the gradients and the buffers for its copies.
+    """
     found = [*rig.decoder.parameters(), *rig.decoder.buffers()]
     found += [p.ds_tensor for p in rig.decoder.parameters() if hasattr(p, "ds_tensor")]
     optimizer = rig.engine.optimizer
@@ -233,7 +239,7 @@ def states(rig: Rig) -> list[Tensor]:
 
 
 def offloading(optimizer: Any, parts: list[Tensor]) -> list[Tensor]:
-    """What ZeRO makes at the start to keep its optimizer, or ZeRO 3's parameters, on the host."""
+    """Tensors that ZeRO makes at the start to keep the optimizer or the parameters on the host."""
     found = list(getattr(optimizer, "param_groups_fp16_flat_cpu_memory", []))
     if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
         found += [part.grad for part in parts if part.grad is not None]
@@ -247,7 +253,8 @@ def offloading(optimizer: Any, parts: list[Tensor]) -> list[Tensor]:
 
 
 def updated(rig: Rig, *, without_state: bool = False) -> list[Tensor]:
-    """What the optimizer updates: parameters, or ZeRO's flat parts (or those without moments)."""
+    """The tensors that the optimizer updates: parameters, or ZeRO's flat parts. `without_state`:
+    only those that have no moments yet."""
     optimizer = rig.engine.optimizer
     inner = getattr(optimizer, "optimizer", optimizer)
     # ZeRO 3 shows its inner optimizer one part at a time, and only during the update.

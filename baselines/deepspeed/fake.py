@@ -1,18 +1,19 @@
-"""One rank of any layout on fake tensors: DeepSpeed's own engine, and no hardware.
+"""One rank of any layout on fake tensors: DeepSpeed's own engine without hardware.
 
 Torch's fake process group answers every collective at once; fake tensors have sizes and no values.
-Forward and backward of every micro-batch run as they are; the update, which asks whether a gradient
-is finite, does not.  Bytes are those of storages: no allocator rounding, no workspaces.
+Forward and backward of every micro-batch run unchanged.  The update does not run, because it asks
+whether a gradient is finite.  Bytes are those of storages: no allocator rounding, no workspaces.
 
-Where a value is asked for before that, a part of the shim answers; a record names its parts:
+Where DeepSpeed asks for a value before the update, a part of the shim answers; a record names the
+parts:
 
 | part | what it answers |
 |---|---|
-| order | ZeRO 3: that all ranks have recorded the same modules |
-| unscaled | TiledFusedLogitsLoss: that the loss's own gradient is 1 |
-| finite | ZeRO 1 and 2, optimizer offloaded: that no gradient is inf (the same operators run) |
+| order | ZeRO 3: all ranks have recorded the same modules |
+| unscaled | TiledFusedLogitsLoss: the gradient of the loss is 1 |
+| finite | ZeRO 1 and 2, optimizer offloaded: no gradient is inf (the same operators run) |
 | sizes | partitioned checkpointing: a tensor of a shape gives that shape |
-| moments | ZeRO 0, bf16: a first step of AdamW that makes its moments is not run |
+| moments | ZeRO 0, bf16: the first step of AdamW, which makes its moments, is not run |
 """
 
 import os
@@ -47,8 +48,8 @@ COUNTER = 4
 
 
 class Made(Decoder):
-    """A decoder whose parameters are made where and as they are wanted: torch converts no fake
-    ones."""
+    """A decoder whose parameters are made on the right device and in the right dtype at once. torch
+    cannot convert fake parameters."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         with torch.device(get_accelerator().current_device_name()):
@@ -64,7 +65,7 @@ def trace(job: Job, policy: DeepSpeed, memories: ds.Memories) -> RankAnswer:
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(size), LOCAL_RANK="0")
     dist.init_process_group("fake", rank=job.rank, world_size=size, store=FakeStore())
     wanted = torch.bfloat16 if job.run.precision == "bf16" else torch.float32
-    # ZeRO 3 asks whether every rank has recorded the same modules, by value.
+    # ZeRO 3 compares by value whether every rank has recorded the same modules.
     partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda _: None
     TiledFusedLogitsLoss.backward = _unscaled
     stage_1_and_2.has_inf_or_nan = _finite
@@ -84,7 +85,7 @@ def trace(job: Job, policy: DeepSpeed, memories: ds.Memories) -> RankAnswer:
     here, host = memories.meter().homes(ds.states(rig))
     for part in ds.updated(rig, without_state=True):
         offloaded = memories.on_host is not None and memories.on_host(part)
-        counted_there = COUNTER if memories.on_host is not None else 0  # AdamW's is the host's
+        counted_there = COUNTER if memories.on_host is not None else 0  # the counter is on the host
         here += (0 if offloaded else 8 * part.numel()) + COUNTER - counted_there
         host += (8 * part.numel() if offloaded else 0) + counted_there
     answer = RankAnswer(
@@ -115,19 +116,20 @@ def _parts(job: Job, policy: DeepSpeed) -> tuple[str, ...]:
 
 
 def _unscaled(ctx: Any, *gradients: Any) -> Any:
-    """TiledFusedLogitsLoss.backward, whose gradient is 1 (it is given the whole loss) as a number
-    that it can compare with 1."""
+    """TiledFusedLogitsLoss.backward with the number 1 as the loss's gradient. The function compares
+    the gradient with 1, which a fake tensor cannot answer; the gradient is 1, because the function
+    is given the whole loss."""
     return _tiled_backward(ctx, 1.0, *gradients[1:])
 
 
 def _finite(gradient: Tensor) -> bool:
-    """has_inf_or_nan of a gradient that has no values: the same operators, and no."""
+    """has_inf_or_nan of a gradient without values: the same operators run, and the answer is no."""
     _has_inf_or_nan(gradient)
     return False
 
 
 def _partitioned(args: tuple[Any, ...], *rest: Any) -> list[Any]:
-    """get_partitioned_activations_for_backward, whose tensors of sizes can be read again."""
+    """get_partitioned_activations_for_backward with readable shapes in its size tensors."""
     shapes = [list(arg.size()) if isinstance(arg, Tensor) else None for arg in args]
     made: list[Any] = _for_backward(args, *rest)
     for size, shape in zip(made[1::2], shapes, strict=True):
@@ -137,7 +139,7 @@ def _partitioned(args: tuple[Any, ...], *rest: Any) -> list[Any]:
 
 
 def _updated(optimizer: Any) -> None:
-    """What ZeRO 3's update does to parameters and gradients, without the update."""
+    """Do to parameters and gradients what ZeRO 3's update does, without the update itself."""
     optimizer._partition_all_parameters()
     optimizer.zero_grad()
     optimizer._post_step(())

@@ -1,4 +1,4 @@
-"""What DeepSpeed, or this baseline of it, does not run: refused first, by name."""
+"""Jobs that DeepSpeed, or this baseline of it, does not run: refused first, by name."""
 
 from baselines.common.contract import NotRunnable
 from baselines.deepspeed.plan import DeepSpeed

@@ -1,6 +1,6 @@
-"""The project's decoder in plain torch modules, with DeepSpeed's pieces where they are asked for.
+"""The project's decoder in plain torch modules, with DeepSpeed's functions where a policy asks.
 
-The arithmetic is that of the project's executor; only DeepSpeed's own functions are DeepSpeed's.
+The arithmetic is that of the project's executor.
 """
 
 from functools import partial
@@ -20,10 +20,10 @@ from rematbench.workload import Model
 
 
 class RmsNorm(nn.RMSNorm):
-    """torch's, which on a CPU keeps what its kernel on a GPU keeps (part *norm* of the shim)."""
+    """torch's RMSNorm, saving on a CPU what its GPU kernel saves (part *norm* of the shim)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """... x hidden."""
+        """... x hidden -> ... x hidden."""
         return super().forward(x) if x.is_cuda else rms_norm(x, self.weight, NORM_EPS)
 
 
@@ -34,10 +34,10 @@ def _norm(model: Model) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal attention on torch's scaled_dot_product_attention; batch x seq x heads x head_dim."""
+    """Causal attention by torch's scaled_dot_product_attention: batch x seq x heads x head_dim."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Whole sequences, this rank's heads."""
+        """Attend over whole sequences with this rank's heads."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if k.shape[1] != q.shape[1]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """One pre-norm decoder layer; parameters are named as the project names them."""
+    """One pre-norm decoder layer; parameters have the project's names."""
 
     def __init__(self, model: Model, tiles: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Layer(nn.Module):
         self.exchanged = False
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """batch x seq x hidden, this rank's rows."""
+        """batch x seq x hidden -> batch x seq x hidden, this rank's rows."""
         mixed = self.proj(self._attention(self.attn_norm(x), cos, sin))
         x = x + (self.post_attn_norm(mixed) if self.model.post_norm else mixed)
         y = self.mlp_norm(x)
@@ -83,7 +83,7 @@ class Layer(nn.Module):
         return out.flatten(2)
 
     def mlp(self, y: Tensor) -> Tensor:
-        """Gated or plain."""
+        """The MLP, gated or plain."""
         up = self.up_out(y)
         if not self.model.gated:
             return self.fc2(F.gelu(up))  # type: ignore[no-any-return]
@@ -98,7 +98,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers, head and loss: forward gives the scaled sum of this rank's losses."""
+    """Embedding, layers, head and loss; the forward gives the scaled sum of this rank's losses."""
 
     def __init__(self, model: Model, policy: DeepSpeed, *, checkpointed: bool) -> None:
         super().__init__()
@@ -116,18 +116,19 @@ class Decoder(nn.Module):
 
     @property
     def decoder_layers(self) -> list[Layer]:
-        """The layers by their type."""
+        """The layers, typed."""
         return [layer for layer in self.layers if isinstance(layer, Layer)]
 
     def fill(self, seed: int) -> None:
-        """The project's weights."""
+        """Write the project's weights of a seed."""
         specs = model_specs(self.model, self.model.vocab)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 parameter.copy_(weight(specs[name], seed))
 
     def forward(self, ids: Tensor, labels: Tensor, where: Tensor, scale: float) -> Tensor:
-        """ids, labels: batch x seq; where: the positions of this rank's rows of one sequence."""
+        """The scaled sum of this rank's losses. ids, labels: batch x seq; where: the positions of
+        this rank's rows of one sequence."""
         x = self.embedding(ids)
         if self.model.position == "learned":
             x = x + self.position(where)
@@ -135,7 +136,7 @@ class Decoder(nn.Module):
         cos, sin = rope_tables(rows, self.model.head_dim, x.dtype)
         for layer in self.layers:
             if self.checkpointed:
-                # bound, not passed: partitioning takes every tensor argument apart
+                # bound, not passed: partitioning partitions every tensor argument
                 x = deepspeed.checkpointing.checkpoint(partial(layer, cos=cos, sin=sin), x)
             else:
                 x = layer(x, cos, sin)
@@ -149,7 +150,8 @@ class Decoder(nn.Module):
 
 
 def _scaled_loss(scale: float) -> Any:
-    """The tiled loss makes its gradients while it runs, so the scale has to be inside."""
+    """The loss times the scale. The tiled loss makes its gradients while it runs, so the scale must
+    be inside the loss."""
 
     def loss(self: Decoder, x: Tensor, labels: Tensor) -> Tensor:
         logits = self.lm_head(x).flatten(0, -2)

@@ -1,4 +1,4 @@
-"""A configuration of DeepSpeed, as `flags` prints it: what it says of a job, and of a policy."""
+"""A configuration of DeepSpeed, as `flags` prints it: what it says of a job and of a policy."""
 
 from typing import Any, NamedTuple
 
@@ -12,15 +12,15 @@ from rematbench.packages.process import Job
 from rematbench.runs.record import RunSpec
 
 SAID = ("checkpointing", "offload_optimizer", "offload_param", "overlap_comm")
-"""Settings of a policy that a configuration says: tiles are code."""
+"""The settings of a policy that a configuration says: tiles are code."""
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 OFFLOADED = ("offload_optimizer", "offload_param")
 CODE = ("optimizer", "scheduler")
-"""What this baseline hands to `deepspeed.initialize` itself: AdamW, and no schedule."""
+"""Objects that this baseline gives to `deepspeed.initialize` itself: AdamW, and no schedule."""
 
 
 def read(text: str) -> dict[str, Any]:
-    """The configuration; NotRunnable if that is none."""
+    """The configuration; NotRunnable if the text is no configuration."""
     try:
         given: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
         msgspec.convert(given.get("zero_optimization"), dict[str, Any])
@@ -32,8 +32,8 @@ def read(text: str) -> dict[str, Any]:
 
 
 def policy_of(job: Job, policy: DeepSpeed) -> DeepSpeed:
-    """The policy that a job's options say, for the guards; NotRunnable for options that say another
-    job, or another policy than is set beside them."""
+    """The policy that a job's options say, for the guards. NotRunnable for options that say another
+    job, or another policy than the settings beside them."""
     given = read(job.options)
     _agree(given, job.run)
     homes = {name: _home(given, name) for name in OFFLOADED}
@@ -60,19 +60,19 @@ def policy_of(job: Job, policy: DeepSpeed) -> DeepSpeed:
 
 
 def accepted(given: dict[str, Any]) -> None:
-    """Raise NotRunnable for what DeepSpeed's own reading says no to."""
+    """Raise NotRunnable for what DeepSpeed's own reading refuses."""
     from deepspeed.runtime.config import DeepSpeedConfig  # noqa: PLC0415  # run.py has imported it
 
     alone = {key: value for key, value in given.items() if key != "train_batch_size"}
     try:
-        # Here is one process: the batch of all ranks is compared with the job's.
+        # There is one process here: the batch of all ranks is compared with the job's elsewhere.
         DeepSpeedConfig({**alone, "train_micro_batch_size_per_gpu": 1})
     except (ValueError, TypeError, AttributeError, AssertionError) as error:
         raise NotRunnable(f"deepspeed: the options: {_line(error)}") from error
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error; of pydantic's the place, the value and what is allowed."""
+    """The first line of an error; of pydantic's errors the place, the value and what is allowed."""
     errors = getattr(error, "errors", None)
     if errors is None:
         return " ".join(str(error).split())
@@ -87,7 +87,7 @@ class _Said(NamedTuple):
 
 
 def _agree(given: dict[str, Any], run: RunSpec) -> None:
-    """Raise NotRunnable for the first thing by which a configuration is of another job."""
+    """Raise NotRunnable for the first value by which a configuration says another job."""
     lay = run.layout
     zero = _object(given, "zero_optimization")
     older = "bf16" not in given and "bfloat16" in given
@@ -108,7 +108,8 @@ def _agree(given: dict[str, Any], run: RunSpec) -> None:
 
 
 def _batch(given: dict[str, Any], run: RunSpec) -> list[_Said]:
-    """Of the three any two say the third; with one alone DeepSpeed accumulates nothing."""
+    """The batch sizes that a configuration says, beside those of the job. Any two of the three
+    sizes give the third; with one alone DeepSpeed accumulates no gradients."""
     lay = run.layout
     wanted = dict(
         zip(BATCH, (lay.global_batch, lay.micro_batch, lay.num_micro_batches), strict=True)
@@ -130,7 +131,7 @@ def _home(given: dict[str, Any], name: str) -> Any:
 
 
 def _object(given: dict[str, Any], name: str) -> dict[str, Any]:
-    """An object of a configuration; empty if it is not there."""
+    """An object of a configuration; empty if the configuration has none."""
     found = given.get(name)
     if found is None:
         return {}

@@ -1,9 +1,10 @@
-"""Host and device memory told apart on a CPU, where for torch they are one.
+"""Host and device memory told apart on a CPU, where they are one for torch.
 
-DeepSpeed asks its accelerator for the name of its device and says "cpu" for the host.  Here the
-device is "cpu:0", and streams and events are such as have happened already, so that DeepSpeed goes
-the ways that it goes on a GPU.  A fake tensor keeps that name by itself: moving one copies it, and
-an operator on both is an error.  A real one forgets it, so its storage is followed (`Places`).
+DeepSpeed asks its accelerator for the name of its device and says "cpu" for the host. Here the
+device is "cpu:0", and streams and events are always complete, so that DeepSpeed takes the code
+paths of a GPU. A fake tensor keeps the device's name by itself: moving the tensor copies it, and an
+operator on both places is an error. A real tensor loses the name, so its storage is followed
+(`Places`).
 """
 
 import contextlib
@@ -23,7 +24,8 @@ from rematbench.torch.mode import Mode
 
 DEVICE, HOST = torch.device("cpu", 0), torch.device("cpu")
 SHIM = ("places", "streams")
-"""What a record names: the device is cpu:0 beside the host's cpu; streams that are never behind."""
+"""The shim's parts in a record. places: the device is cpu:0 beside the host's cpu; streams: streams
+are always complete."""
 
 
 def moves(configuration: dict[str, Any]) -> bool:
@@ -37,22 +39,22 @@ def moves(configuration: dict[str, Any]) -> bool:
 
 
 class _Stream:
-    """A stream, or an event, on which everything has happened already."""
+    """A stream, or an event, on which all work is done already."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def query(self) -> bool:
-        """Nothing is left to do."""
+        """True: no work is left to do."""
         return True
 
     def _nothing(self, *_: Any, **__: Any) -> None:
-        """Nothing to wait for."""
+        """Do nothing: there is no work to wait for."""
 
     wait_stream = wait_event = wait = record = synchronize = _nothing
 
     def record_event(self, *_: Any) -> Self:
-        """The event is the stream."""
+        """The event, which is the stream itself."""
         return self
 
 
@@ -62,31 +64,31 @@ class Accelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed has no ty
     Stream = Event = _Stream
 
     def device_name(self, device_index: int | None = None) -> str:
-        """One device a process."""
+        """The name of the device; each process has one."""
         return str(DEVICE)
 
     def current_device_name(self) -> str:
-        """The device."""
+        """The name of the device."""
         return str(DEVICE)
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Whether a tensor is not on the host."""
+        """Whether a tensor is on the device."""
         return tensor.device == DEVICE
 
     def is_synchronized_device(self) -> bool:
-        """As a GPU, which runs beside its host."""
+        """False, as for a GPU, which runs beside its host."""
         return False
 
     def use_host_timers(self) -> bool:
-        """There is nothing else to time with."""
+        """True: there are no device timers."""
         return True
 
     def stream(self, stream: Any) -> Any:
-        """Streams are all the same."""
+        """An empty context: all streams are the same."""
         return contextlib.nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> _Stream:
-        """Any stream."""
+        """A stream; all streams are the same."""
         return _Stream()
 
     default_stream = current_stream
@@ -94,11 +96,12 @@ class Accelerator(CPU_Accelerator):  # type: ignore[misc]  # deepspeed has no ty
 
 @contextlib.contextmanager
 def apart(*, real: bool) -> Iterator[Callable[[Tensor], bool]]:
-    """Host and device apart while this lasts; gives the question whether a tensor is the host's."""
+    """A context in which host and device are told apart. It yields a function that says whether a
+    tensor is on the host."""
     plain, record_stream, tensor = get_accelerator(), Tensor.record_stream, torch.tensor
     set_accelerator(Accelerator())
     Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
-    checkpointing._cpu_offload_engine = None  # it is bound to an accelerator's streams
+    checkpointing._cpu_offload_engine = None  # the engine is bound to an accelerator's streams
     try:
         if real:
             with Places() as places:
@@ -117,7 +120,8 @@ _tensor = torch.tensor
 
 
 def _there(*args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-    """torch.tensor among fake ones: its own knows its value, and stays on the host with it."""
+    """torch.tensor among fake tensors. torch's own result knows its value, and stays on the host
+    with the value."""
     made = _tensor(*args, **kwargs)
     return made if device is None else torch.empty(made.shape, dtype=made.dtype, device=device)
 
@@ -130,11 +134,11 @@ _to = Tensor.to
 
 
 class Places(Mode):
-    """Real tensors with a place each: which storages are the host's, while they live.
+    """Real tensors with a place each: notes which storages are on the host, while they live.
 
-    A new tensor is where Python asked for it (a name of a device; none is the host), else where its
-    operands are.  What PyTorch asks and moves by name is replaced while this is entered, because
-    function modes do not reach into a backward.
+    A new tensor is where Python asked for it (by the name of a device; no name means the host),
+    else where its operands are. PyTorch's functions that ask for or change a tensor's device are
+    replaced while this mode is active, because function modes do not reach into a backward.
     """
 
     def __init__(self) -> None:
@@ -144,11 +148,11 @@ class Places(Mode):
         self._plain: dict[str, Callable[..., Tensor]] = {}
 
     def host(self, tensor: Tensor) -> bool:
-        """Whether a tensor's storage is the host's."""
+        """Whether a tensor's storage is on the host."""
         return tensor.untyped_storage()._cdata in self._hosts
 
     def place(self, tensor: Tensor) -> torch.device:
-        """What `tensor.device` is here."""
+        """The place that `tensor.device` returns here."""
         return HOST if self.host(tensor) else DEVICE
 
     def __enter__(self) -> Self:
@@ -169,10 +173,10 @@ class Places(Mode):
             setattr(torch, name, factory)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, on operands of one place; then say where its results are."""
+        """Run the operator on operands of one place, then note where its results are."""
         result = func(*args, **(kwargs or {}))
         operands = [item for item in tree_iter((args, kwargs)) if isinstance(item, Tensor)]
-        if func is torch.ops.aten.lift_fresh.default:  # of torch.tensor, from Python's values
+        if func is torch.ops.aten.lift_fresh.default:  # torch.tensor, from Python's values
             operands = []
         known = {tensor.untyped_storage()._cdata for tensor in operands}
         fresh = [made for made in tree_iter(result) if isinstance(made, Tensor)]
@@ -205,7 +209,7 @@ class Places(Mode):
             self._asked = before
 
     def _making(self, factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`factory`, whose tensor is in the place that its caller names."""
+        """`factory`, with its tensor in the place that the caller names."""
 
         def made(*args: Any, **kwargs: Any) -> Tensor:
             named = kwargs.get("device")
@@ -217,7 +221,7 @@ class Places(Mode):
         return made
 
     def _moving(self) -> Callable[..., Tensor]:
-        """`Tensor.to` or `Tensor.cpu`: the tensor where it is already, else a copy there."""
+        """`Tensor.to` or `Tensor.cpu`: the tensor itself if it is there already, else a copy."""
 
         def moved(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             copy = kwargs.pop("copy", False)

@@ -37,9 +37,9 @@ MLP_SAVED = ("gate_out", "up_out", "act_out", "fc2_in")
 
 
 class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`checkpointing`: plain, partitioned (over model-parallel ranks), cpu (inputs on the host) or
-    both.  `mlp_tiles`, `loss_tiles`: pieces of ALST's TiledMLP and TiledFusedLogitsLoss (1: not
-    tiled)."""
+    """The settings of DeepSpeed. `checkpointing`: plain, partitioned (over model-parallel ranks),
+    cpu (inputs on the host) or both. `mlp_tiles`, `loss_tiles`: pieces of ALST's TiledMLP and
+    TiledFusedLogitsLoss (1: not tiled)."""
 
     name: ClassVar[str] = "deepspeed"
     checkpointing: Literal["none", "plain", "partitioned", "cpu", "partitioned_cpu"] = "none"
@@ -50,7 +50,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     loss_tiles: PositiveInt = 1
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The fates that the settings mean for what this stack saves."""
+        """The plan with the fates that the settings mean for the tensors that this stack saves."""
         refused = holding(self.limits(setup_of(problem)))
         if refused:
             return Unsupported(refused[0])
@@ -86,7 +86,7 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @classmethod
     def unsaid(cls, problem: Problem) -> tuple[str, ...]:
-        """What of a problem no configuration says, whatever the policy."""
+        """The facts of a problem that no configuration says, whatever the policy."""
         code = (
             problem.layout.ulysses > 1,
             "Ulysses is code (DistributedAttention, and its groups as mpu): of a configuration "
@@ -106,9 +106,9 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return msgspec.json.format(msgspec.json.encode(made)).decode()
 
     def configuration(self, model: Model, layout: Layout, precision: str) -> dict[str, Any]:
-        """What deepspeed.initialize takes.  Ulysses' groups are made beside it, by
-        parallel_state_sp, and tiles by the model."""
-        # Buckets of 5e8 elements are allocated whole: no larger than the model.
+        """The configuration for deepspeed.initialize. It says neither Ulysses' groups, which
+        parallel_state_sp makes, nor tiles, which the model makes."""
+        # Buckets of 5e8 elements are allocated whole, so the bucket is no larger than the model.
         bucket = min(BUCKET_ELEMENTS, model.parameters)
         zero: dict[str, Any] = {"stage": layout.zero_stage, "reduce_bucket_size": bucket}
         if layout.zero_stage > 0:
@@ -127,8 +127,8 @@ class DeepSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "zero_force_ds_cpu_optimizer": False,
             "bf16": {"enabled": precision == "bf16"},
         }
-        if layout.ulysses > 1:  # for the batch's arithmetic; without data_parallel_size, or it
-            made["sequence_parallel_size"] = layout.ulysses  # makes groups that reduce too little
+        if layout.ulysses > 1:  # for the batch's arithmetic; with data_parallel_size it
+            made["sequence_parallel_size"] = layout.ulysses  # would reduce over too few ranks
         if self.checkpointing != "none":
             made["activation_checkpointing"] = {
                 "partition_activations": self.checkpointing.startswith("partitioned"),
@@ -217,9 +217,12 @@ def _policy(policy: DeepSpeed, setup: Setup) -> list[Reason]:
 
 
 def _uneven(name: str, tiles: int, setup: Setup) -> Reason:
-    """TiledMLP and TiledFusedLogitsLoss cut the rows of a micro-batch as torch.chunk does, into
-    fewer pieces than asked for where they come out uneven; and hand a weight's gradient over at the
-    last one asked for: if it is not there, 0.19.8 trains on a part of the gradient, silently."""
+    """Whether tiles do not divide a micro-batch's rows evenly, with the reason.
+
+    TiledMLP and TiledFusedLogitsLoss cut the rows of a micro-batch as torch.chunk does: into fewer
+    tiles than asked for where tiles come out uneven. They hand over a weight's gradient at the last
+    tile asked for; if there is no such tile, 0.19.8 silently trains on a part of the gradient.
+    """
     lay = setup.layout
     rows = lay.micro_batch * (setup.seq_len // lay.ulysses)
     made = pieces(rows, tiles)
@@ -233,5 +236,5 @@ def _uneven(name: str, tiles: int, setup: Setup) -> Reason:
 
 
 def pieces(rows: int, count: int) -> int:
-    """How many torch.chunk makes of so many rows if asked for `count`."""
+    """The number of pieces that torch.chunk makes of the rows if asked for `count`."""
     return -(-rows // -(-rows // count))

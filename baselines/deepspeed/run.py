@@ -27,10 +27,10 @@ else:
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed import fake
 
-if os.environ["DS_ACCELERATOR"] == "cpu":  # elsewhere to ask is to try every operator's compiler
+if os.environ["DS_ACCELERATOR"] == "cpu":  # on a GPU the question tries every compiler
     from deepspeed.ops import __compatible_ops__
 
-    # Its shared-memory operator serves inference only, and would be compiled here.
+    # DeepSpeed's shared-memory operator serves inference only, and would be compiled here.
     __compatible_ops__["deepspeed_shm_comm"] = False
 
 KERNELS = {
@@ -45,12 +45,12 @@ KERNELS_OF_ZERO_3 = {
 
 
 def stack() -> dict[str, str]:
-    """Packages and their versions."""
+    """The packages and their versions."""
     return {name: version(name) for name in ("deepspeed", "torch")}
 
 
 def refuse(job: Job) -> None:
-    """The guards, before any process starts."""
+    """Raise NotRunnable by the guards, before any process starts."""
     check(job, _policy(job))
     if job.options:
         accepted(read(job.options))
@@ -60,14 +60,14 @@ def refuse(job: Job) -> None:
 
 @cache
 def _preload() -> None:
-    """What making an engine imports, and torch's compiler with it (four CPU seconds): once, before
-    ranks are forked."""
+    """Import, once and before ranks are forked, what making an engine imports. torch's compiler is
+    among the imports (four CPU seconds)."""
     for name in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
         importlib.import_module(name)
 
 
 def environment(job: Job) -> dict[str, str]:
-    """DeepSpeed's launcher sets none."""
+    """No variables, because DeepSpeed's launcher sets none."""
     return {}
 
 
@@ -105,24 +105,24 @@ def execute(job: Job, rank: Rank) -> RankAnswer:
 
 
 class Trainer:
-    """A rank's engine; see `baselines.common.training.Trainer`."""
+    """The engine of a rank; see `baselines.common.training.Trainer`."""
 
     def __init__(self, rig: ds.Rig) -> None:
-        """`rig` has its weights."""
+        """`rig`: an engine whose weights are written."""
         self.rig = rig
         self.batch: Batch | None = None
         self.counted = 0
         self.own: Tensor | float = 0.0
 
     def load(self, step: int) -> None:
-        """The whole step's sequences; micro-batches take theirs of them."""
+        """Load the sequences of the whole step; each micro-batch takes its part."""
         self.batch = ds.batch_of(self.rig.job, step)
         self.counted = self.batch.counted
         if self.rig.device.type == "cuda":  # a step waits for no copy
             self.batch = Batch(*(tensor.to(self.rig.device) for tensor in self.batch))
 
     def forward_backward(self, meter: Meter | None) -> None:
-        """Micro-batch by micro-batch."""
+        """Run the micro-batches one after another."""
         assert self.batch is not None
         if meter is None:
             self.own = ds.run_step(self.rig, self.batch, self.counted)
@@ -131,22 +131,22 @@ class Trainer:
             self.own = ds.run_step(self.rig, self.batch, self.counted)
 
     def loss(self) -> float:
-        """All ranks' sums over the labels that count."""
+        """The mean loss: the sums of all ranks over the labels that count."""
         total = torch.tensor([float(self.own)], dtype=torch.float64, device=self.rig.device)
         dist.all_reduce(total)
         return float(total) / self.counted
 
     def gradients(self, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """By DeepSpeed's own function, parameter by parameter."""
+        """Norms and whole gradients, by DeepSpeed's own function for each parameter."""
         return ds.gradients(self.rig, whole=whole)
 
     def update(self) -> None:
-        """The engine's step at the boundary."""
+        """Run the engine's step at the accumulation boundary."""
         self.rig.engine.step()
 
 
 def trace(job: Job) -> RankAnswer:
-    """One rank's bytes on fake tensors, through the same engine."""
+    """The bytes of one rank on fake tensors, through the same engine."""
     with ds.memories(job, _policy(job), real=False) as memories:
         answer = fake.trace(job, _policy(job), memories)
     answer.shim = (*memories.shim, *answer.shim)

@@ -1,4 +1,4 @@
-"""What the replays of DeepSpeed's memory know of a job: sizes, the stage, and settings."""
+"""The facts of a job for the replays of DeepSpeed's memory: sizes, ZeRO stage, settings."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,18 +11,22 @@ else:  # this file is loaded by its path
     KEPT_WHOLE = load_module(Path(__file__).with_name("weights.py")).KEPT_WHOLE
 
 MAX_LIVE, REUSE, PREFETCHED = 1_000_000_000, 1_000_000_000, 50_000_000
-"""stage3_max_live_parameters, _max_reuse_distance and _prefetch_bucket_size, as deepspeed 0.19.8
-has them: elements."""
+"""Defaults of deepspeed 0.19.8, in elements. They are stage3_max_live_parameters,
+stage3_max_reuse_distance and stage3_prefetch_bucket_size."""
 
 
 class Sizes(NamedTuple):
-    """Bytes of an element, of weights (`element`) and of what is reduced; ranks that share; the
-    bucket's elements.
+    """Sizes and settings of a job under ZeRO.
 
-    Whether the optimizer is on the host (`offloaded`), parameters are (`away`); whether tiles are
-    made again in layers that run again (`remade`).  Of ZeRO 3 elements that may be whole, that are
-    fetched ahead at once, within which a weight is kept for its next use (`reuse`), and of what it
-    never releases.  The stage, and whether reductions overlap.
+    `element`: bytes of an element of weights; `reduced`: bytes of an element in reductions;
+    `ranks`: ranks that share states; `bucket`: elements of the reduce bucket. `offloaded`, `away`:
+    whether the optimizer, the parameters are on the host. `remade`: whether tiles are rebuilt in
+    layers that are recomputed. `stage`: the ZeRO stage; `overlap`: whether reductions overlap the
+    backward.
+
+    Elements under ZeRO 3: `max_live` may be whole at once, `prefetched` are fetched ahead at once,
+    `reuse` is the distance within which a weight is kept for its next use, and parameters of at
+    most `kept_whole` are never released.
     """
 
     element: int

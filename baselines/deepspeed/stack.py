@@ -1,4 +1,4 @@
-"""What this baseline's plain torch model keeps beside the operator table.
+"""Tensors that this baseline's plain torch model keeps beside the operator table.
 
 Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
 """
@@ -33,13 +33,13 @@ NORMS: tuple[tuple[str, Part], ...] = (
 
 
 def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
-    """What stays alive: statistics of norms, keys and values per query head, shared tables."""
+    """The tensors kept beside the table: norms' statistics, repeated KV heads, shared tables."""
     model = problem.workload.model
     s = shapes(problem.workload, problem.layout, problem.system)
     rows = problem.layout.micro_batch * problem.workload.seq_len // problem.layout.ulysses
     once = {"ids": 8 * rows}
     again = policy.checkpointing != "none"
-    if model.position == "rope" or again:  # what runs again is called with them, used or not
+    if model.position == "rope" or again:  # recomputed layers take them, used or not
         once["cosine and sine (fp32)"] = 2 * WIDE * rows * model.head_dim // 2
     apart = policy.offload_optimizer or policy.offload_param or policy.checkpointing.endswith("cpu")
     if problem.layout.global_batch > problem.layout.micro_batch and not apart:
@@ -84,13 +84,13 @@ def _states(problem: Problem) -> dict[str, int]:
 
 
 def activation_peak(policy: "DeepSpeed", problem: Problem, rank: RankProgram) -> int | None:
-    """The peak of what ZeRO holds beside the activations, and them, under a plan."""
+    """The peak of the activations and of what ZeRO holds beside them under a plan, in bytes."""
     found: int = zero_peaks.activation_peak(problem.workload.model, _sizes(policy, problem), rank)
     return found - made_on_the_way(policy, problem)
 
 
 def made_on_the_way(policy: "DeepSpeed", problem: Problem) -> int:
-    """Bytes of gradients that are a state of the plan's, and in DeepSpeed made in the backward."""
+    """Bytes of gradients that are a state in the plan and that DeepSpeed makes in the backward."""
     lay = problem.layout
     if lay.zero_stage == ZERO_3 or policy.offload_optimizer:
         return 0
@@ -119,7 +119,7 @@ def _zero_3(policy: "DeepSpeed", problem: Problem) -> dict[str, int]:
     """Bytes that ZeRO 3 never frees."""
     made = _sizes(policy, problem)
     small = weights.small_elements(problem.workload.model)
-    away = problem.layout.dp > 1 or policy.offload_param  # beside this rank's part of them
+    away = problem.layout.dp > 1 or policy.offload_param  # gathered beside this rank's part
     gathered = small if away else 0
     return {
         "reduce bucket of ZeRO 3": made.reduced * made.bucket,

@@ -1,4 +1,4 @@
-"""The parameters of this baseline's model: DeepSpeed's order, and that of their gradients."""
+"""The parameters of this baseline's model in DeepSpeed's order, and the order of gradients."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -7,13 +7,13 @@ from typing import NamedTuple
 from rematbench.workload import Model
 
 KEPT_WHOLE = 100_000
-"""stage3_param_persistence_threshold of deepspeed 0.19.8: elements."""
+"""stage3_param_persistence_threshold of deepspeed 0.19.8, in elements."""
 
 
 class Weight(NamedTuple):
-    """A parameter of a part (E, L<i>, H): its operator, the output whose gradient it needs (none of
-    a bias, of norms and of tables), its elements, and the first of them among all parameters as
-    DeepSpeed flattens them (in the order of `model.parameters()`)."""
+    """A parameter of a part (E, L<i>, H). `op` is its operator; `output` the output whose gradient
+    it needs (empty for a bias, a norm or a table); `elements` its size; `offset` its first element
+    among all parameters as DeepSpeed flattens them (in the order of `model.parameters()`)."""
 
     op: str
     output: str
@@ -23,7 +23,7 @@ class Weight(NamedTuple):
 
 
 def layer_weights(model: Model) -> tuple[Weight, ...]:
-    """A layer's matrices in the order of its forward."""
+    """The matrices of a layer in the order of its forward."""
     h, ffn = model.hidden, model.ffn
     gate = [Weight("fc1", "gate_out", h * ffn)] if model.gated else []
     return (
@@ -43,7 +43,7 @@ def head_weight(model: Model) -> Weight:
 
 
 def tables(model: Model) -> tuple[Weight, ...]:
-    """Tokens, and learned positions."""
+    """The tables of tokens, and of learned positions."""
     tokens = Weight("embedding", "", model.vocab * model.hidden)
     if model.position != "learned":
         return (tokens,)
@@ -56,7 +56,7 @@ def _norm(model: Model, op: str) -> tuple[Weight, ...]:
 
 
 def _biases(model: Model) -> dict[str, int]:
-    """Elements of the bias of each matrix, by its output; 0 of one without."""
+    """The elements of each matrix's bias, by the matrix's output; 0 without a bias."""
     fc1, qkv = model.mlp_bias * model.ffn, model.qkv_bias
     return {
         "q": qkv * model.q_width,
@@ -80,7 +80,7 @@ def _layer(model: Model) -> list[Weight]:
 
 
 def parameters(model: Model) -> tuple[Weight, ...]:
-    """All of them, as DeepSpeed flattens them; a tied projection is the embedding."""
+    """All parameters as DeepSpeed flattens them; a tied projection is the embedding."""
     found = [weight._replace(part="E") for weight in tables(model)]
     layer = _layer(model)
     for number in range(model.num_layers):
@@ -95,8 +95,8 @@ def parameters(model: Model) -> tuple[Weight, ...]:
 
 
 def by_operator(model: Model) -> dict[tuple[str, str], tuple[Weight, ...]]:
-    """The parameters of every (part, operator) in the order of their gradients: that of its
-    forward turned round."""
+    """The parameters of every (part, operator) in the order of their gradients. That is the order
+    of the operator's forward, reversed."""
     found: dict[tuple[str, str], tuple[Weight, ...]] = {}
     for weight in parameters(model):
         key = weight.part, weight.op
@@ -108,11 +108,11 @@ def by_operator(model: Model) -> dict[tuple[str, str], tuple[Weight, ...]]:
 
 
 def matrices(found: Iterable[Weight]) -> tuple[Weight, ...]:
-    """Those that are no bias and no norm."""
+    """The weights that are neither a bias nor of a norm."""
     return tuple(one for one in found if one.output or one.op == "embedding")
 
 
 def small_elements(model: Model) -> int:
-    """Elements of what ZeRO 3 never releases: of parameters of at most KEPT_WHOLE each."""
+    """Elements of parameters that ZeRO 3 never releases: those of at most KEPT_WHOLE elements."""
     sizes = (weight.elements for weight in parameters(model))
     return sum(size for size in sizes if size <= KEPT_WHOLE)

@@ -1,15 +1,18 @@
 """Whole weights under ZeRO 3, module by module: fetched ahead, waited for, released.
 
-PartitionedParameterCoordinator of deepspeed 0.19.8, once it knows the order of modules:
+The rules are those of PartitionedParameterCoordinator of deepspeed 0.19.8, once it knows the order
+of modules:
 
-- Before every module its weights are fetched if they are not there, and waited for; then the next
-  ones in order are fetched ahead, a bucket at most and until stage3_max_live_parameters are whole.
-- Several that are fetched at once come in one buffer.  Waiting for any of them copies all of them
-  out of it; it stays until the last of them has been waited for (AllGatherCoalescedHandle).
-- After a module its weights are released, unless they are wanted again within
-  stage3_max_reuse_distance elements, or a later use of them has been met while fetching ahead.
+- Before every module its weights are fetched, if they are not whole, and waited for. Then the
+  next weights in order are fetched ahead: one bucket at most, and until
+  stage3_max_live_parameters are whole.
+- Several weights that are fetched at once come in one buffer. Waiting for any of them copies all
+  of them out of the buffer; the buffer stays until the last of them has been waited for
+  (AllGatherCoalescedHandle).
+- After a module its weights are released, unless they are used again within
+  stage3_max_reuse_distance elements, or fetching ahead has met a later use of them.
 
-Small parameters are never released: they are not followed here.
+Small parameters are never released: this walk does not follow them.
 """
 
 from collections.abc import Sequence
@@ -26,8 +29,8 @@ else:  # this file is loaded by its path
 
 
 class Whole:
-    """Elements that are whole, or in a buffer, while the modules of a micro-batch run one after the
-    other (`uses`: their weights, None of one without)."""
+    """Elements that are whole, or in a buffer, while the modules of a micro-batch run in order.
+    `uses`: the weight of each module, None for a module without a weight."""
 
     def __init__(self, uses: "Sequence[Weight | None]", sizes: "Sizes") -> None:
         self.sizes = sizes
@@ -41,7 +44,7 @@ class Whole:
         self._waiting: dict[int, set[int]] = {}
 
     def module(self) -> None:
-        """The next module is about to run."""
+        """Fetch the weights before the next module runs."""
         if self._at == len(self._wanted):
             return
         weight = self._wanted[self._at]
@@ -55,7 +58,7 @@ class Whole:
         self._at += 1
 
     def release(self, weight: "Weight") -> None:
-        """A module that has run lets go of its weight."""
+        """Release the weight of a module that has run, unless it is used again soon."""
         if weight.offset not in self._groups or self._last[weight.offset] >= self._at:
             return
         seen = 0
@@ -79,7 +82,8 @@ class Whole:
             self.elements += weight.elements
 
     def _wait(self, weight: "Weight") -> None:
-        """Of a group in one buffer the first copies all, and the last lets the buffer go."""
+        """Wait for a weight. Of weights in one buffer, the first wait copies all of them, and the
+        last wait frees the buffer."""
         left = self._waiting.pop(weight.offset, None)
         if left is None:
             return
@@ -106,8 +110,9 @@ class Whole:
 
 
 def modules(op: str, weights: "Sequence[Weight]", *, forward: bool) -> "list[Weight | None]":
-    """The modules of an operator in the order in which they run, with their weights (in the order
-    of their gradients); the model and a layer run before what is in them."""
+    """The modules of an operator in the order in which they run, with their weights. Weights are
+    given in the order of their gradients. The model and a layer run before the modules inside
+    them."""
     found: list[Weight | None] = list(matrices(weights))
     if forward:
         found = found[::-1]

@@ -1,10 +1,9 @@
-"""Memory of a rank under ZeRO during a step, weight by weight: what the operator table and a plan
-lack.
+"""Memory of a rank under ZeRO during a step, weight by weight, beside the operator table and plan.
 
-A weight's gradient is there when the backward of its operator is over; what DeepSpeed then holds
-of it is `reducing`'s, which parameters are whole under ZeRO 3 `whole`'s.  So a peak is at the loss,
-at a weight's gradient (most of all when the bucket is reduced), or when a micro-batch ends.  A
-plan's own gathers and gradient buffers are left out of the walk: these take their place.
+A weight's gradient exists when the backward of its operator is over. `reducing` says what DeepSpeed
+then holds of the gradient, `whole` which parameters are whole under ZeRO 3. So a peak is at the
+loss, at a weight's gradient (most of all when the bucket is reduced), or when a micro-batch ends. A
+plan's own gathers and gradient buffers are left out of the walk: ZeRO's take their place.
 """
 
 from collections import Counter
@@ -44,7 +43,7 @@ def activation_peak(model: Model, sizes: "Sizes", rank: RankProgram) -> int:
 
 
 def module_order(model: Model, rank: RankProgram) -> "list[Weight | None]":
-    """Modules of the first micro-batch, with their weights, in the order in which they run."""
+    """The modules of the first micro-batch, with their weights, in the order in which they run."""
     of = weights.by_operator(model)
     found: list[Weight | None] = []
     for action, micro_batch, _ in rank.actions():
@@ -56,7 +55,7 @@ def module_order(model: Model, rank: RankProgram) -> "list[Weight | None]":
 
 
 class _Walk:
-    """The peak of live bytes with ZeRO's, in issue order."""
+    """The peak of live bytes, ZeRO's included, in issue order."""
 
     def __init__(self, model: Model, sizes: "Sizes", rank: RankProgram) -> None:
         self.model, self.sizes = model, sizes
@@ -76,16 +75,16 @@ class _Walk:
         self._start()
 
     def _start(self) -> None:
-        """A micro-batch: nothing is whole yet, and no tile of an operator has run."""
+        """Start a micro-batch: no weight is whole yet, and no tile of an operator has run."""
         self._tiles = Counter(self._backward)
         self._whole = whole.Whole(self._order, self.sizes)
         self._over = False
 
     def at(self, action: Action) -> None:
-        """One action runs: before an operator its modules fetch their weights."""
+        """Account for one action; before an operator its modules fetch their weights."""
         forward = alive.direction(action)
         if forward is not None:
-            self._end()  # an operator whose operands stay: others want them too
+            self._end()  # an operator whose operands stay alive, because others read them too
             if forward and self._over:
                 self._start()
             weighed = self._of.get((action.part, action.op), ())
@@ -103,7 +102,7 @@ class _Walk:
         self.peak = max(self.peak, self.alive.nbytes + gathered + self.reducer.held + beside)
 
     def dead(self, keys: "list[alive.Key]") -> None:
-        """Tensors end; after an operator's operands come its weights' gradients."""
+        """Free tensors; after an operator's operands come the gradients of its weights."""
         self.alive.gone(keys)
         if keys:
             self._end()
@@ -117,8 +116,8 @@ class _Walk:
             self._over = True
 
     def _gradients(self, ended: "tuple[Weight, ...]") -> None:
-        """One after the other.  A table's module has no gradient to pass on, so that it keeps its
-        weight to the end."""
+        """Account for the gradients of an operator's weights, one after another. A table's module
+        has no input gradient, so it keeps its weight to the end."""
         self._tiles[ended] -= 1
         tied = self.model.tied_embeddings and ended[0].op == "embedding"
         more = self._tiles[ended] > 0 or (tied and self._backward.count(ended) > 1)

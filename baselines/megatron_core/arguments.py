@@ -1,7 +1,7 @@
 """Arguments of Megatron-LM's pretraining script, as `flags` prints them, for megatron-core itself.
 
-Megatron-LM names an argument after the configuration field it sets; what is not a field of
-TransformerConfig has to say what the job says anyway, and so has what the job has fixed.
+Megatron-LM names an argument after the configuration field that it sets. An argument that is no
+field of TransformerConfig must agree with the job, and so must an argument that the job has fixed.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ NOT_FUSED = ("no_bias_swiglu_fusion", "no_bias_gelu_fusion")
 SAID = (
     "recompute", "method", "num_layers", "modules", "offload_modules", "bias_activation_fusion",
 )  # fmt: skip
-"""Settings of a policy that arguments say: all else of it is not for them to say."""
+"""The settings of a policy that arguments say; arguments cannot say its other settings."""
 CHOICES = {
     "recompute_granularity": ("full", "selective"),
     "recompute_method": ("uniform", "block"),
@@ -38,12 +38,12 @@ NEEDED = {
     "recompute_modules": "recompute_granularity selective",
     "offload_modules": "fine_grained_activation_offloading",
 }
-"""Arguments that do nothing without another one."""
+"""Arguments that have no effect without another argument."""
 
 
 def parse(text: str) -> dict[str, list[str]]:
-    """Words after each `--name` (or `--name=word`), by name with underscores; the last one of a
-    name is meant."""
+    """The words after each `--name` (or `--name=word`), by name with underscores. The last argument
+    of a name counts."""
     found: dict[str, list[str]] = {}
     name = ""
     for word in text.split():
@@ -59,8 +59,8 @@ def parse(text: str) -> dict[str, list[str]]:
 
 
 def policy_of(text: str, policy: MegatronCore, run: RunSpec) -> MegatronCore:
-    """The policy that the arguments say, for the guards; NotRunnable for arguments that say nothing
-    or another job."""
+    """The policy that the arguments say, for the guards. NotRunnable for arguments that have no
+    meaning here or that say another job."""
     given = parse(text)
     _agree(given, run)
     for name, allowed in CHOICES.items():
@@ -90,8 +90,8 @@ def policy_of(text: str, policy: MegatronCore, run: RunSpec) -> MegatronCore:
 
 
 def fields(text: str, run: RunSpec, own: dict[str, Any]) -> dict[str, Any]:
-    """Fields of TransformerConfig beside `own`, those that the job has fixed; NotRunnable for an
-    argument that says another job."""
+    """The fields of TransformerConfig that the arguments set, beside `own`, which the job has
+    fixed. NotRunnable for an argument that says another job."""
     from megatron.core.transformer import TransformerConfig  # noqa: PLC0415  # after the shim
 
     hints = typing.get_type_hints(TransformerConfig)
@@ -112,8 +112,9 @@ def fields(text: str, run: RunSpec, own: dict[str, Any]) -> dict[str, Any]:
 
 
 class Fixed(NamedTuple):
-    """What the job says of an argument (None: not given; of a switch the empty word), what
-    Megatron-LM takes without it, why the job says so, and other words that say the same."""
+    """The value of an argument that the job has fixed. `wanted`: the job's value (None: not given;
+    a switch: the empty word). `default`: Megatron-LM's value without the argument. `why`: the
+    reason for the job's value. `also`: other words with the same meaning."""
 
     wanted: str | None
     default: str | None = None
@@ -122,7 +123,7 @@ class Fixed(NamedTuple):
 
 
 def _fixed(run: RunSpec) -> dict[str, Fixed]:
-    """What the job has fixed already."""
+    """The arguments that the job has fixed."""
     lay = run.layout
     chunk = str(run.model.num_layers // lay.num_chunks) if lay.vpp > 1 else None
     backend = Fixed("unfused", "auto", "unfused attention")
@@ -153,7 +154,7 @@ def _shared(lay: Layout) -> str:
 
 
 def _agree(given: dict[str, list[str]], run: RunSpec) -> None:
-    """Raise NotRunnable for an argument, given or else left out, by which it is another job."""
+    """Raise NotRunnable for the first argument, given or missing, that says another job."""
     fixed = _fixed(run)
     for name in sorted(fixed, key=lambda name: name not in given):
         argument, one = f"--{_dashed(name)}", fixed[name]
@@ -171,7 +172,7 @@ def _whole(name: str, word: str) -> int:
 
 
 def _value(name: str, words: list[str], hint: Any) -> Any:
-    """Words as the type of a field."""
+    """An argument's words as a value of its field's type."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     kinds = {typing.get_origin(kind) or kind for kind in (get_args(hint) if union else (hint,))}
     if list in kinds:

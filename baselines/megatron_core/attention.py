@@ -1,5 +1,8 @@
-"""What core attention of the traced stack holds beside the operator table: Megatron-core's own with
-materialised scores, or under context parallelism ours (layers.GatheredAttention)."""
+"""Tensors of core attention that the traced stack holds beside the operator table.
+
+The attention is Megatron-core's own with materialised scores, or ours under context parallelism
+(layers.GatheredAttention).
+"""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,30 +15,34 @@ if TYPE_CHECKING:
     from baselines.megatron_core.plan import MegatronCore
 
 LSE_BYTES = 4
-"""fp32, a row and head."""
+"""fp32: bytes per row and head."""
 
 
 def inside(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
-    """Tensors inside its forward and its backward, and what materialised scores save."""
+    """Tensors inside the attention's forward and backward, and tensors saved with the scores."""
     if problem.layout.cp > 1:
         return _gathered(problem)
     return () if problem.attention == "flash" else _scores(policy, problem)
 
 
 def _gathered(problem: Problem) -> tuple[Extra, ...]:
-    """Counted on the first rank, whose last slice sees the most keys: whole keys and values of all
-    ranks (2 cp kv), and pieces of query rows (halves) by key rows.  A plan has the gathered keys
-    and values, the output and lse; in the backward the gradients of both, and of q."""
+    """Tensors inside our attention, counted on the first rank, whose last slice sees the most keys.
+
+    They are whole keys and values of all ranks (2 cp kv) and pieces of query rows (halves) by key
+    rows. A plan has the gathered keys and values, the output and lse; in the backward also the
+    gradients of gathered keys and values, and of q.
+    """
     s = shapes(problem.workload, problem.layout, problem.system)
     q, kv, e = s.q_width * s.element_bytes, s.kv_width * s.element_bytes, s.element_bytes
     lse, whole = s.heads * LSE_BYTES, 2 * s.cp * kv
-    # a slice's output; those of the two blocks of the other; both scaled in fp32, and their sum
+    # One slice's output; the outputs of the other slice's two blocks; both scaled in fp32, and the
+    # sum.
     merging = q // 2 + q + 3 * (q // 2) * max(4, e) // e + 3 * lse
-    joined = 3 * q + 4 * lse  # the same, what was merged, and slices in one
-    gathering = whole // 2 + kv  # v, gathered, is put in order; its rows were copied before
+    joined = 3 * q + 4 * lse  # the same, the merged output, and all slices as one
+    gathering = whole // 2 + kv  # gathered v is put in order; its rows were copied before
     first = max(merging, joined, gathering) - q - lse
     copied = q if s.heads * s.micro_batch > 1 else 0  # the output's gradient in another order
-    second = copied + q + whole  # and two blocks' gradients of q, k and v
+    second = copied + q + whole  # and the gradients of q, k and v of two blocks
     made = partial(Extra, dtype=problem.workload.precision, rows=s.tokens, made_by="attention")
     return (
         made(
@@ -88,12 +95,12 @@ def _scores(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
 
 
 def _absent(policy: "MegatronCore", problem: Problem) -> int:
-    """Bytes a row of what a plan has beside those four gradients of scores, and Megatron-core has
-    not: gradients of q and k (that of v is there, once per query head), and, unless a checkpointed
-    function holds them, v's own storage and the gradient of the output."""
+    """Bytes a row that a plan has beside the four gradients of scores and that Megatron-core lacks.
+    They are the gradients of q and k (the gradient of v exists, once per query head), and v's own
+    storage and the gradient of the output, unless a checkpointed function holds these."""
     s = shapes(problem.workload, problem.layout, problem.system)
     grouped = s.kv_width < s.q_width
-    later = 2 * s.kv_width  # of q and k, less what v has more once per query head (q - kv)
+    later = 2 * s.kv_width  # of q and k, without what v has more once per query head (q - kv)
     if policy.recompute == "selective" and "core_attn" in policy.modules:
         return (later - s.q_width * (2 if grouped else 1)) * s.element_bytes
     alone = grouped or problem.workload.model.position == "rope"

@@ -1,4 +1,4 @@
-"""A job as Megatron-core's own configuration objects."""
+"""A job as the configuration objects of Megatron-core."""
 
 from typing import Any
 
@@ -21,12 +21,12 @@ from rematbench.workload import Model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 UPDATE = AdamW()
-"""The numbers of the project's own executor."""
+"""AdamW with the hyperparameters of the project's own executor."""
 
 
 def transformer_config(job: Job, policy: MegatronCore) -> TransformerConfig:
-    """The model, its parallelism and its recomputation: the policy's, or the job's own options;
-    NotRunnable for what Megatron-core says no to."""
+    """The model, its parallelism and its recomputation as a TransformerConfig. Recomputation
+    follows the policy, or the job's own options. NotRunnable for what Megatron-core refuses."""
     own = _fixed(job, policy)
     given = fields(job.options, job.run, own) if job.options else _recomputation(policy)
     try:
@@ -37,7 +37,7 @@ def transformer_config(job: Job, policy: MegatronCore) -> TransformerConfig:
 
 
 def _fixed(job: Job, policy: MegatronCore) -> dict[str, Any]:
-    """What the job says of it, whatever the options."""
+    """The fields that the job decides, whatever the options."""
     run = job.run
     lay, dtype = run.layout, DTYPES[run.precision]
     traced = run.world == "traced"
@@ -62,7 +62,7 @@ def _fixed(job: Job, policy: MegatronCore) -> dict[str, Any]:
         "overlap_p2p_comm": policy.overlap_p2p,
         "deallocate_pipeline_outputs": lay.pp > 1,
         "calculate_per_token_loss": True,
-        # Traced: nothing after the last backward, where coalesced collectives have no fake.
+        # A trace runs nothing after the last backward: coalesced collectives cannot be fake.
         "finalize_model_grads_func": None if traced else finalize_model_grads,
         **(_attention(run) if has_transformer_engine(job) else {}),
     }
@@ -88,7 +88,7 @@ def _model(model: Model) -> dict[str, Any]:
 
 
 def _attention(run: RunSpec) -> dict[str, Any]:
-    """TransformerEngine chooses by itself, unless probabilities are wanted."""
+    """The backend where the job wants materialised scores; else TransformerEngine chooses."""
     return {"attention_backend": AttnBackend.unfused} if run.attention == "unfused" else {}
 
 
@@ -115,12 +115,12 @@ def _recomputation(policy: MegatronCore) -> dict[str, Any]:
 
 
 def uses_distributed_optimizer(run: RunSpec) -> bool:
-    """ZeRO-1, where there is more than one rank to share the states."""
+    """Whether ZeRO-1 is used and more than one rank shares the states."""
     return run.layout.zero_stage == 1 and run.layout.state_shards > 1
 
 
 def ddp_config(run: RunSpec, policy: MegatronCore) -> DistributedDataParallelConfig:
-    """Gradient buffers: fp32 for bf16 parameters."""
+    """The configuration of gradient buffers, which are fp32 for bf16 parameters."""
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=run.precision == "bf16",
         overlap_grad_reduce=policy.overlap_grad_reduce,
@@ -130,7 +130,7 @@ def ddp_config(run: RunSpec, policy: MegatronCore) -> DistributedDataParallelCon
 
 
 def optimizer_config(run: RunSpec) -> OptimizerConfig:
-    """AdamW with the numbers of the project's own executor."""
+    """AdamW with the hyperparameters of the project's own executor."""
     return OptimizerConfig(
         optimizer="adam",
         lr=UPDATE.lr,

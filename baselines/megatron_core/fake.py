@@ -1,9 +1,10 @@
-"""One rank of any layout on fake tensors: Megatron-core's own schedules, and no hardware.
+"""One rank of any layout on fake tensors: Megatron-core's own schedules without hardware.
 
 Torch's fake process group answers every collective at once; fake tensors have sizes and no values.
-Bytes are those of storages: no allocator rounding, no workspaces, no scratch inside kernels.
-Of fine-grained offloading the second step is measured: in the first one Megatron-core learns which
-groups of tensors there are and offloads all, in later ones it keeps those that are wanted first.
+Bytes are those of storages: no allocator rounding, no workspaces, no scratch inside kernels. With
+fine-grained offloading the second step is measured: in the first step Megatron-core learns which
+groups of tensors there are and offloads all of them, in later steps it keeps the groups that are
+needed first.
 """
 
 import torch
@@ -35,12 +36,12 @@ def _push(handler: offload.ChunkOffloadHandler, tensor: torch.Tensor) -> tuple[i
 
 
 def trace(job: Job, policy: MegatronCore) -> RankAnswer:
-    """The bytes of one rank: peaks of one step, and its states."""
+    """The bytes of one rank: the peaks of one step, and its states."""
     run = job.run
     offload.ChunkOffloadHandler.tensor_push = _push
-    offload.print_offload_summary_table = lambda *_: None  # it asks all ranks for their bytes
-    # Selective recomputation of norms refills a storage from the rebuilt one.  There are no values
-    # to copy, and torch's own copy would keep both fake storages alive for good.
+    offload.print_offload_summary_table = lambda *_: None  # the table asks all ranks
+    # Selective recomputation of norms refills a storage from the rebuilt storage. There are no
+    # values to copy, and torch's own copy would keep both fake storages alive for good.
     torch.UntypedStorage.copy_ = lambda storage, *_: storage  # type: ignore[method-assign]
     store = FakeStore()
     dist.init_process_group("fake", rank=job.rank, world_size=run.layout.gpus, store=store)

@@ -1,4 +1,4 @@
-"""What Megatron-core would refuse late, run wrongly or never finish: refused first, by name."""
+"""Jobs that Megatron-core would refuse late, run wrongly or never end: refused first, by name."""
 
 import importlib.util
 
@@ -27,7 +27,7 @@ def check(job: Job, policy: MegatronCore) -> None:
 
 
 def _options(job: Job, policy: MegatronCore) -> list[Reason]:
-    """Settings beside options, whose policy is another."""
+    """Settings given beside options, where the options say another policy."""
     named = msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
     beside = overruled(named, policy, SAID) if job.options else ""
     return [(bool(beside), beside)]

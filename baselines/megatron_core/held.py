@@ -1,9 +1,11 @@
-"""What Megatron-core 0.16.1 holds at another time than a plan says, read in its code and seen in
-traces at their peaks:
+"""Tensors that Megatron-core 0.16.1 holds at other times than a plan says.
+
+Read in its code and seen in traces at their peaks:
 
 - Offloaded tensors leave and come back group by group (offloads).
-- The softmax is made in the fp32 copy of the logits, and their gradient in the softmax: of logits
-  in fp32, which are that copy, there is one storage (VocabParallelCrossEntropy).
+- The softmax is made in the fp32 copy of the logits, and the gradient of the logits in the
+  softmax. fp32 logits are that copy themselves, so all three share one storage
+  (VocabParallelCrossEntropy).
 """
 
 from pathlib import Path
@@ -20,7 +22,7 @@ else:  # this file is loaded by its path
     offloads = load_module(Path(__file__).with_name("offloads.py"))
 
 MADE_IN = {"H.loss_saved": "H.logits", "d:H.logits": "H.loss_saved"}
-"""In whose storage the loss makes what it makes, if both have as many bytes."""
+"""The storage in which the loss makes a tensor, if both have the same number of bytes."""
 
 
 def activation_peak(policy: "MegatronCore", rank: RankProgram) -> int:
@@ -37,7 +39,7 @@ def activation_peak(policy: "MegatronCore", rank: RankProgram) -> int:
             sizes[where, alloc.name] = alloc.nbytes
             live += moved.born(action, where, alloc)
             storage = where, MADE_IN.get(alloc.name, "")
-            if sizes.get(storage) == alloc.nbytes:  # which has its bytes from now on
+            if sizes.get(storage) == alloc.nbytes:  # the new tensor takes over these bytes
                 sizes[storage] = 0
                 live -= alloc.nbytes
         peak = max(peak, live + action.scratch)

@@ -1,7 +1,7 @@
-"""The layer spec: Megatron-core's own modules, with a norm and core attentions it has only with
-TransformerEngine.
+"""The layer spec: Megatron-core's own modules, with our norm and core attentions.
 
-Where TransformerEngine is installed (GPUs), Megatron's TE spec is used unchanged.
+Megatron-core has such a norm and such attentions only with TransformerEngine. Where
+TransformerEngine is installed (GPUs), Megatron's TE spec is used unchanged.
 """
 
 from typing import Any
@@ -24,11 +24,12 @@ from rematbench.torch.groups import Group
 
 
 class Norm:
-    """torch's LayerNorm or RMSNorm in the parameters' dtype; its gradients are summed over tensor
-    parallel ranks under sequence parallelism (Megatron's wrapper of them refuses that)."""
+    """torch's LayerNorm or RMSNorm in the parameters' dtype. Under sequence parallelism its
+    gradients are summed over tensor-parallel ranks (Megatron's wrapper of torch's norms refuses
+    that)."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        """The module."""
+        """The norm module."""
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         made: Any = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in made.parameters():
@@ -37,7 +38,7 @@ class Norm:
 
 
 class SdpaAttention(MegatronModule):  # type: ignore[misc]  # its base has no types
-    """Causal core attention on torch's scaled_dot_product_attention."""
+    """Causal core attention by torch's scaled_dot_product_attention."""
 
     def __init__(self, config: Any, *_: Any, **__: Any) -> None:
         super().__init__(config=config)
@@ -55,8 +56,9 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]  # its base has no ty
 
 
 class GatheredAttention(MegatronModule):  # type: ignore[misc]  # its base has no types
-    """Core attention under context parallelism: keys and values of all ranks gathered, and again in
-    the backward.  A rank holds one slice from the head and one from the tail of each sequence."""
+    """Core attention under context parallelism, with the keys and values of all ranks gathered. The
+    backward gathers them once more. A rank holds one slice from the head and one from the tail of
+    each sequence."""
 
     def __init__(self, config: Any, *_: Any, pg_collection: Any = None, **__: Any) -> None:
         super().__init__(config=config)
@@ -70,13 +72,13 @@ class GatheredAttention(MegatronModule):  # type: ignore[misc]  # its base has n
 
 
 def _order(cp: int) -> list[int]:
-    """Which of the gathered slices is at each position of the sequence."""
+    """For each position of a sequence, the index of the gathered slice at that position."""
     at = {position: 2 * r + i for r in range(cp) for i, position in enumerate((r, 2 * cp - 1 - r))}
     return [at[position] for position in range(2 * cp)]
 
 
 def _whole(part: Tensor, group: Group) -> Tensor:
-    """Rows of all ranks in the order of positions: batch x heads x seq x head_dim."""
+    """The rows of all ranks in the order of positions: batch x heads x seq x head_dim."""
     rows = part.contiguous()
     full = rows.new_empty((group.size * rows.shape[0], *rows.shape[1:]))
     torch.distributed.all_gather_into_tensor(full, rows, group=group.handle)
@@ -85,7 +87,7 @@ def _whole(part: Tensor, group: Group) -> Tensor:
 
 
 def _own(grad: Tensor, group: Group) -> Tensor:
-    """This rank's rows of a gradient of whole keys or values, summed over ranks."""
+    """This rank's rows of the gradient of whole keys or values, summed over ranks."""
     rows = grad.permute(2, 0, 1, 3)
     slices = rows.reshape(2 * group.size, -1, *rows.shape[1:])
     back = torch.empty_like(slices)
@@ -118,7 +120,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def layer_spec(job: Job) -> tuple[Any, str]:
-    """(the spec of a chunk's layers, what its core attention is)."""
+    """The spec of a chunk's layers, and the name of its core attention."""
     run = job.run
     if has_transformer_engine(job):
         return get_gpt_layer_with_transformer_engine_spec(), "TransformerEngine"
@@ -142,8 +144,8 @@ def _local_spec(run: RunSpec) -> tuple[Any, str]:
 
 
 def mask_padding(projection: Any, vocab: int, rank: int) -> None:
-    """Take the columns of a padded vocabulary out of the loss, which Megatron-core counts: an
-    output projection's on this tensor-parallel rank; nothing changes where it has none."""
+    """Mask this rank's columns of a padded vocabulary in the output projection. Megatron-core
+    counts such columns in the loss. Nothing changes where this rank has no such columns."""
     width = projection.output_size_per_partition
     own = max(0, min(width, vocab - rank * width))
 
@@ -156,7 +158,7 @@ def mask_padding(projection: Any, vocab: int, rank: int) -> None:
 
 
 class _Masked(torch.autograd.Function):
-    """Columns from `own` on are minus infinity, in place.  Their softmax is 0, and so is the
+    """Set the columns from `own` on to minus infinity, in place. Their softmax is 0, and so is the
     gradient that comes back."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Megatron-core's parameters by the project's names: fill them, and take their gradients apart."""
+"""Megatron-core's parameters by the project's names: to fill them, and to split their gradients."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ INSIDE = {
     "mlp.linear_fc1.layer_norm": ("mlp_norm",),
     "mlp.linear_fc2": ("fc2",),
 }
-"""Modules of a layer; TransformerEngine's linears hold the norm before them."""
+"""The project's names by module of a layer; TransformerEngine's linears hold their norm."""
 ENDS = {
     "embedding.word_embeddings.weight": "embedding.weight",
     "embedding.position_embeddings.weight": "position.weight",
@@ -31,7 +31,7 @@ ENDS = {
 
 
 def names_of(chunk: Any, model: Model) -> Iterator[tuple[Tensor, tuple[str, ...]]]:
-    """Every parameter of a GPTModel with the names it holds, in the order of its rows."""
+    """Every parameter of a GPTModel with the names of its weights, in the order of its rows."""
     for name, parameter in chunk.named_parameters():
         if name in ENDS:
             tied = name == "output_layer.weight" and model.tied_embeddings
@@ -49,7 +49,7 @@ def names_of(chunk: Any, model: Model) -> Iterator[tuple[Tensor, tuple[str, ...]
 
 
 def _join(parts: list[Tensor], groups: int) -> Tensor:
-    """Rows of q, k and v group by group of KV heads; gate and up one after the other."""
+    """One tensor of several weights: q, k, v interleaved by KV head; gate and up concatenated."""
     if len(parts) != 3:
         return torch.cat(parts)
     return torch.cat([p.reshape(groups, -1, *p.shape[1:]) for p in parts], 1).flatten(0, 1)
@@ -79,8 +79,8 @@ def fill(
 def gradient_pieces(
     chunk: Any, model: Model, specs: dict[str, ParameterSpec], place: tuple[int, int]
 ) -> Iterator[Piece]:
-    """This rank's parts of the gradients, as they lie in their buffers where they can; of
-    replicated ones, those of the first rank only."""
+    """This rank's parts of the gradients, as views of their buffers where possible. The parts of
+    replicated parameters come from the first rank only."""
     tp_rank, tp = place
     for parameter, names in names_of(chunk, model):
         grad = parameter.main_grad  # type: ignore[attr-defined]

@@ -1,9 +1,10 @@
-"""Fine-grained offloading of megatron-core 0.16.1, group by group: what is away, and when.
+"""Fine-grained offloading of megatron-core 0.16.1 by group: what is offloaded, and when.
 
-A group is what one module of one layer saves.  It leaves when its module's forward is over (a plan
-frees the device's copy when the copy on a stream of its own is: a trace has no streams).  After a
-group's backward the last one committed of those that are away comes back, or, if none is, that of
-the next chunk (ChunkOffloadHandler.bulk_reload).
+A group is the tensors that one module of one layer saves. The group is offloaded when the forward
+of its module is over (a plan frees the device's copy when the copy on its own stream is done; a
+trace has no streams). After the backward of a group, the group that was committed last of those
+still offloaded is reloaded; if there is none, that of the next chunk
+(ChunkOffloadHandler.bulk_reload).
 """
 
 from rematbench.program.action import Action, Alloc, Kind, place
@@ -28,17 +29,17 @@ STARTS = {
     "qkv": "qkv_linear",
     "attn_norm": "attn_norm",
 }
-"""The operator with which a module starts: after its backward the next group comes back."""
+"""The operator with which a module starts: after its backward the next group is reloaded."""
 VIEWED = ("qkv_before_rope", "qkv_beside_views")
-"""What views of core attention's operands hold beside them (stack.py): it leaves with them, and
-does not come back, as each view comes back as a tensor of its own."""
+"""Tensors that views of core attention's operands keep alive (stack.py). They leave with the
+operands and are not reloaded, because each view is reloaded as a tensor of its own."""
 
 
 class Groups:
-    """The groups of a rank; every call says by how many bytes the device's sum changes."""
+    """The groups of a rank; each call returns by how many bytes the device's sum changes."""
 
     def __init__(self, tensors: dict[str, tuple[str, ...]], rank: RankProgram) -> None:
-        """`tensors`: those that each module moves."""
+        """`tensors`: the tensors that each module offloads."""
         self._starts = {op: module for op, module in STARTS.items() if module in tensors}
         self._module_of = {name: module for module in tensors for name in tensors[module]}
         if "core_attn" in tensors:
@@ -56,7 +57,7 @@ class Groups:
         self._ended: Where | None = None
 
     def before(self, action: Action, where: Where) -> int:
-        """An action is about to run."""
+        """Note that an action is about to run."""
         if not self._module_of or action.kind in (Kind.BACKWARD_WEIGHT, Kind.FREE):
             return 0
         change = self._back() - self._commit()
@@ -76,21 +77,21 @@ class Groups:
         return change
 
     def born(self, action: Action, where: Where, alloc: Alloc) -> int:
-        """A storage that an action makes."""
+        """Note a storage that an action makes."""
         group = self._group(alloc.name)
         if group is None:
             return alloc.nbytes
-        if action.kind == Kind.H2D:  # the plan's own time
+        if action.kind == Kind.H2D:  # the plan reloads at another time
             return 0
         self._held.setdefault((where, group), {})[alloc.name] = alloc.nbytes
         return alloc.nbytes
 
     def dead(self, where: Where, name: str, nbytes: int) -> int:
-        """A storage that a plan frees: bytes that go now."""
+        """Note a storage that the plan frees; the result is the bytes that are freed now."""
         group = self._group(name)
         if group is None:
             return nbytes
-        if (where, name) in self._leaving:  # the plan's own time
+        if (where, name) in self._leaving:  # the plan frees at another time
             self._leaving.remove((where, name))
             return 0
         return self._held[where, group].pop(name, 0)
@@ -101,7 +102,7 @@ class Groups:
         return (part, module) if module else None
 
     def _commit(self) -> int:
-        """A module's forward is over: bytes that leave."""
+        """Offload the group of the module whose forward is over; the result is its bytes."""
         tensors = self._held.get(self._over, {}) if self._over else {}
         if self._over is None or not tensors:
             return 0
@@ -110,7 +111,7 @@ class Groups:
         return sum(tensors.values())
 
     def _load(self, where: Where, group: Group) -> int:
-        """Bytes that come back, if the group is away."""
+        """Reload a group; the result is its bytes, 0 if the group is not offloaded."""
         if group not in self._away.get(where, ()):
             return 0
         self._away[where].remove(group)
@@ -120,7 +121,7 @@ class Groups:
         return sum(tensors.values())
 
     def _back(self) -> int:
-        """A group's backward is over: the next one comes back."""
+        """Reload the next group after the backward of a group; the result is its bytes."""
         for chunk in (self._ended, *self._waiting[:1]) if self._ended else ():
             if self._away.get(chunk):
                 return self._load(chunk, self._away[chunk][-1])

@@ -37,7 +37,7 @@ RecomputeModule = Literal["core_attn", "layernorm", "mlp"]
 OffloadModule = Literal["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
 
 MIN_OFFLOADED = 2
-"""Elements of a tensor that is offloaded, at least.  More than a number: on CUDA attention in fp32
+"""Least elements of a tensor that is offloaded. Single numbers stay out: on CUDA fp32 attention
 saves its seeds, which lie on the host."""
 DROPPED: dict[str, tuple[str, ...]] = {
     "core_attn": (
@@ -50,7 +50,7 @@ DROPPED: dict[str, tuple[str, ...]] = {
     "layernorm": (
         "attn_norm_out",
         "mlp_norm_out",
-        "attn_norm_statistics",  # of the traced stack, too
+        "attn_norm_statistics",  # also of the traced stack
         "mlp_norm_statistics",
     ),
     "mlp": ("gate_out", "up_out", "up_out_offset", "act_out", "fc2_in"),
@@ -75,8 +75,8 @@ MOVED: dict[str, tuple[str, ...]] = {
 
 
 class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`recompute` with its `method` and `num_layers` (full) or `modules` (selective);
-    `offload_modules` of fine-grained activation offloading.
+    """The settings of Megatron-core: `recompute` with its `method` and `num_layers` (full) or
+    `modules` (selective), and `offload_modules` of fine-grained activation offloading.
 
     `bias_activation_fusion`: SwiGLU or GELU with its bias as one function that saves its input only
     (Megatron's fused GELU is the tanh approximation).  `batch_p2p`, `overlap_p2p`: how pipeline
@@ -95,7 +95,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     overlap_grad_reduce: bool = False
 
     def plan(self, problem: Problem, base: Plan) -> Plan | Unsupported:
-        """The fates that the settings mean for what this stack saves."""
+        """The plan with the fates that the settings mean for the tensors that this stack saves."""
         refused = holding(self.limits(setup_of(problem)))
         if refused:
             return Unsupported(refused[0])
@@ -126,7 +126,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @classmethod
     def unsaid(cls, problem: Problem) -> tuple[str, ...]:
-        """What of a problem no option says, whatever the policy."""
+        """The facts of a problem that no option says, whatever the policy."""
         setup = setup_of(problem)
         hosted = (
             problem.system.optimizer_on_host,
@@ -139,7 +139,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return [*_model(setup), *_layout(setup), *_policy(self, setup)]
 
     def flags(self, problem: Problem) -> str:
-        """The arguments of Megatron-LM's pretraining script: layout and policy."""
+        """The arguments of Megatron-LM's pretraining script for layout and policy."""
         lay, work = problem.layout, problem.workload
         words = [
             f"--tensor-model-parallel-size {lay.tp}",
@@ -190,7 +190,7 @@ class MegatronCore(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def moved(self) -> dict[str, tuple[str, ...]]:
-        """Tensors of each module that is offloaded."""
+        """The tensors of each offloaded module."""
         return {module: MOVED[module] for module in self.offload_modules}
 
     def _offloading(self, problem: Problem, base: Plan) -> Plan:
@@ -209,16 +209,16 @@ def has_biases(model: Model) -> bool:
 
 
 def fusion_argument(model: Model) -> str:
-    """What of Megatron-LM's arguments takes the fused activation away; empty where it has none:
-    its fused GELU is one with the bias."""
+    """The argument of Megatron-LM that switches the fused activation off. Empty for a model without
+    a fused activation: the fused GELU includes the bias."""
     if model.gated:
         return "--no-bias-swiglu-fusion"
     return "--no-bias-gelu-fusion" if has_biases(model) else ""
 
 
 def _orders(problem: Problem) -> tuple[tuple[Pass, ...], ...]:
-    """The passes of every rank where 0.16.1 runs others than the schedule of that name: of one
-    group of micro-batches older releases ran all forwards first.  Otherwise empty."""
+    """The passes of every rank where 0.16.1 deviates from the interleaved schedule; else empty.
+    With a single group of micro-batches older releases ran all forwards first; 0.16.1 does not."""
     lay = problem.layout
     if lay.pp == 1 or lay.vpp == 1 or lay.num_micro_batches != lay.pp:
         return ()

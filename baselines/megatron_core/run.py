@@ -24,7 +24,7 @@ from rematbench.torch.batch import MicroBatch
 
 
 def stack() -> dict[str, str]:
-    """Packages and their versions."""
+    """The packages and their versions."""
     beside = [f"transformer-engine{part}" for part in ("", "-torch", "-cu12", "-cu13")]
     found = {name: version(name) for name in ("megatron-core", "torch")}
     for name in beside:
@@ -34,7 +34,7 @@ def stack() -> dict[str, str]:
 
 
 def refuse(job: Job) -> None:
-    """The guards, before any process starts."""
+    """Raise NotRunnable by the guards, before any process starts."""
     policy = _policy(job)
     check(job, policy)
     if job.device == "cpu":
@@ -42,7 +42,7 @@ def refuse(job: Job) -> None:
     if job.device == "cpu" and job.options:
         from baselines.megatron_core.config import transformer_config  # noqa: PLC0415
 
-        transformer_config(job, policy)  # what of the options it says no to
+        transformer_config(job, policy)  # raises for options that it refuses
 
 
 def _policy(job: Job) -> MegatronCore:
@@ -56,9 +56,12 @@ def _shimmed(real: bool) -> tuple[str, ...]:
 
 
 def environment(job: Job) -> dict[str, str]:
-    """One hardware queue, as Megatron-LM's launch scripts set it: so that kernels start in the
-    order of their issue, and a collective before the product that it overlaps with.  And
-    TransformerEngine's older offloading, which Megatron-LM asks for beside its own."""
+    """Environment variables of Megatron-LM's launch scripts.
+
+    One hardware queue: kernels then start in the order of their issue, and a collective before the
+    GEMM that it overlaps with. For offloading also TransformerEngine's older implementation, which
+    Megatron-LM asks for beside its own.
+    """
     if job.device != "cuda":
         return {}
     moves = {"NVTE_CPU_OFFLOAD_V1": "1"} if _policy(job).offload_modules else {}
@@ -87,7 +90,7 @@ def execute(job: Job, rank: Rank) -> RankAnswer:
     answer = RankAnswer(label=_label(parts, device.type), shim=parts, kernels=kernels)
     meter = Meter(device=device)
     engine.measured(meter, rig.config)
-    # Where activations are offloaded a first step is unlike all others: see `fake`.
+    # With offloaded activations the first step is unlike all others: see `fake`.
     metered = min(1, job.steps - 1) if _policy(job).offload_modules else 0
     train(Trainer(engine, rig), job, answer, meter, metered)
     answer.host_peak_bytes = engine.pool_bytes()
@@ -99,18 +102,18 @@ class Trainer:
     """A rank's chunks under Megatron-core's schedule; see `baselines.common.training.Trainer`."""
 
     def __init__(self, engine: Any, rig: Any) -> None:
-        """`engine` is the module `step`, which can be imported after the shim only."""
+        """`engine` is the module `step`, which can only be imported after the shim."""
         self.engine, self.rig = engine, rig
         self.batches: list[MicroBatch] = []
         self.counted = 0
         self.losses: list[Any] = []
 
     def load(self, step: int) -> None:
-        """This rank's micro-batches."""
+        """Load this rank's micro-batches."""
         self.batches, self.counted = self.engine.step_batches(self.rig, step)
 
     def forward_backward(self, meter: Meter | None) -> None:
-        """One call of the schedule."""
+        """Run one call of the schedule."""
         if meter is None:
             self.losses = self.engine.run_step(self.rig, self.batches)
             return
@@ -119,28 +122,28 @@ class Trainer:
         with meter:
             self.losses = self.engine.run_step(self.rig, self.batches)
         if self.rig.device.type == "cuda":
-            torch._dynamo.reset()  # what it has met under the meter it would never compile
+            torch._dynamo.reset()  # torch would never compile functions that it met under the meter
 
     def loss(self) -> float:
-        """The last stage's sum, of one tensor-parallel rank."""
+        """The mean loss, from the last stage's sum on one tensor-parallel rank."""
         own = sum(float(one["loss"]) for one in self.losses) if self.rig.place.tp == 0 else 0.0
         total = torch.tensor([own], dtype=torch.float64, device=self.rig.device)
         dist.all_reduce(total)
         return float(total) / self.counted
 
     def gradients(self, *, whole: bool) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """From the buffers of all ranks."""
+        """Norms and whole gradients, from the buffers of all ranks."""
         specs = model_specs(self.rig.job.run.model, self.rig.padded_vocab)
         pieces = self.rig.gradient_pieces()
         return norms(pieces, specs), assemble(pieces, specs) if whole else {}
 
     def update(self) -> None:
-        """Megatron-core's optimizer."""
+        """Run the step of Megatron-core's optimizer."""
         self.rig.optimizer.step()
 
 
 def trace(job: Job) -> RankAnswer:
-    """One rank's bytes on fake tensors, through the same schedules."""
+    """The bytes of one rank on fake tensors, through the same schedules."""
     parts = _shimmed(False)
     from baselines.megatron_core import fake  # noqa: PLC0415  # after the shim
 

@@ -1,8 +1,8 @@
-"""What a machine without CUDA lacks for Megatron-core, part by part; a record names the parts.
+"""Stand-ins for what a machine without CUDA lacks for Megatron-core; a record names the parts.
 
-A run with any of these is "megatron-core + CPU shim", never stock Megatron-core; on a GPU without
-TransformerEngine only *te* is in place ("megatron-core without TransformerEngine").  No part
-changes arithmetic: they redirect devices, generators, streams and type names, and undo lookups of
+A run with any part is "megatron-core + CPU shim", never stock Megatron-core; on a GPU without
+TransformerEngine only *te* is installed ("megatron-core without TransformerEngine").  No part
+changes arithmetic: the parts redirect devices, generators, streams and type names, and stand in for
 names that only TransformerEngine defines.
 
 | part | what it redirects |
@@ -11,14 +11,16 @@ names that only TransformerEngine defines.
 | rng | torch.cuda's and Megatron's random state -> the CPU generator (traced: no state at all) |
 | stream | streams, events and ranges -> synchronous no-ops |
 | type | Tensor.type() of CPU tensors -> the CUDA type strings that the optimizer compares with |
-| compile | torch.compile -> eager, so that nothing is compiled; of bytes only results count, as of
-the one kernel that it makes on a GPU |
+| compile | torch.compile -> eager, so that nothing is compiled; only the bytes of results count, as
+with the one kernel that torch.compile makes on a GPU |
 | dropout | F.dropout -> native_dropout, which keeps a byte mask as CUDA's kernel does |
 | norm | F.rms_norm -> one function that saves its input and 1/rms, as CUDA's kernel does |
-| flash | traced, with dropout: scaled_dot_product_attention -> the same without, because a CPU's is
-taken apart with it; CUDA's kernel saves no mask either (two integers of its generator's state) |
-| settle | collectives return when gloo's threads have let go of their tensors, so bytes are exact |
-| te | names that only TransformerEngine defines, used without asking for it |
+| flash | traced, with dropout: scaled_dot_product_attention -> the same without dropout, because a
+CPU takes attention with dropout apart; CUDA's kernel saves no mask either (two integers of its
+generator's state) |
+| settle | collectives return when gloo's threads have released their tensors, so that bytes are
+exact |
+| te | names that only TransformerEngine defines and that Megatron-core uses without a test |
 """
 
 import contextlib
@@ -42,7 +44,7 @@ CPU = torch.device("cpu")
 
 
 def causal_mask(size: int) -> torch.Tensor:
-    """Megatron-core's default causal mask, on a CPU; as there a new one for every call."""
+    """Megatron-core's default causal mask on a CPU; each call makes a new tensor, as there."""
     return torch.triu(torch.ones(size, size), diagonal=1).bool()
 
 
@@ -83,7 +85,7 @@ def _rng(real: bool) -> None:
         get, put = (lambda *_, **__: None), (lambda *_, **__: None)
         tp_random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
         tp_random.CudaRNGStatesTracker.add = lambda *_, **__: None
-        torch.get_rng_state = get  # type: ignore[assignment]  # nothing asks what it returns
+        torch.get_rng_state = get  # no caller uses the result
         torch.set_rng_state = put
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get
     torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = put
@@ -93,7 +95,7 @@ def _rng(real: bool) -> None:
 
 
 class _Stream:
-    """A stream on which everything has happened already; an event, too."""
+    """A stream, or an event, on which all work is done already."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0
@@ -171,12 +173,12 @@ class _NoFp8:
 
 
 def _te() -> None:
-    """Megatron-core 0.16 tests HAVE_TE in some places and not in others."""
+    """Megatron-core 0.16 tests HAVE_TE at some uses of TransformerEngine's names only."""
     attention: Any = importlib.import_module("megatron.core.transformer.attention")
     if attention.set_save_original_input is None:
         attention.set_save_original_input = lambda module: None
     extension: Any = importlib.import_module("megatron.core.extensions.transformer_engine")
-    if getattr(extension, "cpu_offload", None) is None:  # fine-grained offloading sets a flag of it
+    if getattr(extension, "cpu_offload", None) is None:  # offloading sets a flag of it
         extension.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
     tp_random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if not hasattr(tp_random, "FP8GlobalStateManager"):  # asked with fp8 off, too
@@ -196,8 +198,7 @@ def _settle() -> None:
 
 
 def _is_noted(group: Any) -> bool:
-    """Whether Megatron-core's coalescing notes the call and its tensors, and makes it later: there
-    is nothing to wait for yet."""
+    """Whether Megatron-core's coalescing records the call for later: there is nothing to await."""
     world: Any = dist.distributed_c10d._world
     return group in world.pg_coalesce_state
 
@@ -215,7 +216,7 @@ def _at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def install_missing_names() -> tuple[str, ...]:
-    """On a GPU without TransformerEngine: only what Megatron-core lacks there too."""
+    """On a GPU without TransformerEngine: define only the names that are missing there too."""
     importlib.import_module("megatron.core.models.gpt")
     _te()
     return ("te",)
@@ -223,17 +224,17 @@ def install_missing_names() -> tuple[str, ...]:
 
 @cache
 def preload() -> None:
-    """The parts that have to come before Megatron-core, and Megatron-core: without packages of
-    CUDA's kernels, if they are installed."""
+    """Install the parts that must precede Megatron-core, then import Megatron-core. It is imported
+    without packages of CUDA kernels, even if they are installed."""
     for name in ("transformer_engine", "apex"):
-        sys.modules[name] = None  # type: ignore[assignment]  # not to be found
+        sys.modules[name] = None  # makes the import fail
     _compile()
     _settle()
     importlib.import_module("megatron.core.models.gpt")
 
 
 def install(*, real: bool) -> tuple[str, ...]:
-    """Put every part in place."""
+    """Install every part; the result is the names of the parts for a record."""
     preload()
     _dev()
     _rng(real)
@@ -241,7 +242,7 @@ def install(*, real: bool) -> tuple[str, ...]:
     _type()
     _dropout()
     _norm()
-    if not real:  # executed, dropout is refused
+    if not real:  # executed runs refuse dropout
         _flash()
     _te()
     return ("dev", "rng", "stream", "type", "compile", "dropout", "norm", "settle", "te")

@@ -1,4 +1,4 @@
-"""Megatron-core 0.16.1 without TransformerEngine: what it keeps beside the operator table.
+"""Tensors that Megatron-core 0.16.1 without TransformerEngine keeps beside the operator table.
 
 Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
 """
@@ -24,7 +24,7 @@ else:  # this file is loaded by its path
 
 
 def stack(policy: "MegatronCore", problem: Problem) -> Stack:
-    """What Megatron-core without TransformerEngine keeps beside the operator table."""
+    """The tensors that Megatron-core without TransformerEngine keeps beside the operator table."""
     s = shapes(problem.workload, problem.layout, problem.system)
     return Stack(
         extras=(
@@ -47,7 +47,7 @@ def stack(policy: "MegatronCore", problem: Problem) -> Stack:
 
 
 def activation_peak(policy: "MegatronCore", _: Problem, rank: RankProgram) -> int:
-    """The peak of activations as Megatron-core holds them."""
+    """The peak of activations as Megatron-core holds them, in bytes."""
     found: int = held.activation_peak(policy, rank)
     return found
 
@@ -96,7 +96,7 @@ def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
         saved_by="attention",
         why="k and v are saved once per query head (and v's view is gone)",
     )
-    rotated = s.kv_width + s.q_width * (s.kv_width > model.head_dim)  # k's, and q's copy before it
+    rotated = s.kv_width + s.q_width * (s.kv_width > model.head_dim)  # k rotated, q copied before
     width = s.q_width + 2 * s.kv_width + rotated * (model.position == "rope")
     projected = made(
         name="qkv_variable",
@@ -116,14 +116,15 @@ def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
 
 
 def _views(problem: Problem, *, repeated: bool) -> tuple[Extra, ...]:
-    """Without RoPE q is a view of the projection's output where a rank has one group of heads, and
-    a copy where it has more; k and v are views unless they are repeated."""
+    """Tensors that views of the projection's output keep alive, for models without RoPE. q is a
+    view of the projection's output where a rank has one group of heads, and a copy where it has
+    more; k and v are views unless they are repeated."""
     s = shapes(problem.workload, problem.layout, problem.system)
     one = s.kv_width == problem.workload.model.head_dim
     if s.q_width == s.kv_width or one != repeated:
         return ()
-    if one and problem.attention != "flash" and s.micro_batch > 1:  # and heads are one dimension:
-        return ()  # a copy, too
+    if one and problem.attention != "flash" and s.micro_batch > 1:  # batch and heads merge:
+        return ()  # q is a copy, too
     beside = Extra(
         name="qkv_beside_views",
         dtype=problem.workload.precision,
@@ -137,8 +138,8 @@ def _views(problem: Problem, *, repeated: bool) -> tuple[Extra, ...]:
 
 
 def _once(policy: "MegatronCore", problem: Problem) -> dict[str, int]:
-    """One buffer serves gathered inputs and the first operand of the scores; ids and angles of
-    positions are shared by all layers."""
+    """Bytes of tensors that exist once. One buffer serves gathered inputs and the first operand of
+    the scores; ids and angles of positions are shared by all layers."""
     s = shapes(problem.workload, problem.layout, problem.system)
     model = problem.workload.model
     scores = s.tokens * s.heads * s.seq_len * s.element_bytes
@@ -148,9 +149,9 @@ def _once(policy: "MegatronCore", problem: Problem) -> dict[str, int]:
         "memory buffer": max(gathered, scores) if unfused else gathered,
         "position ids": 8 * s.seq_len // s.cp,
     }
-    if model.position == "rope" and not policy.offload_modules:  # then of a step not measured
+    if model.position == "rope" and not policy.offload_modules:  # else made before the metering
         each = 4 * model.head_dim * s.seq_len // s.cp
-        found["angles of RoPE (fp32)"] = problem.layout.vpp * each  # each chunk has its own
+        found["angles of RoPE (fp32)"] = problem.layout.vpp * each  # one table per chunk
     return found
 
 
@@ -229,9 +230,9 @@ def _labels(problem: Problem) -> Extra:
 
 
 def _sums(problem: Problem) -> tuple[Extra, ...]:
-    """The gradient of a weight exists beside the buffer it is then added to.  That of a bias exists
-    at the same time for qkv only: the others' biases are added by operators of their own.  So are
-    positions to the embedding."""
+    """Gradients of weights, each alive beside the buffer that it is then added to. The gradient of
+    a bias exists at the same time for qkv only: other biases are added by operators of their own.
+    Positions are added to the embedding in the same way."""
     model = problem.workload.model
     s = shapes(problem.workload, problem.layout, problem.system)
     apart = {"proj": model.proj_bias * model.hidden, "fc2": model.mlp_bias * model.hidden}
@@ -256,8 +257,9 @@ def _sums(problem: Problem) -> tuple[Extra, ...]:
 
 
 def _scattered(problem: Problem) -> tuple[Extra, ...]:
-    """Under sequence parallelism the gradient of a gathered input is scattered into a tensor of its
-    own before the weight's gradient is computed, and the whole one stays meanwhile."""
+    """Shards of input gradients under sequence parallelism. The gradient of a gathered input is
+    reduce-scattered into a tensor of its own before the weight's gradient is computed, and the
+    whole gradient stays alive meanwhile."""
     s = shapes(problem.workload, problem.layout, problem.system)
     tables = (problem.layer(0), problem.head)
     return tuple(
@@ -277,7 +279,7 @@ def _scattered(problem: Problem) -> tuple[Extra, ...]:
 
 
 def _tied(problem: Problem) -> tuple[Extra, ...]:
-    """The sum of the embedding's gradient and the projection's is made anew."""
+    """The sum of the embedding's gradient and the tied projection's gradient is a new tensor."""
     s = shapes(problem.workload, problem.layout, problem.system)
     model = problem.workload.model
     if not model.tied_embeddings or problem.layout.pp > 1:

@@ -1,4 +1,4 @@
-"""Build one rank's model and run steps of it through Megatron-core's own schedules."""
+"""Builds one rank's model and runs its steps through Megatron-core's own schedules."""
 
 import math
 from collections.abc import Iterator
@@ -37,12 +37,12 @@ from rematbench.workload import Workload
 
 ALLOCATE = GPUTensorPool.allocate
 VOCAB_MULTIPLE = 1
-"""Rows are not padded beyond a multiple of tp, as in the project's own executor; and no padding
-counts in the loss (Megatron-LM's does, with the multiple that it is told)."""
+"""Vocabulary rows are padded to a multiple of tp only, as in the project's own executor. No padding
+counts in the loss (in Megatron-LM it does, with the multiple that it is given)."""
 
 
 def join_groups(job: Job) -> Coordinates:
-    """Megatron-core's process groups for a layout; this rank's place in them."""
+    """Make Megatron-core's process groups for a layout; the result is this rank's place in them."""
     lay = job.run.layout
     PipelineOffloadManager.reset_instance()
     mpu.destroy_model_parallel()
@@ -64,13 +64,13 @@ def join_groups(job: Job) -> Coordinates:
 
 
 def leave_groups() -> None:
-    """Forget the process groups of the last job."""
+    """Destroy the process groups of the last job."""
     mpu.destroy_model_parallel()
 
 
 @dataclass(kw_only=True)
 class Rig:
-    """One rank's chunks, wrapped, with their optimizer."""
+    """The wrapped chunks of one rank, with their optimizer."""
 
     job: Job
     place: Coordinates
@@ -82,7 +82,7 @@ class Rig:
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of the embedding over all tensor-parallel ranks."""
+        """The rows of the embedding over all tensor-parallel ranks."""
         unit = VOCAB_MULTIPLE * self.job.run.layout.tp
         return -(-self.job.run.model.vocab // unit) * unit
 
@@ -92,11 +92,11 @@ class Rig:
         return self.place.tp, self.job.run.layout.tp
 
     def states(self) -> Iterator[torch.Tensor]:
-        """Parameters, gradient buffers and optimizer state."""
+        """The tensors of parameters, gradient buffers and optimizer states."""
         for chunk in self.chunks:
             yield from chunk.parameters()
             yield from chunk.module.buffers()
-            for buffer in chunk.buffers:  # of gradients: this name hides torch's
+            for buffer in chunk.buffers:  # gradient buffers: this name hides torch's `buffers`
                 yield from (t for t in (buffer.grad_data, buffer.param_data) if t is not None)
         if self.optimizer is not None:
             for inner in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
@@ -106,7 +106,7 @@ class Rig:
                     yield from group["params"]
 
     def fill(self) -> None:
-        """Weights from the job's seed, and the optimizer's own copies of them."""
+        """Write the weights of the job's seed, and update the optimizer's copies of them."""
         specs = model_specs(self.job.run.model, self.padded_vocab)
         for chunk in self.chunks:
             names.fill(chunk.module, self.job.run.model, specs, self.job.seed, self.tp)
@@ -114,7 +114,7 @@ class Rig:
             self.optimizer.reload_model_params()
 
     def gradient_pieces(self) -> list[Piece]:
-        """This rank's parts of the summed gradients, none that another rank gives too."""
+        """This rank's parts of the summed gradients, without parts that another rank returns."""
         if uses_distributed_optimizer(self.job.run):
             for chunk in self.chunks:
                 _gather_gradients(chunk)
@@ -133,7 +133,7 @@ class Rig:
 
 
 def _gather_gradients(chunk: Any) -> None:
-    """Put the shards of a reduced-scattered gradient buffer together on every rank."""
+    """Gather the shards of a reduce-scattered gradient buffer on every rank."""
     for buffer in chunk.buffers:
         for bucket in buffer.buckets:
             group = buffer.data_parallel_group
@@ -142,7 +142,7 @@ def _gather_gradients(chunk: Any) -> None:
 
 
 def build(job: Job, policy: MegatronCore, place: Coordinates, device: torch.device) -> Rig:
-    """The rank's chunks; weights are not written yet."""
+    """The rank's chunks, before their weights are written."""
     run = job.run
     config = transformer_config(job, policy)
     spec, attention = layer_spec(job)
@@ -183,7 +183,7 @@ def build(job: Job, policy: MegatronCore, place: Coordinates, device: torch.devi
             config.grad_sync_func = config.grad_sync_func[0]
     optimizer = None
     if run.world == "executed":
-        # Without overrides biases and norms are decayed too, as the executor's are.
+        # Without overrides biases and norms are decayed too, as in the executor.
         optimizer = get_megatron_optimizer(
             optimizer_config(run), chunks, config_overrides={}, use_gloo_process_groups=False
         )
@@ -200,7 +200,7 @@ def build(job: Job, policy: MegatronCore, place: Coordinates, device: torch.devi
 
 
 def _sum(losses: torch.Tensor, labels: torch.Tensor) -> Any:
-    """What Megatron-core's schedules take back from a loss function."""
+    """What Megatron-core's schedules expect from a loss function: (sum, labels that count, log)."""
     counted = labels.reshape(losses.shape) != IGNORED
     total = (losses * counted).sum()
     return total, counted.sum().int(), {"loss": total.detach().clone()}
@@ -222,11 +222,11 @@ def _forward_step(rig: Rig) -> Any:
 
 
 def run_step(rig: Rig, batches: list[MicroBatch]) -> list[Any]:
-    """Forwards and backwards of one step; what the loss function returned on the last stage."""
+    """Run forward and backward of one step; the result is the loss function's on the last stage."""
     for chunk in rig.chunks:
         chunk.zero_grad_buffer()
     if rig.optimizer is not None:
-        rig.optimizer.zero_grad()  # else .grad, which it set to main_grad, is added to itself
+        rig.optimizer.zero_grad()  # else .grad (main_grad) is added to itself
     schedule = get_forward_backward_func()
     iterators = [iter(batches) for _ in rig.chunks]
     single = len(rig.chunks) == 1
@@ -243,7 +243,7 @@ def run_step(rig: Rig, batches: list[MicroBatch]) -> list[Any]:
 
 
 def step_batches(rig: Rig, step: int) -> tuple[list[MicroBatch], int]:
-    """This rank's micro-batches and how many labels of the whole step count."""
+    """This rank's micro-batches, and how many labels of the whole step count."""
     run, job = rig.job.run, rig.job
     work = Workload(model=run.model, seq_len=run.seq_len, precision=run.precision)
     batch = make_batch(work, run.layout.global_batch, job.seed, step, job.ignored)
@@ -251,7 +251,7 @@ def step_batches(rig: Rig, step: int) -> tuple[list[MicroBatch], int]:
 
 
 def pooled() -> list[torch.Tensor]:
-    """Host memory that fine-grained offloading has taken: its pool gives none back."""
+    """The host memory of fine-grained offloading, whose pool gives no memory back."""
     if PipelineOffloadManager.OFFLOAD_MGR is None:
         return []
     pools = PipelineOffloadManager.OFFLOAD_MGR.cpu_tensor_pool._pools
@@ -259,14 +259,14 @@ def pooled() -> list[torch.Tensor]:
 
 
 def pool_bytes() -> int:
-    """The same in bytes."""
+    """The bytes of that host memory."""
     return sum(tensor.untyped_storage().nbytes() for tensor in pooled())
 
 
 def measured(meter: Meter, config: Any) -> None:
-    """Count what fine-grained offloading puts into its pool as no device memory, and leave the
-    reduction of gradients after the last backward out of the peak where it is gloo's, which copies
-    whole buffers."""
+    """Fit Megatron-core to the meter. Memory that fine-grained offloading puts into its pool counts
+    as host memory. With gloo, which copies whole buffers, the reduction of gradients after the last
+    backward does not count in the peak."""
     GPUTensorPool.allocate = meter.host(ALLOCATE)
     if not is_gloo(None):
         return

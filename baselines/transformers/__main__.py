@@ -1,7 +1,7 @@
 """What Transformers keeps: python -m baselines.transformers CONFIG.json --seq-len S -o OUT.jsonl.
 
-Traces one step of the model that a config.json describes, with every storage that autograd keeps,
-by operator.  A record (Traced) says which versions it is of.
+The command traces one step of the model that a config.json describes, with every storage that
+autograd keeps, by operator. The record (Traced) names the versions that were traced.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from rematbench.runs.store import write_atomically
 
 
 class Traced(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A traced step: the config as given, what was run, what was seen, and by which versions."""
+    """A traced step: the config as given, the setup, what was seen, and the versions."""
 
     config: dict[str, Any]
     setup: Setup
@@ -31,7 +31,7 @@ class Traced(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def traced(config: dict[str, Any], setup: Setup) -> Traced:
-    """Trace a step of a config.json's content; NotRunnable for what is not modelled."""
+    """The trace of a step for a config.json's content; NotRunnable for what is not modelled."""
     return Traced(
         config=config,
         setup=setup,
@@ -42,12 +42,12 @@ def traced(config: dict[str, Any], setup: Setup) -> Traced:
 
 
 def encode(record: Traced) -> bytes:
-    """As written: sorted JSON that a person can read."""
-    return msgspec.json.encode(record, order="sorted") + b"\n"  # a line: .jsonl, and no Record
+    """The record as it is written: one line of sorted JSON."""
+    return msgspec.json.encode(record, order="sorted") + b"\n"  # one .jsonl line, no Record
 
 
 def main(arguments: list[str]) -> int:
-    """Trace one setup; the exit code is 2 for bad input, 1 for what is not run."""
+    """Trace one setup; the exit code is 2 for bad input, 1 for a setup that is not run."""
     parser = argparse.ArgumentParser(prog="python -m baselines.transformers")
     parser.add_argument("config", type=Path, metavar="CONFIG.json")
     parser.add_argument("--seq-len", type=int, required=True)

@@ -1,4 +1,4 @@
-"""Model families of Transformers that are traced, each by its own class and its own config."""
+"""The model families of Transformers that are traced, each by its own class and config."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,15 +13,15 @@ ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 
 
 class _Keys(NamedTuple):
-    """What a family's config says beside the keys that all share."""
+    """The keys of a family's config beside the keys that all families share."""
 
     made: Callable[[Model], dict[str, Any]]
     said: tuple[str, ...]
-    """Fields of a Model that the family has, beyond those that every family has."""
+    """Fields of a Model that this family's config can say and that not every config can say."""
 
 
 def _windows(model: Model) -> list[str]:
-    """`layer_types` of a model; one entry of `attention_window` stands for every layer."""
+    """The `layer_types` of a model; a single entry of `attention_window` is for every layer."""
     windows = model.attention_window or (0,)
     every = windows * model.num_layers if len(windows) == 1 else windows
     return ["sliding_attention" if window else "full_attention" for window in every]
@@ -66,18 +66,18 @@ _EVERY = {
     "attention_soft_cap": 0.0,
     "logit_soft_cap": 0.0,
 }
-"""Fields that only some families have, with what the others say."""
+"""Fields that only some families have, with the value that stands for their absence."""
 
 
 def config_of(data: Mapping[str, Any]) -> PreTrainedConfig:
-    """The config of a config.json's content; NotRunnable for a family that is not traced."""
+    """The config for the content of a config.json; NotRunnable for a family that is not traced."""
     kind = str(data.get("model_type", ""))
     _known(kind)
     return CONFIG_MAPPING[kind].from_dict(dict(data))
 
 
 def config_of_model(model: Model, family: str) -> PreTrainedConfig:
-    """The config of a Model as one of a family; NotRunnable if the family cannot say it."""
+    """The config of a Model in a family; NotRunnable if the family's config cannot say it."""
     _known(family)
     keys = _KEYS[family]
     for field, plain in _EVERY.items():

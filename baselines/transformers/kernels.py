@@ -1,19 +1,20 @@
-"""The shim: what stands for a GPU, and for values, while a model of Transformers is traced.
+"""The shim: stand-ins for a GPU, and for values, while a model of Transformers is traced.
 
 | part | what it answers |
 |---|---|
-| flash | SDPA: by the kernel that a GPU would choose, in the place of a CPU's |
-| flash_attn | flash_attention_2: the package's flash_attn_func, which needs a GPU |
-| unpacked | the mask: that each row is one sequence, a question about values that fake ones lack |
+| flash | SDPA: by the kernel that a GPU would choose, in place of a CPU's kernel |
+| flash_attn | flash_attention_2: by a function in place of flash_attn_func, which needs a GPU |
+| unpacked | the mask: each row is one sequence, a fact about values that fake tensors lack |
 
 torch's scaled_dot_product_attention dispatches by device.  On an Ampere or newer GPU, in 16 bits,
-causal and without a mask, it runs a flash kernel, which keeps q, k, v, the output and the log-sum-
-exp of each row in fp32 (torch 2.13, `_scaled_dot_product_flash_attention`; the cuDNN kernel keeps
-the same).  A CPU's choice saves other layouts, and without a kernel for a case it falls back to
-materialised scores.  So the call is answered by one autograd function that keeps what the kernel
-keeps, in its layouts.  On real tensors it also computes, from materialised scores that it drops.
+causal and without a mask, it runs a flash kernel, which saves q, k, v, the output and the
+log-sum-exp of each row in fp32 (torch 2.13, `_scaled_dot_product_flash_attention`; the cuDNN kernel
+saves the same).  A CPU's kernel saves other layouts, and for a case without a kernel the CPU
+materialises scores.  So one autograd function answers the call: it saves what the flash kernel
+saves, in the kernel's layouts.  On real tensors the function also computes values, from
+materialised scores that it drops.
 
-A kernel given a mask is not this one; and the mask is a tensor of seq_len x seq_len.
+A call with a mask runs another kernel, and the mask is a tensor of seq_len x seq_len.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,15 +37,16 @@ from rematbench.torch.mode import Mode
 
 FLASH = "flash_attention_2"
 LARGEST_HEAD = 256
-"""Elements of a head in torch's flash kernels."""
+"""Largest head_dim of torch's flash kernels, in elements."""
 
 
 class Flash(torch.autograd.Function):
-    """Causal attention of q (batch, heads, rows, head_dim) on k and v (fewer heads or as many)."""
+    """Causal attention of q (batch, heads, rows, head_dim) on k and v with as many heads or
+    fewer."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The output, stored as (batch, rows, heads, head_dim) as the kernel does."""
+        """The output, stored as (batch, rows, heads, head_dim) as the kernel stores it."""
         batch, heads, rows, _ = q.shape
         out = q.new_empty(batch, rows, heads, v.shape[-1]).transpose(1, 2)
         lse = q.new_empty(batch, heads, rows, dtype=torch.float32)
@@ -56,8 +58,8 @@ class Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Gradients of q, k and v; with fewer heads of k and v those of all heads are made first,
-        as torch's kernel for grouped queries does, and summed."""
+        """The gradients of q, k and v. Where k and v have fewer heads than q, their gradients are
+        made for every query head and then summed, as in torch's kernel for grouped queries."""
         q, k, v, _, lse = ctx.saved_tensors
         heads, groups = q.shape[1], k.shape[1]
         dq = torch.empty_like(q)
@@ -70,7 +72,7 @@ class Flash(torch.autograd.Function):
 
 
 def _made(q: Tensor, width: int) -> Tensor:
-    """A gradient for every query head, laid out as the kernel's."""
+    """An empty gradient for every query head, in the kernel's memory layout."""
     batch, heads, rows, _ = q.shape
     return q.new_empty(batch, rows, heads, width).transpose(1, 2)
 
@@ -91,7 +93,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _inside(call: Callable[..., None]) -> Callable[..., None]:
-    """`call` as the inside of a kernel: its own storages are not counted."""
+    """`call` as the inside of a kernel: storages made inside it are not counted."""
     return call if Meter.counting is None else Meter.counting.without(call)
 
 
@@ -123,8 +125,8 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention as the kernel of a GPU; NotRunnable where
-    a GPU would choose another one."""
+    """torch.nn.functional.scaled_dot_product_attention as the flash kernel of a GPU. NotRunnable
+    where a GPU would choose another kernel."""
     if attn_mask is not None:
         shape = " x ".join(str(n) for n in attn_mask.shape)
         raise NotRunnable(f"SDPA is given a mask of {shape}: no flash kernel takes one")
@@ -152,8 +154,9 @@ def flash_attn_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
-    """flash_attn's function of that name (its 2.x), on (batch, rows, heads, head_dim): a window and
-    a soft cap are the kernel's own and keep nothing more.  Bytes only: values know neither."""
+    """The function flash_attn_func of flash_attn 2.x, on (batch, rows, heads, head_dim). A window
+    and a soft cap belong to the kernel and save nothing more. Only the bytes are right: the values
+    ignore both."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     return attend(q, k, v, None, dropout_p, causal, softmax_scale, True).transpose(1, 2)
 
@@ -173,12 +176,12 @@ _PARTS: dict[str, tuple[tuple[Any, str, Callable[..., Any]], ...]] = {
         (flash_utils, "_is_packed_sequence", lambda *_: False),
     ),
 }
-"""What each part replaces: a module's function by another."""
+"""The replacements of each part: (module, name of its function, replacement)."""
 
 
 @contextmanager
 def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
-    """The shim's parts while a model of an attention implementation runs."""
+    """The names of the shim's parts, in place while a model with this attention kernel runs."""
     names = {"sdpa": ("flash",), FLASH: ("flash_attn",)}.get(kernel, ())
     parts = (*names, "unpacked") if fake else names
     with ExitStack() as stack:
@@ -188,14 +191,14 @@ def installed(kernel: str, *, fake: bool) -> Iterator[tuple[str, ...]]:
 
 
 class NoSquares(Mode):
-    """Fails at the first tensor with two dimensions of `rows`, which no other dimension may be."""
+    """Fails at the first tensor with two dimensions of `rows`, which no other dimension has."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows = rows
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, then look at what it made."""
+        """Run the operator, then check the shapes of its outputs."""
         result = func(*args, **(kwargs or {}))
         for item in tree_iter(result):
             if isinstance(item, Tensor) and tuple(item.shape).count(self.rows) > 1:

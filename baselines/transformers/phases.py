@@ -1,4 +1,4 @@
-"""Live bytes of a step, phase by phase, with gradients of parameters told apart afterwards."""
+"""Live bytes of a step by phase; gradients of parameters are told apart afterwards."""
 
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -14,8 +14,8 @@ PHASES: tuple[Phase, ...] = ("forward", "loss", "loss_backward", "layers_backwar
 
 
 class Peak(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes of a phase: its largest sum of activations, that sum with the gradients there were, and
-    the activations that are alive at its end."""
+    """The peaks of a phase in bytes. They are its largest sum of activations, its largest sum with
+    gradients of parameters, and the activations that are alive at its end."""
 
     phase: Phase
     activation_bytes: int
@@ -24,10 +24,8 @@ class Peak(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Phases(Meter):  # type: ignore[no-untyped-call]
-    """A meter that keeps every birth and death.
-
-    What is a gradient of a parameter is known only when autograd hands it over: `gradients`.
-    """
+    """A meter that keeps every birth and death of a storage. Which storage is a gradient of a
+    parameter is known only when autograd hands the gradient over (`gradients`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,11 +35,11 @@ class Phases(Meter):  # type: ignore[no-untyped-call]
         self._gradients: set[int] = set()
 
     def gradients(self, tensors: Iterable[Tensor]) -> None:
-        """These storages, alive now, were gradients of parameters from their first byte on."""
+        """Note that these storages, alive now, were gradients from their first byte on."""
         self._gradients |= {self._births[t.untyped_storage()._cdata] for t in tensors}
 
     def peaks(self) -> tuple[Peak, ...]:
-        """Of the phases, in their order."""
+        """The peaks of all phases, in the order of PHASES."""
         found = []
         live = whole = 0
         for phase in PHASES:
@@ -74,13 +72,13 @@ class Phases(Meter):  # type: ignore[no-untyped-call]
         super()._forget(key)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Transformers resizes no storage in a step: a change here would be missed."""
+        """Fail: Transformers resizes no storage in a step, and this meter would miss a change."""
         raise AssertionError(f"a storage was resized to {storage.nbytes()} bytes")
 
 
 def watch_ends(model: Any, meter: Phases) -> None:
-    """Let the output projection mark the phases: `loss` starts when it has run, `layers_backward`
-    when its input has a gradient."""
+    """Set the phases by hooks on the output projection. `loss` starts when the projection has run,
+    `layers_backward` when its input has a gradient."""
 
     def run(_: Any, args: tuple[Tensor, ...], __: Tensor) -> None:
         meter.phase = "loss"

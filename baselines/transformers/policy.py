@@ -1,4 +1,4 @@
-"""Settings of a traced run of Transformers, as they stand in a job's parameters."""
+"""The settings of a traced run of Transformers, as they stand in a job's parameters."""
 
 from typing import ClassVar, Literal, get_args
 
@@ -9,8 +9,9 @@ FAMILIES: tuple[str, ...] = get_args(Family)
 
 
 class Transformers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`family`: Transformers' model_type.  `checkpointing`: gradient checkpointing of every layer.
-    `holds_output`: the training loop keeps the model's output until the backward is over."""
+    """The settings of a traced run. `family`: Transformers' model_type. `checkpointing`: gradient
+    checkpointing of every layer. `holds_output`: the training loop keeps the model's output until
+    the backward is over."""
 
     name: ClassVar[str] = "transformers"
     family: Family = "llama"

@@ -1,4 +1,4 @@
-"""Jobs of Hugging Face Transformers: traced only, one process."""
+"""Jobs of Hugging Face Transformers: traced only, in one process."""
 
 from importlib.metadata import version
 from typing import Literal, cast
@@ -15,16 +15,16 @@ from rematbench.problem import AttentionChoice
 from rematbench.runs.record import RunSpec
 
 MOMENTS = 2
-"""AdamW's, each as large as its parameter and of its dtype."""
+"""The moments of AdamW; each has the size and dtype of its parameter."""
 
 
 def stack() -> dict[str, str]:
-    """Packages and their versions."""
+    """The packages and their versions."""
     return {name: version(name) for name in ("transformers", "torch")}
 
 
 def refuse(job: Job) -> None:
-    """What is not run, before anything is built."""
+    """Raise NotRunnable for jobs that are not run, before anything is built."""
     asked = job.run
     if asked.world != "traced":
         raise NotRunnable("transformers is traced only: nothing of it is executed here")
@@ -43,12 +43,12 @@ def _policy(asked: RunSpec) -> Transformers:
 
 
 def environment(job: Job) -> dict[str, str]:
-    """None: nothing is executed."""
+    """No variables, because nothing is executed."""
     return {}
 
 
 def execute(job: Job, rank: Rank) -> RankAnswer:
-    """Never: `refuse` says so first."""
+    """Raise NotRunnable, as `refuse` does first."""
     raise NotRunnable("transformers is traced only: nothing of it is executed here")
 
 
@@ -75,7 +75,7 @@ def trace(job: Job) -> RankAnswer:
 
 
 def _kernel(config: PreTrainedConfig, attention: AttentionChoice) -> Kernel:
-    """Transformers' name of the project's kernel; a model without SDPA runs flash_attn's."""
+    """Transformers' name of the project's attention kernel; flash_attn for a model without SDPA."""
     if attention == "unfused":
         return "eager"
     return "sdpa" if model_class(config)._supports_sdpa else "flash_attention_2"

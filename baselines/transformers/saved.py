@@ -1,8 +1,8 @@
-"""What autograd keeps, by operator: storages in the order in which they were first kept.
+"""The storages that autograd keeps, by operator, in the order in which they were first kept.
 
-A tensor is named by three things that are known when it is kept: the module whose forward runs
-(with the layer's number taken out), the function of Transformers that called torch, and the torch
-function that was called.
+A kept tensor is named by three things that are known when autograd keeps it: the module whose
+forward runs (without the layer's number), the function of Transformers that called torch, and the
+torch function that was called.
 """
 
 import re
@@ -23,13 +23,13 @@ LAYER = re.compile(r"(?<=layers)\.\d+")
 ROPE = "apply_rotary_pos_emb"
 CHECKPOINT = "checkpoint"
 _called: list[str] = []
-"""torch functions that run now, the innermost last."""
+"""The torch functions that run now; the innermost is the last."""
 
 
 class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One storage that autograd keeps: by which operator first and as its which one (`index`), the
-    shape and dtype of the tensor that was kept, and the storage's bytes.  `layers`: how many layers
-    keep one alike."""
+    """One storage that autograd keeps. It is named by the operator that kept it first and by its
+    number among that operator's storages (`index`). It has the shape and dtype of the kept tensor
+    and the storage's bytes. `layers`: how many layers keep an equal storage."""
 
     module: str
     function: str
@@ -42,13 +42,14 @@ class Kept(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def in_layer(self) -> bool:
-        """Whether decoder layers keep it, each its own (of cos and sin the first does, for all)."""
+        """Whether every decoder layer keeps a storage like this one. The first layer keeps cos and
+        sin for all layers."""
         return ".layers" in self.module and self.function != ROPE
 
 
 @contextmanager
 def operator(name: str) -> Iterator[None]:
-    """What is kept inside is kept by this operator."""
+    """Name tensors that are kept inside this context by this operator."""
     _called.append(name)
     try:
         yield
@@ -57,7 +58,7 @@ def operator(name: str) -> Iterator[None]:
 
 
 class _Names(TorchFunctionMode):
-    """Knows which torch function runs."""
+    """Notes which torch function runs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _called:
@@ -68,7 +69,7 @@ class _Names(TorchFunctionMode):
 
 
 class Recorder:
-    """Collects what is kept while it is active, but never what `states` hold."""
+    """Collects the storages that autograd keeps while it is active, without those of `states`."""
 
     def __init__(self, model: nn.Module, states: Iterable[Tensor]) -> None:
         self._states = {t.untyped_storage()._cdata for t in states}
@@ -99,7 +100,7 @@ class Recorder:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._states and key not in self._found:
-            self._alive.append(storage)  # so that its identity stays its own
+            self._alive.append(storage)  # an alive storage keeps its identity for itself
             place = self._modules[-1] if self._modules else ""
             function = _function()
             called = _called[-1] if _called else ""
@@ -120,11 +121,11 @@ class Recorder:
 
     @property
     def alive_bytes(self) -> int:
-        """Bytes of the storages that are kept."""
+        """The bytes of the kept storages."""
         return sum(kept.nbytes for kept in self._found.values())
 
     def forget(self) -> list[Kept]:
-        """Let go of the storages; what was kept, equal entries of several layers together."""
+        """Release the storages; the result is what was kept, equal entries of layers merged."""
         self._alive.clear()
         counts: dict[Kept, int] = {}
         for kept in self._found.values():
@@ -133,7 +134,7 @@ class Recorder:
 
 
 def _function() -> str:
-    """The innermost function of Transformers on the stack."""
+    """The innermost function of Transformers on the call stack."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("transformers."):

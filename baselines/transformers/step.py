@@ -2,8 +2,8 @@
 
 Bytes are those of storages: no allocator rounding, no workspaces, no scratch inside kernels.
 Parameters and token ids are states; gradients are states from their first byte on, which is when
-autograd makes them (`set_to_none`).  As in Transformers' Trainer there is no cache of keys and
-values, and nobody holds the output, with its logits, while the backward runs, unless it is said.
+autograd makes them (`set_to_none`). As in Transformers' Trainer, keys and values are not cached,
+and the output with its logits is not held during the backward, unless `holds_output` asks for it.
 """
 
 from contextlib import ExitStack, nullcontext
@@ -27,7 +27,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is run: an attention implementation of Transformers, gradient checkpointing, sizes.
+    """The setup of a traced step: attention implementation, gradient checkpointing, sizes.
     `holds_output`: the training loop keeps the model's output until the backward is over."""
 
     seq_len: int
@@ -39,8 +39,9 @@ class Setup(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Seen(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a step showed: what autograd keeps between forward and backward, the bytes of all else
-    that is alive then, peaks by phase, and states."""
+    """The result of a traced step. `saved` is what autograd keeps between forward and backward;
+    `held_besides_bytes` are the bytes of all other storages alive then. The other fields are peaks
+    by phase and bytes of states."""
 
     saved: tuple[Kept, ...]
     held_besides_bytes: int
@@ -52,19 +53,19 @@ class Seen(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that autograd keeps for the backward."""
+        """The bytes that autograd keeps for the backward."""
         return sum(kept.nbytes * kept.layers for kept in self.saved)
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes that one decoder layer keeps (the mean of all): its internals, or its input where
-        it is checkpointed."""
+        """The mean bytes that one decoder layer keeps. They are its internals, or its input where
+        the layer is checkpointed."""
         whole = sum(kept.nbytes * kept.layers for kept in self.saved if kept.in_layer)
         return whole // self.layers
 
     @property
     def end_bytes(self) -> int:
-        """Bytes kept beside the layers: cos and sin, final norm, logits and loss."""
+        """The bytes kept beside the layers: cos and sin, final norm, logits and loss."""
         return sum(kept.nbytes * kept.layers for kept in self.saved if not kept.in_layer)
 
     @property
@@ -80,7 +81,7 @@ def build(config: PreTrainedConfig, setup: Setup) -> Any:
     kind = model_class(made)
     if setup.attention == "sdpa" and not kind._supports_sdpa:
         raise NotRunnable(f"{kind.__name__} of Transformers has no SDPA: eager or {FLASH}")
-    # What asks for flash_attn itself, or for a GPU, is asked when a model is made.
+    # A model that is made asks for flash_attn itself, or for a GPU; so the name is set afterwards.
     kernel = "eager" if setup.attention == FLASH else setup.attention
     model = kind._from_config(made, dtype=DTYPES[setup.precision], attn_implementation=kernel)
     model.config._attn_implementation = setup.attention
@@ -91,7 +92,7 @@ def build(config: PreTrainedConfig, setup: Setup) -> Any:
 
 
 def run(config: PreTrainedConfig, setup: Setup, *, fake: bool = True) -> Seen:
-    """A traced step; or, of a small model, a real one on this CPU, seen in the same way."""
+    """A traced step; or, with `fake` false, a real step of a small model on this CPU."""
     if setup.attention != "eager":
         _no_squares(config, setup)
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
@@ -135,8 +136,8 @@ def _handed_over(meter: Phases, parameter: torch.Tensor) -> None:
 
 
 def _no_squares(config: PreTrainedConfig, setup: Setup) -> None:
-    """NotRunnable if anything beside a flash kernel is seq_len x seq_len.  It is looked for in two
-    layers and at a length that no other dimension has."""
+    """NotRunnable if a tensor beside a flash kernel is seq_len x seq_len. The check runs two layers
+    at a length that no other dimension has."""
     small = deepcopy(config)
     small.num_hidden_layers = 2
     with ExitStack() as stack:

@@ -1,1 +1,1 @@
-"""Which method for a job: candidates, the outcome of each, and their comparison."""
+"""Which method for a job: candidates, the outcome of each candidate, and their comparison."""

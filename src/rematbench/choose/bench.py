@@ -1,4 +1,4 @@
-"""Makes candidates of one problem: plans, lowers, evaluates, judges; takes steps apart."""
+"""Makes candidates of one problem: plans, lowers, evaluates and judges; breaks steps into parts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,23 +22,23 @@ from rematbench.solve.search import smallest_feasible
 from rematbench.spec.layout import LayoutError
 
 Task = Candidate | Entry
-"""A candidate to make, or an entry whose step is to be taken apart: the simulations of the parts
-cost more than all else, and most entries stand in no row."""
+"""A candidate to make, or an entry whose step is to be broken into parts. The simulations of the
+parts cost more than all other work, and most entries stand in no row of a table."""
 
 FRAGMENTS = 0.1
-"""Share of a device that an allocator's fragments may take in one plan and not in another."""
+"""Share of device memory by which allocator fragmentation may differ between two plans."""
 
 
 class Bench:
-    """Makes candidates of one problem; a worker process holds one."""
+    """Makes candidates of one problem; each worker process holds one Bench."""
 
     def __init__(self, problem: Problem, base: Plan, methods: tuple[Path, ...]) -> None:
         collect_rarely()
         self.problem, self.base, self.registry = problem, base, discover(methods)
 
     def __call__(self, task: Task) -> Entry:
-        """The candidate's entry, also where its method fails; an entry with the parts of its
-        step."""
+        """The entry of a candidate (`failed` where its method raises), or an entry with its
+        parts."""
         if isinstance(task, Entry):
             return self._with_parts(task)
         candidate = task
@@ -46,7 +46,7 @@ class Bench:
             return self._entry(candidate)
         except (PlanError, LayoutError, MethodError) as error:
             return Entry(candidate=candidate, status="failed", reason=str(error))
-        except Exception as error:  # one method never takes the others down
+        except Exception as error:  # an error of one method must not end the comparison
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             return Entry(candidate=candidate, status="failed", reason=reason)
 
@@ -88,7 +88,7 @@ class Bench:
         )
 
     def _fitted(self, candidate: Candidate) -> Candidate:
-        """The candidate with the first of its settings that fits (the last where none does)."""
+        """The candidate with the first of its settings that fits, or the last where none fits."""
         choices = candidate.first_that_fits
         if not choices:
             return candidate
@@ -101,8 +101,8 @@ class Bench:
 
     def _first_that_fits(self, margins: Sequence[Callable[[], int]]) -> int:
         """The first index whose margin is not negative, else the index of the largest margin.
-        Margins grow with the index except for an allocator's fragments; if the last margin is short
-        by no more than fragments can be, every index is tried."""
+        Margins grow with the index, except for allocator fragmentation. So if the last margin is
+        short by no more than fragmentation can explain, every index is tried."""
         last = len(margins) - 1
         least = margins[last]()
         if least >= 0:
@@ -115,7 +115,7 @@ class Bench:
         return fitting[0] if fitting else max(range(last + 1), key=known.__getitem__)
 
     def _margin(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
-        """Device bytes left under these settings."""
+        """Free device bytes of the candidate under these settings (negative: bytes missing)."""
         plan = self._plan(candidate, settings)
         if isinstance(plan, Unsupported):
             return -UNPLANNED
@@ -129,8 +129,8 @@ class Bench:
         return planned(found.methods[0], self.problem, base)
 
     def _smallest(self, candidate: Candidate, settings: Mapping[str, Any]) -> int:
-        """The least value from 1 to a chunk's layers that fits; where none fits, the best of powers
-        of two (groups of layers are worst at both ends)."""
+        """The least value, from 1 to the layers of a chunk, with which the candidate fits. Where no
+        value fits: the best of the powers of two (groups of layers are worst at both ends)."""
         top = max(len(chunk) for rank in self.base.partition for chunk in rank)
 
         def margin(value: int) -> int:

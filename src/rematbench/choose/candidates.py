@@ -1,11 +1,11 @@
 """The candidates of `compare`: methods, declared policies, and compositions by a rule.
 
-The rule needs no names.  A plan changes *kinds* of things (what is rebuilt, what is offloaded, what
-is computed in pieces, ...), read off the plan itself.  A method has a place in KINDS by the last of
-its kinds; methods of different places compose in that order, if at most one of them was tuned
-until its plan fits (a second one would find nothing left to do).  The composed plan is the judge:
-it must leave alone what its base decided (`clash`), and it must free bytes that its base does
-not (compare.py).
+The rule needs no method names. A plan changes *kinds* of things (what is rebuilt, what is
+offloaded, what is computed in pieces, ...), and the kinds are read from the plan. A method's place
+in KINDS is that of the last of its kinds. Methods of different places compose in the order of
+KINDS, if at most one of them was tuned until its plan fits (a second one would have nothing left to
+tune). The composed plan decides: it must keep the decisions of its base (`clash`), and it must free
+bytes that its base does not free (compare.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,19 +27,20 @@ from rematbench.workload import PositiveInt
 
 Kind = Literal["partition", "rebuild", "offload", "states", "ends", "pieces"]
 KINDS: tuple[Kind, ...] = ("partition", "rebuild", "offload", "states", "ends", "pieces")
-"""Kinds in the order of application: an offloader moves what a rebuilder keeps, and pieces are
-cut last, from what is whole.  `ends`: fates of the embedding or the head alone."""
+"""Kinds in the order of application. An offloader moves what a rebuilder keeps; pieces are cut
+last, from whole tensors. `ends`: fates of the embedding or the head alone."""
 
 TUNED = "device ledger"
-"""The `bound` that a method notes when it took the least that fits the device."""
+"""The `bound` that a method notes when it chose the least reduction that fits the device."""
 
 Origin = Literal["method", "policy", "composition", "variant", "grid", "asked"]
-"""`grid`: one of the values that a grid declares; `variant`: the best of those, which is shown;
-`asked`: named by a person, and nothing else is made of it."""
+"""Where a candidate comes from. `grid`: one of the values that a method's grid declares; `variant`:
+the best of the grid, which tables show; `asked`: named by a person, and no composition is made of
+it."""
 
 
 class CompareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/compare.yaml."""
+    """The contents of config/compare.yaml."""
 
     policies: tuple[Policy, ...]
     most_methods: PositiveInt
@@ -47,9 +48,9 @@ class CompareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """One plan to make: `method` with `settings`, on `base` (a composition: the plan so far).
-    `methods` are the names of all methods that the plan is made of.  `first_that_fits`: settings
-    to choose from, the fastest first and the leanest last."""
+    """One plan to make: `method` with `settings`, on `base` (for a composition: the plan so far).
+    `methods` are the names of all methods that the plan is made of. `first_that_fits`: settings to
+    choose from, the fastest first and the one with the fewest bytes last."""
 
     name: str
     origin: Origin
@@ -62,12 +63,12 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
     @property
     def family(self) -> str:
-        """The composed method, parameters apart."""
+        """The names of the composed methods without parameters, joined by `+`."""
         return "+".join(self.methods)
 
 
 class Made(Struct, frozen=True, kw_only=True):
-    """A candidate's plan, the kinds of things it changed, and whether it was tuned to fit."""
+    """A candidate's plan, the kinds of things that it changed, and whether it was tuned to fit."""
 
     candidate: Candidate
     plan: Plan
@@ -76,13 +77,13 @@ class Made(Struct, frozen=True, kw_only=True):
 
 
 def load_compare() -> CompareConfig:
-    """The committed policies and limits."""
+    """The policies and limits of config/compare.yaml."""
     data = read_mapping(data_dir("config") / "compare.yaml", LABEL)
     return convert(data, CompareConfig, LABEL)
 
 
 def first_candidates(registry: Registry, config: CompareConfig) -> list[Candidate]:
-    """Every method at its defaults, then the policies."""
+    """Every method at its defaults, then the declared policies."""
     own = [
         Candidate(name=name, origin="method", methods=(name,), method=name)
         for name in registry.methods
@@ -103,8 +104,8 @@ def first_candidates(registry: Registry, config: CompareConfig) -> list[Candidat
 def asked_candidates(
     registry: Registry, config: CompareConfig, problem: Problem, names: Iterable[str]
 ) -> list[Candidate]:
-    """The candidates of names that a person gives: a method or policy as `compare` has it, or any
-    text that a method's name may be; MethodError where it is none."""
+    """The candidates that a person names. A name is a method or policy as `compare` shows it, or
+    any text that names a method; MethodError where a name is neither."""
     shipped = {candidate.name: candidate for candidate in first_candidates(registry, config)}
     found = []
     for name in dict.fromkeys(names):
@@ -149,17 +150,18 @@ def _fate_kinds(fate: Fate) -> set[Kind]:
 
 
 def same_plan(plan: Plan) -> bytes:
-    """A key that is equal for plans that do the same, whatever their methods noted."""
+    """A key that is equal for plans with the same decisions, whatever `fit` notes."""
     return msgspec.json.encode(replace(plan, fit={}))
 
 
 def place(kinds: Iterable[Kind]) -> int:
-    """The place in a composition of a method with these kinds."""
+    """The index in KINDS at which a method that changes these kinds composes."""
     return max(KINDS.index(kind) for kind in kinds)
 
 
 def compositions(made: Sequence[Made], most: int) -> list[tuple[Made, ...]]:
-    """The sensible compositions of single methods, shortest first, each in order of application."""
+    """The compositions of single methods by the rule of this module, shortest first. Each
+    composition is in the order of application; `most` methods are composed."""
     alone = sorted((m for m in made if m.kinds), key=lambda m: place(m.kinds))
     return [
         group
@@ -175,7 +177,7 @@ def _compose(group: Sequence[Made]) -> bool:
 
 
 def clash(problem: Problem, base: Plan, plan: Plan) -> str:
-    """The decisions of its base that a composed plan overrules; empty if none."""
+    """The decisions of `base` that a composed plan overrules; empty where there is none."""
     for key in ("partition", "schedule", "orders"):
         if getattr(base, key) not in (getattr(problem.base_plan, key), getattr(plan, key)):
             return key
@@ -186,7 +188,7 @@ def clash(problem: Problem, base: Plan, plan: Plan) -> str:
 
 
 def composed(group: Sequence[Made], before: Plan) -> Candidate:
-    """The last method of a group on the plan of those before it."""
+    """The candidate that applies a group's last method to the plan of the methods before it."""
     names = tuple(made.candidate.method for made in group)
     return Candidate(
         name="+".join(made.candidate.name for made in group),

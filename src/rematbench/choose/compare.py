@@ -1,4 +1,4 @@
-"""Every method, composition and baseline policy on one problem: made, judged, ranked."""
+"""Makes, judges and ranks every method, composition and baseline policy on one problem."""
 
 from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
@@ -25,12 +25,14 @@ from rematbench.problem import Problem
 
 
 class Comparing:
-    """One comparison under way: `quick` is everything but planners, `late` the planners.  Each
-    candidate has `limit_s` CPU seconds of a worker process.  `also` are further methods by name;
-    with `only`, nothing but what is named is made.
+    """One comparison of methods, compositions and policies on one problem, made step by step.
 
-    Within a step nothing depends on which process answers first, so tables are the same on every
-    machine (a candidate given up after `limit_s` CPU seconds apart).
+    `quick` makes every candidate without a planner, `late` the planners. Each candidate has
+    `limit_s` CPU seconds of a worker process. `also` are further methods by name; with `only`, no
+    candidate is made but the named ones.
+
+    Within a step no result depends on which process answers first, so tables are the same on every
+    machine (except for candidates given up after `limit_s` CPU seconds).
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Comparing:
         self.entries: dict[str, Entry] = {}
 
     def quick(self) -> Comparison:
-        """Every candidate without a planner, and the best of the methods' grids."""
+        """Make every candidate without a planner, and the best variants of the methods' grids."""
         list(self._grow([c for c in self.first if not self._planned(c)]))
         for entry in self._variants() if self.all else ():
             self.entries[entry.name] = entry
@@ -74,16 +76,16 @@ class Comparing:
         return best_variants(self.problem, self.registry, self.base, most, known, self.ask)
 
     def late(self) -> Iterator[Entry]:
-        """The planners and their compositions, each as it ends."""
+        """The entries of planners and of their compositions, each as soon as it is made."""
         for entry in self._grow([c for c in self.first if self._planned(c)]):
             if entry.name in {whole.name for whole in self._whole()}:
-                self.pool.waiting.insert(0, entry)  # it comes again, with its parts
+                self.pool.waiting.insert(0, entry)  # the entry comes again, with its step's parts
             else:
                 yield entry
         self.pool.close()
 
     def everything(self) -> Comparison:
-        """Quick and late, best first."""
+        """All entries, quick and late, best first."""
         self.quick()
         list(self.late())
         return self.comparison()
@@ -98,8 +100,8 @@ class Comparing:
         )
 
     def listed(self) -> list[Entry]:
-        """Entries in the order of declaration, compositions after what they are made of; those
-        that free nothing beside their base are left out."""
+        """Entries in the order of declaration, each composition after the methods that it is made
+        of. Compositions that free no bytes beside their base are left out."""
         known = [self.entries[c.name] for c in self.first if c.name in self.entries]
         first = {candidate.name for candidate in self.first}
         grown = (e for e in self.entries.values() if e.candidate.name not in first)
@@ -110,13 +112,13 @@ class Comparing:
         return known + [entry for entry in made if self.tree.worth(entry)]
 
     def _whole(self) -> list[Entry]:
-        """The rows that fit and are not taken apart yet."""
+        """The entries that fit and whose step has not been broken into parts yet."""
         rows = self.comparison().entries
         fitting = (self.entries[row.candidate.name] for row in rows if row.status == "ok")
         return [entry for entry in fitting if not entry.parts_s]
 
     def ask(self, candidates: Sequence[Candidate]) -> list[Entry]:
-        """The candidates' entries, in their order."""
+        """The entries of the candidates, in the order of the candidates."""
         found: dict[str, Entry] = {}
         self.pool.add(candidates)
         for task, answer in self.pool.run():
@@ -151,7 +153,7 @@ class _Tree:
         self.asked: set[str] = set()
 
     def grown_by(self, entry: Entry) -> list[Candidate]:
-        """The candidates that an entry makes possible."""
+        """The compositions that become possible once this entry's plan is known."""
         if entry.plan is None or entry.candidate.origin in ("policy", "asked") or entry.clash:
             return []
         self.entries[entry.candidate.methods] = entry
@@ -167,7 +169,7 @@ class _Tree:
         return found
 
     def worth(self, entry: Entry) -> bool:
-        """Whether a composition frees bytes that its base does not, and overrules nothing."""
+        """Whether a composition frees bytes that its base does not, and overrules no decision."""
         before = self.entries.get(entry.candidate.methods[:-1])
         if entry.plan is None or before is None or entry.candidate.origin == "variant":
             return True
@@ -186,8 +188,12 @@ def _lost(candidate: Candidate, why: Lost, limit_s: int) -> Entry:
 
 
 def _without_repeats(entries: Sequence[Entry], asked: Container[str]) -> tuple[list[Entry], int]:
-    """Entries with `same_as` filled in, without the compositions and policies that repeat a plan
-    and without policies whose tuning ends at their method's own plan, unless they are `asked`."""
+    """The entries that a table shows, and how many others were left out as repetitions.
+
+    Left out unless `asked`: compositions and policies whose plan equals an earlier plan, and
+    policies whose tuning ends at the plan of their method. A method with a plan equal to an earlier
+    one stays, with `same_as` filled in.
+    """
     seen: dict[bytes, str] = {}
     kept: list[Entry] = []
     repeated = 0
@@ -207,7 +213,7 @@ def _without_repeats(entries: Sequence[Entry], asked: Container[str]) -> tuple[l
 
 
 def _repeats(entry: Entry, before: Sequence[Entry]) -> bool:
-    """Whether a policy's bytes and seconds are those of its method."""
+    """Whether a policy has the bytes and seconds of an earlier entry of its method."""
     if entry.candidate.origin != "policy":
         return False
     alike = [e.evaluation for e in before if e.candidate.family == entry.candidate.family]
@@ -218,7 +224,7 @@ _ORDER: dict[str, int] = {"ok": 0, "oom": 1, "unsupported": 2, "timed out": 3, "
 
 
 def _rank(entry: Entry) -> tuple[int, float, bool]:
-    """Fitting entries by tokens/s, then others by missing bytes; equal plans after the first."""
+    """Sorting key: fitting entries by tokens/s, others by missing bytes; equal plans last."""
     if entry.verdict is None or entry.evaluation is None:
         return _ORDER[entry.status], 0.0, False
     amount = entry.evaluation.tokens_per_s_per_gpu

@@ -1,4 +1,4 @@
-"""The outcome of one candidate."""
+"""The outcome of one candidate, and the comparison that collects them."""
 
 from typing import Any, Literal
 
@@ -16,9 +16,12 @@ UNPLANNED = 2**62
 
 
 class Entry(Struct, frozen=True, kw_only=True):
-    """One candidate's outcome.  `parts_s` are the step's seconds by breakdown.PARTS, `retries` its
-    allocator's, both where it fits (variants have none); `same_as` names an earlier entry with an
-    equal plan; `clash` names what the plan decides otherwise than the base that it was made on."""
+    """The outcome of one candidate.
+
+    `parts_s` are the step's seconds by breakdown.PARTS and `retries` the allocator's, both where
+    the entry fits (variants have neither). `same_as` names an earlier entry with an equal plan;
+    `clash` names the decisions in which the plan overrules the base that it was made on.
+    """
 
     candidate: Candidate
     status: Status
@@ -34,14 +37,14 @@ class Entry(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The candidate's name with its tuned settings."""
+        """The candidate's name, with the value of its tuned setting."""
         key = self.candidate.smallest
         tuned = f" {self.settings[key]}" if key in self.settings else ""
         return f"{self.candidate.name}{tuned}"
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step, fitting or not; infinite without a plan."""
+        """Seconds of the step, also where the plan does not fit; infinite without a plan."""
         return self.evaluation.step_s if self.evaluation else float("inf")
 
     @property
@@ -51,13 +54,15 @@ class Entry(Struct, frozen=True, kw_only=True):
 
     @property
     def gpu_hours_per_1e9_tokens(self) -> float | None:
-        """GPU-hours to train on 1e9 tokens."""
+        """GPU-hours to train on 1e9 tokens; None without a speed."""
         rate = self.evaluation.tokens_per_s_per_gpu if self.evaluation else None
         return 1e9 / rate / 3600 if rate else None
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """All entries, best first, and how many compositions were left out as equal to another plan."""
+    """All entries, best first. `repeated`: how many compositions and policies were left out because
+    their plan equals another. `unavailable`: files of methods that could not be read, with the
+    reason."""
 
     entries: tuple[Entry, ...]
     repeated: int
@@ -65,7 +70,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 
 def as_made(base: Plan, entry: Entry) -> Made:
-    """An entry with a plan, as compositions see it."""
+    """An entry with a plan in the form that `compositions` takes."""
     assert entry.plan is not None
     return Made(
         candidate=entry.candidate,

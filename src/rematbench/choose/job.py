@@ -1,4 +1,4 @@
-"""A job in the words of a table and of a command: what was asked, so that a row says it too."""
+"""A job in the words of a table and of a command, so that each row also says what was asked."""
 
 import shlex
 from typing import Any
@@ -14,22 +14,22 @@ WORDS = tuple(name for name in Layout.__struct_fields__ if name != "sp")
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """A problem with the plan that methods begin with; `words` are the options of a command that
-    mean them (none: no command can say them)."""
+    """A problem with the plan that methods begin with. `words` are the command-line options that
+    say this problem (empty: no command can say it)."""
 
     problem: Problem
     base: Plan
     words: tuple[str, ...] = ()
 
     def run_with(self, method: str, *more: str) -> str:
-        """The command that simulates a method on this job."""
+        """The command that simulates a method on this job; empty where no command says the job."""
         words = ("rematbench", "simulate", method, *self.words, *more)
         return shlex.join(words) if self.words else ""
 
     def facts(self) -> dict[str, Any]:
-        """Model, cluster, stack, layout, length, precision and attention, under the names that
-        sheets have for them, and whose constants speak: tables that are joined can be told apart.
-        """
+        """The facts of the job under the column names of sheets, so that joined tables can be told
+        apart. Facts are model, cluster, stack, layout, sequence length, precision, attention, and
+        the date of the calibration constants."""
         problem = self.problem
         lay, work = problem.layout, problem.workload
         return {
@@ -53,6 +53,6 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 def _layers(base: Plan) -> str:
-    """Layers of each chunk in pipeline order, as --partition takes them."""
+    """The number of layers of each chunk in pipeline order, in the form of `--partition`."""
     chunks = [rank[c] for c in range(len(base.partition[0])) for rank in base.partition]
     return ",".join(str(len(chunk)) for chunk in chunks)

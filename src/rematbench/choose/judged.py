@@ -1,4 +1,4 @@
-"""Entries with what is known of their errors, and every number of one as a line of a table."""
+"""Entries with the bands of their errors, and every number of an entry as a line of a table."""
 
 import math
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ Amount = Annotated[float, Meta(ge=0.0, le=1e30)]
 
 
 class Judged(Struct, frozen=True):
-    """An entry, the band of its speed, whether it fits (yes, tight, no), and whether it is within
-    the error of ratios of the best (`tied`)."""
+    """An entry with the band of its speed and a word for its fit (yes, tight, no). `tied`: the
+    entry is slower than the fastest by less than the error of ratios of speeds."""
 
     entry: Entry
     band: Band
@@ -32,14 +32,13 @@ class Judged(Struct, frozen=True):
 
 
 class Order(Struct, frozen=True, kw_only=True):
-    """What is to be trained (`tokens`) and what an hour of a GPU costs (`price`); zero where nobody
-    said."""
+    """The tokens to be trained and the `price` of one GPU-hour; zero where a person gave none."""
 
     tokens: Amount = 0.0
     price: Amount = 0.0
 
     def __post_init__(self) -> None:
-        """ConfigError for what is no such number, or a price of nothing."""
+        """Raise ConfigError for a value outside its bounds, or a price without tokens."""
         wrong = wrong_field(self, Order)
         if wrong is not None:
             raise ConfigError("", *wrong)
@@ -47,12 +46,12 @@ class Order(Struct, frozen=True, kw_only=True):
             raise ConfigError("", "price", "has no cost without tokens")
 
     def days(self, entry: Entry, gpus: int) -> float | None:
-        """Days on all GPUs for all tokens."""
+        """Days that training on all tokens takes on all GPUs; None without a number of tokens."""
         hours = self._gpu_hours(entry)
         return None if hours is None else hours / gpus / 24
 
     def cost(self, entry: Entry) -> float | None:
-        """The GPU-hours of all tokens at the price of one."""
+        """The price of the GPU-hours for all tokens; None where tokens or price are not given."""
         hours = self._gpu_hours(entry)
         return None if hours is None or not self.price else hours * self.price
 
@@ -62,14 +61,14 @@ class Order(Struct, frozen=True, kw_only=True):
 
 
 def run_band(problem: Problem, family: str, plan: Plan | None, base: Plan) -> Band:
-    """The band of a run's speed; a plan that does nothing has that of keep_all."""
+    """The band of a run's speed; a plan that changes nothing has the band of keep_all."""
     idle = plan is not None and same_plan(plan) == same_plan(base)
     return band_of(problem, IDENTITY if idle else family)
 
 
 def judge(found: Comparison, problem: Problem) -> list[Judged]:
-    """Entries with their bands (an equal plan has that of the plan it equals), whether they fit,
-    and whether they tie with the fastest."""
+    """Entries with their bands, a word for each fit, and a mark on those that tie with the fastest.
+    An entry whose plan equals an earlier plan has the band of that plan."""
     family = {entry.name: entry.candidate.family for entry in found.entries}
     judged = []
     for entry in found.entries:
@@ -82,8 +81,8 @@ def judge(found: Comparison, problem: Problem) -> list[Judged]:
 
 
 def tied(judged: Sequence[Judged], half_width: float) -> list[Judged]:
-    """Mark fitting entries that are slower than the fastest by less than the error of ratios of
-    speeds at one layout (`half_width`, a logarithm)."""
+    """Mark the fitting entries that are slower than the fastest by less than the error of ratios.
+    `half_width` is the error of ratios of speeds at one layout, a logarithm."""
     best = next((item for item in judged if item.entry.status == "ok"), None)
     if best is None:
         return list(judged)
@@ -104,7 +103,7 @@ def _speed(entry: Entry) -> float:
 def lines(
     judged: Sequence[Judged], job: Job, engines: Engines, order: Order
 ) -> list[dict[str, Any]]:
-    """Every number of every entry, and the job: a table that needs nothing beside it."""
+    """Every number of every entry with the facts of the job: each line is complete in itself."""
     facts, host_bytes = job.facts(), job.problem.cluster.host_bytes
     return [
         {
@@ -121,8 +120,8 @@ def lines(
 
 
 def line(item: Judged) -> dict[str, Any]:
-    """Every number of an entry: base SI units, fractions; None where there is none.  Speeds of a
-    plan that does not fit are those it would have if it did."""
+    """Every number of an entry in base SI units and fractions; None where the entry has no such
+    number. The speeds of a plan that does not fit are the speeds that it would have if it did."""
     entry = item.entry
     evaluation, verdict = entry.evaluation, entry.verdict
     speeds = ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense", "hfu")

@@ -1,4 +1,4 @@
-"""Problems from plain inputs, one method on one problem, and the verdict: fits, or what binds."""
+"""Problems from plain inputs, the outcome of one method on a problem, the verdict on memory."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -34,8 +34,9 @@ Variant = Literal["compile", "async_tp"]
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """Whether a plan fits.  `headroom_bytes` is usable less needed device bytes on the rank that
-    has least (negative: out of memory); `binds` names what is short, or the tightest."""
+    """Whether a plan fits. `headroom_bytes` is usable less needed device bytes on the rank with the
+    least headroom (negative: out of memory); `binds` names the memory that is short, else
+    "nothing"."""
 
     fits: bool
     headroom_bytes: int
@@ -44,8 +45,9 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """One method on one problem: always a row, whatever happened.  `evaluation` of an unsupported
-    one has bytes that hold and seconds that do not (its `not_timed` is the reason)."""
+    """The outcome of one method on one problem: a row of a table in every case. For an unsupported
+    plan, `evaluation` has bytes that hold and seconds that do not (its `not_timed` is the
+    reason)."""
 
     status: Status
     reason: str = ""
@@ -56,11 +58,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Unsupported:
-    """A stack with an option of its own switched on; Unsupported names what it does not have.
-
-    compile: torch.compile fuses SiLU with the product.  async_tp: sequence-parallel collectives
-    run beside the GEMMs they feed.
-    """
+    """A stack with one of its options switched on; Unsupported names an option that the stack
+    lacks. compile: torch.compile fuses SiLU with the product. async_tp: sequence-parallel
+    collectives run beside the GEMMs that they feed."""
     for variant in variants:
         if variant not in system.features:
             return Unsupported(f"system {system.name} has no {variant}")
@@ -72,11 +72,10 @@ def system_variant(system: System, variants: tuple[Variant, ...]) -> System | Un
 
 
 def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Problem:
-    """A problem with the chunk-level evaluator bound; names and files are loaded.
-
-    `attention` is flash (the stack's kernel), unfused, or a kernel by name.  Raises ConfigError for
-    names, LayoutError for layouts, RateError for a kernel that the GPUs cannot run: one clear line.
-    """
+    """A problem with the chunk-level evaluator bound; names and files are loaded. `attention` is
+    flash (the stack's kernel), unfused, or a kernel by name. Raises, each with one clear line:
+    ConfigError for names, LayoutError for layouts, RateError for a kernel that the GPUs cannot
+    run."""
     layout = spec.layout
     model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
     cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
@@ -96,7 +95,7 @@ def make_problem(spec: ProblemSpec, constants: Calibration | None = None) -> Pro
 
 
 def hosting(named: str | System, optimizer: Home | None) -> System:
-    """A stack with the optimizer's states on the device or on the host where that is asked."""
+    """The stack, with optimizer states on the device or on the host where `optimizer` says so."""
     system = named if isinstance(named, System) else load_system(named)
     return replace(system, optimizer_on_host=optimizer == "host") if optimizer else system
 
@@ -104,7 +103,7 @@ def hosting(named: str | System, optimizer: Home | None) -> System:
 def run_method(
     problem: Problem, method: Composition, base: Plan | None = None, *, checked: bool = False
 ) -> Outcome:
-    """Plan, lower, evaluate, judge; `checked` also proves the lowered program safe."""
+    """The outcome of a method on a problem; `checked` also proves the lowered program safe."""
     try:
         plan = method.plan(problem, base)
         if isinstance(plan, Unsupported):
@@ -117,7 +116,7 @@ def run_method(
 
 
 def run_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Outcome:
-    """Evaluate a plan and judge it.  Raises PlanError if it cannot be lowered."""
+    """The outcome of a plan that is given. Raises PlanError if the plan cannot be lowered."""
     proof = None
     if checked:
         program = lower(plan, problem)
@@ -146,20 +145,20 @@ def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
 
 
 def evaluated(problem: Problem, plan: Plan, program: Program) -> PlanEvaluation:
-    """The evaluation of a lowered plan with the allocator's bytes."""
+    """The evaluation of a lowered plan, with the bytes that the allocator reserves."""
     found = evaluate_program(problem, plan, program)
     held = reserved(problem, program, found.ranks)
     return replace(found, reserved_bytes=held.nbytes, pressed=held.pressed)
 
 
 def weigh(problem: Problem, plan: Plan) -> int:
-    """Bytes that a plan's fullest rank reserves."""
+    """Bytes that the allocator of a plan's fullest rank reserves."""
     program = lower(plan, problem)
     return reserved_bytes(problem, program, program_bytes(problem, plan, program))
 
 
 def unpressed(program: Program, ranks: Sequence[RankBytes]) -> AllocatorPeaks:
-    """The fullest rank's allocator on a device without an end."""
+    """The allocator peaks of the fullest rank on a device with unlimited memory."""
     rank = fullest_rank(ranks)
     return _replayed(program, rank, ranks[rank], None)
 
@@ -167,9 +166,9 @@ def unpressed(program: Program, ranks: Sequence[RankBytes]) -> AllocatorPeaks:
 def _replayed(
     program: Program, rank: int, held: RankBytes, capacity_bytes: int | None, passes: int = 0
 ) -> AllocatorPeaks:
-    """A rank's allocator, up to twice the steps that lead to the peak: the schedule has then run
-    for as long as its warm-up, more than a period, and the pattern of blocks repeats (tests compare
-    with all).  With `passes`, so many whole training steps."""
+    """The allocator peaks of one rank over up to twice the steps that lead to the peak. By then the
+    schedule has run for as long as its warm-up, more than a period, and the pattern of blocks
+    repeats (tests compare with all steps). With `passes`: over that many whole training steps."""
     states = (held.parameter, held.gradient, held.optimizer, held.pools)
     resident = tuple(nbytes for nbytes in states if nbytes)
     mode: Mode = "expandable" if program.expandable else "default"
@@ -178,23 +177,23 @@ def _replayed(
 
 
 class Reserved(NamedTuple):
-    """What an allocator holds, and whether it gave cached segments back for that."""
+    """Bytes that an allocator reserves, and whether it released cached segments for that."""
 
     nbytes: int
     pressed: bool = False
 
 
 class Retries(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How often a training step's cudaMalloc fails and is tried again; `fails`: the last of them
-    failed again."""
+    """How often cudaMalloc is retried in a training step; `fails`: the last retry failed too."""
 
     per_step: int = 0
     fails: bool = False
 
 
 def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries | None:
-    """Of the fullest rank in the second of two whole training steps: the first begins with nothing
-    cached.  None where no allocator was modelled; what a retry costs is not modelled anywhere."""
+    """The allocator retries of the fullest rank in the second of two whole training steps. The
+    first step begins with an empty cache. None where no allocator was modelled; the cost of a retry
+    is modelled nowhere."""
     if evaluation.pressed is None:
         return None
     if not evaluation.pressed:
@@ -211,7 +210,7 @@ def reserved_bytes(
     ranks: Sequence[RankBytes],
     known: AllocatorPeaks | None = None,
 ) -> int:
-    """Bytes of `reserved`."""
+    """The bytes that `reserved` returns."""
     return reserved(problem, program, ranks, known).nbytes
 
 
@@ -221,7 +220,8 @@ def reserved(
     ranks: Sequence[RankBytes],
     known: AllocatorPeaks | None = None,
 ) -> Reserved:
-    """What the fullest rank's allocator holds, replayed (`known`: as `unpressed` found it)."""
+    """What the fullest rank's allocator reserves, by replay. `known`: the peaks that `unpressed`
+    found for that rank."""
     rank = fullest_rank(ranks)
     return rank_reserved(program, rank, ranks[rank], problem.usable_bytes, known)
 
@@ -233,11 +233,12 @@ def rank_reserved(
     usable_bytes: int,
     known: AllocatorPeaks | None = None,
 ) -> Reserved:
-    """What a rank's allocator holds, replayed (`known`: on a device without an end).
+    """What one rank's allocator reserves, by replay.
 
-    An allocator that meets the usable bytes gives cached segments back and tries again: only where
-    that fails too is the rank out of memory, and its unlimited need is what counts.  Where the plan
-    places its activations itself, its own bytes count.
+    `known`: the rank's peaks on a device with unlimited memory. An allocator that reaches the
+    usable bytes releases cached segments and tries again: only where the retry fails too is the
+    rank out of memory, and then the reserved bytes are those of unlimited memory. Where the plan
+    places its activations itself, the bytes of that placement count.
     """
     if program.planned and (planned := planned_peak(program.ranks[rank])):
         return Reserved(held.parameter + held.gradient + held.optimizer + planned)
@@ -250,8 +251,9 @@ def rank_reserved(
 
 
 def judge(problem: Problem, evaluation: PlanEvaluation) -> Verdict:
-    """What the fullest rank reserves against the usable bytes, pinned bytes of a node against what
-    the system leaves of its host memory."""
+    """The verdict on device and host memory. The bytes that the fullest rank reserves are held
+    against the usable bytes of a device, and a node's pinned bytes against the host memory that the
+    system leaves."""
     rank = fullest_rank(evaluation.ranks)
     device = problem.usable_bytes - evaluation.reserved_bytes
     host = problem.cost.host_room_bytes - evaluation.host_node_bytes

@@ -1,9 +1,9 @@
-"""The best settings of the methods' grids, where their defaults do not fit or are slower.
+"""The best settings of the methods' grids, where the defaults do not fit or are slower.
 
-Every value of every grid is declared, so variants are a list, most of which need not be made.  Two
-assumptions decide (a test holds them against whole lists): a plan is not faster than the plans it
-is composed of; pieces only cost time and only free bytes.  So a variant that is slower than a plan
-that fits is not made, with pieces or without.
+Every value of every grid is declared, so variants are a list, and most of them need not be made.
+Two assumptions decide (a test holds them against whole lists): a plan is not faster than the plans
+that it is composed of; pieces only cost time and only free bytes. So a variant that is slower than
+a plan that fits is not made, with pieces or without.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,15 +27,15 @@ from rematbench.problem import Problem
 from rematbench.solve.kept import resident_bytes
 
 Ask = Callable[[Sequence[Candidate]], list[Entry]]
-"""Makes candidates; the entries come in their order."""
+"""Makes candidates; the entries come in the order of the candidates."""
 
 BATCH = 4
-"""Candidates made between two looks at the fastest: a constant, so that what is made does not
-depend on the number of processes."""
+"""Candidates made between two looks at the fastest step. The number is a constant, so that the
+choice of what is made does not depend on the number of processes."""
 
 WORTH = 0.995
-"""A variant is made where it may take this share of the fastest step or less: below half a per cent
-no comparison tells plans apart."""
+"""A variant is made where its step may take this share of the fastest step or less. No comparison
+tells plans apart that differ by less than half a per cent."""
 
 PIECES = KINDS.index("pieces")
 
@@ -55,10 +55,13 @@ def best_variants(
     known: Sequence[Entry],
     ask: Ask,
 ) -> list[Entry]:
-    """For each combination of methods the fastest variant that fits and leaves the reserve free
-    (any that fits, where none does), if it is better than what is known of the combination; where
-    nothing fits at all, the leanest variant.  `known`: entries of methods, policies and
-    compositions at their defaults; `most` methods are composed."""
+    """For each combination of methods the fastest variant that beats the known entries.
+
+    A variant fits and leaves the reserve free; where no variant of a combination leaves the reserve
+    free, any that fits will do. Where nothing fits at all, the result is the variant with the
+    fewest missing bytes. `known`: entries of methods, policies and compositions at their defaults;
+    `most` methods are composed.
+    """
     grids = _Grids(registry, base, known, ask, problem.reserve_bytes)
     grids.make_without_pieces(most - 1)
     grids.make_in_pieces(problem)
@@ -76,14 +79,14 @@ def best_variants(
 
 
 def _short_bytes(entry: Entry) -> int:
-    """Missing bytes, of device or host."""
+    """Missing bytes of device or host, the larger of both; negative where the entry fits."""
     if entry.verdict is None:
         return entry.reserved_bytes
     return -min(entry.verdict.headroom_bytes, entry.verdict.host_headroom_bytes)
 
 
 class _Grids:
-    """Variants of one problem.  `limit_s`: a variant is made if its step can be shorter."""
+    """Variants of one problem. `limit_s`: a variant is made only if its step can be shorter."""
 
     def __init__(
         self, registry: Registry, base: Plan, known: Sequence[Entry], ask: Ask, reserve_bytes: int
@@ -101,7 +104,7 @@ class _Grids:
         self.cutters = [name for name, where in places.items() if where == PIECES]
 
     def make_without_pieces(self, most: int) -> None:
-        """Methods at their defaults and in their grids, alone and composed, nothing in pieces."""
+        """Make methods at their defaults and in their grids, alone and composed, without pieces."""
         values = (
             _variant(self.registry.methods[name], settings)
             for name in self.whole
@@ -117,8 +120,9 @@ class _Grids:
             self._make(wanted for group in groups if (wanted := self._on_base(group)))
 
     def make_in_pieces(self, problem: Problem) -> None:
-        """For what is short of device bytes, may be faster than what fits and does not keep more
-        than the device has: the first of each grid of pieces that fits, fastest first."""
+        """Make each short plan in pieces: the first value of each grid of pieces that fits. Plans
+        qualify that are short of device bytes, may be faster than what fits, and do not keep more
+        than the device has; the fastest plan comes first."""
         short = [e for e in self.entries if e.plan and not self.roomy(e)]
         short = [e for e in short if e.step_s < self.limit_s and not keeps_too_much(problem, e)]
         short = list({same_plan(e.plan): e for e in reversed(short) if e.plan}.values())
@@ -132,13 +136,13 @@ class _Grids:
             self._make(Wanted(_in_pieces(entry, method), entry.step_s) for entry in short)
 
     def _base_keeps_too_much(self, problem: Problem) -> bool:
-        """Whether no number of pieces lets the base fit (where that is known)."""
+        """Whether the base fits in no number of pieces; False where its bytes are not known."""
         idle = same_plan(self.base)
         plans = (e for e in self.known.values() if e.plan and same_plan(e.plan) == idle)
         return any(keeps_too_much(problem, entry) for entry in plans)
 
     def _on_base(self, group: tuple[Made, ...]) -> Wanted | None:
-        """The last method of a group on the plan of the others."""
+        """The candidate of a group's last method on the plan of the others, with a lower bound."""
         made = {entry.name: entry for entry in self.entries} | self.known
         before = made.get("+".join(one.candidate.name for one in group[:-1]))
         if before is None or before.plan is None:
@@ -148,7 +152,7 @@ class _Grids:
         return Wanted(candidate, least_s)
 
     def _make(self, wanted: Iterable[Wanted]) -> None:
-        """Entries of what is wanted and may be fast enough, batch by batch."""
+        """Make, batch by batch, the wanted candidates that may be fast enough."""
         waiting = list(wanted)
         while waiting:
             batch = [one.candidate for one in waiting[:BATCH] if one.least_s < self.limit_s]
@@ -158,7 +162,7 @@ class _Grids:
             self.entries += entries
 
     def roomy(self, entry: Entry) -> bool:
-        """Whether the device has the bytes that are to stay free."""
+        """Whether the entry leaves the reserve of device bytes free."""
         return entry.verdict is not None and entry.verdict.headroom_bytes >= self.reserve_bytes
 
     def _learn(self, entries: Iterable[Entry]) -> None:
@@ -168,7 +172,7 @@ class _Grids:
 
 
 def keeps_too_much(problem: Problem, entry: Entry) -> bool:
-    """Whether states and kept tensors exceed the device, in pieces or not."""
+    """Whether states and kept tensors alone exceed the device, computed in pieces or not."""
     assert entry.plan is not None
     assert entry.evaluation is not None
     kept = resident_bytes(problem, entry.plan)
@@ -180,7 +184,7 @@ def keeps_too_much(problem: Problem, entry: Entry) -> bool:
 def _variant(
     method: MethodEntry, settings: Settings, choices: tuple[Settings, ...] = ()
 ) -> Candidate:
-    """A method with settings of its grid, or with the first of several that fits."""
+    """A method with settings of its grid, or with the first of `choices` that fits."""
     return Candidate(
         name=typed(method, settings),
         origin="grid",
@@ -192,7 +196,7 @@ def _variant(
 
 
 def _in_pieces(entry: Entry, method: MethodEntry) -> Candidate:
-    """An entry's plan, computed in the fewest pieces that fit."""
+    """The candidate of an entry's plan, computed in the fewest pieces that fit."""
     cut = _variant(method, {}, method.grid)
     return replace(
         cut,

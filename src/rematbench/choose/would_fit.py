@@ -1,4 +1,4 @@
-"""Where nothing fits: the smallest changes that would help, each checked by simulation."""
+"""Where no entry fits: the smallest changes with which one would, each checked by simulation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace as replaced
@@ -15,18 +15,18 @@ from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError
 
 NEAREST = 4
-"""Entries, nearest to fitting first, that are tried at twice the GPUs."""
+"""How many entries, nearest to fitting first, are tried on twice the GPUs."""
 
 MIB = 2**20
 GIB = 2**30
 
 STEP_BYTES = 32 * MIB
-"""Resolution of sufficient bytes: a few hundredths of a GiB."""
+"""Resolution of the sufficient bytes: a few hundredths of a GiB."""
 
 
 def would_fit(problem: Problem, entries: Sequence[Entry], registry: Registry) -> list[str]:
-    """What would make some entry fit, in words: more bytes where they are short, states on the
-    host, twice the GPUs.  Empty where none of it does."""
+    """The changes with which some entry would fit, one line of words each; empty where none helps.
+    Tried are more bytes where they are short, optimizer states on the host, and twice the GPUs."""
     near = sorted((e for e in entries if e.status == "oom" and e.plan), key=_short_bytes)
     found: list[str] = []
     for way in (_more_bytes, _states_on_host):
@@ -41,7 +41,7 @@ def _short_bytes(entry: Entry) -> int:
 
 
 def _more_bytes(problem: Problem, entry: Entry) -> str:
-    """The bytes of device and host with which the entry fits, in steps of `STEP_BYTES`."""
+    """More device and host bytes with which the entry fits, in steps of STEP_BYTES; or empty."""
     assert entry.plan is not None
     assert entry.verdict is not None
     plan, cluster = entry.plan, problem.cluster
@@ -65,7 +65,7 @@ def _more_bytes(problem: Problem, entry: Entry) -> str:
 
 
 def _states_on_host(problem: Problem, entry: Entry) -> str:
-    """The optimizer's states in host memory, with a speed where the node's rate is known."""
+    """Optimizer states in host memory, with a speed where the update rate is known; or empty."""
     assert entry.plan is not None
     fate = entry.plan.state("optimizer")
     if fate.home == "host" or fate.update != "step":
@@ -84,7 +84,7 @@ def _states_on_host(problem: Problem, entry: Entry) -> str:
 
 
 def _twice_the_gpus(problem: Problem, near: Sequence[Entry], registry: Registry) -> list[str]:
-    """The fastest entry and layout on twice the GPUs, one degree doubled."""
+    """The fastest entry and layout on twice the GPUs, with one parallel degree doubled."""
     best: tuple[float, str] | None = None
     for layout in _doubled(problem.layout):
         try:
@@ -121,7 +121,7 @@ def _on(problem: Problem, cluster: Cluster) -> Problem:
 
 
 def _again(problem: Problem, entry: Entry, registry: Registry) -> Outcome | None:
-    """An entry's methods with its settings on another problem."""
+    """The outcome of an entry's methods and settings on another problem; None without a plan."""
     try:
         plan = registry.resolve(entry.name, None, problem).plan(problem)
     except (MethodError, PlanError, LayoutError):

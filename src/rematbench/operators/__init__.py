@@ -1,1 +1,1 @@
-"""A model on one rank as named operators: what each reads, saves, computes and sends."""
+"""A model on one rank as named operators: what each operator reads, saves, computes and sends."""

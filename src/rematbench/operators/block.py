@@ -9,7 +9,7 @@ from rematbench.workload import Workload
 
 
 def embedding_table(work: Workload, layout: Layout, system: System) -> OpTable:
-    """Token (and learned position) lookup; the output is the first layer's input."""
+    """The embedding: token (and learned position) lookup; its output is the first layer's input."""
     b = Builder(work, layout, system, True)
     out = b.shard("layer_input")
     nbytes = b.nbytes(out)
@@ -67,8 +67,8 @@ def layer_table(
 
 
 def _is_normed(b: Builder, name: str) -> bool:
-    """Whether a projection's output is normalised head by head (rotation follows, which keeps
-    nothing of them)."""
+    """Whether the output of a projection is normalised head by head. The rotation that follows
+    saves none of its inputs."""
     return b.model.qk_norm and name[0] in "qk"
 
 
@@ -95,7 +95,7 @@ def _mlp(b: Builder) -> None:
 
 
 def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
-    """Final norm, output projection over a vocabulary shard, cross-entropy."""
+    """The head: final norm, output projection over a vocabulary shard, and cross-entropy."""
     b = Builder(work, layout, system, True)
     s, e = b.s, b.e
     b.shard("layer_output")
@@ -126,8 +126,9 @@ def head_table(work: Workload, layout: Layout, system: System) -> OpTable:
 
 
 def _beside_loss(b: Builder) -> tuple[str, ...]:
-    """What is kept of the logits beside the loss's own: the tanh of an eager soft cap, and the
-    model's output, if somebody holds it (to the end of the loss's backward, here)."""
+    """Names of tensors that are kept of the logits beside the tensor that the loss saves. They are
+    the tanh of an eager soft cap, and the model's output where the caller holds the output (in this
+    table until the end of the loss's backward)."""
     widths = {
         "logits_capped": b.e if b.system.eager_operators and b.model.logit_soft_cap else 0,
         "logits_held": b.system.held_logit_bytes,
@@ -136,11 +137,12 @@ def _beside_loss(b: Builder) -> tuple[str, ...]:
 
 
 def _loss_scratch(system: System, logits_bytes: int, wide_bytes: int) -> tuple[int, int]:
-    """Bytes inside an unfused loss beside its logits, its saved softmax and the logits' gradient.
+    """Forward and backward scratch bytes of an unfused loss.
 
-    Forward: the fp32 copy of the logits (Megatron keeps the logits themselves meanwhile;
-    F.cross_entropy of `model(x).float()` does not).  Backward, unless in place: the gradients of
-    the log-probabilities and of the fp32 logits, before those of the logits exist.
+    The logits, the saved softmax and the logits' gradient are counted elsewhere. Forward: the fp32
+    copy of the logits (Megatron keeps the logits themselves meanwhile; F.cross_entropy of
+    `model(x).float()` does not). Backward, unless in place: the gradients of the log-probabilities
+    and of the fp32 logits, before the gradient of the logits exists.
     """
     if system.fused_loss:
         return 0, 0

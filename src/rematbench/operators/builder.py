@@ -1,4 +1,4 @@
-"""Operators of one part of a model, one call each: norms, linears, attention, pointwise."""
+"""Builds the operators of one part of a model: norms, linears, attention, pointwise operators."""
 
 from msgspec import Struct
 
@@ -10,18 +10,18 @@ from rematbench.spec.system import System
 from rematbench.workload import Model, Workload
 
 FP32 = 4
-"""Bytes."""
+"""Bytes of an fp32 element."""
 
 
 def _inside_norm(model: Model) -> tuple[int, int]:
-    """Bytes an element inside an eager RMSNorm's forward and backward, beside what it is given,
-    makes and keeps: one, and three and a half or four tensors in fp32.  Traced of LlamaRMSNorm and
-    Gemma2RMSNorm (Transformers 5.23.0) in bf16."""
+    """Scratch bytes per element of an eager RMSNorm's forward and backward. Beside its inputs,
+    outputs and saved tensors the forward holds one fp32 tensor, the backward three and a half or
+    four. Traced of LlamaRMSNorm and Gemma2RMSNorm (Transformers 5.23.0) in bf16."""
     return (4, 14) if model.norm_offset else (4, 16)
 
 
 class _AttentionComms(Struct, frozen=True, kw_only=True):
-    """Collectives around the attention kernels, and the bytes of the gathered input."""
+    """The collectives around the attention kernels, and the bytes of the gathered input."""
 
     nbytes: int = 0
     gather: Comm | None = None
@@ -30,7 +30,7 @@ class _AttentionComms(Struct, frozen=True, kw_only=True):
 
 
 class Builder:
-    """Collects activations and ops of one part; knows the sharding of rows and columns."""
+    """Collects the activations and operators of one part, with the sharding of rows and columns."""
 
     def __init__(
         self, work: Workload, layout: Layout, system: System, fused_attention: bool
@@ -45,11 +45,11 @@ class Builder:
         self.activations: dict[str, Activation] = {}
 
     def shard(self, name: str) -> str:
-        """A hidden-wide tensor of the sequence-parallel region."""
+        """Add a tensor of the sequence-parallel region: this rank's tokens, all hidden columns."""
         return self.add(name, self.s.shard_tokens, self.model.hidden * self.e)
 
     def wide(self, name: str, width: int) -> str:
-        """A tensor of the tensor-parallel region: all tokens, this rank's columns."""
+        """Add a tensor of the tensor-parallel region: all tokens, this rank's columns."""
         return self.add(name, self.s.tokens, width * self.e)
 
     def add(self, name: str, rows: int, row_bytes: int, differentiable: bool = True) -> str:
@@ -61,23 +61,23 @@ class Builder:
 
     @property
     def full_bytes(self) -> int:
-        """The hidden-wide tensor of all the rank's tokens (after a gather)."""
+        """Bytes of a tensor with all the rank's tokens and all hidden columns (after a gather)."""
         return self.s.tokens * self.model.hidden * self.e
 
     def table(self, part: Part) -> OpTable:
         return OpTable(part=part, ops=tuple(self.ops), activations=self.activations)
 
     def norm(self, name: str, x: str, out: str) -> None:
-        """The model's norm over a hidden-wide tensor of the sequence-parallel region."""
+        """Add the model's norm over a tensor of the sequence-parallel region."""
         self._norm(name, x, self.shard(out), 1, self.model.norm_parameters)
 
     def head_norm(self, name: str, x: str, out: str, width: int) -> None:
-        """An RMSNorm over each head of queries or keys (all tokens, this rank's columns)."""
+        """Add an RMSNorm over each head of queries or keys (all tokens, this rank's columns)."""
         heads = width // self.model.head_dim
         self._norm(name, x, self.wide(out, width), heads, self.model.head_dim)
 
     def _norm(self, name: str, x: str, out: str, groups: int, parameters: int) -> None:
-        """`groups`: rows that a token is normalised in."""
+        """Add a norm; each token has `groups` statistics."""
         layernorm = self.model.norm == "layernorm"
         elements = self.nbytes(x) // self.e
         kernel = Named("norm", "fused" if layernorm else self.system.norm_kernel, elements, self.e)
@@ -100,9 +100,9 @@ class Builder:
         )
 
     def _steps(self, name: str, x: str, groups: int) -> tuple[str, ...]:
-        """What eager torch operators of an RMSNorm keep: the input in fp32 (of its square and of
-        the product; no copy where it is fp32), the reciprocal root, and what the weight scales (of
-        the weight's gradient)."""
+        """Add the tensors that the eager torch operators of an RMSNorm save. They are the input in
+        fp32 (saved by the square and by the product; no copy where the input is fp32), the
+        reciprocal root, and the tensor that the weight scales (saved for the weight's gradient)."""
         rows, wide = self.activations[x].rows, max(FP32, self.e)
         elements = self.activations[x].row_bytes // self.e
         scaled = wide if self.model.norm_offset else self.e
@@ -119,7 +119,7 @@ class Builder:
         *,
         bias: bool = False,
     ) -> None:
-        """A column-parallel linear: gathers its sequence shard (or all-reduces its gradient)."""
+        """Add a column-parallel linear: it gathers its input or all-reduces its input gradient."""
         for out, width in outs.items():
             self.wide(out, width)
         columns = sum(outs.values())
@@ -145,7 +145,7 @@ class Builder:
         )
 
     def row(self, name: str, x: str, out: str, width: int, *, bias: bool) -> None:
-        """A row-parallel linear: reduces its output, gathers its output's gradient."""
+        """Add a row-parallel linear: it reduces its output and gathers its output's gradient."""
         self.shard(out)
         n, h = self.s.tokens, self.model.hidden
         forward: CommKind = "reduce_scatter" if self.s.sp else "all_reduce"
@@ -167,7 +167,7 @@ class Builder:
         )
 
     def residual(self, name: str, x: str, skip: str, out: str) -> None:
-        """x (after dropout, if any) + skip."""
+        """Add x (after dropout, if any) + skip."""
         self.shard(out)
         nbytes = self.nbytes(out)
         mask: tuple[str, ...] = ()
@@ -188,7 +188,7 @@ class Builder:
     def pointwise(
         self, name: str, inputs: tuple[str, ...], out: str, saves: tuple[str, ...]
     ) -> None:
-        """An activation function or a product over the tensor-parallel region."""
+        """Add an activation function or a product over the tensor-parallel region."""
         ffn_bytes = self.s.ffn * self.e
         self.add(out, self.s.tokens, ffn_bytes)
         one = self.nbytes(out)
@@ -204,22 +204,23 @@ class Builder:
         )
 
     def projected(self, name: str) -> str:
-        """What the qkv projection calls its output: q, k and v are what attention reads, and under
-        Ulysses that is another order of them."""
+        """The activation name of a projection's output. q, k and v are the inputs of attention;
+        under Ulysses the projection makes them in the order of rows, which has other names."""
         return f"{name}_rows" if self.ulysses > 1 else name
 
     def attention(self, window: int) -> None:
-        """The attention kernel, between two all-to-alls under Ulysses (arXiv 2309.14509).
+        """Add the attention kernel, between two all-to-alls under Ulysses (arXiv 2309.14509).
 
-        There the qkv projection and the output projection work on the rank's part of the sequence
-        with all its heads, the kernel on whole sequences with a part of the heads.  The kernel's
-        backward reads q, k, v and its output in the order of heads; the output projection's weight
-        gradient reads the output in the order of rows.  So both orders of the output are saved,
-        and nothing needs q, k and v in the order of rows (RoPE's backward reads angles only).
+        Under Ulysses the qkv projection and the output projection work on the rank's part of the
+        sequence with all its heads, the kernel on whole sequences with a part of the heads. The
+        kernel's backward reads q, k, v and its output in the order of heads; the output
+        projection's weight gradient reads the output in the order of rows. So both orders of the
+        output are saved, and no operator needs q, k and v in the order of rows (RoPE's backward
+        reads angles only).
         """
         out = "attn_heads" if self.ulysses > 1 else "attn_out"
         if self.ulysses > 1:
-            kv_heads = max(self.s.kv_heads, self.ulysses)  # fewer are sent to several ranks
+            kv_heads = max(self.s.kv_heads, self.ulysses)  # a head may go to several ranks
             kv_width = kv_heads * self.model.head_dim
             widths = {"q": self.s.q_width, "k": kv_width, "v": kv_width}
             self._exchange("to_heads", {self.projected(name): name for name in widths}, widths)
@@ -228,7 +229,7 @@ class Builder:
             self._exchange("to_rows", {out: "attn_out"}, {"attn_out": self.s.q_width})
 
     def _exchange(self, name: str, pairs: dict[str, str], widths: dict[str, int]) -> None:
-        """An all-to-all between two orders of some tensors; as many bytes come back."""
+        """Add an all-to-all between two orders of tensors; the backward moves as many bytes."""
         for out, width in widths.items():
             self.wide(out, width)
         comm = Comm("all_to_all", "cp", self.nbytes(*widths))
@@ -278,11 +279,9 @@ class Builder:
         )
 
     def _attention_comms(self) -> "_AttentionComms":
-        """Collectives of attention under context parallelism.
-
-        allgather: KV of all cp ranks, dKV reduce-scattered (ATC'24); ring: KV passed on beside the
-        kernels, KV and dKV in the backward (Ring Attention, arXiv 2310.01889).
-        """
+        """The collectives of attention under context parallelism. allgather: KV of all cp ranks is
+        gathered and dKV is reduce-scattered (ATC'24). ring: KV travels beside the kernels, and KV
+        with dKV in the backward (Ring Attention, arXiv 2310.01889)."""
         kv = self.nbytes("k", "v")
         cp = self.s.cp
         if cp > 1 and self.system.cp_kind == "ring":
@@ -295,7 +294,7 @@ class Builder:
         return _AttentionComms()
 
     def _repeated(self) -> tuple[str, ...]:
-        """Keys and values once per query head, where those are what attention is given."""
+        """Add keys and values repeated for each query head, where attention gets such tensors."""
         asked = self.system.repeats_kv if self.fused_attention else self.system.eager_operators
         if not asked or self.s.kv_heads == self.s.heads:
             return ()
@@ -306,8 +305,8 @@ class Builder:
         return self.add("lse", self.s.tokens, self.s.heads * max(4, self.e), False)
 
     def _scores(self) -> tuple[str, ...]:
-        """Materialised probabilities; with dropout a byte mask and the dropped probabilities.  Of
-        eager operators also the softmax in fp32, and the tanh of a soft cap."""
+        """Add the materialised probabilities; with dropout also a byte mask and the dropped
+        probabilities. Eager operators also save the softmax in fp32, and the tanh of a soft cap."""
         row = self.s.heads * self.s.seq_len
         names = [self.add("attn_probs", self.s.tokens, row * self.e, False)]
         if self.system.eager_operators and self.e < 4:

@@ -1,6 +1,7 @@
-"""The names of activations over all models and stacks: what a rule may select.
+"""The names of activations over all models and stacks: the names that a rule may select.
 
-One model has a part of them, so a rule may name what a given problem lacks, but nothing else.
+Each model has some of these names. So a rule may name an activation that a given problem lacks, but
+no name outside this set.
 """
 
 _HEADS = ("q", "k", "v")

@@ -1,7 +1,7 @@
-"""The decoder block as named operators: what each reads, writes, saves and asks of the GPU.
+"""The decoder block as named operators: what each operator reads, writes, saves and computes.
 
-Every activation of the plan vocabulary is a tensor here.  Saved sets follow from the system's
-fused operators: they are facts of the stack, never of a method.  Symbols: n = micro_batch x
+Every activation of the plan vocabulary is a tensor of these operators. Saved sets follow from the
+system's fused operators: they are facts of the stack, never of a method. Symbols: n = micro_batch x
 seq_len / cp tokens of a rank, t = tensor parallel, h hidden, e bytes per element.
 """
 
@@ -26,7 +26,7 @@ class Comm(Struct, frozen=True):
 
 
 class Activation(Struct, frozen=True):
-    """A tensor one rank holds for one micro-batch: rows x row_bytes."""
+    """A tensor that one rank holds for one micro-batch: rows x row_bytes."""
 
     name: str
     rows: int
@@ -43,16 +43,18 @@ class Op(Struct, frozen=True, kw_only=True):
     """One operator of the block.
 
     `inputs`, `outputs` and `saves` name activations; `forward`, `backward_input` and
-    `backward_weight` are kernels of one rank; `gather` runs on the inputs before the forward,
-    `regather` on the saved inputs before the backward (the gathered copy is not saved), `reduce` on
-    the output after the forward, `grad_gather` on the output's gradient, `grad_reduce` on the
-    input's gradient.
+    `backward_weight` are kernels of one rank. Collectives: `gather` runs on the inputs before the
+    forward, `regather` on the saved inputs before the backward (the gathered copy is not saved),
+    `reduce` on the output after the forward, `grad_gather` on the output's gradient, `grad_reduce`
+    on the input's gradient.
+
     `gathered_bytes` is the transient gathered input, `unreduced_bytes` the output before `reduce`.
-    An operator whose `reduce` is an all-to-all is nothing else (`exchanges`): output i is input i
-    in another order, and `grad_gather` brings its gradient back.
-    `row_local`: each output row depends on the same input row only.  `alias_inputs`: inputs whose
+    An operator whose `reduce` is an all-to-all has no kernel (`exchanges`): output i is input i in
+    another order, and `grad_gather` brings its gradient back.
+
+    `row_local`: each output row depends on the same input row only. `alias_inputs`: inputs whose
     gradient IS the output's gradient (a residual addition), so the backward moves no bytes.
-    `scratch_*` are bytes held inside the kernel only.
+    `scratch_*` are bytes that live inside the kernel only.
     """
 
     name: str
@@ -77,12 +79,12 @@ class Op(Struct, frozen=True, kw_only=True):
 
     @property
     def has_weight(self) -> bool:
-        """Whether a weight gradient is computed apart from the input gradient."""
+        """Whether the operator has a weight gradient, computed apart from the input gradient."""
         return bool(self.backward_weight)
 
     @property
     def exchanges(self) -> bool:
-        """Whether it is a collective alone, which reorders each of its inputs."""
+        """Whether the operator is a collective alone, which reorders each of its inputs."""
         return self.reduce is not None and self.reduce.kind == "all_to_all"
 
 
@@ -95,22 +97,22 @@ class OpTable(Struct, frozen=True, kw_only=True):
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """Names some backward needs, in forward order of production."""
+        """The activations that some backward needs, in forward order of production."""
         wanted = {name for op in self.ops for name in op.saves}
         return tuple(name for name in self.activations if name in wanted)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that autograd keeps for one micro-batch when nothing is done."""
+        """Bytes that autograd keeps for one micro-batch under keep_all."""
         return sum(self.activations[name].nbytes for name in self.saved)
 
     @property
     def parameters(self) -> int:
-        """Weights of one rank (after tensor parallelism)."""
+        """The number of weights of one rank (after tensor parallelism)."""
         return sum(op.parameters for op in self.ops)
 
     def op(self, name: str) -> Op:
-        """An operator by its name, which the table has."""
+        """The operator with this name; StopIteration if the table has none."""
         return next(op for op in self.ops if op.name == name)
 
     def producer(self, name: str) -> Op | None:
@@ -119,8 +121,8 @@ class OpTable(Struct, frozen=True, kw_only=True):
 
 
 def holding(table: OpTable, names: tuple[str, ...]) -> OpTable:
-    """The table with some tensors also saved: outputs by the operators that make them, what comes
-    into the table by its first reader."""
+    """The table with some tensors also saved. An output is saved by the operator that makes it, an
+    input of the part by its first reader."""
     made = {name for op in table.ops for name in op.outputs}
     coming = {name for name in names if name not in made}
     ops = []
@@ -133,7 +135,7 @@ def holding(table: OpTable, names: tuple[str, ...]) -> OpTable:
 
 
 def without(table: OpTable, name: str) -> OpTable:
-    """The table with an activation that no operator makes or saves."""
+    """The table without an activation, as if no operator made or saved it."""
 
     def less(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(other for other in names if other != name)
@@ -145,5 +147,5 @@ def without(table: OpTable, name: str) -> OpTable:
 
 
 def moved(*nbytes: int, launches: int = 1) -> tuple[Kernel, ...]:
-    """One memory-bound kernel that reads and writes the given bytes in all."""
+    """One memory-bound kernel that reads and writes the sum of the given bytes."""
     return (Elementwise(hbm_bytes=sum(nbytes), launches=launches),)

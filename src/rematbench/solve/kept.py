@@ -1,4 +1,4 @@
-"""What a plan leaves whole on the device: the only sites a composed method may still change."""
+"""What a plan keeps whole on the device: the only sites that a composed method may still change."""
 
 from collections.abc import Callable, Collection, Iterator
 from itertools import accumulate
@@ -15,21 +15,21 @@ from rematbench.problem import Problem, rebuild_ops
 
 
 def kept_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
-    """Saved activations of a part that some site keeps whole under the plan."""
+    """The saved activations of a part that some site keeps whole under the plan."""
     return _activations(problem, plan, part, lambda fate: not fate.changed)
 
 
 def parted_activations(problem: Problem, plan: Plan, part: Part = "layer") -> frozenset[str]:
-    """Saved activations of a part of which some site leaves the device, all or in part, or is
-    rebuilt in part: what a mini-sequence's pieces cannot do."""
+    """The saved activations of a part that some site offloads, or rebuilds in part. A piece of a
+    mini-sequence can do neither."""
     return _activations(problem, plan, part, _parted)
 
 
 def _activations(
     problem: Problem, plan: Plan, part: Part, wanted: Callable[[Resolved], bool]
 ) -> frozenset[str]:
-    """Activations that the model's own backward saves (not what a plan holds beside them) and that
-    have a wanted fate somewhere."""
+    """The activations with a `wanted` fate at some site. Only activations that the model's own
+    backward saves count, not those that a plan holds beside them."""
     tables = {"embedding": (problem.embedding,), "head": (problem.head,)}
     saved = {name for table in tables.get(part, problem.layer_kinds) for name in table.saved}
     return frozenset(
@@ -41,9 +41,9 @@ def _activations(
 
 
 def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
-    """A layer's activation of which `plan` decides otherwise than `base`, on which it was made;
-    empty if there is none.  Ends do not count: pieces rebuild the loss, whatever the base does
-    with it."""
+    """An activation of a layer for which `plan` decides otherwise than its `base`; empty if none.
+    The result is `rules` where `plan` changes the rules of its base. The ends do not count: pieces
+    rebuild the loss, whatever the base does with it."""
     if plan.rules[: len(base.rules)] != base.rules:
         return "rules"
     for ops, phase, micro_batch in _kinds_of_chunks(problem, plan):
@@ -56,8 +56,9 @@ def overruled(problem: Problem, base: Plan, plan: Plan) -> str:
 
 
 def holding_inputs(problem: Problem, base: Plan, dropped: Collection[str], whole: bool) -> Plan:
-    """The base with the inputs of layers held where the stack saves none (eager norms keep copies
-    of their own) and rebuilding what is dropped, or `whole` layers, starts from them."""
+    """The base, holding the inputs of layers where recomputation starts from an input that is not
+    saved. Stacks with eager norms save no layer input, because the norms keep copies of their own.
+    Recomputed are the `dropped` activations, or `whole` layers."""
     rest = kept_activations(problem, base) - set(dropped)
     for table in problem.layer_kinds:
         wanted = frozenset(dropped) & table.activations.keys()
@@ -68,8 +69,8 @@ def holding_inputs(problem: Problem, base: Plan, dropped: Collection[str], whole
 
 
 def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
-    """The base with those of the rules that still find a site: which names it keeps somewhere does
-    not say that it keeps them in every layer, and a rule that matches nothing is an error."""
+    """The base with those of the rules that still match a site. The base may keep an activation in
+    some layers only, and a rule that matches no site is an error."""
     plan = base.with_rules(*rules)
     if not base.rules:
         return plan
@@ -81,8 +82,8 @@ def with_live_rules(problem: Problem, base: Plan, *rules: Rule) -> Plan:
 
 
 def refused_in_pieces(problem: Problem, plan: Plan) -> str:
-    """Why a plan that offloads or splits what it computes in mini-sequences cannot be lowered
-    (their pieces are kept or rebuilt whole); empty if it does not."""
+    """Why a plan cannot offload or split what it computes in mini-sequences; empty if it does not.
+    The pieces of a mini-sequence are kept or rebuilt whole, so such a plan cannot be lowered."""
     for ops, fates, _ in _resolved(problem, plan) if plan.mini_sequences else ():
         for unit in ops.units:
             for name, _, site in ops.saved(unit):
@@ -102,8 +103,8 @@ def _parted(fate: Resolved) -> bool:
 def _resolved(
     problem: Problem, plan: Plan, *, apart: bool = False
 ) -> Iterator[tuple[ChunkOps, dict[Site, Resolved], frozenset[int]]]:
-    """Fates and matching rules of every chunk in every phase that it has, as lowering meets them;
-    chunks that are alike once, or each `apart`."""
+    """The fates and matching rules of every chunk in each of its phases, as lowering resolves them.
+    Chunks that are alike come once, or each chunk where `apart`."""
     for ops, phase, micro_batch in _kinds_of_chunks(problem, plan, apart):
         yield ops, *resolve(plan, ops.sites, phase, micro_batch)
 
@@ -111,8 +112,8 @@ def _resolved(
 def _kinds_of_chunks(
     problem: Problem, plan: Plan, apart: bool = False
 ) -> Iterator[tuple[ChunkOps, Phase, int]]:
-    """(chunk, phase, micro-batch) of every chunk in every phase that it has; those of which the
-    plan's rules make the same once."""
+    """(chunk, phase, micro-batch) of every chunk in each of its phases. Chunks for which the plan's
+    rules decide the same come once, or each chunk where `apart`."""
     windows = tuple(w for rule in plan.rules if (w := rule.select.micro_batches) is not None)
     seen: set[object] = set()
     for rank, order in enumerate(rank_orders(plan, problem)):
@@ -131,8 +132,9 @@ def _kinds_of_chunks(
 
 
 def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
-    """Per rank, bytes of layers' tensors that the plan leaves on the device when most passes are
-    between forward and backward: no peak of activations is lower."""
+    """Per rank, a lower bound of the activations' peak: kept bytes when most passes are in flight.
+    Kept bytes are those of layers' tensors that the plan leaves on the device; a pass is in flight
+    between its forward and its backward."""
     kept: dict[tuple[int, int], int] = {}
     for ops, fates, _ in _resolved(problem, plan, apart=True):
         stays = sum(fate.keep_bytes for site, fate in fates.items() if site[0] == "layer")
@@ -146,8 +148,8 @@ def resident_bytes(problem: Problem, plan: Plan) -> tuple[int, ...]:
 
 
 def kept_layer_bytes(problem: Problem, plan: Plan) -> int:
-    """Bytes of tensors with a gradient that the layers of the first chunk keep whole for one
-    micro-batch (row statistics and masks are left out, as the published formulas do)."""
+    """Bytes that the layers of the first chunk keep whole for one micro-batch. Only tensors with a
+    gradient count (no row statistics, no masks), as in the published formulas."""
     ops = ChunkOps(problem, 0, 0, plan.partition[0][0])
     fates, _ = resolve(plan, ops.sites, "warmup", 0)
     tensors = ops.sites.sites

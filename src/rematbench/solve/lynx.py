@@ -1,11 +1,11 @@
 """Which tensors of a layer to rebuild, and beside which collective: a front and a MILP.
 
-The formulation is ours (the equations of Lynx, arXiv 2406.08756, could not be read).  A layer is a
-set of jobs (rebuild the saved outputs of one operator) and of windows (idle compute beside a
-tensor-parallel collective of its own backward or of the layer above).  A job is left out (its
-tensors are kept), put into a window, or left in the critical path; what a window cannot hold, and
-what has no window (the top layer of a chunk has no layer above), is exposed, and so is what a job
-and the collective beside it lose to each other, as Megatron's own overlaps do.  Exposed seconds are
+The formulation is ours (the equations of Lynx, arXiv 2406.08756, could not be read). A layer has
+jobs (rebuild the saved outputs of one operator) and windows (idle compute beside a tensor-parallel
+collective of the layer's own backward or of the layer above). A job is left out (its tensors are
+kept), put into a window, or left in the critical path. Exposed are: work that a window cannot hold;
+work without a window (the top layer of a chunk has no layer above); and the seconds that a job and
+the collective beside it lose to each other, as in Megatron's own overlaps. Exposed seconds are
 minimised under a budget of kept bytes.
 """
 
@@ -23,19 +23,20 @@ from rematbench.solve.windows import Job, LayerWindows, Slot
 MAX_NODES = 500
 CRITICAL: Slot | None = None
 TIE = 1e-4
-"""Weight of hidden work: between equals, the plan that rebuilds less wins."""
+"""Weight of hidden seconds: of equally exposed policies, the one that rebuilds less wins."""
 
 
 class Placed(Struct, frozen=True, kw_only=True):
-    """One job that runs again, in a window or (None) in the critical path."""
+    """One job that is recomputed, in a window or (None) in the critical path."""
 
     job: Job
     slot: Slot | None
 
 
 class Policy(Struct, frozen=True, kw_only=True):
-    """One layer's decision: the jobs that run again, the bytes still kept for a micro-batch, the
-    seconds exposed and hidden in each backward of an average layer of its chunk."""
+    """The decision for one layer: the recomputed jobs, the bytes kept, the seconds that result.
+    `kept_bytes` are of one micro-batch; exposed and hidden seconds are of each backward of an
+    average layer of its chunk."""
 
     placed: tuple[Placed, ...]
     kept_bytes: int
@@ -44,21 +45,22 @@ class Policy(Struct, frozen=True, kw_only=True):
 
     @property
     def cost_s(self) -> float:
-        """What is minimised."""
+        """The objective: exposed seconds, and hidden seconds with a small weight."""
         return self.exposed_s + TIE * self.hidden_s
 
 
 class Group(Struct, frozen=True, kw_only=True):
-    """Layers of one stage that share a policy: how many, and how many (layer, micro-batch) pairs
-    of them are in flight at once."""
+    """The layers of one stage that share a policy. `in_flight`: the most (layer, micro-batch) pairs
+    of these layers that are in flight at once."""
 
     layers: int
     in_flight: int
 
 
 def policy_front(layer: LayerWindows, layers_per_chunk: int) -> tuple[Policy, ...]:
-    """One policy for each set of dropped jobs that no other beats in bytes and seconds, from
-    keep-all down: the heuristic's answer for every budget, solved once for all equal layers."""
+    """The policies that no other policy beats in bytes and seconds, from keep-all down. There is
+    one candidate for each set of dropped jobs. The front is the heuristic's answer for every
+    budget, solved once for all equal layers."""
     found = [
         greedy_policy(layer, dropped, layers_per_chunk)
         for size in range(len(layer.jobs) + 1)
@@ -72,8 +74,8 @@ def policy_front(layer: LayerWindows, layers_per_chunk: int) -> tuple[Policy, ..
 
 
 def greedy_policy(layer: LayerWindows, dropped: Sequence[Job], layers_per_chunk: int) -> Policy:
-    """Put dropped jobs into windows in dataflow order, each where it adds least exposed time (the
-    latest such window)."""
+    """The policy that puts dropped jobs into windows in dataflow order. Each job goes where it adds
+    the fewest exposed seconds, to the latest of equally good windows."""
     room = dict(layer.idle_s)
     placed: dict[str, Placed] = {}
     for job in dropped:
@@ -92,7 +94,7 @@ def greedy_policy(layer: LayerWindows, dropped: Sequence[Job], layers_per_chunk:
 
 
 def _earliest(job: Job, placed: dict[str, Placed]) -> int | None:
-    """Time from which what a job reads is there; None: not before the critical path."""
+    """The time from which all inputs of a job exist; None if only in the critical path."""
     at = -(10**6)
     for name in job.needs:
         if name in placed:
@@ -104,7 +106,7 @@ def _earliest(job: Job, placed: dict[str, Placed]) -> int | None:
 
 
 def settled(layer: LayerWindows, placed: tuple[Placed, ...], layers_per_chunk: int) -> Policy:
-    """A policy with its bytes and seconds worked out."""
+    """The policy of placed jobs, with its bytes and seconds."""
     load = dict.fromkeys(layer.idle_s, 0.0)
     exposed = hidden = 0.0
     for item in placed:
@@ -121,8 +123,8 @@ def settled(layer: LayerWindows, placed: tuple[Placed, ...], layers_per_chunk: i
 
 
 def heuristic(front: Sequence[Policy], groups: Sequence[Group], budget_bytes: float) -> Policy:
-    """The cheapest policy of the front that all layers of a stage can share within a budget; the
-    leanest if none fits."""
+    """The cheapest policy of the front that all layers of a stage can share within a budget. Where
+    none is within the budget: the policy with the fewest kept bytes."""
     in_flight = max(1, sum(group.in_flight for group in groups))
     fitting = [policy for policy in front if policy.kept_bytes * in_flight <= budget_bytes]
     return min(fitting, key=lambda p: (p.cost_s, p.kept_bytes)) if fitting else front[-1]
@@ -136,7 +138,7 @@ def optimum(
     max_nodes: int = MAX_NODES,
 ) -> tuple[Policy, ...] | None:
     """One policy per group from HiGHS; None if the node limit passes without a solution."""
-    if not layer.jobs:  # nothing to choose, and HiGHS refuses a problem without variables
+    if not layer.jobs:  # there is nothing to choose, and HiGHS refuses a problem without variables
         return (settled(layer, (), layers_per_chunk),) * len(groups)
     model = _Model(layer, groups, layers_per_chunk)
     found = minimum(
@@ -154,7 +156,7 @@ def optimum(
 
 
 class _Model:
-    """Variables per group: x[job, window], critical[job] (binary), overflow[window] (seconds)."""
+    """Variables of each group: x[job, window], x[job, critical] (binary), overflow[window] (s)."""
 
     def __init__(self, layer: LayerWindows, groups: Sequence[Group], layers_per_chunk: int) -> None:
         self.layer, self.groups, self.per_chunk = layer, groups, layers_per_chunk
@@ -177,7 +179,7 @@ class _Model:
         return len(self.integer) - 1
 
     def costs(self) -> NDArray[np.float64]:
-        """Exposed seconds of all layers, and a little for what is hidden."""
+        """The cost of each column: exposed seconds, and hidden seconds with a small weight."""
         cost = np.zeros(self.size)
         seconds = {job.op: job.seconds / self.scale for job in self.layer.jobs}
         for (number, job, slot), column in self.x.items():
@@ -189,7 +191,7 @@ class _Model:
         return cost
 
     def rows(self, budget_bytes: float) -> list[Row]:
-        """Once at most, after what it reads, within the windows, within the budget."""
+        """The constraints: each job once at most, after its inputs, within windows and budget."""
         rows: list[Row] = []
         for number in range(len(self.groups)):
             for job in self.layer.jobs:
@@ -203,7 +205,7 @@ class _Model:
         return [c for (n, job, _), c in self.x.items() if (n, job) == (number, op)]
 
     def _precedence(self, number: int, job: Job) -> list[Row]:
-        """A job in a window, and one it reads not done by then: not both."""
+        """A job in a window excludes an input that is recomputed later than this window."""
         rows = []
         dropped = {other.op for other in self.layer.jobs}
         for slot in self.layer.allowed(job):
@@ -229,8 +231,8 @@ class _Model:
         return rows
 
     def _budget(self, budget_bytes: float) -> Row:
-        """All kept bytes less those of dropped jobs are at most the budget, in thousandths of all
-        (HiGHS stumbles where this row is small beside the others)."""
+        """The budget: all kept bytes without those of dropped jobs, in thousandths of all bytes.
+        HiGHS is unreliable where this row is small beside the others."""
         nbytes = {job.op: job.nbytes for job in self.layer.jobs}
         total = sum(nbytes.values()) * sum(group.in_flight for group in self.groups) or 1
         row = {
@@ -240,7 +242,7 @@ class _Model:
         return row, 1000 * (max(budget_bytes, 0.0) / total - 1.0)
 
     def policy(self, number: int, x: NDArray[np.float64]) -> Policy:
-        """A group's policy from the solver's values."""
+        """The policy of a group, from the solver's values."""
         jobs = {job.op: job for job in self.layer.jobs}
         placed = tuple(
             Placed(job=jobs[op], slot=slot)

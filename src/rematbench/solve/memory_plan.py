@@ -1,9 +1,10 @@
 """A static memory plan of a rank's program, in two levels, after MEMO (arXiv 2407.12117, 4.3).
 
-Level 1 packs what is born and dies inside one layer's forward or one layer's backward (equal
-layers are solved once); level 2 replaces each of these by one pseudo block of its peak and packs
-the blocks with everything that lives longer: skeletal activations, embedding, head, gradients.
-The result is one allocation without fragmentation, to set against a caching allocator's segments.
+Level 1 packs the tensors that are born and die inside one layer's forward or one layer's backward
+(equal layers are solved once). Level 2 replaces each such packing by one pseudo block of its peak
+and packs the blocks with all tensors that live longer: skeletal activations, embedding, head,
+gradients. The result is one allocation without fragmentation, to compare with a caching allocator's
+segments.
 """
 
 from collections.abc import Iterator
@@ -18,13 +19,14 @@ from rematbench.solve.packing import Packing, Tensor, live_peak, pack
 KERNELS = frozenset((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE))
 MAX_TENSORS = 50_000
 FEW_TENSORS = 3_000
-"""That best fit places within a tenth of a second."""
+"""The number of tensors that best fit places within a tenth of a second."""
 Key = tuple[str, int, int]
 
 
 class Life(NamedTuple):
-    """A tensor's bytes and lifetime on the clock of issued actions, and where it is at home: the
-    segments (one unit's stretch of a block) of its birth and of its death."""
+    """A tensor's bytes and lifetime on the clock of issued actions, and the segments of its ends. A
+    segment is one unit's stretch of a block; the tensor is born in `born_in` and dies in
+    `dies_in`."""
 
     tensor: Tensor
     born_in: int
@@ -32,8 +34,9 @@ class Life(NamedTuple):
 
 
 class MemoryPlan(Struct, frozen=True, kw_only=True):
-    """Bytes of one allocation for all activations of a rank: planned (the better of two levels and
-    of best fit over all tensors at once), by two levels, the live-bytes lower bound; and how."""
+    """Bytes of one allocation for all activations of a rank. `peak_bytes` is the better of two
+    levels (`two_level_bytes`) and of best fit over all tensors at once; `lower_bound_bytes` are the
+    live bytes. The other fields say how the plan was made."""
 
     peak_bytes: int
     two_level_bytes: int
@@ -46,7 +49,7 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
 
 
 def memory_plan(rank: RankProgram) -> MemoryPlan:
-    """Plan a rank's activations; staging slots are tensors that live all along."""
+    """The plan of a rank's activations; staging slots are tensors that live through the program."""
     lives = list(lifetimes(rank))
     if len(lives) > MAX_TENSORS:
         raise ValueError(
@@ -83,8 +86,8 @@ def memory_plan(rank: RankProgram) -> MemoryPlan:
 
 
 def planned_peak(rank: RankProgram) -> int:
-    """Bytes of one allocation for all activations of a rank, placed by best fit; 0 where there are
-    more tensors than that does in a blink (then the allocator's bytes stand for it)."""
+    """Bytes of one allocation for all activations of a rank, placed by best fit. 0 where there are
+    more tensors than best fit places quickly; the caller then takes the bytes of the allocator."""
     made = sum(
         runs * (sum(not a.name.endswith(HOST) for a in action.allocs) + bool(action.scratch))
         for block, runs in zip(rank.blocks, rank.runs, strict=True)
@@ -96,7 +99,7 @@ def planned_peak(rank: RankProgram) -> int:
 
 
 def lifetimes(rank: RankProgram) -> Iterator[Life]:
-    """Every device tensor (and kernel scratch) of a rank's program; pools of slots last."""
+    """Every device tensor (and kernel scratch) of a rank's program; pools live throughout."""
     alive: dict[Key, tuple[int, int, int]] = {}
     slots: dict[str, dict[tuple[object, ...], int]] = {}
     clock = 0
@@ -121,7 +124,7 @@ def lifetimes(rank: RankProgram) -> Iterator[Life]:
 
 
 def _segments(rank: RankProgram) -> Iterator[tuple[int, Action, int, int]]:
-    """Actions with the number of their segment: a unit's uninterrupted stretch of kernels."""
+    """Actions with micro-batch, chunk and segment: a unit's uninterrupted stretch of kernels."""
     segment = 0
     for step in rank.steps:
         segment, part = segment + 1, ""

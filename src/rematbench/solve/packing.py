@@ -1,10 +1,10 @@
 """Offline dynamic storage allocation: fixed offsets for tensors with known lifetimes.
 
-Best fit in several orders first; a mixed-integer programme (HiGHS) only where best fit misses the
-live-bytes lower bound, as in MEMO (Zhao et al., arXiv 2407.12117, section 4.3):
-min M;  A_i + S_i <= M;  for each pair alive together  A_i + S_i <= A_j + (1 - z_ij) C  and
-A_j + S_j <= A_i + z_ij C.  Limits are nodes and pairs, never seconds, so that the answer is the
-same on every machine.
+Best fit in several orders comes first. A mixed-integer programme (HiGHS) follows only where best
+fit misses the lower bound of live bytes, as in MEMO (Zhao et al., arXiv 2407.12117, section 4.3):
+minimise M subject to A_i + S_i <= M and, for each pair alive together, A_i + S_i <= A_j + (1 -
+z_ij) C and A_j + S_j <= A_i + z_ij C (offsets A, sizes S, capacity C, binary z). Limits are nodes
+and pairs, never seconds, so that the answer is the same on every machine.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ ROUNDS = 12
 
 
 class Tensor(NamedTuple):
-    """Bytes that live from `start` until before `end` (any integer clock)."""
+    """A tensor's bytes, alive from `start` until before `end` (any integer clock)."""
 
     nbytes: int
     start: int
@@ -31,7 +31,7 @@ class Tensor(NamedTuple):
 
 
 class Packing(Struct, frozen=True, kw_only=True):
-    """Offsets in the order of the tensors, the bytes they take, and the least they could take."""
+    """Offsets in the order of the tensors, the bytes that they span, and a lower bound of them."""
 
     offsets: tuple[int, ...]
     peak_bytes: int
@@ -40,12 +40,12 @@ class Packing(Struct, frozen=True, kw_only=True):
 
     @property
     def gap_bytes(self) -> int:
-        """Bytes above the live-bytes lower bound (some gaps cannot be closed)."""
+        """Bytes above the lower bound of live bytes (some gaps cannot be closed)."""
         return self.peak_bytes - self.lower_bound_bytes
 
 
 def live_peak(tensors: Iterable[Tensor]) -> int:
-    """Most bytes alive at once: no packing can take less."""
+    """The most bytes that are alive at once: no packing can take less."""
     deltas: dict[int, int] = {}
     for tensor in tensors:
         deltas[tensor.start] = deltas.get(tensor.start, 0) + tensor.nbytes
@@ -58,8 +58,9 @@ def live_peak(tensors: Iterable[Tensor]) -> int:
 
 
 def best_fit(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Each tensor into the smallest gap between those alive with it, in three orders (largest
-    first, largest area first, first come), each improved by moving what sticks out to the front."""
+    """Offsets by best fit: each tensor goes into the smallest gap between those alive with it.
+    Three orders are tried (largest first, largest area first, first come). Each order is improved
+    by moving the tensors that end at the peak to its front."""
     bound = live_peak(tensors)
     starts = (
         sorted(range(len(tensors)), key=lambda i: (-tensors[i].nbytes, tensors[i].start, i)),
@@ -106,8 +107,9 @@ def _fit(tensors: Sequence[Tensor], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _smallest_gap(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
-    """Offset of the smallest gap that holds the bytes (the lowest of equals), else on top; `taken`:
-    where others begin and end, sorted (few at a time: plain loops take half of numpy's time)."""
+    """The offset of the smallest gap that holds the bytes (the lowest of equals), else the top.
+    `taken`: sorted (start, end) of other tensors. They are few, so plain loops take half of numpy's
+    time."""
     top, found, least = 0, -1, 0
     for low, high in taken:
         gap = low - top
@@ -120,7 +122,8 @@ def _smallest_gap(taken: Sequence[tuple[int, int]], nbytes: int) -> int:
 
 @lru_cache(maxsize=4096)
 def pack(tensors: tuple[Tensor, ...], max_nodes: int = MAX_NODES) -> Packing:
-    """Offsets without overlap; the MILP runs only on a gap and only on small instances."""
+    """Offsets without overlap. The MILP runs only where best fit leaves a gap to the lower bound
+    and the instance is small."""
     bound = live_peak(tensors)
     offsets = best_fit(tensors)
     solver: Literal["best_fit", "milp"] = "best_fit"
@@ -134,7 +137,7 @@ def pack(tensors: tuple[Tensor, ...], max_nodes: int = MAX_NODES) -> Packing:
 
 
 def _together(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Pairs that are alive at the same time."""
+    """The pairs of tensors that are alive at the same time."""
     return [
         (i, j)
         for i, a in enumerate(tensors)
@@ -150,7 +153,7 @@ def _solve(
     cap: int,
     max_nodes: int,
 ) -> tuple[int, ...] | None:
-    """The programme above, in units of `cap`; None if the limit passes without an answer."""
+    """Offsets by the programme above, in units of `cap`; None if the node limit passes first."""
     count, last = len(tensors), len(tensors) + len(pairs)
     sizes = [tensor.nbytes / cap for tensor in tensors]
     rows: list[Row] = [({i: 1.0, last: -1.0}, -size) for i, size in enumerate(sizes)]
@@ -175,7 +178,7 @@ def _solve(
 def _exact_offsets(
     tensors: Sequence[Tensor], below: Sequence[tuple[int, int]], guess: NDArray[np.float64]
 ) -> tuple[int, ...]:
-    """Integer offsets from who lies below whom (solver values are only close to integers)."""
+    """Integer offsets from which tensor lies below which (solver values are near integers)."""
     under: dict[int, list[int]] = {}
     for low, high in below:
         under.setdefault(high, []).append(low)

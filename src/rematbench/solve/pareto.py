@@ -1,4 +1,4 @@
-"""The Pareto front of recompute seconds against kept bytes over subsets of a layer's tensors."""
+"""The Pareto front of recomputation seconds against kept bytes, over subsets of tensors."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -10,8 +10,9 @@ from rematbench.problem import Problem
 
 
 class Point(Struct, frozen=True, kw_only=True, order=True):
-    """One choice for a layer: what is dropped, the bytes still kept for one micro-batch on one
-    rank, and the seconds of kernels and collectives to rebuild the rest."""
+    """One choice for a layer: which activations are dropped, what is kept, and what that costs.
+    `kept_bytes` are kept for one micro-batch on one rank; `recompute_s` are seconds of the kernels
+    and collectives that rebuild the dropped activations."""
 
     kept_bytes: int
     recompute_s: float
@@ -19,12 +20,12 @@ class Point(Struct, frozen=True, kw_only=True, order=True):
 
 
 def candidates(table: OpTable) -> tuple[str, ...]:
-    """Saved activations that the layer's own operators can rebuild."""
+    """The saved activations that the layer's own operators can rebuild."""
     return tuple(name for name in table.saved if table.producer(name) is not None)
 
 
 def point(problem: Problem, table: OpTable, dropped: tuple[str, ...]) -> Point:
-    """Bytes and seconds of dropping the named activations."""
+    """The kept bytes and recomputation seconds of dropping the named activations."""
     again = problem.cost.recompute_s(table, frozenset(dropped)) if dropped else 0.0
     kept = sum(table.activations[n].nbytes for n in table.saved if n not in dropped)
     return Point(kept_bytes=kept, recompute_s=again, dropped=dropped)
@@ -36,7 +37,7 @@ def _subsets(names: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def front(problem: Problem, table: OpTable) -> tuple[Point, ...]:
-    """Every subset that no other beats in both bytes and seconds, from keep-all downwards."""
+    """The points that no other subset beats in both bytes and seconds, from keep-all downwards."""
     best: list[Point] = []
     choices = (point(problem, table, dropped) for dropped in _subsets(candidates(table)))
     for choice in sorted(choices, key=lambda p: (p.recompute_s, p.kept_bytes, p.dropped)):
@@ -46,6 +47,7 @@ def front(problem: Problem, table: OpTable) -> tuple[Point, ...]:
 
 
 def cheapest_within(front: tuple[Point, ...], kept_bytes: float) -> Point:
-    """The fastest point of a front that keeps at most so many bytes; its leanest if none does."""
+    """The fastest point of a front that keeps at most `kept_bytes`. Where no point does: the point
+    with the fewest kept bytes."""
     fitting = [p for p in front if p.kept_bytes <= kept_bytes]
     return min(fitting, key=lambda p: (p.recompute_s, p.kept_bytes)) if fitting else front[-1]

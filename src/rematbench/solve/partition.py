@@ -1,4 +1,4 @@
-"""Layers over pipeline stages: move one at a time while the slowest stage gets faster."""
+"""Layers over pipeline stages: layers move one at a time while the slowest stage gets faster."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -10,8 +10,9 @@ StageSeconds = Callable[[int, int], float]
 
 
 def balance(counts: Sequence[int], stage_s: StageSeconds) -> tuple[int, ...]:
-    """Move one layer at a time from the slowest stage (the last of equals) to where the slowest of
-    all becomes fastest; stop when no move helps."""
+    """The layer counts after moving layers off the slowest stage, one at a time. Each move leaves
+    the slowest stage (the last of equals) for the stage where the sorted stage times become least;
+    moves end when no move helps."""
     best = tuple(counts)
     times = [stage_s(rank, n) for rank, n in enumerate(best)]
     for _ in range(sum(counts)):
@@ -36,11 +37,11 @@ def _moved(counts: tuple[int, ...], source: int, target: int) -> tuple[int, ...]
 
 
 def contiguous(counts: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The partition with so many consecutive layers on each rank, one chunk a rank."""
+    """The partition with `counts` consecutive layers on the ranks, one chunk a rank."""
     bounds = [sum(counts[:rank]) for rank in range(len(counts) + 1)]
     return tuple((tuple(range(first, last)),) for first, last in pairwise(bounds))
 
 
 def counts_of(plan: Plan) -> tuple[int, ...]:
-    """Layers of each rank."""
+    """The number of layers of each rank."""
     return tuple(sum(len(chunk) for chunk in chunks) for chunks in plan.partition)

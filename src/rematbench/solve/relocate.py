@@ -1,8 +1,8 @@
 """From layer policies to a plan that fits: windows as rules, budgets by the ledger, partition.
 
-The solvers' memory is linear (kept bytes times layers in flight).  What the ledger says of the
-lowered plan corrects it: a stage's budget becomes what the device leaves beside everything else,
-and the stage is solved again, a bounded number of times.
+The solvers' memory is linear (kept bytes times layers in flight). The ledger of the lowered plan
+corrects that memory: a stage's budget becomes the device bytes that all else leaves free, and the
+stage is solved again, a bounded number of times.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ Layers = tuple[int, ...]
 
 
 class Stage:
-    """One rank of a partition: its groups of layers, each with one policy."""
+    """One rank of a partition: its groups of layers; the layers of a group share one policy."""
 
     def __init__(self, problem: Problem, plan: Plan, rank: int, *, exact: bool) -> None:
         layers = tuple(layer for chunk in plan.partition[rank] for layer in chunk)
@@ -44,7 +44,8 @@ class Stage:
         budget_bytes: float,
         layers_per_chunk: int,
     ) -> tuple[Policy, ...]:
-        """Policies within a budget; the MILP's where it beats the one policy for all."""
+        """A policy for each group within a budget. The MILP's policies count where they cost less
+        than one shared policy for all groups."""
         shared = (heuristic(front, self.sizes, budget_bytes),) * len(self.sizes)
         if not self.exact or self.kept_bytes(shared) > budget_bytes:
             return shared
@@ -52,16 +53,16 @@ class Stage:
         return found if found and self.cost_s(found) < self.cost_s(shared) else shared
 
     def kept_bytes(self, policies: Sequence[Policy]) -> int:
-        """Bytes the policies keep with all micro-batches in flight."""
+        """Bytes that the policies keep with all micro-batches in flight."""
         return sum(p.kept_bytes * g.in_flight for p, g in zip(policies, self.sizes, strict=True))
 
     def cost_s(self, policies: Sequence[Policy]) -> float:
-        """The solvers' objective."""
+        """The objective of the solvers, in seconds."""
         return fsum(p.cost_s * g.layers for p, g in zip(policies, self.sizes, strict=True))
 
 
 def _halves(layers: Layers) -> tuple[Layers, ...]:
-    """A half, a quarter, ... of the layers: so that any number of them can go one way."""
+    """Groups of a half, a quarter, ... of the layers: any number of layers can share a policy."""
     groups = []
     while layers:
         size = (len(layers) + 1) // 2
@@ -71,14 +72,15 @@ def _halves(layers: Layers) -> tuple[Layers, ...]:
 
 
 class _Limit:
-    """What rounds have taught about a rank: bytes kept that were too much, bytes wasted."""
+    """What earlier rounds showed for a rank: too many kept bytes, and wasted bytes."""
 
     def __init__(self) -> None:
         self.ceiling, self.waste = float("inf"), 0
 
 
 class Relocation:
-    """Plans for one problem and base, `exact` by MILP or one policy for all layers of a stage."""
+    """Plans for one problem and base. `exact`: the MILP gives each group of a stage its policy;
+    else one policy serves all layers of a stage."""
 
     def __init__(self, problem: Problem, base: Plan, *, exact: bool) -> None:
         self.problem, self.base, self.exact = problem, base, exact
@@ -91,29 +93,30 @@ class Relocation:
 
     @cached_property
     def front(self) -> tuple[Policy, ...]:
-        """The layer's policies, solved once for all layers."""
+        """The front of the layer's policies, solved once for all layers."""
         return policy_front(self.layer, self.per_chunk)
 
     @property
     def leanest(self) -> Policy:
-        """Everything that can be rebuilt is."""
+        """The policy with the fewest kept bytes."""
         return min(self.front, key=lambda policy: policy.kept_bytes)
 
     def stages(self, base: Plan) -> list[Stage]:
-        """The ranks of a partition."""
+        """The stages of a base's partition, one per rank."""
         ranks = range(self.problem.layout.pp)
         return [Stage(self.problem, base, rank, exact=self.exact) for rank in ranks]
 
     def lean(self, base: Plan) -> Plan:
-        """Everything dropped on every rank."""
+        """The plan that drops on every rank all tensors that can be rebuilt."""
         stages = self.stages(base)
         return self.assemble(base, stages, [(self.leanest,) * len(s.groups) for s in stages])
 
     def assemble(
         self, base: Plan, stages: Sequence[Stage], policies: Sequence[tuple[Policy, ...]]
     ) -> Plan:
-        """Policies as rules; what the top layer of a chunk rebuilds before its own backward is
-        rebuilt before the receive (no layer's collectives come before)."""
+        """The plan with the policies as rules. The top layer of a chunk has no collectives of a
+        layer before its backward; what such a layer rebuilds before its own backward is rebuilt
+        before the receive."""
         tops = self._tops(base)
         where: dict[tuple[tuple[str, ...], Recompute], set[int]] = {}
         for stage, of_stage in zip(stages, policies, strict=True):
@@ -126,7 +129,7 @@ class Relocation:
         return with_live_rules(self.problem, base, *rules)
 
     def _tops(self, plan: Plan) -> set[int]:
-        """The last layer of each chunk that receives a gradient."""
+        """The last layer of each chunk that receives a gradient from another rank."""
         last = (self.problem.layout.pp - 1, self.problem.layout.vpp - 1)
         return {
             layers[-1]
@@ -136,7 +139,7 @@ class Relocation:
         }
 
     def fitted(self, base: Plan) -> Plan:
-        """The fastest plan found that fits; the leanest if none does."""
+        """The fastest plan found that fits; else the plan with the fewest kept bytes."""
         stages, best = self.stages(base), self.lean(base)
         evaluation = self.problem.cost.evaluate(best)
         budgets = [float(self.usable - peak) for peak in evaluation.peak_device_bytes]
@@ -157,7 +160,7 @@ class Relocation:
         return best
 
     def _solved(self, stage: Stage, budget: float) -> tuple[Policy, ...]:
-        """A stage's policies; ranks and rounds often have one budget."""
+        """A stage's policies, remembered because ranks and rounds often have equal budgets."""
         key = (stage.sizes, budget)
         if key not in self._known:
             self._known[key] = stage.solve(self.layer, self.front, budget, self.per_chunk)
@@ -166,8 +169,9 @@ class Relocation:
     def _budgets(
         self, evaluation: Evaluation, kept: Sequence[int], limits: Sequence["_Limit"]
     ) -> list[float]:
-        """What the device leaves to kept tensors beside everything else, and beside what the
-        allocator wastes on the fullest rank; less than what proved too much."""
+        """Each rank's budget of kept bytes: what all other tensors leave of the device. The fullest
+        rank's budget also loses what the allocator wastes there; no budget reaches a number of kept
+        bytes that proved too much."""
         peaks = evaluation.peak_device_bytes
         fullest = max(range(len(peaks)), key=lambda rank: peaks[rank])
         waste = evaluation.reserved_bytes - peaks[fullest]
@@ -181,11 +185,11 @@ class Relocation:
         return budgets
 
     def fits(self, plan: Plan) -> bool:
-        """Whether the device holds what the fullest rank reserves."""
+        """Whether the device holds the bytes that the fullest rank reserves."""
         return self.problem.cost.headroom_bytes(plan) >= 0
 
     def better(self, one: Plan, other: Plan) -> Plan:
-        """The faster of two plans that fit, or the one that does, or the smaller."""
+        """The faster of two plans that fit; else the one that fits, or that lacks fewer bytes."""
         return min(one, other, key=self._merit)
 
     def _merit(self, plan: Plan) -> tuple[int, float]:
@@ -193,11 +197,12 @@ class Relocation:
         return (short, 0.0) if short > 0 else (0, self.problem.cost.step_s(plan))
 
     def in_bubbles(self, plan: Plan, share: float) -> Plan:
-        """The plan with what the top layers of each stage rebuild in the cool-down moved before
-        the receive, where ranks wait for gradients (the last rank never does)."""
+        """The plan with recomputation moved into the bubbles of the cool-down. There ranks wait for
+        gradients (the last rank never does). What the top layers of each stage (`share` of a chunk)
+        rebuild is moved before the receive."""
         orders = rank_orders(plan, self.problem)[:-1]
         waiting = {
-            (rank, chunk)  # where one group of micro-batches is all, only the last chunk waits
+            (rank, chunk)  # with a single group of micro-batches only the last chunk waits
             for rank, order in enumerate(orders)
             for (_, chunk), phase in phases(order).items()
             if phase == "cooldown"

@@ -3,15 +3,17 @@
 from collections.abc import Callable
 
 NARROW = 8
-"""Bracket width from which halving needs no more evaluations than aiming."""
+"""Width of a bracket below which halving takes no more evaluations than aiming."""
 
 
 def smallest_feasible(margin: Callable[[int], float], top: int) -> int | None:
-    """The smallest integer in [0, top] whose margin is not negative; None if even `top` fails.
+    """The smallest integer in [0, top] whose margin is not negative; None if the margin at `top`
+    is.
 
-    `margin` should not decrease; where it does (an allocator's fragments), the answer is a point
-    whose left neighbour fails.  Nearly linear margins take 6 to 9 evaluations: from the end of the
-    bracket that is nearer to zero, aim just beyond the root along the mean slope.
+    The margin should not decrease; where it does (allocator fragmentation), the answer is a point
+    whose left neighbour fails. Nearly linear margins take 6 to 9 evaluations: from the end of the
+    bracket whose margin is nearer to zero, the search aims just beyond the root along the mean
+    slope.
     """
     low, high = 0, top
     low_margin, high_margin = margin(low), 0.0
@@ -41,8 +43,8 @@ def smallest_feasible(margin: Callable[[int], float], top: int) -> int | None:
 
 
 def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The smallest integer in (low, high] where `holds` is true, by halving: it is false at `low`,
-    true at `high` and changes once between them; neither end is asked."""
+    """The smallest integer in (low, high] where `holds` is true, by halving. `holds` must be false
+    at `low`, true at `high`, and change once between them; it is called at neither end."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)

@@ -1,4 +1,4 @@
-"""HiGHS for mixed-integer programmes, without what it writes past Python."""
+"""HiGHS for mixed-integer programmes, with its messages to file descriptor 1 suppressed."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Row = tuple[dict[int, float], float]
-"""A constraint: factors by column, and what their sum may be at most."""
+"""A constraint: factors by column, and the most that their sum may be."""
 
 
 def minimum(
@@ -22,10 +22,10 @@ def minimum(
     max_nodes: int,
     gap: float,
 ) -> NDArray[np.float64] | None:
-    """The best variables found, or None if a limit passes without any (scipy.optimize.milp).
-
-    `gap`: relative to the objective's bound, where the search may stop."""
-    # Half a second of imports that every start of Snakemake and of a job would pay.
+    """The best variables found; None if the node limit passes before any are found.
+    scipy.optimize.milp solves the programme; the search stops at this `gap`, relative to the bound
+    of the objective."""
+    # The imports take half a second, which every start of Snakemake and of a job would pay.
     from scipy.optimize import Bounds, LinearConstraint, milp  # noqa: PLC0415
     from scipy.sparse import csr_array  # noqa: PLC0415
 
@@ -47,8 +47,9 @@ def minimum(
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """HiGHS prints some of its messages to file descriptor 1 whatever its options say, where they
-    would end inside a table or a plan that is written there."""
+    """Send file descriptor 1 to the null device meanwhile. HiGHS prints some messages there
+    whatever its options say; they would end inside a table or a plan that is written to standard
+    output."""
     sys.stdout.flush()
     kept = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)

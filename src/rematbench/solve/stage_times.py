@@ -1,4 +1,4 @@
-"""Seconds of a pipeline stage with so many layers, given what it must rebuild to fit."""
+"""Seconds of a pipeline stage with a given number of layers, with what it must recompute."""
 
 from math import fsum
 
@@ -13,8 +13,9 @@ from rematbench.solve.relocate import Relocation
 
 
 class StageTimes:
-    """(rank, layers) -> seconds of one micro-batch.  Peaks of other depths are extrapolated from
-    the ledger's peaks of the base: a layer more costs its states and its inputs in flight."""
+    """(rank, layers) -> seconds of one micro-batch. The peak of another number of layers is
+    extrapolated from the ledger's peaks of the base: each further layer costs its states and its
+    inputs in flight."""
 
     def __init__(self, relocation: Relocation) -> None:
         problem, base = relocation.problem, relocation.base
@@ -36,7 +37,7 @@ class StageTimes:
         self.per_layer = [states + kept_input * n for n in self.in_flight]
 
     def __call__(self, rank: int, layers: int) -> float:
-        """Infinite where not even the leanest policy fits."""
+        """Seconds of one micro-batch; infinite where not even the policy that keeps least fits."""
         budget = self.room[rank] - (layers - self.counts[rank]) * self.per_layer[rank]
         group = Group(layers=layers, in_flight=round(layers * self.in_flight[rank]))
         policy = heuristic(self.relocation.front, (group,), budget)
@@ -46,7 +47,7 @@ class StageTimes:
 
 
 def _pass_s(problem: Problem) -> float:
-    """Forward and backward of an average layer."""
+    """Seconds of the forward and backward of an average layer."""
     indices = range(problem.workload.model.num_layers)
     tables = [problem.layer(index) for index in indices]
     return fsum(forward_s(problem, t) + backward_s(problem, t) for t in tables) / len(tables)
@@ -64,15 +65,15 @@ def _state_bytes(problem: Problem, plan: Plan) -> float:
 
 
 def balanced_partition(relocation: Relocation) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The base's partition with layers moved until stage times balance."""
+    """The base's partition after layers have moved until stage times balance."""
     times = StageTimes(relocation)
     return contiguous(balance(times.counts, times))
 
 
 def relocated(problem: Problem, base: Plan, *, exact: bool, repartition: bool) -> Plan:
-    """The fastest plan found: on the base's partition, on the balanced one, and with the
-    cool-down's bubbles filled.  An `exact` search starts from the heuristic's plan: its linear
-    model of a stage may prefer what the whole pipeline does not."""
+    """The fastest plan found on the base's partition, on the balanced one, and with filled bubbles.
+    Filled are the bubbles of the cool-down. An `exact` search also takes the heuristic's plan: the
+    exact solver's linear model of a stage may prefer what is slower for the whole pipeline."""
     relocation = Relocation(problem, base, exact=exact)
     if relocation.fits(base):
         return base.noting(bound="no-op: the base fits")

@@ -1,4 +1,4 @@
-"""The largest share of a layer's tokens that may leave for the host: two closed forms."""
+"""The largest share of a layer's tokens that may go to the host, by two closed forms."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,8 @@ PROBE_BYTES = 1 << 30
 
 
 class SwapShare(Struct, frozen=True, kw_only=True):
-    """A share of tokens, what each constraint would allow (above 1: not binding), what binds."""
+    """A share of tokens (`alpha`), the share that each constraint allows, and the one that binds. A
+    constraint with a share above 1 does not bind."""
 
     alpha: float
     alpha_bandwidth: float
@@ -32,9 +33,12 @@ def swap_share(
     layers: Sequence[int],
     host_bytes: int | None,
 ) -> SwapShare:
-    """max alpha, in whole rows, so that S_whole + alpha S_other of a layer hides behind its forward
-    and what all layers in flight leave, in the blocks that are pinned for it, fits a GPU's share of
-    the host.  `alpha_host` is the closed form, without what those blocks waste."""
+    """The largest alpha, in whole rows, for which a layer's copies hide and fit the host.
+
+    S_whole + alpha S_other of a layer must hide behind the layer's forward. What all layers in
+    flight offload must fit a GPU's share of host memory, in the blocks that are pinned for it.
+    `alpha_host` is the closed form, without the bytes that such blocks waste.
+    """
     tables = [table for table in problem.layer_kinds]
     bandwidth = min(_hidden_share(problem, table, whole, other) for table in tables)
     table = tables[0]
@@ -60,7 +64,7 @@ def swap_share(
 
 
 def _pinned(table: OpTable, whole: Sequence[str], other: Sequence[str], alpha: float) -> int:
-    """Host bytes of what a layer leaves, in the blocks that torch pins for it."""
+    """Host bytes of a layer's offloaded tensors, in the blocks that torch pins for them."""
     held = [table.activations[name] for name in whole if name in table.activations]
     parts = [table.activations[name] for name in other if name in table.activations]
     return sum(pinned_block_bytes(tensor.nbytes) for tensor in held) + sum(
@@ -83,7 +87,7 @@ def _bytes(table: OpTable, names: Sequence[str]) -> int:
 def _hidden_share(
     problem: Problem, table: OpTable, whole: Sequence[str], other: Sequence[str]
 ) -> float:
-    """alpha at which a layer's copies take as long as its forward."""
+    """The alpha at which a layer's copies take as long as its forward."""
     copies = len(whole) + len(other)
     latency = problem.cost.copy_s(0, "d2h")
     bytes_per_s = PROBE_BYTES / (problem.cost.copy_s(PROBE_BYTES, "d2h") - latency)
@@ -93,7 +97,7 @@ def _hidden_share(
 
 
 def _host_share(problem: Problem, base: Plan, host_bytes: int | None) -> float:
-    """Host bytes that one GPU's activations may take."""
+    """Host bytes that the activations of one GPU may take."""
     cluster, layout, system = problem.cluster, problem.layout, problem.system
     share = (host_bytes or problem.cost.host_room_bytes) / min(cluster.gpus_per_node, layout.gpus)
     if host_bytes is not None or base.state("optimizer").home == "device":

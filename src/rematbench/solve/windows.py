@@ -1,7 +1,8 @@
-"""What one layer may rebuild, and the idle compute beside its collectives in the backward.
+"""The recomputation jobs of one layer, and the idle compute beside collectives in its backward.
 
 Times follow the lowering: a window opens when the collective is issued and closes when compute
-waits for it; where the collective already runs beside a GEMM, only what sticks out is idle.
+waits for the collective. Where the collective already runs beside a GEMM, only the part that
+outlasts the GEMM is idle.
 """
 
 from collections.abc import Collection
@@ -16,9 +17,9 @@ from rematbench.problem import Problem
 class Job(Struct, frozen=True, kw_only=True):
     """Rebuilding the saved outputs of one operator from other saved tensors.
 
-    `needs`: operators whose saved outputs it reads; `deadline`: place in the backward order of the
-    first operator that reads what it makes; `hides`: whether it may run beside a collective (it
-    holds none of its own).
+    `needs`: operators whose saved outputs the job reads; `deadline`: the place in the backward
+    order of the first operator that reads the job's outputs; `hides`: whether the job may run
+    beside a collective (a job with collectives of its own may not).
     """
 
     op: str
@@ -31,8 +32,9 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 class Slot(Struct, frozen=True, kw_only=True):
-    """The window beside a collective of `op`, seen from the layer it serves: in its own backward
-    (`layer_offset` 0) or in that of the layer above (1).  `at` orders the windows in time."""
+    """The window beside a collective of `op`, seen from the layer whose tensors are rebuilt in it.
+    The collective belongs to that layer's own backward (`layer_offset` 0) or to the backward of the
+    layer above (1). `at` orders the windows in time."""
 
     op: str
     layer_offset: int
@@ -40,8 +42,9 @@ class Slot(Struct, frozen=True, kw_only=True):
 
 
 class LayerWindows(Struct, frozen=True, kw_only=True):
-    """Jobs in forward order, windows in backward order, idle seconds by operator; `stall`: the
-    share of a job's seconds that it and the collective beside it lose to each other."""
+    """The jobs of a layer in forward order, its windows in backward order, idle seconds by
+    operator. `stall`: the share of a job's seconds that the job and the collective beside it lose
+    to each other."""
 
     jobs: tuple[Job, ...]
     slots: tuple[Slot, ...]
@@ -49,12 +52,12 @@ class LayerWindows(Struct, frozen=True, kw_only=True):
     stall: float = 0.0
 
     def allowed(self, job: Job) -> tuple[Slot, ...]:
-        """Windows that close before the job's first reader."""
+        """The windows that close before the first reader of the job's outputs."""
         return tuple(s for s in self.slots if job.hides and s.at < job.deadline)
 
 
 def layer_windows(problem: Problem, table: OpTable, kept: Collection[str]) -> LayerWindows:
-    """Jobs and windows of a layer whose `kept` saved tensors may be dropped."""
+    """The jobs and windows of a layer whose `kept` saved tensors may be dropped."""
     order = {op.name: at for at, op in enumerate(reversed(table.ops))}
     idle = {op.name: idle_s(problem, op) for op in table.ops}
     windows = [name for name in order if idle[name] > 0]

@@ -1,1 +1,1 @@
-"""What papers claim beside a step time: their questions asked of our methods, and the verdicts."""
+"""Claims of papers beyond a step time: their questions, put to our methods, and the verdicts."""

@@ -1,4 +1,4 @@
-"""Answer a study's questions: one answer (or reason) per workload, layout and method."""
+"""Answers to a study's questions: one answer (or reason) per workload, layout and method."""
 
 import shlex
 from collections.abc import Callable, Iterator
@@ -39,10 +39,8 @@ Values = dict[str, Number]
 
 
 class Answer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One cell: numbers by name (SI units; `mfu_*` and `*_share` are fractions), or why none.
-
-    `command` prints the same figures.
-    """
+    """One cell of a study: numbers by name, or the reason why there are none. Numbers are in SI
+    units; `mfu_*` and `*_share` are fractions. `command` prints the same figures."""
 
     study: str
     ask: Ask
@@ -58,7 +56,7 @@ class Answer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def merit(self) -> float:
-        """The number by which a layout is best: sequence length, speed, or none."""
+        """The number by which the best layout is chosen: sequence length, speed, or 0."""
         for key in ("seq_len", "tokens_per_s_per_gpu"):
             if key in self.values and self.ask in ("run", "longest"):
                 return float(self.values[key])
@@ -66,7 +64,7 @@ class Answer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def ask_study(study: Study, registry: Registry, path: str) -> list[Answer]:
-    """All answers of a study, in its order; `path` names the file in commands."""
+    """All answers of a study, in the order of its questions; `path` names the file in commands."""
     return [
         answer
         for question in study.questions
@@ -106,7 +104,7 @@ def _answer(
     contender: Contender,
     registry: Registry,
 ) -> Answer:
-    """Fill one cell."""
+    """The answer of one cell: `blank` with numbers, or with a status and a reason."""
     settings: dict[str, Value] = dict(contender.settings)
     try:
         if question.ask in SEARCHES:
@@ -120,7 +118,7 @@ def _answer(
 def _at_length(
     blank: Answer, problem: Problem, ask: Ask, contender: Contender, registry: Registry
 ) -> Answer:
-    """A question at the workload's own sequence length."""
+    """The answer to a question at the workload's own sequence length."""
     if contender.fewest:
         return _fewest(blank, problem, contender, registry)
     settings: dict[str, Value] = dict(contender.settings)
@@ -143,7 +141,7 @@ MEASURES: dict[Ask, Callable[[Problem, Plan], Values]] = {
 
 
 def of_outcome(blank: Answer, outcome: Outcome) -> Answer:
-    """A simulated run as an answer; a plan that does not fit keeps the numbers it would have."""
+    """A simulated run as an answer; a plan that does not fit keeps its would-be numbers."""
     found, plan, verdict = outcome.evaluation, outcome.plan, outcome.verdict
     if found is None or plan is None or verdict is None:
         return replace(blank, status=outcome.status, reason=outcome.reason)
@@ -163,8 +161,8 @@ def of_outcome(blank: Answer, outcome: Outcome) -> Answer:
 
 
 def _fewest(blank: Answer, problem: Problem, contender: Contender, registry: Registry) -> Answer:
-    """The run at the smallest value of a whole-number setting that fits (by bisection: more of it
-    frees more); at the largest value if none fits."""
+    """The run at the smallest value of the setting `fewest` that fits, else at the largest value.
+    Bisection finds the value, because a larger value frees more bytes."""
     lay, layers = problem.layout, problem.workload.model.num_layers
     tried: dict[int, Outcome] = {}
 
@@ -211,13 +209,13 @@ SEARCHES: dict[Ask, Callable[[Answer, Question, ProblemSpec, Composition], Answe
 
 
 def dump(answers: list[Answer]) -> bytes:
-    """One JSON document, a line per answer (so that it diffs)."""
+    """One JSON document with a line per answer, so that versions can be compared line by line."""
     lines = [msgspec.json.encode(answer, order="sorted") for answer in answers]
     return b"[\n" + b",\n".join(lines) + b"\n]\n"
 
 
 def read_answers(text: bytes, label: str) -> list[Answer]:
-    """Answers written by `dump`; msgspec's error names what does not belong, ours the file."""
+    """The answers that `dump` wrote; ValueError with the file `label` and msgspec's message."""
     try:
         return msgspec.json.decode(text, type=list[Answer])
     except msgspec.DecodeError as error:
@@ -225,6 +223,6 @@ def read_answers(text: bytes, label: str) -> list[Answer]:
 
 
 def line(answer: Answer) -> dict[str, Any]:
-    """An answer as a flat row for a sheet."""
+    """An answer as a flat row of a sheet."""
     own = msgspec.structs.asdict(answer)
     return {**{k: v for k, v in own.items() if k != "values"}, **answer.values}

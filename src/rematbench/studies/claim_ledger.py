@@ -1,4 +1,4 @@
-"""The ledger of claims: every row of claims.csv with our number, its error, basis and verdict."""
+"""The ledger of claims: each row of claims.csv with our number, its error, basis and verdict."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ from rematbench.tables.table import Column, Table, signed_percent
 Row = Mapping[str, str]
 WITHIN, OUTSIDE = "within tolerance", "outside"
 MET, MISSED = "met", "not met"
-"""Of an inequality, which has no tolerance."""
+"""Verdicts of an inequality, which has no tolerance."""
 PRIMARY, BESIDE, ALSO = "primary", "beside the headline", "also asked"
-"""What a line asks: the claim by its own words, another number of its row, or neither."""
+"""What a line asks: the claim in its own words, another number of its row, or another question."""
 PREDICT = "rematbench predict results/published/runs.csv -o predictions.csv"
 SHEETS = (
     "rematbench sheets results/published/runs.csv -o sheets && "
@@ -34,7 +34,7 @@ SHEETS = (
 
 
 def claims_table(rows: Sequence[Row], claims: Claims, answers: list[Answer]) -> Table:
-    """Every claim in the order of claims.csv: its parts compared, or why it is not."""
+    """The table of all claims in the order of claims.csv: a line per part, or why there is none."""
     known = {claim.id: claim for claim in claims.claims}
     lines = [
         line for row in rows for line in claim_lines(row, known.get(row["id"]), claims, answers)
@@ -87,8 +87,8 @@ CLAIM_VERDICTS = (
 
 
 def claim_verdict(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The verdict of one claim by the lines that count, one of CLAIM_VERDICTS.  A number beside the
-    headline that is not comparable takes nothing from it."""
+    """The verdict of one claim, one of CLAIM_VERDICTS, from the lines that count. A number beside
+    the headline that is not comparable does not change the verdict."""
     headline, beside = (
         [_agrees(line["verdict"]) for line in lines if line["asked"] == word]
         for word in (PRIMARY, BESIDE)
@@ -101,13 +101,13 @@ def claim_verdict(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _agrees(text: str) -> bool | None:
-    """Whether a line's verdict is agreement; None where it was not compared."""
+    """Whether a line's verdict is agreement; None where the line is not comparable."""
     return None if text.startswith("not comparable") else text in (WITHIN, MET)
 
 
 def _short(value: Any) -> str:
-    """Four significant digits, with separators for large numbers; bytes of whole models are longer
-    than a column."""
+    """Four significant digits, with separators for large numbers. Amounts of 1e9 and more (bytes of
+    whole models) have an exponent, because they are wider than a column."""
     amount = float(value)
     return f"{amount:,.0f}" if 1e3 <= abs(amount) < 1e9 else f"{amount:.4g}"
 
@@ -115,7 +115,7 @@ def _short(value: Any) -> str:
 def claim_lines(
     row: Row, claim: Claim | None, claims: Claims, answers: list[Answer]
 ) -> list[dict[str, Any]]:
-    """The lines of one claim: one per part, or one that says why it is not compared."""
+    """The lines of one claim: one per part, or one line that says why it is not compared."""
     head: dict[str, Any] = {
         "id": row["id"],
         "system": row["system"],
@@ -169,7 +169,7 @@ def _part_line(
 
 
 def verdict(ours: Ours, told: float, bound: str, tolerance: float) -> str:
-    """Agreement of a number with the published one; of a bound, whether it holds.  A plan that
+    """Whether our number agrees with the published number, or meets a published bound. A plan that
     does not fit never agrees."""
     if ours.value is None:
         return f"not comparable: {ours.problem}"
@@ -202,8 +202,8 @@ def _command(part: Part, ours: Ours) -> str:
 
 
 def prediction_answers(cells: Sequence[Mapping[str, Any]]) -> list[Answer]:
-    """Predicted sheets as answers: our layouts behind ATC'24's abstract, and Fujii's 80 % rule over
-    the runs it was stated for."""
+    """Answers from predicted sheets. They are our layouts for ATC'24's abstract, and Fujii's 80 %
+    rule over the runs that it was stated for."""
     found = [_layout_answer(cell) for cell in cells if cell.get("cell") == LAYOUTS]
     own = [cell for cell in cells if cell.get("cell", PUBLISHED) == PUBLISHED]
     return [*found, *_rule_answer([cell for cell in own if "Fujii" in cell["source"]])]
@@ -234,11 +234,11 @@ def _layout_answer(cell: Mapping[str, Any]) -> Answer:
 
 
 def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[Answer]:
-    """How many published out-of-memory errors an estimate below 80 % of the device met."""
+    """The answer that counts published out-of-memory runs with an estimate below 80 %."""
     if not cells:
         return []
     told = [cell for cell in scored_cells(cells, discover()) if cell["status"] in ("ok", "oom")]
-    safe = [cell for cell in told if cell["safe"]]  # a dash does not say what happened
+    safe = [cell for cell in told if cell["safe"]]  # a dash as status does not say what happened
     broken = sum(cell["status"] == "oom" for cell in safe)
     values: dict[str, Number] = {"oom_below": broken, "below": len(safe)}
     made = Answer(

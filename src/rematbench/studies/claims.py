@@ -1,6 +1,6 @@
 """The declarations of config/claims.yaml: how each claim is computed, and its tolerance.
 
-Nothing here holds a result.  Published values are read from results/published/claims.csv; ours come
+No result stands here. Published values are read from results/published/claims.csv; our values come
 from answers of studies (rematbench.studies.answers).
 """
 
@@ -26,8 +26,8 @@ Declared = Literal["before", "after"]
 
 
 class Tolerance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Largest relative error that counts as agreement, why, and whether it was written down before
-    our value was known."""
+    """The largest relative error that counts as agreement, with the reason for that limit.
+    `declared`: whether the limit was written down before or after our value was known."""
 
     value: float
     reason: str
@@ -35,13 +35,14 @@ class Tolerance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Query(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One number from the answers of a study.
+    """One number that is computed from the answers of a study.
 
-    `of`: workloads, each with the best of its layouts and of `methods`; `to`, `to_methods`: what
-    they are compared with (the same, or one for each).  `value` is the metric, `ratio` of / to,
-    `less_pct` and `more_pct` what of lies below and above to, in percent.  `reduce` says what is
-    made of several workloads, `same_layout` that of and to share a layout (each one counts) instead
-    of having their own best; `scale` is a unit conversion.
+    `of`: workloads, each with the best of its layouts and of `methods`. `to` and `to_methods`: what
+    these workloads are compared with (empty `to`: the same workloads; one workload for all, or one
+    for each). `form`: `value` is the metric itself, `ratio` is `of` / `to`, `less_pct` and
+    `more_pct` say by how many percent `of` lies below or above `to`. `reduce` says how the numbers
+    of several workloads become one. With `same_layout`, `of` and `to` share a layout and each
+    layout counts; else each has its own best layout. `scale` is a unit conversion.
     """
 
     study: str
@@ -60,12 +61,13 @@ class Query(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One number of a claim: the `number`-th of its published text (from 0), divided by its
-    `over`-th if that is given, and ours.
+    """One number of a claim: the `number`-th number of the published text, from 0, beside our
+    number.
 
-    `beside`: words of the row's conditions, whose first number it is instead (what the row says
-    beside its headline).  `also`: asked in another way than the claim's words, never counted.
-    `declared`: after, where the question was put, or changed, when our value was known.
+    `over`: the published number is divided by the number at this index. `beside`: words of the
+    row's conditions; the published number is then the first number in these words (a number beside
+    the headline). `also`: a question other than the claim's own words; it never counts. `declared`:
+    `after` where the question was put or changed when our value was known.
     """
 
     query: Query
@@ -79,10 +81,8 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one row of claims.csv is compared, or why it is not.
-
-    `because` says what in the model the source shaped, where the basis is not held-out.
-    """
+    """How one row of claims.csv is compared, or why it is not compared. `because` says what in the
+    model the source shaped, where the basis is not held-out."""
 
     id: str
     parts: tuple[Part, ...] = ()
@@ -94,14 +94,14 @@ class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Claims(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything config/claims.yaml says."""
+    """The contents of config/claims.yaml."""
 
     tolerances: dict[str, Tolerance]
     claims: tuple[Claim, ...]
 
 
 def load_claims() -> Claims:
-    """The committed declarations; a contradiction is an error with the claim's name."""
+    """The committed declarations; ConfigError with the claim's name for a contradiction."""
     path = data_dir("config") / "claims.yaml"
     found = convert(read_mapping(path, LABEL), Claims, LABEL)
     seen: set[str] = set()
@@ -146,7 +146,7 @@ def _query_problem(query: Query) -> str:
 
 
 class Published(Struct, frozen=True):
-    """A published value as printed: its numbers, and whether it is a bound (`<`, `>`)."""
+    """A published value as printed: its text, its numbers, and whether it is a bound (`<`, `>`)."""
 
     text: str
     numbers: tuple[float, ...]
@@ -154,11 +154,11 @@ class Published(Struct, frozen=True):
 
     @property
     def prefix(self) -> str:
-        """The word before every number: a bound, or `up to`."""
+        """The word before every number: `up to`, or the sign of a bound."""
         return "up to" if self.text.strip().startswith("up to") else self.bound
 
     def told(self, part: Part, conditions: str = "") -> float | None:
-        """The number that a part is about; None if the row has no such number."""
+        """The published number that a part asks about; None if the row has no such number."""
         if part.beside:
             numbers = published(part.beside).numbers
             return numbers[0] if numbers and part.beside in conditions else None
@@ -169,16 +169,17 @@ class Published(Struct, frozen=True):
 
 
 def published(text: str) -> Published:
-    """Read `1048576 / 655360`, `up to 1.37`, `1.02 to 1.53`, `> 90`.  The highest value of an `up
-    to` is a number as any other: it is compared with our highest."""
+    """The published value of a text such as `1048576 / 655360`, `up to 1.37`, `1.02 to 1.53`, `>
+    90`. The number after `up to` is no bound: it is compared with our highest number."""
     numbers = tuple(float(word) for word in re.findall(r"\d+(?:\.\d+)?", text))
     first = text.strip()[:1]
     return Published(text, numbers, "<" if first == "<" else ">" if first == ">" else "")
 
 
 class Ours(Struct, frozen=True, kw_only=True):
-    """Our number, the answers behind it, how many of the workloads (or layouts) counted, and what
-    is wrong with it (empty: nothing)."""
+    """Our number for a query, and the answers that it comes from. `counted` of the `asked`
+    workloads (or layouts) entered the number; `problem` says what is wrong with it (empty:
+    nothing)."""
 
     value: float | None
     answers: tuple[Answer, ...] = ()
@@ -188,8 +189,8 @@ class Ours(Struct, frozen=True, kw_only=True):
 
 
 def evaluate_query(query: Query, answers: list[Answer]) -> Ours:
-    """Our number for a query; a plan that does not fit gives its number with the problem named,
-    unless other workloads are left to reduce over."""
+    """Our number for a query. Plans that do not fit count only where no fitting plan is left; the
+    number then names that problem."""
     own = [a for a in answers if a.study == query.study and a.ask == query.ask]
     found = _pairs(query, own)
     if query.may_not_fit:
@@ -217,7 +218,7 @@ def evaluate_query(query: Query, answers: list[Answer]) -> Ours:
 
 
 def _pairs(query: Query, own: list[Answer]) -> list[Ours]:
-    """One number per workload (per layout of it, if the layout is to be the same)."""
+    """One number per workload; with `same_layout`, one per workload and layout."""
     found = []
     for index, workload in enumerate(query.of):
         other = query.to[min(index, len(query.to) - 1)] if query.to else workload
@@ -239,7 +240,7 @@ def _pairs(query: Query, own: list[Answer]) -> list[Ours]:
 def _best(
     own: list[Answer], workload: str, methods: tuple[str, ...], layout: str | None, metric: str
 ) -> Answer | None:
-    """The best fitting answer; the best that has a number where none fits."""
+    """The best fitting answer; where none fits, the best answer that has the metric."""
     named = [
         a
         for a in own
@@ -251,7 +252,7 @@ def _best(
 
 
 def _fits(own: list[Answer], workload: str, method: str, layout: str | None) -> bool:
-    """Whether a method fits at a layout (at any, if none is named)."""
+    """Whether a method fits a workload at a layout (at any layout, if `layout` is None)."""
     best = _best(own, workload, (method,), layout, "step_s")
     return best is not None and best.status == "ok"
 

@@ -11,9 +11,9 @@ from rematbench.solve.memory_plan import memory_plan
 
 
 class Fragmentation(Struct, frozen=True, kw_only=True):
-    """Device bytes of the fullest rank, states included: alive at the peak, planned ahead (the
-    two-level plan of MEMO), and reserved by the caching allocator with default and with expandable
-    segments."""
+    """Device bytes of the fullest rank, states included. `live_bytes` are alive at the peak;
+    `planned_bytes` is the two-level plan of MEMO; `reserved_bytes` and `expandable_bytes` are what
+    the caching allocator reserves with default and with expandable segments."""
 
     rank: int
     live_bytes: int
@@ -23,12 +23,12 @@ class Fragmentation(Struct, frozen=True, kw_only=True):
 
     @property
     def wasted_bytes(self) -> int:
-        """Reserved by default and not alive at the peak."""
+        """Bytes reserved with default segments that are not alive at the peak."""
         return self.reserved_bytes - self.live_bytes
 
 
 def fragmentation(problem: Problem, plan: Plan) -> Fragmentation:
-    """Replay a plan's fullest rank on an allocator without a limit."""
+    """The bytes of a plan's fullest rank, replayed through an allocator on an unlimited device."""
     program = lower(plan, problem)
     ranks = program_bytes(problem, plan, program)
     fullest = fullest_rank(ranks)

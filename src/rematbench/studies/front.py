@@ -1,4 +1,4 @@
-"""The Pareto front of recompute cost against kept bytes, one layer of each model of the matrix."""
+"""The Pareto front of recomputation seconds against kept bytes, for one layer of each model."""
 
 from rematbench.choose.outcome import make_problem
 from rematbench.matrix.spec import MatrixSpec
@@ -14,17 +14,17 @@ RUNGS: dict[str, tuple[str, ...]] = {
     "balanced": ("attn_norm_out", "mlp_norm_out", "act_out", "fc2_in"),
     "balanced + FC1": ("attn_norm_out", "mlp_norm_out", "act_out", "fc2_in", "gate_out", "up_out"),
 }
-"""Published points (Yuan et al., USENIX ATC 2024) to find on the computed front."""
+"""Published points (Yuan et al., USENIX ATC 2024) that the computed front should contain."""
 
 
 def layer_problem(spec: MatrixSpec, model: str) -> Problem:
-    """One layer's shapes: tensor-parallel over a node, the first cluster of the matrix."""
+    """A problem with one layer's shapes: tensor-parallel over a node of the first cluster."""
     node = {"cluster": spec.clusters[0], "gpus": TP, "tp": TP, "global_batch": 1, "micro_batch": 1}
     return make_problem(spec.problem(SEQ_LEN, model=model, **node))
 
 
 def pareto_table(spec: MatrixSpec) -> Table:
-    """Every point of the front of every model, and the published points beside it."""
+    """Every point of the front of every model, and the published points beside them."""
     rows = []
     for work in spec.works:
         problem = layer_problem(spec, work.model)
@@ -68,7 +68,7 @@ def pareto_table(spec: MatrixSpec) -> Table:
 
 
 def _full(problem: Problem) -> Point:
-    """A checkpointed layer: only its input stays, and every operator runs again."""
+    """The point of full recomputation: only the layer's input is kept."""
     table = problem.layer_kinds[0]
     kept = table.activations["layer_input"].nbytes
     dropped = tuple(name for name in table.saved if name != "layer_input")

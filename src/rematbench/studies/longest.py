@@ -1,4 +1,4 @@
-"""The longest sequence that fits, in multiples of a granularity, for claims tables."""
+"""The longest sequence that fits, in multiples of a granularity, for tables of claims."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,15 @@ from rematbench.problem import Problem
 from rematbench.spec.layout import LayoutError
 
 Factory = Callable[[int], Problem]
-"""The problem at a sequence length (raises LayoutError where the layout does not allow it)."""
+"""Makes the problem at a sequence length; raises LayoutError where the layout does not allow it."""
 Reserved = Callable[[Problem, Plan], int]
-"""Device bytes an allocator reserves for a plan, where that is to decide instead of the ledger."""
+"""Device bytes that an allocator reserves for a plan; given where these bytes decide what fits."""
 
 
 class Longest(Struct, frozen=True, kw_only=True):
-    """The longest sequence that fits (0: none does), the next one tried that does not and what it
-    is short of, and the peak at the longest."""
+    """The longest sequence that fits, in tokens (0: none fits), and the peak at that length.
+    `fails_at` is the next longer length that was tried and does not fit, `binds` the memory that it
+    lacks."""
 
     seq_len: int
     fails_at: int
@@ -35,11 +36,14 @@ def longest_sequence(
     limit: int = 1 << 24,
     reserved: Reserved | None = None,
 ) -> Longest:
-    """Bracket the longest fitting length, then narrow the bracket; fitting must be monotone in
-    length.  Allocated bytes are nearly linear in it, so lengths are tried where a straight line
-    through the peaks known so far meets the device, and every third time in the middle.
+    """Bracket the longest fitting length, then narrow the bracket.
 
-    A sequence fails if a device or a host is out of memory, or if the method or layout refuses it.
+    Fitting must be monotone in the length. Allocated bytes are nearly linear in the length, so the
+    next length to try is where a straight line through the known peaks meets the device; every
+    third length is the middle of the bracket.
+
+    A sequence fails if a device or a host is out of memory, or if the method or the layout refuses
+    it.
     """
     tried: dict[int, Outcome] = {}
 
@@ -60,8 +64,9 @@ def longest_sequence(
 
 
 def _further(tried: dict[int, Outcome], units: int, last: int) -> int:
-    """Where to look for a length that fails: twice as far, or just beyond where the peaks of the
-    last two lengths meet the device; the limit once before going past it."""
+    """The next length to try above a length that fits: twice as far, or further. Further: just
+    beyond the length at which the peaks of the last two lengths meet the device. The limit of the
+    search is tried once before any length beyond it."""
     before = max((known for known in tried if known < units), default=0)
     guess = _crossing(tried, before, units) if before else None
     further = 2 * units if guess is None else min(max(2 * units, guess + 1), 16 * units)
@@ -69,8 +74,8 @@ def _further(tried: dict[int, Outcome], units: int, last: int) -> int:
 
 
 def _between(tried: dict[int, Outcome], low: int, high: int) -> int:
-    """A length inside a bracket: where the peaks meet the device, or a little below the upper end
-    if an allocator's waste has already moved that end below the meeting point."""
+    """The next length to try inside a bracket. That is where the peaks meet the device, or a little
+    below the upper end if an allocator's waste has already moved the upper end below that point."""
     guess = _crossing(tried, low, high)
     if guess is None:
         return (low + high) // 2
@@ -80,8 +85,8 @@ def _between(tried: dict[int, Outcome], low: int, high: int) -> int:
 
 
 def _crossing(tried: dict[int, Outcome], low: int, high: int) -> int | None:
-    """The last whole length before the line through two peaks meets the device; None if a peak is
-    unknown or they do not rise."""
+    """The last whole length before the line through two peaks meets the device. None if a peak is
+    unknown or the second peak is not the higher one."""
     rooms = [_room(tried.get(units)) for units in (low, high)]
     if rooms[0] is None or rooms[1] is None or rooms[1] >= rooms[0]:
         return None
@@ -89,7 +94,7 @@ def _crossing(tried: dict[int, Outcome], low: int, high: int) -> int | None:
 
 
 def _room(outcome: Outcome | None) -> int | None:
-    """Device bytes less allocated bytes (negative: they do not fit); None if unknown."""
+    """Usable device bytes less allocated bytes (negative: bytes missing); None if unknown."""
     if outcome is None or outcome.evaluation is None or outcome.verdict is None:
         return None
     found = outcome.evaluation

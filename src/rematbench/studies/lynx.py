@@ -1,4 +1,4 @@
-"""The ladder of Lynx: best layout against best layout, and every policy at the same layout."""
+"""Tables of Lynx on its ladder of models: each policy at its best layout, and at equal layouts."""
 
 from rematbench.studies.answers import Answer, line
 from rematbench.studies.rows import (
@@ -22,7 +22,7 @@ LYNX = ("lynx_heu", "lynx_opt", EVEN)
 
 
 def lynx_ladder(answers: list[Answer], told: Told) -> Table:
-    """Best layout against best layout, per model and cluster."""
+    """For each model and cluster, the best layout of Lynx against the best layout of its rivals."""
     del told
     runs = of(answers, "run")
     rows = []
@@ -93,7 +93,7 @@ def _gap(heu: Answer | None, opt: Answer | None) -> float | None:
 
 
 def lynx_layouts(answers: list[Answer], told: Told) -> Table:
-    """Every policy at every layout: isolates the method."""
+    """Every policy at every layout: at equal layouts the difference is the method's alone."""
     del told
     runs = of(answers, "run")
     rows = []

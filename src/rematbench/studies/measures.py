@@ -1,4 +1,4 @@
-"""Numbers of claims beside a step: bytes of one operator, a layer, an allocator's waste."""
+"""Numbers of claims beside step times: bytes of operators and layers, waste of an allocator."""
 
 from collections.abc import Callable
 from math import fsum
@@ -18,13 +18,14 @@ from rematbench.studies.fragmentation import fragmentation
 
 Values: TypeAlias = dict[str, int | float | str]
 MLP_OPS = frozenset({"fc1", "act", "mul", "fc2", "fc2_out", "fc2_out.r"})
-"""The last two are the whole outputs that mini-sequences are written into."""
+"""Operators of the MLP. The last two are the whole outputs that mini-sequences write into."""
 HEAD_OPS = frozenset({"lm_head", "loss"})
 
 
 def saved_layer_bytes(problem: Problem, plan: Plan) -> Values:
-    """Bytes that the first chunk's layers save for one micro-batch on one rank, by fate; `tensor`
-    counts only tensors with a gradient (no row statistics, no masks), as published formulas do."""
+    """Bytes that the first chunk's layers save for one micro-batch on one rank. `kept_bytes` counts
+    all kept tensors, `kept_tensor_bytes` only those with a gradient (no row statistics, no masks),
+    as published formulas do."""
     ops = ChunkOps(problem, 0, 0, plan.partition[0][0])
     fates, _ = resolve(plan, ops.sites, "warmup", 0)
     tensors = ops.sites.sites
@@ -39,8 +40,8 @@ def saved_layer_bytes(problem: Problem, plan: Plan) -> Values:
 
 
 def attention_share(problem: Problem, plan: Plan) -> Values:
-    """Share of one layer's forward (kernels and collectives) that its attention kernel takes."""
-    del plan  # a fact of the workload
+    """Share of one layer's forward seconds (kernels and collectives) in its attention kernel."""
+    del plan  # the share depends on the workload alone
     table = problem.layer_kinds[0]
     kernels = [op for op in table.ops if any(isinstance(k, Attention) for k in op.forward)]
     busy = fsum(problem.cost.op_s(op, "forward") for op in kernels)
@@ -48,12 +49,9 @@ def attention_share(problem: Problem, plan: Plan) -> Values:
 
 
 def part_peak_bytes(problem: Problem, plan: Plan) -> Values:
-    """Most bytes that tensors of one part's operators take at once over a step: the LM head with
-    its loss, and the MLP of one layer.
-
-    Counted: everything that these operators allocate (outputs, gradients, scratch) until it is
-    freed, the operator's input, its weights and their gradients.  Not counted: other operators.
-    """
+    """Peak bytes over a step of two groups of operators: the LM head with its loss, and one layer's
+    MLP. Counted: everything that these operators allocate (outputs, gradients, scratch) until it is
+    freed, the operator's input, its weights and their gradients. Not counted: other operators."""
     head = [op for op in problem.head.ops if op.name in HEAD_OPS]
     mlp = [op for op in problem.layer_kinds[0].ops if op.name in MLP_OPS]
     per_parameter = problem.system.param_bytes + problem.system.grad_bytes
@@ -70,8 +68,8 @@ def part_peak_bytes(problem: Problem, plan: Plan) -> Values:
 
 
 def _peak(problem: Problem, plan: Plan, ops: frozenset[str]) -> int:
-    """Highest sum of live bytes that actions of some operators have allocated on rank 0, in one
-    layer (or the head): what several layers keep at once is no operator's."""
+    """Peak bytes that the named operators have alive on rank 0, in one layer or in the head. Only
+    one layer counts, because what several layers keep at once belongs to no operator."""
     rank = lower(plan, problem).ranks[0]
     parts = {"H"} if ops == HEAD_OPS else {"L0"}
     alive: dict[str, int] = {}
@@ -88,8 +86,9 @@ def _peak(problem: Problem, plan: Plan, ops: frozenset[str]) -> int:
 
 
 def plan_waste(problem: Problem, plan: Plan) -> Values:
-    """Bytes of the fullest rank: alive, planned ahead (MEMO's two levels), and reserved by the
-    caching allocator with default and with expandable segments."""
+    """Bytes of the fullest rank: alive at the peak, planned ahead, and reserved by the allocator.
+    Planned: MEMO's two levels. Reserved: by the caching allocator, with default and with expandable
+    segments."""
     found = fragmentation(problem, plan)
     return {
         "live_bytes": found.live_bytes,
@@ -102,7 +101,7 @@ def plan_waste(problem: Problem, plan: Plan) -> Values:
 
 
 def estimated_bytes(problem: Problem, plan: Plan) -> Values:
-    """Fujii's closed form for the problem (no plan enters it)."""
+    """State and activation bytes by Fujii's closed form; the plan does not enter the formula."""
     del plan
     found = fujii_estimate(problem.workload.model, problem.layout, problem.workload.seq_len)
     return {"state_bytes": found.state_bytes, "activation_bytes": found.activation_bytes}
@@ -111,8 +110,9 @@ def estimated_bytes(problem: Problem, plan: Plan) -> Values:
 def hidden_from(
     factory: Callable[[int], Problem], method: Composition, *, granularity: int, limit: int
 ) -> int:
-    """The shortest sequence (tokens) from which a method's copies of a whole layer hide behind its
-    forward: `alpha_bandwidth`, which grows with the sequence, reaches 1; 0 if it never does."""
+    """The shortest sequence in tokens from which the copies of a whole layer hide behind its
+    forward. The copies hide where the method's `alpha_bandwidth`, which grows with the sequence,
+    reaches 1. 0 if the copies hide at no length up to `limit`."""
 
     def hides(units: int) -> bool:
         problem = factory(units * granularity)

@@ -1,4 +1,4 @@
-"""MEMO: alpha over the sequence length, longest sequences, averages, fragmentation."""
+"""Tables of MEMO: alpha over the sequence length, longest sequences, averages, fragmentation."""
 
 from rematbench.studies.answers import Answer, line
 from rematbench.studies.rows import (
@@ -49,7 +49,7 @@ def memo_lengths(answers: list[Answer], told: Told) -> Table:
 
 
 def memo_longest(answers: list[Answer], told: Told) -> Table:
-    """Longest sequence per system and layout."""
+    """The longest sequence of each system and layout."""
     rows = []
     for answer in of(answers, "longest"):
         claimed, ours = told_of(told, answer, "seq_len"), number_of(answer, "seq_len")
@@ -74,7 +74,7 @@ def memo_longest(answers: list[Answer], told: Told) -> Table:
 
 
 def memo_average(answers: list[Answer], told: Told) -> Table:
-    """MFU of MEMO over its baselines on a grid of ours, each at its better layout."""
+    """The MFU of MEMO over the MFU of its baselines on a grid of ours, each at its best layout."""
     del told
     runs = [a for a in of(answers, "run") if "average" in a.workload]
     rows = []
@@ -115,7 +115,7 @@ def memo_average(answers: list[Answer], told: Told) -> Table:
 
 
 def fragmentation_table(answers: list[Answer], told: Told) -> Table:
-    """A caching allocator against the static plan, on the sequences of MEMO and of baselines."""
+    """Bytes of a caching allocator against the static plan, for MEMO and for its baselines."""
     del told
     rows = []
     for answer in of(answers, "fragmentation"):

@@ -1,4 +1,4 @@
-"""MsT: longest sequences, the memory ladder, bytes of operators, throughput."""
+"""Tables of MsT: longest sequences, the memory ladder, bytes of operators, throughput."""
 
 from rematbench.studies.answers import Answer, line
 from rematbench.studies.rows import (
@@ -18,7 +18,7 @@ EARLY = ", early update"
 
 
 def mst_longest(answers: list[Answer], told: Told) -> Table:
-    """Longest sequences, and how many times vanilla's and recomputation's they are."""
+    """The longest sequence of each method, and its ratios to vanilla's and recomputation's."""
     found = of(answers, "longest")
     rows = []
     for answer in found:
@@ -62,7 +62,7 @@ def mst_longest(answers: list[Answer], told: Told) -> Table:
 
 
 def mst_memory(answers: list[Answer], told: Told) -> Table:
-    """The 4K memory ladder, the bytes of head and MLP at 80K, and throughput at 8K."""
+    """The memory ladder at 4K tokens, the bytes of head and MLP at 80K, and throughput at 8K."""
     metrics: tuple[tuple[str, str, Show], ...] = (
         ("peak_device_bytes", "peak, GiB", gib),
         ("tokens_per_s_per_gpu", "tokens/s", whole),

@@ -1,4 +1,4 @@
-"""Shared by the tables of studies: published numbers beside answers, the best of a group."""
+"""Shared code of the studies' tables: published numbers beside answers, the best of a group."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -9,7 +9,7 @@ from rematbench.tables.table import Column, fixed
 
 Line = dict[str, Any]
 Told: TypeAlias = Mapping[tuple[str, str, str, str, str], float]
-"""Published numbers in our units by (study, ask, workload, method, metric)."""
+"""Published numbers in our units, by (study, ask, workload, method, metric)."""
 
 SIMULATED = "World: simulated. "
 VERDICT = Column("status", "verdict")
@@ -18,7 +18,7 @@ WORKLOAD, METHOD = Column("workload", "workload"), Column("method", "method")
 
 
 def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> Told:
-    """Numbers of claims.csv for single cells, by the queries of config/claims.yaml."""
+    """The numbers of claims.csv about one answer, by the queries of config/claims.yaml."""
     texts = {row["id"]: (published(row["value"]), row["conditions"]) for row in rows}
     found: dict[tuple[str, str, str, str, str], float] = {}
     for claim in claims.claims:
@@ -35,17 +35,17 @@ def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> Told
 
 
 def told_of(told: Told, answer: Answer, metric: str) -> float | None:
-    """The published number of one answer's metric."""
+    """The published number for one metric of an answer; None where nobody published it."""
     return told.get((answer.study, answer.ask, answer.workload, answer.method, metric))
 
 
 def of(answers: Iterable[Answer], ask: str) -> list[Answer]:
-    """Answers to one kind of question."""
+    """The answers to one kind of question."""
     return [answer for answer in answers if answer.ask == ask]
 
 
 def best(answers: Iterable[Answer], workload: str, methods: Sequence[str]) -> Answer | None:
-    """The best fitting answer of some methods over all layouts of a workload."""
+    """The best fitting answer of some methods over all layouts of a workload; None if none fits."""
     fits = [
         a for a in answers if a.workload == workload and a.method in methods and a.status == "ok"
     ]
@@ -53,12 +53,12 @@ def best(answers: Iterable[Answer], workload: str, methods: Sequence[str]) -> An
 
 
 def ratio(one: float | None, other: float | None) -> float | None:
-    """one / other where both are known and not zero."""
+    """one / other, where both are known and not zero; else None."""
     return one / other if one and other else None
 
 
 def speed(answer: Answer | None) -> float | None:
-    """Tokens/s per GPU of a simulated answer."""
+    """Tokens/s per GPU of an answer; None without an answer or without a speed."""
     value = answer.values.get("tokens_per_s_per_gpu") if answer else None
     return float(value) if value is not None else None
 

@@ -1,8 +1,8 @@
-"""A study file: workloads, their candidate layouts, and questions to ask of methods on them.
+"""A study file: workloads, their candidate layouts, and questions to put to methods on them.
 
-A suite runs every method at one layout.  A study asks what papers claim beside a step time (the
-longest sequence, the bytes of one operator, what an allocator wastes) and lets every method of a
-question have the same candidate layouts, so that best can be set against best.
+A suite runs every method at one layout.  A study asks for claims of papers beyond a step time (the
+longest sequence, the bytes of one operator, what an allocator wastes).  It gives every method of a
+question the same candidate layouts, so that best layouts are compared with best layouts.
 """
 
 from pathlib import Path
@@ -36,21 +36,21 @@ Ask = Literal[
 
 
 class StudyWorkload(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A problem with the layouts that every method may choose from, each the fields that it
-    changes; `why` also says where the numbers come from."""
+    """A problem with the layouts that every method may choose from. Each layout is given by the
+    fields in which it differs from the problem; `why` also says where the numbers come from."""
 
     global_batch: PositiveInt = 1
     layouts: tuple[dict[str, Any], ...] = ({},)
 
     def at_layouts(self, label: str = "") -> tuple[NamedProblem, ...]:
-        """The problem at each layout; ConfigError, in the words of file `label`, for what is no
-        field of a problem."""
+        """The problem at each layout. ConfigError, with the name of the file `label`, for a key
+        that is no field of a problem."""
         own = {name: getattr(self, name) for name in NamedProblem.__struct_fields__}
         return tuple(convert({**own, **fields}, NamedProblem, label) for fields in self.layouts)
 
 
 def layout_label(spec: ProblemSpec) -> str:
-    """What differs from one rank with micro-batch 1: `tp 4, pp 2, micro-batch 8`."""
+    """The degrees above 1 and the ZeRO stage in words: `tp 4, pp 2, micro-batch 8, zero 1`."""
     names = ("tp", "cp", "pp", "vpp", "ulysses", "micro_batch")
     degrees = {name.replace("_", "-"): getattr(spec, name) for name in names}
     found = [f"{key} {value}" for key, value in degrees.items() if value > 1]
@@ -58,17 +58,17 @@ def layout_label(spec: ProblemSpec) -> str:
 
 
 class Contender(Variant, frozen=True, kw_only=True):
-    """A method with settings; `fewest` names a whole-number setting that is made as small as the
-    device allows (from 1 to the layers of a chunk), as a user of Megatron's flags would."""
+    """A method with settings. `fewest` names a whole-number setting that is made as small as the
+    device allows (from 1 to the layers of a chunk), as a user of Megatron's flags would choose
+    it."""
 
     fewest: str = ""
 
 
 class Question(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to ask of methods on workloads (all of the study if none is named).
-
-    `granularity` (tokens) is the step of a search for a sequence length, `limit` its end.
-    """
+    """A question to put to methods on workloads (on all workloads of the study if none is named).
+    `granularity` (tokens) is the step of a search for a sequence length, `limit` the longest length
+    that the search tries."""
 
     ask: Ask
     workloads: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Question(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Study(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything one file asks."""
+    """The contents of one study file: workloads and questions."""
 
     name: str
     workloads: tuple[StudyWorkload, ...]
@@ -91,7 +91,7 @@ class Study(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def load_study(path: Path) -> Study:
-    """A study from YAML; an unknown key, a wrong type or name is an error with its path."""
+    """The study of a YAML file; ConfigError with the path for a wrong key, type or name."""
     label = str(path)
     study = convert(read_mapping(path, label), Study, label)
     names = [workload.name for workload in study.workloads]
@@ -105,8 +105,8 @@ def load_study(path: Path) -> Study:
 
 
 def narrowed(study: Study, workload: str, method: str) -> Study:
-    """The study with one workload or one method's label only (empty: all); ConfigError for a name
-    that it does not have."""
+    """The study with one workload only, or one method's label only; an empty string keeps all.
+    ConfigError for a name that the study does not have."""
     names = [w.name for w in study.workloads]
     labels = [m.label for question in study.questions for m in question.methods]
     for option, given, known in (("--workload", workload, names), ("--method", method, labels)):

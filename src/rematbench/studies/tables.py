@@ -1,4 +1,4 @@
-"""Every table of the studies that were asked."""
+"""The tables of all studies."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -14,7 +14,7 @@ from rematbench.tables.table import Table
 def study_tables(
     answers: Sequence[Answer], rows: Iterable[Mapping[str, str]], claims: Claims
 ) -> list[Table]:
-    """Every table whose study was asked."""
+    """Every table whose study has answers."""
     told = published_numbers(rows, claims)
     makers: dict[str, tuple[Callable[[list[Answer], Told], Table], ...]] = {
         "lynx": (lynx_ladder, lynx_layouts),

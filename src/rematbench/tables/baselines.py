@@ -1,4 +1,4 @@
-"""Tables of traced baselines: bytes beside predicted and published, and the tensors between."""
+"""Tables of traced baselines: bytes beside predicted and published bytes, and tensors."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,7 +52,7 @@ TENSORS = (
 
 
 def points_table(points: Sequence[Point], folder: Path) -> Table:
-    """Every point with a record."""
+    """The table of every point that has a record."""
     return Table(
         name="baselines_traced",
         title="Baselines traced at paper scale, predicted and published: peak of one rank",
@@ -63,7 +63,7 @@ def points_table(points: Sequence[Point], folder: Path) -> Table:
 
 
 def tensors_table(points: Sequence[Point]) -> Table:
-    """What one layer of each model saves for one micro-batch without a policy."""
+    """The tensors that one layer of each model saves for one micro-batch without a policy."""
     found: list[dict[str, Any]] = []
     seen = set()
     for point in points:

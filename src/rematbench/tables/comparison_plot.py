@@ -1,4 +1,4 @@
-"""A comparison as a figure: speed against headroom, and where each step goes."""
+"""A comparison as a figure: speed against headroom, and the parts of each step."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,16 +12,17 @@ if TYPE_CHECKING:
 GIB = 2**30
 FORMATS = (".pdf", ".png", ".svg")
 MOST_BARS = 16
-"""Rows whose steps are drawn: the fastest."""
+"""How many rows have their steps drawn; the fastest come first."""
 LEAST_S = 1e-9
-"""Seconds of a part that is drawn: less is a difference's rounding error."""
+"""Parts of fewer seconds are not drawn: they are the rounding error of a difference."""
 
 Row = Mapping[str, Any]
 
 
 def write_plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the rows of `choose.judged.lines` that fit: a point each with its band as
-    its bar (hollow outside of what was published), and a stacked bar of its step's seconds."""
+    """Draw the rows of `choose.judged.lines` that fit. Each row is a point with its band as error
+    bar (hollow where the job lies outside of what was published), and a stacked bar of its step's
+    seconds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (slow to load)
     from matplotlib.figure import Figure  # noqa: PLC0415
 

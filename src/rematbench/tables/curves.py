@@ -1,4 +1,4 @@
-"""Loss curves of long training runs beside keep_all's: every step, and a table of deviations."""
+"""Loss curves of long training runs against keep_all: every step, and a table of deviations."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ Entries = Sequence[tuple[str, Record]]
 
 
 def curve_lines(found: Entries, bases: Mapping[str, Record]) -> list[dict[str, object]]:
-    """A line for each step of every (problem, record), beside the problem's base."""
+    """A line for each step of every (problem, record), with the loss less the base's loss."""
     return [
         {"problem": at, "method": label_of(one), "step": step, "loss": loss, "deviation": loss - b}
         for at, one in found
@@ -20,7 +20,7 @@ def curve_lines(found: Entries, bases: Mapping[str, Record]) -> list[dict[str, o
 
 
 def curves_table(found: Entries, bases: Mapping[str, Record]) -> Table:
-    """A row for every (problem, record): how far its losses are from those of the base."""
+    """A row for every (problem, record): how far its losses deviate from the losses of the base."""
     return Table(
         name="convergence_deviation",
         title="Loss curves against keep_all's (executed, CPU)",

@@ -1,4 +1,4 @@
-"""The artifact's claims against results/expected: pass or fail, each with its reason."""
+"""The artifact's claims against results/expected: PASS or FAIL, each with its reason."""
 
 import csv
 import math
@@ -15,11 +15,11 @@ from rematbench.spec.paths import data_dir
 Cells = list[list[str]]
 
 NOTHING = 1e-12
-"""The rounding of a difference of equal shares, which no relative tolerance can judge."""
+"""Absolute tolerance: a difference of equal shares leaves a rounding error of this size."""
 
 
 class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A statistic of a column's absolute values, and the most that it may be."""
+    """A statistic of a column's absolute values, and the largest value that it may have."""
 
     table: str
     column: str
@@ -28,9 +28,12 @@ class Bound(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Find(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a table says, as a count: of the rows whose cells under `rows` are not empty, `count` of
-    `of` have these texts there; with `same`, of those rows, how many agree in these columns with a
-    row that has the texts of `beside`."""
+    """A count that a table must show.
+
+    Of the rows whose cells under the columns of `rows` are not empty, of which there are `of`,
+    `count` have the texts of `rows` there. With `same`: of the rows that have the texts of `rows`,
+    `count` agree in the columns of `same` with some row that has the texts of `beside`.
+    """
 
     says: str
     table: str
@@ -42,8 +45,8 @@ class Find(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One claim: tables that must be as expected, what they find, and a bound that makes it true.
-    One with neither `finds` nor `bound` only says that a table has not changed."""
+    """One claim: tables that must be as expected, counts in them, and a bound on a statistic. A
+    claim with neither `finds` nor `bound` says only that a table has not changed."""
 
     id: str
     text: str
@@ -54,14 +57,14 @@ class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Artifact(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/artifact.yaml."""
+    """The contents of config/artifact.yaml."""
 
     claims: tuple[Claim, ...]
     tolerance: float
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """A claim's result."""
+    """The result of checking one claim: its problems, and whether its tables were made."""
 
     claim: Claim
     problems: tuple[str, ...]
@@ -69,7 +72,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """PASS, FAIL or NOT MADE, the claim, what its tables say, and why it failed."""
+        """PASS, FAIL or NOT MADE, the claim, the counts of its tables, and why it failed."""
         word = ("FAIL" if self.made else "NOT MADE") if self.problems else "PASS"
         found = "; ".join(f"{one.says}: {one.count} of {one.of}" for one in self.claim.finds)
         says = f" Found: {found}." if found and not self.problems else ""
@@ -78,13 +81,13 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 def load_artifact() -> Artifact:
-    """The committed claims."""
+    """The claims of config/artifact.yaml."""
     label = "config/artifact.yaml"
     return convert(read_mapping(data_dir("config") / "artifact.yaml", label), Artifact, label)
 
 
 def check(artifact: Artifact, tables: Path, expected: Path) -> list[Finding]:
-    """Every claim, in order."""
+    """The findings of all claims, in the order of the claims."""
     found = []
     for claim in artifact.claims:
         lacking = [name for name in claim.tables if not (tables / f"{name}.csv").is_file()]
@@ -118,7 +121,7 @@ def _problems(claim: Claim, tolerance: float, tables: Path, expected: Path) -> l
 
 
 def counted(find: Find, tables: Path) -> tuple[int, int]:
-    """How many rows of a table are as a finding says, and of how many."""
+    """How many rows of a table agree with a finding, and out of how many."""
     head, *lines = _cells(tables / f"{find.table}.csv") or [[]]
     rows = [dict(zip(head, line, strict=False)) for line in lines]
     if not find.same:

@@ -1,4 +1,4 @@
-"""The page as HTML: one template, no script, no font, no file but itself."""
+"""The page as HTML: one template without scripts, fonts or other files."""
 
 import base64
 from collections.abc import Collection, Mapping, Sequence
@@ -17,12 +17,13 @@ Row = Mapping[str, str]
 
 
 Cell = tuple[str, str]
-"""A text and its class: n (of a column of numbers), t (prose), ditto, or nothing."""
+"""A cell's text and its class: n (in a column of numbers), t (prose), ditto, or empty."""
 
 
 class Shown(Struct, frozen=True):
-    """A table's headings, those behind a click, and of each row the cells and (heading, text) of
-    what a click shows."""
+    """A table as the template takes it. `heads` are the open columns and `hidden` the columns
+    behind a click; each line has the open cells, and the (heading, text) pairs that a click
+    shows."""
 
     heads: tuple[Cell, ...]
     hidden: tuple[str, ...]
@@ -30,8 +31,8 @@ class Shown(Struct, frozen=True):
 
 
 class Grid(Struct, frozen=True, kw_only=True):
-    """A matrix of one model and cluster: per arm the name that one types and a row per length
-    (None: not run) with its command."""
+    """The matrix of one model and cluster. Each arm has its name, the name to type on a command
+    line, and per length a row with its command (None: not run)."""
 
     table: str
     name: str
@@ -40,7 +41,7 @@ class Grid(Struct, frozen=True, kw_only=True):
 
 
 def page_html(page: Page, grids: Sequence[Grid] = ()) -> str:
-    """The whole document."""
+    """The whole HTML document."""
     from jinja2 import (  # noqa: PLC0415 (slow to load)
         Environment,
         FileSystemLoader,
@@ -61,13 +62,13 @@ def page_html(page: Page, grids: Sequence[Grid] = ()) -> str:
 
 
 def picture(path: Path) -> str:
-    """A PNG as data, so that the page needs no other file."""
+    """A PNG file as a data URL, so that the page needs no other file."""
     data = base64.b64encode(path.read_bytes()).decode("ascii")
     return f"data:image/png;base64,{data}"
 
 
 def shown(table: Printed, folded: Sequence[str]) -> Shown:
-    """A table to be shown; `folded` columns stand apart."""
+    """A table as the template takes it; columns in `folded` stand behind a click."""
     heads = list(enumerate(table.heads))
     open_, hidden = ([i for i, h in heads if (h in folded) is behind] for behind in (False, True))
     numbers = {i for i in open_ if any(_is_number(row[i]) for row in table.rows)}
@@ -86,8 +87,8 @@ def shown(table: Printed, folded: Sequence[str]) -> Shown:
 
 
 def _kind(row: Sequence[str], above: Sequence[str], column: int, numbers: Collection[int]) -> str:
-    """The class of a cell: ditto where it is prose and with every cell to its left repeats the line
-    above."""
+    """The class of a cell; `ditto`: prose that repeats the line above, with all cells to its
+    left."""
     if len(row[column]) > LONG:
         return "ditto" if repeats(row, above, column) else "t"
     absent = row[column] == "-" and column in numbers
@@ -100,7 +101,7 @@ def _is_number(text: str) -> bool:
 
 
 def matrix_grids(tables: Path, commands: Commands) -> list[Grid]:
-    """Both matrices, never mixed, one grid per model and cluster."""
+    """One grid per model and cluster of each matrix; the two matrices are never mixed."""
     made = []
     for table in TABLES[::-1]:
         path = tables / f"{NAMES[table]}.csv"

@@ -1,4 +1,4 @@
-"""The report's content: the first screen's answers, then sections of the tables and figures found.
+"""The content of the report: the first screen's answers, then sections of tables and figures.
 
 Tables of other worlds (traced, executed) and of later commands appear once their files exist; a
 missing file is no error.
@@ -20,12 +20,12 @@ from rematbench.tables.table import Printed
 
 GPUS = ("H800", "A800", "A100", "H100", "H200")
 FEW_OOMS = 50
-"""Published cells out of memory below which nothing is promised about them."""
+"""With fewer published out-of-memory cells than this, the page promises no rate of them."""
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of the page: tables and figures by pattern, in this order, the figures of a pattern
-    before its tables; `open` without a click."""
+    """A section of the page: its tables and figures by pattern, in this order. The figures of a
+    pattern come before its tables; an `open` section shows without a click."""
 
     title: str
     parts: tuple[str, ...]
@@ -34,8 +34,8 @@ class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ReportConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/report.yaml.  `answer`: the first screen's figure, `trust`: its tables; `folded`:
-    columns that a click shows, below one another."""
+    """The contents of config/report.yaml. `answer`: the figure of the first screen; `trust`: the
+    tables beside that figure; `folded`: columns of tables that a click shows, one below another."""
 
     title: str
     question: str
@@ -47,13 +47,13 @@ class ReportConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     folded: tuple[str, ...] = ()
 
     def caption(self, name: str) -> str:
-        """A figure's caption."""
+        """The caption of a figure."""
         return self.captions.get(name, name.replace("_", " "))
 
 
 class Part(Struct, frozen=True, kw_only=True):
-    """One table (as printed) or figure, where its raw file and what is shown lie below the results
-    folder, and the command that makes it."""
+    """One table (as printed) or figure of the page. `source` is the path of its raw file and
+    `shown` the path of what the page shows, both below the results folder."""
 
     name: str
     path: Path
@@ -63,7 +63,7 @@ class Part(Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """What makes it."""
+        """The command that makes the table or figure."""
         return f"./bench reproduce results/{self.source}"
 
 
@@ -71,8 +71,9 @@ Found = tuple[Section, tuple[Part, ...]]
 
 
 class Page(Struct, frozen=True, kw_only=True):
-    """The page's content: of the first screen the outcome, whether bands hold, what was never
-    measured and facts; then every section with its parts, the first screen's two first."""
+    """The content of the page: the first screen, then every section with its parts. The first
+    screen has the outcome, whether bands hold, what was never measured, and facts; its two sections
+    come first in `found`."""
 
     config: ReportConfig
     outcome: str
@@ -83,29 +84,29 @@ class Page(Struct, frozen=True, kw_only=True):
 
     @property
     def answer(self) -> Found:
-        """The figure that answers."""
+        """The section of the figure that answers the question."""
         return self.found[0]
 
     @property
     def trust(self) -> Found:
-        """How far to trust it."""
+        """The section that says how far to trust the answer."""
         return self.found[1]
 
     @property
     def sections(self) -> list[Found]:
-        """What follows, where there is something."""
+        """The sections after the first screen that have a part or a text."""
         return [(section, parts) for section, parts in self.found[2:] if parts or section.text]
 
 
 def load_report() -> ReportConfig:
-    """The committed sections and texts."""
+    """The sections and texts of config/report.yaml."""
     label = "config/report.yaml"
     return convert(read_mapping(data_dir("config") / "report.yaml", label), ReportConfig, label)
 
 
 def gather(config: ReportConfig, results: Path) -> tuple[Found, ...]:
-    """The first screen's parts and the sections', from what lies below a results folder; each
-    once."""
+    """The parts of the first screen and of each section, found below a results folder. Each part
+    appears once, in the first section that has a pattern for it."""
     pool = [
         *_found(results, "figures", ".png", ".pdf"),
         *_found(results, "tables", ".json", ".csv"),
@@ -122,7 +123,7 @@ def gather(config: ReportConfig, results: Path) -> tuple[Found, ...]:
 
 
 def _found(results: Path, folder: str, shown: str, raw: str) -> Iterable[Part]:
-    """Everything of a kind below results/*/FOLDER, the paper's first."""
+    """Every table or figure below results/*/FOLDER, those of the paper first."""
     paths = sorted(results.glob(f"*/{folder}/*{shown}"))
     for path in sorted(paths, key=lambda p: p.parts[-3] != "paper"):
         if path.parts[-3] in ("expected", "smoke"):
@@ -141,7 +142,7 @@ def _found(results: Path, folder: str, shown: str, raw: str) -> Iterable[Part]:
 
 
 def whether_bands_hold(tables: Path) -> str:
-    """How many published rows lie inside bands that were learnt without their source."""
+    """A sentence on how many published rows lie inside bands learnt without their source."""
     found = _rows(tables / "bands.csv")
     if not found:
         return ""
@@ -154,8 +155,9 @@ def whether_bands_hold(tables: Path) -> str:
 
 
 def never_measured(tables: Path, results: Path) -> tuple[str, ...]:
-    """What no GPU ran, what nobody published of the jobs whose fastest method is shown, and what
-    too few rows say to be promised."""
+    """Sentences on what no GPU ran, what nobody published, and what has too few rows. The second
+    sentence is about the jobs whose fastest method is shown, the third about out-of-memory cells,
+    of which no rate is promised."""
     winners = _rows(tables / "matrix_fastest.csv")
     outside = [row["outside"].split(", ") for row in winners if row["outside"]]
     counts = Counter(word for words in outside for word in words)
@@ -178,7 +180,7 @@ def _rows(path: Path) -> Sequence[Mapping[str, str]]:
 
 
 def no_gpu_sentence(results: Path) -> str:
-    """One sentence on which of the papers' GPUs have an executed record here."""
+    """One sentence that says which of the papers' GPUs have an executed record here."""
     used = set()
     for path in sorted((results / "measured").rglob("*.json")):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -194,7 +196,7 @@ def no_gpu_sentence(results: Path) -> str:
 
 
 def report_markdown(page: Page, results: Path) -> str:
-    """REPORT.md: the same content, tables as they are, figures as links."""
+    """The text of REPORT.md: the page's content with tables in Markdown and figures as links."""
     config = page.config
     lines = [f"# {config.title}", "", config.question, "", page.outcome, ""]
     lines += _markdown(page, page.answer, results)

@@ -1,7 +1,8 @@
-"""Tables of searches that were made before (results/searched): what published layouts lose, what
-the matrix's list misses, regret on published sweeps, and spaces of packages.
+"""Tables of committed searches (results/searched).
 
-A search takes minutes; its answer takes a simulation, which is made again before a table is.
+They say what published layouts lose, what the matrix's list misses, the regret on published sweeps,
+and what a package's own space gives. A search takes minutes, but its answer takes one simulation;
+so each answer is simulated again before a table is made.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,13 +15,13 @@ from rematbench.search.answer import simulated
 from rematbench.tables.table import Column, Table, fixed, percent, signed_percent, whole
 
 FILLED = ("layouts", "spaces")
-"""Searches whose plans may fill the device, as published ones do."""
+"""Searches whose plans may fill the device, as published plans do."""
 
 ROUNDING = 1e-6
 
 NEEDED = ("name", "step_s", "gap", "model", "cluster", "system", "seq_len", *WORDS, "partition")
 NEEDED += ("precision", "attention", "run_with")
-"""Columns without which a line is not simulated again."""
+"""Columns that a line needs so that its plan can be simulated again."""
 
 SIMULATED = (
     "All steps are simulated, so a loss or gain is a statement about layouts and plans. gap: no "
@@ -31,7 +32,8 @@ SIMULATED = (
 
 
 def checked(name: str, rows: Sequence[Row]) -> str:
-    """The first line whose plan does not take the step that it says, in words; empty if none."""
+    """A sentence on the first line whose plan no longer takes the step that the line says. Empty if
+    every line's step is confirmed."""
     reserve_gib = 0.0 if name in FILLED else None
     for row in rows:
         if not row.get("run_with"):
@@ -46,7 +48,7 @@ def checked(name: str, rows: Sequence[Row]) -> str:
 
 
 def layout_text(row: Row) -> str:
-    """tp-cp-pp-vpp-dp and what is unusual; empty where there is no plan."""
+    """The degrees tp-cp-pp-vpp-dp and a layout's unusual fields; empty where there is no plan."""
     if not row.get("tp"):
         return ""
     words = ["-".join(row[key] for key in DEGREES)]
@@ -59,7 +61,7 @@ def layout_text(row: Row) -> str:
 
 
 def _short(source: str) -> str:
-    """A source without its edition and address."""
+    """The source without its edition and address."""
     return source.partition(";")[0].partition(", ")[0]
 
 
@@ -73,7 +75,7 @@ PROVED = (Column("gap", "gap %", percent), Column("simulations", "simulated", wh
 
 
 def layout_table(rows: Sequence[Row]) -> Table:
-    """Published layouts beside the best of all."""
+    """The table of published layouts beside the best layout of a search."""
     return Table(
         name="searched_layouts",
         title="Published layouts beside the best of a search (simulated)",
@@ -102,7 +104,7 @@ def layout_table(rows: Sequence[Row]) -> Table:
 
 
 def cell_table(rows: Sequence[Row]) -> Table:
-    """Cells of the matrix: the fastest of the list beside the fastest of a search."""
+    """The table of matrix cells: the fastest plan of the list beside the fastest of a search."""
     return Table(
         name="searched_cells",
         title="The matrix by search: the fastest of each cell, with the proved gap (simulated)",
@@ -135,7 +137,7 @@ def cell_table(rows: Sequence[Row]) -> Table:
 
 
 def sweep_table(rows: Sequence[Row]) -> Table:
-    """Published sweeps: what following the search would have lost."""
+    """The table of published sweeps: the speed that following the search would have lost."""
     return Table(
         name="searched_sweeps",
         title="Published sweeps: what following the search would have lost",
@@ -168,7 +170,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
 
 
 def space_table(rows: Sequence[Row]) -> Table:
-    """Best against best."""
+    """The table of the best plan of the whole space beside the best of a package's own space."""
     return Table(
         name="searched_spaces",
         title="The whole space beside what a package alone can run (simulated)",
@@ -195,4 +197,4 @@ TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
     "sweeps": sweep_table,
     "spaces": space_table,
 }
-"""A file of results/searched each, and the table of its lines."""
+"""The files of results/searched by name, each with the function that makes its table."""

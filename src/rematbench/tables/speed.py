@@ -1,5 +1,7 @@
-"""The table of measured speed: step, MFU and bytes of every executed cell beside the simulated
-ones, and what a method gains within its engine."""
+"""The table of measured speed: executed cells beside simulated cells.
+
+A row has step, MFU and bytes of an executed cell, and what its method gains within its engine.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,17 +27,17 @@ NOTE = (
 
 
 def signed(value: Any) -> str:
-    """A value in percent, with its sign."""
+    """A number of percent with its sign and one decimal."""
     return f"{float(value):+.1f}"
 
 
 def seconds(value: Any) -> str:
-    """Four digits: steps take milliseconds or minutes."""
+    """Seconds with four digits, because steps take milliseconds or minutes."""
     return f"{float(value):.4g}"
 
 
 def speed_table(rows: Sequence[Row]) -> Table:
-    """The rows of executed.csv as a table, in their order."""
+    """The table of the rows of executed.csv, in their order."""
     return Table(
         name=NAME,
         title="Measured speed and memory, problem x engine x method (executed)",
@@ -69,7 +71,7 @@ def speed_table(rows: Sequence[Row]) -> Table:
 
 
 def timed(rows: Sequence[Row]) -> int:
-    """How many cells have seconds."""
+    """How many cells have measured seconds."""
     return sum(bool(row.get("step_s")) for row in rows)
 
 
@@ -93,12 +95,12 @@ def _plain(value: Any) -> str:
 
 
 def is_alike(row: Row) -> bool:
-    """Whether a cell counts: neither its first loss nor its gradient norm is wrong."""
+    """Whether a cell trains alike: neither its first loss nor its gradient norm is wrong."""
     return row.get("alike") != "NO"
 
 
 def remark(row: Row) -> str:
-    """Why a cell has no time, no gain, or no MFU."""
+    """The reason why a cell has no time, no gain, or no MFU; empty where it has all."""
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}".removesuffix(": ")
     if not is_alike(row):
@@ -110,7 +112,7 @@ def remark(row: Row) -> str:
 
 
 def _base(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The reference of a gain: the same problem, engine and GPUs, nothing rebuilt or moved."""
+    """The cell that a gain refers to: same problem, engine and device, keeping all activations."""
     keys = ("problem", "engine", "device")
     for other in rows:
         same = all(other.get(key) == row.get(key) for key in keys)

@@ -1,4 +1,4 @@
-"""The parts of each pipeline stage's device memory at its peak, as a stacked bar."""
+"""The parts of each pipeline rank's device memory at its peak, as a stacked bar."""
 
 from msgspec import Struct
 
@@ -20,12 +20,12 @@ Fates = dict[tuple[int, int], dict[Site, Resolved]]
 
 
 class StageBytes(Struct, frozen=True, kw_only=True):
-    """Device bytes of one pipeline rank at its peak, in the order a bar stacks them.
+    """Device bytes of one pipeline rank at its peak, in the order in which a bar stacks them.
 
     `saved`: activations kept (or reloaded) for a backward; `transient`: gradients, gathered copies,
     rebuilt tensors and scratch; `staging`: pools of slots; `fragmentation`: what the caching
-    allocator reserves beyond what it hands out; `non_torch`: context, NCCL, workspaces; `free` is
-    what is left of the device (negative: the plan does not fit).
+    allocator reserves beyond what it hands out; `non_torch`: context, NCCL, workspaces; `free`:
+    unused bytes of the device (negative: the plan does not fit).
     """
 
     rank: int
@@ -43,7 +43,7 @@ class StageBytes(Struct, frozen=True, kw_only=True):
 def stage_bytes(
     problem: Problem, plan: Plan, program: Program, evaluation: PlanEvaluation
 ) -> tuple[StageBytes, ...]:
-    """One bar per pipeline rank; its parts and `free` add up to the device."""
+    """One bar per pipeline rank; its parts and `free` add up to the device memory."""
     bars = []
     for rank, ledger in enumerate(evaluation.ranks):
         live = live_at_peak(program.ranks[rank], ledger.peak_step)
@@ -71,7 +71,7 @@ def stage_bytes(
 def _saved_bytes(
     problem: Problem, plan: Plan, rank: int, live: tuple[Live, ...], *, staged: bool
 ) -> int:
-    """Bytes of live tensors that wait for a backward: saved sites, less what is rebuilt."""
+    """Bytes of live tensors that wait for a backward: saved sites without the rebuilt ones."""
     phase = phases(rank_orders(plan, problem)[rank])
     fates: Fates = {}
     total = 0
@@ -89,7 +89,7 @@ def _saved_bytes(
 
 
 def _site(storage: str) -> Site:
-    """The site a storage belongs to (a site of no chunk where it is a gradient or a copy)."""
+    """The site that a storage belongs to; a gradient or a copy gets a site that no chunk has."""
     prefix, tensor = place(storage)
     part = _PARTS.get(prefix[:1], "layer")
     return part, int(prefix[1:] or 0) if part == "layer" else 0, tensor.partition("#")[0]

@@ -1,5 +1,7 @@
-"""Tables as data: typed columns once, then CSV (raw), and rounded for reading: JSON (what the page
-shows), Markdown and LaTeX."""
+"""Tables as data: typed columns, written as CSV (raw) and as rounded texts.
+
+The rounded forms are JSON (which the page shows), Markdown and LaTeX.
+"""
 
 import csv
 import io
@@ -14,17 +16,16 @@ Cells = Mapping[str, Any]
 Show = Callable[[Any], str]
 GIB = 2**30
 SUFFIXES = (".csv", ".json", ".md", ".tex")
-"""The files of a table."""
+"""The suffixes of a table's files."""
 
 
 LONG = 40
-"""A cell with more letters is prose and gets room."""
+"""A cell with more letters than this is prose and gets a wide column."""
 
 
 class Column(Struct, frozen=True):
-    """One column: its key in the data (and the CSV), its heading with the unit, how to show it.
-
-    Without a heading it stands in the CSV only: numbers that a figure draws."""
+    """One column: its key in the data and the CSV, its heading with the unit, how to show a value.
+    A column without a heading stands in the CSV only: its numbers are for figures."""
 
     key: str
     heading: str
@@ -41,11 +42,9 @@ class Printed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Table(Struct, frozen=True, kw_only=True):
-    """A named table; `title` says what it shows and in which world, `note` how to read it.
-
-    Markdown and LaTeX show the first `shown` rows (0: all) and say how many there are; the CSV
-    has all of them.
-    """
+    """A named table; `title` says what the table shows and in which world, `note` how to read it.
+    Markdown and LaTeX show the first `shown` rows (0: all rows) and say how many are left out; the
+    CSV has all rows."""
 
     name: str
     title: str
@@ -55,7 +54,7 @@ class Table(Struct, frozen=True, kw_only=True):
     shown: int = 0
 
     def csv(self) -> str:
-        """Raw values under the keys."""
+        """The CSV: raw values under the columns' keys."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow([column.key for column in self.columns])
@@ -65,11 +64,11 @@ class Table(Struct, frozen=True, kw_only=True):
 
     @property
     def headed(self) -> list[Column]:
-        """The columns to read."""
+        """The columns with a heading."""
         return [column for column in self.columns if column.heading]
 
     def texts(self) -> tuple[tuple[str, ...], ...]:
-        """The shown rows as texts."""
+        """The texts of the rows to show."""
         rows = self.rows[: self.shown] if self.shown else self.rows
         return tuple(tuple(_shown(c, row.get(c.key)) for c in self.headed) for row in rows)
 
@@ -81,12 +80,12 @@ class Table(Struct, frozen=True, kw_only=True):
         return " ".join(part for part in (self.note, more) if part)
 
     def printed(self) -> Printed:
-        """What is read of it."""
+        """The table as it is read."""
         heads = tuple(column.heading for column in self.headed)
         return Printed(title=self.title, heads=heads, rows=self.texts(), note=self.full_note)
 
     def markdown(self) -> str:
-        """A pipe table with its title and note."""
+        """A Markdown table with its title and note."""
         heads = [column.heading for column in self.headed]
         body = [[cell.replace("|", "\\|") for cell in row] for row in self.texts()]
         widths = [max(len(row[i]) for row in [heads, *body]) for i in range(len(heads))]
@@ -96,7 +95,7 @@ class Table(Struct, frozen=True, kw_only=True):
         return f"### {self.title}\n\n" + "\n".join(lines) + f"\n{note}"
 
     def latex(self) -> str:
-        """A booktabs tabular in a table environment."""
+        """A LaTeX tabular (booktabs) in a table environment."""
         heads = [column.heading for column in self.headed]
         body = [_ampersands(row) for row in self.texts()]
         lines = [
@@ -111,7 +110,7 @@ class Table(Struct, frozen=True, kw_only=True):
         return "\n".join(lines) + "\n"
 
     def write(self, folder: Path) -> None:
-        """NAME.csv, NAME.json, NAME.md and NAME.tex under a folder."""
+        """Write NAME.csv, NAME.json, NAME.md and NAME.tex into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
         shown = msgspec.json.format(msgspec.json.encode(self.printed())).decode()
         texts = (self.csv(), shown + "\n", self.markdown(), self.latex())
@@ -123,7 +122,7 @@ class Table(Struct, frozen=True, kw_only=True):
 
 
 def repeats(row: Sequence[str], above: Sequence[str], column: int) -> bool:
-    """Whether a cell is prose and with every cell to its left repeats the line above."""
+    """Whether a cell is prose and repeats, with every cell to its left, the line above."""
     return len(row[column]) > LONG and row[: column + 1] == above[: column + 1]
 
 
@@ -148,25 +147,25 @@ def _escape(text: str) -> str:
 
 
 def whole(value: Any) -> str:
-    """An integer, or a float that is one."""
+    """A number without decimals."""
     return f"{float(value):,.0f}"
 
 
 def fixed(digits: int) -> Show:
-    """So many decimals."""
+    """A function that shows a number with `digits` decimals."""
     return lambda value: f"{float(value):,.{digits}f}"
 
 
 def percent(value: Any) -> str:
-    """A fraction in percent, one decimal (no sign: the heading has it)."""
+    """A fraction in percent with one decimal; the heading has the percent sign."""
     return f"{100 * float(value):.1f}"
 
 
 def signed_percent(value: Any) -> str:
-    """A signed fraction in percent, one decimal."""
+    """A fraction in percent with its sign and one decimal."""
     return f"{100 * float(value):+.1f}"
 
 
 def gib(value: Any) -> str:
-    """Bytes in GiB, two decimals."""
+    """Bytes in GiB with two decimals."""
     return f"{float(value) / GIB:.2f}"

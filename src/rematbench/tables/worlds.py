@@ -1,4 +1,4 @@
-"""The table of the worlds: per method and layout, lossless or not, and bytes by world."""
+"""The table of the worlds: for each method and layout, whether lossless, and bytes by world."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -17,12 +17,12 @@ MIB = 2**20
 
 
 def mib(value: Any) -> str:
-    """Bytes in MiB, three decimals."""
+    """Bytes in MiB with three decimals."""
     return f"{float(value) / MIB:,.3f}"
 
 
 def exponent(value: Any) -> str:
-    """A small number."""
+    """A small number with an exponent and two digits."""
     return f"{float(value):.1e}"
 
 
@@ -36,7 +36,7 @@ def _as_json(value: Any) -> Any:
 
 
 def label_of(record: Record) -> str:
-    """The method with the parameters that are not its defaults."""
+    """The method with those of its parameters that differ from its defaults."""
     defaults = _defaults()
     named = [
         f"{key}={value if isinstance(value, str | int | float) else ' '.join(map(str, value))}"
@@ -48,13 +48,13 @@ def label_of(record: Record) -> str:
 
 
 def has_its_own_table(record: Record) -> bool:
-    """A baseline's run, or a loss curve, which kept no bytes."""
+    """Whether a record is a baseline's run or a loss curve (which has no bytes)."""
     return record.engine is not None or bool(record.measured and not record.measured.ranks)
 
 
 def worlds_table(records: Sequence[tuple[str, Record]], again: str = "") -> Table:
-    """One row per problem and method, with columns of every world that has a record of it.  `again`
-    is a sentence on what was retraced for this table."""
+    """One row per problem and method, with columns of every world that has a record of the row.
+    `again` is a sentence on what was retraced for this table."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     bases = {problem: r.plan_hash for problem, r in records if r.spec.method == IDENTITY}
     for problem, record in records:
@@ -124,7 +124,7 @@ def _counts(found: Measured) -> dict[str, Any]:
 
 
 def _ran(found: Measured) -> dict[str, Any]:
-    """The columns that only an executed record has."""
+    """The columns that only executed records have."""
     if found.comparison is None:
         return {}
     other = found.comparison
@@ -138,7 +138,7 @@ def _ran(found: Measured) -> dict[str, Any]:
 
 
 def differing(records: Sequence[tuple[str, Record]]) -> list[str]:
-    """Records whose bytes disagree with the ledger, or that are not lossless."""
+    """A line for each record whose bytes differ from the ledger or that is not lossless."""
     wrong = []
     for problem, record in records:
         found = record.measured

@@ -1,4 +1,5 @@
-"""The executed world: a torch runtime that runs lowered actions.  The only torch imports here.
+"""The executed world: a torch runtime that runs lowered actions.
 
-It reads the actions, the operator tables and the partition; it knows no method and no fate.
+Within src torch is imported only here. The runtime reads the actions, the operator tables and the
+partition; it knows no method and no fate.
 """

@@ -9,11 +9,12 @@
 
 Traced (meta) tensors take the CPU's row.
 
-All give lse as batch x heads x rows.  CPU stores it with heads innermost, so that its bytes are
-rows x heads as the operator table says; the others are brought to that order.  Only the efficient
-operator pads lse (rows to a multiple of 32, with inf): what is saved has no padding, its backward
-gets it again.  Random state is not saved: dropout is refused.  KV heads may be fewer than query
-heads; the efficient operator alone needs them repeated, so that its gradients are summed.
+Every backend gives lse as batch x heads x rows. The CPU's operator stores lse with heads innermost,
+so that its bytes are rows x heads as in the operator table; the lse of the other backends is
+brought to that order. Only the efficient operator pads lse (rows to a multiple of 32, with inf):
+the saved lse has no padding, and the backward pads it again. Random state is not saved, because
+dropout is refused. KV heads may be fewer than query heads; only the efficient operator needs them
+repeated, and the gradients of the copies are summed.
 """
 
 from typing import NamedTuple
@@ -25,10 +26,10 @@ from torch import Tensor
 from rematbench.torch.kernels import wide
 
 LSE_ALIGN = 32
-"""Rows that the efficient operator's lse is padded to (kAlignLSE of torch's kernel)."""
+"""The efficient operator pads lse to a multiple of these rows (kAlignLSE of torch's kernel)."""
 
 Heads = Tensor
-"""batch x heads x rows x head_dim, any strides."""
+"""batch x heads x rows x head_dim, with any strides."""
 
 
 class Shape(NamedTuple):
@@ -42,7 +43,7 @@ class Shape(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Query rows [q0, q1) against key rows [k0, k1); the diagonal block is causal."""
+    """Query rows [q0, q1) against key rows [k0, k1); a diagonal block is causal."""
 
     q0: int
     q1: int
@@ -52,7 +53,7 @@ class Block(NamedTuple):
 
 
 def backend(x: Tensor) -> str:
-    """Which row of the table a tensor's device and dtype use."""
+    """The backend in the table above for a tensor's device and dtype."""
     if x.device.type in ("cpu", "meta") and hasattr(
         torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
     ):
@@ -67,7 +68,7 @@ def backend(x: Tensor) -> str:
 
 
 def repeat(kv: Heads, heads: int) -> Heads:
-    """KV heads repeated to as many as there are query heads."""
+    """KV heads repeated to the number of query heads."""
     return kv.repeat_interleave(heads // kv.shape[1], 1)
 
 
@@ -106,14 +107,14 @@ def flash(q: Heads, k: Heads, v: Heads, causal: bool) -> tuple[Heads, Tensor]:
 def flash_backward(
     grad: Heads, q: Heads, k: Heads, v: Heads, out: Heads, lse: Tensor, causal: bool
 ) -> tuple[Heads, Heads, Heads]:
-    """(dq, dk, dv) of one block; `out` and `lse` may be those of a longer prefix, merged."""
+    """(dq, dk, dv) of one block; `out` and `lse` may be merged over several blocks of keys."""
     match backend(q):
         case "cpu":
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
                 grad, q, k, v, out, lse, 0.0, causal
             )
         case "cuda":
-            # Lengths that are given, even empty ones, mean sequences of unequal length to torch.
+            # torch takes any given lengths, even empty ones, for sequences of unequal length
             seed = torch.empty(2, dtype=torch.uint64, device=q.device)
             return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
                 grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
@@ -132,7 +133,7 @@ def flash_backward(
 
 
 def _summed(gradients: Heads, kv: Heads) -> Heads:
-    """Gradients of repeated KV heads, summed over each head's copies."""
+    """The gradients of repeated KV heads, summed over the copies of each head."""
     return gradients.view(kv.shape[0], kv.shape[1], -1, *kv.shape[2:]).sum(2)
 
 
@@ -152,8 +153,8 @@ def _efficient_backward(
 
 
 def blocks(rows: int, slices: tuple[int, ...]) -> list[list[Block]]:
-    """Per query slice its blocks: the whole prefix, then the causal diagonal.  `slices` are the
-    positions (in slices) that a rank's rows hold, in order."""
+    """For each query slice its blocks: the whole prefix, then the causal diagonal. `slices` are the
+    positions (in slices) of a rank's rows, in order."""
     size = rows // len(slices)
     found: list[list[Block]] = []
     for place, position in enumerate(slices):
@@ -165,7 +166,7 @@ def blocks(rows: int, slices: tuple[int, ...]) -> list[list[Block]]:
 
 
 def attend(q: Heads, k: Heads, v: Heads, slices: tuple[int, ...]) -> tuple[Heads, Tensor]:
-    """Attention of a rank's query rows to the keys and values of whole sequences."""
+    """Attention of a rank's query rows to the keys and values of whole sequences: (output, lse)."""
     outs, lses = [], []
     for group in blocks(q.shape[2], slices):
         parts = [
@@ -191,7 +192,7 @@ def attend_backward(
     lse: Tensor,
     slices: tuple[int, ...],
 ) -> tuple[Heads, Heads, Heads]:
-    """Gradients of `attend`: every block with the merged output and lse, summed."""
+    """(dq, dk, dv) of `attend`: the sums over blocks, each with the merged output and lse."""
     groups = blocks(q.shape[2], slices)
     if len(groups) == 1 and len(groups[0]) == 1:
         return flash_backward(grad, q, k, v, out, lse, True)
@@ -216,7 +217,7 @@ def probabilities(q: Heads, k: Heads) -> Tensor:
 def unfused_backward(
     grad: Heads, q: Heads, k: Heads, v: Heads, probs: Tensor
 ) -> tuple[Heads, Heads, Heads]:
-    """Gradients of probabilities @ v from the saved probabilities."""
+    """(dq, dk, dv) of probabilities @ v, from the saved probabilities."""
     dp = (grad @ repeat(v, q.shape[1]).transpose(-1, -2)).to(wide(q.dtype))
     p = probs.to(wide(q.dtype))
     ds = (p * (dp - (p * dp).sum(-1, keepdim=True)) / q.shape[-1] ** 0.5).to(q.dtype)

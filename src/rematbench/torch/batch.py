@@ -13,14 +13,14 @@ from rematbench.workload import Workload
 
 
 class Batch(NamedTuple):
-    """A step's sequences: inputs and next-token labels, global_batch x seq_len each."""
+    """The sequences of a step: inputs and next-token labels, global_batch x seq_len each."""
 
     ids: Tensor
     labels: Tensor
 
     @property
     def counted(self) -> int:
-        """Labels that count: the loss is their mean over the whole global batch."""
+        """The number of labels that count; the loss is their mean over the whole global batch."""
         return int((self.labels != IGNORED).sum())
 
 
@@ -46,15 +46,16 @@ def make_batch(
 
 
 def slices(layout: Layout, place: Coordinates) -> tuple[int, ...]:
-    """Which of a sequence's 2 x cp slices a rank holds: one from the head, one from the tail, so
-    that causal work is balanced (all of the sequence without context parallelism)."""
+    """Which of a sequence's 2 x cp slices a rank holds. One is from the head and one from the tail,
+    so that causal work is balanced; without context parallelism the rank holds the whole
+    sequence."""
     if layout.cp == 1:
         return (0,)  # under Ulysses attention sees whole sequences
     return (place.cp, 2 * layout.cp - 1 - place.cp)
 
 
 def positions(layout: Layout, place: Coordinates, seq_len: int) -> Tensor:
-    """Positions of a rank's rows inside a sequence."""
+    """The positions of a rank's rows inside a sequence."""
     if layout.ulysses > 1:
         size = seq_len // layout.ulysses
         return torch.arange(place.cp * size, (place.cp + 1) * size)
@@ -64,8 +65,8 @@ def positions(layout: Layout, place: Coordinates, seq_len: int) -> Tensor:
 
 
 def loss_scale(counted: int) -> float:
-    """The gradient of the mean loss by one label's loss.  A batch without any label that counts has
-    no mean (torch's cross_entropy says NaN): NotFinite, so that its case ends as `nan`."""
+    """The derivative of the mean loss by the loss of one label. A batch in which no label counts
+    has no mean (torch's cross_entropy gives NaN): NotFinite, so that the case ends as `nan`."""
     if counted == 0:
         raise NotFinite("no label of the batch counts, so its mean loss is 0 / 0")
     return 1.0 / counted

@@ -1,5 +1,7 @@
-"""Two timings of one GPU: the executor's step beside the same step written by hand, and copies to
-and from the host beside matrix products.  Events time them; a CPU's times mean nothing."""
+"""Two timings of one GPU: the executor against a hand-written step, and copies beside GEMMs.
+
+The copies go to and from the host. CUDA events time both; times of a CPU mean nothing.
+"""
 
 import statistics
 import time
@@ -28,8 +30,8 @@ RULE = AdamW(lr=1e-4)
 
 
 class StepTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of steps in turn, of the executor with all-keep fates and of the handwritten loop;
-    and seconds in which the executor's host issues a step."""
+    """Seconds of steps that alternate between the executor (keep_all) and the hand-written loop.
+    `issue_s`: seconds in which the executor's host issues a step."""
 
     executor_s: tuple[float, ...]
     by_hand_s: tuple[float, ...]
@@ -38,14 +40,14 @@ class StepTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def ratio(self) -> float:
-        """The executor's median step over the hand-written one's."""
+        """The executor's median step over the hand-written loop's median step."""
         return statistics.median(self.executor_s) / statistics.median(self.by_hand_s)
 
 
 def step_times(problem: Problem, plan: Plan, device: torch.device, rounds: int) -> StepTimes:
-    """Time `rounds` steps of each kind in turn, so that clocks and heat are the same, after a
-    warm-up.  Both kinds train one model: its weights change, its work does not."""
-    torch.set_num_threads(1)  # as a rank has it
+    """The times of `rounds` steps of each kind after a warm-up. The kinds alternate, so that clocks
+    and heat are equal. Both train one model: its weights change, its work does not."""
+    torch.set_num_threads(1)  # as in a rank's process
     groups = Groups(problem.layout, problem.system.rank_order, 0)
     threads = threads_for(device)
     model = RankModel(problem, plan, groups.place, device, seed=7, threads=threads)
@@ -76,8 +78,7 @@ def step_times(problem: Problem, plan: Plan, device: torch.device, rounds: int) 
 
 
 class CopyTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of matrix products and of a copy each way: alone, the copies together, and all at
-    once."""
+    """Seconds of GEMMs and of one copy each way: alone, both copies together, and all together."""
 
     nbytes: int
     products: int
@@ -90,12 +91,12 @@ class CopyTimes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def slowdown(self) -> float:
-        """All at once over the longest alone: 1 where nothing holds up anything else."""
+        """The seconds of all together over the longest alone: 1 where no work slows other work."""
         return self.together_s / max(self.compute_s, self.d2h_s, self.h2d_s)
 
 
 def copy_times(device: torch.device, size: int, nbytes: int, rounds: int = 5) -> CopyTimes:
-    """Square products beside pinned copies of `nbytes` both ways; about as long each."""
+    """Seconds of square GEMMs and of pinned copies of `nbytes` both ways, about equally long."""
     streams = make_streams(device)
     a = torch.randn(size, size, device=device).to(torch.bfloat16)
     here = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -128,7 +129,7 @@ def copy_times(device: torch.device, size: int, nbytes: int, rounds: int = 5) ->
 
 
 def _timed(streams: Streams, work: dict[str, Callable[[], object]], times: dict[str, int]) -> float:
-    """Seconds of pieces of work, each kind on its own stream."""
+    """Seconds of pieces of work, each kind of work on its own stream."""
     stop = streams.clock()
     streams.begin()
     for name, count in times.items():

@@ -16,8 +16,8 @@ Tensors = dict[str, Tensor]
 
 
 class Call(NamedTuple):
-    """One call of an operator: its span, its tensors by activation name, the gradients of its
-    outputs in order, and which outputs are wanted."""
+    """One call of an operator. It has a span, the tensors by activation name, the gradients of the
+    outputs in order, and the names of the wanted outputs."""
 
     model: RankModel
     unit: Unit
@@ -32,12 +32,12 @@ class Call(NamedTuple):
         return self.model.local[self.span.chunk][self.unit.prefix][name]
 
     def bias(self, name: str) -> Tensor | None:
-        """A bias, if the model has it."""
+        """A bias of the operator's unit; None if the model has none."""
         found = self.model.local[self.span.chunk][self.unit.prefix].get(f"{name}.bias")
         return None if found is None else found.value
 
     def rows(self, whole: Tensor) -> Tensor:
-        """The call's rows of a tensor with one row per token of the rank."""
+        """The call's rows of a tensor that has one row per token of the rank."""
         shard = self.model.shapes.shard_tokens
         if self.span.size == shard:
             return whole
@@ -45,11 +45,11 @@ class Call(NamedTuple):
         return blocks[:, self.span.first : self.span.stop].reshape(-1, *whole.shape[1:])
 
     def only(self) -> Tensor:
-        """The single input."""
+        """The tensor of the operator's single input."""
         return self.tensors[self.op.inputs[0]]
 
     def linear(self, x: Tensor, name: str, bias: Tensor | None) -> Tensor:
-        """x times a weight, its work counted."""
+        """x times the weight `name` (+ bias); its FLOPs are counted."""
         weight = self.parameter(name).value
         self.model.flop += 2.0 * x.shape[0] * weight.numel()
         return kernels.linear(x, weight, bias)

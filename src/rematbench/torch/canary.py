@@ -1,7 +1,7 @@
-"""A node's canary: GEMMs and copies for a few seconds, to find the slow node before the run does.
+"""A node's canary: GEMMs and copies for a few seconds, to find a slow node before the run does.
 
-A record has the rates, to compare the nodes of one allocation with each other.  They are no result:
-clocks, other jobs and a short loop distort them, and a CPU's mean nothing.
+A record has the rates, to compare the nodes of one allocation with each other. The rates are no
+result: clocks, other jobs and a short loop distort them, and those of a CPU mean nothing.
 """
 
 import time
@@ -15,14 +15,14 @@ SIZE = {"cuda": 8192, "cpu": 512}
 
 
 def gpus_seen() -> tuple[str, int]:
-    """torch's version, and how many GPUs it can use here."""
+    """The version of torch, and how many GPUs torch can use here."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return str(torch.__version__), count
 
 
 def canary(seconds: float) -> list[dict[str, float | str]]:
-    """GEMM FLOP/s and host copy bytes/s of every GPU here (or of the CPU), half of `seconds` for
-    each kind, all GPUs after one another."""
+    """GEMM FLOP/s and host copy bytes/s of every GPU here (or of the CPU), one GPU after another.
+    The loops take about `seconds` in all: a third each for GEMMs, copies in and copies out."""
     _, count = gpus_seen()
     devices = [torch.device("cuda", number) for number in range(count)] or [torch.device("cpu")]
     share = seconds / len(devices) / 3
@@ -49,7 +49,7 @@ def _device(device: torch.device, seconds: float) -> dict[str, float | str]:
 
 
 def _rate(run: Callable[[], Tensor], device: torch.device, seconds: float) -> float:
-    """Seconds of one call, after a warm-up, over about `seconds`."""
+    """Seconds of one call after a warm-up, averaged over about `seconds`."""
     run()
     _wait(device)
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a launch runs and what it answers: cases, rank results, results."""
+"""The data of a launch: cases to run, results of ranks, results of cases."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,14 +19,15 @@ Status = Literal["ok", "oom", "nan", "failed", "timeout", "unsupported"]
 class Case:
     """One plan to execute.
 
-    `program` stands for the plan's own lowering if given; `ignored` is the share of labels that do
-    not count; `measure` tracks bytes after every action; `shards` notes gradient norms,
-    `gradients` keeps the gradients too.  With `text_bytes` batches are so much of the standard
-    library's sources, not random tokens.  With `delay_s` streams are threads and every copy and
-    collective waits up to so long (no bytes).  On CUDA `timed_steps` more steps follow, for their
-    seconds alone, and `deterministic` asks torch for kernels that give the same bits every time.
-    `activation_bytes` is what all processes hold of activations at once, by the ledger: a host
-    without room for them is not tried.
+    `program` replaces the plan's own lowering if given; `ignored` is the share of labels that do
+    not count; `measure` tracks bytes after every action; `shards` records gradient norms,
+    `gradients` also keeps the gradients. With `text_bytes` the batches are that many bytes of the
+    standard library's sources in place of random tokens. With `delay_s` streams are threads, and
+    every copy and collective waits up to `delay_s` seconds (bytes are then not tracked).
+
+    On CUDA `timed_steps` further steps follow, for their seconds alone, and `deterministic` asks
+    torch for kernels that give the same bits every time. `activation_bytes` are the activations of
+    all processes at once, by the ledger: a case is not started on a host without memory for them.
     """
 
     name: str
@@ -50,13 +51,13 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """Processes."""
+        """The number of processes."""
         return self.problem.layout.gpus
 
 
 @dataclass(kw_only=True)
 class GradientShard:
-    """What one rank holds of one parameter's summed gradient."""
+    """One rank's part of the summed gradient of one parameter."""
 
     spec: ParameterSpec
     shape: tuple[int, ...]
@@ -66,10 +67,13 @@ class GradientShard:
 
 @dataclass(kw_only=True)
 class RankResult:
-    """One process's numbers.  `bytes_after` are of the first step's actions; sums and peaks are
-    over all steps.  `peak_bytes` counts what lives inside an operator too (states apart);
-    `allocated_bytes`, `reserved_bytes` and `pinned_bytes` (the host pool) are those of CUDA, 0
-    elsewhere, as `step_s` is empty there: seconds of the timed steps."""
+    """The numbers of one process.
+
+    `bytes_after` are of the first step's actions; sums and peaks are over all steps. `peak_bytes`
+    also counts memory inside operators (without states). `allocated_bytes`, `reserved_bytes` and
+    `pinned_bytes` (the host pool) come from CUDA and are 0 on a CPU; `step_s`, the seconds of the
+    timed steps, is empty there.
+    """
 
     place: Coordinates
     losses: list[float]
@@ -89,7 +93,7 @@ class RankResult:
 
 @dataclass(kw_only=True)
 class Result:
-    """A case's answer: every field is filled when the status is ok."""
+    """The result of a case: every field is filled when the status is ok."""
 
     name: str
     status: Status

@@ -1,4 +1,4 @@
-"""The device of a rank on its host, the CPUs beside it, its pinned memory."""
+"""The device of a rank on its host, the CPUs near the device, and pinned memory."""
 
 import contextlib
 import os
@@ -11,11 +11,14 @@ from rematbench.host.cpus import cpu_set
 
 
 def prepare(kind: str) -> None:
-    """Set what CUDA reads once, when a process first uses it: the most hardware queues, because
-    streams that share one wait for each other, and a kernel that waits for a peer must hold up no
-    stream; and cuBLAS workspaces of one size per stream, because cuBLAS is not deterministic
-    without.  On a CPU, no AMX: the rounding of its bf16 products depends on the number of rows, by
-    more than the gradient law allows a plan that splits rows."""
+    """Set what CUDA or oneDNN reads when a process first uses it.
+
+    CUDA: the most hardware queues, because streams that share a queue wait for each other, and a
+    kernel that waits for a peer must hold up no stream; and cuBLAS workspaces of one size per
+    stream, because cuBLAS is not deterministic otherwise. CPU: no AMX, because the rounding of
+    AMX's bf16 products depends on the number of rows, by more than the gradient law allows a plan
+    that splits rows.
+    """
     if kind == "cpu":
         os.putenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     else:
@@ -27,8 +30,8 @@ EXACT_ABOVE = "pinned_max_cached_size_mb"
 
 
 def allocator_settings() -> str:
-    """The last settings of torch's allocators, from the environment or a call; empty where torch
-    does not report them."""
+    """The present settings of torch's allocators, from the environment or a call. Empty where torch
+    does not report the settings."""
     try:
         told = torch.cuda.memory._snapshot()["allocator_settings"]
     except (AttributeError, KeyError):
@@ -37,15 +40,17 @@ def allocator_settings() -> str:
 
 
 def pin_exactly() -> None:
-    """Make torch pin large blocks in the size asked for, where it can: otherwise it pins the next
-    power of two, up to twice what is offloaded.  torch unpins such a block when it is freed, so
-    only a pool that keeps its blocks gains.  Earlier settings are passed on, because a call resets
-    all settings that it does not name."""
+    """Make torch pin large blocks in the size asked for, where torch can.
+
+    Otherwise torch pins the next power of two, up to twice what is offloaded. torch unpins such a
+    block when it is freed, so only a pool that keeps its blocks gains. Earlier settings are passed
+    on, because a call resets all settings that it does not name.
+    """
     setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     given = allocator_settings() if setting is not None else ""
     if setting is None or EXACT_ABOVE in given:
         return
-    with contextlib.suppress(RuntimeError, ValueError):  # a torch that does not know it
+    with contextlib.suppress(RuntimeError, ValueError):  # a torch that does not know the setting
         setting(",".join(word for word in (given, f"{EXACT_ABOVE}:1") if word))
 
 
@@ -57,30 +62,28 @@ def empty_pinned() -> None:
 
 
 def pinned_peak() -> int:
-    """Peak bytes of pinned memory since the peaks were reset, as torch takes blocks from CUDA; 0
-    where torch does not report them."""
+    """Peak bytes of pinned memory since the last reset, as torch takes blocks from CUDA. 0 where
+    torch does not report them."""
     stats = getattr(torch.cuda, "host_memory_stats", None)
     return int(stats().get("allocated_bytes.peak", 0)) if stats is not None else 0
 
 
 def forget_peaks(device: torch.device | None = None) -> None:
-    """Reset the allocators' peaks."""
+    """Reset the peaks of the allocators."""
     torch.cuda.reset_peak_memory_stats(device)
     if pinned_peak():
         torch.cuda.reset_peak_host_memory_stats()
 
 
 def prepared_device(kind: str, rank: int) -> torch.device:
-    """`choose_device` in a process that has not used CUDA yet."""
+    """The device of `choose_device`, in a process that has not used CUDA yet."""
     prepare(kind)
     return choose_device(kind, rank)
 
 
 def choose_device(kind: str, rank: int) -> torch.device:
-    """The CPU, or the GPU of a rank on its host; the process then runs near that GPU.
-
-    A launcher may show each of its processes one GPU only, so ranks count around those seen.
-    """
+    """The CPU, or the GPU of a rank on its host, with the process bound near that GPU. A launcher
+    may show each of its processes one GPU only, so ranks wrap around the visible GPUs."""
     if kind == "cpu":
         return torch.device("cpu")
     require_gpus(kind, 1)
@@ -91,21 +94,20 @@ def choose_device(kind: str, rank: int) -> torch.device:
 
 
 def require_gpus(kind: str, ranks: int) -> None:
-    """RuntimeError where ranks that see the same GPUs are more than these: NCCL lets no two ranks
-    share one."""
+    """RuntimeError where more ranks than GPUs see the same GPUs: NCCL lets no two share one."""
     if kind != "cpu" and ranks > torch.cuda.device_count():
         found = torch.cuda.device_count()
         raise RuntimeError(f"{ranks} ranks need a GPU each, and this host has {found}")
 
 
 def bind_near(device: torch.device, system: Path = Path("/sys")) -> int:
-    """Bind this process to the CPUs of its GPU's NUMA node, as far as it may use them; the node's
-    number, or -1 where the kernel (its `system` files) does not say."""
+    """Bind this process to the CPUs of its GPU's NUMA node, of those that it may use. The result is
+    the number of the node, or -1 where the kernel (its `system` files) does not say."""
     found = torch.cuda.get_device_properties(device)
     place: list[Any] = [
         getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")
     ]
-    if None in place:  # a torch that does not tell
+    if None in place:  # a torch that does not report the place
         return -1
     name = "{:04x}:{:02x}:{:02x}.0".format(*place)
     try:

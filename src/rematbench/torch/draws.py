@@ -1,7 +1,7 @@
 """Weights drawn on several threads, ahead of the loop that makes a rank's parameters in order.
 
-A draw cannot be split: one generator takes 20 ns an element, 19 CPU seconds for 0.9 billion
-parameters.  Each parameter has its own generator, so concurrent draws give the same bits.
+A draw cannot be split: a generator takes 20 ns an element, 19 CPU seconds for 0.9 billion
+parameters. Each parameter has its own generator, so concurrent draws give the same bits.
 """
 
 import os
@@ -18,19 +18,19 @@ from rematbench.torch.parameters import ParameterSpec
 
 MOST_THREADS = 16
 READY_BYTES = 4 << 30
-"""Bytes that may lie ready or be drawn beside the parameter in use; a larger draw runs alone."""
+"""Bytes of weights that may be drawn ahead of the parameter in use; a larger draw runs alone."""
 
 
 def threads_for(device: torch.device) -> int:
-    """A GPU's share of the processors that this process may use.  On a CPU one: its ranks share
-    memory too, which is counted with one draw at a time (`hostroom`)."""
+    """The number of threads that draw weights: a GPU's share of this process's processors. One on a
+    CPU: its ranks share memory too, which `hostroom` counts with one draw at a time."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     share = len(os.sched_getaffinity(0)) // gpus if gpus else 1
     return max(1, min(MOST_THREADS, share))
 
 
 class Draws:
-    """Full weights, once each and in the order of `specs`."""
+    """Full weights, each drawn once, in the order of `specs`."""
 
     def __init__(self, specs: Iterable[ParameterSpec], seed: int, threads: int) -> None:
         self._left = deque(specs)
@@ -40,7 +40,7 @@ class Draws:
         self._begin()
 
     def _begin(self) -> None:
-        """Start draws while there are threads and room; end the threads after the last."""
+        """Start draws while threads and memory allow; end the threads after the last draw."""
         room = READY_BYTES - sum(_nbytes(spec) for spec, _ in self._ready)
         while self._left and len(self._ready) < self._threads:
             room -= _nbytes(self._left[0])
@@ -53,7 +53,7 @@ class Draws:
             self._pool.shutdown(wait=False)
 
     def take(self, spec: ParameterSpec) -> Tensor:
-        """The whole parameter in float64."""
+        """The whole next parameter in float64; ValueError if another parameter comes next."""
         first, drawn = self._ready.popleft()
         if first.name != spec.name:
             raise ValueError(f"{spec.name} is asked for before {first.name}")

@@ -1,4 +1,4 @@
-"""The collectives of actions, on a rank's storages."""
+"""The collectives of actions, on the storages of a rank."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,7 +14,7 @@ from rematbench.torch.streams import Streams
 
 
 class Exchanges:
-    """All-gathers, reduce-scatters and all-reduces of one rank."""
+    """The all-gathers, reduce-scatters, all-reduces and all-to-alls of one rank."""
 
     def __init__(self, model: RankModel, groups: Groups, memory: Memory, streams: Streams) -> None:
         self.model, self.groups, self.memory = model, groups, memory
@@ -22,19 +22,20 @@ class Exchanges:
         self.reduced: dict[int, set[str]] = {}  # chunk -> units whose gradients are summed
 
     def group(self, action: Action) -> Group:
-        """The communicator an action names."""
+        """The communicator that an action names."""
         assert action.comm is not None
         return self.groups.by_name[action.comm.group]
 
     def _room(self, *, stays: bool) -> AbstractContextManager[object]:
-        """The pool of a collective's output: a storage's, or the stream's own for a tensor that is
-        dropped once the collective is issued."""
+        """The context in which to allocate a collective's output. It is the memory pool of storages
+        where the output stays, else the stream's own pool, for a tensor that is dropped once the
+        collective is issued."""
         return self.streams.room() if stays else nullcontext()
 
     # -- activations ------------------------------------------------------------------------------
 
     def all_gather(self, action: Action, span: Span) -> None:
-        """Gather the rows of every rank of the group; for attention keys and values."""
+        """Gather the rows of every rank of the group; for attention, gather keys and values."""
         group = self.group(action)
         if group is self.groups.by_name["dp"]:
             self._gather_parameters(action, span.chunk)
@@ -49,7 +50,7 @@ class Exchanges:
         self.memory.put(span.key(action.allocs[0].name), Value(out, span.first, span.size))
 
     def all_to_all(self, action: Action, span: Span) -> None:
-        """Ulysses: bring tensors into the other order, or their gradients back."""
+        """Under Ulysses, bring tensors into the other order, or their gradients back."""
         group, head_dim = self.group(action), self.model.kind.head_dim
         back = is_gradient(action.reads[0])
         to_heads = (action.op == "to_heads") != back
@@ -80,7 +81,7 @@ class Exchanges:
         return found
 
     def _arrived(self, action: Action, span: Span, target: str, out: Tensor) -> None:
-        """Store an output as a new storage, or in rows of one; a gradient is added there."""
+        """Store an output as a new storage, or in rows of an existing one; add a gradient there."""
         if target in {alloc.name for alloc in action.allocs}:
             self.memory.put(span.key(target), Value(out, span.first, span.size))
             return
@@ -102,7 +103,7 @@ class Exchanges:
         self.memory.put(span.key(action.allocs[0].name), Value(out.view(-1)))
 
     def reduce_scatter(self, action: Action, span: Span) -> None:
-        """Store this rank's rows of the sum as a new storage, or in rows of one."""
+        """Store this rank's rows of the sum as a new storage, or in rows of an existing one."""
         group = self.group(action)
         if group is self.groups.by_name["dp"]:
             self._reduce_gradients(action, span.chunk)
@@ -141,7 +142,7 @@ class Exchanges:
             self.memory.put(span.key(alloc.name), Value(own, span.first, span.size))
 
     def all_reduce(self, action: Action, span: Span) -> None:
-        """Sum over the group, in place."""
+        """Sum over the group in place."""
         group = self.group(action)
         if group is self.groups.by_name["dp"]:
             self._reduce_gradients(action, span.chunk)
@@ -155,7 +156,7 @@ class Exchanges:
     # -- states -----------------------------------------------------------------------------------
 
     def _units_due(self, action: Action, chunk: int) -> list[str]:
-        """Units whose gradients an action sums: the chunk's, down to the action's unit."""
+        """The units whose gradients an action sums: the chunk's units down to the action's unit."""
         units = [u.prefix for u in reversed(self.model.chunks[chunk].units)]
         if action.part:
             units = units[: units.index(action.part) + 1]
@@ -180,8 +181,8 @@ class Exchanges:
         self.streams.run(action.stream, work)
 
     def _reduce_norms(self, action: Action, chunk: int, group: Group) -> None:
-        """Sum the norms' gradients (all, or one unit's): norms are replicated, and each rank's
-        gradient is that of its own tokens."""
+        """Sum the gradients of norms over the group (of all norms, or of one unit's). Norms are
+        replicated, and each rank has the gradient of its own tokens."""
         among = list(self.model.parameters.values())
         if action.part:
             among = self.model.unit_parameters(chunk, action.part)
@@ -194,7 +195,7 @@ class Exchanges:
         self.streams.run(action.stream, work)
 
     def _gather_parameters(self, action: Action, chunk: int) -> None:
-        """Gather the ZeRO shards of a unit's (or the whole chunk's) compute copies."""
+        """Gather the ZeRO shards of the compute copies of a unit (or of the whole chunk)."""
         group = self.groups.by_name["dp"]
         prefixes = [action.part] if action.part else list(self.model.units[chunk])
         parameters = [p for prefix in prefixes for p in self.model.unit_parameters(chunk, prefix)]

@@ -1,4 +1,4 @@
-"""The interpreter: a table from an action's kind to a small function, and nothing else."""
+"""The interpreter of actions: a table from an action's kind to a small function."""
 
 from collections.abc import Callable
 
@@ -33,7 +33,7 @@ from rematbench.torch.tracker import Tracker
 
 
 class Executor:
-    """Runs one rank's program, step after step."""
+    """Runs the program of one rank, step after step."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Executor:
         self.host_updates = HostUpdates(self.streams)
         self.events: dict[tuple[str, int, int], Mark] = {}
         self.local: dict[str, Mark] = {}
-        self.counting: dict[str, bool] = {}  # loss_saved -> whether its loss is a first one
+        self.counting: dict[str, bool] = {}  # loss_saved -> whether a forward made it
         self.loss = torch.zeros((), dtype=torch.float64, device=model.device)
         self.step = 0
         self.bytes_after: list[tuple[int, int]] = []
@@ -92,18 +92,18 @@ class Executor:
         }
 
     def states(self) -> list[Tensor]:
-        """Storages on the device that are not activations."""
+        """The tensors on the device that are not activations."""
         own = [*self.slots.arenas.values(), *self.messages.states(), self.loss]
         return [*self.model.states(), *own]
 
     def stop_tracking(self) -> None:
-        """Count no bytes from now on: timed steps have no observer."""
+        """Count no bytes from now on, so that no observer slows the timed steps."""
         self.tracker = self.movers.tracker = None
 
     # -- walk -------------------------------------------------------------------------------------
 
     def run_step(self) -> float:
-        """One optimizer step over the model's micro-batches; this rank's share of the loss."""
+        """One optimizer step over the model's micro-batches; this rank's part of the loss."""
         self.issue_step()
         return float(self.loss)
 
@@ -160,14 +160,14 @@ class Executor:
             self.movers.free(span.key(name))
 
     def span(self, action: Action, micro_batch: int, chunk: int) -> Span:
-        """The span of an action; its rows in units of the rank's own shard."""
+        """The span of an action, with rows counted in the rank's own shard."""
         rows = self.model.shapes.shard_tokens
         first, count = round(rows * action.offset), round(rows * action.fraction)
         return Span(micro_batch, chunk, first, count)
 
     def _record(self, name: str, action: Action, span: Span) -> None:
-        """Record an event; a SEND's or RECV's holds its message too, an update's on the host its
-        thread."""
+        """Record an event of an action. The event of a SEND or RECV also holds the message, that of
+        an update on the host its thread."""
         mark = self.streams.mark(action.stream)
         if action.kind in (Kind.SEND, Kind.RECV):
             self.messages.attach(mark)
@@ -190,7 +190,7 @@ class Executor:
     # -- operators --------------------------------------------------------------------------------
 
     def _call(self, action: Action, span: Span, found: Operands) -> Call:
-        """The operator with the tensors it reads."""
+        """The call of the action's operator with the tensors that it reads."""
         tensors: dict[str, Tensor] = {}
         for name, storage, whole in found.reads:
             value = self.memory[span.key(storage)]
@@ -198,7 +198,7 @@ class Executor:
         return Call(self.model, found.unit, found.op, span, tensors, wanted=found.places)
 
     def forward(self, action: Action, span: Span) -> None:
-        """Run an operator; its outputs are new storages or rows of storages that exist."""
+        """Run an operator; its outputs are new storages, or rows of storages that exist."""
         found = self.names.of(action, span.chunk)
         call = self._call(action, span, found)
         made = operators.FORWARD[action.op](call)
@@ -234,7 +234,7 @@ class Executor:
         self.streams.run(stream, work)
 
     def all_reduce(self, action: Action, span: Span) -> None:
-        """A collective, or the statistics of the loss over vocabulary shards."""
+        """Run a collective, or combine the statistics of the loss over vocabulary shards."""
         if action.op == "loss":
             call = self._call(action, span, self.names.of(action, span.chunk))
             self._finish_loss(call, action.reads[0], span, action.stream)
@@ -249,7 +249,7 @@ class Executor:
         return self._call(action, span, found)._replace(grads=grads)
 
     def backward_input(self, action: Action, span: Span) -> None:
-        """Input gradients: new storages, or added into gradients that exist."""
+        """Compute input gradients: new storages, or sums into gradients that exist."""
         found = self.names.of(action, span.chunk)
         made = operators.BACKWARD_INPUT[action.op](self._backward_call(action, span, found))
         adding = iter(found.adding)
@@ -262,7 +262,7 @@ class Executor:
                 target.add_(gradient.view(target.shape))
 
     def backward_weight(self, action: Action, span: Span) -> None:
-        """Weight gradients, added into their buffers."""
+        """Compute weight gradients and add them to their buffers."""
         found = self.names.of(action, span.chunk)
         operators.BACKWARD_WEIGHT[action.op](self._backward_call(action, span, found))
 
@@ -271,7 +271,7 @@ class Executor:
         self.memory.put(span.key(name), Value(compact(made), *rows))
 
     def update(self, action: Action, span: Span) -> None:
-        """AdamW on this rank's shard of every parameter, or of one unit's in the backward."""
+        """AdamW on this rank's shard of every parameter, or (in the backward) of one unit's."""
         parameters = list(self.model.parameters.values())
         if action.part:
             parameters = self.model.unit_parameters(span.chunk, action.part)

@@ -1,4 +1,4 @@
-"""What an exception of a rank means for its job: out of memory, not a number, or a failure."""
+"""The status that an exception of a rank gives its job: out of memory, not a number, or failed."""
 
 from typing import Literal
 
@@ -10,15 +10,15 @@ FULL = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "Cuda failure 2 'out of memory'",  # NCCL's buffers
 )
-"""RuntimeErrors that mean: out of memory."""
+"""Texts of RuntimeErrors that mean out of memory."""
 
 
 class NotFinite(ArithmeticError):
-    """A loss is NaN or infinite."""
+    """A loss that is NaN or infinite."""
 
 
 def failure(error: BaseException) -> tuple[Literal["oom", "nan", "failed"], str]:
-    """A status and a reason; an executor's error is judged by its cause."""
+    """The status and the reason of an error; an executor's error is judged by its cause."""
     cause = error.__cause__ or error
     full = any(words in str(cause) for words in FULL)
     reason = f"{type(error).__name__}: {error}"

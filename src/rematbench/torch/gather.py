@@ -1,4 +1,4 @@
-"""Rank results -> one result: losses summed, gradients put together from their shards."""
+"""From the results of ranks to one result: losses summed, gradients assembled from their shards."""
 
 import math
 
@@ -11,8 +11,8 @@ from rematbench.torch.groups import state_rank
 
 
 def combine(case: Case, ranks: list[RankResult]) -> Result:
-    """The job's result from every rank's; a gradient that is not finite makes it `nan`, as a loss
-    does."""
+    """The job's result from the results of all ranks. A gradient that is not finite makes the
+    result `nan`, as a loss does."""
     steps = range(case.steps)
     norms = [_norms(case, ranks, step) for step in steps] if case.shards else []
     wrong = [
@@ -34,12 +34,12 @@ def combine(case: Case, ranks: list[RankResult]) -> Result:
 
 
 def is_sharded(layout: Layout) -> bool:
-    """Whether ZeRO spreads each parameter's state over the state peers."""
+    """Whether ZeRO spreads the state of each parameter over the state peers."""
     return layout.zero_stage >= 1 and layout.state_shards > 1
 
 
 def _holders(case: Case, ranks: list[RankResult], name: str) -> list[list[RankResult]]:
-    """Ranks that together hold a parameter once: per tensor-parallel rank, its state shards."""
+    """The ranks that together hold a parameter once: per tensor-parallel rank its shards."""
     having = [r for r in ranks if name in r.gradients[0]]
     stage = min(r.place.pp for r in having)
     having = [r for r in having if r.place.pp == stage]
@@ -81,7 +81,7 @@ def _gradients(case: Case, ranks: list[RankResult], step: int) -> dict[str, Tens
 
 
 def _whole(shards: list[GradientShard]) -> Tensor:
-    """One tensor-parallel rank's gradient from its ZeRO shards."""
+    """The gradient of one tensor-parallel rank, from its ZeRO shards."""
     values = [shard.values for shard in shards if shard.values is not None]
     flat = torch.cat(values)
     shape = torch.Size(shards[0].shape)

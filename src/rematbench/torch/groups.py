@@ -1,13 +1,13 @@
 """A rank's coordinates and its process groups: tp, cp, dp (state peers: dp x cp), channels of pp.
 
-Ulysses ranks are neighbours taken from dp and have the place of cp.
+The ranks of a Ulysses group are neighbours along dp; they use the dimension cp.
 
 A channel is a communicator of two stages that carries one direction of one of the two rings
-(forward: to the next stage, backward: to the one before) one way only.  NCCL runs a
-communicator's messages in the order of issue.  A send behind a receive that waits for the peer's
-send would wait for ever, as between two stages with interleaved chunks, or two ends that exchange
-the gradient of a shared embedding.  The default group has no device, so that torch opens each
-communicator at its first use or in `connect`.
+(forward: to the next stage, backward: to the one before) one way only. NCCL runs a communicator's
+messages in the order of issue. So a send behind a receive that waits for the peer's send would wait
+for ever, as between two stages with interleaved chunks, or two ends that exchange the gradient of a
+shared embedding. The default group has no device, so that torch opens each communicator at its
+first use or in `connect`.
 """
 
 import time
@@ -35,7 +35,7 @@ class Coordinates(NamedTuple):
 
 
 def coordinates(rank: int, layout: Layout, order: tuple[str, ...]) -> Coordinates:
-    """Place of a rank when the first dimension of `order` varies fastest."""
+    """The place of a rank when the first dimension of `order` varies fastest."""
     sizes = degrees(layout)
     place: dict[str, int] = {}
     for name in order:
@@ -44,8 +44,8 @@ def coordinates(rank: int, layout: Layout, order: tuple[str, ...]) -> Coordinate
 
 
 def members(layout: Layout, order: tuple[str, ...], along: tuple[str, ...]) -> list[list[int]]:
-    """The groups whose ranks differ only along the given dimensions, each in the order of ranks, as
-    torch has the ranks of a communicator."""
+    """The groups of ranks that differ only along the given dimensions. Each group is in the order
+    of ranks, as torch orders the ranks of a communicator."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.gpus):
         place = coordinates(rank, layout, order)
@@ -58,7 +58,7 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {"tp": ("tp",), "cp": ("cp",), "dp": ("
 
 
 def state_rank(layout: Layout, order: tuple[str, ...], place: Coordinates) -> int:
-    """A rank's place among its state peers (dp x cp), in their communicator's order."""
+    """A rank's place among its state peers (dp x cp), in the order of their communicator."""
     sizes, number, stride = degrees(layout), 0, 1
     for name in order:
         if name in DIMENSIONS["dp"]:
@@ -75,7 +75,8 @@ class Group(NamedTuple):
     handle: dist.ProcessGroup | None
 
     def all_gather(self, out: Tensor, own: Tensor) -> None:
-        """out = every rank's rows, in rank order; `own` may be its place there (as NCCL allows)."""
+        """out = every rank's rows in rank order; `own` may be its place in `out` (NCCL allows
+        it)."""
         if self.handle is None:
             out.view(-1).copy_(own.reshape(-1))
             return
@@ -83,8 +84,7 @@ class Group(NamedTuple):
         self._call(partial(call, group=self.handle), out, own.contiguous())
 
     def reduce_scatter(self, out: Tensor, whole: Tensor) -> None:
-        """out = this rank's rows of the sum over ranks; it may be their place in `whole` (as NCCL
-        allows)."""
+        """out = this rank's rows of the sum; `out` may lie in `whole` (NCCL allows it)."""
         if self.handle is None:
             out.view(-1).copy_(whole.reshape(-1))
         elif is_gloo(self.handle):
@@ -94,13 +94,13 @@ class Group(NamedTuple):
             call(out, whole.contiguous(), group=self.handle)
 
     def _exchange_and_add(self, out: Tensor, whole: Tensor) -> None:
-        """On gloo: exchange all rows and add every rank's in rank order."""
+        """Reduce-scatter on gloo: exchange all rows and add those of every rank in rank order."""
         parts = torch.empty_like(whole)
         self.all_to_all(parts, whole)
         torch.sum(parts.view(self.size, -1), 0, out=out.view(-1))
 
     def all_to_all(self, out: Tensor, whole: Tensor) -> None:
-        """out = every rank's part for this one; `whole` has a part for each rank, in rank order."""
+        """out = every rank's part for this rank; `whole` has a part for each, in rank order."""
         if self.handle is None:
             out.view(-1).copy_(whole.reshape(-1))
             return
@@ -108,7 +108,7 @@ class Group(NamedTuple):
         self._call(call, out.view(-1), whole.contiguous().view(-1))
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> None:
-        """In place; `op` is sum or max."""
+        """Reduce over ranks in place; `op` is sum or max."""
         if self.handle is not None:
             kind = dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM
             self._call(partial(dist.all_reduce, op=kind, group=self.handle), tensor)
@@ -128,12 +128,13 @@ def _at_once(call: Callable[..., object], *tensors: Tensor) -> None:
 
 
 def settled(call: Callable[..., object], *tensors: Tensor) -> None:
-    """Run a collective and return when gloo's threads have released its tensors, which happens a
-    moment after it is done (the tracker would still count a freed tensor)."""
+    """Run a collective and return when gloo's threads have released its tensors. They release the
+    tensors a moment after the collective is done; the tracker would count a freed tensor until
+    then."""
     holders = getattr(torch._C, "_storage_Use_Count")  # noqa: B009  # not in torch's type stubs
     storages = [tensor.untyped_storage()._cdata for tensor in tensors]
     before = [holders(storage) for storage in storages]
-    call(*(tensor.detach() for tensor in tensors))  # aliases: whoever keeps one holds the storage
+    call(*(tensor.detach() for tensor in tensors))  # a held alias holds the storage
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:
         if all(holders(s) <= n for s, n in zip(storages, before, strict=True)):
@@ -142,11 +143,11 @@ def settled(call: Callable[..., object], *tensors: Tensor) -> None:
 
 
 STEP = {"f": 1, "b": -1}
-"""By direction, how many stages ahead its messages go."""
+"""How many stages ahead the messages of a direction go."""
 
 
 class Channel(NamedTuple):
-    """One direction's way from one stage of a pipeline to another."""
+    """The way of one direction's messages from one stage of a pipeline to another."""
 
     direction: str
     sender: int
@@ -154,8 +155,8 @@ class Channel(NamedTuple):
 
 
 def channels(stages: int) -> list[Channel]:
-    """Every channel of a pipeline: both rings with their closing links, which interleaved chunks
-    use (and the ends for a shared embedding)."""
+    """Every channel of a pipeline: both rings with their closing links. Interleaved chunks use the
+    closing links, and so do the ends for a shared embedding."""
     return [
         Channel(direction, stage, (stage + step) % stages)
         for direction, step in STEP.items()
@@ -165,9 +166,9 @@ def channels(stages: int) -> list[Channel]:
 
 
 def new_group(ranks: list[int]) -> dist.ProcessGroup:
-    """A communicator of these ranks.  NCCL's gets a stream of torch's high-priority pool: each pool
-    hands out 32 streams in turn, so a stream of the other pool would in time be the executor's own,
-    and a message would hold the executor up."""
+    """A communicator of these ranks. NCCL's communicator gets a stream of torch's high-priority
+    pool. Each pool hands out 32 streams in turn, so a stream of the other pool would in time be a
+    stream of the executor, and a message would hold up the executor."""
     options = None
     if dist.get_backend() == "nccl":
         options = getattr(dist, "ProcessGroupNCCL").Options()  # noqa: B009  # not on every build
@@ -177,7 +178,7 @@ def new_group(ranks: list[int]) -> dist.ProcessGroup:
 
 
 class Groups:
-    """All groups of one layout.  Every process must build them (creation is collective)."""
+    """All groups of one layout. Every process must build them, because creation is collective."""
 
     def __init__(self, layout: Layout, order: tuple[str, ...], rank: int) -> None:
         self.layout, self.order, self.rank = layout, order, rank
@@ -185,7 +186,7 @@ class Groups:
         self.by_name = {name: self._group(along) for name, along in DIMENSIONS.items()}
         self.channels = self._channels()
         self.buffered = any(map(is_gloo, self.channels.values()))
-        """Whether a send copies first: gloo's send ends only when the receiver is ready."""
+        """Whether a send copies its tensor first: gloo's send waits for the receiver."""
         self._peers: dict[int, int] = {}
         self._open: set[str | Channel] = set()
 
@@ -198,7 +199,7 @@ class Groups:
         return Group(len(mine), mine.index(self.rank), handle)
 
     def _channels(self) -> dict[Channel, dist.ProcessGroup]:
-        """This rank's channels; every rank creates those of all pipelines."""
+        """This rank's channels; every rank takes part in creating the channels of all pipelines."""
         found = {}
         for ranks in members(self.layout, self.order, ("pp",)):
             for channel in channels(self.layout.pp):
@@ -209,9 +210,12 @@ class Groups:
         return found
 
     def connect(self, device: torch.device, used: Container[Channel]) -> None:
-        """Open the groups' communicators and those of used channels, on all ranks in one order.
-        NCCL opens one at its first use and holds the host until the peers do the same, which must
-        not happen inside a step; each costs memory, so an unused channel stays closed."""
+        """Open the communicators of the groups and of the used channels, on all ranks in one order.
+
+        NCCL opens a communicator at its first use and holds the host until the peers do the same,
+        which must not happen inside a step. Each communicator costs memory, so an unused channel
+        stays closed.
+        """
         token = torch.zeros(1, device=device)
         for name, group in self.by_name.items():
             if name not in self._open:
@@ -228,7 +232,7 @@ class Groups:
             torch.cuda.synchronize(device)
 
     def peer(self, stage: int) -> int:
-        """Global rank of the process with this place at another pipeline stage."""
+        """The global rank of the process with this rank's place at another pipeline stage."""
         if stage not in self._peers:
             wanted = self.place._replace(pp=stage)
             ranks = range(self.layout.gpus)
@@ -244,7 +248,7 @@ class Groups:
         return work
 
     def receive(self, tensor: Tensor, stage: int, direction: str, tag: int) -> dist.Work:
-        """Start to receive into a tensor.  NCCL has no tags: its messages arrive in the order of
+        """Start to receive into a tensor. NCCL has no tags: its messages arrive in the order of
         their sends (see `messages.overtaken`)."""
         group = self.channels[Channel(direction, stage, self.place.pp)]
         work = dist.irecv(tensor, self.peer(stage), group=group, tag=tag)
@@ -253,5 +257,5 @@ class Groups:
 
 
 def default_backend(device: torch.device) -> str:
-    """gloo on a CPU, NCCL on CUDA."""
+    """The default backend of a device: gloo on a CPU, NCCL on CUDA."""
     return "nccl" if device.type == "cuda" else "gloo"

@@ -1,4 +1,4 @@
-"""AdamW on states in host memory: a thread of its own beside the thread that issues actions."""
+"""AdamW on states in host memory, on a thread of its own beside the thread that issues actions."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,17 +13,17 @@ from rematbench.torch.streams import Mark, Streams
 
 
 class Underway(NamedTuple):
-    """An update that whoever needs the weights waits for."""
+    """An update under way, for readers of the weights to wait on."""
 
     future: Future[None]
 
     def wait(self) -> None:
-        """Hold the calling thread until the update is done; raise what it raised."""
+        """Hold the calling thread until the update is done; raise the update's error."""
         self.future.result()
 
 
 class HostUpdates:
-    """Runs updates one by one on one thread, each once its stream's events are there."""
+    """Runs updates one by one on one thread, each once the events before it are complete."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -31,7 +31,7 @@ class HostUpdates:
         self.latest: Underway | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin an update once everything issued so far on its stream is done."""
+        """Start an update once everything issued so far on its stream is done."""
         if self.pool is None:
             self.pool = ThreadPoolExecutor(1, thread_name_prefix=HOST_UPDATE)
         before = self.streams.mark(HOST_UPDATE)
@@ -43,13 +43,13 @@ class HostUpdates:
         self.latest = Underway(self.pool.submit(run))
 
     def attach(self, mark: Mark) -> None:
-        """Make an event hold only when the latest update is done."""
+        """Make an event complete only when the latest update is done."""
         if self.latest is not None:
             mark.works.append(self.latest)
 
 
 def gradients_down(parameters: Iterable[Parameter], streams: Streams, stream: str) -> None:
-    """Copy this rank's shards of the gradients to where the update reads them."""
+    """Copy this rank's shards of the gradients to the host memory that the update reads."""
     for parameter in parameters:
         here, there = parameter.grad_flat[parameter.start : parameter.stop], _host(parameter).grad
         streams.run(stream, _copy(there, here))

@@ -1,7 +1,7 @@
-"""Whether a host can hold a job whose every rank is a process on its CPUs.
+"""Whether a host has memory for a job whose every rank is a process on its CPUs.
 
-A full GPU raises an error.  A full host kills a process, and not always the one that asked for too
-much.  So a job that cannot fit is not started.
+A GPU without free memory raises an error. A host without free memory kills a process, and not
+always the process that asked for too much. So a job that cannot fit is not started.
 """
 
 from math import prod
@@ -17,14 +17,14 @@ from rematbench.torch.model import DTYPES
 from rematbench.torch.parameters import ParameterSpec, specs_by_name
 
 PROCESS_BYTES = 200 << 20
-"""Bytes of a rank on CPUs before its model: 235 MB private to it (/proc/PID/smaps_rollup) with
-torch 2.13 imported and gloo's group joined, for tiny-llama-deep on 2 and on 4 ranks; rounded down,
-as other versions may take less."""
+"""Bytes of a rank on CPUs before its model. Measured: 235 MB private to a process
+(/proc/PID/smaps_rollup) with torch 2.13 imported and gloo's group joined, for tiny-llama-deep on 2
+and on 4 ranks; rounded down, because other versions may take less."""
 
 
 def state_bytes(case: Case) -> int:
-    """Bytes of all ranks' parameters, gradients, master weights and moments, as the runtime holds
-    them, without padding: a lower bound."""
+    """A lower bound of the bytes of all ranks' parameters, gradients, master weights and moments.
+    They are counted as the runtime holds them, without padding."""
     problem, lay = case.problem, case.problem.layout
     stages = (rank_parameters(problem, case.plan, stage) for stage in range(lay.pp))
     return sum(_held(case, count) for count in stages) * (lay.gpus // lay.pp)
@@ -40,8 +40,8 @@ def _held(case: Case, count: int) -> int:
 
 
 def drawing_bytes(case: Case) -> int:
-    """Peak bytes of all ranks while weights are drawn: each rank holds one whole parameter in
-    float64 beside those that it has made."""
+    """Peak bytes of all ranks while weights are drawn. Each rank holds one whole parameter in
+    float64 beside the parameters that it has made."""
     lay, total = case.problem.layout, 0
     for stage in range(lay.pp):
         made, most = 0, 0
@@ -65,8 +65,8 @@ def _specs(case: Case, stage: int) -> list[ParameterSpec]:
 
 
 def too_large(case: Case) -> str:
-    """Why a case on CPUs is not started; empty if it may fit, both while its weights are drawn and
-    while it trains."""
+    """Why a case on CPUs is not started; empty if the case may fit. It must fit both while its
+    weights are drawn and while it trains."""
     free = free_bytes()
     if case.device != "cpu" or free < 0:
         return ""

@@ -22,8 +22,8 @@ from rematbench.torch.worker import run_case
 
 @dataclass(frozen=True)
 class Given:
-    """A process that a launcher started: its rank among `world_size`, its place on its host, and
-    where the processes meet."""
+    """A process that a launcher started. It has a rank among `world_size` processes, a local rank
+    on its host, and the address and port where the processes meet."""
 
     rank: int
     world_size: int
@@ -33,7 +33,7 @@ class Given:
 
 
 LOOK_UP_S = 10.0
-"""How long a host name may be unknown: a job's first host may be registered late."""
+"""Seconds that a host name may stay unknown: a job's first host may be registered late."""
 
 
 class NotMet(RuntimeError):
@@ -41,7 +41,7 @@ class NotMet(RuntimeError):
 
 
 def versions(device: str) -> dict[str, str]:
-    """The software versions and the device's name, for a record."""
+    """The software versions and the name of the device, for a record."""
     made, name = str(torch.__version__), f"cpu ({platform.machine()})"
     if device == "cuda":
         name = torch.cuda.get_device_name() if has_gpu() else "cuda (none that torch can use)"
@@ -52,7 +52,7 @@ def versions(device: str) -> dict[str, str]:
 
 
 def device_kind(asked: str) -> str:
-    """The device asked for, else cuda where torch has a GPU, else cpu."""
+    """The device that was asked for, else cuda where torch has a GPU, else cpu."""
     prepare(asked or "cuda")  # before torch looks for a GPU
     return asked or ("cuda" if has_gpu() else "cpu")
 
@@ -63,7 +63,7 @@ def has_gpu() -> bool:
 
 
 def refused(case: Case) -> str:
-    """Why the runtime does not execute a case, before any process starts; else empty."""
+    """Why the runtime does not execute a case, found before any process starts; else empty."""
     try:
         require_executable(case.problem, case.plan)
     except NotExecutable as error:
@@ -72,8 +72,8 @@ def refused(case: Case) -> str:
 
 
 def run_own(cases: list[Case], timeout_s: float) -> list[Result]:
-    """Start a process per GPU of the layout on this machine and run the cases; a case that needs
-    more memory than the machine has is not run."""
+    """Run the cases in processes started here, one per GPU of the layout. A case that needs more
+    memory than this machine has is not run; its status is `oom`."""
     full = {
         number: why
         for number, case in enumerate(cases)
@@ -90,9 +90,9 @@ def run_own(cases: list[Case], timeout_s: float) -> list[Result]:
 def run_given(
     cases: list[Case], given: Given, timeout_s: float
 ) -> tuple[list[Result], tuple[int, ...]]:
-    """Run the cases in a process that a launcher started: results on rank 0 (empty elsewhere), and
-    how many ranks each host has.  A case that fails here ends this process; the launcher ends the
-    others.  NotMet if not all processes join."""
+    """Run the cases in a process that a launcher started. The result has the cases' results on rank
+    0 (empty elsewhere), and how many ranks each host has. A case that fails here ends this process;
+    the launcher ends the others. NotMet if not all processes join."""
     torch.set_num_threads(1)
     prepare(cases[0].device)
     device = choose_device(cases[0].device, given.local_rank)
@@ -128,7 +128,7 @@ def _meet(given: Given, backend: str, timeout_s: float) -> None:
             world_size=given.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
-    except Exception as error:  # torch's own errors, gloo's and NCCL's, of no common kind
+    except Exception as error:  # torch's, gloo's and NCCL's errors have no common class
         why = next(iter(str(error).splitlines()), type(error).__name__)
         raise NotMet(
             f"rank {given.rank} has not met the others of {given.world_size} processes at {where} "
@@ -137,7 +137,7 @@ def _meet(given: Given, backend: str, timeout_s: float) -> None:
 
 
 def _look_up(address: str, patience_s: float) -> None:
-    """NotMet if no host has the name: torch would retry until its timeout, with traces."""
+    """NotMet if no host has the name; without this check torch would retry until its timeout."""
     until = time.monotonic() + patience_s
     while True:
         try:
@@ -150,8 +150,8 @@ def _look_up(address: str, patience_s: float) -> None:
 
 
 def _leave(device: torch.device, *, clean: bool) -> None:
-    """Destroy the communicators.  After a failure NCCL's kernels may wait for a peer for ever, and
-    destroying a communicator waits for its kernels: it is aborted instead."""
+    """Destroy the communicators, or abort them after a failure. NCCL's kernels may then wait for a
+    peer for ever, and destroying a communicator waits for its kernels."""
     abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
     if device.type == "cuda" and not clean and abort is not None:
         abort()
@@ -166,8 +166,8 @@ def _one(
     known: dict[tuple[object, ...], Groups],
     talk: dist.ProcessGroup,
 ) -> Result | None:
-    """Run a case on this rank; its result on rank 0.  Ranks that fail alike (NaN, refused) all
-    return it; where one rank fails alone, the others end at the timeout."""
+    """Run a case on this rank; the case's result on rank 0, else None. Ranks that fail alike (NaN,
+    refused) all return a result; where one rank fails alone, the others end at the timeout."""
     own: RankResult | tuple[Status, str]
     try:
         own = run_case(case, given.rank, device, known)
@@ -183,7 +183,7 @@ def _one(
 
 
 def _gathered(own: object, given: Given, talk: dist.ProcessGroup) -> list:  # type: ignore[type-arg]
-    """Every rank's object on rank 0, in rank order."""
+    """The objects of every rank on rank 0, in rank order; empty elsewhere."""
     found: list[object] | None = [None] * given.world_size if given.rank == 0 else None
     dist.gather_object(own, found, dst=0, group=talk)
     return found or []

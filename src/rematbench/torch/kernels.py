@@ -1,12 +1,12 @@
-"""Each operator's arithmetic, forward and backward, on plain tensors with explicit saved ones.
+"""The arithmetic of each operator, forward and backward, on plain tensors.
 
-Tensors are rows x columns.  Nothing is kept between a forward and its backward but what is passed
-in: norms recompute their statistics, activation functions their derivative.  Statistics of bf16
-tensors are computed in fp32.
+Tensors are rows x columns. A backward gets everything that it needs as an argument: norms recompute
+their statistics, activation functions their derivative. Statistics of bf16 tensors are computed in
+fp32.
 
-On a GPU norms and fp32 sums of weight gradients are torch's own fused kernels, which hold nothing
-beside their result; a CPU has no such kernels, there they are written out.  Traces (meta tensors)
-stand for GPUs.
+On a GPU norms and fp32 sums of weight gradients are torch's own fused kernels, which hold no memory
+beside their result. A CPU has no such kernels; there the operators are written out. Traces (meta
+tensors) stand for GPUs.
 """
 
 import torch
@@ -17,7 +17,7 @@ NORM_EPS = 1e-5
 ROPE_BASE = 10_000.0
 _aten = torch.ops.aten
 IGNORED = -100
-"""A label that counts neither in the loss nor in its mean."""
+"""A label that counts neither in the loss nor in the mean of the loss."""
 PARTS = 8
 
 
@@ -43,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(input gradient, weight gradient: on a CPU in the wide dtype)."""
+    """(input gradient, weight gradient); on a CPU the weight gradient is in the wide dtype."""
     if fused(x):
         return fused_rms_norm_backward(grad, x, weight)
     g, y = _wide_copies(grad, x)
@@ -56,12 +56,12 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
 
 
 def _wide_copies(*tensors: Tensor) -> list[Tensor]:
-    """For arithmetic in place, so that a CPU holds few wide tensors beside its results."""
+    """Copies in the wide dtype for arithmetic in place, so that a CPU holds few wide tensors."""
     return [x.to(wide(x.dtype), copy=True) for x in tensors]
 
 
 def fused_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The same by torch's kernel, the weight gradient in the weight's dtype."""
+    """(input gradient, weight gradient) by torch's kernel; the latter in the weight's dtype."""
     if x.is_meta:
         return torch.empty_like(x), torch.empty_like(weight)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide(x.dtype))
@@ -78,7 +78,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(input, weight and bias gradients); the last two on a CPU in the wide dtype."""
+    """(input, weight and bias gradients); on a CPU the last two are in the wide dtype."""
     if fused(x):
         return fused_layer_norm_backward(grad, x, weight)
     g, y = _wide_copies(grad, x)
@@ -95,13 +95,13 @@ def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor
 def fused_layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same by torch's kernel; the forward once more is the cheapest that gives both
-    statistics."""
+    """(input, weight and bias gradients) by torch's kernel. A second forward is the cheapest call
+    that gives both statistics."""
     if x.is_meta:
         return torch.empty_like(x), torch.empty_like(weight), torch.empty_like(weight)
     shape = x.shape[-1:]
     _, mean, scale = _aten.native_layer_norm(x, shape, weight, weight, NORM_EPS)
-    bias, every = weight, [True, True, True]  # of a bias the kernel asks the dtype
+    bias, every = weight, [True, True, True]  # the kernel reads only the dtype of a bias
     dx, dw, db = _aten.native_layer_norm_backward(grad, x, shape, mean, scale, weight, bias, every)
     return dx, dw, db
 
@@ -112,12 +112,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """total += grad.T @ x, in the gradient buffer's dtype; on a GPU inside the product, on a CPU in
-    PARTS of the buffer, so that the product beside it stays small."""
+    """total += grad.T @ x, in the gradient buffer's dtype. On a GPU the sum is inside the product;
+    on a CPU the product is made in PARTS, so that its temporary stays small."""
     if total.dtype == x.dtype:
         total.addmm_(grad.t(), x)
     elif fused(x) and hasattr(_aten.addmm, "dtype_out"):
-        if not x.is_meta:  # nothing is made that a trace could see
+        if not x.is_meta:  # a trace makes no tensor here
             _aten.addmm.dtype_out(total, grad.t(), x, total.dtype, out=total)
     else:
         for some, rows in zip(total.chunk(PARTS), grad.t().chunk(PARTS), strict=True):
@@ -125,19 +125,19 @@ def add_weight_gradient(total: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 def rope_tables(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of every row's position: rows x head_dim / 2."""
+    """(cos, sin) of the position of every row: rows x head_dim / 2 each."""
     powers = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
     angles = positions.to(torch.float64)[:, None] * ROPE_BASE**-powers
     return angles.cos().to(wide(dtype)), angles.sin().to(wide(dtype))
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-    """Rotate each head's (first half, second half) pairs; the inverse is the backward."""
+    """Rotate the (first half, second half) pairs of each head; the inverse is the backward."""
     rows, half = x.shape[0], cos.shape[-1]
     pairs, out = x.view(rows, -1, 2, half), torch.empty_like(x)
     turned, a, b = out.view(pairs.shape), pairs[:, :, 0], pairs[:, :, 1]
     c, s = cos[:, None], -sin[:, None] if inverse else sin[:, None]
-    turned[:, :, 0] = (a * c).sub_(b * s)  # two wide halves beside the result, no more
+    turned[:, :, 0] = (a * c).sub_(b * s)  # only two wide halves beside the result
     turned[:, :, 1] = (b * c).add_(a * s)
     return out
 
@@ -148,15 +148,15 @@ def activation(gate: Tensor, kind: str) -> Tensor:
 
 
 def activation_backward(grad: Tensor, gate: Tensor, kind: str) -> Tensor:
-    """The gradient before the activation function."""
+    """The gradient of the activation function's input."""
     if kind == "swiglu":
         return torch.ops.aten.silu_backward(grad, gate)  # type: ignore[no-any-return]
     return torch.ops.aten.gelu_backward(grad, gate)  # type: ignore[no-any-return]
 
 
 def embed(ids: Tensor, table: Tensor, first: int, *, whole: bool) -> Tensor:
-    """Rows of a vocabulary shard that starts at `first` (`whole`: the only one); zero for tokens of
-    other shards."""
+    """Rows of a vocabulary shard that starts at `first`; zero for tokens of other shards. `whole`:
+    the shard is the whole vocabulary."""
     if whole:
         return table[ids]
     local = ids - first
@@ -166,8 +166,8 @@ def embed(ids: Tensor, table: Tensor, first: int, *, whole: bool) -> Tensor:
 
 
 def embed_backward(total: Tensor, grad: Tensor, ids: Tensor, first: int, *, whole: bool) -> None:
-    """Add each token's gradient to its row, if this shard holds it.  No shape depends on data (a
-    boolean index would), so that fake tensors run it too."""
+    """Add each token's gradient to its row, if this shard holds the row. No shape depends on data
+    (a boolean index would), so that fake tensors can run this function too."""
     if whole:
         total.index_add_(0, ids, grad.to(total.dtype))
         return
@@ -178,7 +178,7 @@ def embed_backward(total: Tensor, grad: Tensor, ids: Tensor, first: int, *, whol
 
 
 def shard_labels(labels: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
-    """(column inside the shard, whether the shard holds the label)."""
+    """(column inside the shard, whether the shard holds the label), for each label."""
     local = labels - first
     mine = (local >= 0) & (local < width)
     return local.clamp(0, width - 1), mine
@@ -187,7 +187,7 @@ def shard_labels(labels: Tensor, first: int, width: int) -> tuple[Tensor, Tensor
 def cross_entropy_backward(
     probs: Tensor, labels: Tensor, first: int, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """(softmax - one-hot) x scale for the rows that count, with no wide copy of the softmax."""
+    """(softmax - one-hot) x scale for the rows that count, without a wide copy of the softmax."""
     column, mine = shard_labels(labels, first, probs.shape[-1])
     grad = torch.mul(probs, scale, out=probs.new_empty(probs.shape, dtype=dtype))
     at_label = probs.gather(1, column[:, None]).sub_(mine[:, None].to(probs.dtype)).mul_(scale)

@@ -1,7 +1,7 @@
-"""Start the processes of a job, collect their results, and turn every failure into a result.
+"""Starts the processes of a job, collects their results, and turns every failure into a result.
 
-One launch runs a list of cases of one world size.  A case that dies, hangs or is wrong has a status
-and a reason; the launch ends its processes, and a new launch runs the remaining cases.
+One launch runs a list of cases of one world size. A case that dies, hangs or is wrong gets a status
+and a reason; the launch then ends its processes, and a new launch runs the remaining cases.
 """
 
 import multiprocessing as mp
@@ -23,12 +23,11 @@ from rematbench.torch.model import NotExecutable, require_executable
 
 POLL_S = 0.02
 ERROR_GRACE_S = 10.0
-"""How long a rank may take to end after it wrote its error: on CUDA it may hang in its own
-kernels."""
+"""Seconds in which a rank must end after its error: on CUDA its own kernels may hang."""
 
 
 def execute_cases(cases: Sequence[Case], *, timeout_s: float = 120.0) -> list[Result]:
-    """Run cases of one world size, `timeout_s` for each at most; results in the cases' order."""
+    """The results of cases of one world size, in their order; `timeout_s` for each case."""
     if len({(case.world_size, case.device) for case in cases}) > 1:
         raise ValueError("the cases of a launch have one world size and one device")
     results: dict[int, Result] = {}
@@ -47,7 +46,7 @@ def execute_cases(cases: Sequence[Case], *, timeout_s: float = 120.0) -> list[Re
 
 
 def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
-    """Results up to the first failure (at least one)."""
+    """The results up to the first failure (at least one result)."""
     size = cases[0].world_size
     with scratch() as folder:
         context = mp.get_context("spawn")
@@ -74,11 +73,11 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
 
 
 def _watch(processes: list[BaseProcess], folder: Path, timeout_s: float) -> RankError:
-    """Wait until all processes are done, one has died, or a case makes no progress."""
+    """Wait until all processes are done, one process has died, or a case makes no progress."""
     seen, since, failed_at = 0, time.monotonic(), 0.0
     while True:
         codes = [process.exitcode for process in processes]
-        if any(codes):  # read twice: a rank killed meanwhile names the cause
+        if any(codes):  # read once more: another rank that was killed meanwhile names the cause
             return rank_error.of_exits([process.exitcode for process in processes])
         if all(code == 0 for code in codes):
             return RankError("failed", "a process ended without a result")
@@ -102,6 +101,6 @@ def _end(processes: list[BaseProcess]) -> None:
 
 
 def _reason(folder: Path, number: int, failure: RankError) -> tuple[Status, str]:
-    """Why a case has no result."""
+    """The status and the reason of a case without a result."""
     cause = rank_error.of_job(sorted(folder.glob(f"{number}.*.error")), failure)
     return cast(Status, cause.status), cause.reason

@@ -1,4 +1,4 @@
-"""Storages by name: what is alive on a rank, which rows each holds, slots, the host pool."""
+"""Storages by name: the storages alive on a rank and their rows, staging slots, the host pool."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,30 +24,30 @@ class Span(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The row after the last."""
+        """The row after the last row."""
         return self.first + self.size
 
     def key(self, name: str) -> Key:
-        """A storage of this (micro-batch, chunk)."""
+        """The key of a storage of this (micro-batch, chunk)."""
         return (name, self.micro_batch, self.chunk)
 
 
 class ExecutionError(RuntimeError):
-    """An action cannot run as it stands; the message names the action and the tensor."""
+    """An action that cannot run as it stands; the message names the action and the tensor."""
 
 
 @dataclass(slots=True)
 class Value:
-    """A storage: rows x columns, holding shard rows [first, first + count) of its tensor (count 0:
-    bytes without rows)."""
+    """A storage: rows x columns with the shard rows [first, first + count) of its tensor. A count
+    of 0 means bytes without rows."""
 
     data: Tensor
     first: int = 0
     count: int = 0
 
     def view(self, first: int, count: int) -> Tensor:
-        """Blocks x count x columns: a view of some shard rows.  Rows of gathered tensors come in
-        one block for each rank of the group."""
+        """A view of some shard rows: blocks x count x columns. Rows of gathered tensors come in one
+        block for each rank of the group."""
         start = first - self.first
         if start < 0 or start + count > self.count:
             raise ExecutionError(
@@ -59,14 +59,14 @@ class Value:
         return whole[:, start : start + count]
 
     def rows(self, first: int, count: int) -> Tensor:
-        """Those shard rows, flat (the tensor itself if it has just these rows)."""
+        """Some shard rows, flat: the tensor itself where it has just these, else rows of `view`."""
         if (first, count) == (self.first, self.count) or self.count == 0:
             return self.data
         return self.view(first, count).reshape(-1, self.data.shape[-1])
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """The tensor in a storage of just its bytes."""
+    """The tensor in a storage with exactly its bytes; a copy where its storage is larger."""
     tensor = tensor.contiguous()
     if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
         return tensor.clone()
@@ -74,7 +74,7 @@ def compact(tensor: Tensor) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A flat view of a compact tensor's bytes."""
+    """A flat view of the bytes of a compact tensor."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
@@ -91,19 +91,19 @@ class Memory:
         return found
 
     def put(self, key: Key, value: Value) -> None:
-        """Add a storage."""
+        """Add a storage; ExecutionError if its key is alive already."""
         if key in self.values:
             raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is alive already")
         self.values[key] = value
 
     def free(self, key: Key) -> None:
-        """Free a storage."""
+        """Free a storage; ExecutionError if its key is not alive."""
         if self.values.pop(key, None) is None:
             raise ExecutionError(f"{key[0]} of {key[1]}.{key[2]} is freed but not alive")
 
 
 class Room:
-    """Places inside one slot, first fit between its tenants."""
+    """Places inside one slot; a tensor goes into the first gap that holds it."""
 
     ALIGN = 16
 
@@ -112,7 +112,7 @@ class Room:
         self.size = 0
 
     def place(self, key: Key, nbytes: int) -> int:
-        """Place a tensor and return its start; the room grows to the furthest end ever."""
+        """Place a tensor; the result is its start. The room grows to the furthest end so far."""
         need, start = -(-nbytes // self.ALIGN) * self.ALIGN, 0
         for other, length in sorted(self.taken.values()):
             if other - start >= need:
@@ -124,7 +124,7 @@ class Room:
 
 
 class Slots:
-    """Staging slots: one arena each, sized by placing the whole program's tensors once."""
+    """Staging slots: one arena per slot, sized by placing the tensors of the whole program once."""
 
     def __init__(self, program: RankProgram, device: torch.device) -> None:
         self.rooms: dict[str, Room] = {}
@@ -150,15 +150,15 @@ class Slots:
         return self.arenas[slot][start : start + nbytes]
 
     def release(self, key: Key) -> None:
-        """Take a tensor out of its slot, if it is in one."""
+        """Take a tensor out of its slot, if it is in a slot."""
         slot = self.holder.pop(key, None)
         if slot is not None:
             del self.rooms[slot].taken[key]
 
 
 class Block(NamedTuple):
-    """Host memory, its lent bytes, and, for a spare block, the mark after its last use.  `fresh`:
-    just allocated."""
+    """Host memory and how many of its bytes are lent. `free_at`: the mark after the last use of a
+    spare block; `fresh`: just allocated."""
 
     data: Tensor
     nbytes: int
@@ -172,8 +172,8 @@ def host_bytes(nbytes: int, *, pinned: bool) -> Tensor:
 
 
 class HostPool:
-    """Host memory for offloaded tensors: pinned and reused best fit on CUDA, plain on a CPU.
-    `pinned_bytes` is what it has taken in all; a pinned block stays in it."""
+    """Host memory for offloaded tensors. On CUDA blocks are pinned, kept and reused by best fit; on
+    a CPU they are plain and released. `pinned_bytes` are all bytes that the pool has pinned."""
 
     def __init__(self, device: torch.device) -> None:
         self.pinned = device.type == "cuda"
@@ -182,7 +182,7 @@ class HostPool:
         self.pinned_bytes = 0
 
     def take(self, key: Key, nbytes: int) -> Block:
-        """Lend the smallest spare block that is large enough, or a new one.  A copy into the block
+        """Lend the smallest spare block that is large enough, or a new block. A copy into the block
         must wait for `free_at`."""
         fitting = [block for block in self.spare if block.data.numel() >= nbytes]
         if fitting:
@@ -196,7 +196,7 @@ class HostPool:
         return found
 
     def give(self, key: Key, free_at: Mark) -> Block:
-        """Take a block back, not to be written before the mark; release a CPU's block."""
+        """Take a block back, not to be written before the mark; a CPU's block is released."""
         block = self.lent.pop(key)
         if self.pinned:
             self.spare.append(block._replace(free_at=free_at))
@@ -204,6 +204,6 @@ class HostPool:
 
 
 def describe(action: Action, micro_batch: int, chunk: int) -> str:
-    """An action, for messages."""
+    """An action in the words of an error message."""
     where = ".".join(word for word in (action.part, action.op) if word)
     return f"{action.kind.value}{micro_batch}.{chunk} {where} {','.join(action.reads)}".strip()

@@ -1,4 +1,4 @@
-"""Point-to-point: boundary activations and gradients between stages, gradients of tied ends."""
+"""Point-to-point messages: boundary activations and their gradients, and gradients of tied ends."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,15 +21,16 @@ TIED_TAG = 1
 
 
 class Message(NamedTuple):
-    """The channel that a message takes, and its tag there."""
+    """The channel that a message takes, and the tag of the message on that channel."""
 
     channel: Channel
     tag: int
 
 
 def message(layout: Layout, stage: int, action: Action, span: tuple[int, int]) -> Message:
-    """The message of a SEND or RECV on a stage, for a (micro-batch, chunk).  Its tag is the virtual
-    stage of the receiver; the gradient of a shared embedding takes the closing links."""
+    """The message of a SEND or RECV on a stage, for a (micro-batch, chunk). Its tag follows from
+    the micro-batch and the virtual stage of the receiver; the gradient of a shared embedding takes
+    the closing links of the rings."""
     pp, (micro_batch, chunk) = layout.pp, span
     sends = action.kind is Kind.SEND
     if action.op == "tied":
@@ -49,13 +50,13 @@ def _messages(program: Program, layout: Layout, kind: Kind) -> Iterator[Message]
 
 
 def used_channels(program: Program, layout: Layout) -> set[Channel]:
-    """The channels that any rank's messages take."""
+    """The channels that the messages of any rank take."""
     return {channel for channel, _ in _messages(program, layout, Kind.SEND)}
 
 
 def overtaken(program: Program, layout: Layout) -> str:
-    """The first channel whose messages are not received in the order in which they are sent, which
-    a transport without tags (NCCL) would mix up; nothing if there is none."""
+    """The first channel whose messages are received in another order than they are sent. A
+    transport without tags (NCCL) would mix such messages up. Empty if there is no such channel."""
     sent: dict[Channel, list[int]] = {}
     received: dict[Channel, list[int]] = {}
     for found, kind in ((sent, Kind.SEND), (received, Kind.RECV)):
@@ -68,7 +69,7 @@ def overtaken(program: Program, layout: Layout) -> str:
 
 
 class Messages:
-    """Sends and receives of one rank; an action's event holds its messages under way."""
+    """Sends and receives of one rank; the event of an action holds its messages under way."""
 
     def __init__(self, model: RankModel, groups: Groups, memory: Memory, streams: Streams) -> None:
         self.model, self.groups, self.memory = model, groups, memory
@@ -84,7 +85,7 @@ class Messages:
             self.arrival = torch.empty_like(self.tied.grad_flat)
 
     def states(self) -> list[Tensor]:
-        """Storages that are not activations."""
+        """The storages here that are not activations."""
         return [] if self.arrival is None else [self.arrival]
 
     def attach(self, mark: Mark) -> None:
@@ -93,12 +94,12 @@ class Messages:
         mark.then, self.then = self.then, []
 
     def _message(self, action: Action, span: Span) -> Message:
-        """The message of an action: its channel and tag."""
+        """The message of an action on a span."""
         lay, stage = self.model.problem.layout, self.model.place.pp
         return message(lay, stage, action, (span.micro_batch, span.chunk))
 
     def send(self, action: Action, span: Span) -> None:
-        """Start a send; its storage stays until the event."""
+        """Start a send; the sent storage stays alive until the event."""
         found = self._message(action, span)
         if action.op == "tied":
             self._send_tied(found)
@@ -122,15 +123,15 @@ class Messages:
         self._begin(found, work)
 
     def _post(self, data: Tensor, found: Message) -> None:
-        """Send a copy.  Gloo's send ends when the receiver is ready and holds the host until then,
-        where a GPU's host would go on issuing.  The copy is transport memory, outside the ledger;
-        the action's event holds at once."""
+        """Send a copy on gloo. Gloo's send ends when the receiver is ready and holds the host until
+        then, where a GPU's host would go on issuing. The copy is transport memory, outside the
+        ledger; the action's event is complete at once."""
         with _disable_current_modes():
             copy = data.clone()
         self.posted.append((self._send(copy, found), copy))
 
     def flush(self) -> None:
-        """Wait until every buffered message is sent."""
+        """Wait until every copied message is sent."""
         while self.posted:
             self.posted.pop()[0].wait()
 

@@ -1,10 +1,10 @@
-"""Fast meta tensors: an operator's outputs depend on shapes only, so each distinct call runs once.
+"""Fast meta tensors: outputs of an operator depend on shapes only, so each distinct call runs once.
 
-A meta tensor is a fake tensor without a subclass: sizes, strides, dtype and a storage that has a
-size and an identity but no memory.  Torch derives most outputs in Python, at 50 to 300 us an
-operator; a step repeats a few hundred distinct calls thousands of times, so this mode remembers
-each call's outputs and makes the next ones directly.  It remembers only operators that return new
-storages and write none of their inputs; views and in-place operators always run.
+A meta tensor is a fake tensor without a subclass: sizes, strides, dtype, and a storage that has a
+size and an identity but no memory. Torch derives most outputs in Python, at 50 to 300 us an
+operator, and a step repeats a few hundred distinct calls thousands of times. So this mode remembers
+the outputs of each call and makes the outputs of equal calls directly. It remembers only operators
+that return new storages and write none of their inputs; views and in-place operators always run.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from torch import Tensor
 from rematbench.torch.mode import Mode
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Sizes, strides, dtype: enough to make an output."""
+"""Sizes, strides and dtype: the facts from which an output can be made."""
 
 
 def form(tensor: Tensor) -> Form:
@@ -25,7 +25,7 @@ def form(tensor: Tensor) -> Form:
 
 
 def is_fresh(operator: Any) -> bool:
-    """Whether one of torch's tensor operators returns new storages and writes no input."""
+    """Whether an operator is one of torch's that returns new storages and writes no input."""
     if operator.namespace != "aten":  # collectives answer with handles, not tensors
         return False
     schema = operator._schema
@@ -34,7 +34,7 @@ def is_fresh(operator: Any) -> bool:
 
 
 class MetaMode(Mode):
-    """Runs operators on meta tensors, each distinct call once."""
+    """Runs operators on meta tensors; each distinct call runs once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ class MetaMode(Mode):
         self._known: dict[Any, tuple[bool, tuple[Form, ...]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, or make the outputs of an earlier call on the same shapes."""
+        """Run the operator, or make the outputs that an equal call returned."""
         fresh = self._fresh.get(func)
         if fresh is None:
             fresh = self._fresh[func] = is_fresh(func)
@@ -66,14 +66,14 @@ class MetaMode(Mode):
 
 
 def _plain(item: Any) -> bool:
-    """Whether a meta tensor fills its storage, so that sizes and strides suffice to make it."""
+    """Whether an item is a meta tensor that fills its storage: then its form suffices."""
     if not isinstance(item, Tensor) or item.device.type != "meta":
         return False
     return item.untyped_storage().nbytes() == item.numel() * item.element_size()
 
 
 def _key(value: Any) -> Any:
-    """A hashable stand-in: a tensor's form, a number with its type (1 is not 1.0 here)."""
+    """A hashable key: a tensor's form, a number with its type (1 and 1.0 are distinct)."""
     if isinstance(value, Tensor):
         return form(value)
     if isinstance(value, tuple | list):

@@ -1,13 +1,14 @@
-"""A dispatch mode that leaves torch's compiler alone."""
+"""A dispatch mode that does not import torch's compiler."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What a mode here inherits from: its first operator would import `torch._dynamo`, to exempt
-    the mode from a compiler that nothing calls: two CPU seconds of every rank."""
+    """The base class of the dispatch modes here. A plain TorchDispatchMode imports `torch._dynamo`
+    at its first operator, to exempt the mode from a compiler that nothing calls; the import takes
+    two CPU seconds of every rank."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's name for that exemption, to be overridden (`torch.utils._python_dispatch`)."""
+        """Override torch's hook for that exemption (`torch.utils._python_dispatch`)."""
         return False

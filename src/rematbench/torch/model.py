@@ -1,4 +1,4 @@
-"""One rank's model: its chunks, their parameters, and the facts its operators need."""
+"""One rank's model: its chunks, their parameters, and the facts that its operators need."""
 
 from functools import cached_property
 
@@ -29,18 +29,18 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class NotExecutable(ValueError):
-    """The torch runtime cannot execute a plan; the message names what it lacks."""
+    """The torch runtime cannot execute a plan; the message names what the runtime lacks."""
 
 
 def require_executable(problem: Problem, plan: Plan) -> None:
-    """NotExecutable with the names of everything that the kernels and executor lack."""
+    """Raise NotExecutable with everything in a plan that the kernels and the executor lack."""
     found = refusals(problem, plan)
     if found:
         raise NotExecutable(f"the torch runtime does not execute {', '.join(found)}")
 
 
 class RankModel:
-    """Chunks, parameters, rope tables and attention shape of one process."""
+    """The chunks, parameters, RoPE tables and attention shape of one process."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class RankModel:
         *,
         threads: int = 1,
     ) -> None:
-        """`threads`: how many of them draw weights."""
+        """Make the parameters; `threads` threads draw the weights."""
         self.problem, self.place, self.device = problem, place, device
         self.kind = problem.workload.model
         self.dtype = DTYPES[problem.workload.precision]
@@ -73,7 +73,7 @@ class RankModel:
         self.slices = slices(lay, place)
         self.batches: list[MicroBatch] = []
         self.flop = 0.0
-        """Multiply-adds x 2 of every kernel that ran so far, from the shapes it ran with."""
+        """FLOPs of every kernel that has run, from the shapes that it ran with."""
 
     def _locals(self, unit: Unit) -> dict[str, ParameterSpec]:
         return unit_specs(self.kind, unit.table.part, unit.layer, self._vocab)
@@ -83,7 +83,7 @@ class RankModel:
         return self.problem.system.padded_vocab(self.kind.vocab, self.problem.layout.tp)
 
     def _specs(self) -> list[ParameterSpec]:
-        """Every parameter, in the order in which they are made."""
+        """Every parameter, in the order in which the parameters are made."""
         places = [(unit.table.part, unit.layer) for c in self.chunks for unit in c.units]
         return list(specs_by_name(self.kind, places, self._vocab).values())
 
@@ -116,41 +116,41 @@ class RankModel:
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Per-rank sizes."""
+        """Sizes of tensors on one rank."""
         return shapes(self.problem.workload, self.problem.layout, self.problem.system)
 
     @property
     def vocab_start(self) -> int:
-        """First token of this rank's vocabulary shard."""
+        """The first token of this rank's vocabulary shard."""
         return self.place.tp * self.shapes.vocab
 
     @cached_property
     def attention(self) -> Shape:
-        """One rank's attention: of whole sequences with a part of the heads under Ulysses."""
+        """One rank's attention; under Ulysses whole sequences with a part of the heads."""
         s, ranks = self.shapes, self.problem.layout.ulysses
         rows = ranks * s.tokens // s.micro_batch
         kv_heads = max(1, s.kv_heads // ranks)
         return Shape(s.micro_batch, rows, s.heads // ranks, kv_heads, self.kind.head_dim)
 
     def dtype_of(self, tensor: Activation) -> torch.dtype:
-        """Element type of an activation."""
+        """The element type of an activation."""
         if tensor.name == "loss_saved" and self.problem.system.logits_fp32:
             return wide(self.dtype)
         return wide(self.dtype) if tensor.name == "lse" else self.dtype
 
     def host_states(self) -> list[Tensor]:
-        """Storages of the optimizer in host memory."""
+        """The optimizer's tensors in host memory."""
         return [t for p in self.parameters.values() for t in p.host_tensors()]
 
     def states(self) -> list[Tensor]:
-        """Storages on the device that are not activations."""
+        """The tensors on the device that are not activations."""
         found = [t for p in self.parameters.values() for t in p.tensors()]
         found += [t for b in self.batches for t in (b.ids, b.labels)]
         return [*found, self.where, self.cos, self.sin]
 
     def unit_parameters(self, chunk: int, prefix: str) -> list[Parameter]:
-        """Parameters that a unit's backward completes; a projection tied to the embedding of the
-        same rank is complete with the embedding."""
+        """The parameters whose gradients are complete after a unit's backward. A projection that
+        shares its weight with an embedding on this rank is complete with the embedding."""
         units, local = self.units[chunk], self.local[chunk]
         shared: set[str] = set()
         if units[prefix].table.part == "head":

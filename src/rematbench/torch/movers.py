@@ -36,7 +36,7 @@ from rematbench.torch.tracker import Tracker
 
 
 class Form(NamedTuple):
-    """A split tensor's dtype, shape and shard rows."""
+    """The dtype, shape and shard rows of a tensor that was split."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -45,7 +45,7 @@ class Form(NamedTuple):
 
 
 class Movers:
-    """Allocates, copies and frees one rank's storages."""
+    """Allocates, copies and frees the storages of one rank."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Movers:
         self.offload_bytes = 0
 
     def alloc(self, action: Action, span: Span) -> None:
-        """Allocate a tensor that is written, or (a gradient) summed, piece by piece."""
+        """Allocate a tensor that is written, or a gradient that is summed, piece by piece."""
         if action.op == "gradients":
             self._alloc_gradients(action, span)
             return
@@ -75,8 +75,8 @@ class Movers:
             self.memory.put(span.key(alloc.name), Value(data, 0, self.model.shapes.shard_tokens))
 
     def _alloc_gradients(self, action: Action, span: Span) -> None:
-        """Allocate a zero buffer for a unit's gradients; the unit's parameters hold ranges of it
-        until the buffer is freed after their update."""
+        """Allocate a zero buffer for a unit's gradients. The unit's parameters hold ranges of the
+        buffer until it is freed after their update."""
         (alloc,) = action.allocs
         parameters = self.model.unit_parameters(span.chunk, action.part)
         dtype = wide(self.model.dtype)
@@ -91,7 +91,7 @@ class Movers:
         self.memory.put(span.key(alloc.name), Value(buffer))
 
     def _drop_gradients(self, key: Key) -> None:
-        """Drop the parameters' ranges of a buffer that is freed."""
+        """Drop the parameters' ranges of a gradient buffer that is being freed."""
         if is_gradient_buffer(key[0]):
             for parameter in self.model.unit_parameters(key[2], place(key[0])[0]):
                 parameter.grad_flat = parameter.grad_flat.new_empty(0)
@@ -99,7 +99,7 @@ class Movers:
     def _activation(self, storage: str, span: Span) -> Activation:
         part, name = place(identity(storage))
         unit = self.model.units[span.chunk].get(part)
-        if unit is None:  # the chunk's output is named after the layer behind its last
+        if unit is None:  # the chunk's output is the input of the layer after its last
             return self.model.chunks[span.chunk].boundary
         return unit.table.activations[name]
 
@@ -149,7 +149,7 @@ class Movers:
         self.memory.put(span.key(name), whole)
 
     def _join_rows(self, whole: Value, parts: list[Value], name: str) -> None:
-        """Write the parts; rebuilt rows are the last ones, and kept rows overwrite them."""
+        """Write the parts into the whole: rebuilt rows come last; kept rows overwrite them."""
         for part in reversed(parts):
             target = whole.view(part.first, part.count)
             target.copy_(part.data.view(target.shape))
@@ -160,7 +160,7 @@ class Movers:
     # -- host -------------------------------------------------------------------------------------
 
     def to_host(self, action: Action, span: Span) -> None:
-        """Offload: copy a storage into the host pool, or the gradients of an update there."""
+        """Offload a storage into the host pool, or copy the gradients of a host update there."""
         if action.op == GRADIENTS_DOWN:
             gradients_down(self.model.parameters.values(), self.streams, action.stream)
             return
@@ -178,7 +178,7 @@ class Movers:
         self.memory.put(span.key(alloc.name), Value(copy, source.first, source.count))
 
     def _count_pinned(self, block: Block) -> None:
-        """Count a pinned block's lent bytes only: the block itself stays in its pool."""
+        """Count only the lent bytes of a pinned block: the block itself stays in its pool."""
         if self.tracker is None or not self.host.pinned:
             return
         if block.fresh:
@@ -186,7 +186,7 @@ class Movers:
         self.tracker.lend(block.nbytes)
 
     def to_device(self, action: Action, span: Span) -> None:
-        """Reload: copy a storage back, into fresh memory or a staging slot; or updated weights."""
+        """Reload a storage into new memory or a staging slot, or copy updated weights."""
         if action.op == WEIGHTS_UP:
             weights_up(self.model.parameters.values(), self.streams, action.stream)
             return
@@ -198,12 +198,12 @@ class Movers:
             with self.streams.room():
                 data = torch.empty_like(source.data, device=self.model.device)
         host = source.data
-        fresh = None if alloc.slot else data  # a slot's last tenant may still be read
+        fresh = None if alloc.slot else data  # the last tenant of a slot may still be read
         self.streams.run(action.stream, lambda: data.copy_(host, non_blocking=True), fresh)
         self.memory.put(span.key(alloc.name), Value(data, source.first, source.count))
 
     def enter_slots(self, action: Action, span: Span) -> None:
-        """Move the outputs of an action that the plan wants in a staging slot into it."""
+        """Move an action's outputs into the staging slots that the plan names for them."""
         for alloc in action.allocs:
             if alloc.slot and span.key(alloc.name) not in self.slots.holder:
                 value = self.memory[span.key(alloc.name)]
@@ -224,7 +224,7 @@ class Movers:
 
 
 def _rows_held(parts: list[Value]) -> int:
-    """How many rows the parts have together, from their first rows and counts."""
+    """The number of distinct rows in the parts, from their first rows and counts."""
     held, end = 0, 0
     for first, stop in sorted((part.first, part.first + part.count) for part in parts):
         held += max(0, stop - max(first, end))

@@ -1,7 +1,7 @@
 """The storages that an action's operator reads and makes on a rank, by name.
 
-Every micro-batch and step has the same names, so they are worked out once for each action of a
-chunk; for an action the host then only looks storages up and issues kernels.
+Every micro-batch and step has the same names. So the names are worked out once for each action of a
+chunk; afterwards the host only looks storages up and issues kernels.
 """
 
 from itertools import takewhile
@@ -14,8 +14,8 @@ from rematbench.torch.model import RankModel
 
 
 class Read(NamedTuple):
-    """A tensor of an operator: its name there, its storage, and whether an operator reads the whole
-    storage (a gathered copy) or the action's rows."""
+    """A tensor that an operator reads: its name in the operator and its storage. `whole`: the
+    operator reads the whole storage (a gathered copy) in place of the action's rows."""
 
     name: str
     storage: str
@@ -23,10 +23,13 @@ class Read(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """One action's operator on a chunk.  `places`: output -> (storage, whether it is new).  Of a
-    backward `incoming` are the gradients of the outputs, `fresh` the new storages of gradients by
-    input, `part` the one of what is to be summed over ranks first, `adding` the gradients to add
-    the others into, in order."""
+    """The operator of one action on a chunk, and its storages.
+
+    `places`: output -> (storage, whether the storage is new). For a backward: `incoming` are the
+    gradients of the outputs, `fresh` the new storages of gradients by input, `part` the storage of
+    a gradient that is still to be summed over ranks, `adding` the gradients to add the other
+    gradients to, in order.
+    """
 
     unit: Unit
     op: Op
@@ -39,7 +42,7 @@ class Operands(NamedTuple):
 
 
 class Names:
-    """Operands by action and chunk, kept."""
+    """The operands by action and chunk, each worked out once."""
 
     def __init__(self, model: RankModel) -> None:
         self.model = model
@@ -76,15 +79,16 @@ class Names:
 
 
 def _wants(action: Action, op: Op) -> tuple[str, ...]:
-    """The activations that an action reads: a forward's inputs, a backward's saved tensors, and the
-    loss's statistics between vocabulary shards."""
+    """The activations that an action reads. A forward reads its inputs, a backward the saved
+    tensors; an all-reduce reads the statistics of the loss between vocabulary shards."""
     if action.kind in (Kind.FORWARD, Kind.RECOMPUTE):
         return op.inputs
     return op.saves if action.kind is not Kind.ALL_REDUCE else ("loss_saved",)
 
 
 def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...]:
-    """A gathered copy replaces a single input; attention reads it beside its queries."""
+    """The tensors that an action's operator reads. A gathered copy replaces a single input;
+    attention reads the copy beside its queries."""
     there = {identity(name): name for name in action.reads if not is_gradient(name)}
     names = _wants(action, op) or op.inputs
     found = {
@@ -102,7 +106,7 @@ def _reads(action: Action, ops: ChunkOps, unit: Unit, op: Op) -> tuple[Read, ...
 def _places(
     made: dict[str, str], there: dict[str, str], new: dict[str, str], part: str | None
 ) -> dict[str, tuple[str, bool]]:
-    """Outputs (by storage) become new storages, or rows of storages that exist."""
+    """The storages of the outputs: new storages, or rows of storages that exist."""
     places: dict[str, tuple[str, bool]] = {}
     for output, storage in made.items():
         if fresh := new.get(storage) or part:

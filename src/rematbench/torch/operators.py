@@ -1,4 +1,4 @@
-"""Operators of the plan vocabulary on one rank: names to kernels, parameters and rows."""
+"""The operators of the plan vocabulary on one rank: names to kernels, parameters and rows."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ Backward = Callable[[Call], Tensors]
 Weight = Callable[[Call], None]
 
 COLUMNS = ("qkv", "fc1", "lm_head")
-"""The column-parallel operators: one weight for each output, so that no output is a view."""
+"""The column-parallel operators: each output has its own weight, so that none is a view."""
 NORMS = ("attn_norm", "mlp_norm", "post_attn_norm", "post_mlp_norm", "final_norm")
 
 
@@ -66,7 +66,7 @@ def _column(call: Call) -> Tensors:
 
 
 def _rotated(call: Call, name: str, x: Tensor, *, inverse: bool = False) -> Tensor:
-    """RoPE is a part of the qkv operator."""
+    """x after RoPE where the operator rotates `name`: RoPE is a part of the qkv operator."""
     model = call.model
     if name not in ("q", "k") or model.kind.position != "rope":
         return x
@@ -74,7 +74,7 @@ def _rotated(call: Call, name: str, x: Tensor, *, inverse: bool = False) -> Tens
 
 
 def _column_gradients(call: Call) -> list[tuple[str, Tensor]]:
-    """(weight, gradient of its product)."""
+    """(weight, gradient of the product with that weight)."""
     pairs = zip(_weights(call), call.grads, strict=True)
     return [(name, _rotated(call, name, g, inverse=True)) for (_, name), g in pairs]
 
@@ -97,7 +97,7 @@ def _column_weight(call: Call) -> None:
 
 
 def _row(call: Call) -> Tensors:
-    """A partial sum; one rank of the group adds the bias."""
+    """This rank's partial sum; one rank of the group adds the bias."""
     bias = call.bias(call.op.name) if call.model.place.tp == 0 else None
     return {call.op.outputs[0]: call.linear(call.only(), call.op.name, bias)}
 

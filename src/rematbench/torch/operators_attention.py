@@ -1,4 +1,4 @@
-"""Attention on one rank: heads of rows, keys and values of whole sequences, both directions."""
+"""Attention on one rank, forward and backward: from rows to heads, and whole keys and values."""
 
 import torch
 from torch import Tensor
@@ -23,14 +23,15 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _columns(call: Call, x: Tensor) -> Tensor:
-    """batch x heads x rows x head_dim -> rows x columns, in the order that other ranks know."""
+    """batch x heads x rows x head_dim -> rows x columns, ordered by rank under Ulysses."""
     ranks, batch = call.model.problem.layout.ulysses, call.model.attention.batch
     return by_rank(_flat(x), ranks, batch) if ranks > 1 else _flat(x)
 
 
 def gathered_order(call: Call) -> list[int]:
-    """Where each position of a sequence (in slices) lies in the ranks' rows one after another.  As
-    numbers for views: an index tensor would be a blocking copy to a GPU in every call."""
+    """For each slice of a sequence, its index among the slices that the ranks hold one after
+    another. The indices are numbers for views: an index tensor would be a blocking copy to a GPU in
+    every call."""
     cp = call.model.problem.layout.cp
     ends = [(r, 2 * cp - 1 - r) for r in range(cp)]
     at = {position: 2 * r + i for r, pair in enumerate(ends) for i, position in enumerate(pair)}
@@ -38,12 +39,12 @@ def gathered_order(call: Call) -> list[int]:
 
 
 def _in_order(slices: Tensor, order: list[int]) -> Tensor:
-    """batch x slices x ...: the slices in another order, a new tensor."""
+    """batch x slices x ...: a new tensor with the slices in the given order."""
     return torch.cat([slices[:, place : place + 1] for place in order], 1)
 
 
 def _whole_kv(call: Call, name: str) -> Tensor:
-    """Keys or values of whole sequences, in order of position."""
+    """Keys or values of whole sequences, in the order of positions."""
     shape, cp = call.model.attention, call.model.problem.layout.cp
     if cp == 1:
         return _heads(call, call.tensors[name], shape.kv_heads)
@@ -56,7 +57,7 @@ def _whole_kv(call: Call, name: str) -> Tensor:
 
 
 def _to_ranks(call: Call, grad: Tensor) -> Tensor:
-    """A gradient of whole keys or values, in the ranks' rows one after another."""
+    """The gradient of whole keys or values, as the ranks' rows one after another."""
     shape, cp = call.model.attention, call.model.problem.layout.cp
     parts = grad.transpose(1, 2).reshape(shape.batch, 2 * cp, -1)
     positions = sorted(range(2 * cp), key=gathered_order(call).__getitem__)

@@ -13,7 +13,7 @@ def embedding(call: Call) -> Tensors:
     ids = model.batches[call.span.micro_batch].ids
     table = call.parameter("embedding").value
     out = kernels.embed(ids, table, model.vocab_start, whole=model.problem.layout.tp == 1)
-    if model.kind.position == "learned" and model.place.tp == 0:  # one rank of the group adds it
+    if model.kind.position == "learned" and model.place.tp == 0:  # by one rank of the group
         out = out + call.parameter("position").value[model.where]
     return {"layer_input": out}
 
@@ -30,7 +30,7 @@ def embedding_weight(call: Call) -> None:
 
 
 def loss(call: Call) -> Tensors:
-    """A copy of the logits in the loss's dtype, columns of the padded vocabulary left out."""
+    """A copy of the logits in the loss's dtype, -inf in the padded vocabulary's columns."""
     saved = call.model.dtype_of(call.unit.table.activations["loss_saved"])
     copy = call.only().to(saved, copy=True)
     copy[:, max(0, call.model.kind.vocab - call.model.vocab_start) :] = float("-inf")
@@ -38,7 +38,7 @@ def loss(call: Call) -> Tensors:
 
 
 def finish_loss(call: Call, group: Group) -> Tensor:
-    """Logits -> softmax in place, over the vocabulary shards; the sum of the rows' losses."""
+    """Turn logits into softmax in place, over vocabulary shards; return the sum of losses."""
     model, saved = call.model, call.tensors["loss_saved"]
     labels = call.rows(model.batches[call.span.micro_batch].labels)
     top = saved.amax(-1)

@@ -1,7 +1,7 @@
 """Weights from one seed, the same for every layout; gradient buffers; AdamW, sharded by ZeRO-1.
 
-Each parameter draws its full tensor from a generator of its own (seed and name), in float64, and
-keeps its shard.  Storages are flat and padded to a multiple of the state shards, so that a ZeRO
+Each parameter is drawn whole in float64 by a generator of its own (from seed and name), and the
+rank keeps its shard. Storages are flat and padded to a multiple of the state shards, so that a ZeRO
 shard is a contiguous range of every parameter.
 """
 
@@ -24,9 +24,9 @@ PIECE = 1 << 22
 
 
 class ParameterSpec(NamedTuple):
-    """A full parameter: name, shape, the dimension tensor parallelism splits (None: replicated),
-    its rows once padded (a vocabulary; 0: as many as it has), whether it is a norm's, and the mean
-    of its first values."""
+    """A whole parameter. `split` is the dimension that tensor parallelism splits (None:
+    replicated), `rows` the number of rows after padding (of a vocabulary; 0: no padding), `norm`
+    whether a norm has it, `mean` the mean of its first values."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class ParameterSpec(NamedTuple):
 
 
 class AdamW(NamedTuple):
-    """torch.optim.AdamW's numbers."""
+    """The hyperparameters of torch.optim.AdamW."""
 
     lr: float = 1e-2
     beta1: float = 0.9
@@ -47,7 +47,7 @@ class AdamW(NamedTuple):
 
 
 def unit_specs(model: Model, part: Part, layer: int, vocab: int) -> dict[str, ParameterSpec]:
-    """Parameters of the embedding, the head or a layer by their local name; `vocab` is the padded
+    """The parameters of the embedding, the head or a layer, by local name. `vocab` is the padded
     vocabulary."""
     match part:
         case "embedding":
@@ -62,7 +62,7 @@ def unit_specs(model: Model, part: Part, layer: int, vocab: int) -> dict[str, Pa
 def specs_by_name(
     model: Model, places: Iterable[tuple[Part, int]], vocab: int
 ) -> dict[str, ParameterSpec]:
-    """The parameters of some (part, layer), each once, in the order in which they are made."""
+    """The parameters of (part, layer) places, each once, in the order in which they are made."""
     found: dict[str, ParameterSpec] = {}
     for part, layer in places:
         for spec in unit_specs(model, part, layer, vocab).values():
@@ -109,13 +109,13 @@ def _layer_specs(model: Model, prefix: str) -> dict[str, ParameterSpec]:
 
 
 def square_sum(values: Tensor) -> float:
-    """The sum in float64, piece by piece: a whole copy would raise the allocator's peak."""
+    """The sum of squares in float64, piece by piece: a whole copy would raise the peak."""
     pieces = [piece.double().square().sum() for piece in torch.split(values.view(-1), PIECE)]
     return float(torch.stack(pieces).sum())
 
 
 def full_weight(spec: ParameterSpec, seed: int) -> Tensor:
-    """The whole parameter in float64: its own generator, so no layout changes it."""
+    """The whole parameter in float64, from a generator of its own, so that no layout changes it."""
     digest = hashlib.sha256(f"{seed}:{spec.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64).mul_(INIT_STD)
@@ -123,7 +123,7 @@ def full_weight(spec: ParameterSpec, seed: int) -> Tensor:
 
 
 def _unknown(spec: ParameterSpec) -> Tensor:
-    """The whole parameter where values are not known (traced)."""
+    """The whole parameter as a meta tensor, for traces, where no values are known."""
     return torch.empty(spec.shape, dtype=torch.float64, device="meta")
 
 
@@ -134,15 +134,14 @@ def padded(full: Tensor, spec: ParameterSpec) -> Tensor:
 
 
 def shard(full: Tensor, spec: ParameterSpec, rank: int, degree: int) -> Tensor:
-    """A tensor-parallel rank's part."""
+    """The part of a tensor-parallel rank."""
     if spec.split is None or degree == 1:
         return full
     return full.chunk(degree, spec.split)[rank]
 
 
 class HostShard(NamedTuple):
-    """What goes between the device and an update in host memory: gradients and weights of this
-    rank's shard."""
+    """The gradients and weights of this rank's shard in host memory, for an update there."""
 
     grad: Tensor
     value: Tensor
@@ -150,8 +149,8 @@ class HostShard(NamedTuple):
 
 @dataclass
 class Parameter:
-    """One rank's part of a parameter with its gradient and, on its ZeRO shard, AdamW's state;
-    `host`: where that state is in host memory."""
+    """One rank's part of a parameter, its gradient, and AdamW's state of its ZeRO shard. `host`:
+    given where that state is in host memory."""
 
     spec: ParameterSpec
     flat: Tensor
@@ -166,20 +165,20 @@ class Parameter:
 
     @cached_property
     def value(self) -> Tensor:
-        """The compute copy."""
+        """The compute copy, in the parameter's shape."""
         return self.flat[: self.shape.numel()].view(self.shape)
 
     @property
     def grad(self) -> Tensor:
-        """The gradient buffer."""
+        """The gradient, in the parameter's shape."""
         return self.grad_flat[: self.shape.numel()].view(self.shape)
 
     def tensors(self) -> list[Tensor]:
-        """Every storage of the parameter on the device."""
+        """Every tensor of the parameter on the device."""
         return [self.flat, self.grad_flat, *([] if self.host else self._state())]
 
     def host_tensors(self) -> list[Tensor]:
-        """Every storage of the parameter in host memory."""
+        """Every tensor of the parameter in host memory."""
         return [*self._state(), *self.host] if self.host else []
 
     def _state(self) -> list[Tensor]:
@@ -199,13 +198,13 @@ class Parameter:
 
 
 class Owner(NamedTuple):
-    """Which shards of the parameters a rank holds."""
+    """The shards of the parameters that a rank holds."""
 
     tp_rank: int
     tp: int
     state_rank: int
     state_shards: int
-    """Ranks that share optimizer states: 1 without ZeRO."""
+    """The number of ranks that share optimizer states: 1 without ZeRO."""
 
 
 def build(
@@ -219,8 +218,9 @@ def build(
     full: Tensor | None = None,
     on_host: bool = False,
 ) -> Parameter:
-    """This rank's part of a parameter (`full`: the whole, if it is drawn already), its gradients
-    zero (or without room for them yet), AdamW's state on the device or in host memory."""
+    """This rank's part of a parameter, with zero gradients and AdamW's state. `full`: the whole
+    parameter, if already drawn. Without `gradients` the gradient buffer is empty. The state is on
+    the device, or in host memory where `on_host`."""
     if full is None:
         full = full_weight(spec, seed) if device.type != "meta" else _unknown(spec)
     own = shard(padded(full, spec), spec, owner.tp_rank, owner.tp)
@@ -250,7 +250,7 @@ def build(
 
 
 def in_host_memory(tensor: Tensor) -> Tensor:
-    """A copy in host memory, pinned beside a GPU (of a tensor without values: one without)."""
+    """A copy in host memory, pinned for a GPU; a meta tensor gives a meta tensor."""
     if tensor.device.type == "meta":
         return tensor.clone()
     made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

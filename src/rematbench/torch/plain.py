@@ -1,8 +1,8 @@
-"""A training step as a person writes it in torch: the same model, weights, sums and update as the
-executor's, through autograd, on one stream; weight gradients are added to their wide buffers inside
-the product, as a loop written for speed does.  The executor's step is timed against this one.
+"""A training step as a person writes it in torch, to time the executor's step against.
 
-It has one rank and Llama blocks.
+Model, weights, sums and update are the executor's. The step runs through autograd on one stream;
+weight gradients are added to their wide buffers inside the product, as in a loop written for speed.
+The loop has one rank and Llama blocks.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ SAME_KERNELS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""Attention by the operators that the executor calls, not by cuDNN's."""
+"""The attention operators that the executor calls, without cuDNN's."""
 
 
 class _Linear(torch.autograd.Function):
@@ -29,21 +29,21 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, total: Tensor) -> Tensor:
-        """`total`: the weight's gradient so far, of its shape."""
+        """x @ weight.T; `total`: the weight's gradient so far, in the shape of the weight."""
         ctx.save_for_backward(x, weight)
         ctx.total = total
         return kernels.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The input's gradient; the weight's is added to the buffer."""
+        """The input's gradient; the weight's gradient is added to its buffer."""
         x, weight = ctx.saved_tensors
         kernels.add_weight_gradient(ctx.total, grads[0], x)
         return grads[0] @ weight, None, None
 
 
 class PlainLoop:
-    """Steps over a rank's model; gradients are summed into the parameters' own wide buffers."""
+    """Training steps of one rank's model; gradients add up in the parameters' own wide buffers."""
 
     def __init__(self, model: RankModel, rule: AdamW) -> None:
         kind, lay = model.kind, model.problem.layout

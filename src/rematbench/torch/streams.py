@@ -1,4 +1,4 @@
-"""Streams and events: real ones on CUDA, issue order on a CPU; the executor's code is the same."""
+"""Streams and events: CUDA streams on a GPU, issue order on a CPU, behind one interface."""
 
 import time
 from collections.abc import Callable, Hashable
@@ -12,14 +12,14 @@ from rematbench.program.action import STREAMS
 
 
 class Under(Protocol):
-    """A message under way: torch's handle, or an event that is recorded when it is done."""
+    """A message under way: torch's handle, or an event that is recorded at its end."""
 
     def wait(self) -> object:
         """Hold the host (gloo) or the current stream (CUDA) until the message is done."""
 
 
 class Mark:
-    """A recorded event: a CUDA event, and messages that must have arrived."""
+    """A recorded event: a CUDA event, and the messages that must have arrived."""
 
     def __init__(self, event: torch.cuda.Event | None) -> None:
         self.event = event
@@ -35,121 +35,121 @@ class Mark:
 
 
 class Streams(Protocol):
-    """What the executor asks of a device's streams."""
+    """The interface of a device's streams, as the executor uses it."""
 
     def on(self, stream: str) -> AbstractContextManager[object]:
-        """Issue on a stream."""
+        """The context within which work is issued on a stream."""
 
     def mark(self, stream: str) -> Mark:
         """An event after all work issued so far on a stream."""
 
     def wait(self, stream: str, mark: Mark) -> None:
-        """Hold a stream until an event."""
+        """Make a stream wait for an event."""
 
     def reach(self, mark: Mark) -> None:
-        """Hold the calling thread until an event."""
+        """Hold the calling thread until an event is complete."""
 
     def room(self) -> AbstractContextManager[object]:
-        """Take the memory of a storage that outlives its action."""
+        """The context within which to allocate a storage that outlives its action."""
 
     def lend(self, stream: str, tensor: torch.Tensor) -> None:
-        """Compute will use (and free) a tensor that another stream made."""
+        """Note that compute will use (and free) a tensor that another stream made."""
 
     def run(
         self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
     ) -> None:
-        """Issue tensor work; the host has handled its storages and names already.  `fresh`: memory
+        """Issue tensor work whose storages and names the host has handled already. `fresh`: memory
         that no stream may read before the work is done."""
 
     def under_way(self, channel: Hashable, work: dist.Work) -> Under:
-        """The handle to wait on for a message of a channel, whose messages go one by one."""
+        """The handle to wait on for a message; the messages of a channel go one by one."""
 
     def begin(self) -> None:
-        """Order every stream's step behind the work that was issued outside of them."""
+        """Order the streams behind work that was issued outside of them, at a step's start."""
 
     def flush(self) -> None:
-        """Order work issued outside next behind all streams; raise the first failure."""
+        """Order later work outside of the streams behind all streams; raise the first failure."""
 
     def clock(self) -> Callable[[], float]:
-        """Start a clock; calling the result gives the seconds since."""
+        """Start a clock; a call of the result returns the seconds since the start."""
 
 
 def host_clock() -> Callable[[], float]:
-    """Seconds of the host's clock since now."""
+    """Start a clock of the host; a call of the result returns the seconds since the start."""
     start = time.perf_counter()
     return lambda: time.perf_counter() - start
 
 
 class HostStreams:
-    """Streams of a CPU: an action is done when issued; only messages stay under way."""
+    """Streams of a CPU: an action is done when it has been issued; only messages are under way."""
 
     def on(self, stream: str) -> AbstractContextManager[object]:
-        """Nothing to switch."""
+        """An empty context: there is one stream."""
         return nullcontext()
 
     def mark(self, stream: str) -> Mark:
-        """Nothing to record."""
+        """An event without a CUDA event."""
         return Mark(None)
 
     def wait(self, stream: str, mark: Mark) -> None:
-        """The host waits for messages."""
+        """Hold the host until the event's messages are done."""
         mark.finish()
 
     def reach(self, mark: Mark) -> None:
-        """Issued is done."""
+        """Nothing to do: issued work is done."""
 
     def room(self) -> AbstractContextManager[object]:
-        """One stream only."""
+        """An empty context: there is one memory pool."""
         return nullcontext()
 
     def lend(self, stream: str, tensor: torch.Tensor) -> None:
-        """One stream only."""
+        """Nothing to do: there is one stream."""
 
     def run(
         self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
     ) -> None:
-        """Done at once."""
+        """Do the work at once."""
         work()
 
     def under_way(self, channel: Hashable, work: dist.Work) -> Under:
-        """The handle: the host waits."""
+        """The work's own handle: the host waits for the message."""
         return work
 
     def begin(self) -> None:
-        """One stream only."""
+        """Nothing to do: there is one stream."""
 
     def flush(self) -> None:
-        """Nothing is under way."""
+        """Nothing to do: no work is under way."""
 
     def clock(self) -> Callable[[], float]:
-        """Host time."""
+        """A clock of the host's time."""
         return host_clock()
 
 
 UNORDERED = frozenset({"pp_recv"})
-"""Streams that wait for nothing: their storages must not lie where compute may still work."""
+"""Streams that wait for no other: their storages must not lie where compute may still work."""
 
 
 class Current:
-    """The stream that a rank issues on, from a step's begin to its end.  torch's own context asks
-    for the device and for the current stream on every entry, which costs ten times the switch;
-    this class knows the stream."""
+    """The CUDA stream that a rank issues on, between a step's `begin` and its `flush`. torch's own
+    context asks for the device and the current stream at every entry, which costs ten times the
+    switch itself; this class knows the stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.streams: list[torch.cuda.Stream] = []  # the innermost last
+        self.streams: list[torch.cuda.Stream] = []  # the innermost stream is the last
 
     def hold(self) -> torch.cuda.Stream:
-        """Return the current stream; until `release` only this object switches."""
+        """The current stream; until `release` only this object may switch streams."""
         self.streams = [torch.cuda.current_stream(self.device)]
         return self.streams[0]
 
     def release(self) -> torch.cuda.Stream:
-        """Return the current stream; others may switch from now on."""
+        """The current stream; from now on other code may switch streams."""
         return self.streams.pop() if self.streams else torch.cuda.current_stream(self.device)
 
     def enter(self, stream: torch.cuda.Stream) -> None:
-        """Issue on a stream."""
+        """Issue on a stream until `leave`."""
         if not self.streams:
             self.hold()
         if stream is not self.streams[-1]:
@@ -177,28 +177,33 @@ class On(AbstractContextManager[object]):
 
 
 MADE: dict[tuple[torch.device, Hashable], torch.cuda.Stream] = {}
-"""This process's streams, by device and name."""
+"""The CUDA streams of this process, by device and name."""
 
 
 def own_stream(device: torch.device, name: Hashable) -> torch.cuda.Stream:
-    """A device's stream of a name, one for the whole process: torch hands out 32 in turn, so the
-    compute stream of one executor could be the copy stream of another."""
+    """The stream of a device that has this name, one for the whole process. torch hands out 32
+    streams in turn, so without names the compute stream of one executor could be the copy stream of
+    another."""
     if (device, name) not in MADE:
         MADE[device, name] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return MADE[device, name]
 
 
 class CudaStreams:
-    """One CUDA stream for each named stream; events instead of synchronisation.  Work from outside
-    (batches, zeroed gradients, reading the loss) is on the device's current stream, which is not
-    ordered with these: `begin` and `flush` order it.
+    """One CUDA stream for each named stream, and events in place of synchronisation.
 
-    The caching allocator has a pool per stream and reuses freed memory for that stream, in the
-    host's order.  Collectives and reloads take memory from compute's pool: lowering makes their
+    Work from outside (batches, zeroed gradients, reading the loss) is on the device's current
+    stream, which is not ordered with these streams: `begin` and `flush` order it.
+
+    The caching allocator has a memory pool per stream and reuses freed memory for that stream, in
+    the host's order. Collectives and reloads take memory from compute's pool: lowering makes their
     streams wait for all compute issued before, and compute waits for every reader before it frees.
-    So any of these streams reuses freed memory at once, and no pool holds what another needs.
-    Receives wait for nothing; they have a pool of their own, and `record_stream` tells it that
-    compute uses its memory."""
+    So each of these streams reuses freed memory at once, and no pool holds memory that another
+    stream needs.
+
+    Receives wait for no stream; they have a pool of their own, and `record_stream` tells that pool
+    that compute uses its memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -208,18 +213,18 @@ class CudaStreams:
         self.arrivals: dict[Hashable, On] = {}
 
     def on(self, stream: str) -> AbstractContextManager[object]:
-        """Issue on the CUDA stream; between `begin` and `flush` only."""
+        """The context of the CUDA stream; for use between `begin` and `flush` only."""
         return self.contexts[stream]
 
     def mark(self, stream: str) -> Mark:
-        """An event at the stream's end."""
+        """An event at the end of the stream's issued work."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.streams[stream])
         return Mark(event)
 
     def wait(self, stream: str, mark: Mark) -> None:
-        """Make the stream wait for the event and its messages; the host does not wait.  Messages
-        stay in the mark: another stream may have to wait for them too."""
+        """Make the stream wait for the event and its messages; the host does not wait. Messages
+        stay in the mark, because another stream may have to wait for them too."""
         with self.on(stream):
             for work in mark.works:
                 work.wait()
@@ -229,29 +234,32 @@ class CudaStreams:
             self.streams[stream].wait_event(mark.event)
 
     def reach(self, mark: Mark) -> None:
-        """Hold the thread until the device has reached the event."""
+        """Hold the calling thread until the device has reached the event."""
         if mark.event is not None:
             mark.event.synchronize()
 
     def room(self) -> AbstractContextManager[object]:
-        """Memory from compute's pool."""
+        """The context of compute, whose memory pool then provides the storage."""
         return self.on("compute")
 
     def lend(self, stream: str, tensor: torch.Tensor) -> None:
-        """Keep the allocator from reusing the memory until compute is past the tensor."""
+        """Keep the allocator from reusing the memory until compute has passed the tensor."""
         if stream in UNORDERED:
             tensor.record_stream(self.streams["compute"])
 
     def run(
         self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
     ) -> None:
-        """Issue on the current stream, which `on` has set."""
+        """Issue the work on the current stream, which `on` has set."""
         work()
 
     def under_way(self, channel: Hashable, work: dist.Work) -> Under:
-        """An event in the handle's place.  NCCL's handle keeps the message's memory while anything
-        holds the handle, but waits decide here when memory is free.  Each channel has a stream for
-        its events, so that no message waits for another's peer."""
+        """An event that is recorded when the message is done.
+
+        NCCL's handle keeps the message's memory while any object holds the handle, but here waits
+        decide when memory is free. Each channel has a stream of its own for these events, so that
+        no message waits for another channel's peer.
+        """
         if channel not in self.arrivals:
             made = own_stream(self.device, len(self.arrivals))
             self.arrivals[channel] = On(self.current, made)
@@ -262,19 +270,19 @@ class CudaStreams:
         return event
 
     def begin(self) -> None:
-        """Make every stream wait for the current one; the host does not wait."""
+        """Make every stream wait for the current stream; the host does not wait."""
         current = self.current.hold()
         for stream in self.streams.values():
             stream.wait_stream(current)
 
     def flush(self) -> None:
-        """Make the current stream wait for every other; the host does not wait."""
+        """Make the current stream wait for every other stream; the host does not wait."""
         current = self.current.release()
         for stream in self.streams.values():
             current.wait_stream(stream)
 
     def clock(self) -> Callable[[], float]:
-        """Events on the current stream, around `begin` and `flush`."""
+        """A clock of events on the current stream, for use around `begin` and `flush`."""
         current = torch.cuda.current_stream(self.device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record(current)
@@ -288,5 +296,5 @@ class CudaStreams:
 
 
 def make_streams(device: torch.device) -> Streams:
-    """Streams of a device."""
+    """The streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()

@@ -1,4 +1,4 @@
-"""Real text that every machine has, for convergence runs: the standard library's bytes."""
+"""Real text that every machine has, for convergence runs: the standard library's sources."""
 
 import hashlib
 import sysconfig
@@ -11,8 +11,8 @@ from rematbench.torch.batch import Batch
 
 
 def standard_library(limit_bytes: int) -> tuple[Tensor, str]:
-    """Bytes of the standard library's top-level modules in order of name (at most so many), and a
-    hash that says which text it was."""
+    """Bytes of the standard library's top-level modules in order of name, and a hash of the text.
+    There are `limit_bytes` bytes at most."""
     folder = Path(sysconfig.get_path("stdlib"))
     found = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -24,7 +24,7 @@ def standard_library(limit_bytes: int) -> tuple[Tensor, str]:
 
 
 def text_batch(text: Tensor, shape: tuple[int, int], seed: int, step: int) -> Batch:
-    """A step's sequences at random places of the text, the same for every layout."""
+    """The sequences of a step at random places of the text, the same for every layout."""
     sequences, seq_len = shape
     generator = torch.Generator().manual_seed(1_000_003 * seed + step)
     starts = torch.randint(len(text) - seq_len - 1, (sequences,), generator=generator)

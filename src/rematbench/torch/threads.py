@@ -1,8 +1,9 @@
-"""Streams as threads: a CPU on which copies and collectives really run beside the host.
+"""Streams as threads: on a CPU, copies and collectives then really run beside the host.
 
-These streams find races; they are slow.  Every stream but compute is a thread that works in order,
-each piece after a random delay; compute is the host itself.  An event holds when its stream has
-reached it.  Memory that a missing wait would read early holds NaN until its work is done.
+These streams find races; they are slow. Every stream but compute is a thread that works in order
+and begins each piece of work after a random delay; the host itself is the compute stream. An event
+is complete when its stream has reached it. Memory that a missing wait would read too early holds
+NaN until the work that fills it is done.
 """
 
 import queue
@@ -23,7 +24,7 @@ HOST_STREAMS = ("compute", "pp_send", "pp_recv")
 
 
 class Flag(Mark):
-    """An event of a thread."""
+    """An event that a thread reaches."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -31,7 +32,7 @@ class Flag(Mark):
 
 
 class ThreadStreams:
-    """One thread for each stream; `delay_s` is the longest random delay before a piece of work."""
+    """One thread per stream; `delay_s` is the longest random delay before a piece of work."""
 
     def __init__(self, seed: int, delay_s: float) -> None:
         self.random, self.delay_s = random.Random(seed), delay_s
@@ -46,17 +47,17 @@ class ThreadStreams:
         while (work := waiting.get()) is not None:
             try:
                 work()
-            except BaseException as error:  # said by flush, on the host
+            except BaseException as error:  # flush raises the error on the host
                 self.failed.append(error)
 
     def on(self, stream: str) -> AbstractContextManager[object]:
-        """Nothing to switch: `run` names the stream."""
+        """An empty context: `run` gets the stream by name."""
         return nullcontext()
 
     def run(
         self, stream: str, work: Callable[[], object], fresh: torch.Tensor | None = None
     ) -> None:
-        """Queue work on the stream's thread, which delays it at random."""
+        """Queue work on the stream's thread, which delays the work at random."""
         if stream == "compute":
             work()
             return
@@ -71,7 +72,7 @@ class ThreadStreams:
         self.queues[stream].put(later)
 
     def mark(self, stream: str) -> Mark:
-        """An event after all work queued so far."""
+        """An event that completes after all work queued so far."""
         flag = Flag()
         if stream == "compute":
             flag.reached.set()
@@ -80,8 +81,8 @@ class ThreadStreams:
         return flag
 
     def wait(self, stream: str, mark: Mark) -> None:
-        """For compute and the message streams (which the host posts) the host waits; for others the
-        stream's thread does."""
+        """Make a stream wait for an event. For compute and the message streams (which the host
+        posts) the host waits; for other streams their thread waits."""
         mark.finish()
         assert isinstance(mark, Flag)
         if stream in HOST_STREAMS:
@@ -90,7 +91,7 @@ class ThreadStreams:
             self.queues[stream].put(lambda: self._reach(mark))
 
     def reach(self, mark: Mark) -> None:
-        """Hold the thread until the event's stream has reached it."""
+        """Hold the calling thread until the event is complete."""
         assert isinstance(mark, Flag)
         self._reach(mark)
 
@@ -99,21 +100,21 @@ class ThreadStreams:
             raise TimeoutError(f"an event was not reached within {GIVE_UP_S:g} s")
 
     def room(self) -> AbstractContextManager[object]:
-        """One pool."""
+        """An empty context: a CPU has one memory pool."""
         return nullcontext()
 
     def lend(self, stream: str, tensor: torch.Tensor) -> None:
-        """Nothing to do: queued work holds its tensors."""
+        """Nothing to do, because queued work holds its tensors."""
 
     def under_way(self, channel: Hashable, work: dist.Work) -> Under:
-        """The handle: the host waits."""
+        """The work's own handle: the host waits for the message."""
         return work
 
     def begin(self) -> None:
-        """The host issues in order, and every queue is empty."""
+        """Nothing to do: the host issues in order, and every queue is empty."""
 
     def clock(self) -> Callable[[], float]:
-        """Host time; delays are in it."""
+        """A clock of the host's time, which includes the delays."""
         return host_clock()
 
     def flush(self) -> None:

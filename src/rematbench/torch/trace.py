@@ -1,8 +1,8 @@
 """The traced world: the executor itself on fake (meta) tensors and a fake process group.
 
-One rank of a job of any size, in one CPU process: every operator, view, copy and collective is
-issued as in the executed world, storages have sizes but no memory, and the same tracker counts
-them.  Nothing that depends on values is known: no losses, no gradients.
+It runs one rank of a job of any size in one CPU process. Every operator, view, copy and collective
+is issued as in the executed world, storages have sizes but no memory, and the same tracker counts
+them. Nothing that depends on values is known: no losses, no gradients.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from rematbench.torch.worker import empty_result, note_bytes
 
 @contextmanager
 def fake_job(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group that sends nothing, ended in any case."""
+    """A default process group that sends nothing, destroyed at the end in any case."""
     store = FakeStore()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=store)
     try:
@@ -38,18 +38,15 @@ def fake_job(rank: int, world_size: int) -> Iterator[None]:
 
 
 def rank_at(layout: Layout, order: tuple[str, ...], stage: int) -> int:
-    """The first rank of a pipeline stage: its tensor-, context- and data-parallel peers are
-    alike."""
+    """The first rank of a pipeline stage: its tensor-, context- and data-parallel peers are like
+    it."""
     wanted = Coordinates(tp=0, cp=0, dp=0, pp=stage)
     return next(r for r in range(layout.gpus) if coordinates(r, layout, order) == wanted)
 
 
 def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
-    """One optimizer step of a stage's first rank: bytes after every action, and peaks.
-
-    Raises NotExecutable for what the runtime does not do, ExecutionError for actions that cannot
-    run.
-    """
+    """One optimizer step of a stage's first rank: bytes after every action, and peaks. Raises
+    NotExecutable for what the runtime does not do, ExecutionError for actions that cannot run."""
     require_executable(problem, plan)
     program = lower(plan, problem).ranks[stage]
     lay, order = problem.layout, problem.system.rank_order
@@ -67,7 +64,7 @@ def trace_rank(problem: Problem, plan: Plan, stage: int = 0) -> RankResult:
 
 
 def _batches(model: RankModel) -> list[MicroBatch]:
-    """Tokens of the right number; a fake tensor has no values."""
+    """Micro-batches with the right number of tokens; fake tensors have no values."""
     lay, tokens = model.problem.layout, model.shapes.tokens
     scale = 1.0 / (lay.global_batch * model.problem.workload.seq_len)
     ids = torch.zeros(tokens, dtype=torch.int64)

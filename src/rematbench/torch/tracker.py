@@ -1,6 +1,6 @@
-"""Live bytes of torch's storages: counted when torch makes them, until torch frees them.
+"""Live bytes of torch's storages, counted from their creation until torch frees them.
 
-The tracker knows no plan and no action.  A dispatch mode sees the outputs of every torch operator
+The tracker knows no plan and no action. A dispatch mode sees the outputs of every torch operator
 and holds each new storage by a weak reference, whose callback subtracts the storage's bytes.
 """
 
@@ -17,10 +17,10 @@ from rematbench.torch.mode import Mode
 
 
 class Tracker(Mode):
-    """Counts storages made while it is active.
+    """Counts the storages that are made while it is active.
 
     `exclude`: storages that are states (parameters, gradients, optimizer, inputs), made before or
-    inside; `on_host`: storages of the host pool, which count as host bytes.  With a GPU as the
+    inside; `on_host`: storages of the host pool, which count as host bytes. With a GPU as the
     device, storages on the CPU are host bytes; of a pool that keeps its blocks only the lent bytes
     count (`lend`).
     """
@@ -38,7 +38,8 @@ class Tracker(Mode):
         self._states: list[torch.UntypedStorage] = []
 
     def exclude(self, tensors: Iterable[Tensor]) -> None:
-        """Never count these storages; they are kept alive, so that no other gets their id."""
+        """Never count these storages; they are kept alive, so that no other storage gets their
+        id."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -49,7 +50,8 @@ class Tracker(Mode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Count storages made inside as host bytes, although device storages are on the CPU too."""
+        """Count storages made inside as host bytes, because device storages may be on the CPU
+        too."""
         self._all_host = True
         try:
             yield
@@ -57,11 +59,11 @@ class Tracker(Mode):
             self._all_host = False
 
     def lend(self, nbytes: int) -> None:
-        """Add host bytes of an excluded pool that are now in use (negative: no longer)."""
+        """Add host bytes of an excluded pool that are now in use (negative: no longer in use)."""
         self.host_bytes += nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, then register what it made."""
+        """Run the operator, then register the storages of its outputs."""
         result = func(*args, **(kwargs or {}))
         for item in tree_iter(result):
             if isinstance(item, Tensor):
@@ -74,7 +76,7 @@ class Tracker(Mode):
         self._excluded.clear()
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count the change of a storage's size since it was seen."""
+        """Count the change of a storage's size since the tracker saw the storage."""
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
             return
@@ -83,11 +85,11 @@ class Tracker(Mode):
         self._count(size - before, host=host)
 
     def see(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, if it is new."""
+        """Count the storage of a tensor, if the storage is new."""
         self._see(tensor.untyped_storage(), host=self._is_host(tensor))
 
     def _is_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor's storage counts as host bytes."""
+        """Whether the storage of a tensor counts as host bytes."""
         return self._all_host or (self._apart and tensor.device.type == "cpu")
 
     def _see(self, storage: torch.UntypedStorage, *, host: bool = False) -> None:

@@ -2,9 +2,9 @@
 
 In the order of rows a rank has its part of every sequence with all heads: rows x (heads head_dim).
 In the order of heads it has all rows with its part of the heads: (ranks rows) x (heads of a rank
-head_dim), the rows of rank 0 first; so a rank's row stands for the same row of every peer, and
-shares of rows mean the same in both orders.  Of fewer KV heads than ranks each goes to several
-ranks, and the gradients of its copies are summed.
+head_dim), the rows of rank 0 first. So a rank's row stands for the same row of every peer, and
+shares of rows mean the same in both orders. With fewer KV heads than ranks, each head goes to
+several ranks, and the gradients of its copies are summed.
 """
 
 import torch
@@ -14,7 +14,7 @@ from rematbench.torch.groups import Group
 
 
 def to_heads(out: Tensor, rows: Tensor, group: Group, head_dim: int) -> None:
-    """The order of heads, from that of rows."""
+    """Fill `out` in the order of heads from `rows` in the order of rows."""
     split = rows.view(rows.shape[0], -1, head_dim)
     if split.shape[1] < group.size:
         split = split.repeat_interleave(group.size // split.shape[1], 1)
@@ -23,7 +23,7 @@ def to_heads(out: Tensor, rows: Tensor, group: Group, head_dim: int) -> None:
 
 
 def to_rows(out: Tensor, heads: Tensor, group: Group, head_dim: int) -> None:
-    """The order of rows, from that of heads; copies of a head are summed."""
+    """Fill `out` in the order of rows from `heads` in the order of heads; sum copies of heads."""
     parts = torch.empty_like(heads)
     group.all_to_all(parts, heads)
     rows = parts.view(group.size, out.shape[0], -1).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""One process of a launch: it joins the others, runs the cases and writes their results."""
+"""One process of a launch: it joins its peers, runs the cases and writes their results."""
 
 import gc
 import math
@@ -41,7 +41,8 @@ from rematbench.torch.tracker import Tracker
 
 
 def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: float) -> None:
-    """Entry point of a process: results go to `folder` as <case>.<rank>.pt, a failure as .error."""
+    """Entry point of a process. Each result goes to `folder` as <case>.<rank>.pt, a failure as
+    <case>.<rank>.error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     prepare(cases[0].device)
@@ -71,8 +72,8 @@ def run(rank: int, world_size: int, folder: Path, cases: list[Case], timeout_s: 
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has ended in any way: no process would read its results, or
-    stop it while it waits for a peer."""
+    """End this process when its parent has ended for any reason. Without a parent no process would
+    read the results, or end this process while it waits for a peer."""
     parent = mp.parent_process()
     if parent is not None:
         parent.join()
@@ -80,7 +81,7 @@ def _end_with_parent() -> None:
 
 
 def _end_with(path: Path, error: BaseException) -> NoReturn:
-    """Write the reason to a file and end; print the traceback of an unforeseen error only."""
+    """Write the reason to a file and end; only an unforeseen error prints its traceback."""
     status, reason = failure(error)
     path.write_text("\n".join([status, reason, traceback.format_exc()]))
     if status == "failed" and not isinstance(error, NotExecutable):
@@ -89,7 +90,7 @@ def _end_with(path: Path, error: BaseException) -> NoReturn:
 
 
 def _groups(case: Case, rank: int, known: dict[tuple[object, ...], Groups]) -> Groups:
-    """The process groups of a set of degrees, made once."""
+    """The process groups for the case's degrees, made once per process."""
     lay, order = case.problem.layout, case.problem.system.rank_order
     degrees = (lay.tp, lay.cp, lay.ulysses, lay.dp, lay.pp, order)
     if degrees not in known:
@@ -134,22 +135,22 @@ def run_case(
 
 
 def _start_on_gpu(case: Case, program: Program, device: torch.device) -> None:
-    """Reset the device after earlier cases: collect their storages (a case's objects are cycles),
-    empty the caches, reset the peaks."""
+    """Reset the device after earlier cases. Their storages are collected (a case's objects are
+    cycles), the caches emptied and the peaks reset."""
     wrong = overtaken(program, case.problem.layout)
     if wrong:
         raise NotExecutable(f"NCCL knows no tags, and messages overtake each other from {wrong}")
     if torch.are_deterministic_algorithms_enabled() != case.deterministic:
         torch.use_deterministic_algorithms(case.deterministic)  # imports torch's compiler: 4 s
-    # The stream that allocates an action's outputs is not the one that writes them.
+    # The stream that allocates an action's outputs is not the stream that writes them.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _forget(device)
     pin_exactly()
 
 
 def _forget(device: torch.device) -> None:
-    """Release unused memory and reset the allocators' peaks.  cuBLAS keeps a workspace for each
-    stream that it ever ran on, those of earlier cases too."""
+    """Release unused memory and reset the allocators' peaks. cuBLAS keeps a workspace for each
+    stream that it ever ran on, also for those of earlier cases."""
     gc.collect()
     clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear_workspaces is not None:
@@ -160,7 +161,7 @@ def _forget(device: torch.device) -> None:
 
 
 def empty_result(groups: Groups, executor: Executor) -> RankResult:
-    """A result with the rank's place and the bytes of its states."""
+    """A result with the rank's place and the bytes of its states, without any steps."""
     states = {t.untyped_storage()._cdata: t for t in executor.states()}
     return RankResult(
         place=groups.place,
@@ -177,7 +178,7 @@ def empty_result(groups: Groups, executor: Executor) -> RankResult:
 
 
 def _load(case: Case, executor: Executor, step: int) -> Batch:
-    """Load a step's batch into the model, as this rank's micro-batches."""
+    """The batch of a step, after loading this rank's micro-batches of it into the model."""
     batch, model = _batch(case, step), executor.model
     place = executor.groups.place
     model.batches = micro_batches(batch, case.problem.layout, place, model.device)
@@ -196,8 +197,8 @@ def _step(case: Case, executor: Executor, result: RankResult, step: int) -> None
 
 
 def _time(case: Case, executor: Executor, result: RankResult) -> None:
-    """Time further steps by events: no tracker counts bytes, no code looks at gradients, and the
-    host reads nothing until a step is over."""
+    """Time further steps by events. Meanwhile no tracker counts bytes, no code looks at gradients,
+    and the host reads nothing until a step is over."""
     executor.before_update = lambda parameters: None
     for step in range(case.steps, case.steps + case.timed_steps):
         _load(case, executor, step)
@@ -212,7 +213,7 @@ def _text(limit_bytes: int) -> torch.Tensor:
 
 
 def _batch(case: Case, step: int) -> Batch:
-    """The step's global batch, the same on every rank of every layout."""
+    """The global batch of a step, the same on every rank of every layout."""
     work, sequences = case.problem.workload, case.problem.layout.global_batch
     if case.text_bytes:
         shape = (sequences, work.seq_len)
@@ -221,7 +222,7 @@ def _batch(case: Case, step: int) -> Batch:
 
 
 def note_bytes(executor: Executor, result: RankResult) -> None:
-    """Note the bytes that the executor's last step moved and held, and its recomputation."""
+    """Note the executor's counts in the result: peak and moved bytes, and recomputation FLOPs."""
     result.offload_bytes = executor.movers.offload_bytes
     result.recompute_flop = executor.recompute_flop
     result.bytes_after = result.bytes_after or list(executor.bytes_after)
@@ -238,7 +239,7 @@ def note_bytes(executor: Executor, result: RankResult) -> None:
 
 
 def _shards(case: Case, parameters: list[Parameter]) -> dict[str, GradientShard]:
-    """This rank's summed gradients: its ZeRO shard, or the whole."""
+    """This rank's part of the summed gradients: its ZeRO shard, or the whole gradient."""
     found = {}
     for parameter in parameters:
         whole = parameter.grad_flat
