@@ -69,7 +69,7 @@ def search_cells(
       rematbench search-cells config/paper.yaml results/expected/matrix_best_layout.csv -o cells.csv
     """
     spec, rows = declared(suite), read_sheet(listed, LISTED)
-    found = searched_cells(spec, discover(), rows, within=within / 100, processes=processes)
+    found = searched_cells(spec, rows, within=within / 100, processes=processes)
     _write(output, found, "gain")
 
 

@@ -16,10 +16,11 @@ from itertools import pairwise
 from math import fsum
 from typing import Any, NamedTuple
 
+from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.choose.candidates import Kind as Change
-from rematbench.choose.candidates import changed_kinds
+from rematbench.choose.candidates import changed_kinds, same_plan
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
@@ -111,6 +112,17 @@ class Refused(NamedTuple):
     reason: str
 
 
+class Lowered(NamedTuple):
+    """A plan's program, and the bytes of each rank's blocks."""
+
+    program: Program
+    profiles: list[list[Profile]]
+
+
+Known = dict[bytes, dict[bytes, Lowered]]
+"""Programs of plans (`same_plan`) by the small problem without its cluster."""
+
+
 def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
     """The smallest layout with the same tensor- and context-parallel groups and `pp` ranks that
     fills nodes, every copy of the model with as many micro-batches as a probe wants."""
@@ -135,10 +147,10 @@ def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
 
 class Prober:
     """Measures methods on the problem's shards of a layer; small problems, with what they know of
-    costs, serve every method.  `layers`: how many were lowered so far."""
+    costs, serve every method.  `layers`: how many were measured so far."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, known: Known) -> None:
+        self.problem, self.known = problem, known
         self.single = problem.layout.pp == 1
         self.smalls: dict[tuple[int, ...], Small] = {}
         self.layers = 0
@@ -177,7 +189,7 @@ class Prober:
 
     def _measured(self, method: Composition, sizes: tuple[int, ...]) -> "Measured | Refused":
         if sizes not in self.smalls:
-            self.smalls[sizes] = _small(self.problem, sizes)
+            self.smalls[sizes] = _small(self.problem, sizes, self.known)
         small = self.smalls[sizes]
         try:
             plan = method.plan(small.problem, small.base)
@@ -206,10 +218,13 @@ def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any
 
 
 class Small(NamedTuple):
-    """A probe's problem and the plan that methods begin with."""
+    """A probe's problem, the plan that methods begin with, the seconds of its actions, and the
+    programs of plans."""
 
     problem: Problem
     base: Plan
+    costs: ActionCosts
+    lowered: dict[bytes, Lowered]
 
 
 NO_COMMUNICATION = 1e-9
@@ -225,8 +240,9 @@ def placed_alike(problem: Problem) -> bool:
     return whole and problem.system.rank_order[:2] == ("tp", "cp")
 
 
-def _small(problem: Problem, sizes: tuple[int, ...]) -> Small:
-    """The problem with so many layers on its ranks and nothing between copies of the model."""
+def _small(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
+    """The problem with so many layers on its ranks and nothing between copies of the model.  Its
+    programs do not depend on the cluster (no file of lowering reads it)."""
     model = problem.workload.model
     windows = sorted(
         set(model.attention_window), key=lambda window: window or problem.workload.seq_len
@@ -253,7 +269,9 @@ def _small(problem: Problem, sizes: tuple[int, ...]) -> Small:
     )
     ends = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
     partition = tuple((tuple(range(a, b)),) for a, b in pairwise(ends))
-    return Small(small, replace(small.base_plan, partition=partition))
+    base = replace(small.base_plan, partition=partition)
+    same = encode((work, system, small.layout, small.attention, sizes))
+    return Small(small, base, ActionCosts(small), known.setdefault(same, {}))
 
 
 class Measured(NamedTuple):
@@ -266,9 +284,12 @@ class Measured(NamedTuple):
 
 def _measured(small: Small, plan: Plan) -> Measured:
     """The chunks under a plan."""
-    program = lower(plan, small.problem)
-    costs, profiles = ActionCosts(small.problem), program_profiles(program)
-    chunks = [_chunk(program, rank, costs, profiles[rank]) for rank in range(program.pp)]
+    same = same_plan(plan)
+    if same not in small.lowered:
+        program = lower(plan, small.problem)
+        small.lowered[same] = Lowered(program, program_profiles(program))
+    program, profiles = small.lowered[same]
+    chunks = [_chunk(program, rank, small.costs, profiles[rank]) for rank in range(program.pp)]
     return Measured(chunks, changed_kinds(small.base, plan), plan.transfers)
 
 

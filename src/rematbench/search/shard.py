@@ -26,6 +26,7 @@ from rematbench.search.bounds import (
 from rematbench.search.probe import (
     ChunkCost,
     Facts,
+    Known,
     Line,
     PassCost,
     Probe,
@@ -55,13 +56,19 @@ def key(choice: Choice) -> Key:
 
 
 class Shard:
-    """Layouts of one key.  `problem` is one of them."""
+    """Layouts of one key.  `problem` is one of them; `known`: what probes have lowered."""
 
-    def __init__(self, choices: Sequence[Choice], problem: Problem, registry: Registry) -> None:
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        problem: Problem,
+        registry: Registry,
+        known: Known | None = None,
+    ) -> None:
         self.problem, self.registry = problem, registry
         self.choices = choices
         self.columns = Columns(choices, problem)
-        self._prober = Prober(problem)
+        self._prober = Prober(problem, {} if known is None else known)
         self._probes: dict[str, Probe | Refused] = {}
         self._ends_s: dict[tuple[int, int, int, int], float] = {}
         self._known_highs: dict[Arm | None, list[float]] = {}
