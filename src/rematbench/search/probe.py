@@ -37,8 +37,8 @@ from rematbench.spec.layout import Layout, LayoutError
 MICRO_BATCHES = 5
 """Enough for passes of the steady state on every rank."""
 
-RHYTHM = 5
-"""Layers after which copies by layer repeat."""
+RHYTHM = 4
+"""Layers with which a method that has no plan for fewer is tried."""
 
 
 class PassCost(NamedTuple):
@@ -107,9 +107,10 @@ class Probe(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Why a method has no plan here."""
+    """Why a method has no plan here, and how many layers to try it with."""
 
     reason: str
+    layers: int = RHYTHM
 
 
 class Lowered(NamedTuple):
@@ -161,7 +162,10 @@ class Prober:
         least = 3 if self.problem.layout.zero_stage > 1 else 1
         measure = self._one_rank if self.single else self._pipeline
         found = measure(method, least)
-        return measure(method, RHYTHM) if isinstance(found, Refused) else found
+        while isinstance(found, Refused) and found.layers > least:
+            least = found.layers
+            found = measure(method, least)
+        return found
 
     def _one_rank(self, method: Composition, least: int) -> Probe | Refused:
         made, more = (self._measured(method, (layers,)) for layers in (least, least + 1))
@@ -195,12 +199,18 @@ class Prober:
             plan = method.plan(small.problem, small.base)
             if isinstance(plan, Unsupported):
                 return Refused(plan.reason)
-            if plan.transfers.granularity == "layer" and sizes[0] < RHYTHM:
-                return Refused(f"copies by layer have no rhythm yet after {sizes[0]} layers")
+            if sizes[0] < (layers := _rhythm(plan.transfers)):
+                return Refused(f"copies by layer have no rhythm yet after {sizes[0]}", layers)
             self.layers += sum(sizes)
             return _measured(small, plan)
         except (PlanError, LayoutError) as error:
             return Refused(str(error))
+
+
+def _rhythm(moves: Transfers) -> int:
+    """Layers after which a plan's copies repeat: with copies by layer, when its slots are in use
+    and one of them again."""
+    return moves.reload_slots + 2 if moves.granularity == "layer" else 1
 
 
 def _minus(more: ChunkCost, less: ChunkCost) -> ChunkCost:
