@@ -31,10 +31,12 @@ def swap_share(
     other: Sequence[str],
     layers: Sequence[int],
     host_bytes: int | None,
+    given: float | None = None,
 ) -> SwapShare:
     """max alpha, in whole rows, so that S_whole + alpha S_other of a layer hides behind its forward
     and what all layers in flight leave, in the blocks that are pinned for it, fits a GPU's share of
-    the host.  `alpha_host` is the closed form, without what those blocks waste."""
+    the host.  `alpha_host` is the closed form, without what those blocks waste.  A `given` share is
+    not searched for."""
     tables = [table for table in problem.layer_kinds]
     bandwidth = min(_hidden_share(problem, table, whole, other) for table in tables)
     table = tables[0]
@@ -45,6 +47,10 @@ def swap_share(
     share = _host_share(problem, base, host_bytes) / in_flight
     room = share - fixed
     host = room / free if free else float(room >= 0)
+    if given is not None:
+        return SwapShare(
+            alpha=given, alpha_bandwidth=bandwidth, alpha_host=host, bound="given"
+        )
     alpha = min(1.0, max(0.0, min(bandwidth, host)))
     rows = min((table.activations[name].rows for name in other), default=1)
     most = int(alpha * rows + 1e-9)
