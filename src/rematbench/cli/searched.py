@@ -12,7 +12,6 @@ from rematbench.cli.targets import Output, need_file
 from rematbench.host.console import CommandError, console, plain
 from rematbench.host.garbage import collect_rarely
 from rematbench.matrix.verdicts import CELL
-from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import SPEED
 from rematbench.published.sheets import CONFIGURATION, SCORED, read_sheet, write_sheet
 from rematbench.search.against import against

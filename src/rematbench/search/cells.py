@@ -29,7 +29,7 @@ from rematbench.search.trial import Tried, tried_plan
 
 Line = dict[str, Any]
 Where = tuple[str, ...]
-Cell = tuple[Where, list[Row]]
+Cell = tuple[Where, list[Line]]
 """(model, cluster, length), and its rows of the list."""
 
 
@@ -44,7 +44,8 @@ def searched_cells(
     works: dict[tuple[str, str], list[Cell]] = defaultdict(list)
     for where, rows in cells.items():
         works[where[0], where[2]].append((where, rows))
-    waiting, found = list(cells), {}
+    waiting = list(cells)
+    found: dict[Where, Line] = {}
     pool: Pool[list[Cell], list[Line]] = Pool(processes, Cells, (spec, within), LIMIT_S)
     pool.add(works.values())
     try:
@@ -72,7 +73,7 @@ class Cells:
         known: Known = {}
         return [self._line(where, rows, known) for where, rows in cells]
 
-    def _line(self, where: Where, rows: list[Row], known: Known) -> Line:
+    def _line(self, where: Where, rows: list[Line], known: Known) -> Line:
         spec, (model, cluster, seq_len) = self.spec, where
         gpus = self.commands.gpus[model]
         problem = spec.problem(int(seq_len), model=model, cluster=cluster, gpus=gpus)

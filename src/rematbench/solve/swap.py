@@ -48,9 +48,7 @@ def swap_share(
     room = share - fixed
     host = room / free if free else float(room >= 0)
     if given is not None:
-        return SwapShare(
-            alpha=given, alpha_bandwidth=bandwidth, alpha_host=host, bound="given"
-        )
+        return SwapShare(alpha=given, alpha_bandwidth=bandwidth, alpha_host=host, bound="given")
     alpha = min(1.0, max(0.0, min(bandwidth, host)))
     rows = min((table.activations[name].rows for name in other), default=1)
     most = int(alpha * rows + 1e-9)
