@@ -28,6 +28,9 @@ MINUTE = 20
 MINUTE_OF_ONE = 2 * MINUTE * WORK
 """The same work where one process does it."""
 
+AFTER = 300
+"""Work of one process after a gap is proved, some tenths of a second."""
+
 LIMIT_S = 3600
 """CPU seconds of one round, which takes a few."""
 
@@ -133,13 +136,16 @@ def rounds(
 
 
 def alone(job: SearchJob, known_s: float, most_work: int) -> Progress:
-    """A search in this process, which ends as soon as the gap is proved, or after so much work."""
-    search, tried = job.search(), []
+    """A search in this process, which ends a little after the gap is proved (a faster plan may be
+    near), or after so much work."""
+    search, tried, proved = job.search(), [], False
     search.beat(known_s)
     for found in search.run():
         if found is not None:
             tried.append(found)
-        if search.gap <= job.asked.within or search.work >= most_work:
+        if search.gap <= job.asked.within and not proved:
+            proved, most_work = True, min(most_work, search.work + AFTER)
+        if search.work >= most_work or search.gap == 0.0:
             break
     return _after(Progress(known_s=known_s), [_state(search, tried)])
 
