@@ -64,10 +64,14 @@ class Memo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         other = tuple(sorted(kept - set(whole)))
         layers = tuple(range(problem.workload.model.num_layers - self.exempt_layers))
         share = swap_share(
-            problem, base, whole=whole, other=other, layers=layers, host_bytes=self.host_bytes
+            problem,
+            base,
+            whole=whole,
+            other=other,
+            layers=layers,
+            host_bytes=self.host_bytes,
+            given=self.alpha,
         )
-        if self.alpha is not None:
-            share = replace(share, alpha=self.alpha, bound="given")
         fates: dict[tuple[str, ...], Fate] = {
             whole: Offload(),
             other: Split(offload=share.alpha, recompute=1.0 - share.alpha, scope="layer"),

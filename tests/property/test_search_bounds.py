@@ -109,7 +109,7 @@ def _checked(made: SearchJob, choice: Choice, arm: Arm, chance: random.Random) -
     pinned, peak = max(1, found.host_node_bytes), max(found.peak_device_bytes)
     more, more_host = 0.0, 0.0
     if fewer and not isinstance(fewer, Refused):
-        more = float(shard.in_more_pieces(arm, pieces - 1)[step - 1, 0]) / peak
+        more = float(shard.in_more_pieces(arm, 1, pieces - 1, pieces)[step - 1, 0]) / peak
         more_host = float(fewer.host_bytes[step - 1, 0]) / pinned
     return Checked(
         f"{text} at {choice.layout} {choice.sizes}",

@@ -12,7 +12,6 @@ from rematbench.cli.targets import Output, need_file
 from rematbench.host.console import CommandError, console, plain
 from rematbench.host.garbage import collect_rarely
 from rematbench.matrix.verdicts import CELL
-from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import SPEED
 from rematbench.published.sheets import CONFIGURATION, SCORED, read_sheet, write_sheet
 from rematbench.search.against import against
@@ -69,7 +68,7 @@ def search_cells(
       rematbench search-cells config/paper.yaml results/expected/matrix_best_layout.csv -o cells.csv
     """
     spec, rows = declared(suite), read_sheet(listed, LISTED)
-    found = searched_cells(spec, discover(), rows, within=within / 100, processes=processes)
+    found = searched_cells(spec, rows, within=within / 100, processes=processes)
     _write(output, found, "gain")
 
 

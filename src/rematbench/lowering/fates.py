@@ -131,6 +131,11 @@ def _winners(
     return winner, matched
 
 
+def phased(rules: Sequence[Rule]) -> bool:
+    """Whether any rule asks for a phase: where none does, fates are the same in all of them."""
+    return any(rule.select.phases is not None for rule in rules)
+
+
 def _reaches(select: Select, where: ChunkSites) -> bool:
     """Whether a selector can match a site of the chunk (a quick test before the full one)."""
     return (

@@ -8,7 +8,7 @@ from rematbench.lowering.chunk_ops import ChunkOps, Unit
 from rematbench.lowering.emit_backward import BackwardEmitter
 from rematbench.lowering.emit_forward import Fates, ForwardEmitter, trailing_unit
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
-from rematbench.lowering.fates import check_names, covered, resolve, said, unmatched
+from rematbench.lowering.fates import check_names, covered, phased, resolve, said, unmatched
 from rematbench.lowering.graphs import uncaptured
 from rematbench.lowering.mini import unused
 from rematbench.lowering.rank_steps import (
@@ -133,6 +133,7 @@ class _RankLowering:
         self.block_index: dict[Key, int] = {}
         self.steps: list[Step] = []
         self.matched: set[int] = set()
+        self.phased = phased(plan.rules)
         self.holders: dict[int, tuple[ChunkOps, PassClass]] = {}
         parameter, peers = plan.state("parameter"), lay.state_shards > 1
         self.update_in_backward = plan.state("optimizer").update == "backward"
@@ -197,7 +198,7 @@ class _RankLowering:
     def _pass_class(self, kind: PassKind, item: Pass, reached: object) -> PassClass:
         """The class of a kind of pass; equal chunks that the same rules cover share a class."""
         chunk, classes = self.chunks[kind.chunk], self.shared.classes
-        key = (chunk.shape, reached, kind.phase, kind.inside)
+        key = (chunk.shape, reached, kind.phase if self.phased else "", kind.inside)
         if key not in classes:
             fates, matched = resolve(self.plan, chunk.sites, kind.phase, item.micro_batch)
             number = self.shared.number((chunk.shape, tuple(fates.values())))

@@ -39,6 +39,8 @@ class Kind(Enum):
     ALLOC = "ALLOC"
     EVENT = "EVENT"
 
+    __hash__ = object.__hash__  # kinds are compared by identity: Enum's own hashes the name again
+
 
 HOST_UPDATE = "host_update"
 """The stream of an optimizer that runs on the rank's own CPU cores."""

@@ -5,51 +5,88 @@ with the fastest of them and ends when no plan of its space is faster by more th
 a fixed amount of work, with the gap that is proved until then.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from math import inf
 from typing import Any
 
+from rematbench.host.console import CommandError
+from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import Pool
 from rematbench.matrix.commands import Commands
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.verdicts import by_cell
 from rematbench.matrix.verdicts import speed as speed_of
+from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.published.accuracy import Row, number
 from rematbench.search.answer import best_line
-from rematbench.search.halves import MINUTE, rounds
+from rematbench.search.halves import LIMIT_S, MINUTE_OF_ONE, alone
 from rematbench.search.job import Asked, SearchJob
+from rematbench.search.probe import Known
 from rematbench.search.space import Fixed, partitions
 from rematbench.search.trial import Tried, tried_plan
 
 Line = dict[str, Any]
+Where = tuple[str, ...]
+Cell = tuple[Where, list[Line]]
+"""(model, cluster, length), and its rows of the list."""
 
 
 def searched_cells(
-    spec: MatrixSpec,
-    registry: Registry,
-    listed: Iterable[Row],
-    *,
-    within: float,
-    processes: int,
+    spec: MatrixSpec, listed: Iterable[Row], *, within: float, processes: int
 ) -> Iterator[Line]:
     """A line for each cell of the table of best layouts: the fastest of the list that leaves the
     search's reserve free, the fastest of the search, the proved gap, and what of the search's plan
-    the list has not."""
-    commands = Commands(spec, registry)
-    for (model, cluster, seq_len), rows in by_cell([dict(row) for row in listed]).items():
-        gpus = commands.gpus[model]
+    the list has not.  Cells of one model and length are one process's: its clusters run the same
+    programs."""
+    cells = by_cell([dict(row) for row in listed])
+    works: dict[tuple[str, str], list[Cell]] = defaultdict(list)
+    for where, rows in cells.items():
+        works[where[0], where[2]].append((where, rows))
+    waiting = list(cells)
+    found: dict[Where, Line] = {}
+    pool: Pool[list[Cell], list[Line]] = Pool(processes, Cells, (spec, within), LIMIT_S)
+    pool.add(works.values())
+    try:
+        for own, lines in pool.run():
+            if isinstance(lines, str):
+                raise CommandError(f"a process died (out of memory?) with the cells of {own[0][0]}")
+            found |= {where: line for (where, _), line in zip(own, lines, strict=True)}
+            while waiting and waiting[0] in found:
+                yield found.pop(waiting.pop(0))
+    finally:
+        pool.close()
+
+
+class Cells:
+    """Searches the cells of one work at a time, in its process."""
+
+    def __init__(self, spec: MatrixSpec, within: float) -> None:
+        collect_rarely()
+        self.spec, self.within = spec, within
+        self.registry = discover()
+        self.commands = Commands(spec, self.registry)
+
+    def __call__(self, cells: list[Cell]) -> list[Line]:
+        """Their lines."""
+        known: Known = {}
+        return [self._line(where, rows, known) for where, rows in cells]
+
+    def _line(self, where: Where, rows: list[Line], known: Known) -> Line:
+        spec, (model, cluster, seq_len) = self.spec, where
+        gpus = self.commands.gpus[model]
         problem = spec.problem(int(seq_len), model=model, cluster=cluster, gpus=gpus)
         fixed = Fixed(micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
-        asked = Asked(spec=problem, fixed=fixed, within=within)
-        made = SearchJob(asked)
-        row, known = _fastest(made, rows, commands)
-        known_s = known.step_s if known else inf
-        *_, end = rounds(asked, shown=0, processes=processes, known_s=known_s, most_rounds=MINUTE)
+        made = SearchJob(Asked(spec=problem, fixed=fixed, within=self.within), known)
+        row, listed = _fastest(made, rows, self.commands)
+        known_s = listed.step_s if listed else inf
+        end = alone(made, known_s, MINUTE_OF_ONE)
         faster = [one for one in end.found[:1] if one.step_s < known_s]
-        best = faster[0] if faster else known
+        best = faster[0] if faster else listed
         told = best_line(made, best) if best else {}
         speed = number(row, "tokens_per_s_per_gpu")
-        yield {
+        return {
             "model": model,
             "cluster": cluster,
             "seq_len": seq_len,
@@ -60,7 +97,7 @@ def searched_cells(
             "simulations": end.simulations,
             "gap": end.gap if best else None,
             "gain": told["tokens_per_s_per_gpu"] / speed - 1.0 if speed and told else None,
-            "changed": _changed(faster[0], known, registry) if faster else "",
+            "changed": _changed(faster[0], listed, self.registry) if faster else "",
             **told,
         }
 

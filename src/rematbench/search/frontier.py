@@ -20,7 +20,7 @@ from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
 from rematbench.search.skeleton import Frame, frame
 from rematbench.search.space import Choice
-from rematbench.search.trial import Tried, tried_plan
+from rematbench.search.trial import NO_PLAN, Tried, planned, tried_plan
 
 SHOWN = 1.1
 """What may be slower than the best by no more than this is simulated to be shown beside it."""
@@ -42,7 +42,8 @@ class Place(Struct):
     """A layout while it is searched: its shard, its place there, the arms that fit, which families
     may, the arms judged and in how many pieces, and what was simulated.  `short`: bytes that a step
     of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`: the least step of a line
-    that no node's memory holds; `counted`: it has a plan that is fast enough."""
+    that no node's memory holds; `refused`: arms without a plan at any step and in any pieces;
+    `counted`: it has a plan that is fast enough."""
 
     shard: Shard
     index: int
@@ -57,6 +58,7 @@ class Place(Struct):
     short: dict[tuple[Arm, int], float] = {}
     flat: set[tuple[Arm, int]] = set()
     ends: dict[Arm, int] = {}
+    refused: set[Arm] = set()
     counted: bool = False
 
 
@@ -148,6 +150,8 @@ class Search:
             self.fell["of a layout that is fast enough"] += 1
         elif self._dominated(place, item.arm):
             self.fell["made of a plan that fits"] += 1
+        elif item.stage in ("closed", "tight") and self._settled(bound_s, place, item):
+            self.fell["memory or no plan, as before"] += 1
         elif item.stage == "closed" or (item.stage == "expand" and place.frame is None):
             self._tighten(bound_s, place, item)
         elif item.stage == "expand":
@@ -183,25 +187,32 @@ class Search:
                 self._push(bound, Item("expand", place, None, arm))
             return
         if pieces < _pieces(arm) and (not found or found[1] > 1):
-            self._ask_pieces(place, arm, pieces + 1, bound_s, found[1] if found else inf)
+            self._ask_pieces(place, arm, pieces, bound_s, found[1] if found else inf)
 
     def _ask_pieces(
         self, place: Place, arm: Arm, pieces: int, bound_s: float, below: float
     ) -> None:
-        """Queue an arm in more pieces, if its bytes may then fit `below` a step of its line.  What
-        is kept, and so what is on the host, is the same in any pieces."""
+        """Queue an arm in the fewest pieces, of more than so many, in which its bytes may fit
+        `below` a step of its line.  What is kept, and so what is on the host, is the same in any
+        pieces."""
         shard, at = place.shard, place.index
-        known = shard.bounds(arm, pieces - 1)
-        if not isinstance(known, Refused):
-            over = known.host_bytes[:, at] > shard.problem.cost.host_room_bytes
-            if pieces > 2:
-                over |= shard.in_more_pieces(arm, pieces - 1)[:, at] > shard.usable_bytes[at]
-            step = int(np.argmin(over))
-            if over[step] or step + 1 >= below:
-                self.fell["memory, in any pieces"] += 1
+        known = shard.bounds(arm, pieces)
+        if isinstance(known, Refused):
+            self._push(bound_s, Item("pieces", place, None, arm, 1, pieces + 1))
+            return
+        fewer = max((had for one, had in place.judged if one == arm and had < pieces), default=0)
+        over = known.host_bytes[:, at] > shard.problem.cost.host_room_bytes
+        for more in range(pieces + 1, _pieces(arm) + 1):
+            high = over
+            if fewer:
+                peak_bytes = shard.in_more_pieces(arm, fewer, pieces, more)[:, at]
+                high = over | (peak_bytes > shard.usable_bytes[at])
+            step = int(np.argmin(high))
+            if not high[step] and step + 1 < below:
+                bound_s = max(bound_s, float(known.step_s[step, at]))
+                self._push(bound_s, Item("pieces", place, None, arm, 1, more))
                 return
-            bound_s = max(bound_s, float(known.step_s[step, at]))
-        self._push(bound_s, Item("pieces", place, None, arm, 1, pieces))
+        self.fell["memory, in any pieces"] += 1
 
     def _least(
         self, place: Place, arm: Arm, pieces: int, bound_s: float, after: int = 0
@@ -313,11 +324,40 @@ class Search:
     def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:
         """Queue what follows a plan that does not fit."""
         arm = item.arm
+        if self._refused(place, item, tried.reason):
+            place.refused.add(arm)
+            self._push(bound_s, Item("expand", place, None, arm))
+            return
         if arm.line and tried.verdict and tried.verdict.host_headroom_bytes < 0:
             place.ends.setdefault(_in_one_piece(arm), item.step)
         elif arm.pieces and place.short.get((arm, item.step)) == tried.short_bytes:
             place.flat.add((arm, item.step))  # in fewer pieces it was as short
         place.short[arm, item.step] = tried.short_bytes
+        self._next(bound_s, place, item)
+
+    def _refused(self, place: Place, item: Item, reason: str) -> bool:
+        """Whether an arm has no plan at the last step and in the most pieces for the same reason:
+        words that are the same speak of neither."""
+        assert place.problem is not None
+        arm = item.arm
+        other = arm.text(place.shard.steps(arm), _pieces(arm))
+        if not reason.startswith(NO_PLAN) or other == arm.text(item.step, item.pieces):
+            return False
+        return planned(place.choice, place.problem, other, self.registry) == reason
+
+    def _settled(self, bound_s: float, place: Place, item: Item) -> bool:
+        """Whether simulations since then say that a plan cannot fit; what follows it is queued."""
+        arm = item.arm
+        if arm in place.refused:
+            return True
+        if item.step < place.ends.get(_in_one_piece(arm), inf):
+            return False
+        self._next(bound_s, place, item)
+        return True
+
+    def _next(self, bound_s: float, place: Place, item: Item) -> None:
+        """Queue the next step of an arm's line, more pieces, or what is made of it."""
+        arm = item.arm
         found = self._least(place, arm, item.pieces, bound_s, item.step)
         if found:
             self._push(found[0], Item("closed", place, None, arm, found[1], item.pieces))

@@ -14,6 +14,7 @@ from msgspec import Struct
 from rematbench.host.console import CommandError
 from rematbench.host.garbage import collect_rarely
 from rematbench.host.workers import Pool
+from rematbench.search.frontier import Search
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Choice
 from rematbench.search.trial import Tried
@@ -23,6 +24,12 @@ WORK = 400
 
 MINUTE = 20
 """Rounds of one of many searches, a minute or two of a core."""
+
+MINUTE_OF_ONE = 2 * MINUTE * WORK
+"""The same work where one process does it."""
+
+AFTER = 300
+"""Work of one process after a gap is proved, some tenths of a second."""
 
 LIMIT_S = 3600
 """CPU seconds of one round, which takes a few."""
@@ -62,12 +69,16 @@ class Part:
                 tried.append(found)
             if search.work >= end:
                 break
-        return State(
-            tried=tuple(tried),
-            bound_s=search.bound_s,
-            short_bytes=search.short_bytes,
-            fell=dict(search.fell),
-        )
+        return _state(search, tried)
+
+
+def _state(search: Search, tried: Sequence[Tried]) -> State:
+    return State(
+        tried=tuple(tried),
+        bound_s=search.bound_s,
+        short_bytes=search.short_bytes,
+        fell=dict(search.fell),
+    )
 
 
 class Progress(Struct, frozen=True, kw_only=True):
@@ -122,6 +133,21 @@ def rounds(
     finally:
         for pool in pools:
             pool.close()
+
+
+def alone(job: SearchJob, known_s: float, most_work: int) -> Progress:
+    """A search in this process, which ends a little after the gap is proved (a faster plan may be
+    near), or after so much work."""
+    search, tried, proved = job.search(), [], False
+    search.beat(known_s)
+    for found in search.run():
+        if found is not None:
+            tried.append(found)
+        if search.gap <= job.asked.within and not proved:
+            proved, most_work = True, min(most_work, search.work + AFTER)
+        if search.work >= most_work or search.gap == 0.0:
+            break
+    return _after(Progress(known_s=known_s), [_state(search, tried)])
 
 
 def _after(before: Progress, states: Sequence[State | str]) -> Progress:

@@ -22,7 +22,7 @@ from rematbench.problem import Problem
 from rematbench.published.bands import leaving_reserve
 from rematbench.search.arms import Arm, Single, Tree, rebuilds, singles
 from rematbench.search.frontier import Search
-from rematbench.search.probe import Probe
+from rematbench.search.probe import Known, Probe
 from rematbench.search.shard import Shard, key
 from rematbench.search.space import Choice, Fixed, Space, space
 from rematbench.spec.cluster import Cluster
@@ -57,10 +57,11 @@ class Asked(Struct, frozen=True, kw_only=True):
 
 
 class SearchJob:
-    """One search made ready.  Raises ConfigError, LayoutError or MethodError for wrong inputs."""
+    """One search made ready; `known`: what searches of the same work have lowered.  Raises
+    ConfigError, LayoutError or MethodError for wrong inputs."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+    def __init__(self, asked: Asked, known: Known | None = None) -> None:
+        self.asked, self.known = asked, {} if known is None else known
         spec = asked.spec
         self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
@@ -156,7 +157,7 @@ class SearchJob:
         return found
 
     def _shard(self, choices: list[Choice]) -> Shard:
-        return Shard(choices, self.problem(choices[0]), self.registry)
+        return Shard(choices, self.problem(choices[0]), self.registry, self.known)
 
     def spec(self, choice: Choice) -> ProblemSpec:
         """The job at one layout, in the words that were given."""

@@ -16,10 +16,11 @@ from itertools import pairwise
 from math import fsum
 from typing import Any, NamedTuple
 
+from msgspec.json import encode
 from msgspec.structs import replace
 
 from rematbench.choose.candidates import Kind as Change
-from rematbench.choose.candidates import changed_kinds
+from rematbench.choose.candidates import changed_kinds, same_plan
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Transfers, Unsupported
 from rematbench.plugins.registry import Composition
@@ -36,8 +37,8 @@ from rematbench.spec.layout import Layout, LayoutError
 MICRO_BATCHES = 5
 """Enough for passes of the steady state on every rank."""
 
-RHYTHM = 5
-"""Layers after which copies by layer repeat."""
+RHYTHM = 4
+"""Layers with which a method that has no plan for fewer is tried."""
 
 
 class PassCost(NamedTuple):
@@ -106,9 +107,21 @@ class Probe(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Why a method has no plan here."""
+    """Why a method has no plan here, and how many layers to try it with."""
 
     reason: str
+    layers: int = RHYTHM
+
+
+class Lowered(NamedTuple):
+    """A plan's program, and the bytes of each rank's blocks."""
+
+    program: Program
+    profiles: list[list[Profile]]
+
+
+Known = dict[bytes, dict[bytes, Lowered]]
+"""Programs of plans (`same_plan`) by the small problem without its cluster."""
 
 
 def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
@@ -135,10 +148,10 @@ def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
 
 class Prober:
     """Measures methods on the problem's shards of a layer; small problems, with what they know of
-    costs, serve every method.  `layers`: how many were lowered so far."""
+    costs, serve every method.  `layers`: how many were measured so far."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, known: Known) -> None:
+        self.problem, self.known = problem, known
         self.single = problem.layout.pp == 1
         self.smalls: dict[tuple[int, ...], Small] = {}
         self.layers = 0
@@ -149,7 +162,10 @@ class Prober:
         least = 3 if self.problem.layout.zero_stage > 1 else 1
         measure = self._one_rank if self.single else self._pipeline
         found = measure(method, least)
-        return measure(method, RHYTHM) if isinstance(found, Refused) else found
+        while isinstance(found, Refused) and found.layers > least:
+            least = found.layers
+            found = measure(method, least)
+        return found
 
     def _one_rank(self, method: Composition, least: int) -> Probe | Refused:
         made, more = (self._measured(method, (layers,)) for layers in (least, least + 1))
@@ -177,18 +193,24 @@ class Prober:
 
     def _measured(self, method: Composition, sizes: tuple[int, ...]) -> "Measured | Refused":
         if sizes not in self.smalls:
-            self.smalls[sizes] = _small(self.problem, sizes)
+            self.smalls[sizes] = _small(self.problem, sizes, self.known)
         small = self.smalls[sizes]
         try:
             plan = method.plan(small.problem, small.base)
             if isinstance(plan, Unsupported):
                 return Refused(plan.reason)
-            if plan.transfers.granularity == "layer" and sizes[0] < RHYTHM:
-                return Refused(f"copies by layer have no rhythm yet after {sizes[0]} layers")
+            if sizes[0] < (layers := _rhythm(plan.transfers)):
+                return Refused(f"copies by layer have no rhythm yet after {sizes[0]}", layers)
             self.layers += sum(sizes)
             return _measured(small, plan)
         except (PlanError, LayoutError) as error:
             return Refused(str(error))
+
+
+def _rhythm(moves: Transfers) -> int:
+    """Layers after which a plan's copies repeat: with copies by layer, when its slots are in use
+    and one of them again."""
+    return moves.reload_slots + 2 if moves.granularity == "layer" else 1
 
 
 def _minus(more: ChunkCost, less: ChunkCost) -> ChunkCost:
@@ -206,10 +228,13 @@ def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any
 
 
 class Small(NamedTuple):
-    """A probe's problem and the plan that methods begin with."""
+    """A probe's problem, the plan that methods begin with, the seconds of its actions, and the
+    programs of plans."""
 
     problem: Problem
     base: Plan
+    costs: ActionCosts
+    lowered: dict[bytes, Lowered]
 
 
 NO_COMMUNICATION = 1e-9
@@ -225,8 +250,9 @@ def placed_alike(problem: Problem) -> bool:
     return whole and problem.system.rank_order[:2] == ("tp", "cp")
 
 
-def _small(problem: Problem, sizes: tuple[int, ...]) -> Small:
-    """The problem with so many layers on its ranks and nothing between copies of the model."""
+def _small(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
+    """The problem with so many layers on its ranks and nothing between copies of the model.  Its
+    programs do not depend on the cluster (no file of lowering reads it)."""
     model = problem.workload.model
     windows = sorted(
         set(model.attention_window), key=lambda window: window or problem.workload.seq_len
@@ -253,7 +279,9 @@ def _small(problem: Problem, sizes: tuple[int, ...]) -> Small:
     )
     ends = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
     partition = tuple((tuple(range(a, b)),) for a, b in pairwise(ends))
-    return Small(small, replace(small.base_plan, partition=partition))
+    base = replace(small.base_plan, partition=partition)
+    same = encode((work, system, small.layout, small.attention, sizes))
+    return Small(small, base, ActionCosts(small), known.setdefault(same, {}))
 
 
 class Measured(NamedTuple):
@@ -266,9 +294,12 @@ class Measured(NamedTuple):
 
 def _measured(small: Small, plan: Plan) -> Measured:
     """The chunks under a plan."""
-    program = lower(plan, small.problem)
-    costs, profiles = ActionCosts(small.problem), program_profiles(program)
-    chunks = [_chunk(program, rank, costs, profiles[rank]) for rank in range(program.pp)]
+    same = same_plan(plan)
+    if same not in small.lowered:
+        program = lower(plan, small.problem)
+        small.lowered[same] = Lowered(program, program_profiles(program))
+    program, profiles = small.lowered[same]
+    chunks = [_chunk(program, rank, small.costs, profiles[rank]) for rank in range(program.pp)]
     return Measured(chunks, changed_kinds(small.base, plan), plan.transfers)
 
 

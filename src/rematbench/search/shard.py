@@ -26,6 +26,7 @@ from rematbench.search.bounds import (
 from rematbench.search.probe import (
     ChunkCost,
     Facts,
+    Known,
     Line,
     PassCost,
     Probe,
@@ -55,13 +56,19 @@ def key(choice: Choice) -> Key:
 
 
 class Shard:
-    """Layouts of one key.  `problem` is one of them."""
+    """Layouts of one key.  `problem` is one of them; `known`: what probes have lowered."""
 
-    def __init__(self, choices: Sequence[Choice], problem: Problem, registry: Registry) -> None:
+    def __init__(
+        self,
+        choices: Sequence[Choice],
+        problem: Problem,
+        registry: Registry,
+        known: Known | None = None,
+    ) -> None:
         self.problem, self.registry = problem, registry
         self.choices = choices
         self.columns = Columns(choices, problem)
-        self._prober = Prober(problem)
+        self._prober = Prober(problem, {} if known is None else known)
         self._probes: dict[str, Probe | Refused] = {}
         self._ends_s: dict[tuple[int, int, int, int], float] = {}
         self._known_highs: dict[Arm | None, list[float]] = {}
@@ -246,13 +253,18 @@ class Shard:
                 ]
         return self._known_highs[pieces]
 
-    def in_more_pieces(self, arm: Arm, pieces: int) -> Array:
-        """Bytes in any more pieces, from those in so many and in half of them: peaks are maxima of
-        lines in 1 / pieces, and a convex function lies above its chords' ends."""
-        few, many = (self._ends(arm, at) for at in (pieces - 1, pieces))
+    def in_more_pieces(self, arm: Arm, fewer: int, pieces: int, more: int) -> Array:
+        """Bytes at the `more`-th number of pieces at least, from those at two smaller ones: each
+        number is twice the one before, peaks are maxima of lines in 1 / pieces, and a convex
+        function lies above its chords' ends."""
+        few, many = (self._ends(arm, at) for at in (fewer, pieces))
         if isinstance(few, Refused) or isinstance(many, Refused):
             return np.zeros((self.steps(arm), len(self.choices)))
-        zero, one = (Facts._make(map(_chord, *both)) for both in zip(few, many, strict=True))
+        beyond = (2.0**-pieces - 2.0**-more) / (2.0**-fewer - 2.0**-pieces)
+        zero, one = (
+            Facts._make(_chord(*lines, beyond) for lines in zip(*both, strict=True))
+            for both in zip(few, many, strict=True)
+        )
         return self._peak_bytes(arm, (zero, one))
 
 
@@ -277,13 +289,13 @@ def _host_update_s(problem: Problem, count: int) -> float:
     return problem.cost.host_update_s(count // fate.shards) if fate.home == "host" else 0.0
 
 
-def _chord(two: Line, four: Line) -> Line:
-    """The second line, of half the rows of the first, with highest points as they are at least in
-    any more pieces."""
+def _chord(two: Line, four: Line, beyond: float) -> Line:
+    """The second line, of fewer rows than the first, with highest points as they are at least where
+    rows are fewer still: by the share `beyond` of the step between the two."""
 
     def chunk(a: ChunkCost, b: ChunkCost) -> ChunkCost:
         forward, backward = (
-            y._replace(high_bytes=max(0.0, 2 * y.high_bytes - x.high_bytes))
+            y._replace(high_bytes=max(0.0, y.high_bytes - beyond * (x.high_bytes - y.high_bytes)))
             for x, y in ((a.forward, b.forward), (a.backward, b.backward))
         )
         return b._replace(forward=forward, backward=backward)

@@ -14,6 +14,8 @@ from rematbench.search.space import Choice
 from rematbench.simulate.evaluate import PlanEvaluation, evaluate_program, program_bytes
 from rematbench.spec.layout import LayoutError
 
+NO_PLAN = "no plan: "
+
 
 class Tried(Struct, frozen=True, kw_only=True):
     """One simulated plan.  Without an evaluation it does not fit (by `short_bytes` of a device's
@@ -46,20 +48,29 @@ def tried_plan(
     free; one of `engines` has to have options for the plan.  A plan that does what a `known` one of
     the layout does is that one."""
     tried = Tried(choice=choice, method=method, bound_s=bound_s)
+    plan = planned(choice, problem, method, registry)
+    if isinstance(plan, str):
+        return replace(tried, reason=plan)
+    known = {} if known is None else known
+    if (same := same_plan(plan)) in known:
+        return known[same]
+    if engines and not engines.of(plan):
+        return replace(tried, reason=f"no options of {engines.only}")
+    try:
+        known[same] = _judged(tried, problem, plan)
+    except (PlanError, LayoutError) as error:
+        return replace(tried, reason=f"{NO_PLAN}{error}")
+    return known[same]
+
+
+def planned(choice: Choice, problem: Problem, method: str, registry: Registry) -> Plan | str:
+    """A candidate's plan, or why there is none."""
     try:
         base = choice.base(problem.base_plan)
         plan = registry.resolve(method, None, problem).plan(problem, base)
-        if isinstance(plan, Unsupported):
-            return replace(tried, reason=f"no plan: {plan.reason}")
-        known = {} if known is None else known
-        if (same := same_plan(plan)) in known:
-            return known[same]
-        if engines and not engines.of(plan):
-            return replace(tried, reason=f"no options of {engines.only}")
-        known[same] = _judged(tried, problem, plan)
     except (PlanError, LayoutError, MethodError) as error:
-        return replace(tried, reason=f"no plan: {error}")
-    return known[same]
+        return f"{NO_PLAN}{error}"
+    return f"{NO_PLAN}{plan.reason}" if isinstance(plan, Unsupported) else plan
 
 
 def _judged(tried: Tried, problem: Problem, plan: Plan) -> Tried:

@@ -6,7 +6,7 @@ from itertools import accumulate
 from msgspec.structs import replace
 
 from rematbench.lowering.chunk_ops import ChunkOps
-from rematbench.lowering.fates import Resolved, Site, covered, resolve
+from rematbench.lowering.fates import Resolved, Site, covered, phased, resolve
 from rematbench.lowering.lower import rank_orders
 from rematbench.lowering.rank_steps import pass_kinds
 from rematbench.operators.ops import Part
@@ -104,7 +104,7 @@ def _resolved(
     problem: Problem, plan: Plan, *, apart: bool = False
 ) -> Iterator[tuple[ChunkOps, dict[Site, Resolved], frozenset[int]]]:
     """The fates and matching rules of every chunk in each of its phases, as lowering resolves them.
-    Chunks that are alike come once, or each chunk where `apart`."""
+    Chunks and phases that are alike come once, or each chunk where `apart`."""
     for ops, phase, micro_batch in _kinds_of_chunks(problem, plan, apart):
         yield ops, *resolve(plan, ops.sites, phase, micro_batch)
 
@@ -112,10 +112,12 @@ def _resolved(
 def _kinds_of_chunks(
     problem: Problem, plan: Plan, apart: bool = False
 ) -> Iterator[tuple[ChunkOps, Phase, int]]:
-    """(chunk, phase, micro-batch) of every chunk in each of its phases. Chunks for which the plan's
-    rules decide the same come once, or each chunk where `apart`."""
+    """(chunk, phase, micro-batch) of every chunk in each of its phases.  Chunks and phases for which
+    the plan's rules decide the same (all phases, where no rule names one) come once, or each chunk
+    where `apart`."""
     windows = tuple(w for rule in plan.rules if (w := rule.select.micro_batches) is not None)
     seen: set[object] = set()
+    apart_by_phase = phased(plan.rules)
     for rank, order in enumerate(rank_orders(plan, problem)):
         chunks = [
             ChunkOps(problem, rank, chunk, layers, plan.mini_sequences, plan.held)
@@ -125,7 +127,7 @@ def _kinds_of_chunks(
         for kind, item in pass_kinds(order, windows).items():
             ops = chunks[kind.chunk]
             which = (rank, kind.chunk) if apart else (ops.shape, reached[kind.chunk])
-            key = (which, kind.phase, kind.inside)
+            key = (which, kind.phase if apart_by_phase else "", kind.inside)
             if key not in seen:
                 seen.add(key)
                 yield ops, kind.phase, item.micro_batch

@@ -32,12 +32,14 @@ def swap_share(
     other: Sequence[str],
     layers: Sequence[int],
     host_bytes: int | None,
+    given: float | None = None,
 ) -> SwapShare:
     """The largest alpha, in whole rows, for which a layer's copies hide and fit the host.
 
     S_whole + alpha S_other of a layer must hide behind the layer's forward. What all layers in
     flight offload must fit a GPU's share of host memory, in the blocks that are pinned for it.
-    `alpha_host` is the closed form, without the bytes that such blocks waste.
+    `alpha_host` is the closed form, without the bytes that such blocks waste.  A `given` share is
+    not searched for.
     """
     tables = [table for table in problem.layer_kinds]
     bandwidth = min(_hidden_share(problem, table, whole, other) for table in tables)
@@ -49,6 +51,8 @@ def swap_share(
     share = _host_share(problem, base, host_bytes) / in_flight
     room = share - fixed
     host = room / free if free else float(room >= 0)
+    if given is not None:
+        return SwapShare(alpha=given, alpha_bandwidth=bandwidth, alpha_host=host, bound="given")
     alpha = min(1.0, max(0.0, min(bandwidth, host)))
     rows = min((table.activations[name].rows for name in other), default=1)
     most = int(alpha * rows + 1e-9)
