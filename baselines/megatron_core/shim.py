@@ -85,7 +85,7 @@ def _rng(real: bool) -> None:
         get, put = (lambda *_, **__: None), (lambda *_, **__: None)
         tp_random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
         tp_random.CudaRNGStatesTracker.add = lambda *_, **__: None
-        torch.get_rng_state = get  # no caller uses the result
+        torch.get_rng_state = get  # type: ignore[assignment]  # no caller uses the result
         torch.set_rng_state = put
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get
     torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = put
@@ -227,7 +227,7 @@ def preload() -> None:
     """Install the parts that must precede Megatron-core, then import Megatron-core. It is imported
     without packages of CUDA kernels, even if they are installed."""
     for name in ("transformer_engine", "apex"):
-        sys.modules[name] = None  # makes the import fail
+        sys.modules[name] = None  # type: ignore[assignment]  # makes the import fail
     _compile()
     _settle()
     importlib.import_module("megatron.core.models.gpt")

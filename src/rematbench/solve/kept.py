@@ -112,9 +112,9 @@ def _resolved(
 def _kinds_of_chunks(
     problem: Problem, plan: Plan, apart: bool = False
 ) -> Iterator[tuple[ChunkOps, Phase, int]]:
-    """(chunk, phase, micro-batch) of every chunk in each of its phases.  Chunks and phases for which
-    the plan's rules decide the same (all phases, where no rule names one) come once, or each chunk
-    where `apart`."""
+    """(chunk, phase, micro-batch) of every chunk in each of its phases.  Chunks and phases for
+    which the plan's rules decide the same (all phases, where no rule names one) come once, or each
+    chunk where `apart`."""
     windows = tuple(w for rule in plan.rules if (w := rule.select.micro_batches) is not None)
     seen: set[object] = set()
     apart_by_phase = phased(plan.rules)
