@@ -1,7 +1,7 @@
-"""What published layouts lose against the best of all: a search for each published problem.
+"""What published layouts lose against the best layout: a search for each published problem.
 
-Both are simulated by the same model, so a loss is a statement about layouts and plans; the model's
-own error stands beside it (the published speed against our prediction of the published layout).
+One model simulates the published layout and the best one, so a loss compares layouts and plans.
+The model's error stands beside the loss: the published speed and our prediction of it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,14 +27,15 @@ from rematbench.spec.load import Kind, load_model, load_system, names
 from rematbench.spec.problemspec import ProblemSpec
 
 NEVER = -1.0
-"""A gap that is never proved: a count goes on while any layout may be faster."""
+"""A gap that no search proves: a count of faster layouts goes on while any layout may be faster."""
 
 KEPT = ("source", "table", "model", "gpus", "seq_len", "global_batch")
 
 
 def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[dict[str, Any]]:
-    """A line for each row: what was published, our prediction of it, the best of the search, the
-    share of the step that the published layout loses, and the part that decides."""
+    """A line for each row: the published speed, our prediction of the published layout, the best
+    plan of the search, the share of the published layout's step that it loses against that plan
+    (a fraction), and the part of the step with the largest loss (seconds)."""
     registry = discover()
     for row in rows:
         try:
@@ -62,8 +63,8 @@ def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[d
 
 
 def asked_of(case: Case, within: float, reserve_gib: float | None = 0.0) -> Asked:
-    """The row's problem with its degrees left open; plans may fill the device, as published ones
-    do, or leave a reserve free (None: the usual one)."""
+    """A search of the row's problem with open degrees.  `reserve_gib`: device memory that plans
+    leave free; 0 because published plans fill the device, None for the usual reserve."""
     spec = ProblemSpec(
         model=_typed("model", case.model, load_model),
         cluster=case.cluster,
@@ -78,14 +79,14 @@ def asked_of(case: Case, within: float, reserve_gib: float | None = 0.0) -> Aske
 
 
 def _typed(kind: Kind, thing: Any, load: Callable[[str], Any]) -> Any:
-    """The name that means a model or a system on a command line; where there is none, itself."""
+    """The name that the command line has for a model or a system; without a name, the object."""
     name: str = thing.name
     return name if name in names(kind) and load(name) == thing else thing
 
 
 def _rank(asked: Asked, problem: Problem, step_s: float, processes: int) -> dict[str, Any]:
-    """The place of a published layout among all, each at its fastest plan but the published one's
-    own; at least that where the count ended first."""
+    """The rank of the published layout among all layouts: 1 + the number of layouts that have a
+    faster plan than the published one.  "at least" where the count ended before all were judged."""
     count = replace(asked, within=NEVER, faster_than_s=step_s)
     *_, end = rounds(count, processes=processes, most_rounds=MINUTE)
     others = {one.choice for one in end.found if one.choice.layout != problem.layout}

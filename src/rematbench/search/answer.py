@@ -1,4 +1,4 @@
-"""What a search found, as lines of a table: every number, the job, and the command again."""
+"""The plans of a search as lines of a table: every number, the job, and the command to run it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,9 @@ from rematbench.spec.problemspec import ProblemSpec
 
 
 class Found(Struct, frozen=True, kw_only=True):
-    """A plan that fits, with its band, whether it is tight, whether the error of ratios of speeds
-    cannot tell it from the best, and where its step goes (seconds that add up to it)."""
+    """A plan that fits.  `band`: the error of its predicted speed; `fits`: how tightly its bytes
+    fit; `tied`: the error of speed ratios cannot tell the plan from the best one; `parts_s`:
+    seconds of the parts of its step, which add up to the step."""
 
     tried: Tried
     job: Job
@@ -36,13 +37,13 @@ class Found(Struct, frozen=True, kw_only=True):
 
 
 def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
-    """The plans in their order, the fastest first."""
+    """A Found for each simulated plan, in the order of `tried` (fastest first)."""
     found = []
     for one in tried:
         problem = search.problem(one.choice)
         try:
             words = (*search.spec(one.choice).to_arguments(), *one.choice.words)
-        except ConfigError:  # a model, cluster or system that is an object has no name to type
+        except ConfigError:  # an object (model, cluster or system) has no name on a command line
             words = ()
         composed = search.registry.resolve(one.method, None, problem)
         assert one.verdict is not None
@@ -64,7 +65,7 @@ def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
 
 
 def line(place: int, found: Found) -> dict[str, Any]:
-    """Every number of a plan: base SI units, fractions."""
+    """A table line with every number of a plan, in base SI units and fractions."""
     tried = found.tried
     evaluation, verdict = tried.evaluation, tried.verdict
     assert evaluation is not None
@@ -96,12 +97,12 @@ def line(place: int, found: Found) -> dict[str, Any]:
 
 
 def best_line(search: SearchJob, tried: Tried) -> dict[str, Any]:
-    """The line of the one plan that is asked for."""
+    """The table line of one simulated plan, at place 1."""
     return line(1, judged(search, [tried])[0])
 
 
 def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Tried:
-    """The plan of a line, planned, lowered and simulated once more."""
+    """The plan of a table line, planned, lowered and simulated for a second time."""
     numbers = {name: int(row[name]) for name in ("gpus", "seq_len", *WORDS) if name != "dp"}
     texts = ("model", "cluster", "system", "precision", "attention", "optimizer")
     words = {name: row[name] for name in texts if row.get(name)}
@@ -113,5 +114,6 @@ def simulated(row: Mapping[str, str], reserve_gib: float | None = None) -> Tried
 
 
 def difference(one: Found, other: Found) -> dict[str, float]:
-    """Seconds by which each part of the other's step is longer; they add up to the difference."""
+    """Seconds by which each part of `other`'s step is longer than `one`'s; their sum is the
+    difference of the two steps."""
     return {part: other.parts_s[part] - one.parts_s[part] for part in PARTS}

@@ -1,8 +1,8 @@
 """The plans that a search tries on each layout: methods with settings, policies, compositions.
 
 The rule of compositions is `compare`'s: methods whose kinds of change have different places compose
-in the order of the places.  A plan is never faster than the plans that it is composed of, so where
-one of them fits, what is made of it is not tried.
+in the order of the places.  A composed plan is never faster than a plan that it is composed of, so
+the search tries no composition of a plan that fits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,9 +19,9 @@ Scale = Literal["share", "layers", "pieces"]
 
 
 class Scalar(Struct, frozen=True):
-    """A parameter that is raised until a plan fits.  A `share` in so many `steps` from nothing to
-    all and the `layers` of a chunk: seconds and bytes of a pass are a line in them.  `pieces`: the
-    declared `values`, which only cost time and only free bytes."""
+    """A parameter that the search raises until a plan fits.  `share`: a fraction, raised from 0 to
+    1 in `steps` steps; `layers`: a number of a chunk's layers.  Seconds and bytes of a pass are
+    linear in both.  `pieces`: the declared `values`; more pieces add seconds and free bytes."""
 
     scale: Scale
     steps: int = 0
@@ -29,8 +29,8 @@ class Scalar(Struct, frozen=True):
 
 
 class Single(Struct, frozen=True):
-    """One method of an arm.  `text` names it; with a scalar, `text` at a value is `text.format`.
-    Policies do not compose (as in `compare`)."""
+    """One method of an arm.  `text` is the method with its settings; with a scalar, `text.format`
+    fills in the scalar's value.  `composes` is false for policies (as in `compare`)."""
 
     method: str
     text: str
@@ -38,7 +38,7 @@ class Single(Struct, frozen=True):
     composes: bool = True
 
     def at(self, step: int) -> str:
-        """The text at a value of the scalar."""
+        """The method's text at a step of its scalar (from 1 on)."""
         if self.scalar is None:
             return self.text
         match self.scalar.scale:
@@ -50,29 +50,29 @@ class Single(Struct, frozen=True):
 
 
 class Arm(Struct, frozen=True):
-    """Methods in order of application; none: keep everything.  One part at most has a scalar that
-    is a line."""
+    """Methods in their order of application; an arm without methods keeps every activation.  At
+    most one part has a scalar in which costs are linear: that part is the arm's *line*."""
 
     parts: tuple[Single, ...] = ()
 
     @property
     def line(self) -> Single | None:
-        """The part whose scalar is a line."""
+        """The part whose scalar is a share or a number of layers; None without such a part."""
         found = (p for p in self.parts if p.scalar is not None and p.scalar.scale != "pieces")
         return next(found, None)
 
     @property
     def pieces(self) -> Single | None:
-        """The part that computes in pieces."""
+        """The part that computes in pieces; None without such a part."""
         found = (p for p in self.parts if p.scalar is not None and p.scalar.scale == "pieces")
         return next(found, None)
 
     def without(self, part: Single) -> "Arm":
-        """The arm with one part less."""
+        """The arm without `part`."""
         return Arm(tuple(one for one in self.parts if one != part))
 
     def text(self, step: int = 0, pieces: int = 1) -> str:
-        """What `resolve` reads, at a step of the line and of the pieces."""
+        """The arm's text for `Registry.resolve`, at a step of its line and of its pieces."""
         words = (part.at(pieces if part is self.pieces else step) for part in self.parts)
         return "+".join(words) or IDENTITY
 
@@ -81,8 +81,8 @@ KEEP = Arm()
 
 
 def singles(registry: Registry, config: CompareConfig, only: Sequence[str] = ()) -> list[Single]:
-    """Every method that is no planner, at its defaults or in its grid, and the policies; of `only`
-    some methods, where some are named."""
+    """Every method that is not a planner, at its defaults or at each setting of its grid, and the
+    policies.  `only`: the names of the methods and policies to take; empty for all."""
     found: list[Single] = []
     for entry in registry.methods.values():
         if entry.planner or entry.name == IDENTITY or (only and entry.name not in only):
@@ -93,7 +93,7 @@ def singles(registry: Registry, config: CompareConfig, only: Sequence[str] = ())
             continue
         scalar = Scalar("layers") if policy.smallest == "num_layers" else None
         if policy.smallest and policy.settings.get("method") != "block":
-            continue  # groups: no line in the layers of a group
+            continue  # a group policy: costs are not linear in the layers of a group
         text = f"{policy.name} {{}}" if scalar else policy.name
         found.append(Single(policy.method, text, scalar, composes=False))
     tuned = [text for text in only if text not in registry.methods]
@@ -101,7 +101,7 @@ def singles(registry: Registry, config: CompareConfig, only: Sequence[str] = ())
 
 
 def _tuned(registry: Registry, text: str) -> Single:
-    """A method with settings of a person's own, or a policy by its name."""
+    """A method with settings that the user typed, or a policy by its name."""
     methods = registry.resolve(text).methods
     if len(methods) > 1:
         raise MethodError(f"{text!r}: one method at a time; search composes them itself")
@@ -121,10 +121,11 @@ def _of_method(entry: MethodEntry) -> Iterable[Single]:
 
 
 class Tree:
-    """Arms and what may be added to each, by the kinds of things that the singles change.
+    """Arms, and the methods that each arm can add, by the kinds of change of the singles.
 
-    A *family* is a set of places in an arm; its `lean` arm has, of each method that offloads, the
-    last of its grid, and of the methods that rebuild the one that keeps least."""
+    The *lean* arm of an arm has, for each method that offloads, the last setting of the method's
+    grid, and for each method that rebuilds, the rebuilding method that keeps the fewest bytes.  A
+    *family* is the arms that have the same lean arm."""
 
     def __init__(self, samples: Sequence[dict[Single, Probe]], most: int) -> None:
         found = {s: p for s, p in samples[0].items() if p.kinds and not _idle(s, samples)}
@@ -143,7 +144,7 @@ class Tree:
         return [single for single, place in self.places.items() if place == where]
 
     def more(self, arm: Arm) -> list[Arm]:
-        """The arms with one method more, of a later place."""
+        """The arms with one more method, whose place is after the places of `arm`'s methods."""
         last = max((self.places[part] for part in arm.parts), default=-1)
         if len(arm.parts) == self.most or not all(part.composes for part in arm.parts):
             return []
@@ -156,13 +157,13 @@ class Tree:
         ]
 
     def lean(self, arm: Arm) -> Arm:
-        """The leanest arm of an arm's family, in no pieces."""
+        """The lean arm of an arm's family, without the method that computes in pieces."""
         parts = (self.stands_for[part] or part for part in arm.parts if part is not arm.pieces)
         return Arm(tuple(parts))
 
     @cached_property
     def families(self) -> list[tuple[Arm, Arm | None]]:
-        """The lean arm of each family, and the arm that is its pieces alone."""
+        """Each family: its lean arm, and the arm of its pieces alone (None without pieces)."""
         found: dict[tuple[Arm, Arm | None], None] = {}
         waiting = [KEEP]
         while waiting:
@@ -174,13 +175,13 @@ class Tree:
         return list(found)
 
     def family(self, arm: Arm) -> tuple[Arm, Arm | None]:
-        """The family of an arm."""
+        """The family of an arm: its lean arm, and the arm of its pieces alone or None."""
         return self.lean(arm), Arm((arm.pieces,)) if arm.pieces else None
 
 
 def _idle(single: Single, samples: Sequence[dict[Single, Probe]]) -> bool:
-    """Whether another of the methods that rebuild is no slower and keeps no more, on every sample:
-    the first of equals stays."""
+    """Whether a method that rebuilds is useless: another such method is no slower and keeps no more
+    bytes on every sample.  Of equal methods the first is not idle."""
     return any(
         other != single and all(_no_better(single, other, sample) for sample in samples)
         for other in samples[0]
@@ -188,7 +189,7 @@ def _idle(single: Single, samples: Sequence[dict[Single, Probe]]) -> bool:
 
 
 def rebuilds(single: Single, probe: Probe) -> bool:
-    """Whether a method does nothing but rebuild, and has no scalar."""
+    """Whether a method only rebuilds activations and has no scalar."""
     return single.scalar is None and probe.kinds == {"rebuild"}
 
 
@@ -201,7 +202,7 @@ def _no_better(single: Single, other: Single, sample: dict[Single, Probe]) -> bo
 
 
 def _numbers(probe: Probe) -> list[float]:
-    """To nine digits: what a layer adds is a difference of sums."""
+    """A probe's seconds and bytes, rounded to nine digits: slopes are differences of float sums."""
     return [
         float(f"{number:.9g}")
         for line in probe.facts

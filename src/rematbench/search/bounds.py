@@ -1,9 +1,9 @@
 """Lower bounds of the step and of the peak bytes of many layouts at once, in closed form.
 
-For each rank of a 1F1B or interleaved pipeline, a step takes no less than what comes before the
-rank's first pass, all of the rank's passes, and what follows its last one (Narayanan et al. 2021,
-arXiv 2104.04473, section 2.2, with stages of different length).  A device holds no less than its
-states and, before a backward, what all passes in flight have kept.
+For each rank of a 1F1B or interleaved pipeline, a step takes no less than the seconds before the
+rank's first pass, the seconds of the rank's passes, and the seconds after its last pass (Narayanan
+et al. 2021, arXiv 2104.04473, section 2.2, with stages of different length).  A device holds no
+less than its states and, before a backward, the activations kept by all passes in flight.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,12 @@ from rematbench.spec.layout import Layout
 Array = NDArray[np.float64]
 
 ROUNDING_BYTES = 1 << 20
-"""A share of bytes is rounded up to so many for each chunk."""
+"""A chunk's share of bytes is rounded up to a multiple of this."""
 
 
 class Bounds(NamedTuple):
-    """Seconds of a step, bytes of the fullest device and of the fullest node, for each layout."""
+    """Lower bounds for each layout: seconds of a step, bytes of the fullest device, and host bytes
+    of the fullest node."""
 
     step_s: Array
     peak_bytes: Array
@@ -33,7 +34,7 @@ class Bounds(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk's costs as arrays over layouts and shares."""
+    """A chunk's costs in seconds and bytes, as arrays over layouts and shares."""
 
     forward_s: Array
     backward_s: Array
@@ -48,7 +49,7 @@ class Chunk(NamedTuple):
 
 
 class Columns:
-    """What bounds need of the layouts of one shard, an array each."""
+    """The numbers that bounds need of the layouts of one shard: arrays with an entry per layout."""
 
     def __init__(self, choices: Sequence[Choice], problem: Problem) -> None:
         self.choices, self.problem = choices, problem
@@ -71,7 +72,8 @@ class Columns:
 
     @cached_property
     def in_flight(self) -> tuple[NDArray[np.int64], ...]:
-        """Passes of the first, second and last rank between forward and backward, at most."""
+        """The most passes in flight (between forward and backward) of the first, second and last
+        rank."""
         total = self.count * self.vpp
         plain = self.vpp == 1
         whole = (self.count == self.pp) & ~plain
@@ -83,7 +85,7 @@ class Columns:
 
     @cached_property
     def state_bytes(self) -> tuple[Array, Array, Array]:
-        """States on the devices of the first, the second and the last rank."""
+        """Bytes of training states on a device of the first, the second and the last rank."""
         problem = self.problem
         layer = min(table.parameters for table in problem.layer_kinds)
         head, embedding = head_parameters(problem), problem.embedding.parameters
@@ -104,15 +106,15 @@ class Columns:
 
 
 def _shards(layout: Layout, problem: Problem) -> list[int]:
-    """Ranks over which each kind of state is spread; so many that nothing is left where it is not
-    on the device."""
+    """Ranks over which each kind of state is sharded; 2**60 for a state in host memory, which
+    leaves next to nothing on the device."""
     fates = state_fates(layout, problem.system)
     return [fate.shards if fate.home == "device" else 1 << 60 for fate in fates]
 
 
 def _rank_layers(choice: Choice) -> tuple[int, ...]:
-    """Layers of the first, second and last rank; of the inner rank that a step cannot be shorter
-    than: its layers, the layers before it, its place; layers before the last rank."""
+    """Layers of the first, second and last rank; for the inner rank that bounds the step most, its
+    layers, the layers before it and its number; the layers before the last rank."""
     lay, sizes = choice.layout, choice.sizes
     ranks = [sum(sizes[rank :: lay.pp]) for rank in range(lay.pp)]
     before = [sum(sizes[:rank]) for rank in range(lay.pp)]
@@ -123,7 +125,7 @@ def _rank_layers(choice: Choice) -> tuple[int, ...]:
 
 
 def chunk(line: Line, layers: Array | NDArray[np.int64], count: Any = 1) -> Chunk:
-    """The costs of `count` chunks that have so many layers together."""
+    """The total costs of `count` chunks that have `layers` layers in all."""
     more = layers - count * line.layers
     base, slope = line.base, line.slope
 
@@ -147,18 +149,20 @@ def chunk(line: Line, layers: Array | NDArray[np.int64], count: Any = 1) -> Chun
 
 
 def _growth(slope: ChunkCost) -> Any:
-    """What a layer more adds to a forward's highest point: what it leaves, if that is above it."""
+    """Bytes that one more layer adds, at least, to the highest point of a forward: the lower slope
+    of the bytes that the forward leaves and of its highest point, and no less than 0."""
     return np.maximum(0.0, np.minimum(slope.forward.net_bytes, slope.forward.high_bytes))
 
 
 def _fall(slope: ChunkCost) -> Any:
-    """What a layer more takes of a backward's highest point above its entry: the point may lie at
-    the backward's end, when that much has been freed."""
+    """Bytes (0 or less) by which one more layer lowers a backward's highest point above its entry:
+    the highest point may be at the backward's end, after the layer's bytes were freed."""
     return np.minimum(0.0, slope.backward.high_bytes)
 
 
 def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
-    """Seconds: the longest of the first rank's, an inner one's and the last one's."""
+    """Seconds that each layout's step takes at least: the largest of the bounds of the first rank,
+    an inner rank and the last rank."""
     c, m, v = columns, columns.count, columns.vpp
     first, middle, last = facts
     opening = chunk(first, c.opening)
@@ -173,7 +177,8 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
         return m * np.maximum(passes, np.add.reduce([x.host_s for x in chunks]))  # type: ignore[no-any-return]
 
     def around(layers: Any, ranks: Any) -> Array:
-        """Before the first pass and after the last one: the chunks of the ranks before."""
+        """Seconds before a rank's first pass and after its last: the passes and messages of the
+        ranks before it."""
         between = chunk(middle, layers - c.opening, np.maximum(ranks - 1, 0))
         passes = opening.forward_s + opening.backward_s + between.forward_s + between.backward_s
         return np.where(ranks > 0, passes + 2 * ranks * send_s, 0.0)
@@ -188,8 +193,8 @@ def step_bound(columns: Columns, facts: Facts, send_s: Array) -> Array:
 
 
 def peak_bound(columns: Columns, facts: Facts) -> Array:
-    """Bytes: the largest of the first, the second and the last rank's at a backward with most in
-    flight."""
+    """Device bytes that each layout needs at least: the largest of the first, the second and the
+    last rank's bytes, during a backward with the most passes in flight."""
     c = columns
     flights, states = c.in_flight, c.state_bytes
     first, middle, last = facts
@@ -200,11 +205,12 @@ def peak_bound(columns: Columns, facts: Facts) -> Array:
     lower = np.where(c.vpp > 1, np.minimum(least, opening.kept_bytes), opening.kept_bytes)
 
     def peak(rank: int, chunk: Chunk, others: Array, own: Array) -> Array:
-        """States, what the other passes keep, and the pass's own at its highest."""
+        """Bytes of a rank: states, pools, activations that the other passes in flight keep, and the
+        highest point of the running pass."""
         copied = np.where(c.count > c.pp, chunk.copied_bytes, 0.0)
         pools = np.where(c.count > 1, np.maximum(0.0, chunk.pool_bytes), 0.0)
         high = np.minimum(chunk.high_bytes, inner.high_bytes) if rank == 0 else chunk.high_bytes
-        if rank == 1:  # of three: it has two passes in flight, the probe's middle rank three
+        if rank == 1:  # with pp 3 it has two passes in flight; the probe's middle rank has three
             high = np.where((c.pp == 3) & (chunk.copied_bytes > 0), 0.0, high)
         passing = np.maximum(own + copied + np.maximum(0.0, high), chunk.forward_high_bytes)
         return states[rank] + pools + (flights[rank] - 1) * np.maximum(others, 0.0) + passing
@@ -218,7 +224,7 @@ def peak_bound(columns: Columns, facts: Facts) -> Array:
 
 
 def host_bound(columns: Columns, facts: Facts) -> Array:
-    """Bytes that the first stage's ranks of one node pin for passes in flight."""
+    """Host bytes that the first stage's ranks on one node pin at least, for passes in flight."""
     c = columns
     ranks = np.array(
         [min(c.gpus_per_node, x.layout.tp * x.layout.cp * x.layout.dp) for x in c.choices]
@@ -226,14 +232,14 @@ def host_bound(columns: Columns, facts: Facts) -> Array:
     opening = np.minimum(
         chunk(facts.first, c.opening).host_bytes, chunk(facts.middle, c.fewest).host_bytes
     )
-    moving = np.where(c.vpp > 1, 1.0 - 1.0 / c.vpp, 1.0)  # a method may leave the last layers alone
+    moving = np.where(c.vpp > 1, 1.0 - 1.0 / c.vpp, 1.0)  # the last chunk may stay on the device
     found: Array = moving * ranks * c.in_flight[0] * np.maximum(opening, 0.0)
     return found
 
 
 def mixed(at_zero: Facts, at_one: Facts, share: Any) -> Facts:
-    """Facts between two ends, all of them lines in the share (or in an array of shares); the lower
-    of two highest points."""
+    """Facts at a share (or an array of shares) between two ends: every number is linear in the
+    share, except that a highest point is the lower of the ends' two."""
     lines = (
         Line(a.layers, _mix(a.base, b.base, share), _mix(a.slope, b.slope, share))
         for a, b in zip(at_zero, at_one, strict=True)

@@ -1,8 +1,8 @@
 """The fastest plan of every cell of the matrix, by search: what the list of layouts misses.
 
-The matrix tries each arm on a list of layouts; a search of the same cell, on equal terms, begins
-with the fastest of them and ends when no plan of its space is faster by more than the gap, or after
-a fixed amount of work, with the gap that is proved until then.
+The matrix tries each arm on a list of layouts.  A search of the same cell, on equal terms, begins
+with the fastest listed plan.  It ends when it proves that no plan is faster by more than the gap,
+or after a fixed amount of work, with the gap that it has proved by then.
 """
 
 from collections import defaultdict
@@ -30,16 +30,16 @@ from rematbench.search.trial import Tried, tried_plan
 Line = dict[str, Any]
 Where = tuple[str, ...]
 Cell = tuple[Where, list[Line]]
-"""(model, cluster, length), and its rows of the list."""
+"""(model, cluster, sequence length) of a cell, and the cell's rows of the matrix."""
 
 
 def searched_cells(
     spec: MatrixSpec, listed: Iterable[Row], *, within: float, processes: int
 ) -> Iterator[Line]:
-    """A line for each cell of the table of best layouts: the fastest of the list that leaves the
-    search's reserve free, the fastest of the search, the proved gap, and what of the search's plan
-    the list has not.  Cells of one model and length are one process's: its clusters run the same
-    programs."""
+    """A line for each cell of the table of best layouts: the fastest listed plan that leaves the
+    search's reserve free, the fastest plan of the search, the proved gap, and how the search's plan
+    differs from the listed one.  One process searches all cells of one model and length, because
+    the programs of these cells are the same on every cluster."""
     cells = by_cell([dict(row) for row in listed])
     works: dict[tuple[str, str], list[Cell]] = defaultdict(list)
     for where, rows in cells.items():
@@ -60,7 +60,7 @@ def searched_cells(
 
 
 class Cells:
-    """Searches the cells of one work at a time, in its process."""
+    """Searches cells in a worker process, the cells of one model and length at a time."""
 
     def __init__(self, spec: MatrixSpec, within: float) -> None:
         collect_rarely()
@@ -69,7 +69,7 @@ class Cells:
         self.commands = Commands(spec, self.registry)
 
     def __call__(self, cells: list[Cell]) -> list[Line]:
-        """Their lines."""
+        """The lines of the cells, in their order."""
         known: Known = {}
         return [self._line(where, rows, known) for where, rows in cells]
 
@@ -103,8 +103,8 @@ class Cells:
 
 
 def _fastest(made: SearchJob, rows: Iterable[Row], commands: Commands) -> tuple[Row, Tried | None]:
-    """The fastest line of the list whose plan leaves the reserve free, simulated as the search
-    does; nothing where there is none."""
+    """The fastest listed row whose plan leaves the reserve free, and the plan as the search
+    simulates it; ({}, None) where no row does."""
     for row in sorted(rows, key=speed_of, reverse=True):
         if row["status"] == "ok":
             layout = commands.problem(row).layout
@@ -117,7 +117,8 @@ def _fastest(made: SearchJob, rows: Iterable[Row], commands: Commands) -> tuple[
 
 
 def _changed(best: Tried, known: Tried | None, registry: Registry) -> str:
-    """What the search's plan has that the fastest of the list has not."""
+    """What differs between the search's plan and the fastest listed plan: "layout", "method" or
+    "settings"; "fits" where no listed plan fits."""
     if known is None:
         return "fits"
     same = registry.resolve(best.method).name == registry.resolve(known.method).name
