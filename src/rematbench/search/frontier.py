@@ -1,4 +1,4 @@
-"""Best first: bounds are tightened, and plans simulated, in the order of their bounds."""
+"""Best-first search: tightens bounds and simulates plans in the order of their bounds."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,27 +23,27 @@ from rematbench.search.space import Choice
 from rematbench.search.trial import NO_PLAN, Tried, planned, tried_plan
 
 SHOWN = 1.1
-"""What may be slower than the best by no more than this is simulated to be shown beside it."""
+"""A plan whose bound is below this multiple of the best step is simulated, to be shown too."""
 
 AHEAD = 4
-"""Of so many entries one is the ripe one of the least bound: a step that fits is known early.  Only
-entries that the proof needs anyway are taken so, whatever the best step comes to be."""
+"""One in this many entries is the ripe entry of the least bound, so that a step that fits is known
+early: only an entry whose bound is below (1 - within) x the best step, which the proof needs."""
 
 TIGHTENED, SIMULATED = 20, 30
-"""Work of a bound by the schedule and of a simulation, in layers that probes lower meanwhile."""
+"""Work of a bound by the schedule and of a simulation, in layers that a probe lowers as fast."""
 
 Stage = Literal["shard", "expand", "made", "pieces", "closed", "tight"]
-"""What an entry of the queue waits for: its shard's facts; what is added to an arm that does not
-fit; the bounds of what was made so; the next number of pieces; the bound by the schedule; the
-simulation."""
+"""The next work on an entry of the queue.  shard: read the shard's facts; expand: add a method to
+an arm that does not fit; made: bound an arm made so; pieces: bound an arm in more pieces; closed
+(it has a closed-form bound): bound it by the schedule; tight: simulate it."""
 
 
 class Place(Struct):
-    """A layout while it is searched: its shard, its place there, the arms that fit, which families
-    may, the arms judged and in how many pieces, and what was simulated.  `short`: bytes that a step
-    of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`: the least step of a line
-    that no node's memory holds; `refused`: arms without a plan at any step and in any pieces;
-    `counted`: it has a plan that is fast enough."""
+    """A layout during the search, and its index in its shard.  `fits`: arms that fit; `families`:
+    whether a family may fit; `judged`: arms and pieces that have bounds; `known`: simulated plans;
+    `short`: bytes that a step of an arm's line lacked; `flat`: steps that fit in no pieces; `ends`:
+    a line's least step that host memory cannot hold; `refused`: arms without a plan at any step and
+    in any pieces; `counted`: the layout has a plan faster than `faster_than_s`."""
 
     shard: Shard
     index: int
@@ -63,7 +63,7 @@ class Place(Struct):
 
 
 class Item(Struct, frozen=True):
-    """An entry of the queue."""
+    """An entry of the queue: its next work, and the arm at a step of its line and of its pieces."""
 
     stage: Stage
     place: Place | None
@@ -74,8 +74,8 @@ class Item(Struct, frozen=True):
 
 
 class Search:
-    """One search under way.  `fell`: plans and layouts by what excluded them; `short_bytes`: the
-    least that any plan was short of on a device; `work`: what it took, in layers lowered."""
+    """One search under way.  `fell`: excluded plans and layouts by reason; `short_bytes`: the least
+    device bytes that an excluded plan lacked; `work`: work so far, in layers that probes lower."""
 
     def __init__(
         self,
@@ -104,19 +104,19 @@ class Search:
 
     @property
     def bound_s(self) -> float:
-        """No plan that is left is faster."""
+        """Seconds: no plan in the queue has a shorter step."""
         return self.queue.bound
 
     @property
     def gap(self) -> float:
-        """How much faster a plan may be, as a share of the best step."""
+        """How much shorter the step of an unknown plan may be, as a share of the best step."""
         if self.best_s == inf:
             return inf if self.queue else 0.0
         return max(0.0, 1.0 - self.bound_s / self.best_s)
 
     def run(self) -> Iterator[Tried | None]:
-        """Work for as long as anything is left: after each entry of the queue what it simulated, or
-        None."""
+        """Work until the queue is empty.  Yields after each entry: the plan that the entry
+        simulated, or None."""
         for turn in count():
             if not self.queue:
                 return
@@ -130,7 +130,7 @@ class Search:
             yield found
 
     def beat(self, step_s: float) -> None:
-        """A step that fits, found elsewhere."""
+        """Take note of the seconds of a step that fits, found by another process or before."""
         self.best_s = min(self.best_s, step_s)
 
     def _push(self, bound_s: float, item: Item) -> None:
@@ -165,15 +165,15 @@ class Search:
         return None
 
     def _open(self, bound_s: float, shard: Shard) -> None:
-        """Queue the layouts of a shard whose states fit, keeping everything at first."""
+        """Queue the layouts of a shard whose states fit, with the arm that keeps everything."""
         for index in (shard.states_over_bytes <= 0).nonzero()[0]:
             at = int(index)
             self._judge(bound_s, Place(shard, at, shard.choices[at], []), KEEP)
 
     def _judge(self, bound_s: float, place: Place, arm: Arm, pieces: int = 1) -> None:
-        """Queue an arm at a layout, at the least step of its line whose bytes may fit; or what is
-        made of it, where none may.  Once: more pieces are asked for when fewer were judged, and
-        again when those did not fit."""
+        """Queue an arm at a layout, at the least step of its line whose bytes may fit; where no
+        step may fit, queue the expansion of the arm.  An arm in a number of pieces is judged once:
+        judging fewer pieces, and a plan of fewer pieces that does not fit, both ask for more."""
         if (arm, pieces) in place.judged:
             return
         place.judged.add((arm, pieces))
@@ -192,9 +192,8 @@ class Search:
     def _ask_pieces(
         self, place: Place, arm: Arm, pieces: int, bound_s: float, below: float
     ) -> None:
-        """Queue an arm in the fewest pieces, of more than so many, in which its bytes may fit
-        `below` a step of its line.  What is kept, and so what is on the host, is the same in any
-        pieces."""
+        """Queue an arm in the fewest pieces (more than `pieces`) in which its bytes may fit at a
+        step less than `below`.  Pieces change neither the kept bytes nor the host bytes."""
         shard, at = place.shard, place.index
         known = shard.bounds(arm, pieces)
         if isinstance(known, Refused):
@@ -217,7 +216,8 @@ class Search:
     def _least(
         self, place: Place, arm: Arm, pieces: int, bound_s: float, after: int = 0
     ) -> tuple[float, int] | None:
-        """The bound and the least step of an arm's line, beyond `after`, whose bytes may fit."""
+        """(bound in seconds, step) of the least step of an arm's line after `after` whose bytes may
+        fit; None without such a step."""
         shard, at = place.shard, place.index
         found = shard.bounds(arm, pieces)
         if isinstance(found, Refused):
@@ -228,7 +228,7 @@ class Search:
         for step in range(after + 1, last + 1):
             if found.host_bytes[step - 1, at] > shard.problem.cost.host_room_bytes:
                 self.fell["host memory, by its bound"] += 1
-                return None  # no larger share needs less of it
+                return None  # no larger step of the line needs less host memory
             if over[step - 1] > 0:
                 self._short(float(over[step - 1]))
                 self.fell["device memory, by its bound"] += 1
@@ -239,12 +239,12 @@ class Search:
         return None
 
     def _dominated(self, place: Place, arm: Arm) -> bool:
-        """Whether an arm contains one that fits: it is not faster.  One with a scalar says nothing:
-        with a method more the scalar may be less."""
+        """Whether an arm contains all methods of an arm that fits, so that it is not faster.
+        `fits` has no arm with a scalar: with one more method the scalar may be smaller."""
         return any(set(known.parts) <= set(arm.parts) for known in place.fits)
 
     def _expand(self, bound_s: float, place: Place, arm: Arm) -> None:
-        """Queue what is made of an arm, if the leanest arm of any family may fit."""
+        """Queue the arms with one more method than `arm`, if the lean arm of any family may fit."""
         if not any(self._may_fit(place, *family) for family in self.tree.families):
             self.fell["device memory, under the leanest plans"] += 1
             return
@@ -254,7 +254,8 @@ class Search:
                 self._push(bound, Item("made", place, None, more))
 
     def _made(self, bound_s: float, place: Place, arm: Arm) -> None:
-        """Judge an arm if the leanest of its family may fit, or go on to what is made of it."""
+        """Judge an arm if the lean arm of its family may fit; else expand the arm if a family that
+        contains the lean arm's methods may fit."""
         lean, pieces = self.tree.family(arm)
         if self._may_fit(place, lean, pieces):
             self._judge(bound_s, place, arm)
@@ -267,7 +268,7 @@ class Search:
             self._expand(bound_s, place, arm)
 
     def _alone_s(self, place: Place, part: Single) -> float:
-        """What a method takes at least by itself: a plan made of it is not faster."""
+        """Least seconds of a step with this method alone; no plan composed of it is faster."""
         found = place.shard.bounds(Arm((part,)))
         return 0.0 if isinstance(found, Refused) else float(found.step_s[0, place.index])
 
@@ -286,7 +287,8 @@ class Search:
         return True
 
     def _tighten(self, bound_s: float, place: Place, item: Item) -> None:
-        """Queue an arm by its whole schedule; what is made of an arm is not faster either."""
+        """Queue an arm with its bound by the schedule.  The bound of an arm to expand holds too: no
+        arm composed of it is faster."""
         self.work += TIGHTENED
         if place.problem is None:
             problem = place.shard.problem
@@ -299,8 +301,8 @@ class Search:
         self._push(max(bound_s, tight), found)
 
     def _simulate(self, bound_s: float, place: Place, item: Item) -> Tried | None:
-        """Try a plan; queue the next step of its scalars, or what is made of it, if it does not
-        fit.  None where the same plan was tried under another name."""
+        """Simulate a plan; if it does not fit, queue the next step of its scalars or its expansion.
+        None where the same plan was simulated under another name."""
         assert place.problem is not None
         self.work += SIMULATED
         arm, before = item.arm, len(place.known)
@@ -322,7 +324,7 @@ class Search:
         return tried if len(place.known) > before else None
 
     def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:
-        """Queue what follows a plan that does not fit."""
+        """Queue the work that follows a plan that does not fit."""
         arm = item.arm
         if self._refused(place, item, tried.reason):
             place.refused.add(arm)
@@ -331,13 +333,13 @@ class Search:
         if arm.line and tried.verdict and tried.verdict.host_headroom_bytes < 0:
             place.ends.setdefault(_in_one_piece(arm), item.step)
         elif arm.pieces and place.short.get((arm, item.step)) == tried.short_bytes:
-            place.flat.add((arm, item.step))  # in fewer pieces it was as short
+            place.flat.add((arm, item.step))  # more pieces freed no bytes
         place.short[arm, item.step] = tried.short_bytes
         self._next(bound_s, place, item)
 
     def _refused(self, place: Place, item: Item, reason: str) -> bool:
-        """Whether an arm has no plan at the last step and in the most pieces for the same reason:
-        words that are the same speak of neither."""
+        """Whether an arm has no plan at the last step and in the most pieces either, for the same
+        reason: then the reason depends on neither the step nor the pieces."""
         assert place.problem is not None
         arm = item.arm
         other = arm.text(place.shard.steps(arm), _pieces(arm))
@@ -346,7 +348,8 @@ class Search:
         return planned(place.choice, place.problem, other, self.registry) == reason
 
     def _settled(self, bound_s: float, place: Place, item: Item) -> bool:
-        """Whether simulations since then say that a plan cannot fit; what follows it is queued."""
+        """Whether simulations after the entry was queued show that its plan cannot fit; where they
+        do, the work that follows the plan is queued."""
         arm = item.arm
         if arm in place.refused:
             return True
@@ -356,7 +359,7 @@ class Search:
         return True
 
     def _next(self, bound_s: float, place: Place, item: Item) -> None:
-        """Queue the next step of an arm's line, more pieces, or what is made of it."""
+        """Queue the next step of an arm's line, the arm in more pieces, or its expansion."""
         arm = item.arm
         found = self._least(place, arm, item.pieces, bound_s, item.step)
         if found:
@@ -372,6 +375,6 @@ def _in_one_piece(arm: Arm) -> Arm:
 
 
 def _pieces(arm: Arm) -> int:
-    """Values of an arm's pieces; 1 where it has none."""
+    """The number of values of an arm's pieces; 1 for an arm without pieces."""
     scalar = arm.pieces.scalar if arm.pieces else None
     return len(scalar.values) if scalar else 1

@@ -1,7 +1,7 @@
-"""A search in several processes: each has its share of the shards, all know the best step.
+"""A search in several processes: each has its share of the shards, and all know the best step.
 
-Rounds of a fixed amount of work, counted and not timed: what is found does not depend on how fast a
-machine is.
+A round is a fixed amount of work, counted and not timed, so that the plans found do not depend on
+the speed of the machine.
 """
 
 from collections import Counter
@@ -20,30 +20,30 @@ from rematbench.search.space import Choice
 from rematbench.search.trial import Tried
 
 WORK = 400
-"""Work of a round (see Search), half a second or so."""
+"""Work of a round (`Search.work`), about half a second."""
 
 MINUTE = 20
-"""Rounds of one of many searches, a minute or two of a core."""
+"""Most rounds of one search where many run in a row: one or two minutes of a core."""
 
 MINUTE_OF_ONE = 2 * MINUTE * WORK
-"""The same work where one process does it."""
+"""The work of MINUTE rounds of two processes, for a search in one process."""
 
 AFTER = 300
-"""Work of one process after a gap is proved, some tenths of a second."""
+"""Work that one process goes on with after its gap is proved: some tenths of a second."""
 
 LIMIT_S = 3600
-"""CPU seconds of one round, which takes a few."""
+"""Limit on the CPU seconds of a worker's task; a round takes a few seconds."""
 
 
 class Round(Struct, frozen=True):
-    """What a process is told: the best step of all."""
+    """What a process is told before a round: the best step of all processes, in seconds."""
 
     best_s: float
 
 
 class State(Struct, frozen=True, kw_only=True):
-    """What it answers: plans that were simulated, its bound, the least bytes that were short, and
-    what excluded plans so far."""
+    """The answer of a process after a round: the plans simulated in the round, and `bound_s`,
+    `short_bytes` and `fell` of its Search."""
 
     tried: tuple[Tried, ...]
     bound_s: float
@@ -52,7 +52,7 @@ class State(Struct, frozen=True, kw_only=True):
 
 
 class Part:
-    """The search of a share of the shards, in its process."""
+    """The search of a share of the shards, in a worker process."""
 
     def __init__(self, asked: Asked, part: int, parts: int) -> None:
         collect_rarely()
@@ -60,7 +60,7 @@ class Part:
         self.steps = self.search.run()
 
     def __call__(self, told: Round) -> State:
-        """Work for a round."""
+        """Work for one round and return the State after it."""
         search, tried = self.search, []
         search.beat(told.best_s)
         end = search.work + WORK
@@ -82,9 +82,10 @@ def _state(search: Search, tried: Sequence[Tried]) -> State:
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """A search after a round: the plans that fit, fastest first; a step that was known to fit
-    before; the bound of all that is left; simulations; what excluded plans, and the least bytes
-    that were short."""
+    """A search after a round.  `found`: the plans that fit, fastest first; `known_s`: a step that
+    was known to fit before the search; `bound_s`: no plan that is left has a shorter step; `fell`:
+    counts of excluded plans by reason; `short_bytes`: the fewest device bytes that any of them
+    lacked."""
 
     found: tuple[Tried, ...] = ()
     known_s: float = inf
@@ -100,7 +101,7 @@ class Progress(Struct, frozen=True, kw_only=True):
 
     @property
     def gap(self) -> float:
-        """How much faster another plan may be, as a share of the best step."""
+        """How much shorter the step of an unknown plan may be, as a share of the best step."""
         return max(0.0, 1.0 - self.bound_s / self.best_s) if self.best_s < inf else inf
 
 
@@ -112,9 +113,9 @@ def rounds(
     known_s: float = inf,
     most_rounds: int | None = None,
 ) -> Generator[Progress, None, None]:
-    """Progress after each round, until the gap is proved and `shown` plans that fit are known (or
-    no plan is left that is a tenth slower at most), or after so many rounds.  `known_s`: a step
-    that is known to fit, so that only faster plans and slightly slower ones are of interest."""
+    """Progress after each round, until the gap is proved and `shown` plans that fit are known, or
+    no plan is left within a tenth of the best step, or `most_rounds` rounds are done.  `known_s`: a
+    step that is known to fit; the search then leaves out plans more than a tenth slower."""
     pools: list[Pool[Round, State]] = [
         Pool(1, Part, (asked, part, processes), LIMIT_S) for part in range(processes)
     ]
@@ -136,8 +137,8 @@ def rounds(
 
 
 def alone(job: SearchJob, known_s: float, most_work: int) -> Progress:
-    """A search in this process, which ends a little after the gap is proved (a faster plan may be
-    near), or after so much work."""
+    """A search in this process.  It ends a little after the gap is proved (a faster plan may be
+    near), or after `most_work`."""
     search, tried, proved = job.search(), [], False
     search.beat(known_s)
     for found in search.run():
@@ -170,7 +171,8 @@ def _after(before: Progress, states: Sequence[State | str]) -> Progress:
 
 
 def _distinct(found: Sequence[Tried]) -> list[Tried]:
-    """Plans by their steps; of equal steps on one layout, the one that reserves least."""
+    """The plans, fastest first; of plans with equal steps on one layout only the one that reserves
+    the fewest bytes."""
 
     def order(tried: Tried) -> tuple[float, int]:
         reserved = tried.evaluation.reserved_bytes if tried.evaluation else 0

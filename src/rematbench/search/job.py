@@ -33,18 +33,19 @@ from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import Model, Workload
 
 SAMPLES = 3
-"""Shards on which methods that rebuild are compared before a search: of least, middle and most
-tensor parallelism."""
+"""Shards on which methods that rebuild are compared before a search: those with the least, the
+middle and the most tensor parallelism."""
 
 GIB = 2**30
 
 
 class Asked(Struct, frozen=True, kw_only=True):
-    """What to search: a problem whose degrees are left open but for those that are `fixed`; `only`
-    some methods (and what is made of them), files of more of them in `folders`; only plans that an
-    `engine` has options for (a package, or `ours`); the share of the best step that may stay
-    unproved.  With `faster_than_s` layouts are counted and no best is proved: every one that has a
-    plan with a shorter step, of each the first plan that is found."""
+    """What to search: a problem whose degrees are open except the `fixed` ones.  `only`: methods to
+    compose plans of (empty: all); `folders`: folders with files of more methods; `engine`: keep
+    only plans that this package (or `ours`) has options for; `reserve_gib`: device memory that
+    plans leave free (None: the usual reserve); `within`: the gap to prove, a share of the best
+    step.  With `faster_than_s` the search counts the layouts that have a plan with a shorter step,
+    each with the first such plan, and proves no best plan."""
 
     spec: ProblemSpec
     fixed: Fixed = Fixed()
@@ -57,8 +58,8 @@ class Asked(Struct, frozen=True, kw_only=True):
 
 
 class SearchJob:
-    """One search made ready; `known`: what searches of the same work have lowered.  Raises
-    ConfigError, LayoutError or MethodError for wrong inputs."""
+    """One search, ready to run.  `known`: programs that earlier searches of the same model and
+    length have lowered.  Raises ConfigError, LayoutError or MethodError for wrong inputs."""
 
     def __init__(self, asked: Asked, known: Known | None = None) -> None:
         self.asked, self.known = asked, {} if known is None else known
@@ -74,7 +75,7 @@ class SearchJob:
 
     @cached_property
     def space(self) -> Space:
-        """The layouts of the job; LayoutError where there is none."""
+        """The layouts of the job; LayoutError where no layout is possible."""
         work = Workload(
             model=self.model, seq_len=self.asked.spec.seq_len, precision=self.asked.spec.precision
         )
@@ -85,16 +86,15 @@ class SearchJob:
         return found
 
     def ready(self) -> "SearchJob":
-        """The job itself, if a search of it can begin: its errors are raised here and not in the
-        processes that search."""
+        """The job itself, after checks that raise its errors here and not in a worker process."""
         self.problem(self.space.choices[0])
         _ = self.singles
         return self
 
     @cached_property
     def singles(self) -> list[Single]:
-        """The methods that are tried, alone and composed; of an engine, those that it has options
-        for on some layout of a few."""
+        """The methods to try, alone and composed; with an engine only the methods that the engine
+        has options for on at least one of three sample layouts."""
         found = singles(self.registry, load_compare(), self.asked.only)
         if not self.asked.engine:
             return found
@@ -118,7 +118,7 @@ class SearchJob:
         return False
 
     def search(self, part: int = 0, parts: int = 1) -> Search:
-        """The search of every `parts`-th shard."""
+        """The search of every `parts`-th shard, from shard `part` on."""
         groups: dict[object, list[Choice]] = defaultdict(list)
         for choice in self.space.choices:
             groups[key(choice)].append(choice)
@@ -138,8 +138,8 @@ class SearchJob:
     def _samples(
         self, cuts: list[list[Choice]], known: dict[int, Shard]
     ) -> list[dict[Single, Probe]]:
-        """Every method by itself on a shard, and those that only rebuild on a few: with a pipeline
-        where there are any."""
+        """Probes of every method by itself on one shard, and of the methods that only rebuild on up
+        to SAMPLES shards; shards with a pipeline where the space has any."""
 
         def order(index: int) -> tuple[int, int]:
             return cuts[index][0].layout.tp, cuts[index][0].layout.micro_batch
@@ -160,7 +160,7 @@ class SearchJob:
         return Shard(choices, self.problem(choices[0]), self.registry, self.known)
 
     def spec(self, choice: Choice) -> ProblemSpec:
-        """The job at one layout, in the words that were given."""
+        """The job's problem at one layout, with the given names of model, cluster and system."""
         asked = self.asked.spec
         names = ("seq_len", "attention", "precision", "hbm_bytes", "optimizer")
         others: dict[str, Any] = {name: getattr(asked, name) for name in names}
@@ -169,7 +169,8 @@ class SearchJob:
         return ProblemSpec.at(choice.layout, **things, **others)
 
     def problem(self, choice: Choice) -> Problem:
-        """The same made, with the bytes that stay free."""
+        """The Problem at one layout, with its reserve; ConfigError for a reserve that is as large
+        as the device."""
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
         made = make_problem(replace(self.spec(choice), **loaded))
         if self.asked.reserve_gib is None:

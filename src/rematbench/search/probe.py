@@ -1,13 +1,13 @@
-"""What a pass of a plan costs at least, read from a program of one or two layers.
+"""Lower bounds of the cost of a plan's passes, read from a program of one or two layers.
 
-A chunk of n layers repeats its layers, so what its passes take and keep is a line in n.  The line
-is read from blocks of the one lowering (`lower`), at two numbers of layers, on a pipeline of four
-ranks (or of one) that has the same tensor- and context-parallel groups and the same micro-batch,
-and no data-parallel traffic.  Nothing is said twice, and a method of a user's own has bounds too.
+A chunk of n layers repeats its layers, so the seconds and bytes of its passes are linear in n.  The
+line is read from blocks of `lower`, at two numbers of layers, on a pipeline of four ranks (or of
+one) that has the same tensor- and context-parallel groups and the same micro-batch, and no
+data-parallel traffic.  No cost rule is written twice, and a user's own method has bounds too.
 
-Everything here is a lower bound of what the simulator does with the same plan at any depth, width
-of data parallelism and number of micro-batches: streams beside compute are left out, copies have
-their link to themselves.
+All numbers are lower bounds of what the simulator finds for the same plan at any depth, width of
+data parallelism and number of micro-batches: streams beside compute are left out, and each copy has
+its link to itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,17 +35,17 @@ from rematbench.simulate.step import HOST, TimedBlock, compile_block
 from rematbench.spec.layout import Layout, LayoutError
 
 MICRO_BATCHES = 5
-"""Enough for passes of the steady state on every rank."""
+"""Micro-batches of a probe with a pipeline: enough for steady-state passes on every rank."""
 
 RHYTHM = 4
-"""Layers with which a method that has no plan for fewer is tried."""
+"""Layers of the second probe of a method that has no plan for one layer."""
 
 
 class PassCost(NamedTuple):
-    """One pass of a chunk: seconds that compute takes from when it is free, from when the host
-    begins to issue (and if each kernel began when it was issued), and from when its copies are
-    back; seconds of the host, and of kernels alone; device bytes that it leaves, and its highest
-    above entry."""
+    """One pass of a chunk.  Seconds until compute ends: `compute_s` from when compute is free,
+    `issued_s` from when the host begins to issue, `called_s` if each kernel began when it was
+    issued, `landed_s` from when copies are back.  Seconds of the host and of kernels alone; device
+    bytes that the pass leaves, and its highest point above the bytes at entry."""
 
     compute_s: float
     issued_s: float
@@ -57,14 +57,15 @@ class PassCost(NamedTuple):
     high_bytes: float
 
     def least(self, other: "PassCost") -> "PassCost":
-        """The lower of two in everything."""
+        """The lower of the two passes in every number."""
         return PassCost._make(min(a, b) for a, b in zip(self, other, strict=True))
 
 
 class ChunkCost(NamedTuple):
-    """A chunk's two passes, what a copied chunk's release frees after the forward, seconds of its
-    whole copies to the host and back, bytes of all copies, what messages add between forward and
-    backward, bytes that it has on the host, and bytes of its rank's staging pools."""
+    """A chunk's two passes.  `released_bytes`: device bytes freed after its copy to the host;
+    `out_s`, `back_s`: seconds of its whole-chunk copies to the host and back; `moved_bytes`: bytes
+    of all copies; `boundary_bytes`: device bytes that messages add between forward and backward;
+    `host_bytes`: its bytes in host memory; `pool_bytes`: its rank's staging pools."""
 
     forward: PassCost
     backward: PassCost
@@ -78,12 +79,12 @@ class ChunkCost(NamedTuple):
 
     @property
     def kept_bytes(self) -> float:
-        """Device bytes between forward and backward."""
+        """Device bytes that the chunk keeps between forward and backward."""
         return self.forward.net_bytes + self.boundary_bytes - self.released_bytes
 
 
 class Line(NamedTuple):
-    """A chunk of `layers` layers, and what one layer more adds."""
+    """The costs of a chunk of `layers` layers (`base`), and what each further layer adds."""
 
     layers: int
     base: ChunkCost
@@ -91,7 +92,7 @@ class Line(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Lines of the first, a middle and the last rank's chunk; of one rank three times the same."""
+    """Lines of the chunk of the first, a middle and the last rank; all equal for one rank."""
 
     first: Line
     middle: Line
@@ -99,7 +100,7 @@ class Facts(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """A method's lines, the kinds of things that its plan changes, and when it moves tensors."""
+    """A method's lines, the kinds of change of its plan, and the plan's transfers."""
 
     facts: Facts
     kinds: frozenset[Change]
@@ -107,28 +108,28 @@ class Probe(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Why a method has no plan here, and how many layers to try it with."""
+    """Why a method has no plan for a probe, and the number of layers to try the method with."""
 
     reason: str
     layers: int = RHYTHM
 
 
 class Lowered(NamedTuple):
-    """A plan's program, and the bytes of each rank's blocks."""
+    """A plan's program, and the byte profiles of each rank's blocks."""
 
     program: Program
     profiles: list[list[Profile]]
 
 
 Known = dict[bytes, dict[bytes, Lowered]]
-"""Programs of plans (`same_plan`) by the small problem without its cluster."""
+"""Lowered programs by the encoded small problem (without its cluster), then by `same_plan`."""
 
 
 def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
-    """The smallest layout with the same tensor- and context-parallel groups and `pp` ranks that
-    fills nodes, every copy of the model with as many micro-batches as a probe wants."""
+    """The smallest layout for a probe: the same tensor- and context-parallel groups, `pp` ranks,
+    and enough copies of the model to fill whole nodes, each with the micro-batches of a probe."""
     micro_batches = MICRO_BATCHES if pp > 1 else 2
-    if pp == 1 and layout.zero_stage > 1:  # each pass gathers, or reduces, among all of them
+    if pp == 1 and layout.zero_stage > 1:  # every pass gathers or reduces among all replicas
         count = micro_batches * layout.replicas * layout.micro_batch
         return replace(layout, global_batch=count)
     for copies in range(1, gpus_per_node + 1):
@@ -147,8 +148,8 @@ def alone(layout: Layout, gpus_per_node: int, pp: int) -> Layout:
 
 
 class Prober:
-    """Measures methods on the problem's shards of a layer; small problems, with what they know of
-    costs, serve every method.  `layers`: how many were measured so far."""
+    """Measures the passes of methods on small problems, which are made once for all methods.
+    `layers`: the number of layers measured so far."""
 
     def __init__(self, problem: Problem, known: Known) -> None:
         self.problem, self.known = problem, known
@@ -157,8 +158,8 @@ class Prober:
         self.layers = 0
 
     def __call__(self, method: Composition) -> Probe | Refused:
-        """A method's lines.  Some methods have no plan for a layer or two, and copies by layer come
-        to their rhythm after a few."""
+        """A method's Probe.  Some methods have no plan for one or two layers, and copies by layer
+        repeat only after a few layers: such a method is measured with more layers."""
         least = 3 if self.problem.layout.zero_stage > 1 else 1
         measure = self._one_rank if self.single else self._pipeline
         found = measure(method, least)
@@ -181,7 +182,7 @@ class Prober:
             return made
         first, middle, deeper, last = made.chunks
         slope = ending = _minus(deeper, middle)
-        if last.out_s == 0.0 < middle.out_s:  # a method that copies no chunk of the last rank
+        if last.out_s == 0.0 < middle.out_s:  # the method copies no chunk of the last rank
             more = self._measured(method, (least, least, least, ends + 1))
             if isinstance(more, Refused):
                 return more
@@ -208,18 +209,18 @@ class Prober:
 
 
 def _rhythm(moves: Transfers) -> int:
-    """Layers after which a plan's copies repeat: with copies by layer, when its slots are in use
-    and one of them again."""
+    """Layers after which a plan's copies repeat: copies by layer do so once every reload slot is in
+    use and one of them is used for a second time."""
     return moves.reload_slots + 2 if moves.granularity == "layer" else 1
 
 
 def _minus(more: ChunkCost, less: ChunkCost) -> ChunkCost:
-    """What a layer adds."""
+    """What one layer adds to a chunk's costs."""
     return combined(more, less, lambda a, b: a - b)
 
 
 def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any]) -> ChunkCost:
-    """A chunk's costs, each from those of two."""
+    """A chunk's costs: `numbers` applied to each pair of numbers of two chunks."""
     forward, backward = (
         PassCost._make(map(numbers, a, b))
         for a, b in ((one.forward, other.forward), (one.backward, other.backward))
@@ -228,8 +229,8 @@ def combined(one: ChunkCost, other: ChunkCost, numbers: Callable[[Any, Any], Any
 
 
 class Small(NamedTuple):
-    """A probe's problem, the plan that methods begin with, the seconds of its actions, and the
-    programs of plans."""
+    """A probe's problem, the plan that methods begin with, the seconds of its actions, and its
+    lowered programs by plan."""
 
     problem: Problem
     base: Plan
@@ -238,12 +239,13 @@ class Small(NamedTuple):
 
 
 NO_COMMUNICATION = 1e-9
-"""A factor on collectives where a probe's groups may lie worse on nodes than a layout's."""
+"""Factor on the seconds of a probe's collectives, where a probe's groups may lie worse on nodes
+than a layout's groups: a bound may not count them."""
 
 
 def placed_alike(problem: Problem) -> bool:
-    """Whether tensor- and context-parallel groups lie on nodes alike in every layout: they are
-    neighbours, and their sizes divide a node or are nodes."""
+    """Whether tensor- and context-parallel groups lie alike on nodes in every layout: their ranks
+    are neighbours, and a group's size divides a node or is a number of whole nodes."""
     lay, node = problem.layout, problem.cluster.gpus_per_node
     sizes = (lay.tp, lay.tp * lay.cp * lay.ulysses)
     whole = all(node % size == 0 or size % node == 0 for size in sizes)
@@ -251,8 +253,8 @@ def placed_alike(problem: Problem) -> bool:
 
 
 def _small(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
-    """The problem with so many layers on its ranks and nothing between copies of the model.  Its
-    programs do not depend on the cluster (no file of lowering reads it)."""
+    """The problem with `sizes` layers on its ranks and no overlapped traffic between copies of the
+    model.  Its programs do not depend on the cluster (no file of lowering reads the cluster)."""
     model = problem.workload.model
     windows = sorted(
         set(model.attention_window), key=lambda window: window or problem.workload.seq_len
@@ -285,7 +287,7 @@ def _small(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
 
 
 class Measured(NamedTuple):
-    """The chunk of every rank, and what a probe says of the plan."""
+    """The chunk of every rank, the kinds of change of the plan, and its transfers."""
 
     chunks: list[ChunkCost]
     kinds: frozenset[Change]
@@ -293,7 +295,7 @@ class Measured(NamedTuple):
 
 
 def _measured(small: Small, plan: Plan) -> Measured:
-    """The chunks under a plan."""
+    """The chunks of a small problem under a plan."""
     same = same_plan(plan)
     if same not in small.lowered:
         program = lower(plan, small.problem)
@@ -357,7 +359,7 @@ def _least(costs: Iterator[PassCost]) -> PassCost:
 
 
 def _called_s(block: TimedBlock) -> float:
-    """When the last kernel ends, if it begins when the host has issued it."""
+    """Seconds until the last kernel ends, if it begins as soon as the host has issued it."""
     issued = end = 0.0
     for item in block.items:
         issued += item.issue
@@ -367,7 +369,7 @@ def _called_s(block: TimedBlock) -> float:
 
 
 def pass_cost(block: Block, rank: int, costs: ActionCosts, profile: Profile) -> PassCost:
-    """A block's paths that begin and end at compute or at the host, its kernels and its bytes."""
+    """The cost of a block: its longest paths from compute, host and copies; kernels; and bytes."""
     timed = compile_block(block, rank, costs)
     macro = macro_of(timed)
     ends = {target: dict(terms) for target, terms in macro.streams}

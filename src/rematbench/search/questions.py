@@ -1,4 +1,4 @@
-"""Inverse questions and price tags: searches in a row, each no longer than its answer needs."""
+"""Inverse questions and price tags: a series of searches, each no longer than its answer needs."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -20,14 +20,14 @@ Question = Literal["gpus", "context", "batch", "memory"]
 
 GIB = 2**30
 GRANULE = 1024
-"""Tokens: lengths are multiples."""
+"""Tokens; sequence lengths that are tried are multiples of this."""
 
 FINE = 16
-"""A longest length, a largest batch and least memory are found to one part in so many."""
+"""The longest length, the largest batch and the least memory are found to one part in FINE."""
 
 MOST_ROUNDS, HALVINGS = 6, 3
-"""Rounds of a search whether anything fits with a change, and how often a change is made smaller: a
-plan that is found fits; where none is, there may be one all the same."""
+"""Rounds of a search for a plan that fits with a change, and how often the change is made smaller.
+A plan that is found fits; where the search finds no plan, a plan may still exist."""
 
 MORE_GIB = (1, 4, 16)
 RATES = {
@@ -40,21 +40,21 @@ FASTER = 1.1
 
 
 class Answer(Struct, frozen=True):
-    """One value that was tried, and the plan that reaches what was asked; None: no plan does."""
+    """A tried value, and a plan that reaches the goal at that value; None where no plan does."""
 
     value: int
     tried: Tried | None
 
 
 class Change(Struct, frozen=True):
-    """A change in words, and a plan that fits with it."""
+    """A change in words, and a plan that fits after the change."""
 
     change: str
     tried: Tried
 
 
 class Price(Struct, frozen=True):
-    """A change of the machine, and the fastest step with it."""
+    """A change of the machine, and the fastest step after the change."""
 
     change: str
     step_s: float
@@ -63,8 +63,8 @@ class Price(Struct, frozen=True):
 def reached(
     asked: Asked, step_s: float, processes: int, most_rounds: int | None = None
 ) -> Tried | None:
-    """A plan whose step is no longer than that; None where the search proves that there is none,
-    comes as near as its gap, or has found none after so many rounds."""
+    """A plan whose step takes at most `step_s`; None where the search proves that no plan does,
+    ends with its gap proved, or finds no such plan in `most_rounds`."""
     try:
         going = rounds(asked, shown=1, processes=processes, most_rounds=most_rounds)
         with closing(going) as found:
@@ -79,8 +79,8 @@ def reached(
 
 
 def fewest_gpus(asked: Asked, tokens_per_s: float, processes: int) -> Iterator[Answer]:
-    """Twice as many GPUs each time, up to those of the problem, until all together make so many
-    tokens a second."""
+    """An answer for 1, 2, 4, ... GPUs, up to the problem's, until all GPUs together reach
+    `tokens_per_s`."""
     spec = asked.spec
     counts = [1 << power for power in range(spec.gpus.bit_length()) if 1 << power < spec.gpus]
     for gpus in (*counts, spec.gpus):
@@ -93,7 +93,8 @@ def fewest_gpus(asked: Asked, tokens_per_s: float, processes: int) -> Iterator[A
 
 
 def longest_context(asked: Asked, processes: int) -> Iterator[Answer]:
-    """Lengths from the problem's on: twice as long until nothing fits, then between."""
+    """Answers for sequence lengths from the problem's on: doubled until no plan fits, then
+    bisected."""
 
     def fits(seq_len: int) -> Tried | None:
         return reached(replace(asked, spec=replace(asked.spec, seq_len=seq_len)), inf, processes)
@@ -102,7 +103,7 @@ def longest_context(asked: Asked, processes: int) -> Iterator[Answer]:
 
 
 def largest_batch(asked: Asked, step_s: float, processes: int) -> Iterator[Answer]:
-    """Multiples of the problem's global batch whose step takes no longer than that."""
+    """Answers for multiples of the problem's global batch; a plan's step takes at most `step_s`."""
     batch = asked.spec.global_batch
 
     def quick(global_batch: int) -> Tried | None:
@@ -113,8 +114,8 @@ def largest_batch(asked: Asked, step_s: float, processes: int) -> Iterator[Answe
 
 
 def least_memory(asked: Asked, lose: float, processes: int) -> Iterator[Answer]:
-    """Bytes of a device with which a plan's step is longer by no more than this share than the best
-    with all of them; the device's own first."""
+    """Answers for bytes of device memory, bisected from the device's own.  A plan's step may be
+    longer than the best step with all the memory by the share `lose`."""
     hbm = asked.spec.hbm_bytes or _cluster(asked).hbm_bytes
     best = fastest(asked, processes)
     yield Answer(hbm, best)
@@ -126,20 +127,21 @@ def least_memory(asked: Asked, lose: float, processes: int) -> Iterator[Answer]:
         there = replace(asked, spec=replace(asked.spec, hbm_bytes=middle))
         try:
             found = reached(there, best.step_s * (1.0 + lose), processes)
-        except ConfigError:  # less than what stays free
+        except ConfigError:  # the memory is smaller than the reserve
             found = None
         yield Answer(middle, found)
         enough, short = (middle, short) if found else (enough, middle)
 
 
 def fastest(asked: Asked, processes: int) -> Tried | None:
-    """The fastest plan, within the gap."""
+    """The fastest plan, to within the gap of `asked`; None where no plan fits."""
     *_, end = rounds(asked, shown=1, processes=processes)
     return end.found[0] if end.found else None
 
 
 def _largest(reach: Any, start: int, granule: int) -> Iterator[Answer]:
-    """Values on the way to the largest that is reached: doubled, then bisected."""
+    """Answers on the way to the largest value that `reach` finds a plan for: doubled, then
+    bisected to a multiple of `granule`."""
     value, found = start, reach(start)
     yield Answer(value, found)
     if found is None:
@@ -157,8 +159,8 @@ def _largest(reach: Any, start: int, granule: int) -> Iterator[Answer]:
 
 
 def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
-    """Where no plan fits: more memory of the device, of the host if some plan lacked that, and more
-    GPUs; each the smallest of a few that were tried with which a plan was found."""
+    """Changes with which a plan fits where none did: more device memory, more host memory if a plan
+    lacked host memory, and more GPUs; of each the smallest tried change that has a plan."""
 
     def fits(**changes: Any) -> Tried | None:
         there = replace(asked, spec=replace(asked.spec, **changes))
@@ -167,7 +169,7 @@ def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
     spec, cluster = asked.spec, _cluster(asked)
     hbm = spec.hbm_bytes or cluster.hbm_bytes
     more, found = 0, None
-    if at.short_bytes < inf:  # else no plan lacks bytes of a device
+    if at.short_bytes < inf:  # else no plan lacked device memory
         more, found = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
     if found:
         yield Change(f"with {more / GIB:.1f} GiB more on each device", found)
@@ -182,8 +184,8 @@ def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
 
 
 def _enough(reach: Any, least: float, most: int) -> tuple[int, Tried | None]:
-    """Bytes with which a plan is found, more than the `least` that all plans lack: doubled until
-    one is, then halved towards it, in `HALVINGS`."""
+    """Further bytes with which `reach` finds a plan, and the plan or None: doubled until a plan is
+    found or `most` is reached, then bisected HALVINGS times; every plan lacks `least` bytes."""
     short, enough = int(least), 2 * max(int(least), GIB // 8)
     found = reach(enough)
     while found is None and enough < most:
@@ -197,7 +199,7 @@ def _enough(reach: Any, least: float, most: int) -> tuple[int, Tried | None]:
 
 
 def prices(asked: Asked, processes: int) -> Iterator[Price]:
-    """The step with more memory, and with faster links; as it is first."""
+    """The fastest step on the machine as it is, then with more memory and with faster links."""
     yield Price("as it is", _step_s(asked, processes))
     for change, cluster in _changes(asked):
         there = replace(asked, spec=replace(asked.spec, cluster=cluster, hbm_bytes=None))

@@ -1,4 +1,4 @@
-"""A queue in the order of bounds, from which what is nearly done may be taken ahead of its turn."""
+"""A queue in the order of bounds, whose ripe (nearly done) entries may be taken out of turn."""
 
 import heapq
 from itertools import count
@@ -9,8 +9,8 @@ Entry = tuple[float, int, T]
 
 
 class Queue(Generic[T]):
-    """Entries by their bounds; of equal bounds, the one that came first.  *Ripe* entries also stand
-    in an order of their own."""
+    """Entries in the order of their bounds; entries of equal bounds in the order of arrival.
+    *Ripe* entries also stand in a second order, of ripe entries only."""
 
     def __init__(self) -> None:
         self._all: list[Entry[T]] = []
@@ -31,18 +31,19 @@ class Queue(Generic[T]):
 
     @property
     def bound(self) -> float:
-        """The least bound; infinite where nothing waits."""
+        """The least bound; infinite for an empty queue."""
         self._drop(self._all)
         return self._all[0][0] if self._all else float("inf")
 
     @property
     def ripe_bound(self) -> float:
-        """The least bound of a ripe entry; infinite where none waits."""
+        """The least bound of a ripe entry; infinite where no ripe entry waits."""
         self._drop(self._ripe)
         return self._ripe[0][0] if self._ripe else float("inf")
 
     def pop(self, *, ripe: bool = False) -> tuple[float, T]:
-        """The entry of the least bound, or of the ripe ones; IndexError without."""
+        """Remove and return the entry of the least bound, of all or of the ripe entries; IndexError
+        where there is no such entry."""
         heap = self._ripe if ripe else self._all
         self._drop(heap)
         bound, number, item = heapq.heappop(heap)
@@ -50,6 +51,6 @@ class Queue(Generic[T]):
         return bound, item
 
     def _drop(self, heap: list[Entry[T]]) -> None:
-        """Forget the first entries that the other order has given."""
+        """Remove entries from the front of an order that were taken by the other order."""
         while heap and heap[0][1] not in self._waiting:
             heapq.heappop(heap)

@@ -1,4 +1,4 @@
-"""One shard of a layer: all layouts that cut tensors and micro-batches alike, and their bounds."""
+"""A shard: all layouts that cut a layer's tensors and the micro-batches alike, and their bounds."""
 
 from collections.abc import Sequence
 from dataclasses import replace as replaced
@@ -39,24 +39,25 @@ from rematbench.search.space import Choice
 from rematbench.spec.layout import Layout
 
 LINEAR = 0.9999
-"""Layers of one chunk are no line to the last kernel: the first of a kind may wait for a launch."""
+"""Factor on a bound by the schedule: seconds of a chunk are not exactly linear in its layers, since
+the first kernel of a kind may wait for its launch."""
 
 SHARED = 0.998
-"""Nor are shares of a chunk's bytes (tensors are split at whole rows) and passes in pieces."""
+"""The factor for an arm with a line or pieces: tensors are split at whole rows."""
 
 Key = tuple[int, bool, int, int, int, bool, bool, tuple[int, int]]
 
 
 def key(choice: Choice) -> Key:
-    """What layouts of one shard share; layouts of one rank whose parameters are gathered layer by
-    layer (ZeRO 2 and 3) are a shard each."""
+    """The key that the layouts of one shard share.  Layouts with ZeRO 2 or 3, whose passes gather
+    or reduce among data-parallel ranks, share a shard only at equal stage and dp."""
     lay = choice.layout
     zero = (lay.zero_stage, lay.dp) if lay.zero_stage > 1 else (0, 0)
     return (lay.tp, lay.sp, lay.cp, lay.ulysses, lay.micro_batch, lay.pp == 1, choice.hosted, zero)
 
 
 class Shard:
-    """Layouts of one key.  `problem` is one of them; `known`: what probes have lowered."""
+    """The layouts of one key.  `problem` has one of them; `known`: programs lowered so far."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Shard:
 
     @cached_property
     def send_s(self) -> Array:
-        """Seconds of a message between neighbours, on the fastest link that any layout has."""
+        """Seconds of a message between neighbouring stages, on the fastest link of any layout."""
         cost, lay = self.problem.cost, self.problem.layout
         nbytes = self.problem.layer_kinds[0].activations["layer_input"].nbytes
         nbytes = nbytes if lay.sp or lay.tp == 1 else nbytes // lay.tp
@@ -86,8 +87,8 @@ class Shard:
 
     @cached_property
     def end_s(self) -> Array:
-        """Seconds after a rank's last pass at least: gradients reduced and parameters gathered, as
-        one collective each where nothing hides them, and the update of states in host memory."""
+        """Least seconds after a rank's last pass: one gradient reduction and one parameter gather,
+        where nothing hides them, and the update of states in host memory."""
         layer = min(table.parameters for table in self.problem.layer_kinds)
         counts = layer * np.minimum(self.columns.first, self.columns.last)
         found = [self._end_s(c.layout, int(n)) for c, n in zip(self.choices, counts, strict=True)]
@@ -103,7 +104,7 @@ class Shard:
 
     @cached_property
     def usable_bytes(self) -> NDArray[np.int64]:
-        """Device bytes that each layout may reserve, beside its communicators."""
+        """Device bytes that each layout may reserve: without its communicators and the reserve."""
         known: dict[tuple[int, int], int] = {}
         for lay in (choice.layout for choice in self.choices):
             if (lay.pp, lay.dp) not in known:
@@ -113,7 +114,7 @@ class Shard:
 
     @cached_property
     def kernels_s(self) -> Array:
-        """A first bound of keeping everything, from the operator tables alone."""
+        """A first bound of the arm that keeps everything, in seconds, from the operator tables."""
         kinds = [_line(self.problem, table) for table in self.problem.layer_kinds]
         layer = min(kinds, key=lambda cost: cost.forward.compute_s + cost.backward.compute_s)
         line = Line(0, _nothing(), layer)
@@ -125,7 +126,7 @@ class Shard:
         return self._prober.layers
 
     def probe(self, arm: Arm, pieces: int = 1) -> Probe | Refused:
-        """An arm's facts; of an arm with a line, at the line's end."""
+        """An arm's Probe; for an arm with a line, at the last step of the line."""
         line = arm.line.scalar if arm.line else None
         text = arm.text(line.steps or 1 << 20 if line else 0, pieces)
         if text not in self._probes:
@@ -136,14 +137,14 @@ class Shard:
         return self._probes[text]
 
     def steps(self, arm: Arm) -> int:
-        """Values of an arm's line from 1 on; 1 where it has none."""
+        """The number of steps of an arm's line; 1 for an arm without a line."""
         if arm.line is None or arm.line.scalar is None:
             return 1
         return arm.line.scalar.steps or int(self.columns.most.max())
 
     def bounds(self, arm: Arm, pieces: int = 1) -> Bounds | Refused:
-        """Bounds under an arm in so many pieces: a row for each step of its line, a column for each
-        layout."""
+        """Bounds under an arm at a step of its pieces, as arrays [steps of its line, layouts]; or
+        why the arm has no plan."""
         key = (arm, pieces)
         if key not in self._bounds:
             self._bounds[key] = self._bound(arm, pieces)
@@ -162,7 +163,7 @@ class Shard:
         )
 
     def _peak_bytes(self, arm: Arm, ends: tuple[Facts, Facts]) -> Array:
-        """Bytes between the ends of an arm's line, a row for each step."""
+        """Least device bytes along an arm's line, [steps of the line, layouts]."""
         lean = ends[1] if arm.line is None else mixed(*ends, self._shares(arm)[1])
         return np.atleast_2d(peak_bound(self.columns, lean) - self._rounding_bytes(arm))
 
@@ -171,8 +172,8 @@ class Shard:
         return 2 * ROUNDING_BYTES * self.columns.in_flight[0] if cut else 0
 
     def _quick(self, arm: Arm, ends: tuple[Facts, Facts], share: Any) -> Facts:
-        """Facts for the time of an arm at a share of its line.  Which operators are cut in pieces
-        may depend on the share, so pieces then count as nothing."""
+        """Facts for the seconds of an arm at a share of its line.  Which operators are cut in
+        pieces may depend on the share, so an arm with a line counts no seconds for pieces."""
         if arm.line is None:
             return ends[1]
         if arm.pieces is not None:
@@ -181,7 +182,7 @@ class Shard:
         return mixed(*ends, share)
 
     def _ends(self, arm: Arm, pieces: int) -> tuple[Facts, Facts] | Refused:
-        """The facts at both ends of an arm's line; twice the same where it has none."""
+        """The facts at both ends of an arm's line; two equal facts for an arm without a line."""
         one = self.probe(arm, pieces)
         zero = one if arm.line is None else self.probe(arm.without(arm.line), pieces)
         if isinstance(one, Refused):
@@ -189,8 +190,8 @@ class Shard:
         return zero if isinstance(zero, Refused) else (zero.facts, one.facts)
 
     def _shares(self, arm: Arm) -> tuple[Array, Array]:
-        """Of the longest and of the shortest chunk, a row for each step of the arm's line; one
-        column where all layouts have the same."""
+        """Shares of the longest and of the shortest chunk, [steps of the arm's line, layouts]; one
+        column where all layouts have equal shares."""
         steps = np.arange(1.0, self.steps(arm) + 1)[:, None]
         scalar = arm.line.scalar if arm.line else None
         if scalar is None or scalar.scale == "share":
@@ -199,7 +200,7 @@ class Shard:
         return np.minimum(1.0, steps / columns.most), np.minimum(1.0, steps / columns.fewest)
 
     def tight_s(self, arm: Arm, step: int, pieces: int, index: int, frame: Frame) -> float:
-        """Seconds that one layout's step takes at least, by its whole schedule."""
+        """Least seconds of a layout's step (the layout at `index`), by its whole schedule."""
         ends, moves = self._ends(arm, pieces), self.probe(arm, pieces)
         assert not isinstance(ends, Refused)
         assert isinstance(moves, Probe)
@@ -213,19 +214,19 @@ class Shard:
 
     @cached_property
     def states_over_bytes(self) -> Array:
-        """Bytes of states on the fullest device above what it may hold."""
+        """Bytes by which the states of the fullest device exceed what the device may hold."""
         return np.asarray(np.maximum.reduce(self.columns.state_bytes) - self.usable_bytes)
 
     def family_bytes(self, lean: Arm, pieces: Arm | None) -> Array:
-        """Bytes that no arm of a family goes below: what its leanest arm keeps, and what passes
-        need above that where everything is kept (with `pieces`: in the most pieces)."""
+        """Device bytes that every arm of a family needs: the bytes that its lean arm keeps, and
+        above them the bytes that passes of the arm that keeps everything need (see `_highs`)."""
         found = self.probe(Arm((*lean.parts, *pieces.parts)), 1) if pieces else self.probe(lean)
         if isinstance(found, Refused):
             return self.least_bytes(pieces)
         return self._above(found.facts, pieces)
 
     def least_bytes(self, pieces: Arm | None) -> Array:
-        """The same of plans that keep nothing."""
+        """Device bytes that even a plan that keeps no activation needs, as in `family_bytes`."""
         keep = self.probe(KEEP)
         assert isinstance(keep, Probe)
         nothing = (line._replace(base=_nothing(), slope=_nothing()) for line in keep.facts)
@@ -239,7 +240,8 @@ class Shard:
         return peak_bound(self.columns, Facts._make(lines))
 
     def _highs(self, pieces: Arm | None) -> list[float]:
-        """Bytes above what is kept, of keeping everything, of the three roles."""
+        """Bytes that passes of the arm that keeps everything need above the kept bytes, on the
+        first, a middle and the last rank; with `pieces`: extrapolated to endlessly many pieces."""
         if pieces not in self._known_highs:
             probes = [self.probe(pieces, at) for at in (1, 2)] if pieces else [self.probe(KEEP)]
             facts = [one.facts for one in probes if isinstance(one, Probe)]
@@ -254,9 +256,9 @@ class Shard:
         return self._known_highs[pieces]
 
     def in_more_pieces(self, arm: Arm, fewer: int, pieces: int, more: int) -> Array:
-        """Bytes at the `more`-th number of pieces at least, from those at two smaller ones: each
-        number is twice the one before, peaks are maxima of lines in 1 / pieces, and a convex
-        function lies above its chords' ends."""
+        """Least device bytes at step `more` of an arm's pieces, from the bytes at steps `fewer` and
+        `pieces`.  Each step has twice the pieces of the step before.  A peak is a maximum of lines
+        in 1 / pieces, so it is convex and lies above its chord beyond the chord's ends."""
         few, many = (self._ends(arm, at) for at in (fewer, pieces))
         if isinstance(few, Refused) or isinstance(many, Refused):
             return np.zeros((self.steps(arm), len(self.choices)))
@@ -269,7 +271,7 @@ class Shard:
 
 
 def _after_passes(problem: Problem, count: int) -> list[Comm]:
-    """The collectives of so many parameters that run after the last pass, beside nothing."""
+    """The collectives of `count` parameters that run, unhidden, after the last pass."""
     lay, system = problem.layout, problem.system
     fates = {fate.kind: fate for fate in state_fates(lay, system)}
     if lay.state_shards == 1:
@@ -284,14 +286,14 @@ def _after_passes(problem: Problem, count: int) -> list[Comm]:
 
 
 def _host_update_s(problem: Problem, count: int) -> float:
-    """Seconds of a rank's share of the update in host memory; 0 where its states are not there."""
+    """Seconds of a rank's share of the optimizer update on the host; 0 for states on the device."""
     fate = problem.base_plan.state("optimizer")
     return problem.cost.host_update_s(count // fate.shards) if fate.home == "host" else 0.0
 
 
 def _chord(two: Line, four: Line, beyond: float) -> Line:
-    """The second line, of fewer rows than the first, with highest points as they are at least where
-    rows are fewer still: by the share `beyond` of the step between the two."""
+    """Line `four` (in more pieces than `two`) with its highest points extrapolated to still more
+    pieces: `beyond` is the further distance over the distance between the two lines."""
 
     def chunk(a: ChunkCost, b: ChunkCost) -> ChunkCost:
         forward, backward = (
@@ -304,7 +306,7 @@ def _chord(two: Line, four: Line, beyond: float) -> Line:
 
 
 def _high(cost: ChunkCost) -> float:
-    """Bytes that a pass needs above what its chunk keeps."""
+    """Bytes that a pass needs above the kept bytes of its chunk."""
     forward, backward = cost.forward, cost.backward
     return max(backward.high_bytes, forward.high_bytes - forward.net_bytes)
 
@@ -321,8 +323,8 @@ def _line(problem: Problem, table: OpTable) -> ChunkCost:
 
 
 def _op_s(problem: Problem, op: Op) -> tuple[float, float]:
-    """Seconds of an operator's forward and backward: collectives before or after its kernels, or
-    beside them as emit_op and emit_backward have it."""
+    """Seconds of an operator's forward and backward, with its collectives before, after or beside
+    its kernels as emit_op and emit_backward place them."""
     cost = problem.cost
     gemm = problem.system.tp_overlap == "gemm"
     split = op.has_weight and problem.system.tp_overlap in ("backward", "gemm")

@@ -1,7 +1,7 @@
-"""The bound of one layout from its whole schedule: passes that wait for messages, and the end.
+"""The bound of one layout from its whole schedule: passes that wait for messages, and the step end.
 
-A rank has two clocks, compute's and the host's, which a pass moves as its blocks do (PassCost); a
-message arrives one transfer after its pass.  What follows the last pass is lowered as it is.
+A rank has two clocks, compute and host, which each pass advances by its PassCost.  A message
+arrives one transfer after its pass.  The blocks after the last pass are lowered in full.
 """
 
 from collections import deque
@@ -27,8 +27,8 @@ Node = tuple[int, bool, int, int]
 
 
 class Links(NamedTuple):
-    """Seconds of a rank's message to the next stage and to the one before; whether compute waits
-    for its own sends, and the host for what arrives."""
+    """Seconds of each rank's message to the next stage (`down_s`) and to the stage before (`up_s`);
+    whether compute waits for its own sends, and whether the host is held until messages arrive."""
 
     down_s: tuple[float, ...]
     up_s: tuple[float, ...]
@@ -37,9 +37,9 @@ class Links(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What of a layout's step does not depend on the fates of activations: the order of passes,
-    messages, the end of every rank, what collectives beside compute take of it, passes of the
-    warm-up, and where copies back begin."""
+    """The part of a layout's step that does not depend on the fates of activations: the order of
+    passes, messages, seconds of each rank's step end, seconds that compute loses to collectives
+    beside it, passes of each rank's warm-up, and the positions where copies back begin."""
 
     order: tuple[Node, ...]
     links: Links
@@ -51,7 +51,7 @@ class Frame(NamedTuple):
 
 @lru_cache(maxsize=64)
 def in_order(schedule: ScheduleName, pp: int, vpp: int, micro_batches: int) -> tuple[Node, ...]:
-    """All passes so that each comes after those it waits for."""
+    """All passes of all ranks, each after the passes that it waits for."""
     queues = [passes(schedule, rank, pp, vpp, micro_batches) for rank in range(pp)]
     at = [0] * pp
     done: set[tuple[bool, int, int]] = set()
@@ -71,7 +71,7 @@ def in_order(schedule: ScheduleName, pp: int, vpp: int, micro_batches: int) -> t
 
 
 class _End:
-    """What the end of a step needs of a rank's lowering: its blocks are only collected."""
+    """A stand-in for a rank's lowering that `emit_step_end` can use: it only collects blocks."""
 
     def __init__(self, problem: Problem, plan: Plan, rank: int, order: tuple[Pass, ...]) -> None:
         self.rank, self.order = rank, order
@@ -84,13 +84,13 @@ class _End:
         self.blocks: list[Block] = []
 
     def add(self, key: tuple[object, ...], build: object, item: Pass) -> None:
-        """Keep a step's block."""
+        """Collect the block that `build` returns."""
         assert callable(build)
         self.blocks.append(build())
 
 
 def frame(problem: Problem, plan: Plan) -> Frame:
-    """The frame of a problem's layout under the plan that methods begin with."""
+    """The Frame of a problem's layout under `plan`, the plan that methods begin with."""
     lay, system, cost = problem.layout, problem.system, problem.cost
     micro_batches = lay.num_micro_batches
     nbytes = problem.layer_kinds[0].activations["layer_input"].nbytes
@@ -129,17 +129,17 @@ def _first_backward(order: tuple[Pass, ...]) -> int:
 
 
 def _through(blocks: list[Block], rank: int, costs: ActionCosts) -> float:
-    """Seconds from compute before some blocks to compute after them."""
+    """Seconds by which some blocks move the compute clock of a rank."""
     macro = macro_of(*(compile_block(block, rank, costs) for block in blocks))
     ends = dict(macro.streams)
     return max((at for key, at in ends.get(COMPUTE, ()) if key == COMPUTE), default=0.0)
 
 
 def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
-    """What compute loses to gradient reductions and parameter gathers that run beside it: once for
-    each chunk, as one collective."""
+    """Seconds that compute loses to gradient reductions and parameter gathers beside it, counted as
+    one collective of each kind per chunk."""
     lay, system = problem.layout, problem.system
-    if lay.state_shards == 1 or lay.zero_stage > 1:  # a pass of those has its own
+    if lay.state_shards == 1 or lay.zero_stage > 1:  # with ZeRO 2 and 3 each pass has its own
         return 0.0
     scatter = plan.state("optimizer").shards > 1
     total = 0.0
@@ -156,8 +156,9 @@ def _stall_s(problem: Problem, plan: Plan, rank: int) -> float:
 
 
 class Stage(NamedTuple):
-    """A virtual stage's passes, (compute, from the host's start, of the host) of the forward and of
-    the backward, its copies of whole chunks, and what the backward takes once they are back."""
+    """A virtual stage.  Forward and backward: seconds (of compute from when it is free, until
+    compute ends from the host's start, of the host).  `landed_s`: from the arrival of the copies
+    back to the end of the backward; `out_s`, `back_s`: seconds of whole-chunk copies."""
 
     forward: tuple[float, float, float]
     backward: tuple[float, float, float]
@@ -167,9 +168,9 @@ class Stage(NamedTuple):
 
 
 def stages_of(facts: Facts, sizes: tuple[int, ...], hbm_bytes_per_s: float) -> list[Stage]:
-    """The virtual stages of chunks with so many layers; beside copies of whole chunks kernels
-    lose what those draw of the device's memory rate (simulate/contention.py).  Of a layer's copies
-    a MiB is left out: shares are rounded to so much."""
+    """The virtual stages of chunks with `sizes` layers.  Beside whole-chunk copies, kernels are
+    slower by the copies' share of the HBM rate (simulate/contention.py).  For each layer a MiB of
+    the copies in each direction is left out, because shares of bytes are rounded to a MiB."""
     roles = [facts.middle] * len(sizes)
     roles[0], roles[-1] = facts.first, facts.last
 
@@ -194,8 +195,8 @@ def stages_of(facts: Facts, sizes: tuple[int, ...], hbm_bytes_per_s: float) -> l
             return at(role, lambda c: getattr(getattr(c, which), field), layers)
 
         slower = drawn * of("kernel_s")
-        # The longest path from the host goes through the layers on the host or on the device; which
-        # of them at the model's ends, a middle rank's layers do not say.
+        # The longest path from the host's start runs through the layers on the host or on the
+        # device.  A middle rank's layers do not tell which, so the bound takes the lower one.
         own: PassCost = getattr(role.slope, which)
         edge = min if layers >= role.layers else max
         layer_s = edge(own.issued_s, own.compute_s, own.host_s)
@@ -219,8 +220,8 @@ def stages_of(facts: Facts, sizes: tuple[int, ...], hbm_bytes_per_s: float) -> l
 def tightened(
     frame: Frame, facts: Facts, moves: Transfers, sizes: tuple[int, ...], hbm_bytes_per_s: float
 ) -> float:
-    """Seconds that the step takes at least.  Where passes wait for copies of their own, those waits
-    may hide what collectives beside compute take of it."""
+    """Least seconds of the step.  Passes with copies by layer wait for them, and these waits may
+    hide the seconds that compute loses to collectives, so the bound then leaves those out."""
     if moves.granularity == "layer" and facts.middle.base.moved_bytes > 0:
         frame = frame._replace(stall_s=(0.0,) * len(frame.stall_s))
     stages = stages_of(facts, sizes, hbm_bytes_per_s)
@@ -228,9 +229,9 @@ def tightened(
 
 
 class _Walk:
-    """Goes through all passes of all ranks.  Copies of whole chunks have clocks of their own: a
-    copy to the host begins when its forward has ended, one back when the backward before it begins,
-    and compute waits for both (lowering/rank_steps.py)."""
+    """Walks all passes of all ranks.  Whole-chunk copies have their own clocks: a copy to the host
+    begins when its forward has ended, a copy back when the backward before its own begins, and
+    compute waits for both (lowering/rank_steps.py)."""
 
     def __init__(self, frame: Frame, stages: list[Stage], moves: Transfers) -> None:
         pp = len(frame.end_s)
@@ -283,7 +284,8 @@ class _Walk:
         return "warmup" in self.moves.before_send_phases and self.position[rank] < warm
 
     def _after(self, rank: int, where: tuple[int, int], at: float, seconds: float) -> None:
-        """Begin a copy to the host; compute waits for those whose device memory is to be free."""
+        """Begin a copy to the host; compute waits for earlier copies whose device memory must be
+        free by now."""
         position, due = self.position[rank], self.due[rank]
         if seconds:
             end = max(self.out[rank], at) + seconds
@@ -294,7 +296,7 @@ class _Walk:
             self.compute[rank] = max(self.compute[rank], due.popleft()[1])
 
     def _fetch(self, rank: int) -> None:
-        """The copies back that begin before the rank's next pass."""
+        """Begin the copies back that are due before the rank's next pass."""
         for micro_batch, number in self.frame.fetches[rank].get(self.position[rank], ()):
             seconds = self.stages[number].back_s
             if seconds:
@@ -305,8 +307,8 @@ class _Walk:
 
 
 def _fetches(order: tuple[Pass, ...], pp: int, rank: int) -> dict[int, list[tuple[int, int]]]:
-    """By position, the (micro-batch, stage) whose copies back begin there: each when the backward
-    before its own begins, but not before its own forward has ended."""
+    """Position in a rank's order -> the (micro-batch, stage) whose copies back begin there.  A copy
+    back begins with the backward before its own backward, but after its own forward."""
     found: dict[int, list[tuple[int, int]]] = {}
     forward_at: dict[tuple[int, int], int] = {}
     previous = -1

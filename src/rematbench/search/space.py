@@ -1,4 +1,4 @@
-"""The space of a search: every layout that the stack can run, refusals counted by their rule."""
+"""The space of a search: every layout that the stack can run, and counts of refusals by rule."""
 
 import re
 from collections import Counter
@@ -17,11 +17,11 @@ from rematbench.spec.system import System
 from rematbench.workload import Workload
 
 MOST_MICRO_BATCH = 64
-"""Sequences of a pass: beyond, no kernel becomes faster."""
+"""Most sequences in a micro-batch: no kernel becomes faster with more."""
 
 
 class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Degrees that a person has decided; None: searched."""
+    """Degrees that the user has fixed; None for a degree to search."""
 
     tp: int | None = None
     cp: int | None = None
@@ -33,8 +33,9 @@ class Fixed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Choice(Struct, frozen=True):
-    """A layout with the layers of its chunks, in pipeline order; `hosted`: the optimizer's states
-    are in host memory where the stack keeps them on the device."""
+    """A layout and the layers of each of its chunks, in pipeline order.  `even`: the partition is
+    the even one; `hosted`: the optimizer's states are in host memory, although the stack keeps them
+    on the device."""
 
     layout: Layout
     sizes: tuple[int, ...]
@@ -42,12 +43,12 @@ class Choice(Struct, frozen=True):
     hosted: bool = False
 
     def base(self, plan: Plan) -> Plan:
-        """The plan that methods begin with."""
+        """The plan that methods begin with: `plan` with this choice's partition."""
         return plan if self.even else replace(plan, partition=_partition(self.sizes, self.layout))
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The option that means an uneven partition."""
+        """The command-line option for an uneven partition; empty for the even one."""
         return () if self.even else ("--partition", ",".join(map(str, self.sizes)))
 
 
@@ -60,7 +61,7 @@ def _partition(sizes: tuple[int, ...], lay: Layout) -> tuple[tuple[tuple[int, ..
 
 
 class Space(Struct, frozen=True):
-    """The layouts of a job, and how many fell to which rule of layouts."""
+    """The layouts of a job, and the number of layouts that each rule refused."""
 
     choices: tuple[Choice, ...]
     refused: dict[str, int]
@@ -69,7 +70,8 @@ class Space(Struct, frozen=True):
 def space(
     spec: ProblemSpec, fixed: Fixed, work: Workload, cluster: Cluster, system: System
 ) -> Space:
-    """All layouts of `spec`'s GPUs and batch that agree with what is `fixed`."""
+    """All layouts of `spec`'s GPUs and global batch with the `fixed` degrees; LayoutError where the
+    fixed degrees do not divide the GPUs."""
     refused: Counter[str] = Counter()
     ranks = (fixed.tp or 1) * (fixed.cp or 1) * (fixed.pp or 1) * (fixed.ulysses or 1)
     if spec.gpus % ranks:
@@ -89,12 +91,13 @@ def space(
 
 
 def may_host(cluster: Cluster, system: System) -> bool:
-    """Whether the optimizer's states may go to host memory, and what that costs is known."""
+    """Whether the optimizer's states may go to host memory and the cluster has a rate for their
+    update there."""
     return not system.optimizer_on_host and cluster.host_update_parameters_per_s is not None
 
 
 def layouts(spec: ProblemSpec, fixed: Fixed, work: Workload, system: System) -> Iterator[Layout]:
-    """Products of degrees that use all GPUs, before the rules of layouts."""
+    """Every product of degrees that uses all GPUs; the rules of layouts are not yet checked."""
     asked = spec.gpus
     spreads = product(
         _degrees(fixed.tp, asked, work.model.num_heads),
@@ -137,7 +140,7 @@ def _micro_batches(fixed: int | None, sequences: int) -> list[int]:
 
 
 def _chunks(fixed: int | None, pp: int, layers: int) -> list[int]:
-    """Chunks of a rank: one, and each number that gives all chunks as many layers."""
+    """Chunks per rank: 1, and each number for which all chunks have equally many layers."""
     if fixed is not None:
         return [fixed]
     if pp == 1:
@@ -146,7 +149,7 @@ def _chunks(fixed: int | None, pp: int, layers: int) -> list[int]:
 
 
 def _stages(fixed: ZeroStage | None, pp: int, shards: int) -> list[ZeroStage]:
-    """Stages that are modelled; without peers all are the same."""
+    """The modelled ZeRO stages; only stage 1 without data-parallel peers, where all are equal."""
     if fixed is not None:
         return [fixed]
     if shards == 1:
@@ -155,7 +158,8 @@ def _stages(fixed: ZeroStage | None, pp: int, shards: int) -> list[ZeroStage]:
 
 
 def partitions(layout: Layout, layers: int) -> Iterator[Choice]:
-    """The even partition, and those with a layer less or more on the first and the last rank."""
+    """The even partition, and the partitions with one layer less or more on the first or the last
+    rank (without interleaving, from pp 3 on)."""
     even = even_partition(layers, layout)
     sizes = [len(even[i % layout.pp][i // layout.pp]) for i in range(layout.num_chunks)]
     yield Choice(layout, tuple(sizes))

@@ -1,5 +1,5 @@
-"""Best against best: the fastest plan of a whole space beside the fastest that a package alone has
-options for."""
+"""Best against best: the fastest plan of the whole space beside the fastest plan that one package
+has options for."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +15,14 @@ from rematbench.search.job import Asked, SearchJob
 from rematbench.spec.configfile import convert, read_mapping
 
 MOST_ROUNDS = 60
-"""Rounds of a space: a few minutes of a core."""
+"""Most rounds of the search of one space: a few minutes of a core."""
 
 Space = Literal["all", "megatron_core", "deepspeed"]
 
 
 class SpaceJob(NamedProblem, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A problem whose degrees are left open; `published_mfu` by space, where its source prints
-    one."""
+    """A problem with open degrees.  `published_mfu`: the MFU by space (a fraction), for the spaces
+    of which the source prints an MFU."""
 
     source: str
     published_mfu: dict[Space, Fraction] = field(default_factory=dict)
@@ -41,7 +41,7 @@ def load_spaces(path: Path) -> Spaces:
 
 
 def searched_spaces(declared: Spaces, *, within: float, processes: int) -> Iterator[dict[str, Any]]:
-    """A line for each job and space; plans may fill the device, as published ones do."""
+    """A line for each job and space.  Plans may fill the device, as published plans do."""
     for job in declared.jobs:
         for space in declared.spaces:
             asked = Asked(

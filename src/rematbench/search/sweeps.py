@@ -1,4 +1,4 @@
-"""What following the search would have lost on published sweeps, and what it finds beside them."""
+"""The speed that following the search would have lost on published sweeps, and its best plans."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,10 +18,10 @@ from rematbench.search.trial import Tried
 def searched_sweeps(
     rows: Sequence[Row], *, within: float, processes: int
 ) -> Iterator[dict[str, Any]]:
-    """A line for each sweep of predicted rows: the share of the best measured speed that is lost by
-    the row that we call fastest, of those that leave the search's reserve free (`regret`; it is 1
-    where that row was out of memory); and the best of the whole space, with the share that it loses
-    where somebody measured it."""
+    """A line for each sweep of predicted rows.  `regret`: the share of the best measured speed that
+    the row with the fastest prediction loses, of the rows that leave the search's reserve free (1
+    where that row ran out of memory).  Then the best plan of the whole space, and the share that
+    the plan loses where a row measured it."""
     registry = discover()
     for key, own in sweeps(rows).items():
         said: dict[str, Any] = {**dict(zip(SWEEP, key, strict=True)), "rows": len(own)}
@@ -51,12 +51,13 @@ def searched_sweeps(
             "gap": end.gap,
             "simulations": end.simulations,
             **best_line(SearchJob(asked), best),
-            **said,  # the words that a row has for its job
+            **said,  # last: the row's names of the job replace those of best_line
         }
 
 
 def _pick(own: Sequence[Row]) -> tuple[Row | None, float]:
-    """The row that is predicted to be the fastest with the reserve left free, and what it loses."""
+    """The row with the fastest prediction that leaves the reserve free, and the share of the best
+    measured speed that it loses; (None, 1) where no row leaves the reserve free."""
     fitting = [row for row in own if _fits(row) and _leaves(row)]
     pick = max(fitting, key=lambda row: number(row, f"pred_{SPEED}") or 0.0, default=None)
     return pick, 1.0 if pick is None else lost(pick, own)
@@ -74,7 +75,7 @@ def _leaves(row: Row) -> bool:
 
 
 def _is(row: Row, tried: Tried, registry: Registry) -> bool:
-    """Whether a row ran this plan at this layout."""
+    """Whether a row ran the method and the layout of `tried`."""
     case = read_case(row, registry)
     same = registry.resolve(case.method, case.settings).text == tried.method
     usual = tried.choice.even and not tried.choice.hosted

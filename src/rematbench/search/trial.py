@@ -1,4 +1,4 @@
-"""One candidate tried: planned, lowered, weighed, and timed where its bytes fit."""
+"""The trial of one candidate: plan, lower, count bytes, and time the step where the bytes fit."""
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,8 +18,8 @@ NO_PLAN = "no plan: "
 
 
 class Tried(Struct, frozen=True, kw_only=True):
-    """One simulated plan.  Without an evaluation it does not fit (by `short_bytes` of a device's
-    memory), or has no plan, and `reason` says why."""
+    """One candidate after its trial.  Without an evaluation, `reason` says why: the plan does not
+    fit (it lacks `short_bytes` of a device's memory), or the method has no plan."""
 
     choice: Choice
     method: str
@@ -31,7 +31,7 @@ class Tried(Struct, frozen=True, kw_only=True):
 
     @property
     def step_s(self) -> float:
-        """Seconds of the step; infinite where it does not fit."""
+        """Seconds of the step; infinite where the plan does not fit."""
         return self.evaluation.step_s if self.evaluation else float("inf")
 
 
@@ -44,9 +44,9 @@ def tried_plan(
     engines: Engines | None = None,
     known: dict[bytes, Tried] | None = None,
 ) -> Tried:
-    """Plan, lower and weigh a candidate; if its bytes fit, its time.  The problem's reserve stays
-    free; one of `engines` has to have options for the plan.  A plan that does what a `known` one of
-    the layout does is that one."""
+    """Plan and lower a candidate and count its bytes; time its step if the bytes fit.  The reserve
+    of the problem stays free, and one of `engines` has to have options for the plan.  For a plan
+    equal to a plan in `known` (`same_plan`) the known trial is returned."""
     tried = Tried(choice=choice, method=method, bound_s=bound_s)
     plan = planned(choice, problem, method, registry)
     if isinstance(plan, str):
@@ -64,7 +64,7 @@ def tried_plan(
 
 
 def planned(choice: Choice, problem: Problem, method: str, registry: Registry) -> Plan | str:
-    """A candidate's plan, or why there is none."""
+    """A candidate's plan, or the reason why it has no plan."""
     try:
         base = choice.base(problem.base_plan)
         plan = registry.resolve(method, None, problem).plan(problem, base)
@@ -74,7 +74,7 @@ def planned(choice: Choice, problem: Problem, method: str, registry: Registry) -
 
 
 def _judged(tried: Tried, problem: Problem, plan: Plan) -> Tried:
-    """With the evaluation where the plan fits, else with the reason."""
+    """`tried` with the plan's evaluation where the plan fits, else with the reason."""
     program = lower(plan, problem)
     ranks = program_bytes(problem, plan, program)
     room = problem.usable_bytes - problem.reserve_bytes
