@@ -1,1 +1,1 @@
-"""Seconds and bytes: the only arithmetic on FLOPs and links in the project."""
+"""Costs in seconds and bytes: the only arithmetic on FLOPs and link rates in the project."""

@@ -1,6 +1,6 @@
 """Costs bound to one problem: kernels, operators, collectives, copies, states, in seconds.
 
-The only place that joins the pure formulas with a cluster, a stack, a layout and a calibration.
+No other file joins the pure formulas with a cluster, a stack, a layout and a calibration.
 """
 
 from functools import cached_property
@@ -31,7 +31,8 @@ CopyDirection = Literal["d2h", "h2d"]
 
 
 class CostModel:
-    """Read-only seconds and bytes of one rank's work; memoised, so cheap to ask again."""
+    """Seconds and bytes of one rank's work; read-only, and memoised, so that repeated calls are
+    cheap."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class CostModel:
 
     @property
     def common(self) -> CommonConstants:
-        """Constants that are the same everywhere."""
+        """Constants that are the same on every cluster and stack."""
         return self.calibration.common
 
     @cached_property
@@ -87,15 +88,15 @@ class CostModel:
 
     @cached_property
     def host_launch_s(self) -> float:
-        """Seconds that the host takes for a launch: the stack's, and more where a node has more
+        """Seconds that the host takes for one launch: the stack's, and more where a node has more
         ranks of a tensor-parallel group, which issue in step, than its cores serve at once."""
         ranks = min(self.layout.tp, self.cluster.gpus_per_node)
         seconds = self.stack.host_launch_s * max(1.0, ranks / self.network.host_ranks)
         return seconds * self.system.scales.host
 
     def calls(self, op: Op, direction: Direction) -> int:
-        """Launches that the host issues for an operator in a direction; what is compiled is issued
-        at once."""
+        """Launches that the host issues for an operator in a direction; a compiled operator takes
+        one launch."""
         kernels: tuple[Kernel, ...] = getattr(op, direction)
         count = sum(self._launches(kernel, direction) for kernel in kernels)
         return min(1, count) if self.system.compiled else count
@@ -134,7 +135,8 @@ class CostModel:
         return formulas.gemm_s(*shape, width, c.peak_flop_per_s, c.hbm_bytes_per_s, self.gpu)
 
     def _named_s(self, kernel: Named, direction: Direction) -> float:
-        """Busy seconds by published rates: bytes at the rate that published streams reach."""
+        """Busy seconds of a named operator by published rates: its bytes over the published HBM
+        rate."""
         kernels = self.calibration.kernels
         share = kernels.generation(self.cluster.generation).hbm.value
         backward = direction != "forward"
@@ -162,7 +164,7 @@ class CostModel:
 
     @cached_property
     def _fused_attention(self) -> tuple[kernel_rates.AttentionRates, kernel_rates.Device]:
-        """The backend's rates on this generation, and the GPU as its kernels see it."""
+        """The attention backend's rates on this GPU generation, and the GPU as kernels see it."""
         kernels, generation = self.calibration.kernels, self.cluster.generation
         device = kernel_rates.Device(
             peak_flop_per_s=self.cluster.peak_flop_per_s,
@@ -192,7 +194,7 @@ class CostModel:
     def op_s(self, op: Op, direction: Direction, rows_fraction: float = 1.0) -> float:
         """Seconds of an operator's kernels in a direction, on a share of its rows."""
         key = (id(op), direction, rows_fraction)
-        if key not in self._ops:  # the op is kept, so that its id stays its own
+        if key not in self._ops:  # storing the op keeps its id from being reused
             kernels: tuple[Kernel, ...] = getattr(op, direction)
             parts = (part_of(kernel, direction, rows_fraction) for kernel in kernels)
             self._ops[key] = (op, fsum(self.kernel_s(part, direction) for part in parts))
@@ -201,7 +203,7 @@ class CostModel:
     def comm_s(self, comm: Comm, stage: int) -> float:
         """Seconds of a collective of the worst-placed group at a pipeline stage.
 
-        The `dp` group is data- and context-parallel peers together (they share the states)."""
+        The `dp` group has the data- and context-parallel peers, which shard the states together."""
         key = (comm, stage)
         if key not in self._comms:
             self._comms[key] = self._collective_s(comm, stage)
@@ -229,13 +231,13 @@ class CostModel:
         return float(seconds) * self.system.scales.communication
 
     def _group_nvlink_bytes_per_s(self, ranks_on_node: int) -> float:
-        """Reached NVLink rate of a GPU inside a group with so many ranks on its node."""
+        """Reached NVLink rate of a GPU in a group that has `ranks_on_node` ranks on its node."""
         mesh = self.network.nvlink_mesh
         share = collectives.nvlink_share(ranks_on_node, self.cluster.gpus_per_node, mesh)
         return self.nvlink_bytes_per_s * float(share)
 
     def group(self, group: str, stage: int) -> collectives.GroupShape:
-        """How the worst-placed group of a kind lies on the nodes."""
+        """The shape on the nodes of the worst-placed group of a kind."""
         lay = self.layout
         return collectives.worst_group(
             Layout(tp=lay.tp, cp=lay.cp, pp=lay.pp, dp=lay.dp, ulysses=lay.ulysses),
@@ -248,7 +250,7 @@ class CostModel:
     def p2p_s(
         self, nbytes: int, from_stage: int, to_stage: int, *, replicated: bool = False
     ) -> float:
-        """Seconds of one rank's send to its peer in another stage; the worst-placed pair.
+        """Seconds of one rank's send to its peer in another stage, for the worst-placed pair.
 
         A tensor `replicated` over tensor-parallel ranks is sent in parts, one by each rank, and
         gathered over NVLink on arrival (scatter/gather, Narayanan et al. 2021, arXiv 2104.04473,
@@ -279,15 +281,14 @@ class CostModel:
         return float(seconds) * self.system.scales.communication
 
     def copy_s(self, nbytes: int, direction: CopyDirection, crowd: Crowd = ALONE) -> float:
-        """Seconds of a copy to or from pinned host memory, in the crowd that the program's copies
-        run in."""
+        """Seconds of a copy to or from pinned host memory, beside the traffic of `crowd`."""
         key = (direction, crowd)
         if key not in self._copies:
             self._copies[key] = self._copy_bytes_per_s(direction, crowd)
         return float(copies.host_copy_s(nbytes, self._copies[key], self.common))
 
     def _copy_bytes_per_s(self, direction: CopyDirection, crowd: Crowd) -> float:
-        """The link's rate, or what is less: the copying GPU's share of its socket's DRAM."""
+        """Rate of a copy: the lower of the link's rate and the GPU's share of its socket's DRAM."""
         cluster, common = self.cluster, self.common
         link, dram = cluster.host_link_bytes_per_s, float("inf")
         if cluster.dram_bytes_per_s is not None:
@@ -309,7 +310,7 @@ class CostModel:
         return float(busy) + self.stack.gap_s
 
     def optimizer_s(self, parameters_per_rank: int) -> float:
-        """Seconds of clipping and the update of a rank's share of the parameters, on the GPU."""
+        """Seconds of gradient clipping and the update of a rank's parameters, on the GPU."""
         traffic = states.optimizer_traffic_bytes(
             parameters_per_rank,
             self.system.param_bytes,
@@ -321,38 +322,38 @@ class CostModel:
 
     @cached_property
     def host_room_bytes(self) -> int:
-        """Memory of a node that training may pin: what the system and its processes leave."""
+        """Host bytes of a node that training may pin: all but those of the system's processes."""
         return int(self.cluster.host_bytes * (1.0 - self.common.host_system_share))
 
     def host_update_s(self, parameters_per_rank: int) -> float:
-        """Seconds of the update of a rank's share of the parameters on the host: each of a node's
-        ranks has its part of the node's cores.  Without a rate it takes no time (`not_timed` says
-        so to whoever asks for seconds)."""
+        """Seconds of the update of a rank's parameters on the host, where each of a node's ranks
+        has its share of the node's cores.  0 for a cluster without a rate; the evaluation's
+        `not_timed` then says that the step has no seconds."""
         rate = self.cluster.host_update_parameters_per_s
         return parameters_per_rank * self.cluster.gpus_per_node / rate if rate else 0.0
 
     def slowed_s(self, seconds: float, other_s: float, other_stream: str) -> float:
-        """Seconds of compute slowed for as long as work on another stream runs beside it."""
+        """Seconds of compute, slowed while `other_s` seconds of work run on another stream."""
         slowdown = self.overlap_factor("compute", other_stream)
         return float(formulas.slowed_s(seconds, other_s, slowdown))
 
     def stall_s(self, comm: Comm, stage: int, beside_s: float = float("inf")) -> float:
-        """Seconds that compute (`beside_s` of it) and a collective lose to each other while they
-        run beside each other."""
+        """Seconds that compute and a collective beside it lose to each other; `beside_s`: seconds
+        of compute."""
         lost = self.overlap_factor("compute", comm.group) - 1.0
         return lost * min(beside_s, self.comm_s(comm, stage))
 
     def overlap_factor(self, kernel_stream: str, other_stream: str) -> float:
-        """Slowdown of work on one stream beside work on the other; 1 where no SMs are shared.
+        """Slowdown (a factor) of work on one stream beside work on another; 1 without shared SMs.
 
-        NCCL's kernels take SMs and memory rate from compute; point-to-point transfers and copies
-        are left to copy engines."""
+        NCCL's kernels take SMs and HBM rate from compute; copy engines do point-to-point transfers
+        and copies."""
         stalls = {"tp": self.stack.tp_stall, "cp": self.stack.tp_stall, "dp": self.stack.dp_stall}
         return 1.0 + stalls.get(other_stream, 0.0) if kernel_stream == "compute" else 1.0
 
 
 def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kernel:
-    """The kernel on a share of its rows; a weight gradient's rows are its reduction."""
+    """The kernel on a share of its rows; the rows of a weight gradient are its reduction (k)."""
     if rows_fraction == 1.0:
         return kernel
     match kernel:

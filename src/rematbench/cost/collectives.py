@@ -16,9 +16,10 @@ from rematbench.spec.layout import Layout
 
 
 class GroupShape(Struct, frozen=True):
-    """How the worst-placed of the groups of one kind lies on the nodes.
+    """The shape on the nodes of the worst-placed group of one kind.
 
-    `ranks` in all; `fewest_per_node` over the nodes it touches; `nodes` touched.
+    `ranks`: of the whole group; `fewest_per_node`: the fewest ranks that the group has on any of
+    its nodes; `nodes`: the number of nodes with a rank of the group.
     """
 
     ranks: int
@@ -27,13 +28,15 @@ class GroupShape(Struct, frozen=True):
 
 
 def degrees(layout: Layout) -> dict[str, int]:
-    """Ranks per group.  Ulysses ranks are consecutive dp ranks and form the `cp` group."""
+    """Ranks per group, by kind of group.  Ulysses ranks are consecutive dp ranks and form the `cp`
+    group."""
     inner = layout.cp * layout.ulysses
     return {"tp": layout.tp, "cp": inner, "dp": layout.dp // layout.ulysses, "pp": layout.pp}
 
 
 def group_stride(layout: Layout, group: str, order: tuple[str, ...]) -> int:
-    """Distance in ranks between neighbours of a group: the product of the faster degrees."""
+    """Distance in ranks between neighbours of a group: the product of the degrees that are numbered
+    faster."""
     sizes = degrees(layout)
     return prod(sizes[name] for name in order[: order.index(group)])
 
@@ -43,7 +46,7 @@ def group_ranks(
 ) -> list[tuple[int, ...]]:
     """All groups of a kind at a pipeline stage, as global rank numbers.
 
-    `state` is data- and context-parallel peers together, over which ZeRO shards the states.
+    The group `state` has the data- and context-parallel peers over which ZeRO shards the states.
     """
     sizes = degrees(layout)
     members = ("cp", "dp") if group == "state" else (group,)
@@ -64,7 +67,8 @@ def group_ranks(
 def worst_group(
     layout: Layout, group: str, stage: int, gpus_per_node: int, order: tuple[str, ...]
 ) -> GroupShape:
-    """The group that is served worst: several nodes before one, then fewest ranks on a node."""
+    """The worst-placed group: a group on several nodes before a group on one, then the group with
+    the fewest ranks on a node."""
     nodes = np.array(group_ranks(layout, group, stage, order)) // gpus_per_node
     numbers = np.arange(len(nodes))[:, None] * (nodes.max() + 1) + nodes  # of (group, node)
     places, counts = np.unique(numbers, return_counts=True)
@@ -85,8 +89,8 @@ def crosses_nodes(
 
 
 def nvlink_share(fewest_per_node: Quantity, gpus_per_node: Quantity, mesh: Quantity) -> Quantity:
-    """Share of a GPU's NVLink that a group can use: all of it behind a switch; in a mesh of pairs
-    only the links to the group's own GPUs, (ranks - 1) / (GPUs - 1).
+    """Share of a GPU's NVLink that a group can use: 1 behind a switch; in a mesh of pairs only the
+    links to the group's GPUs, (ranks - 1) / (GPUs - 1).
 
     Source: NVIDIA HGX H100 and A100 4-GPU boards: no NVSwitch, 6 (4) links between each pair.
     """
@@ -105,9 +109,9 @@ def ring_bytes_per_s(
 ) -> Quantity:
     """Rate at which a ring passes bytes on: NVLink inside a node, else the NICs of its ranks.
 
-    A ring that leaves a node enters and leaves it once per channel, and the node serves it with
-    the NICs of the ranks it has there: (fewest ranks on any node it touches) x NIC, or fewer
-    where a cluster's NCCL does not find them (`ring_nics`).
+    A ring over several nodes enters and leaves each node once per channel, through the NICs of the
+    ring's ranks on that node: (fewest ranks on any node of the ring) x NIC, or fewer NICs where a
+    cluster's NCCL does not find them all (`ring_nics`).
     Source: NCCL's ring channels, one NIC per GPU; `ring_nics`: config/calibration.yaml.
     Rates are already multiplied by their efficiencies.
     """
@@ -155,8 +159,8 @@ def all_gather_s(
     bytes_per_s: Quantity,
     common: CommonConstants,
 ) -> Quantity:
-    """Ring all-gather or reduce-scatter of a gathered payload: ranks - 1 steps, (ranks - 1) / ranks
-    of the bytes over each link.
+    """Seconds of a ring all-gather or reduce-scatter of `nbytes` gathered bytes: ranks - 1 steps,
+    with (ranks - 1) / ranks of the bytes over each link.
 
     Source: Thakur, Rabenseifner and Gropp 2005; the bus rate of nccl-tests.
     """
@@ -170,7 +174,8 @@ def all_reduce_s(
     bytes_per_s: Quantity,
     common: CommonConstants,
 ) -> Quantity:
-    """Ring all-reduce: a reduce-scatter and an all-gather in one call, 2 (ranks - 1) steps."""
+    """Seconds of a ring all-reduce: a reduce-scatter and an all-gather in one call, 2 (ranks - 1)
+    steps."""
     steps = 2.0 * np.subtract(ranks, 1)
     return ring_steps_s(steps, ranks, nodes, nbytes, bytes_per_s, common)
 
@@ -184,8 +189,9 @@ def all_to_all_s(
     nic_bytes_per_s: Quantity,
     common: CommonConstants,
 ) -> Quantity:
-    """All-to-all of one rank's `nbytes`: the share for ranks of its node over NVLink, the rest over
-    its own NIC, side by side.  Source: NCCL's grouped send/receive (one NIC per GPU)."""
+    """Seconds of an all-to-all of one rank's `nbytes`: the bytes for ranks of its node go over
+    NVLink, and at the same time the other bytes go over the rank's NIC.  Source: NCCL's grouped
+    send/receive (one NIC per GPU)."""
     inside = nbytes * np.subtract(fewest_per_node, 1) / ranks / nvlink_bytes_per_s
     outside = nbytes * np.subtract(ranks, fewest_per_node) / ranks / nic_bytes_per_s
     wire = np.maximum(inside, np.where(np.asarray(nodes) > 1, outside, 0.0))
@@ -202,10 +208,11 @@ def ring_exchange_s(
     nic_bytes_per_s: Quantity,
     common: CommonConstants,
 ) -> Quantity:
-    """Ring attention's KV exchange: ranks - 1 neighbour sends of nbytes / ranks, paced by the
-    slowest link; one rank's NIC where the ring leaves a node (its other ranks cannot help).
+    """Seconds of ring attention's KV exchange: ranks - 1 sends of nbytes / ranks to the neighbour,
+    paced by the slowest link, which is one rank's NIC where the ring leaves a node.
 
-    Source: Liu et al. 2023 (arXiv 2310.01889); point-to-point, so no ring channels over NICs.
+    Source: Liu et al. 2023 (arXiv 2310.01889).  The sends are point-to-point, so the NICs of the
+    node's other ranks cannot help.
     """
     crosses = np.asarray(nodes) > 1
     rate = np.where(crosses, np.minimum(nic_bytes_per_s, nvlink_bytes_per_s), nvlink_bytes_per_s)
@@ -221,7 +228,8 @@ def point_to_point_s(
     nic_bytes_per_s: Quantity,
     common: CommonConstants,
 ) -> Quantity:
-    """One send and its receive: base + hop + bytes / link (the GPU's own NIC between nodes)."""
+    """Seconds of one send and its receive: base + hop + bytes / link rate (between nodes: the
+    GPU's own NIC)."""
     crosses = np.asarray(crosses_nodes) > 0
     rate = np.where(crosses, nic_bytes_per_s, nvlink_bytes_per_s)
     hop = np.where(crosses, common.nccl_network_hop_s[-1], common.nccl_nvlink_hop_s[-1])

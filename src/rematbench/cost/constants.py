@@ -1,7 +1,8 @@
 """The numbers behind the formulas: per GPU generation, cluster network and software system.
 
 Every number in config/calibration.yaml is `{value, source}`; `source: fitted` marks the scalars
-that were fitted to published rows.  They are budgeted: FITTED_BUDGET says how many each may have.
+that were fitted to published rows.  FITTED_BUDGET has the most fitted scalars of each GPU
+generation, network and system.
 """
 
 import re
@@ -23,19 +24,19 @@ DEFAULT = "default"
 
 
 class Number(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One constant and where it comes from (`fitted`, or a citation)."""
+    """One constant and its source (`fitted`, or a citation)."""
 
     value: float
     source: str
 
 
 class GpuConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one GPU generation reaches of its peaks (see formulas.py for each one's use).
+    """The shares of its peaks that one GPU generation reaches (formulas.py uses them).
 
     Efficiencies are fractions of the dense peak or of the HBM rate; `gemm_tail_waves` is the part
     of a wave of tiles lost at the end of a GEMM; `*_half_*` is the size at which an efficiency is
     half its limit; `sm_count`, `tile_rows`, `tile_columns` are hardware facts.  `withheld_bytes` is
-    what the driver keeps of the device's memory, `context_bytes` what a CUDA context takes.
+    the device memory that the driver keeps, `context_bytes` the device memory of a CUDA context.
     """
 
     sm_count: float
@@ -53,10 +54,10 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Shares of the link rates that collectives reach inside a node and between nodes.
 
     `ring_nics` is the most NICs of a node that one ring uses; `nvlink_mesh` is 1 where the GPUs of
-    a node are linked pairwise, without a switch, so that a small group has only its own pairs.
-    `kernel_scale` multiplies the seconds of all kernels where a part is held below its generation's
-    power limit.  `host_ranks`: how many ranks that issue in step (a tensor-parallel group's) the
-    cores of a node serve without slowing each other.
+    a node are linked pairwise, without a switch, so that a small group uses only its own links.
+    `kernel_scale` multiplies the seconds of all kernels where a GPU runs below its generation's
+    power limit.  `host_ranks` is the number of ranks issuing in step (those of a tensor-parallel
+    group) that the cores of a node serve without slowing each other.
     """
 
     nvlink_efficiency: float
@@ -69,9 +70,9 @@ class NetworkConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class SystemConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a software stack differs from the generation's kernels: a multiplier on the seconds of
-    all kernels, the gap that the device leaves between two of them, the seconds that the host takes
-    to issue one, and the share of a hidden collective's seconds that compute beside it loses
-    (tensor- or context-, and data-parallel)."""
+    all kernels, the seconds of the device's gap between two kernels, the seconds that the host
+    takes to issue a kernel, and the shares of a hidden collective's seconds that compute beside it
+    loses (one share for tensor- and context-, one for data-parallel collectives)."""
 
     kernel_scale: float
     gap_s: float
@@ -81,12 +82,12 @@ class SystemConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Constants of libraries and host links, the same everywhere; seconds and fractions.
+    """Constants of libraries and host links, the same on every cluster; seconds and fractions.
 
     Tuples are NCCL's protocols (LL128, Simple): base latency, latency of a hop inside a node and
     between nodes, and share of the link rate.  `communicator_*_bytes` is the device memory of one
-    NCCL communicator whose ranks share a node, or do not.  `graph_bytes_share`: what a layer's CUDA
-    graph holds beside the layer's kept activations, of these.
+    NCCL communicator whose ranks share a node, or do not.  `graph_bytes_share`: the bytes that a
+    layer's CUDA graph holds beside the layer's kept activations, as a share of these activations.
     """
 
     nccl_base_s: tuple[float, ...]
@@ -104,7 +105,8 @@ class CommonConstants(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole sweep of published rows: every field given must match (text fields as substrings)."""
+    """A rule that claims a whole sweep of published rows: a row has to match every field that the
+    rule gives (text fields as substrings)."""
 
     source: str
     why: str = ""
@@ -121,15 +123,15 @@ class FitRule(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ShapedBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A source whose test rows were looked at when a formula or rule was changed (`in-sample`)."""
+    """A source whose test rows a person saw before changing a formula or rule (`in-sample`)."""
 
     source: str
     mechanism: str
 
 
 class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything config/calibration.yaml says, as plain numbers, and the rates of config/kernels;
-    `fitted` names those fitted to whole steps as `section.entry.field`."""
+    """The contents of config/calibration.yaml as plain numbers, and the rates of config/kernels;
+    `fitted` names the constants fitted to whole steps as `section.entry.field`."""
 
     gpus: dict[str, GpuConstants]
     networks: dict[str, NetworkConstants]
@@ -142,37 +144,38 @@ class Calibration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     date: str = ""
 
     def gpu(self, generation: str) -> GpuConstants:
-        """Constants of a generation; an unknown one is an error (no default is defensible)."""
+        """Constants of a GPU generation; an unknown generation is an error, since no default is
+        defensible."""
         if generation not in self.gpus:
             known = ", ".join(sorted(self.gpus))
             raise KeyError(f"no calibration for GPU generation {generation!r} (known: {known})")
         return self.gpus[generation]
 
     def network_entry(self, names: Sequence[str]) -> str:
-        """The first of a cluster's entries (Cluster.constants) that is there, or `default`."""
+        """The first of a cluster's entries (Cluster.constants) in the file, or `default`."""
         return next((name for name in names if name in self.networks), DEFAULT)
 
     def system_entry(self, names: Sequence[str]) -> str:
-        """The first of a stack's entries (System.constants) that is there, or `default`."""
+        """The first of a stack's entries (System.constants) in the file, or `default`."""
         return next((name for name in names if name in self.systems), DEFAULT)
 
 
 def instant_hosts(calibration: Calibration) -> Calibration:
-    """The same constants with hosts that issue everything at once."""
+    """The calibration with hosts that issue every kernel in no time."""
     systems = calibration.systems.items()
     instant = {name: replace(stack, host_launch_s=0.0) for name, stack in systems}
     return replace(calibration, systems=instant)
 
 
 def load_calibration(path: Path) -> Calibration:
-    """Read config/calibration.yaml; an unknown key or a number without a source is an error.
-    Rates of kernels are the shipped ones."""
+    """Read config/calibration.yaml and the shipped rates of kernels; an unknown key or a number
+    without a source is an error."""
     return parse_calibration(path.read_bytes())
 
 
 @cache
 def shipped_kernels() -> KernelRates:
-    """config/kernels, read once."""
+    """The rates of config/kernels, read once per process."""
     return load_kernel_rates(data_dir("config") / "kernels")
 
 

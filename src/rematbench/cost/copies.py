@@ -7,9 +7,10 @@ from rematbench.cost.formulas import Quantity, memory_s
 
 
 class Crowd(NamedTuple):
-    """What a program's copies run beside: the share of their bytes that go beside copies in the
-    other direction, bytes of pipeline messages on the same link per byte copied (out and in), and
-    the share of kernel seconds by which the HBM that copies take makes kernels longer."""
+    """The traffic beside a program's copies.  `both`: share of the copied bytes that move beside
+    copies in the other direction; `sent_per_d2h`, `received_per_h2d`: bytes of pipeline messages on
+    the same link per copied byte; `drawn`: share of kernel seconds by which copies, which take HBM
+    rate, make kernels longer."""
 
     both: float
     sent_per_d2h: float
@@ -27,9 +28,9 @@ def crowded_bytes_per_s(
     both: float,
     messages: float,
 ) -> float:
-    """Rate of copies of which a share goes beside the other direction, on a link that carries
-    `messages` bytes for each of theirs: all of these take their turn, but never more of the link
-    than the NIC fills."""
+    """Rate of copies on a link, with the share `both` of their bytes beside copies in the other
+    direction and `messages` bytes of pipeline messages per copied byte.  Messages and copies take
+    turns, but messages never take more of the link than the NIC's rate."""
     mean = 1.0 / ((1.0 - both) / alone_bytes_per_s + both / both_bytes_per_s)
     left = alone_bytes_per_s - messages_bytes_per_s
     most = alone_bytes_per_s / left if left > 0 else float("inf")
@@ -37,7 +38,8 @@ def crowded_bytes_per_s(
 
 
 def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonConstants) -> Quantity:
-    """Copy between device and pinned host memory: latency + bytes / (link share x efficiency).
+    """Seconds of a copy between device and pinned host memory: latency + bytes / (link share x
+    efficiency).
 
     `link_bytes_per_s` is one GPU's share of the PCIe link, per direction.  Source: PCI Express Base
     Specification 5.0 for the rate; `pcie_efficiency` is the part left by 256-byte payload headers
@@ -53,5 +55,5 @@ def pinned_block_bytes(nbytes: int) -> int:
 
 
 def device_copy_s(nbytes: Quantity, hbm_bytes_per_s: Quantity, gpu: GpuConstants) -> Quantity:
-    """Copy inside the device (SPLIT, JOIN): each byte is read once and written once."""
+    """Seconds of a copy inside the device (SPLIT, JOIN): each byte is read and written once."""
     return memory_s(2.0 * nbytes, hbm_bytes_per_s, gpu)

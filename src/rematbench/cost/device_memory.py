@@ -10,8 +10,8 @@ from rematbench.spec.system import System
 def non_torch_bytes(
     cluster: Cluster, layout: Layout, system: System, calibration: Calibration
 ) -> int:
-    """Bytes a device's driver withholds, its CUDA context, and NCCL's buffers for each communicator
-    of the layout; what the cluster file measured, where it did."""
+    """Device bytes outside torch's allocator: bytes withheld by the driver, the CUDA context, and
+    NCCL's buffers for each communicator of the layout; or the cluster file's measured bytes."""
     if cluster.non_torch_bytes is not None:
         return cluster.non_torch_bytes
     gpu, common = calibration.gpu(cluster.generation), calibration.common
@@ -21,11 +21,11 @@ def non_torch_bytes(
 
 
 def communicators(layout: Layout, gpus_per_node: int, order: tuple[str, ...]) -> tuple[int, int]:
-    """(within a node, over several nodes): the process groups of a rank.
+    """Numbers of a rank's communicators: (within a node, over several nodes).
 
-    Tensor, context, data, data with context, pipeline, and all ranks; first and last stage share
-    one more for the embedding.  Groups of equal ranks are one communicator (as torch's default
-    group serves a purely data-parallel run).
+    A rank has the tensor, context, data, data-with-context and pipeline groups and the group of all
+    ranks; the first and the last stage share one more group for the embedding.  Groups with equal
+    ranks are one communicator (as torch's default group serves a purely data-parallel run).
     """
     sizes = {name: size for name, size in degrees(layout).items() if size > 1}
     asked = [("tp",), ("cp",), ("dp",), ("cp", "dp"), ("pp",), tuple(sizes)]

@@ -1,4 +1,5 @@
-"""Published closed-form memory estimators: what other systems believe of their own peak bytes."""
+"""Published closed-form memory estimators: the peak bytes that other systems predict for
+themselves."""
 
 from typing import Literal
 
@@ -64,7 +65,7 @@ def pipeline_offload_estimator(
 
 
 class Estimate(Struct, frozen=True, kw_only=True):
-    """What a closed form believes of one GPU: bytes of the states and of the activations."""
+    """A closed form's prediction for one GPU: bytes of the states and of the activations."""
 
     state_bytes: float
     activation_bytes: float
@@ -124,7 +125,7 @@ def korthikanti_layer_bytes(
     """
     h, t = model.hidden, layout.tp
     unit = seq_len * layout.micro_batch * h
-    whole = 1 / t if layout.sp else 1.0  # what tensor parallelism alone does not split
+    whole = 1 / t if layout.sp else 1.0  # tensors that tensor parallelism alone does not split
     if recomputation == "full":
         return 2 * unit * whole
     scores = 5 * model.num_heads * seq_len / h if recomputation == "none" else 0.0
@@ -134,8 +135,8 @@ def korthikanti_layer_bytes(
 def korthikanti_activation_bytes(
     model: Model, layout: Layout, seq_len: int, recomputation: Recomputation = "none"
 ) -> float:
-    """Activation bytes of the first pipeline stage: L layers' worth, whatever p; embedding dropout
-    s b h p / t; with p = 1 the head's 4 (s b h / t) (1 + V/h).
+    """Activation bytes of the first pipeline stage: those of L layers for every p; of the embedding
+    dropout, s b h p / t; with p = 1 of the head, 4 (s b h / t) (1 + V/h).
 
     Source: Korthikanti et al. 2022, sections 4.2.3 and 4.3 and equation 5; interleaving stores
     1 + (p - 1) / (p v) times the layers' activations.

@@ -1,6 +1,6 @@
 """Fit the `fitted` constants of config/calibration.yaml to the declared FIT rows, and to no others.
 
-The step model is a callable, so that this file knows constants and rows but no engine.
+The step model is a callable argument, so that this file depends on no engine.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ Logs: TypeAlias = NDArray[np.float64]
 
 
 class Prior(Struct, frozen=True):
-    """What is believed of a constant before any row is read: its bounds and its centre.
+    """The prior belief about a constant before any row is read: its bounds and its centre.
 
     `spread` is the standard deviation of the logarithm; one row's spread is ROW_SPREAD.
     """
@@ -35,11 +35,11 @@ class Prior(Struct, frozen=True):
 
 
 ROW_SPREAD = 0.03
-"""Logarithmic spread of a published speed around a perfect model: run-to-run noise and rounding;
-also where the loss turns from square to linear."""
+"""Logarithmic spread of a published speed around a perfect model, from run-to-run noise and
+rounding; also the error at which the loss turns from square to linear."""
 
 DIFFERENCE = 0.01
-"""Logarithmic step of the Jacobian."""
+"""Step of the Jacobian's differences, in the logarithm of a constant."""
 
 PRIORS: dict[str, Prior] = {
     "gemm_efficiency": Prior(0.3, 0.7, 0.95),
@@ -68,7 +68,7 @@ class FitReport(Struct, frozen=True, kw_only=True):
 
 
 def matches(rule: FitRule, row: Row) -> bool:
-    """Whether a row belongs to a rule's sweep, judged by what was run and never by a result."""
+    """Whether a row belongs to a rule's sweep, judged by the job that ran and never by a result."""
     lists = {
         "system": rule.system,
         "cluster": rule.cluster,
@@ -99,7 +99,7 @@ def is_fit(row: Row, rules: Iterable[FitRule]) -> bool:
 
 
 def fit_rows(rows: Iterable[Row], rules: Sequence[FitRule]) -> list[Row]:
-    """The FIT rows with a published speed; results of other rows are not even read."""
+    """The FIT rows with a published speed; the results of other rows are never read."""
     chosen = [row for row in rows if is_fit(row, rules)]
     return [row for row in chosen if row["status"] == "ok" and _speed(row) > 0]
 
@@ -115,7 +115,7 @@ def published_step_s(row: Row) -> float:
 
 
 def with_values(calibration: Calibration, names: Sequence[str], values: Any) -> Calibration:
-    """The calibration with `section.entry.field` constants replaced."""
+    """The calibration with the constants `names` (`section.entry.field`) replaced by `values`."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in zip(names, values, strict=True):
         section, entry, key = name.split(".")
@@ -131,8 +131,8 @@ def value_of(calibration: Calibration, name: str) -> float:
 
 
 def row_weights(rows: Sequence[Row]) -> Logs:
-    """Square-root weights: a source (on one cluster) counts as the root of its number of rows, so
-    that a long sweep speaks louder than a short one without drowning it."""
+    """Square-root weights of rows: a source (on one cluster) counts as the root of its number of
+    rows, so that a long sweep weighs more than a short sweep without hiding it."""
     keys = [(row["source"], row["cluster"]) for row in rows]
     counts = Counter(keys)
     return np.array([counts[key] ** -0.25 for key in keys])
@@ -191,7 +191,7 @@ class StepFit:
                 self.moves.append(moved)
 
     def _moved(self, name: str, near: list[int], base: Sequence[float]) -> list[int]:
-        """Of the rows that a constant concerns, those that it moves."""
+        """The rows of `near` whose predicted seconds change with the constant `name`."""
         value = value_of(self.calibration, name)
         trial = with_values(self.calibration, [name], [value * 1.2 if value < 1 else value / 1.2])
         after = self.predict_all([(self.rows[i], trial) for i in near])
@@ -204,8 +204,8 @@ class StepFit:
         return errors
 
     def slopes(self, at: Calibration) -> Logs:
-        """d log(seconds) / d log(constant), [rows, names]: differences of 1 % (the step model has
-        corners), one batch for all of them."""
+        """d log(seconds) / d log(constant), [rows, names], by differences of 1 % (the step model
+        has corners); one batch predicts all of them."""
         base = self.log_errors(at, range(len(self.rows)))
         steps, jobs = [], []
         for name, moved in zip(self.names, self.moves, strict=True):
@@ -223,8 +223,8 @@ class StepFit:
     def solved(
         self, start: Calibration, chosen: Sequence[int], slopes: Logs | None = None
     ) -> Calibration:
-        """The constants fitted to the chosen rows, from those of `start`.  A constant that moves
-        none of the rows keeps its value.  `slopes`, when given, stand for those at every trial."""
+        """The constants fitted to the chosen rows, from the values of `start` on.  A constant that
+        moves none of the rows keeps its value.  `slopes`: slopes to use at every trial."""
         from scipy.optimize import least_squares  # noqa: PLC0415 (slow, and only fitting needs it)
 
         own = set(chosen)

@@ -1,4 +1,4 @@
-"""The one FLOP function: model FLOPs per token, MFU and HFU, causal and dense."""
+"""The one count of model FLOPs per token, and MFU and HFU from it; causal and dense."""
 
 from math import fsum
 
@@ -6,11 +6,12 @@ from rematbench.spec.shapes import causal_pairs
 from rematbench.workload import Model
 
 FORWARD_AND_BACKWARD = 3
-"""A matrix's backward costs two GEMMs to the forward's one."""
+"""A weight matrix takes two GEMMs in the backward and one in the forward."""
 
 
 def matrix_flop_per_token(model: Model) -> int:
-    """6 (L P_layer + h V): every weight matrix but the input embedding, forward and backward.
+    """FLOPs per token of every weight matrix but the input embedding, forward and backward:
+    6 (L P_layer + h V).
 
     Source: Yuan et al., USENIX ATC 2024 (MFU as counted there); Narayanan et al. 2021, eq. 3.
     """
@@ -19,7 +20,8 @@ def matrix_flop_per_token(model: Model) -> int:
 
 
 def attention_flop_per_token(model: Model, seq_len: int, *, causal: bool) -> float:
-    """Scores and weighted sums, forward and backward: 12 s h L dense, half of it causal.
+    """FLOPs per token of attention scores and weighted sums, forward and backward: 12 s h L dense,
+    half of it causal.
 
     Generalised to heads x head_dim and to windows, per layer 12 x heads x head_dim x (mean keys
     per query).  The causal mean is s / 2, as the sources count it, not (s + 1) / 2.
@@ -30,14 +32,14 @@ def attention_flop_per_token(model: Model, seq_len: int, *, causal: bool) -> flo
 
 
 def _mean_keys(seq_len: int, window: int, causal: bool) -> float:
-    """Keys per query, averaged over the sequence; a window is counted exactly."""
+    """Mean keys per query over the sequence; for a window the exact mean."""
     if 0 < window < seq_len:
         return causal_pairs(seq_len, window) / seq_len
     return seq_len / 2 if causal else float(seq_len)
 
 
 def model_flop_per_token(model: Model, seq_len: int, *, causal: bool = True) -> float:
-    """Model FLOPs of one token's forward and backward (no recompute, no padding)."""
+    """Model FLOPs of one token's forward and backward (no recomputation, no padding)."""
     return matrix_flop_per_token(model) + attention_flop_per_token(model, seq_len, causal=causal)
 
 
@@ -64,6 +66,6 @@ def hfu(
     *,
     causal: bool = True,
 ) -> float:
-    """Hardware FLOPs utilisation: MFU with recomputed FLOPs counted."""
+    """Hardware FLOPs utilisation, a fraction of the dense peak: MFU plus recomputed FLOPs."""
     flop = model_flop_per_token(model, seq_len, causal=causal) + recompute_flop_per_token
     return tokens_per_s_per_gpu * flop / peak_flop_per_s

@@ -14,7 +14,7 @@ Quantity: TypeAlias = "float | NDArray[np.float64]"
 
 
 def gemm_flop(m: Quantity, n: Quantity, k: Quantity, batch: Quantity = 1.0) -> Quantity:
-    """2 m n k batch (a multiply and an add per term)."""
+    """FLOPs of `batch` GEMMs: 2 m n k batch (a multiply and an add per term)."""
     return 2.0 * m * n * k * batch
 
 
@@ -56,7 +56,8 @@ UNFUSED_FORWARD_PASSES = 2.0
 UNFUSED_BACKWARD_PASSES = 3.0
 """Softmax backward: read probabilities and gradient, write the gradient."""
 DROPOUT_PASSES = 2.5
-"""Dropout on probabilities: read, write, and a one-byte mask (half an element) either way."""
+"""Dropout on probabilities, in either direction: read, write, and a one-byte mask (half an
+element)."""
 
 
 def scores_s(
@@ -74,8 +75,8 @@ def scores_s(
 
 
 def slowed_s(seconds: Quantity, other_s: Quantity, slowdown: Quantity) -> Quantity:
-    """Seconds of a kernel slowed while a collective runs beside it (NCCL's copies take SMs and
-    HBM rate): seconds + (slowdown - 1) min(seconds, other).
+    """Seconds of a kernel slowed by a collective beside it (NCCL's copies take SMs and HBM rate):
+    seconds + (slowdown - 1) min(seconds, other_s).
 
     Source: the effect as in Rashidi et al., ISCA 2021 (compute and communication share SMs and
     memory rate); the factor is fitted.

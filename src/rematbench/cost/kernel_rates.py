@@ -1,10 +1,10 @@
 """Speeds of kernels by name: config/kernels/, and the seconds that follow from them.
 
-A GPU generation's file has attention by backend, GEMM, memory rate, copies, collectives and what a
-collective takes from compute beside it; `operators.yaml` has the bytes an element of memory-bound
-operators by implementation, which belong to no generation.  The functions are pure and
-broadcast over NumPy arrays.  Units: FLOP, bytes, seconds; shares are of the dense 16-bit peak, of
-the HBM rate or of a link's rate.
+A GPU generation's file has the rates of attention by backend, GEMM, HBM, copies and collectives,
+and the SMs and HBM rate that a collective takes from compute beside it.  `operators.yaml` has the
+bytes per element of memory-bound operators by implementation, which hold for every generation.  The
+functions are pure and broadcast over NumPy arrays.  Units: FLOP, bytes, seconds; shares are of the
+dense 16-bit peak, of the HBM rate or of a link's rate.
 """
 
 from pathlib import Path
@@ -27,19 +27,19 @@ ATTENTION_TILE_ROWS = 128
 """Query rows of a thread block of FlashAttention-2 and -3 and of cuDNN at head dimension 128
 (Dao 2023, arXiv 2307.08691, section 3.3; Shah et al. 2024, arXiv 2407.08608)."""
 FLASH_BACKWARD_FLOP = 2.5
-"""Five GEMMs to the forward's two (Dao 2023)."""
+"""FLOPs of the backward over the forward's: five GEMMs to two (Dao 2023)."""
 REFERENCE_HEAD_DIM = 128
 REFERENCE_ELEMENT_BYTES = 2
-"""Of the rows behind operators.yaml: bf16 and fp16."""
+"""Bytes per element in the rows behind operators.yaml (bf16 and fp16)."""
 
 
 class RateError(ValueError):
-    """A generation, backend or operator that config/kernels has no rate for; one line."""
+    """One line: config/kernels has no rate for a generation, backend or operator."""
 
 
 class Outlier(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rows further than 10 % from the curve, and why: `lines` of results/published/kernels.csv,
-    `worst` the largest deviation (measured over predicted speed, less 1)."""
+    """Rows that deviate by more than 10 % from the curve, and why.  `lines`: of
+    results/published/kernels.csv; `worst`: the largest measured over predicted speed, minus 1."""
 
     reason: str
     worst: float
@@ -47,8 +47,8 @@ class Outlier(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Evidence(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What numbers rest on: fields fitted to `rows` rows of `sources` documents; `source` says
-    where the others come from."""
+    """The evidence for an entry's numbers: the `fitted` fields were fitted to `rows` rows of
+    `sources` documents; `source` is the source of the other fields."""
 
     fitted: tuple[str, ...] = ()
     rows: int = 0
@@ -66,7 +66,7 @@ class AttentionPass(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class AttentionRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One backend on one generation; `head_dims`: factor on the speed by head dimension."""
+    """Rates of one backend on one generation; `head_dims`: speed factor by head dimension."""
 
     forward: AttentionPass
     backward: AttentionPass
@@ -75,8 +75,8 @@ class AttentionRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class GemmRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Share of the peak, reduction depth at half of it, part of a last wave's idle SMs that is
-    lost, and the factor on GEMMs that add into an fp32 gradient."""
+    """Rates of GEMMs: share of the peak, reduction depth at half that share, the part of a last
+    wave's idle SMs that is lost, and the factor on GEMMs that add into an fp32 gradient."""
 
     efficiency: float
     half_k: float
@@ -88,15 +88,15 @@ class GemmRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Share(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One share of a rate (or a factor, or a count of SMs: the key says which)."""
+    """One share of a rate, or a factor, or a count of SMs, as the entry's key says."""
 
     value: float
     evidence: Evidence
 
 
 class ByteRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A memory-bound operator: bytes an element at the reached HBM rate, seconds at no bytes, and
-    kernels launched, forward and backward."""
+    """Rates of a memory-bound operator, forward and backward: bytes per element (moved at the
+    reached HBM rate), fixed seconds, and kernels launched."""
 
     forward_bytes: float
     forward_fixed_s: float
@@ -108,8 +108,8 @@ class ByteRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class UnfusedAttention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Score matrices in memory: passes over them, forward and backward together, and more passes
-    where a causal mask is a kernel of its own."""
+    """Unfused attention: passes over the score matrix in memory, forward and backward together, and
+    the further passes where a separate kernel applies the causal mask."""
 
     passes: float
     mask_passes: float
@@ -117,8 +117,8 @@ class UnfusedAttention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class GenerationRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/kernels/GENERATION.yaml; `half_waves`: forward and backward, of every backend;
-    `refused`: backends it cannot run, or that nobody published a rate of, and why."""
+    """config/kernels/GENERATION.yaml.  `half_waves`: by direction, for every backend; `refused`:
+    backends that the generation cannot run or that have no published rate, with the reason."""
 
     sm_count: int
     source: str
@@ -133,7 +133,7 @@ class GenerationRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class OperatorRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config/kernels/operators.yaml: implementations by name."""
+    """config/kernels/operators.yaml: the rates of each operator's implementations by name."""
 
     unfused_attention: UnfusedAttention
     norm: dict[str, ByteRates]
@@ -143,8 +143,8 @@ class OperatorRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Device(Struct, frozen=True, kw_only=True):
-    """One GPU as kernels see it: dense peak of all its SMs, reached HBM rate, and `taken_sms`, the
-    SMs that a collective beside them holds (one for each of its blocks)."""
+    """One GPU as kernels see it: dense peak of all SMs, reached HBM rate, and `taken_sms`, the SMs
+    that a collective beside the kernels holds (one SM for each block of the collective)."""
 
     peak_flop_per_s: Quantity
     hbm_bytes_per_s: Quantity
@@ -153,23 +153,23 @@ class Device(Struct, frozen=True, kw_only=True):
 
     @property
     def free_sms(self) -> Quantity:
-        """SMs that compute has."""
+        """SMs that no collective holds."""
         return self.sm_count - self.taken_sms
 
     @property
     def free_flop_per_s(self) -> Quantity:
-        """Peak of those SMs."""
+        """Dense peak of the SMs that no collective holds."""
         return self.peak_flop_per_s * self.free_sms / self.sm_count
 
 
 class KernelRates(Struct, frozen=True, kw_only=True):
-    """All of config/kernels."""
+    """All rates of config/kernels."""
 
     generations: dict[str, GenerationRates]
     operators: OperatorRates
 
     def generation(self, name: str) -> GenerationRates:
-        """Rates of a generation; RateError for an unknown one."""
+        """Rates of a generation; RateError for an unknown generation."""
         if name not in self.generations:
             known = ", ".join(sorted(self.generations))
             raise RateError(f"no kernel rates for GPU generation {name!r} (known: {known})")
@@ -181,7 +181,7 @@ class KernelRates(Struct, frozen=True, kw_only=True):
         return table[kernel.implementation]
 
     def attention(self, generation: str, backend: str) -> AttentionRates:
-        """Rates of a fused backend; RateError says what the generation cannot do, and can."""
+        """Rates of a fused backend; RateError names the generation's backends."""
         rates = self.generation(generation)
         known = ", ".join(["unfused", *rates.attention])
         if backend in rates.refused:
@@ -193,7 +193,7 @@ class KernelRates(Struct, frozen=True, kw_only=True):
 
 
 def load_kernel_rates(folder: Path) -> KernelRates:
-    """Every file of config/kernels; an unknown or missing key is a msgspec.ValidationError."""
+    """The rates of config/kernels; an unknown or missing key is a msgspec.ValidationError."""
     files = {path.stem: path for path in sorted(folder.glob("*.yaml")) if path.stem != SOURCES}
     operators = msgspec.yaml.decode(files.pop(OPERATORS).read_bytes(), type=OperatorRates)
     generations = {
@@ -204,7 +204,7 @@ def load_kernel_rates(folder: Path) -> KernelRates:
 
 
 def evidence_of(rates: KernelRates) -> dict[str, Evidence]:
-    """What every rate rests on, by `file.key.key`."""
+    """The evidence of every rate, by `file.key.key`."""
     found: dict[str, Evidence] = {}
     for name, part in (*rates.generations.items(), (OPERATORS, rates.operators)):
         found.update(_evidence(part, name))
@@ -227,7 +227,7 @@ def _evidence(part: object, path: str) -> dict[str, Evidence]:
 
 
 def fitted_parameters(rates: KernelRates) -> dict[str, int]:
-    """Parameters fitted to kernel rows, by file of config/kernels; none saw a whole step."""
+    """Numbers of parameters fitted to kernel rows (never to whole steps), by file."""
     counts = dict.fromkeys((*rates.generations, OPERATORS), 0)
     for path, evidence in evidence_of(rates).items():
         counts[path.partition(".")[0]] += len(evidence.fitted)
@@ -247,9 +247,9 @@ def attention_share(
 ) -> Quantity:
     """Share of the peak at head dimension 128: e r/(r + half_rows) w/(w + half_waves).
 
-    r rows of each sequence, `heads` those of all sequences, w = heads r / (128 SMs) waves of tiles.
-    Source of the form: the blocks on the diagonal and a block's prologue cost the same however
-    long the row (half_rows); the last, partly filled wave costs one block's time (half_waves).
+    r: rows of each sequence; `heads`: of all sequences; w = heads r / (128 SMs): waves of tiles.
+    Source of the form: diagonal blocks and a block's prologue cost the same at every row length
+    (half_rows); the last, partly filled wave costs one block's time (half_waves).
     """
     waves = heads * rows / (ATTENTION_TILE_ROWS * sm_count)
     return (
@@ -258,7 +258,7 @@ def attention_share(
 
 
 def head_dim_factor(rates: AttentionRates, head_dim: Quantity) -> Quantity:
-    """Factor on the speed, linear in log2(head_dim) between the published ones, flat outside."""
+    """Factor on the speed: linear in log2(head_dim) between published values, constant outside."""
     known = sorted(rates.head_dims)
     factors = [rates.head_dims[dim] for dim in known]
     return np.interp(np.log2(head_dim), np.log2(known), factors)
@@ -277,8 +277,8 @@ def attention_s(
     """Seconds of fused attention of `heads` heads (of all sequences), each with q_rows queries and
     `pairs` (query, key) pairs: 4 head_dim pairs heads FLOPs, 2.5 times that backward (Dao 2023).
 
-    The length that saturates is what a query sees, 2 pairs / q_rows (s for a causal square, twice
-    the window for a window), and no more than q_rows.
+    The row length in the saturation is twice the mean keys of a query, 2 pairs / q_rows (s for a
+    causal square, twice the window for a window), and at most q_rows.
     """
     flop = 4.0 * head_dim * pairs * heads * (FLASH_BACKWARD_FLOP if backward else 1.0)
     rows = np.minimum(q_rows, 2.0 * np.asarray(pairs) / q_rows)
@@ -297,7 +297,8 @@ def gemm_share(
 ) -> Quantity:
     """Share of the peak: e k/(k + half_k) w / (tail ceil(w) + (1 - tail) w), w waves of tiles.
 
-    Source: tile and wave quantisation, NVIDIA DU-09798; tail 1 is one tile size only, 0 none.
+    Source: tile and wave quantisation, NVIDIA DU-09798.  tail 1: kernels with one tile size lose
+    all idle SMs of the last wave; tail 0: no SM is lost.
     """
     waves = np.asarray(m * n * batch) / (rates.tile_rows * rates.tile_columns * sm_count)
     filled = waves / (rates.tail * np.ceil(waves) + (1.0 - rates.tail) * waves)
@@ -327,7 +328,7 @@ def gemm_s(
 
 
 def named_bytes(rates: ByteRates, kernel: Named, *, backward: bool) -> float:
-    """Bytes that an operator moves, at the reached HBM rate; in proportion to its element."""
+    """Bytes that an operator moves at the reached HBM rate, in proportion to its element size."""
     each = rates.backward_bytes if backward else rates.forward_bytes
     return kernel.elements * each * kernel.element_bytes / REFERENCE_ELEMENT_BYTES
 
@@ -335,7 +336,7 @@ def named_bytes(rates: ByteRates, kernel: Named, *, backward: bool) -> float:
 def bytes_s(
     rates: ByteRates, elements: Quantity, *, backward: bool, hbm_bytes_per_s: Quantity
 ) -> Quantity:
-    """Seconds of a memory-bound operator: bytes an element / reached HBM rate + fixed seconds."""
+    """Seconds of a memory-bound operator: bytes / reached HBM rate + fixed seconds."""
     if backward:
         return elements * rates.backward_bytes / hbm_bytes_per_s + rates.backward_fixed_s
     return elements * rates.forward_bytes / hbm_bytes_per_s + rates.forward_fixed_s
@@ -350,6 +351,6 @@ def unfused_attention_s(
     *,
     masked: bool,
 ) -> Quantity:
-    """Seconds, forward and backward: six GEMMs, and passes over `scores` elements in memory."""
+    """Seconds, forward and backward: six GEMMs (`gemms_s`), and passes over `scores` elements."""
     passes = rates.passes + (rates.mask_passes if masked else 0.0)
     return gemms_s + passes * scores * element_bytes / hbm_bytes_per_s

@@ -1,4 +1,4 @@
-"""What an operator asks of the GPU, in shapes: the words between the op table and the formulas."""
+"""The kernels of operators as shapes: the types between the operator table and the formulas."""
 
 from typing import Literal
 
@@ -10,7 +10,7 @@ RopeKernel = Literal["eager", "complex", "fused", "fused_complex"]
 
 
 class Gemm(Struct, frozen=True, tag="gemm"):
-    """(m x k) @ (k x n), `batch` times: m rows (tokens), n output columns, k reduction."""
+    """`batch` GEMMs (m x k) @ (k x n): m rows (tokens), n output columns, reduction k."""
 
     m: int
     n: int
@@ -56,12 +56,12 @@ class Named(Struct, frozen=True, tag="named"):
 Kernel = Gemm | Attention | Elementwise | Named
 
 FLASH_BACKWARD_LAUNCHES = 3
-"""Row sums of dO * O, the main kernel, and the conversion of dQ (Dao 2023)."""
+"""Kernels of the backward: row sums of dO * O, the main kernel, the conversion of dQ (Dao 2023)."""
 
 
 def launches(kernel: Gemm | Attention | Elementwise, *, forward: bool, dropout: bool) -> int:
-    """Kernels that run on the device: of unfused attention two batched GEMMs (four in the
-    backward), the softmax and the dropout, if any."""
+    """Number of kernels that the device runs.  Unfused attention has two batched GEMMs (four in
+    the backward), the softmax, and the dropout if the model has dropout."""
     match kernel:
         case Attention(fused=True):
             return 1 if forward else FLASH_BACKWARD_LAUNCHES

@@ -29,17 +29,17 @@ class StateBytes(Struct, frozen=True, kw_only=True):
 
 
 def shard(parameters: int, shards: int) -> int:
-    """Largest share of `parameters` spread over `shards` ranks."""
+    """Parameters of the fullest rank, with `parameters` sharded over `shards` ranks."""
     return -(-parameters // shards)
 
 
 def sharded_parameters(parameters: int, layout: Layout, since_stage: int) -> int:
-    """Parameters a rank holds of a state that ZeRO shards from `since_stage` on."""
+    """Parameters of which a rank holds a state that ZeRO shards from stage `since_stage` on."""
     return shard(parameters, layout.state_shards if layout.zero_stage >= since_stage else 1)
 
 
 def updated_parameters(parameters: int, layout: Layout) -> int:
-    """Parameters whose optimizer step a rank computes."""
+    """Parameters that a rank's optimizer step updates."""
     return sharded_parameters(parameters, layout, OPTIMIZER_STAGE)
 
 
@@ -68,8 +68,8 @@ def optimizer_traffic_bytes(
     """HBM bytes of clipping and one fused Adam step over `parameters` updated parameters.
 
     Gradients are read for the norm and again for the update; master weights and moments are read
-    and written; compute parameters are written; `optimizer_extra_bytes` per parameter is what the
-    stacks add (gradient zeroing and unscaling).
+    and written; compute parameters are written; `optimizer_extra_bytes` per parameter are the bytes
+    that the stacks add (gradient zeroing and unscaling).
     Source: Kingma & Ba 2015 for the states; apex FusedAdam reads and writes each once.
     """
     per_parameter = 2.0 * grad_bytes + 2.0 * np.asarray(optimizer_bytes) + param_bytes
