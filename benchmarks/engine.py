@@ -30,18 +30,19 @@ from rematbench.workload import Workload
 
 REPEATS = 5
 BATCHES = (128, 256, 512, 1024)
-"""Global batches at dp 4 and micro-batch 1: micro-batches are a quarter of them."""
+"""Global batches at dp 4 and micro-batch 1; the number of micro-batches is a quarter of each."""
 
 
 class Stage(NamedTuple):
-    """One timed call."""
+    """One stage of the engine: its name in the table and the call to time."""
 
     name: str
     run: Callable[[], object]
 
 
 def row_175b(global_batch: int) -> tuple[Problem, Plan]:
-    """tp 2, cp 2, pp 16, vpp 6, dp 4 on H800s, 52 % of the bytes offloaded."""
+    """llama-175b with tp 2, cp 2, pp 16, vpp 6, dp 4 on H800s, and a plan that offloads 52 % of the
+    activation bytes."""
     layout = Layout(
         tp=2, sp=True, cp=2, pp=16, vpp=6, dp=4, zero_stage=1, global_batch=global_batch
     )
@@ -57,7 +58,7 @@ def row_175b(global_batch: int) -> tuple[Problem, Plan]:
 
 
 def stages(problem: Problem, plan: Plan) -> list[Stage]:
-    """What a prediction does, step by step, and all of it."""
+    """The stages of a prediction one by one, and last the whole prediction."""
     program = lower(plan, problem)
     seconds = action_seconds(problem)
     ranks = program_bytes(problem, plan, program)
@@ -73,7 +74,7 @@ def stages(problem: Problem, plan: Plan) -> list[Stage]:
 
 
 def median_s(run: Callable[[], object], repeats: int) -> float:
-    """Median seconds of a few calls, after one that is not counted if there are several."""
+    """Median seconds of `repeats` calls; for several calls after one untimed warm-up call."""
     if repeats > 1:
         run()
     taken = []

@@ -26,7 +26,7 @@ METHODS = ("keep_all", "full_recompute", "memo", "mst")
 
 
 def measured(method: str) -> dict[str, tuple[int, float]]:
-    """Kind -> (actions, seconds of this process) over one traced step."""
+    """Action kind -> (number of actions, median seconds of one action) in one traced step."""
     spent: dict[str, list[float]] = defaultdict(list)
     act = executor.Executor._act
 
@@ -51,7 +51,7 @@ def measured(method: str) -> dict[str, tuple[int, float]]:
 
 
 def main() -> None:
-    """Median microseconds per action by kind (rows) and method (columns)."""
+    """Print the median microseconds per action by kind (rows) and method (columns)."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="one method")
     methods = METHODS[:1] if parser.parse_args().small else METHODS

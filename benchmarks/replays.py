@@ -38,7 +38,7 @@ from rematbench.spec.problemspec import ProblemSpec
 JOBS, SEED = 100, 21
 WORST, MEDIAN = 2.0, 0.5
 SMALLEST = 500_000_000
-"""Parameters of a model that is drawn: those of fewer in config/ are for tests."""
+"""Fewest parameters of a drawn model: smaller models of config/ are for tests."""
 MODELS = [
     model
     for path in sorted((data_dir("config") / "models").glob("*.yaml"))
@@ -51,7 +51,7 @@ SUBSETS = {
 
 
 class Drawn(NamedTuple):
-    """A rank of a job, lowered with its package's tensors."""
+    """One rank of a drawn job, lowered with the tensors of its package."""
 
     name: str
     policy: Method
@@ -60,13 +60,13 @@ class Drawn(NamedTuple):
     planned: RankBytes
 
     def peak(self) -> int:
-        """Its peak by the replays as they are now, states and all."""
+        """Peak device bytes of the rank, states included, by the replays as they are now."""
         live = activation_peak(self.policy, self.problem, self.rank, self.planned)
         return self.planned.device_peak - self.planned.activation_peak + live
 
 
 def megatron(random: Random) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Megatron-core: what a problem is made of, its layout, the policy's settings."""
+    """A random Megatron-core job: (fields of its problem, its layout, settings of its policy)."""
     tp, pp = random.choice([1, 2, 4, 8]), random.choice([1, 1, 2, 4, 8])
     vpp = random.choice([1, 1, 2, 4]) if pp > 1 else 1
     micro_batch, dp = random.choice([1, 1, 2, 4]), random.choice([1, 2, 8])
@@ -95,7 +95,7 @@ def megatron(random: Random) -> tuple[dict[str, Any], dict[str, Any], dict[str, 
 
 
 def deepspeed(random: Random) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """DeepSpeed: the same."""
+    """A random DeepSpeed job: (fields of its problem, its layout, settings of its policy)."""
     dp, stage = random.choice([1, 2, 8, 8, 16]), random.choice([0, 1, 2, 2, 3, 3, 3])
     ulysses = random.choice([n for n in (1, 1, 2, 8) if n <= dp])
     micro_batch = random.choice([1, 1, 2, 4])
@@ -123,7 +123,7 @@ DRAWS = {"megatron_core": megatron, "deepspeed": deepspeed}
 
 
 def drawn(baseline: str, count: int) -> list[Drawn]:
-    """The first jobs of the seed that the package runs."""
+    """The first `count` jobs of the seed that the package supports."""
     random = Random(SEED)
     found: list[Drawn] = []
     while len(found) < count:
@@ -149,8 +149,8 @@ def drawn(baseline: str, count: int) -> list[Drawn]:
 
 
 class Replay(NamedTuple):
-    """A rule: whose, its name, what stands in its place (object, attribute, value), and what is
-    there for it alone."""
+    """A replay of a package.  `instead`: the patches (object, attribute, value) that switch it off;
+    `sources`: functions, classes and modules that only this replay needs."""
 
     baseline: str
     name: str
@@ -158,14 +158,14 @@ class Replay(NamedTuple):
     sources: tuple[Any, ...] = ()
 
     def moves(self, jobs: Sequence[Drawn], whole: Sequence[int]) -> list[float]:
-        """By how many percent of its peak each job is another without it."""
+        """Percent of its peak by which each job's peak changes without the replay."""
         with ExitStack() as stack:
             for owner, name, value in self.instead:
                 stack.enter_context(mock.patch.object(owner, name, value))
             return [100 * (job.peak() / peak - 1) for job, peak in zip(jobs, whole, strict=True)]
 
     def row(self, jobs: Sequence[Drawn], whole: Sequence[int]) -> str:
-        """Its line of the table."""
+        """The replay's line of the table."""
         found = self.moves(jobs, whole)
         worst, middle = max(found, key=abs), median(map(abs, found))
         lines = sum(len(inspect.getsourcelines(source)[0]) for source in self.sources)
@@ -176,7 +176,7 @@ class Replay(NamedTuple):
 
 
 def megatron_replays() -> tuple[Replay, ...]:
-    """Of baselines/megatron_core/held.py."""
+    """The replays of baselines/megatron_core/held.py."""
     held = _module("megatron_core").held
     groups = held.offloads.Groups
     still = held.offloads, "Groups", lambda _, rank: groups({}, rank)
@@ -189,11 +189,11 @@ def megatron_replays() -> tuple[Replay, ...]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Nothing is replayed."""
+    """A stand-in for a replay's function: it does nothing."""
 
 
 def deepspeed_replays() -> tuple[Replay, ...]:
-    """Of baselines/deepspeed/zero_peaks.py: activations and whole weights; then gradients."""
+    """The replays of baselines/deepspeed/zero_peaks.py: activations, whole weights, gradients."""
     stack = _module("deepspeed")
     alive, whole = stack.zero_peaks.alive, stack.zero_peaks.whole
     sizes = stack._sizes
@@ -221,17 +221,17 @@ def deepspeed_replays() -> tuple[Replay, ...]:
 
 
 class Unseen:
-    """No gradient is held."""
+    """A stand-in for a replay of gradients: it holds no gradient."""
 
     held, last = 0, True
     gradient = end = _nothing
 
     def __init__(self, *_: Any) -> None:
-        """Of any job."""
+        """Take the arguments of any job and ignore them."""
 
 
 def gradient_replays() -> tuple[Replay, ...]:
-    """Of baselines/deepspeed/reducing.py."""
+    """The replays of baselines/deepspeed/reducing.py."""
     stack = _module("deepspeed")
     red = stack.zero_peaks.reducing
 
@@ -275,7 +275,7 @@ def gradient_replays() -> tuple[Replay, ...]:
 
 
 def main() -> None:
-    """A line for each replay."""
+    """Print a line for each replay."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="two jobs of each package")
     count = 2 if parser.parse_args().small else JOBS

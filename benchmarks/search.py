@@ -25,7 +25,7 @@ LAYOUTS = 100_000
 
 
 def job(small: bool) -> Asked:
-    """The published problem, or one of a few hundred layouts."""
+    """The published problem, or with `small` a problem of a few hundred layouts."""
     if small:
         spec = ProblemSpec(
             model="gpt-1.3b", cluster="a800-80gb", system="megatron-core",
@@ -40,7 +40,7 @@ def job(small: bool) -> Asked:
 
 
 def searched(asked: Asked) -> None:
-    """Seconds until each gap is proved."""
+    """Print the seconds until the search proves each gap, and the memory of all processes."""
     start, left, most = time.perf_counter(), list(GAPS), 0.0
     for at in rounds(asked, shown=1):
         most = max(most, resident_gb())
@@ -54,13 +54,13 @@ def searched(asked: Asked) -> None:
 
 
 def resident_gb() -> float:
-    """Memory of this process and its descendants, from Linux's /proc; pages that they share count
-    in each."""
+    """Resident memory in GB of this process and its descendants, from Linux's /proc; a page that
+    several processes share counts once for each."""
     parents, resident = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             text = (folder / "status").read_text(encoding="utf-8")
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
         parents[int(folder.name)] = int(fields["PPid"])
@@ -72,7 +72,8 @@ def resident_gb() -> float:
 
 
 def bounded(asked: Asked, layouts: int) -> None:
-    """Closed-form bounds a second, of time and bytes: one shard's layouts, repeated."""
+    """Print how many closed-form bounds (of seconds and bytes) one second makes, on the layouts of
+    one shard, repeated."""
     made = SearchJob(asked)
     groups: dict[object, list[Choice]] = {}
     for choice in made.space.choices:
@@ -80,7 +81,7 @@ def bounded(asked: Asked, layouts: int) -> None:
     largest = max(groups.values(), key=len)
     many = largest * -(-layouts // len(largest))
     shard = Shard(many, made.problem(largest[0]), made.registry)
-    shard.bounds(KEEP)  # what layouts have once
+    shard.bounds(KEEP)  # untimed: arrays that a shard makes once for all arms
     arm = Arm((made.singles[0],))
     shard.probe(arm)
     start = time.perf_counter()

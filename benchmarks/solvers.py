@@ -30,7 +30,7 @@ TARGET_S = 0.2
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Median wall time of some calls."""
+    """Median wall seconds of REPEATS calls."""
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()
@@ -40,8 +40,8 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def policies(problem: Problem, *, exact: bool) -> object:
-    """Every stage's policies within what a lean plan leaves of the device: the search alone, no
-    ledger in the loop."""
+    """The policies of every stage within a quarter of the device's usable bytes, about the room of
+    a lean plan: the search alone, without the ledger."""
     base = problem.base_plan
     relocation = Relocation(problem, base, exact=exact)
     budget = 0.25 * problem.usable_bytes
@@ -52,7 +52,8 @@ def policies(problem: Problem, *, exact: bool) -> object:
 
 
 def searches(study: Study) -> list[float]:
-    """Print the ladder's search times; the heuristic's, to be averaged."""
+    """Print the seconds of the heuristic and of the optimum for each workload; return the seconds
+    of the heuristic."""
     heuristic = []
     sys.stdout.write("problem, heuristic s, optimum s, heuristic / optimum\n")
     for workload in study.workloads:
@@ -66,7 +67,7 @@ def searches(study: Study) -> list[float]:
 
 
 def plans(study: Study) -> None:
-    """Print the seconds of memory plans of one step."""
+    """Print the seconds of MEMO's memory plan of one step, for workloads on 8 GPUs."""
     sys.stdout.write("problem, memory plan s\n")
     method = discover().resolve("memo")
     for workload in study.workloads:

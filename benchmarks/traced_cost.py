@@ -30,13 +30,13 @@ COLUMNS = ("cell", "cpu_s", "wall_s", "peak_rss_bytes", "status", "date", "pytho
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had resident."""
+    """Peak resident bytes of this process."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
 
 def cost(name: str) -> dict[str, object]:
-    """One cell, in this process."""
+    """The CSV row of one cell, traced in this process."""
     (cell,) = cells(load_suite(SUITE), [], [name])
     start, wall = time.process_time(), time.perf_counter()
     record = traced.run(cell)
@@ -53,14 +53,14 @@ def cost(name: str) -> dict[str, object]:
 
 
 def cheapest() -> str:
-    """The cell that cost least in the committed table, of those that were traced."""
+    """The name of the traced cell with the fewest CPU seconds in the committed table."""
     with Path(__file__).with_suffix(".csv").open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
     return min(rows, key=lambda row: float(row["cpu_s"]))["cell"]
 
 
 def main() -> None:
-    """A row a cell, written as soon as it is known."""
+    """Print a row for each cell as soon as the cell is traced."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cells", nargs="*", metavar="CELL")
     parser.add_argument("--small", action="store_true", help="one cell")

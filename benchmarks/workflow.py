@@ -41,7 +41,7 @@ PARTS = ("Snakefile", "environment.yml", "config", "figures", "methods", "profil
 MORE = ("results/published", "src", "workflows")
 LOCAL = ((10, 1), (10, 10), (100, 1), (100, 10), (100, 100), (1000, 1), (1000, 10), (1000, 100))
 SLURM = ((10, 1), (10, 10), (100, 1), (100, 10), (1000, 1), (1000, 10))
-"""(cells, jobs): 1, 10, 100 and 1,000 cells in a job."""
+"""Measured pairs (cells, jobs), with 1, 10, 100 or 1,000 cells in a job."""
 
 PROBLEM = """
   - name: p{number}
@@ -59,25 +59,26 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Cost(NamedTuple):
-    """Of one command; `cpu_s` of it and its children, without Slurm's jobs."""
+    """Seconds of one command; `cpu_s`: of the command and its children, without Slurm's jobs."""
 
     wall_s: float
     cpu_s: float
 
 
 def adopt() -> None:
-    """Become the parent of descendants whose own has ended."""
+    """Make this process the parent of descendants whose own parent has ended."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise SystemExit("this kernel has no subreaper: CPU seconds of jobs cannot be counted")
 
 
 def adopted_cpu_s(cluster: LocalSlurm) -> float:
-    """CPU seconds of the jobs that ended since the last call; waits until none is left."""
+    """CPU seconds of the Slurm jobs that ended since the last call; waits until no job is left, at
+    most for a minute."""
     before = cpu_s()
     deadline = time.monotonic() + 60
     while cluster.ask("squeue", "--noheader").strip() and time.monotonic() < deadline:
         time.sleep(0.1)
-    time.sleep(0.5)  # the last step's own end
+    time.sleep(0.5)  # the last job step needs a moment to end
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG) != (0, 0):
             continue
@@ -85,13 +86,13 @@ def adopted_cpu_s(cluster: LocalSlurm) -> float:
 
 
 def cpu_s() -> float:
-    """Of all children that were waited for."""
+    """CPU seconds of all children that this process has waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def checkout(folder: Path, cells: int, jobs: int) -> None:
-    """A copy with `jobs` methods on `cells / jobs` problems."""
+    """Copy the checkout to `folder`, with `jobs` methods on `cells / jobs` problems."""
     for part in (*PARTS, *MORE):
         source, target = ROOT / part, folder / part
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +111,7 @@ def checkout(folder: Path, cells: int, jobs: int) -> None:
 
 
 def run(folder: Path, words: list[str], environment: dict[str, str] | None = None) -> Cost:
-    """One command in the copy."""
+    """Run one command in a copy of the checkout; SystemExit if the command fails."""
     before, start = cpu_s(), time.perf_counter()
     everything = (environment or dict(os.environ)) | {"PYTHONPATH": str(folder / "src")}
     done = subprocess.run(
@@ -122,7 +123,7 @@ def run(folder: Path, words: list[str], environment: dict[str, str] | None = Non
 
 
 def bare(folder: Path) -> Cost:
-    """The same cells in one process, without Snakemake."""
+    """The cost of the copy's cells in one process, without Snakemake."""
     code = (
         "import sys; from pathlib import Path; from rematbench.plugins.discover import discover; "
         "from rematbench.runs.suite import load_suite, run_bundle; "
@@ -134,7 +135,7 @@ def bare(folder: Path) -> Cost:
 
 
 def line(cells: int, jobs: int, cluster: LocalSlurm | None) -> dict[str, str]:
-    """One measured line of the table; by Slurm if there is one."""
+    """One measured line of the table; through Slurm if `cluster` is given."""
     load = os.getloadavg()[0]
     local = ["--cores", "2", "--scheduler", "greedy"]
     there = ["--profile", "slurm", "--config", "simulate_on=slurm"]
@@ -162,7 +163,8 @@ def line(cells: int, jobs: int, cluster: LocalSlurm | None) -> dict[str, str]:
 
 
 def write(path: Path, lines: list[dict[str, str]]) -> None:
-    """Put lines into a table; one of the same place, cells and jobs is replaced."""
+    """Add lines to the table at `path`; a new line replaces a line of the same place, cells and
+    jobs."""
     found: dict[tuple[str, ...], dict[str, str]] = {}
     if path.exists():
         with path.open(encoding="utf-8", newline="") as file:
@@ -180,7 +182,7 @@ def _key(row: dict[str, str]) -> tuple[str, ...]:
 
 
 def table(rows: Iterable[dict[str, str]]) -> str:
-    """The lines as they stand in docs/slurm.md."""
+    """The lines as the Markdown table of docs/slurm.md."""
     heads = (
         "where",
         "cells",
