@@ -174,8 +174,8 @@ class CostModel:
         return kernels.attention(generation, self.attention), device
 
     def _unfused_attention_s(self, kernel: Attention, forward: bool) -> formulas.Quantity:
-        """Scores in full (no causal savings): two batched GEMMs (four in the backward), softmax
-        and dropout passes over the score matrix."""
+        """Busy seconds of unfused attention on the full score matrix (no causal savings): two
+        batched GEMMs (four in the backward), softmax and dropout passes over the matrix."""
         q, kv, d = kernel.q_rows, kernel.kv_rows, kernel.head_dim
         many = kernel.batch * kernel.heads
         pair = self._gemm_s(Gemm(q, kv, d, many)) + self._gemm_s(Gemm(q, d, kv, many))

@@ -1,7 +1,7 @@
 """Seconds of collectives, and which NICs and NVLinks a process group shares.
 
 Ranks are numbered with tp fastest, then cp, dp, pp (`System.rank_order`); a group is a first rank,
-a stride and a size.  Seconds follow from how many of its ranks sit on each node it touches.
+a stride and a size.  Seconds follow from the number of the group's ranks on each node.
 """
 
 from functools import lru_cache

@@ -180,7 +180,7 @@ def shipped_kernels() -> KernelRates:
 
 
 class _File(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file as written: every number with its source."""
+    """config/calibration.yaml as written: every number with its source."""
 
     date: str
     gpus: dict[str, dict[str, Number]]

@@ -38,7 +38,7 @@ class PipelineOffloadEstimator(Struct, frozen=True, kw_only=True):
 
     def smallest_alpha(self, cap_bytes: float) -> float:
         """The smallest alpha in [0, 1] whose estimate is at most `cap_bytes`, to three decimals as
-        published; above 1 (no alpha fits) or below 0 is cut off."""
+        published; 0 where none is needed or offloading frees nothing, 1 where no alpha fits."""
         slope = (self.chunks_in_flight - 4) * self.chunk_bytes
         excess = self.peak_bytes(0.0) - cap_bytes
         if excess <= 0 or slope <= 0:

@@ -66,6 +66,6 @@ def hfu(
     *,
     causal: bool = True,
 ) -> float:
-    """Hardware FLOPs utilisation, a fraction of the dense peak: MFU plus recomputed FLOPs."""
+    """Hardware FLOPs utilisation, a fraction of the dense peak: MFU with recomputation counted."""
     flop = model_flop_per_token(model, seq_len, causal=causal) + recompute_flop_per_token
     return tokens_per_s_per_gpu * flop / peak_flop_per_s

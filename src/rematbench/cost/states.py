@@ -24,7 +24,7 @@ class StateBytes(Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """All states together."""
+        """Bytes of all states."""
         return self.parameter + self.gradient + self.optimizer
 
 

@@ -1,1 +1,1 @@
-"""Which layout and plan is fastest for a job: a space, lower bounds, best first."""
+"""The fastest layout and plan of a job: a space of layouts, lower bounds, a best-first search."""

@@ -85,8 +85,8 @@ def _typed(kind: Kind, thing: Any, load: Callable[[str], Any]) -> Any:
 
 
 def _rank(asked: Asked, problem: Problem, step_s: float, processes: int) -> dict[str, Any]:
-    """The rank of the published layout among all layouts: 1 + the number of layouts that have a
-    faster plan than the published one.  "at least" where the count ended before all were judged."""
+    """The rank of the published layout among all layouts: 1 + the number of other layouts that have
+    a plan faster than the published plan.  "at least": the count ended before all were judged."""
     count = replace(asked, within=NEVER, faster_than_s=step_s)
     *_, end = rounds(count, processes=processes, most_rounds=MINUTE)
     others = {one.choice for one in end.found if one.choice.layout != problem.layout}

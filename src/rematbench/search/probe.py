@@ -38,7 +38,7 @@ MICRO_BATCHES = 5
 """Micro-batches of a probe with a pipeline: enough for steady-state passes on every rank."""
 
 RHYTHM = 4
-"""Layers of the second probe of a method that has no plan for one layer."""
+"""Layers of a method's second probe, after a probe with fewer layers gave no plan."""
 
 
 class PassCost(NamedTuple):
