@@ -7,7 +7,8 @@ from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
 from rematbench.packages.flags import flags_of
-from rematbench.plan import MiniSequence, Plan, PlanError
+from rematbench.packages.process import BaselineError, job, policy
+from rematbench.plan import MiniSequence, Plan, PlanError, Unsupported
 from rematbench.problem import Problem
 from rematbench.program.action import Action, Kind
 from rematbench.program.program import Program
@@ -17,7 +18,7 @@ from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import ActionCosts, action_seconds
 from rematbench.simulate.step import simulate
 from tests.cost_constants import ROUND
-from tests.problems import BALANCED, FULL, half, problem, transfers
+from tests.problems import BALANCED, FULL, all_methods, half, problem, transfers
 from tests.unit.test_host_clock import timed, with_host
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -28,9 +29,15 @@ LAYOUTS: list[dict[str, Any]] = [
 LAUNCH_S = 1e-4
 
 
-def graphed(launch_s: float = LAUNCH_S, *, graphs: bool = True, **layout: Any) -> Problem:
+def graphed(
+    launch_s: float = LAUNCH_S,
+    *,
+    graphs: bool = True,
+    system_changes: dict[str, Any] | None = None,
+    **layout: Any,
+) -> Problem:
     """A problem on a stack that captures layers, with a host that takes its time."""
-    given = problem(system_changes={"cuda_graphs": graphs}, **layout)
+    given = problem(system_changes={"cuda_graphs": graphs, **(system_changes or {})}, **layout)
     return Problem(given.workload, given.cluster, given.system, given.layout, with_host(launch_s))
 
 
@@ -135,6 +142,32 @@ def test_parameters_gathered_per_layer_are_refused() -> None:
     given = graphed(system="torchtitan", dp=2, zero_stage=3, global_batch=4)
     with pytest.raises(PlanError, match="parameters gathered per layer"):
         lower(given.base_plan, given)
+
+
+def test_methods_that_no_graph_contains_are_unsupported() -> None:
+    given = graphed(global_batch=2)
+    answer = all_methods().resolve("full_recompute").plan(given)
+    assert isinstance(answer, Unsupported)
+    assert "whole layers recomputed" in answer.reason
+    kept = all_methods().resolve("keep_all").plan(given)
+    assert not isinstance(kept, Unsupported)
+
+
+def test_copies_of_gradients_are_launches_of_their_own() -> None:
+    copies = []
+    for graphs in (True, False):
+        given = graphed(graphs=graphs, global_batch=2, system_changes={"optimizer_on_host": True})
+        states = given.base_plan.states
+        hosted = tuple(s if s.kind == "parameter" else replace(s, home="host") for s in states)
+        plan = replace(given.base_plan, states=hosted)
+        copies.append(launches(given, lower(plan, given), "L")[Kind.D2H])
+    assert copies[0] == copies[1] > 0
+
+
+def test_baselines_do_not_run_graphs() -> None:
+    given = graphed(system="megatron-core", global_batch=2)
+    with pytest.raises(BaselineError, match="without CUDA graphs here"):
+        job(given, policy("megatron_core"))
 
 
 def test_who_captures_graphs() -> None:

@@ -1,5 +1,6 @@
 """Calibrated by its user: the scales come back, few rows move little, what cannot be is refused."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,21 @@ def test_a_sheet_becomes_a_stack(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "stack" not in band.outside
     assert band.half_width == found.scales.half_width
     assert "calibrated on as few of their rows" in trust(band, 1.0)[0]
+
+
+def test_a_calibrated_stack_is_calibrated_again(tmp_path: Path) -> None:
+    """Rows as fast as the calibrated stack says move nothing: its scales stay."""
+    scales = {"kernels": 1.3, "attention": 1.1, "communication": 0.8, "host": 1.5}
+    said = {"name": "first", "version": "1", "base": ROWS[0]["system"], "scales": scales}
+    first, second, mine = (tmp_path / name for name in ("first.yaml", "second.yaml", "mine.csv"))
+    first.write_text(json.dumps({**said, "scales": {"value": scales, "source": "mine"}}))
+    asked = [{**row, "system": str(first)} for row in ROWS[:2]]
+    steps = [row["pred_step_s"] for row in predict_rows(asked, processes=1)]
+    pairs = zip(asked, steps, strict=True)
+    write_sheet(mine, [{**row, SPEED: "", "step_s": step_s} for row, step_s in pairs])
+    calibrate_own(mine, second, 1)
+    found = load_system(second).scales
+    assert {k: getattr(found, k) for k in SCALES} == pytest.approx(scales, rel=1e-3)
 
 
 def test_rows_of_two_stacks_are_refused(tmp_path: Path) -> None:

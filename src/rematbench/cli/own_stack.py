@@ -21,7 +21,7 @@ from rematbench.published.user_fit import (
     refusals,
     solved,
 )
-from rematbench.spec.load import calibration, claim_of_row, located
+from rematbench.spec.load import calibration, claim_of_row, load_system, located
 
 MOST_ROWS = 20
 """The most rows of a calibration; more rows are for a refit of constants (another command)."""
@@ -103,10 +103,12 @@ def _percents(errors: Sequence[float]) -> str:
 def stack_file(
     rows: Sequence[dict[str, Any]], theta: Array, half_width: float, path: Path, output: Path
 ) -> str:
-    """The YAML of the calibrated stack: the facts and constants of its base, and the scales."""
+    """The YAML of the calibrated stack: the facts and constants of its base, and the scales.  Log
+    scales are relative to the base's own scales, under which the rows were predicted."""
     base = claim_of_row(rows[0]["system"], str(rows[0].get("note", "")))[0]
-    found = located("system", base)
-    scales = {name: round(math.exp(log), 4) for name, log in zip(SCALES, theta, strict=True)}
+    found, before = located("system", base), load_system(base).scales
+    moved = {name: math.exp(log) for name, log in zip(SCALES, theta, strict=True)}
+    scales = {name: round(getattr(before, name) * by, 4) for name, by in moved.items()}
     own: dict[str, Any] = {
         "name": output.stem,
         "version": "1",

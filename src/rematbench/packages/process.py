@@ -105,7 +105,9 @@ def job(
     world: Literal["executed", "traced"] = "executed",
     **options: int | float | bool | str,
 ) -> Job:
-    """The job of a problem under a policy."""
+    """The job of a problem under a policy; BaselineError for a stack that no baseline here runs."""
+    if problem.system.cuda_graphs:
+        raise BaselineError(f"system {problem.system.name}: baselines run without CUDA graphs here")
     run = run_spec(problem, method, world)
     return msgspec.convert({"run": run, **options}, Job)
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, cast, get_origin, get_type_hints
 import msgspec
 from msgspec import Struct
 
+from rematbench.lowering.graphs import uncaptured
 from rematbench.plan import Plan, Settings, Unsupported
 from rematbench.plugins.policies import Policy, present
 from rematbench.problem import Problem
@@ -30,7 +31,9 @@ class Method(Protocol):
     plan and `search` leaves the method out.  `share`: the name of a parameter from 0 to 1, and the
     number of steps in which `search` varies it; the bytes that a pass keeps and copies are linear
     in this parameter.  `pieces` (True): each entry of `grid` costs more time than the entry before
-    and frees more of the bytes above what passes keep.
+    and frees more of the bytes above what passes keep.  A method that is Unsupported at one value
+    of these and at the last for the same `reason` counts as Unsupported at all of them in `search`:
+    a reason that depends on the value must name the value.
     """
 
     name: ClassVar[str]
@@ -102,7 +105,8 @@ class Composition(Struct, frozen=True):
             if isinstance(answer, Unsupported):
                 return Unsupported(f"{method.name}: {answer.reason}")
             plan = answer
-        return plan
+        reason = uncaptured(plan, problem)
+        return Unsupported(reason) if reason else plan
 
 
 def _said(method: Method) -> str:

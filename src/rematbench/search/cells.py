@@ -51,7 +51,8 @@ def searched_cells(
     try:
         for own, lines in pool.run():
             if isinstance(lines, str):
-                raise CommandError(f"a process died (out of memory?) with the cells of {own[0][0]}")
+                why = f"took {LIMIT_S} CPU seconds" if lines == "late" else "died (out of memory?)"
+                raise CommandError(f"a process {why} with the cells of {' '.join(own[0][0])}")
             found |= {where: line for (where, _), line in zip(own, lines, strict=True)}
             while waiting and waiting[0] in found:
                 yield found.pop(waiting.pop(0))

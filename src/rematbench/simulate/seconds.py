@@ -75,9 +75,10 @@ class ActionCosts:
 
     def _inside_graph(self, action: Action) -> bool:
         """Whether an action is in a layer's CUDA graph but is not the graph's first action.  A
-        graph holds a layer's kernels and the collectives between them, but no reduction of
-        gradients."""
-        if not self._graphs or not action.part.startswith("L"):
+        graph holds a layer's kernels and the collectives between them, but no reduction and no
+        copy of gradients."""
+        copied = action.kind in (Kind.D2H, Kind.H2D)
+        if not self._graphs or copied or not action.part.startswith("L"):
             return False
         if action.comm is not None:
             return action.comm.group in ("tp", "cp")
