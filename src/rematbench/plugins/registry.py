@@ -105,8 +105,7 @@ class Composition(Struct, frozen=True):
             if isinstance(answer, Unsupported):
                 return Unsupported(f"{method.name}: {answer.reason}")
             plan = answer
-        reason = uncaptured(plan, problem)
-        return Unsupported(reason) if reason else plan
+        return plan
 
 
 def _said(method: Method) -> str:
@@ -134,7 +133,10 @@ def planned(method: Method, problem: Problem, base: Plan) -> Plan | Unsupported:
             raise
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise MethodError(f"{method.name}: plan raised {text} ({_where(method, error)})") from error
-    if isinstance(answer, Plan | Unsupported):
+    if isinstance(answer, Plan):
+        reason = uncaptured(answer, problem)
+        return Unsupported(reason) if reason else answer
+    if isinstance(answer, Unsupported):
         return answer
     raise MethodError(f"{method.name}: plan returned {answer!r}, neither a Plan nor Unsupported")
 

@@ -21,7 +21,7 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.published.accuracy import Row, number
 from rematbench.search.answer import best_line
-from rematbench.search.halves import LIMIT_S, MINUTE_OF_ONE, alone
+from rematbench.search.halves import LIMIT_S, MINUTE_OF_ONE, in_one_process
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.probe import Known
 from rematbench.search.space import Fixed, partitions
@@ -82,7 +82,7 @@ class Cells:
         made = SearchJob(Asked(spec=problem, fixed=fixed, within=self.within), known)
         row, listed = _fastest(made, rows, self.commands)
         known_s = listed.step_s if listed else inf
-        end = alone(made, known_s, MINUTE_OF_ONE)
+        end = in_one_process(made, known_s, MINUTE_OF_ONE)
         faster = [one for one in end.found[:1] if one.step_s < known_s]
         best = faster[0] if faster else listed
         told = best_line(made, best) if best else {}

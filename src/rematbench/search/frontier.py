@@ -20,7 +20,7 @@ from rematbench.search.queue import Queue
 from rematbench.search.shard import Shard
 from rematbench.search.skeleton import Frame, frame
 from rematbench.search.space import Choice
-from rematbench.search.trial import NO_PLAN, Tried, planned, tried_plan
+from rematbench.search.trial import NO_PLAN, Tried, planned_at, tried_plan
 
 SHOWN = 1.1
 """A plan whose bound is below this multiple of the best step is simulated, to be shown too."""
@@ -345,7 +345,7 @@ class Search:
         other = arm.text(place.shard.steps(arm), _pieces(arm))
         if not reason.startswith(NO_PLAN) or other == arm.text(item.step, item.pieces):
             return False
-        return planned(place.choice, place.problem, other, self.registry) == reason
+        return planned_at(place.choice, place.problem, other, self.registry) == reason
 
     def _settled(self, bound_s: float, place: Place, item: Item) -> bool:
         """Whether simulations after the entry was queued show that its plan cannot fit; where they

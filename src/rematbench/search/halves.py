@@ -136,7 +136,7 @@ def rounds(
             pool.close()
 
 
-def alone(job: SearchJob, known_s: float, most_work: int) -> Progress:
+def in_one_process(job: SearchJob, known_s: float, most_work: int) -> Progress:
     """A search in this process.  It ends a little after the gap is proved (a faster plan may be
     near), or after `most_work`."""
     search, tried, proved = job.search(), [], False

@@ -48,7 +48,7 @@ def tried_plan(
     of the problem stays free, and one of `engines` has to have options for the plan.  For a plan
     equal to a plan in `known` (`same_plan`) the known trial is returned."""
     tried = Tried(choice=choice, method=method, bound_s=bound_s)
-    plan = planned(choice, problem, method, registry)
+    plan = planned_at(choice, problem, method, registry)
     if isinstance(plan, str):
         return replace(tried, reason=plan)
     known = {} if known is None else known
@@ -63,7 +63,7 @@ def tried_plan(
     return known[same]
 
 
-def planned(choice: Choice, problem: Problem, method: str, registry: Registry) -> Plan | str:
+def planned_at(choice: Choice, problem: Problem, method: str, registry: Registry) -> Plan | str:
     """A candidate's plan, or the reason why it has no plan."""
     try:
         base = choice.base(problem.base_plan)
