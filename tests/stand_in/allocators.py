@@ -12,8 +12,9 @@ from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program.allocator import AllocatorPeaks, replay
+from rematbench.program.allocator import AllocatorPeaks
 from rematbench.program.program import RankProgram
+from rematbench.program.replay import replay
 from rematbench.spec.layout import Layout
 from rematbench.torch.case import Case
 from rematbench.torch.executor import Executor

@@ -5,8 +5,9 @@ from msgspec.structs import replace
 
 from rematbench.choose.outcome import unpressed
 from rematbench.lowering.lower import lower
-from rematbench.program.allocator import MIB, AllocatorPeaks, Mode, replay, rounded
+from rematbench.program.allocator import MIB, AllocatorPeaks, Mode, rounded
 from rematbench.program.program import RankProgram, parse_program
+from rematbench.program.replay import replay
 from rematbench.simulate.evaluate import evaluate_program
 from tests.problems import BALANCED, LLAMA, half, layers, problem, transfers
 

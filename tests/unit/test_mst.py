@@ -217,7 +217,7 @@ def test_longest_sequences_are_ordered_and_ratios_of_the_papers_size() -> None:
     whole = {**update, "mst.mlp_chunks": 1, "mst.head_chunks": 1}
     found = [
         longest_sequence(
-            lambda s: one_a100("llama3-8b", s), REGISTRY.resolve(spec, settings), granularity=4000
+            lambda s: one_a100("llama3-8b", s), REGISTRY.resolve(spec, settings), granularity=3000
         ).seq_len
         for spec, settings in [
             ("keep_all+mst", whole),

@@ -8,7 +8,8 @@ from rematbench.choose.outcome import Outcome, Retries, judge, make_problem, ret
 from rematbench.lowering.lower import lower
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
-from rematbench.program.allocator import MIB, replay
+from rematbench.program.allocator import MIB
+from rematbench.program.replay import replay
 from rematbench.runs.record import make_record
 from rematbench.simulate.evaluate import evaluate_program
 from rematbench.spec.layout import Layout

@@ -11,9 +11,10 @@ from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
-from rematbench.program.allocator import AllocatorPeaks, Mode, replay
+from rematbench.program.allocator import AllocatorPeaks, Mode
 from rematbench.program.check import Proof, check
 from rematbench.program.program import Program
+from rematbench.program.replay import replay
 from rematbench.simulate.evaluate import (
     PlanEvaluation,
     RankBytes,
@@ -169,11 +170,13 @@ def _replayed(
     """The allocator peaks of one rank over up to twice the steps that lead to the peak. By then the
     schedule has run for as long as its warm-up, more than a period, and the pattern of blocks
     repeats (tests compare with all steps). With `passes`: over that many whole training steps."""
-    states = (held.parameter, held.gradient, held.optimizer, held.pools)
-    resident = tuple(nbytes for nbytes in states if nbytes)
+    actions = program.ranks[rank]
+    resident = held.blocks(actions.late)
     mode: Mode = "expandable" if program.expandable else "default"
     steps = None if passes else 2 * held.peak_step + 1
-    return replay(program.ranks[rank], resident, capacity_bytes, mode, steps, passes or 1)
+    if steps and actions.late:
+        steps += 3  # through the second micro-batch, where all gradients are alive
+    return replay(actions, resident, capacity_bytes, mode, steps, passes or 1)
 
 
 class Reserved(NamedTuple):

@@ -10,6 +10,7 @@ from rematbench.lowering.emit_forward import Fates, ForwardEmitter, trailing_uni
 from rematbench.lowering.emit_states import GradReducer, ParameterGatherer
 from rematbench.lowering.fates import check_names, covered, phased, resolve, said, unmatched
 from rematbench.lowering.graphs import uncaptured
+from rematbench.lowering.late import late_tensors
 from rematbench.lowering.mini import unused
 from rematbench.lowering.rank_steps import (
     Class,
@@ -150,7 +151,12 @@ class _RankLowering:
             self._place(key, partial(self._block, key))
         self.steps += found.steps
         emit_step_end(self, self.plan, self.problem)
-        return RankProgram(rank=self.rank, blocks=tuple(self.blocks), steps=tuple(self.steps))
+        return RankProgram(
+            rank=self.rank,
+            blocks=tuple(self.blocks),
+            steps=tuple(self.steps),
+            late=late_tensors(self.chunks, self.plan, self.problem),
+        )
 
     def add(self, key: Key, build: Callable[[], Block], item: Pass) -> None:
         """Append a step after the last pass; its block is built at its first use on any rank."""

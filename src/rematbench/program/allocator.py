@@ -1,4 +1,4 @@
-"""A model of PyTorch's caching allocator: replays a rank's allocations and frees.
+"""A model of PyTorch's caching allocator; replay.py gives it a rank's allocations and frees.
 
 Rules and constants are facts of c10/cuda/CUDACachingAllocator.cpp (PyTorch 2.0 to 2.8): sizes are
 multiples of 512 B; requests up to 1 MiB use the small pool (segments of 2 MiB), others the large
@@ -15,9 +15,6 @@ from functools import lru_cache
 from typing import Literal
 
 from msgspec import Struct
-
-from rematbench.program.action import HOST
-from rematbench.program.program import Block, RankProgram
 
 Mode = Literal["default", "expandable"]
 
@@ -209,71 +206,7 @@ class Allocator:
         )
 
 
-Request = tuple[str, int]
-"""(name, size): what one line of a block asks of the allocator.  size > 0: an allocation; size 0: a
-free; an empty name: scratch, which is freed at once."""
-
-
 @lru_cache(maxsize=4096)
 def rounded(nbytes: int) -> int:
     """A request's bytes rounded up to a multiple of 512, at least 512."""
     return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
-
-
-def requests(block: Block) -> list[Request]:
-    """The device allocations and frees of a block in issue order (staging slots are resident, so
-    they are left out)."""
-    lines: list[Request] = []
-    for action in block.actions:
-        for alloc in action.allocs:
-            if alloc.nbytes and not alloc.slot and not alloc.name.endswith(HOST):
-                lines.append((alloc.name, rounded(alloc.nbytes)))
-        if action.scratch:
-            lines.append(("", rounded(action.scratch)))
-        for name in action.frees:
-            if not name.endswith(HOST):
-                lines.append((name, 0))
-    return lines
-
-
-def replay(
-    rank: RankProgram,
-    resident_bytes: tuple[int, ...],
-    capacity_bytes: int | None,
-    mode: Mode = "default",
-    num_steps: int | None = None,
-    passes: int = 1,
-) -> AllocatorPeaks:
-    """Replay the first `num_steps` steps of a rank (default: all) after its resident blocks.
-    `passes` replays them several times, like successive training steps: a later pass finds the
-    segments that the first pass left cached."""
-    memory = Allocator(capacity_bytes, mode)
-    steps = rank.steps[:num_steps]
-    lines = {index: requests(rank.blocks[index]) for index in {step.block for step in steps}}
-    done = 0
-    try:
-        for nbytes in resident_bytes:
-            memory.allocate(rounded(nbytes))
-        for _ in range(passes):
-            alive: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
-            done = memory.retries = 0
-            for index, micro_batch, chunk in steps:
-                _replay_block(memory, lines[index], alive.setdefault((micro_batch, chunk), {}))
-                done += 1
-    except OutOfMemory:
-        return memory.peaks(done)
-    return memory.peaks(None)
-
-
-def _replay_block(
-    memory: Allocator, lines: list[Request], alive: dict[str, tuple[int, int]]
-) -> None:
-    for name, size in lines:
-        if not size:
-            block = alive.pop(name, None)  # None for a staging slot's tensor
-            if block is not None:
-                memory.free(block)
-        elif name:
-            alive[name] = memory.allocate(size)
-        else:
-            memory.free(memory.allocate(size))

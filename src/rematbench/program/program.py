@@ -15,6 +15,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from rematbench.program.action import Action, from_text, to_text
+from rematbench.program.late import Late
 
 
 class Step(NamedTuple):
@@ -33,11 +34,13 @@ class Block(Struct, frozen=True, gc=False):
 
 
 class RankProgram(Struct, frozen=True, kw_only=True, dict=True):
-    """All actions of one pipeline rank in issue order."""
+    """All actions of one pipeline rank in issue order.  `late`: the tensors that the rank makes
+    between its activations, where the stack says so."""
 
     rank: int
     blocks: tuple[Block, ...]
     steps: tuple[Step, ...]
+    late: Late | None = None
 
     @cached_property
     def runs(self) -> list[int]:

@@ -13,6 +13,7 @@ from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem, rank_parameters
 from rematbench.program.action import GRADIENTS_DOWN, Kind
+from rematbench.program.late import Late
 from rematbench.program.ledger import RankLedger, issue_order, pool_bytes
 from rematbench.program.program import Program
 from rematbench.simulate.max_plus import simulate_chunks
@@ -40,6 +41,15 @@ class RankBytes(Struct, frozen=True, kw_only=True):
     def device_peak(self) -> int:
         """Peak of allocated device bytes."""
         return self.parameter + self.gradient + self.optimizer + self.activation_peak + self.pools
+
+    def blocks(self, late: Late | None) -> tuple[int, ...]:
+        """Bytes of the states and pools that are alive throughout, without the tensors that the
+        rank makes late."""
+        gradient, optimizer = self.gradient, self.optimizer
+        if late is not None:
+            gradient, optimizer = gradient - late.gradient_bytes, optimizer - late.state_bytes
+        sizes = (self.parameter, gradient, optimizer, self.pools)
+        return tuple(nbytes for nbytes in sizes if nbytes > 0)
 
     @property
     def host_peak(self) -> int:

@@ -92,6 +92,9 @@ def _system(path: Path) -> System:
     system = replace(system, constants=_constants(path, system.name, bases, calibration().systems))
     for feature in system.features:
         _one_of(feature, _FEATURES, label, "features")
+    if system.late_state_bytes > system.optimizer_bytes:
+        problem = f"more than the optimizer's {system.optimizer_bytes} bytes a parameter"
+        raise ConfigError(label, "late_state_bytes", problem)
     return system
 
 

@@ -70,6 +70,12 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     schedules a rank waits for each send at once.
     `p2p_synchronous`: where sends do not run beside passes, the host waits until a pipeline message
     has arrived before it issues further actions.
+    `late_state_bytes`: bytes per parameter of the optimizer states that the first update makes,
+    where it finds room between the activations that the first step has freed; the other states
+    exist before training (Adam of torch and of TransformerEngine makes both moments at its first
+    step; DeepSpeed's ZeRO makes them at its start).
+    `fresh_gradients`: a step's first backward makes the gradients and the step's end frees them
+    (zero_grad(set_to_none=True)); else gradients are alive throughout.
     `host_grad_bytes`: bytes of one gradient on its way to an optimizer in host memory (DeepSpeed
     widens the gradient to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary,
     and in stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
@@ -121,6 +127,8 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     compiled: bool = False
     cuda_graphs: bool = False
     optimizer_on_host: bool = False
+    late_state_bytes: StateBytes = 0
+    fresh_gradients: bool = False
     host_grad_bytes: StateBytes = 4
     expandable_segments: bool = False
     vocab_multiple: Multiple = 1

@@ -5,7 +5,7 @@ from msgspec import Struct
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
-from rematbench.program.allocator import replay
+from rematbench.program.replay import replay
 from rematbench.simulate.evaluate import fullest_rank, program_bytes
 from rematbench.solve.memory_plan import memory_plan
 
@@ -34,7 +34,7 @@ def fragmentation(problem: Problem, plan: Plan) -> Fragmentation:
     fullest = fullest_rank(ranks)
     held, actions = ranks[fullest], program.ranks[fullest]
     states = (held.parameter, held.gradient, held.optimizer)
-    resident = tuple(nbytes for nbytes in (*states, held.pools) if nbytes)
+    resident = held.blocks(actions.late)
     planned = memory_plan(actions)
     return Fragmentation(
         rank=fullest,

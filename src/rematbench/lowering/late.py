@@ -1,0 +1,54 @@
+"""The tensors that a rank makes between its activations: late optimizer states, fresh gradients."""
+
+from collections.abc import Sequence
+
+from rematbench.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.plan import Plan
+from rematbench.problem import Problem, tied_on_one_rank
+from rematbench.program.late import Late, LateUnit
+
+MOMENTS = 2
+"""Adam keeps two moments of each parameter (Kingma & Ba 2015), each a tensor of its own."""
+
+
+def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> Late | None:
+    """The late tensors of a rank; None where the stack makes states and gradients before training.
+
+    Gradients are fresh where a pipeline of one rank accumulates them.  With one micro-batch the
+    ledger has them from the start of the step, which is up to their bytes too many; updates in the
+    backward free each unit's gradients at once.
+    """
+    system, layout = problem.system, problem.layout
+    state_bytes = system.late_state_bytes if plan.state("optimizer").home == "device" else 0
+    accumulates = layout.num_micro_batches > 1 and layout.pp == 1
+    resident = plan.state("gradient").home == "device"
+    fresh = system.fresh_gradients and accumulates and resident
+    grad_bytes = system.grad_bytes if fresh else 0
+    if not state_bytes and not grad_bytes:
+        return None
+    units = {}
+    for chunk in chunks:
+        for unit in chunk.units:
+            tensors = _tensors(unit, problem)
+            updated = [_share(n, plan.state("optimizer").shards) for n in tensors]
+            kept = [_share(n, plan.state("gradient").shards) for n in tensors]
+            units[chunk.chunk, unit.prefix] = LateUnit(
+                states=tuple(n * state_bytes // MOMENTS for n in updated for _ in range(MOMENTS)),
+                gradients=tuple(n * grad_bytes for n in kept if grad_bytes),
+                scratch=tuple(n * system.step_scratch_bytes for n in updated),
+            )
+    return Late(units=units)
+
+
+def _tensors(unit: Unit, problem: Problem) -> list[int]:
+    """Parameters of each tensor of a unit; a tied output projection is the embedding's."""
+    tied = unit.table.part == "head" and tied_on_one_rank(problem)
+    return [
+        op.parameters
+        for op in unit.table.ops
+        if op.parameters and not (tied and op.name == "lm_head")
+    ]
+
+
+def _share(parameters: int, shards: int) -> int:
+    return -(-parameters // shards)

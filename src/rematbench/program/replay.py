@@ -1,0 +1,168 @@
+"""Replays a rank's allocations and frees on the model of PyTorch's caching allocator."""
+
+from collections.abc import Iterable, Sequence
+
+from rematbench.program.action import HOST, HOST_UPDATE, Action, Kind
+from rematbench.program.allocator import (
+    Allocator,
+    AllocatorPeaks,
+    Mode,
+    OutOfMemory,
+    rounded,
+)
+from rematbench.program.late import Late
+from rematbench.program.program import Block, RankProgram, Step
+
+Request = tuple[str, int]
+"""(name, size): what one line of a block asks of the allocator.  size > 0: an allocation; size 0: a
+free; an empty name: scratch, which is freed at once.  UPDATED and DIFFERENTIATED: the unit `name`
+(empty: all units) was updated, or its backward ended."""
+
+UPDATED, DIFFERENTIATED = -1, -2
+Placed = tuple[int, int]
+"""(address, size) of a block of memory."""
+
+
+def requests(block: Block, *, late: bool = False) -> list[Request]:
+    """The device allocations and frees of a block in issue order (staging slots are resident, so
+    they are left out); with `late` also where units are updated and where their backward ends."""
+    lines: list[Request] = []
+    ends = _ends(block) if late else {}
+    for index, action in enumerate(block.actions):
+        for alloc in action.allocs:
+            if alloc.nbytes and not alloc.slot and not alloc.name.endswith(HOST):
+                lines.append((alloc.name, rounded(alloc.nbytes)))
+        if late and _updates(action):
+            lines.append((action.part, UPDATED))
+        elif action.scratch:
+            lines.append(("", rounded(action.scratch)))
+        for name in action.frees:
+            if not name.endswith(HOST):
+                lines.append((name, 0))
+        if index in ends:
+            lines.append((ends[index], DIFFERENTIATED))
+    return lines
+
+
+def _updates(action: Action) -> bool:
+    return action.kind is Kind.OPTIMIZER and action.stream != HOST_UPDATE
+
+
+def _ends(block: Block) -> dict[int, str]:
+    """The units whose weights get a gradient in the block, by the index of their last action."""
+    weighted = {a.part for a in block.actions if a.kind is Kind.BACKWARD_WEIGHT}
+    last = {a.part: index for index, a in enumerate(block.actions) if a.part in weighted}
+    return {index: part for part, index in last.items()}
+
+
+def replay(
+    rank: RankProgram,
+    resident_bytes: tuple[int, ...],
+    capacity_bytes: int | None,
+    mode: Mode = "default",
+    num_steps: int | None = None,
+    passes: int = 1,
+) -> AllocatorPeaks:
+    """Replay the first `num_steps` steps of a rank (default: all) after its resident blocks.
+    `passes` replays them several times, like successive training steps: a later pass finds the
+    segments that the first pass left cached.  Where the rank makes tensors late, a pass that ends
+    with their making precedes; the resident blocks are then the others."""
+    memory = Allocator(capacity_bytes, mode)
+    steps = rank.steps[:num_steps]
+    late = rank.late
+    chosen = {step.block for step in steps}
+    lines = {index: requests(rank.blocks[index], late=late is not None) for index in chosen}
+    run = _Run(memory, lines, late)
+    try:
+        for nbytes in resident_bytes:
+            memory.allocate(rounded(nbytes))
+        if late is not None:
+            run.step(steps)
+            run.finish()
+        for _ in range(passes):
+            memory.retries = 0
+            run.step(steps)
+    except OutOfMemory:
+        return memory.peaks(run.done)
+    return memory.peaks(None)
+
+
+class _Run:
+    """Training steps of one rank, one after the other."""
+
+    def __init__(
+        self, memory: Allocator, lines: dict[int, list[Request]], late: Late | None
+    ) -> None:
+        self.memory, self.lines, self.late = memory, lines, late
+        self.made: set[tuple[int, str]] = set()  # units whose states exist
+        self.gradients: dict[tuple[int, str], list[Placed]] = {}
+        self.alive: dict[tuple[int, int], dict[str, Placed]] = {}
+        self.done = 0
+
+    def step(self, steps: Sequence[Step]) -> None:
+        """One training step, or its beginning; gradients and activations of the step before are
+        freed first."""
+        for blocks in (*self.gradients.values(), *(a.values() for a in self.alive.values())):
+            self._free(blocks)
+        self.gradients, self.alive, self.done = {}, {}, 0
+        for index, micro_batch, chunk in steps:
+            alive = self.alive.setdefault((micro_batch, chunk), {})
+            self._block(self.lines[index], alive, chunk)
+            self.done += 1
+
+    def _block(self, lines: list[Request], alive: dict[str, Placed], chunk: int) -> None:
+        memory = self.memory
+        for name, size in lines:
+            if not size:
+                block = alive.pop(name, None)  # None for a staging slot's tensor
+                if block is not None:
+                    memory.free(block)
+            elif size < 0:
+                self._late(name, size, chunk)
+            elif name:
+                alive[name] = memory.allocate(size)
+            else:
+                memory.free(memory.allocate(size))
+
+    def _late(self, part: str, event: int, chunk: int) -> None:
+        """Make what the end of a unit's backward, or an update, makes (`part` empty: all units)."""
+        assert self.late is not None
+        keys = [(chunk, part)] if part else list(self.late.units)
+        if event == DIFFERENTIATED:
+            self._differentiated(keys)
+        else:
+            self._updated(keys)
+
+    def _differentiated(self, keys: Sequence[tuple[int, str]]) -> None:
+        assert self.late is not None
+        for key in keys:
+            unit = self.late.units.get(key)
+            if unit is not None and key not in self.gradients:
+                self.gradients[key] = self._place(unit.gradients)
+
+    def _updated(self, keys: Sequence[tuple[int, str]]) -> None:
+        assert self.late is not None
+        units = {key: self.late.units[key] for key in keys if key in self.late.units}
+        for key, unit in units.items():
+            if key not in self.made:
+                self.made.add(key)
+                self._place(unit.states)
+        for block in [self._place(unit.scratch) for unit in units.values()]:
+            self._free(block)
+
+    def finish(self) -> None:
+        """End a step of which only the beginning was replayed: activations are freed, all gradients
+        are made, all units are updated."""
+        assert self.late is not None
+        for alive in self.alive.values():
+            self._free(alive.values())
+        self.alive = {}
+        self._differentiated(list(self.late.units))
+        self._updated(list(self.late.units))
+
+    def _place(self, sizes: Sequence[int]) -> list[Placed]:
+        return [self.memory.allocate(rounded(nbytes)) for nbytes in sizes]
+
+    def _free(self, blocks: Iterable[Placed]) -> None:
+        for block in blocks:
+            self.memory.free(block)

@@ -1,0 +1,138 @@
+"""Tensors made between activations: what the replay of a rank with late tensors reserves."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from rematbench.choose.outcome import evaluate
+from rematbench.lowering.lower import lower
+from rematbench.plan import Plan
+from rematbench.plugins.discover import discover
+from rematbench.problem import Problem
+from rematbench.program.allocator import MIB
+from rematbench.program.late import Late, LateUnit
+from rematbench.program.program import RankProgram, parse_program
+from rematbench.program.replay import replay
+from rematbench.simulate.evaluate import program_bytes
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import load_system
+from tests.problems import layers, problem
+
+EARLY = {"mlp_chunks": 1, "head_chunks": 1, "optimizer_in_backward": True}
+
+
+def rank(*lines: str, late: Late | None) -> RankProgram:
+    """A rank of one block per line, all of micro-batch 0 and chunk 0."""
+    text = "".join(f"block S\n{line}\n" for line in lines)
+    return replace(parse_program(f"rank 0\n{text}").ranks[0], late=late)
+
+
+def late(**tensors: tuple[int, ...]) -> Late:
+    return Late(units={(0, "L0"): LateUnit(**tensors)})
+
+
+ALLOC, FREE = f"ALLOC0.0 compute L0.t a=x:{60 * MIB}", "FREE0.0 compute - f=x"
+
+
+def test_states_take_the_room_that_activations_left() -> None:
+    """The moments split the 60 MiB that the first step cached, so the second needs 60 more."""
+    lines = (ALLOC, FREE, "OPT0.0 compute -.optimizer n=1")
+    states = (20 * MIB, 20 * MIB)
+    before = replay(rank(*lines, late=None), states, None)
+    after = replay(rank(*lines, late=late(states=states)), (), None)
+    assert before.allocated_bytes == after.allocated_bytes == 100 * MIB
+    assert before.reserved_bytes == 100 * MIB
+    assert after.reserved_bytes == 120 * MIB
+
+
+def test_states_are_made_at_the_units_own_update() -> None:
+    """Updated in the backward, beside an activation that is alive: nothing is split."""
+    lines = (ALLOC, "OPT0.0 compute L0.optimizer n=1", FREE)
+    found = replay(rank(*lines, late=late(states=(20 * MIB, 20 * MIB))), (), None)
+    assert found.reserved_bytes == found.allocated_bytes == 100 * MIB
+
+
+def test_a_beginning_is_ended_before_the_next_step() -> None:
+    """Of a step that is replayed up to its peak, the rest makes what it makes."""
+    lines = (ALLOC, FREE, "OPT0.0 compute -.optimizer n=1")
+    given = rank(*lines, late=late(states=(20 * MIB, 20 * MIB)))
+    assert replay(given, (), None, num_steps=1) == replay(given, (), None)
+
+
+def test_fresh_gradients_are_freed_after_the_step() -> None:
+    grad = "W0.0 compute L0.linear"
+    given = rank(ALLOC, grad, FREE, late=late(gradients=(30 * MIB,), scratch=(10 * MIB,)))
+    first = replay(given, (), None)
+    assert first.allocated_bytes == 90 * MIB
+    assert replay(given, (), None, passes=4) == first
+
+
+def accumulated(**facts: object) -> tuple[Problem, Plan]:
+    made = on_one_gpu(2048, 2, **facts)
+    return made, made.base_plan
+
+
+def on_one_gpu(seq_len: int, micro_batches: int, **facts: object) -> Problem:
+    return problem(
+        model=layers(4),
+        system="mst-hf",
+        seq_len=seq_len,
+        system_changes=facts,
+        global_batch=micro_batches,
+    )
+
+
+def test_late_tensors_are_the_states_and_gradients_of_the_ledger() -> None:
+    made, plan = accumulated()
+    (program,) = lower(plan, made).ranks
+    held = program_bytes(made, plan, lower(plan, made))[0]
+    assert program.late is not None
+    assert program.late.state_bytes == held.optimizer
+    assert program.late.gradient_bytes == held.gradient
+    assert held.blocks(program.late) == (held.parameter,)
+
+
+@pytest.mark.parametrize("facts", [{"late_state_bytes": 0}, {"fresh_gradients": False}])
+def test_each_fact_stands_alone(facts: dict[str, object]) -> None:
+    made, plan = accumulated(**facts)
+    (program,) = lower(plan, made).ranks
+    assert program.late is not None
+    held = program_bytes(made, plan, lower(plan, made))[0]
+    states, gradients = program.late.state_bytes, program.late.gradient_bytes
+    wanted = (0, held.gradient) if "late_state_bytes" in facts else (held.optimizer, 0)
+    assert (states, gradients) == wanted
+
+
+def test_no_late_tensor_without_a_fact_or_on_the_host() -> None:
+    made, plan = accumulated(late_state_bytes=0, fresh_gradients=False)
+    assert lower(plan, made).ranks[0].late is None
+    host = on_one_gpu(512, 1, optimizer_on_host=True)
+    assert lower(host.base_plan, host).ranks[0].late is None
+
+
+@settings(max_examples=20, deadline=None)
+@given(seq_len=st.sampled_from([512, 1536, 4096]), m=st.integers(1, 3), early=st.booleans())
+def test_reserved_bytes_hold_the_live_bytes(seq_len: int, m: int, *, early: bool) -> None:
+    """Late or not, the ledger's peak fits into what the allocator reserves, and no second moves."""
+    if early and m > 1:
+        return
+    before = on_one_gpu(seq_len, m, late_state_bytes=0, fresh_gradients=False)
+    results = []
+    for each in (on_one_gpu(seq_len, m), before):
+        plan = discover(()).resolve("mst", EARLY, each).plan(each) if early else each.base_plan
+        assert isinstance(plan, Plan)
+        found = evaluate(each, plan)
+        assert found.reserved_bytes >= max(found.peak_device_bytes)
+        results.append(found)
+    assert results[0].step_s == results[1].step_s
+    assert results[0].peak_device_bytes == results[1].peak_device_bytes
+
+
+def test_more_late_bytes_than_states_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nbase: mst-hf\nlate_state_bytes: {value: 8, source: mine}\n")
+    with pytest.raises(ConfigError, match="late_state_bytes: more than the optimizer's 4 bytes"):
+        load_system(path)
