@@ -205,6 +205,26 @@ def test_what_does_not_run_is_not_predicted(words: list[str], said: str) -> None
     assert f"(simulated): unsupported {said}" in done.output
 
 
+@pytest.mark.parametrize(("cluster", "timed"), [("h100-80gb-dos", True), ("h100-80gb", False)])
+def test_a_prediction_has_seconds_where_the_node_has_a_rate(cluster: str, *, timed: bool) -> None:
+    words = [
+        "deepspeed",
+        "--model",
+        "llama2-7b",
+        "--cluster",
+        cluster,
+        "--gpus",
+        "4",
+        "--zero",
+        "3",
+    ]
+    size = ["--seq-len", "2048", "--global-batch", "4", "--set", "offload_optimizer=true"]
+    done = RUN.invoke(APP, ["baseline", "predict", *words, *size])
+    assert ("  step 1." in done.output) == timed
+    assert ("time not modelled: an optimizer in host memory" in done.output) != timed
+    assert "stage 0: peak" in done.output
+
+
 def said_of(name: str) -> tuple[list[str], int]:
     """The options that say a point's job, and the device's bytes that were traced of its rank."""
     (point,) = [point for point in load_points() if point.name == name]

@@ -92,10 +92,13 @@ def predict_baseline(
     if out is not None:
         write_record(record, out)
     typer.echo(f"{run.method} policy (simulated): {record.status} {record.reason}".rstrip())
-    for rank, nbytes in enumerate(
-        outcome.evaluation.peak_device_bytes if outcome.evaluation else ()
-    ):
-        host = outcome.evaluation.peak_host_bytes[rank] if outcome.evaluation else 0
+    found = outcome.evaluation
+    if found is None:
+        return
+    if not found.not_timed:
+        typer.echo(f"  step {found.step_s:.4g} s")
+    for rank, nbytes in enumerate(found.peak_device_bytes):
+        host = found.peak_host_bytes[rank]
         typer.echo(f"  stage {rank}: peak {gib(nbytes)} GiB, host {gib(host)} GiB")
 
 
