@@ -128,7 +128,7 @@ class Transfers(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `granularity` layer: the D2H copy is issued after each layer's forward, and the device tensor is
     freed after the next layer (for a chunk's last layer: after the rank's next pass, unless that
     pass is the chunk's own backward); the H2D copy is issued `prefetch_layers` layers ahead in the
-    backward.
+    backward (that chunk's last layer: before the rank's preceding pass, into fresh memory).
     `before_send_phases`: phases in which the copy beside a forward must end before that forward's
     send starts (copies never share the link with point-to-point traffic).
     `reload_slots`: staging slots that are used in turn (0: fresh memory).  With chunk granularity a

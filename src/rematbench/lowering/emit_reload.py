@@ -1,7 +1,7 @@
 """Reloads, in a backward block, what the forward offloaded to the host."""
 
 from rematbench.lowering.chunk_ops import ChunkOps, Unit
-from rematbench.lowering.emit_forward import Fates, stays_in_slots
+from rematbench.lowering.emit_forward import Fates, stays_in_slots, trailing_unit
 from rematbench.lowering.emit_op import emit_copies_in
 from rematbench.lowering.writer import COMPUTE, BlockWriter
 from rematbench.plan import Transfers
@@ -11,7 +11,7 @@ from rematbench.program.action import HOST, Action, Kind, layer_slot, place
 class Reloader:
     """The reloads of one chunk.  With chunk granularity all copies precede the block; with layer
     granularity each layer is reloaded ahead of its backward, into rounding buffers where the plan
-    has them."""
+    has them; the first one comes back beside the rank's pass before, into memory of its own."""
 
     def __init__(self, chunk: ChunkOps, fates: Fates, transfers: Transfers, w: BlockWriter) -> None:
         self.chunk, self.fates, self.transfers, self.w = chunk, fates, transfers, w
@@ -24,6 +24,10 @@ class Reloader:
             for unit in stays_in_slots(chunk, fates, transfers.reload_slots):
                 self._slot(unit)
         self.offloaded = self._offloaded()
+        ahead = trailing_unit(chunk, fates, transfers)
+        self.ahead = ahead.prefix if ahead else ""  # the unit that a block before this copies back
+        if self.ahead:
+            self.fetched[self.ahead] = "h2d"
 
     def _offloaded(self) -> dict[str, list[tuple[str, int]]]:
         """Offloaded storages (name, bytes) by unit prefix."""
@@ -43,7 +47,7 @@ class Reloader:
         for unit in self.chunk.units:
             for name, _, site in self.chunk.saved(unit):
                 for part in self.chunk.parts(unit, name, self.fates[site]):
-                    if not part.offload or not self.layerwise:
+                    if not part.offload or not self.layerwise or unit.prefix == self.ahead:
                         arrivals.add(part.name)
                     if part.offload:
                         arrivals.add(part.name + HOST)

@@ -130,9 +130,9 @@ class _Walk:
         self.steps.append(Step(index, item.micro_batch, item.chunk))
 
     def _fetch_positions(self) -> dict[int, list[Pass]]:
-        """The positions at which each backward's H2D copies are issued: when the previous backward
-        starts (for the first backward: when the pass before it starts), but not before the forward
-        of the same micro-batch and chunk is done."""
+        """The positions at which each backward's H2D copies are issued: those of a whole chunk when
+        the previous backward starts, those of one layer (and the first backward's) when the pass
+        before starts, but not before the forward of the same micro-batch and chunk is done."""
         at: dict[int, list[Pass]] = {}
         forward_at: dict[tuple[int, int], int] = {}
         previous = -1
@@ -141,8 +141,9 @@ class _Walk:
             if item.forward:
                 forward_at[where] = index
                 continue
-            if self.class_of[where].leaves and self.class_of[where].whole:
-                beside = previous if previous >= 0 else index - 1
+            cls = self.class_of[where]
+            if cls.leaves:
+                beside = previous if cls.whole and previous >= 0 else index - 1
                 at.setdefault(max(beside, forward_at[where] + 1), []).append(item)
             previous = index
         return at
@@ -188,7 +189,7 @@ class _Walk:
     def _fetch(self, item: Pass) -> None:
         """Issue the H2D copies of a (chunk, micro-batch) once its device storages are released."""
         self._release_copies(item)
-        slots = self.facts.reload_slots
+        slots = self.facts.reload_slots if self.class_of[item[1:]].whole else 0
         slot = f"slot/reload{self.fetches % slots}" if slots else ""
         self.fetches += 1
         self._add(("H2D", self.class_of[item[1:]].number, slot), item)
