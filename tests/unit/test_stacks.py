@@ -1,5 +1,6 @@
 """Stacks and clusters with a base, kernels by name, and whose constants count."""
 
+import json
 from dataclasses import replace as dataclass_replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from rematbench.choose.assumed import assumed
 from rematbench.choose.outcome import system_variant
 from rematbench.cli.app import command_line
 from rematbench.cost.kernel_rates import RateError
@@ -123,7 +125,19 @@ def test_a_kernel_that_the_gpu_cannot_run_is_refused_by_name() -> None:
     refused = CliRunner().invoke(APP, [*words, "--attention", "fa3"])
     assert isinstance(refused.exception, RateError)
     shown = CliRunner().invoke(APP, words)
-    assert "attention fa2 on ampere; constants of cluster a100-80gb-selene" in shown.output
+    kernels = "attention fa2, norm fused, RoPE fused, activation fused, loss in place, on ampere"
+    told = f"{kernels}; constants of cluster a100-80gb-selene, stack megatron-core"
+    assert f"assumes: {told}" in " ".join(shown.output.split())
+    answer = CliRunner().invoke(APP, [*words, "--json"])
+    assert json.loads(answer.stdout)["job"]["assumes"] == told
+
+
+def test_what_is_assumed_is_of_the_model_and_of_the_stack() -> None:
+    given = {"system": "huggingface-fused", "layout": Layout()}
+    assert assumed(made(model="gpt-7b", **given)).startswith("attention fa2, norm fused, loss fused")
+    eager = assumed(made(system="torchtitan", layout=Layout()))
+    named = "norm eager, RoPE complex, activation eager, loss eager, on hopper"
+    assert eager.startswith(f"attention fa2, {named}; constants of ")
 
 
 def test_a_row_whose_note_names_a_release_is_of_that_stack() -> None:
