@@ -134,7 +134,9 @@ def test_a_kernel_that_the_gpu_cannot_run_is_refused_by_name() -> None:
 
 def test_what_is_assumed_is_of_the_model_and_of_the_stack() -> None:
     given = {"system": "huggingface-fused", "layout": Layout()}
-    assert assumed(made(model="gpt-7b", **given)).startswith("attention fa2, norm fused, loss fused")
+    assert assumed(made(model="gpt-7b", **given)).startswith(
+        "attention fa2, norm fused, loss fused"
+    )
     eager = assumed(made(system="torchtitan", layout=Layout()))
     named = "norm eager, RoPE complex, activation eager, loss eager, on hopper"
     assert eager.startswith(f"attention fa2, {named}; constants of ")
