@@ -19,7 +19,7 @@ from rematbench.published.evidence import published_stack, unlike_shipped
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_system, names
-from rematbench.spec.stackfacts import differences, facts
+from rematbench.spec.stackfacts import DEFAULT, defaults, differences, facts
 from rematbench.spec.system import System
 from tests.problems import make_problem
 
@@ -157,6 +157,17 @@ def test_facts_say_who_says_them() -> None:
     assert differences("megatron-core") == {}
 
 
+@pytest.mark.parametrize("name", names("system"))
+def test_every_fact_is_said_or_marked_as_default(name: str) -> None:
+    system, told, unsaid = load_system(name), facts(name), defaults(name)
+    not_facts = {"name", "version", "sources", "constants", "scales"}
+    assert set(told) | set(unsaid) == set(System.__struct_fields__) - not_facts
+    assert not set(told) & set(unsaid)
+    assert all(fact.value == getattr(system, key) for key, fact in unsaid.items())
+    shipped = {"deepspeed"}  # says of itself that its model is Hugging Face's, not its kernels
+    assert name in shipped or {"norm", "rope"} <= set(told)
+
+
 def test_systems_are_listed_and_explained() -> None:
     listed = CliRunner().invoke(APP, ["systems"])
     assert listed.exit_code == 0
@@ -165,6 +176,10 @@ def test_systems_are_listed_and_explained() -> None:
     assert "fitted constants: megatron-core" in told.output
     assert "config/" not in told.output  # an installed package has no such folder to look into
     assert "ub_tp_comm_overlap" in told.output
+    explained = CliRunner().invoke(APP, ["systems", "megatron-lm"]).output
+    line = next(line for line in explained.splitlines() if "held_logit_bytes" in line)
+    assert line.split("|")[2].split() == ["0"]
+    assert line.split("|")[3].split() == [DEFAULT]
 
 
 def test_compiled_torchtitan_has_the_evidence_of_the_rows_that_compile() -> None:
