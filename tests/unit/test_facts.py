@@ -20,7 +20,7 @@ STACKS = {
     "norm_keeps_steps: true": "norm_keeps_steps: true beside norm: fused: only an eager norm",
     "fused_loss: true\nloss_in_place: false": "loss_in_place: false beside fused_loss: true",
     "data_parallel: fsdp": "bucket_bytes: 160000000 beside data_parallel: fsdp",
-    "loss: tiled": "loss: no key: a stack says fused_loss, loss_in_place, loss_keeps_logits",
+    "loss: tiled": "loss: no key: yes/no facts say more than one name: fused_loss, or else",
 }
 CLUSTERS = {
     "generation: ampere": "generation: ampere, where the gpu 'H100-SXM5-80GB' is of hopper",

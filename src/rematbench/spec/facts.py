@@ -34,9 +34,8 @@ GENERATIONS = {
 }
 """GPUs by the words of a cluster's `gpu` that leave no doubt of their generation."""
 LOSS = (
-    "no key: a stack says fused_loss, loss_in_place, loss_keeps_logits and logits_fp32, which hold "
-    "more than one name (eager, fused); tiled is no fact of a stack but a plan's, as "
-    "mst:head_chunks=N makes it"
+    "no key: yes/no facts say more than one name: fused_loss, or else loss_in_place, "
+    "loss_keeps_logits and logits_fp32; tiled is what a plan does (mst:head_chunks=N), on any stack"
 )
 
 
