@@ -172,6 +172,17 @@ def test_parameters_fitted_to_kernel_rows_are_counted() -> None:
     assert (
         f"{len(calibration().fitted)} are fitted to published steps; {sum(counts.values())}" in told
     )
+    assert "of these a step reads" in told.lower()
+
+
+def test_gemms_of_blackwell_are_those_of_its_kernel_rows() -> None:
+    """No whole step is published: the constants are the kernel rates, in the file of constants."""
+    rates, constants = RATES.generation("blackwell").gemm, calibration().gpu("blackwell")
+    assert (constants.gemm_efficiency, constants.gemm_half_k, constants.gemm_tail_waves) == (
+        *(rates.efficiency, rates.half_k, rates.tail),
+    )
+    assert (constants.tile_rows, constants.tile_columns) == (rates.tile_rows, rates.tile_columns)
+    assert constants.sm_count == RATES.generation("blackwell").sm_count
 
 
 def test_curve_table_has_the_evidence_of_the_files() -> None:

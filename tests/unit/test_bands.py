@@ -82,9 +82,10 @@ def test_more_outside_is_never_narrower_and_few_sources_are_pooled() -> None:
 def test_what_nobody_published_is_named() -> None:
     seen = covered([job(methods=("memo",)), job(seq_len=8192, gpus=64)])
     assert seen.outside(job(seq_len=6000, methods=("memo",))) == {}
-    other = job(stack="", generation="ampere", gpus=128, seq_len=1, methods=("mst", "memo"))
-    found = seen.outside(other)
-    assert list(found) == ["stack", "generation", "scale", "context", "mechanism"]
+    strange = {"stack": "", "generation": "ampere", "cluster": "cluster of mine"}
+    found = seen.outside(job(**strange, gpus=128, seq_len=1, methods=("mst", "memo")))
+    assert list(found) == ["stack", "generation", "cluster", "scale", "context", "mechanism"]
+    assert found["cluster"] == "cluster of mine"
     assert found["context"] == "1 tokens (published: 4,096 to 8,192)"
     assert found["mechanism"] == "mechanism mst"
     long = seen.outside(job(seq_len=16384))

@@ -175,9 +175,13 @@ def test_each_line_runs_again(tmp_path: Path) -> None:
     answer = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "3", "-o", str(target)])
     assert answer.exit_code == 0, answer.output
     assert "proved gap: no plan of the space is faster" in answer.output
+    kernels = "attention fa2, norm fused, loss in place, on ampere"
+    told = f"{kernels}; constants of cluster a800-80gb, stack megatron-core"
+    assert f"assumes: {told}" in " ".join(answer.output.split())
     rows = list(csv.DictReader(target.open()))
     assert len(rows) == 3
     for row in rows:
+        assert row["assumes"] == told
         words = shlex.split(row["run_with"])
         again = RUN.invoke(app, [*words[1:], "--json"])
         assert again.exit_code == 0, again.output
@@ -228,7 +232,7 @@ def test_an_engine_is_kept_to() -> None:
 def test_the_least_memory_is_bisected() -> None:
     """Of what is tried, all above the answer reach the speed and all below do not."""
     lines = ask("--find", "memory", "--lose", "1").splitlines()
-    tried = [(float(line.split()[0]), "no plan" in line) for line in lines[:-1]]
+    tried = [(float(line.split()[0]), "no plan" in line) for line in lines[1:-1]]
     answer = float(lines[-1].removeprefix("ANSWER: ").split()[0])
     assert all(answer <= value for value, short in tried if not short)
     assert all(answer > value for value, short in tried if short)
@@ -317,6 +321,7 @@ def test_an_interrupted_question_prints_its_best_so_far(monkeypatch: pytest.Monk
     monkeypatch.setattr("rematbench.cli.inverse.longest_context", stopped)
     answer = RUN.invoke(app, ["search", *shlex.split(WORDS), "--find", "context"])
     assert answer.exit_code == 130
+    assert answer.output.startswith("assumes: attention fa2, ")
     assert "best so far: " in answer.output
     assert "ANSWER" not in answer.output
 

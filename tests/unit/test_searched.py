@@ -180,6 +180,7 @@ def test_what_would_fit_is_found_by_a_search() -> None:
     assert told.exit_code == 0, told.output
     answer = json.loads(told.output)
     assert answer["rows"] == []
+    assert answer["assumes"].startswith("attention fa2, ")
     more, gpus = answer["would_fit"]
     assert more.startswith("with ")
     assert gpus.startswith(("on 2 GPUs: ", "on 4 GPUs: "))

@@ -1,5 +1,7 @@
 """Stacks and clusters with a base, kernels by name, and whose constants count."""
 
+import json
+from dataclasses import replace as dataclass_replace
 from pathlib import Path
 from typing import Any
 
@@ -7,15 +9,17 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from rematbench.choose.assumed import assumed
 from rematbench.choose.outcome import system_variant
 from rematbench.cli.app import command_line
 from rematbench.cost.kernel_rates import RateError
 from rematbench.problem import Problem
-from rematbench.published.evidence import published_stack
+from rematbench.published.bands import band_of
+from rematbench.published.evidence import published_stack, unlike_shipped
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout
-from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_system
-from rematbench.spec.stackfacts import differences, facts
+from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_system, names
+from rematbench.spec.stackfacts import DEFAULT, defaults, differences, facts
 from rematbench.spec.system import System
 from tests.problems import make_problem
 
@@ -121,7 +125,21 @@ def test_a_kernel_that_the_gpu_cannot_run_is_refused_by_name() -> None:
     refused = CliRunner().invoke(APP, [*words, "--attention", "fa3"])
     assert isinstance(refused.exception, RateError)
     shown = CliRunner().invoke(APP, words)
-    assert "attention fa2 on ampere; constants of cluster a100-80gb-selene" in shown.output
+    kernels = "attention fa2, norm fused, RoPE fused, activation fused, loss in place, on ampere"
+    told = f"{kernels}; constants of cluster a100-80gb-selene, stack megatron-core"
+    assert f"assumes: {told}" in " ".join(shown.output.split())
+    answer = CliRunner().invoke(APP, [*words, "--json"])
+    assert json.loads(answer.stdout)["job"]["assumes"] == told
+
+
+def test_what_is_assumed_is_of_the_model_and_of_the_stack() -> None:
+    given = {"system": "huggingface-fused", "layout": Layout()}
+    assert assumed(made(model="gpt-7b", **given)).startswith(
+        "attention fa2, norm fused, loss fused"
+    )
+    eager = assumed(made(system="torchtitan", layout=Layout()))
+    named = "norm eager, RoPE complex, activation eager, loss eager, on hopper"
+    assert eager.startswith(f"attention fa2, {named}; constants of ")
 
 
 def test_a_row_whose_note_names_a_release_is_of_that_stack() -> None:
@@ -139,6 +157,17 @@ def test_facts_say_who_says_them() -> None:
     assert differences("megatron-core") == {}
 
 
+@pytest.mark.parametrize("name", names("system"))
+def test_every_fact_is_said_or_marked_as_default(name: str) -> None:
+    system, told, unsaid = load_system(name), facts(name), defaults(name)
+    not_facts = {"name", "version", "sources", "constants", "scales"}
+    assert set(told) | set(unsaid) == set(System.__struct_fields__) - not_facts
+    assert not set(told) & set(unsaid)
+    assert all(fact.value == getattr(system, key) for key, fact in unsaid.items())
+    shipped = {"deepspeed"}  # says of itself that its model is Hugging Face's, not its kernels
+    assert name in shipped or {"norm", "rope"} <= set(told)
+
+
 def test_systems_are_listed_and_explained() -> None:
     listed = CliRunner().invoke(APP, ["systems"])
     assert listed.exit_code == 0
@@ -147,9 +176,58 @@ def test_systems_are_listed_and_explained() -> None:
     assert "fitted constants: megatron-core" in told.output
     assert "config/" not in told.output  # an installed package has no such folder to look into
     assert "ub_tp_comm_overlap" in told.output
+    explained = CliRunner().invoke(APP, ["systems", "megatron-lm"]).output
+    line = next(line for line in explained.splitlines() if "held_logit_bytes" in line)
+    assert line.split("|")[2].split() == ["0"]
+    assert line.split("|")[3].split() == [DEFAULT]
 
 
 def test_compiled_torchtitan_has_the_evidence_of_the_rows_that_compile() -> None:
     layout = Layout(dp=8, zero_stage=3, global_batch=8)
     found = made(system="torchtitan-compiled", layout=layout)
     assert published_stack(found) == "torchtitan"
+
+
+SLOW = "3.958e14"
+"""40 % of an H800's FLOP/s."""
+
+
+def slow_cluster(folder: Path, form: str) -> Path:
+    """A cluster file named h800-80gb with 40 % of its FLOP/s: a whole copy, or on its base."""
+    path = folder / "h800-80gb.yaml"
+    shipped = Path("config/clusters/h800-80gb.yaml").read_text(encoding="utf-8")
+    based = f"name: h800-80gb\nbase: h800-80gb\npeak_flop_per_s: {{value: {SLOW}, source: mine}}\n"
+    text = shipped.replace("9.895e14", SLOW) if form == "copy" else based
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("form", ["copy", "based"])
+def test_a_cluster_of_other_flops_has_no_evidence_of_its_name(tmp_path: Path, form: str) -> None:
+    slow = slow_cluster(tmp_path, form)
+    given: dict[str, Any] = {
+        "model": "llama-65b",
+        "system": "megatron-kwai",
+        "layout": Layout(tp=4, sp=True, pp=4, dp=4, global_batch=64),
+    }
+    shipped, found = made(cluster="h800-80gb", **given), made(cluster=str(slow), **given)
+    assert "cluster" not in band_of(shipped, "keep_all").outside
+    unlike = ["peak_flop_per_s"] + ["constants"] * (form == "copy")
+    said = f"cluster with facts of its own (not h800-80gb's: {', '.join(unlike)})"
+    assert band_of(found, "keep_all").outside["cluster"] == said
+    words = ["--model", "llama-65b", "--cluster", str(slow), "--system", "megatron-kwai"]
+    words += ["--gpus", "64", "--seq-len", "4096", "--global-batch", "64", "--tp", "4", "--pp", "4"]
+    told = CliRunner().invoke(APP, ["simulate", "full_recompute", *words]).output
+    assert said in " ".join(told.split())
+    assert "inside what was published" not in told
+    listed = CliRunner().invoke(APP, ["compare", *words, "--only", "full_recompute"]).output
+    assert said in " ".join(listed.split())
+
+
+def test_shipped_clusters_and_their_memory_are_like_shipped() -> None:
+    assert {unlike_shipped(made(cluster=name)) for name in ("h100-80gb", "h800-80gb")} == {""}
+    clusters = [load_cluster(name) for name in names("cluster")]
+    problem = made()
+    for cluster in clusters:
+        bigger = replace(cluster, hbm_bytes=2 * cluster.hbm_bytes, name="mine", host_bytes=1 << 40)
+        assert not unlike_shipped(dataclass_replace(problem, cluster=bigger))

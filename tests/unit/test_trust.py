@@ -1,13 +1,18 @@
 """The first screen's tables: errors by kind of evidence, and losses by source."""
 
 from collections.abc import Iterator
+from statistics import fmean
 from typing import Any
 
 import pytest
 
+from rematbench.published.accuracy import load_accuracy
 from rematbench.published.decisions import Decision
-from rematbench.published.evidence import Job, Known
+from rematbench.published.evidence import Job, Known, known_cells
+from rematbench.published.left_out import left_out_by_source, left_out_errors, out_of_source
+from rematbench.published.scores import out_of_source_means
 from rematbench.published.trust import ALL, NOTHING, evidence_table, regret_table
+from rematbench.spec.load import calibration
 
 
 def known(source: str, error: float, stack: str = "s", seq_len: int = 4096) -> Known:
@@ -44,3 +49,19 @@ def test_losses_are_means_over_sweeps() -> None:
     assert (mean["sweeps"], mean["regret"]) == (3, 0.0)
     assert mean["left_out"] == pytest.approx(0.4)
     assert not regret_table([]).rows
+
+
+def test_both_means_out_of_source_are_told() -> None:
+    """Groups of the accuracy table are not the sources of left_out.csv: both means, each named."""
+    rows = out_of_source()
+    groups = left_out_errors(rows, load_accuracy(), calibration())
+    sources = left_out_by_source(rows)
+    assert set(sources) == {cell.source for cell in known_cells()}
+    assert len(sources) > len({row["source"] for row in rows if row["sheet"] == "runs.csv"})
+    assert out_of_source_means(groups, rows) == (
+        f"Left out: {100 * fmean(groups.values()):.1f} % on average over {len(groups)} groups, "
+        f"{100 * fmean(sources.values()):.1f} % over {len(sources)} sources, each of weight 1."
+    )
+    row = {"source": "a", "tokens_per_s_per_gpu": "10", "pred_tokens_per_s_per_gpu": "12"}
+    slow = {**row, "pred_tokens_per_s_per_gpu": "9"}
+    assert left_out_by_source([row, slow])["a"] == pytest.approx(0.15)

@@ -6,6 +6,7 @@ from typing import Any
 from msgspec import Struct
 
 import rematbench
+from rematbench.choose.assumed import assumed
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.spec.layout import Layout
@@ -28,8 +29,8 @@ class Job(Struct, frozen=True, kw_only=True):
 
     def facts(self) -> dict[str, Any]:
         """The facts of the job under the column names of sheets, so that joined tables can be told
-        apart. Facts are model, cluster, stack, layout, sequence length, precision, attention, and
-        the date of the calibration constants."""
+        apart. Facts are model, cluster, stack, layout, sequence length, precision, attention, the
+        date of the calibration constants, and which of them and which kernels are assumed."""
         problem = self.problem
         lay, work = problem.layout, problem.workload
         return {
@@ -49,6 +50,7 @@ class Job(Struct, frozen=True, kw_only=True):
             "partition": _layers(self.base),
             "rematbench": rematbench.__version__,
             "constants": problem.calibration.date,
+            "assumes": assumed(problem),
         }
 
 

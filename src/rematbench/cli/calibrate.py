@@ -18,7 +18,7 @@ from rematbench.published.accuracy import load_accuracy
 from rematbench.published.calibrate import calibrate as fitted
 from rematbench.published.calibrate import leave_one_out, moved
 from rematbench.published.left_out import SHEETS, joined, left_out_errors, out_of_source
-from rematbench.published.scores import how_to_read, score_tables
+from rematbench.published.scores import how_to_read, out_of_source_means, score_tables
 from rematbench.published.sheets import SCORED, write_sheet
 from rematbench.published.validate import Report, by_source
 from rematbench.published.validate import validate as score
@@ -65,8 +65,10 @@ def calibrate(
         if output is not None:
             write_sheet(output, lines)
         made = [joined(line, sheets) for line in lines]
-        for name, error in left_out_errors(made, load_accuracy(), start).items():
+        errors = left_out_errors(made, load_accuracy(), start)
+        for name, error in errors.items():
             typer.echo(f"{name}: {100 * error:.1f} % with constants that never saw the source")
+        typer.echo(out_of_source_means(errors, made))
         return
     report = fitted([row for name in SHEETS for row in sheets[name]], start, processes)
     _show(start, report)
@@ -131,11 +133,13 @@ def validate(
             out.print()
     for table in made if tables else ():
         table.write(tables or Path())
+    out.print(plain(how_to_read(calibration())))
+    if left_out and strange:
+        out.print(plain(out_of_source_means(left_out, strange)))
     _verdict(out, report)
 
 
 def _verdict(out: Console, report: Report) -> None:
-    out.print(plain(how_to_read(calibration())))
     for check in report.failed:
         out.print(plain(f"FAIL: {check.group}: {check.statistic} past accepted"))
     if report.failed:

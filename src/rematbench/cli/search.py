@@ -13,7 +13,14 @@ from typer import Option
 from rematbench.cli.compare import as_cells
 from rematbench.cli.inverse import Inverse, ask, told
 from rematbench.cli.options import OPTIONS
-from rematbench.cli.search_shown import notes, show_difference, show_plans, show_space
+from rematbench.cli.search_shown import (
+    assumed_of,
+    notes,
+    show_assumed,
+    show_difference,
+    show_plans,
+    show_space,
+)
 from rematbench.cli.targets import Json, Methods, need_file
 from rematbench.host.console import CommandError, console, plain
 from rematbench.problem import AttentionChoice
@@ -128,6 +135,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
     made = SearchJob(asked).ready()
     if find or price_tags:
         inverse = Inverse(find=find, speed=speed, step=step, lose=lose / 100)
+        show_assumed(console(), made)
         ask(console(), asked, inverse, processes)
         return
     out = console()
@@ -142,6 +150,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
             "gap": at.gap if found else None,
             "ended": ended,
             "layouts": len(made.space.choices),
+            "assumes": assumed_of(made),
         }
         fell = {"refused": made.space.refused, "fell": at.fell}
         answer = {**proved, "rows": rows, **fell, "would_fit": list(changes)}

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from rematbench import __version__
+from rematbench.choose.assumed import assumed
 from rematbench.cli.ranking import LONGEST, WIDE, Head, folded_name, kept
 from rematbench.host.console import (
     GIB,
@@ -43,10 +44,21 @@ def show_space(out: Console, made: SearchJob) -> None:
             f"stack {made.system.name}"
         )
     )
+    show_assumed(out, made)
     layouts, plans = len(made.space.choices), len(made.singles)
     text = f"space: {layouts:,} layouts, each with {plans} methods and what is made of them"
     out.print(plain(text))
     out.print()
+
+
+def assumed_of(made: SearchJob) -> str:
+    """The kernels and constants of every layout of a search: they are those of one."""
+    return assumed(made.problem(made.space.choices[0]))
+
+
+def show_assumed(out: Console, made: SearchJob) -> None:
+    """Print the kernels and the constants that the search assumes."""
+    out.print(plain(f"assumes: {assumed_of(made)}"))
 
 
 def show_plans(out: Console, made: SearchJob, found: list[Found]) -> None:

@@ -4,6 +4,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from rematbench import __version__
+from rematbench.choose.assumed import assumed
 from rematbench.choose.outcome import Retries
 from rematbench.cli.options import Request
 from rematbench.cli.result import Shown, fits, retries_of, shown_band
@@ -77,18 +78,9 @@ def heading(request: Request) -> list[str]:
         f"tp {lay.tp}{sp}  cp {lay.cp}  pp {lay.pp}  vpp {lay.vpp}  dp {lay.dp}{ulysses}  zero "
         f"{lay.zero_stage} | micro-batch {lay.micro_batch}, global batch {lay.global_batch}, "
         f"{lay.num_micro_batches} micro-batches | attention {problem.attention}",
-        assumed(problem),
+        f"assumes: {assumed(problem)}",
         f"method {request.method.name}{_typed(request)}",
     ]
-
-
-def assumed(problem: Problem) -> str:
-    """The kernels and the fitted constants that a prediction assumes, in one line."""
-    generation, network, stack = problem.constants
-    return (
-        f"assumes: attention {problem.kernel} on {generation}; constants of cluster {network}, "
-        f"stack {stack}"
-    )
 
 
 def _typed(request: Request) -> str:

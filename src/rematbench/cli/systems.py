@@ -7,7 +7,7 @@ from typer import Argument
 
 from rematbench.host.console import console, grid, left, plain
 from rematbench.spec.load import calibration, load_system
-from rematbench.spec.stackfacts import Fact, chain, facts, listed
+from rematbench.spec.stackfacts import Fact, chain, defaults, facts, listed
 
 
 def systems(
@@ -30,7 +30,7 @@ def systems(
     based = f", based on {', then '.join(bases)}" if bases else ""
     out.print(plain(f"{system.name} ({system.version}){based}"), style="bold")
     out.print(plain(f"fitted constants: {entry}"))
-    out.print(_facts(facts(name)))
+    out.print(_facts({**facts(name), **defaults(name)}))
     for file, data in chain(name):
         if data.get("source"):
             out.print(plain(f"(*) {file}: {' '.join(str(data['source']).split())}"))

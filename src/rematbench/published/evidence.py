@@ -1,8 +1,9 @@
-"""The properties of a job that evidence is about (stack, generation, scale, context, mechanisms),
-and the range of them that published rows cover.
+"""The properties of a job that evidence is about (stack, generation, cluster, scale, context,
+mechanisms), and the range of them that published rows cover.
 
-A stack is identified by its facts and not by its name: a copy under another name has the evidence
-of the shipped stack.
+Stacks and clusters are identified by their facts and not by their names: a copy of a stack under
+another name has the evidence of the shipped stack, and a cluster with other FLOP/s under a shipped
+name has none of its evidence.
 """
 
 from collections import defaultdict
@@ -15,22 +16,26 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from rematbench.choose.outcome import Variant, system_variant
+from rematbench.cost.constants import Calibration
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, Registry
 from rematbench.problem import Problem
 from rematbench.published.accuracy import LAYOUT, SWEEP, Row, number
 from rematbench.published.left_out import log_error, out_of_source
 from rematbench.published.sheets import bundle_of
+from rematbench.spec.cluster import Cluster
 from rematbench.spec.load import claim_of_row, load_cluster, load_system, names
 from rematbench.spec.system import System
 
 
 class Job(Struct, frozen=True, kw_only=True):
     """The properties of a job.  `methods` are the mechanisms of its composed method; `stack` is the
-    shipped stack with the same facts ("": none)."""
+    shipped stack with the same facts ("": none); `cluster` describes what is different from the
+    nearest shipped cluster ("": one has the same facts, as those of published rows)."""
 
     stack: str
     generation: str
+    cluster: str = ""
     gpus: int
     seq_len: int
     methods: frozenset[str]
@@ -71,6 +76,8 @@ class Range(Struct, frozen=True):
             found["stack"] = f"stack {job.stack or 'with facts of its own'}"
         if job.generation not in {generation for _, generation in self.spans}:
             found["generation"] = f"generation {job.generation}"
+        if job.cluster:
+            found["cluster"] = job.cluster
         span, whose = self._nearest(job)
         if not span.fewest_gpus <= job.gpus <= span.most_gpus:
             between = _between(span.fewest_gpus, span.most_gpus)
@@ -123,6 +130,7 @@ def job_of(problem: Problem, family: str) -> Job:
     return Job(
         stack=published_stack(problem),
         generation=problem.cluster.generation,
+        cluster=unlike_shipped(problem),
         gpus=problem.layout.gpus,
         seq_len=problem.workload.seq_len,
         methods=methods_of(family),
@@ -167,6 +175,37 @@ def _stacks() -> tuple[System, ...]:
 
 def _speed(thing: System) -> dict[str, Any]:
     return {key: value for key, value in asdict(thing).items() if key not in NO_SPEED}
+
+
+NO_CLUSTER_SPEED = frozenset(
+    ("name", "gpu", "sources", "constants", "hbm_bytes", "non_torch_bytes", "host_bytes")
+)
+"""Fields of a cluster that are not compared: they do not change the seconds of a step, except
+`constants`, which are compared by value."""
+
+
+def unlike_shipped(problem: Problem) -> str:
+    """The facts of speed (with the constants) in which the problem's cluster is different from the
+    shipped cluster that is nearest to it, in words; "" where a shipped cluster has all of them."""
+    mine, found = problem.cluster, problem.calibration
+    own, unlike = _cluster_facts(mine, found), {}
+    for cluster in _clusters():
+        other = _cluster_facts(cluster, found)
+        unlike[cluster.name] = [key for key, value in own.items() if value != other[key]]
+    nearest = min(unlike, key=lambda name: (len(unlike[name]), name != mine.name))
+    if not unlike[nearest]:
+        return ""
+    return f"cluster with facts of its own (not {nearest}'s: {', '.join(unlike[nearest])})"
+
+
+@cache
+def _clusters() -> tuple[Cluster, ...]:
+    return tuple(load_cluster(name) for name in names("cluster"))
+
+
+def _cluster_facts(cluster: Cluster, found: Calibration) -> dict[str, Any]:
+    facts = {k: v for k, v in asdict(cluster).items() if k not in NO_CLUSTER_SPEED}
+    return {**facts, "constants": found.networks[found.network_entry(cluster.constants)]}
 
 
 # -- published rows -----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Validation as tables: accuracy by source, promises, OOM verdicts, bands, decisions and cells."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from msgspec.structs import asdict
@@ -18,6 +19,7 @@ from rematbench.published.bands import (
 )
 from rematbench.published.decisions import Decision, decisions, summary
 from rematbench.published.evidence import Known, known_cells
+from rematbench.published.left_out import left_out_by_source
 from rematbench.published.protocol import calibrated_table
 from rematbench.published.trust import evidence_table, regret_table
 from rematbench.published.validate import Report, Verdicts
@@ -30,6 +32,12 @@ READ = (
     "when the constants are refitted without this source (- where not refitted)."
 )
 
+REACH = (
+    "Of these a step reads the ones of fused attention, the bytes of norms and RoPE with the HBM "
+    "rate they run at, and, by calibration.yaml, Blackwell's GEMMs; those of other GEMMs, unfused "
+    "attention, activations, losses, copies, collectives and overlap are kept as evidence."
+)
+
 
 def how_to_read(calibration: Calibration) -> str:
     """The note of the accuracy table: the meaning of its columns, and the numbers of constants and
@@ -37,7 +45,7 @@ def how_to_read(calibration: Calibration) -> str:
     kernels = sum(fitted_parameters(calibration.kernels).values())
     return (
         f"{READ} Of all constants {len(calibration.fitted)} are fitted to published steps; "
-        f"{kernels} parameters are fitted to published rates of kernels, and saw no step."
+        f"{kernels} parameters are fitted to published rates of kernels, and saw no step. {REACH}"
     )
 
 
@@ -53,7 +61,7 @@ def score_tables(
     tables of evidence, regret and calibration are left out."""
     known, judged = known_cells() if strange else (), decisions(rows, strange)
     return [
-        accuracy_table(report, calibration),
+        accuracy_table(report, calibration, strange),
         promise_table(report),
         verdict_table(report.verdicts),
         band_table(known, rows),
@@ -63,8 +71,20 @@ def score_tables(
     ]
 
 
-def accuracy_table(report: Report, calibration: Calibration) -> Table:
+def out_of_source_means(left_out: Mapping[str, float], strange: Sequence[Row]) -> str:
+    """A sentence with both means of errors out of source: over the groups of the accuracy table,
+    and over the sources of config/left_out.csv, which have rows that are in no group."""
+    sources = left_out_by_source(strange)
+    return (
+        f"Left out: {percent(fmean(left_out.values()))} % on average over {len(left_out)} groups, "
+        f"{percent(fmean(sources.values()))} % over {len(sources)} sources, each of weight 1."
+    )
+
+
+def accuracy_table(report: Report, calibration: Calibration, strange: Sequence[Row] = ()) -> Table:
     """One line per group of cells whose metric has errors (not verdicts or regrets)."""
+    left_out = {one.name: one.left_out for one in report.groups if one.left_out is not None}
+    means = [out_of_source_means(left_out, strange)] if left_out and strange else []
     rows = [
         {
             "name": group.name,
@@ -99,7 +119,7 @@ def accuracy_table(report: Report, calibration: Calibration) -> Table:
             Column("status", "status"),
         ),
         rows=tuple(rows),
-        note=how_to_read(calibration),
+        note=" ".join((how_to_read(calibration), *means)),
     )
 
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from rematbench.cost.constants import Calibration, load_calibration
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError, closest, convert, flatten, read_mapping
+from rematbench.spec.facts import LOSS, check_cluster, check_model, check_system
 from rematbench.spec.huggingface import is_huggingface, model_from_huggingface
 from rematbench.spec.paths import data_dir
 from rematbench.spec.system import System
@@ -20,14 +21,6 @@ from rematbench.workload import Model
 Kind = Literal["model", "cluster", "system"]
 
 _FOLDERS: dict[Kind, str] = {"model": "models", "cluster": "clusters", "system": "systems"}
-_FEATURES = (
-    "activation_offload",
-    "async_tp",
-    "compile",
-    "optimizer_offload",
-    "param_offload",
-    "ulysses",
-)
 
 
 def names(kind: Kind) -> list[str]:
@@ -69,7 +62,7 @@ def _model(path: Path) -> Model:
         values["source"] = _joined_source(data.get("source", ""), sources)
         values["attention_window"] = _windows(values, label)
         model = convert(values, Model, label)
-    _check_model(model, label)
+    check_model(model, label)
     return model
 
 
@@ -79,22 +72,18 @@ def _cluster(path: Path) -> Cluster:
     cluster = convert({**values, "sources": sources}, Cluster, label)
     entries = calibration().networks
     cluster = replace(cluster, constants=_constants(path, cluster.name, bases, entries))
-    _one_of(cluster.generation, tuple(calibration().gpus), label, "generation")
-    if (cluster.non_torch_bytes or 0) >= cluster.hbm_bytes:
-        raise ConfigError(label, "non_torch_bytes", "leaves no device memory to the framework")
+    check_cluster(cluster, label, calibration().gpus)
     return cluster
 
 
 def _system(path: Path) -> System:
     label = _label(path)
     values, sources, bases = _inherited("system", path)
+    if "loss" in values:
+        raise ConfigError(label, "loss", LOSS)
     system = convert({**values, "sources": sources}, System, label)
     system = replace(system, constants=_constants(path, system.name, bases, calibration().systems))
-    for feature in system.features:
-        _one_of(feature, _FEATURES, label, "features")
-    if system.late_state_bytes > system.optimizer_bytes:
-        problem = f"more than the optimizer's {system.optimizer_bytes} bytes a parameter"
-        raise ConfigError(label, "late_state_bytes", problem)
+    check_system(system, label)
     return system
 
 
@@ -272,19 +261,3 @@ def _windows(values: dict[str, Any], label: str) -> list[int]:
         problem = f"{len(window)} windows do not divide {layers} layers"
         raise ConfigError(label, "attention_window", problem)
     return window * (layers // len(window))
-
-
-def _check_model(model: Model, label: str) -> None:
-    """ConfigError for shapes that no decoder can have."""
-    if model.num_heads % model.num_kv_heads != 0:
-        problem = f"{model.num_kv_heads} KV heads must divide {model.num_heads} heads"
-        raise ConfigError(label, "num_kv_heads", problem)
-    if model.attention_window and len(model.attention_window) != model.num_layers:
-        problem = f"{len(model.attention_window)} windows for {model.num_layers} layers"
-        raise ConfigError(label, "attention_window", problem)
-
-
-def _one_of(value: str, allowed: tuple[str, ...], label: str, key: str) -> None:
-    if value not in allowed:
-        hint = closest(value, allowed)
-        raise ConfigError(label, key, f"{value!r}{hint} (allowed: {', '.join(allowed)})")

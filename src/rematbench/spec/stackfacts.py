@@ -1,11 +1,17 @@
-"""The facts of a stack: each with its value, its source and the file that sets it."""
+"""The facts of a stack: each with its value, its source and the file that sets it, or none."""
 
 from typing import Any
 
 from msgspec import Struct
 
 from rematbench.spec.configfile import read_mapping
-from rematbench.spec.load import NOT_FACTS, OWN_KEYS, located, names
+from rematbench.spec.load import NOT_FACTS, OWN_KEYS, load_system, located, names
+from rematbench.spec.system import System
+
+DEFAULT = "default"
+UNSAID = "not said by a file: as every stack that does not say it"
+NO_FACTS = (*OWN_KEYS, "sources", "constants", "scales")
+"""Fields of a stack that are no facts of it."""
 
 
 class Fact(Struct, frozen=True, kw_only=True):
@@ -40,6 +46,15 @@ def facts(name: str) -> dict[str, Fact]:
             source = str(entry.get("source", entry.get("fitted"))) if told else ""
             found[key] = Fact(value=value, source=source, file=file)
     return found
+
+
+def defaults(name: str) -> dict[str, Fact]:
+    """The facts of a stack that no file sets, each with the default that is in force."""
+    system, told = load_system(name), facts(name)
+    unsaid = [key for key in System.__struct_fields__ if key not in (*told, *NO_FACTS)]
+    return {
+        key: Fact(value=getattr(system, key), source=UNSAID, file=DEFAULT) for key in sorted(unsaid)
+    }
 
 
 def differences(name: str) -> dict[str, Fact]:

@@ -46,6 +46,12 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `bucket_bytes`: the gradient bucket of an overlapped reduction (0: not bucketed).
     `fused_linears`: one GEMM makes q, k and v, and one GEMM makes gate and up; else each projection
     has its own GEMM, and a partial recomputation runs only the GEMMs it needs.
+    `fused_loss`: one kernel keeps the loss's statistics and writes its gradient in the place of
+    what it saved.  The loss is three yes/no facts and not one name, because they are independent:
+    kernels that `eager` would cover differ in whether logits are widened (`logits_fp32`), whether
+    the wide copy lives on (`loss_keeps_logits`) and where the gradient goes (`loss_in_place`), and
+    each of these moves bytes.  A tiled loss (logits in pieces) is no fact of a stack: it is a
+    plan's pieces of the head (mst: head_chunks), on whatever loss the stack has.
     `loss_in_place`: the loss turns its saved softmax into the gradient (Megatron's vocabulary-
     parallel cross-entropy) instead of writing a second tensor (F.cross_entropy).
     `loss_keeps_logits`: a wide copy of the logits is alive while the softmax is made; else the

@@ -24,8 +24,9 @@ class StageBytes(Struct, frozen=True, kw_only=True):
 
     `saved`: activations kept (or reloaded) for a backward; `transient`: gradients, gathered copies,
     rebuilt tensors and scratch; `staging`: pools of slots; `fragmentation`: what the caching
-    allocator reserves beyond what it hands out; `non_torch`: context, NCCL, workspaces; `free`:
-    unused bytes of the device (negative: the plan does not fit).
+    allocator reserves beyond what it hands out; `non_torch`: driver, context and NCCL; `free`:
+    unused bytes of the device (negative: the plan does not fit).  Workspaces of cuBLAS are in none:
+    torch takes them from its allocator, and they are not modelled.
     """
 
     rank: int

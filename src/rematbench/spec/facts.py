@@ -1,0 +1,109 @@
+"""Checks of what a model, cluster or stack says: bad and contradictory facts, one line each.
+
+Only what cannot be is refused.  A fact that has no effect beside another one (repeated keys and
+values beside unfused attention, which a run may replace) is none of these.
+"""
+
+import re
+from collections.abc import Iterable
+
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.configfile import ConfigError, closest
+from rematbench.spec.system import System
+from rematbench.workload import Model
+
+FEATURES = (
+    "activation_offload",
+    "async_tp",
+    "compile",
+    "optimizer_offload",
+    "param_offload",
+    "ulysses",
+)
+DEGREES = ("tp", "cp", "dp", "pp")
+WIRES = ("reduce_bytes", "gather_bytes", "host_grad_bytes")
+"""Bytes of a parameter in one tensor, so in one dtype."""
+DTYPES = (1, 2, 4)
+"""Bytes of an element of the dtypes of training."""
+GRADIENTS = (*DTYPES, 6)
+"""Bytes of a gradient: in one dtype, or in bf16 beside a sum in fp32."""
+GENERATIONS = {
+    "ampere": re.compile(r"\bA(100|800)\b"),
+    "hopper": re.compile(r"\bG?H(20|100|200|800)\b"),
+    "blackwell": re.compile(r"\bG?B(100|200|300)\b"),
+}
+"""GPUs by the words of a cluster's `gpu` that leave no doubt of their generation."""
+LOSS = (
+    "no key: yes/no facts say more than one name: fused_loss, or else loss_in_place, "
+    "loss_keeps_logits and logits_fp32; tiled is what a plan does (mst:head_chunks=N), on any stack"
+)
+
+
+def one_of(value: str, allowed: tuple[str, ...], label: str, key: str) -> None:
+    """ConfigError for a value that is not among `allowed`."""
+    if value not in allowed:
+        hint = closest(value, allowed)
+        raise ConfigError(label, key, f"{value!r}{hint} (allowed: {', '.join(allowed)})")
+
+
+def check_model(model: Model, label: str) -> None:
+    """ConfigError for shapes that no decoder can have."""
+    if model.num_heads % model.num_kv_heads != 0:
+        problem = f"{model.num_kv_heads} KV heads must divide {model.num_heads} heads"
+        raise ConfigError(label, "num_kv_heads", problem)
+    if model.attention_window and len(model.attention_window) != model.num_layers:
+        problem = f"{len(model.attention_window)} windows for {model.num_layers} layers"
+        raise ConfigError(label, "attention_window", problem)
+
+
+def check_cluster(cluster: Cluster, label: str, generations: Iterable[str]) -> None:
+    """ConfigError for an unknown generation, and for facts of a cluster that contradict."""
+    one_of(cluster.generation, tuple(generations), label, "generation")
+    told = cluster.generation
+    for generation, gpus in GENERATIONS.items():
+        if told in GENERATIONS and told != generation and gpus.search(cluster.gpu):
+            problem = f"{told}, where the gpu {cluster.gpu!r} is of {generation}"
+            raise ConfigError(label, "generation", problem)
+    if (cluster.non_torch_bytes or 0) >= cluster.hbm_bytes:
+        raise ConfigError(label, "non_torch_bytes", "leaves no device memory to the framework")
+    if cluster.pcie_gpus_per_link > cluster.gpus_per_node:
+        problem = f"more than the node's {cluster.gpus_per_node} GPUs"
+        raise ConfigError(label, "pcie_gpus_per_link", problem)
+
+
+def check_system(system: System, label: str) -> None:
+    """ConfigError for unknown features, for bytes of no dtype, and for facts that contradict."""
+    for feature in system.features:
+        one_of(feature, FEATURES, label, "features")
+    if sorted(system.rank_order) != sorted(DEGREES):
+        problem = f"{', '.join(system.rank_order)}: expected each of {', '.join(DEGREES)} once"
+        raise ConfigError(label, "rank_order", problem)
+    _check_bytes(system, label)
+    for key, problem in _contradictions(system):
+        raise ConfigError(label, key, problem)
+
+
+def _check_bytes(system: System, label: str) -> None:
+    if not system.param_bytes:
+        raise ConfigError(label, "param_bytes", "0: a parameter has bytes")
+    for key in ("grad_bytes", *WIRES):
+        allowed = GRADIENTS if key == "grad_bytes" else DTYPES
+        if getattr(system, key) not in allowed:
+            listed = ", ".join(map(str, allowed))
+            problem = f"{getattr(system, key)}: no dtype of training (allowed: {listed})"
+            raise ConfigError(label, key, problem)
+    if system.late_state_bytes > system.optimizer_bytes:
+        problem = f"more than the optimizer's {system.optimizer_bytes} bytes a parameter"
+        raise ConfigError(label, "late_state_bytes", problem)
+
+
+def _contradictions(system: System) -> Iterable[tuple[str, str]]:
+    """Yield (key, problem) of each pair of facts of which only one can hold."""
+    if system.norm_keeps_steps and system.norm_kernel != "eager":
+        why = "compiled: true" if system.compiled else f"norm: {system.norm}"
+        yield "norm_keeps_steps", f"true beside {why}: only an eager norm keeps its steps"
+    if system.fused_loss and not system.loss_in_place:
+        yield "loss_in_place", "false beside fused_loss: true, which writes its gradient in place"
+    if system.data_parallel == "fsdp" and system.bucket_bytes:
+        problem = "beside data_parallel: fsdp, which reduces each unit by itself (say 0)"
+        yield "bucket_bytes", f"{system.bucket_bytes} {problem}"

@@ -1,0 +1,83 @@
+"""Facts of a stack or a cluster that cannot be, or of which only one can hold, get one line."""
+
+from pathlib import Path
+
+import pytest
+
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import load_cluster, load_system
+
+STACKS = {
+    "rank_order: [tp, tp, dp, pp]": "rank_order: tp, tp, dp, pp: expected each of tp, cp, dp, pp",
+    "rank_order: [tp, dp]": "rank_order: tp, dp: expected each of tp, cp, dp, pp once",
+    "param_bytes: 0": "param_bytes: 0: a parameter has bytes",
+    "grad_bytes: 3": "grad_bytes: 3: no dtype of training (allowed: 1, 2, 4, 6)",
+    "reduce_bytes: 8": "reduce_bytes: 8: no dtype of training (allowed: 1, 2, 4)",
+    "gather_bytes: 0": "gather_bytes: 0: no dtype of training",
+    "host_grad_bytes: 3": "host_grad_bytes: 3: no dtype of training",
+    "late_state_bytes: 16": "late_state_bytes: more than the optimizer's 12 bytes a parameter",
+    "features: [ulyses]": "features: 'ulyses'; did you mean 'ulysses'?",
+    "norm_keeps_steps: true": "norm_keeps_steps: true beside norm: fused: only an eager norm",
+    "fused_loss: true\nloss_in_place: false": "loss_in_place: false beside fused_loss: true",
+    "data_parallel: fsdp": "bucket_bytes: 160000000 beside data_parallel: fsdp",
+    "loss: tiled": "loss: no key: yes/no facts say more than one name: fused_loss, or else",
+}
+CLUSTERS = {
+    "generation: ampere": "generation: ampere, where the gpu 'H100-SXM5-80GB' is of hopper",
+    "gpu: B200-SXM6": "generation: hopper, where the gpu 'B200-SXM6' is of blackwell",
+    "generation: hoper": "generation: 'hoper'; did you mean 'hopper'?",
+    "non_torch_bytes: 90000000000": "non_torch_bytes: leaves no device memory to the framework",
+    "pcie_gpus_per_link: 16": "pcie_gpus_per_link: more than the node's 8 GPUs",
+}
+
+
+def written(folder: Path, base: str, text: str) -> Path:
+    path = folder / "mine.yaml"
+    head = f"name: mine\nbase: {base}\nsource: a test\n"
+    path.write_text(head + text + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("text", STACKS)
+def test_a_stack_that_cannot_be_is_one_line(tmp_path: Path, text: str) -> None:
+    path = written(tmp_path, "megatron-core", text)
+    with pytest.raises(ConfigError) as error:
+        load_system(path)
+    assert str(error.value).startswith(f"{path}: {STACKS[text]}")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", CLUSTERS)
+def test_a_cluster_that_cannot_be_is_one_line(tmp_path: Path, text: str) -> None:
+    path = written(tmp_path, "h100-80gb", text)
+    with pytest.raises(ConfigError) as error:
+        load_cluster(path)
+    assert str(error.value).startswith(f"{path}: {CLUSTERS[text]}")
+    assert "\n" not in str(error.value)
+
+
+def test_compiled_eager_norms_keep_no_steps(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="beside compiled: true: only an eager norm"):
+        load_system(written(tmp_path, "huggingface", "compiled: true"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rank_order: [pp, dp, cp, tp]",
+        "grad_bytes: 6",  # bf16, and a sum in fp32
+        "repeats_kv: true\nattention: unfused",  # a run may ask for a fused kernel
+        "fused_loss: true\nlogits_fp32: true",  # a fused loss of fp32 logits
+        "compiled: true\ncuda_graphs: true",  # torch.compile captures graphs too
+        "data_parallel: fsdp\nbucket_bytes: 0",
+        "norm: eager\nnorm_keeps_steps: true",
+    ],
+)
+def test_what_may_be_is_not_refused(tmp_path: Path, text: str) -> None:
+    assert load_system(written(tmp_path, "megatron-core", text)).name == "mine"
+
+
+@pytest.mark.parametrize("gpu", ["H20-SXM5-96GB", "RTX-4090", "A10"])
+def test_a_gpu_of_no_certain_generation_is_not_refused(tmp_path: Path, gpu: str) -> None:
+    base = "a100-80gb-selene" if gpu == "A10" else "h100-80gb"
+    assert load_cluster(written(tmp_path, base, f"gpu: {gpu}")).gpu == gpu
