@@ -154,15 +154,19 @@ def test_one_rebuilt_layer_peaks_where_the_trace_does(path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_eager_attention_makes_its_scores_more_than_once(precision: Literal["bf16", "fp32"]) -> None:
-    """At the softmax: the masked scores and their fp32 copy forward, both gradients backward, beside
-    what is saved, with neither the values nor gradients of q and k.  One softmax kernel needs none
-    of it."""
+def test_eager_attention_makes_its_scores_more_than_once(
+    precision: Literal["bf16", "fp32"],
+) -> None:
+    """At the softmax: the masked scores and their fp32 copy forward, both gradients backward,
+    beside what is saved, with neither the values nor gradients of q and k.  One softmax kernel
+    needs none of it."""
     model = model_of(read(TRACED / "llama-3-8b.eager.4096.jsonl")["config"])
     work = Workload(model=model, seq_len=4096, precision=precision)
     layer = layer_table(work, Layout(), huggingface("eager"), fused_attention=False, window=0)
     op, scores = layer.op("attention"), model.num_heads * 4096**2
-    saved = sum(a.nbytes for n, a in layer.activations.items() if n.startswith(("attn_p", "attn_s")))
+    saved = sum(
+        a.nbytes for n, a in layer.activations.items() if n.startswith(("attn_p", "attn_s"))
+    )
     alive = {"bf16": (2 + 4 + 4, 3 * 4), "fp32": (4 + 4, 3 * 4)}[precision]
     assert saved + op.scratch_forward_bytes == scores * alive[0]
     absent = 2 * (model.q_width + model.kv_width) * 4096 * work.element_bytes
