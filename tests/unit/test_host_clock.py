@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from rematbench.cost.constants import Calibration, instant_hosts
 from rematbench.lowering.lower import lower
 from rematbench.problem import Problem
-from rematbench.program.action import Action
+from rematbench.program.action import GRADIENTS_DOWN, Action, Kind
 from rematbench.program.program import Program, parse_program
 from rematbench.simulate.breakdown import host_wait_s
 from rematbench.simulate.max_plus import simulate_chunks
-from rematbench.simulate.seconds import ActionCosts, action_seconds
+from rematbench.simulate.seconds import DIRECTION, ActionCosts, action_seconds
 from rematbench.simulate.step import STILL, TIMELESS, simulate
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system
@@ -158,7 +158,8 @@ class Whimsical:
 def test_chunk_level_equals_op_level(layout: dict[str, Any], name: str) -> None:
     rules, moves = PLANS[name]
     for launch_s, synchronous in ((1e-6, False), (1e-4, True)):
-        given = problem(system_changes={"p2p_synchronous": synchronous}, **layout)
+        waits = {"p2p_synchronous": synchronous, "blocking_copies": synchronous}
+        given = problem(system_changes=waits, **layout)
         given = Problem(
             given.workload, given.cluster, given.system, given.layout, with_host(launch_s)
         )
@@ -241,3 +242,51 @@ def test_what_is_compiled_is_issued_at_once() -> None:
     compiled = replace(given.system, compiled=True)
     whole = Problem(given.workload, given.cluster, compiled, given.layout, ROUND, given.attention)
     assert whole.cost.calls(eager, "backward_input") == 1
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_compiled_region_is_a_launch_between_collectives(tp: int) -> None:
+    """A layer's pass is a launch, and one more for each collective between two of its kernels."""
+    given = problem(system="torchtitan", system_changes={"compiled": True}, tp=tp, global_batch=1)
+    given = Problem(
+        given.workload, given.cluster, given.system, given.layout, with_host(1.0), given.attention
+    )
+    costs, (rank, *_) = ActionCosts(given), lower(given.base_plan, given).ranks
+    for block in rank.blocks:
+        mine = [action for action in block.actions if action.part == "L0"]
+        issued = sum(costs.issue_s(action, 0) for action in mine if action.kind in DIRECTION)
+        collectives = sum(action.comm is not None for action in mine)
+        if block.label in "FB":
+            apart = 1 if block.label == "B" and tp > 1 else 0  # two gathers follow each other
+            assert issued == 1 + collectives - apart
+            assert bool(collectives) == (tp > 1)
+
+
+def test_blocking_copies_hold_the_host_but_copies_of_states_do_not() -> None:
+    given = problem(system="deepspeed", dp=2, zero_stage=3, global_batch=2)
+    assert given.system.blocking_copies
+    program = lower(given.base_plan.with_rules(BALANCED, half()), given)
+    costs = ActionCosts(given)
+    actions = [a for rank in program.ranks for block in rank.blocks for a in block.actions]
+    copies = [a for a in actions if a.kind in (Kind.D2H, Kind.H2D)]
+    assert copies
+    assert all(costs.held(copy) for copy in copies)
+    assert not costs.held(replace(copies[0], op=GRADIENTS_DOWN))
+    assert not any(costs.held(a) for a in actions if a not in copies)
+
+
+def test_blocking_copies_never_make_a_step_faster() -> None:
+    """The host issues nothing while it waits for a copy, so a slow host pays for each."""
+    steps = []
+    for blocks in (False, True):
+        given = problem(
+            system="deepspeed",
+            system_changes={"blocking_copies": blocks},
+            dp=2,
+            zero_stage=3,
+            global_batch=4,
+        )
+        given = Problem(given.workload, given.cluster, given.system, given.layout, with_host(1e-4))
+        program = lower(given.base_plan.with_rules(BALANCED, half()), given)
+        steps.append(simulate_chunks(program, action_seconds(given)).step_s)
+    assert steps[1] > steps[0]

@@ -55,6 +55,7 @@ compute beside it."""
 GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP = "gradients_down", "weights_up", "shard_up"
 """What copies of states carry: gradients to an update on the host, the updated weights back, and a
 rank's shard of weights in host memory before it is gathered."""
+STATE_COPIES = (GRADIENTS_DOWN, WEIGHTS_UP, SHARD_UP)
 
 COMM_KIND: dict[CommKind, Kind] = {
     "all_gather": Kind.ALL_GATHER,

@@ -8,7 +8,7 @@ from rematbench.cost.bind import Direction
 from rematbench.cost.copies import ALONE
 from rematbench.operators.ops import Comm, Group, Op, OpTable
 from rematbench.problem import Problem
-from rematbench.program.action import HOST_UPDATE, STALL, Action, Kind
+from rematbench.program.action import HOST_UPDATE, STALL, STATE_COPIES, Action, Kind
 from rematbench.program.program import Program
 from rematbench.simulate.contention import crowd
 from rematbench.simulate.step import RankedSeconds
@@ -32,8 +32,9 @@ class ActionCosts:
         self._kernels: dict[tuple[object, ...], float] = {}
         self._issues: dict[tuple[object, ...], float] = {}
         system, vpp = problem.system, problem.layout.vpp
-        kinds = problem.layer_kinds if system.cuda_graphs else ()
-        self._graphs = [_graph_begins(table) for table in kinds]
+        whole = system.cuda_graphs or system.compiled
+        begins = _graph_begins if system.cuda_graphs else _region_begins
+        self._begins = [begins(table) for table in problem.layer_kinds if whole]
         self._waits_for_messages = system.p2p_synchronous and not system.sends_beside(vpp)
         self._table = {
             Kind.D2H: lambda action, _: self.cost.copy_s(action.nbytes, "d2h", self.crowd),
@@ -60,34 +61,38 @@ class ActionCosts:
 
     def issue_s(self, action: Action, rank: int) -> float:
         """Seconds that the host takes to issue an action: a launch for each kernel, or one for a
-        collective, a message or a copy.  A STALL is no launch, and a layer's CUDA graph is one
-        launch, at its first action."""
-        if action.kind is Kind.STALL or self._inside_graph(action):
+        collective, a message or a copy.  A STALL is no launch.  A layer's CUDA graph is one launch,
+        at its first action, and so is a compiled region, the kernels between two collectives."""
+        if action.kind is Kind.STALL or self._inside(action):
             return 0.0
         if action.kind not in DIRECTION:
             return self.cost.host_launch_s
         key = (action.kind, action.part[:1], action.variant, action.op)
         if key not in self._issues:
             calls = self.cost.calls(self._op(action, rank), DIRECTION[action.kind])
-            calls = min(1, calls) if self._graphs and action.part.startswith("L") else calls
+            calls = min(1, calls) if self._begins and action.part.startswith("L") else calls
             self._issues[key] = calls * self.cost.host_launch_s
         return self._issues[key]
 
-    def _inside_graph(self, action: Action) -> bool:
-        """Whether an action is in a layer's CUDA graph but is not the graph's first action.  A
-        graph holds a layer's kernels and the collectives between them, but no reduction and no
-        copy of gradients."""
-        copied = action.kind in (Kind.D2H, Kind.H2D)
-        if not self._graphs or copied or not action.part.startswith("L"):
+    def _inside(self, action: Action) -> bool:
+        """Whether an action is in a layer's CUDA graph or compiled region but is not its first
+        action.  A graph holds a layer's kernels and the collectives between them, but no reduction
+        and no copy of gradients; a region holds kernels alone."""
+        if not self._begins or not action.part.startswith("L"):
             return False
+        graphs = self.problem.system.cuda_graphs
         if action.comm is not None:
-            return action.comm.group in ("tp", "cp")
-        first = self._graphs[action.variant].get(action.kind)
-        return action.op != first or action.offset > 0
+            return graphs and action.comm.group in ("tp", "cp")
+        if action.kind not in DIRECTION:
+            return graphs and action.kind not in (Kind.D2H, Kind.H2D)
+        first = self._begins[action.variant].get(action.kind, frozenset())
+        return action.op not in first or (graphs and action.offset > 0)
 
     def held(self, action: Action) -> bool:
-        """Whether the host waits for the action: it waits for a message to arrive, where the stack
-        makes messages synchronous."""
+        """Whether the host waits for the action: for a message to arrive where the stack makes
+        messages synchronous, for a copy of activations to end where its copies block."""
+        if action.kind in (Kind.D2H, Kind.H2D):
+            return self.problem.system.blocking_copies and action.op not in STATE_COPIES
         return self._waits_for_messages and action.wait.startswith("recv_")
 
     def alike(self, rank: int) -> Hashable:
@@ -154,13 +159,36 @@ class ActionCosts:
         return self.cost.host_update_s(count) if on_host else self.cost.optimizer_s(count)
 
 
-def _graph_begins(table: OpTable) -> dict[Kind, str]:
+Begins = dict[Kind, frozenset[str]]
+"""The operators of a layer whose action of a kind is a launch."""
+
+
+def _graph_begins(table: OpTable) -> Begins:
     """The operators that a layer's CUDA graphs begin with: the first operator with a forward, and
     the last operator with an input gradient."""
-    return {
-        Kind.FORWARD: next(op.name for op in table.ops if op.forward),
-        Kind.BACKWARD_INPUT: next(op.name for op in reversed(table.ops) if op.backward_input),
-    }
+    forward = next(op.name for op in table.ops if op.forward)
+    backward = next(op.name for op in reversed(table.ops) if op.backward_input)
+    return {Kind.FORWARD: frozenset({forward}), Kind.BACKWARD_INPUT: frozenset({backward})}
+
+
+def _region_begins(table: OpTable) -> Begins:
+    """The operators that a layer's compiled regions begin with: a collective ends a region, and so
+    does the end of the layer."""
+    forward, backward = set(), set()
+    broken = True
+    for op in table.ops:
+        broken = broken or op.gather is not None
+        if op.forward:
+            forward |= {op.name} if broken else set()
+            broken = op.reduce is not None
+    broken = True
+    for op in reversed(table.ops):
+        broken = broken or op.grad_gather is not None or op.regather is not None
+        if op.backward_input:
+            backward |= {op.name} if broken else set()
+            broken = op.grad_reduce is not None
+    again = frozenset(forward)
+    return {Kind.FORWARD: again, Kind.RECOMPUTE: again, Kind.BACKWARD_INPUT: frozenset(backward)}
 
 
 def _beside(op: Op, kind: Kind) -> tuple[Comm | None, ...]:

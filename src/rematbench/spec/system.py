@@ -76,6 +76,9 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     step; DeepSpeed's ZeRO makes them at its start).
     `fresh_gradients`: a step's first backward makes the gradients and the step's end frees them
     (zero_grad(set_to_none=True)); else gradients are alive throughout.
+    `blocking_copies`: the host waits for the end of each copy of activations between device and
+    host (a copy from or to memory that is not pinned, or `Tensor.cpu()`); copies of states do not
+    block.
     `host_grad_bytes`: bytes of one gradient on its way to an optimizer in host memory (DeepSpeed
     widens the gradient to fp32 on the device first: stage3.py, _offload_grad_partition_at_boundary,
     and in stage_1_and_2.py async_inplace_copy_grad_to_fp32_buffer_from_gpu).
@@ -118,6 +121,7 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tp_overlap: TpOverlap
     p2p_overlap: P2pOverlap
     p2p_synchronous: bool = False
+    blocking_copies: bool = False
     reduce_overlap: bool
     gather_overlap: bool
     bucket_bytes: Bytes = 0
