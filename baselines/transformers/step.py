@@ -136,8 +136,8 @@ def _handed_over(meter: Phases, parameter: torch.Tensor) -> None:
 
 
 def _no_squares(config: PreTrainedConfig, setup: Setup) -> None:
-    """NotRunnable if a tensor beside a flash kernel is seq_len x seq_len. The check runs two layers
-    at a length that no other dimension has."""
+    """NotRunnable if a tensor beside a flash kernel is seq_len x seq_len, in a forward or a
+    backward. The check runs two layers at a length that no other dimension has."""
     small = deepcopy(config)
     small.num_hidden_layers = 2
     with ExitStack() as stack:
@@ -149,4 +149,4 @@ def _no_squares(config: PreTrainedConfig, setup: Setup) -> None:
         ids = torch.zeros(setup.batch, rows, dtype=torch.int64)
         stack.enter_context(kernels.installed(setup.attention, fake=True))
         stack.enter_context(kernels.NoSquares(rows))
-        model(input_ids=ids, labels=ids)
+        model(input_ids=ids, labels=ids).loss.backward()

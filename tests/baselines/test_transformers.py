@@ -208,6 +208,36 @@ def test_scores_made_by_hand_under_sdpa_fail() -> None:
         run(tiny("llama"), Setup(seq_len=ROWS))
 
 
+class RecomputedScores(torch.autograd.Function):
+    """A kernel that makes its scores in the backward only."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v = ctx.saved_tensors
+        heads = torch.zeros_like(q) + q @ q.transpose(2, 3) @ gradients[0]
+        return heads, torch.zeros_like(k), torch.zeros_like(v)
+
+
+def test_scores_made_in_the_backward_under_sdpa_fail() -> None:
+    from unittest.mock import patch  # noqa: PLC0415
+
+    def attend(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
+        return RecomputedScores.apply(q, k, v)  # type: ignore[no-untyped-call]
+
+    ((owner, name, _),) = kernels._PARTS["flash"]
+    parts = {**kernels._PARTS, "flash": ((owner, name, attend),)}
+    with (
+        patch.object(kernels, "_PARTS", parts),
+        pytest.raises(NotRunnable, match=r"a tensor of .*seq_len x seq_len"),
+    ):
+        run(tiny("llama"), Setup(seq_len=ROWS))
+
+
 def test_a_length_that_is_a_width_is_no_square() -> None:
     config = tiny("llama")
     assert run(config, Setup(seq_len=TINY["hidden_size"])).saved_bytes > 0
@@ -293,3 +323,28 @@ def test_the_command_says_in_one_line_what_it_does_not_run(tmp_path: Path) -> No
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "UNSUPPORTED: model_type 'mixtral'" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-3-8b.eager.32768",
+        "qwen3-8b.sdpa.4096.checkpointing",
+        "gemma-2-9b.flash_attention_2.32768",
+    ],
+)
+def test_a_committed_record_is_made_again(name: str, tmp_path: Path) -> None:
+    """By the command of docs/baselines.md; only versions of the machine and the date may differ."""
+    model, attention, length, *more = name.split(".")
+    out = tmp_path / "again.jsonl"
+    config = f"tests/baselines/transformers/{model}.json"
+    options = ["--seq-len", length, "--attention", attention, *(f"--{word}" for word in more)]
+    command = [sys.executable, "-m", "baselines.transformers", config, *options, "-o", str(out)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
+    committed = ROOT / "results" / "measured" / "transformers" / f"{name}.jsonl"
+    again, before = (json.loads(path.read_text()) for path in (out, committed))
+    assert again["config"] == before["config"]
+    assert again["setup"] == before["setup"]
+    assert again["seen"] == before["seen"]
+    assert again["stack"]["transformers"] == before["stack"]["transformers"]

@@ -1,7 +1,8 @@
 """config/kernels is what the rows say, and every row off its curve has a reason."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -14,10 +15,11 @@ from rematbench.cost.kernel_rates import (
     fitted_parameters,
     load_kernel_rates,
 )
+from rematbench.cost.kernels import Attention
 from rematbench.published import kernel_attention
 from rematbench.published.kernel_attention import attention_fraction
 from rematbench.published.kernel_fit import as_text, curve_table, fit_share, refit
-from rematbench.published.kernel_rows import Match, read_kernel_rows
+from rematbench.published.kernel_rows import Match, attention_flop, measured, read_kernel_rows
 from rematbench.published.kernel_sources import (
     TOLERANCE,
     KernelFitError,
@@ -26,8 +28,9 @@ from rematbench.published.kernel_sources import (
     outliers,
 )
 from rematbench.published.scores import how_to_read
-from rematbench.spec.load import calibration
+from rematbench.spec.load import calibration, load_cluster
 from rematbench.spec.paths import data_dir
+from tests.problems import problem
 
 FOLDER = data_dir("config") / "kernels"
 PUBLISHED = data_dir("published") / "kernels.csv"
@@ -201,3 +204,27 @@ def test_refit_refuses_a_row_of_a_new_kind(tmp_path: Path) -> None:
     path.write_text(PUBLISHED.read_text(encoding="utf-8") + new, encoding="utf-8")
     with pytest.raises(KernelFitError, match="neither used nor excluded: lines 1929"):
         refit(FOLDER, path)
+
+
+def attention_seconds(system: str, cluster: str, kernel: Attention) -> float:
+    given = problem(system=system, attention="unfused")
+    cost = replace(given, cluster=load_cluster(cluster)).cost
+    ways: tuple[Literal["forward", "backward_input"], ...] = ("forward", "backward_input")
+    return sum(cost.kernel_s(kernel, way) for way in ways)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cluster"), [("H100-SXM", "h100-80gb"), ("A100-80GB-SXM", "a100-80gb-selene")]
+)
+def test_eager_attention_takes_its_published_seconds(gpu: str, cluster: str) -> None:
+    """Of a stack of torch operators, on the causal rows, as a model's attention is.  One softmax
+    kernel takes less."""
+    found = []
+    for row in (row for row in ROWS if row.implementation == "torch-eager" and row.gpu == gpu):
+        if row.what == "attention_fwd_bwd" and row.causal:
+            batch, heads, s, width = (row.size(key) for key in "bhsd")
+            kernel = Attention(batch, heads, heads, width, s, s, s * s, fused=False)
+            seconds = attention_seconds("huggingface", cluster, kernel)
+            assert attention_seconds("rematbench", cluster, kernel) < seconds
+            found.append(attention_flop(row) / seconds / measured(row).value)
+    assert found == pytest.approx([1.0] * 6, rel=0.08)

@@ -28,6 +28,7 @@ from rematbench.cost.kernel_rates import (
     load_kernel_rates,
     named_bytes,
     unfused_attention_s,
+    unfused_passes,
 )
 from rematbench.cost.kernels import Named, NormKernel, RopeKernel
 from rematbench.spec.load import load_system
@@ -217,6 +218,8 @@ def test_unfused_attention_passes_over_its_scores() -> None:
     plain = unfused_attention_s(rates, 1e-3, 1e9, 2, 1e12, masked=False)
     assert plain == pytest.approx(1e-3 + 18e-3)
     assert unfused_attention_s(rates, 1e-3, 1e9, 2, 1e12, masked=True) == pytest.approx(29e-3)
+    assert unfused_passes(rates, backward=False, masked=True) == pytest.approx(0.4 * 9 + 5)
+    assert unfused_passes(rates, backward=True, masked=True) == pytest.approx(0.6 * 9)
 
 
 def test_functions_broadcast() -> None:

@@ -13,7 +13,7 @@ from rematbench.problem import Problem
 from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
 from rematbench.program.ledger import issue_order
-from rematbench.simulate.evaluate import evaluate
+from rematbench.simulate.evaluate import evaluate, program_bytes
 from rematbench.spec.layout import Layout
 from rematbench.studies.longest import longest_sequence
 from tests.problems import LLAMA, all_methods, layers, make_problem, plan_of, problem
@@ -266,3 +266,16 @@ def test_an_allocator_may_decide() -> None:
     )
     assert halves.seq_len == 960
     assert "allocator reserves" in halves.binds
+
+
+def test_bytes_a_token_beside_layer_inputs_are_those_that_are_stated() -> None:
+    """Of Llama-3-8B at 60K tokens (config/study/mst.yaml): one rebuilt layer, and four tensors of
+    hidden width on the way."""
+    p = one_a100("llama3-8b", 60_000)
+    plan = REGISTRY.resolve("mst+full_recompute").plan(p)
+    assert isinstance(plan, Plan)
+    (rank,) = program_bytes(p, plan, lower(plan, p))
+    hidden = 2 * p.workload.model.hidden
+    a_token = rank.activation_peak / 60_000 - p.workload.model.num_layers * hidden
+    assert a_token == pytest.approx(p.layer(0).saved_bytes / 60_000 + 4 * hidden, rel=1e-6)
+    assert a_token == pytest.approx(234e3, rel=2e-3)

@@ -1,6 +1,7 @@
 """Stacks and clusters with a base, kernels by name, and whose constants count."""
 
 import json
+import re
 from dataclasses import replace as dataclass_replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rematbench.published.evidence import published_stack, unlike_shipped
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, claim_of_row, load_cluster, load_system, names
+from rematbench.spec.paths import data_dir
 from rematbench.spec.stackfacts import DEFAULT, defaults, differences, facts
 from rematbench.spec.system import System
 from tests.problems import make_problem
@@ -164,8 +166,7 @@ def test_every_fact_is_said_or_marked_as_default(name: str) -> None:
     assert set(told) | set(unsaid) == set(System.__struct_fields__) - not_facts
     assert not set(told) & set(unsaid)
     assert all(fact.value == getattr(system, key) for key, fact in unsaid.items())
-    shipped = {"deepspeed"}  # says of itself that its model is Hugging Face's, not its kernels
-    assert name in shipped or {"norm", "rope"} <= set(told)
+    assert {"norm", "rope"} <= set(told)
 
 
 def test_systems_are_listed_and_explained() -> None:
@@ -231,3 +232,38 @@ def test_shipped_clusters_and_their_memory_are_like_shipped() -> None:
     for cluster in clusters:
         bigger = replace(cluster, hbm_bytes=2 * cluster.hbm_bytes, name="mine", host_bytes=1 << 40)
         assert not unlike_shipped(dataclass_replace(problem, cluster=bigger))
+
+
+def test_mst_is_transformers_but_for_its_loop_and_its_optimizer() -> None:
+    assert differences("mst-hf").keys() == {"held_logit_bytes", "step_scratch_bytes"}
+    assert load_system("mst-hf").constants == load_system("huggingface-flash").constants
+
+
+@pytest.mark.parametrize(("name", "each"), [("mst-hf", 16), ("mst-hf-accumulated", 12)])
+def test_bytes_of_a_logit_at_the_losss_backward(name: str, each: int) -> None:
+    """Held output, log-softmax, and the gradients of both."""
+    given = made(model="llama3-8b", cluster="a100-80gb-single", system=name, layout=Layout())
+    loss = given.head.op("loss")
+    gradient = given.head.activations["logits"].nbytes
+    kept = sum(given.head.activations[tensor].nbytes for tensor in loss.saves)
+    logits = 4096 * given.workload.model.vocab
+    assert kept + gradient + loss.scratch_backward_bytes == each * logits
+
+
+def test_deepspeed_is_the_decoder_that_its_baseline_runs() -> None:
+    """And around Hugging Face's layers it is another stack."""
+    pin = (data_dir("baselines") / "deepspeed" / "requirements.txt").read_text(encoding="utf-8")
+    release = re.search(r"deepspeed==([0-9.]+)", pin)
+    assert release is not None
+    plain, layers = load_system("deepspeed"), load_system("huggingface-deepspeed")
+    for found in (plain, layers):
+        assert f"DeepSpeed {release[1]}" in found.version
+    assert (plain.norm_kernel, plain.rope_kernel) == ("torch", "eager")
+    assert {facts("deepspeed")[key].file for key in ("norm", "rope", "repeats_kv")} == {"deepspeed"}
+    assert all(facts("deepspeed")[key].source for key in ("norm", "rope", "repeats_kv"))
+    zero = {
+        *("optimizer_bytes", "late_state_bytes", "fresh_gradients", "reduce_overlap"),
+        *("gather_overlap", "bucket_bytes", "blocking_copies", "features"),
+    }
+    assert differences("huggingface-deepspeed").keys() == zero
+    assert all(getattr(layers, key) == getattr(plain, key) for key in zero)

@@ -137,11 +137,9 @@ class CostModel:
     def _named_s(self, kernel: Named, direction: Direction) -> float:
         """Busy seconds of a named operator by published rates: its bytes over the published HBM
         rate."""
-        kernels = self.calibration.kernels
-        share = kernels.generation(self.cluster.generation).hbm.value
-        backward = direction != "forward"
-        moved = kernel_rates.named_bytes(kernels.named(kernel), kernel, backward=backward)
-        return moved / (self.cluster.hbm_bytes_per_s * share)
+        rates = self.calibration.kernels.named(kernel)
+        moved = kernel_rates.named_bytes(rates, kernel, backward=direction != "forward")
+        return moved / float(self._published_device.hbm_bytes_per_s)
 
     def _memory_s(self, nbytes: float) -> formulas.Quantity:
         return formulas.memory_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu)
@@ -150,7 +148,9 @@ class CostModel:
         """Busy seconds of the backend's kernel, by its published rates."""
         forward = direction == "forward"
         if not kernel.fused:
-            return self._unfused_attention_s(kernel, forward)
+            eager = self.system.eager_operators
+            own = self._eager_attention_s if eager else self._unfused_attention_s
+            return own(kernel, forward)
         rates, device = self._fused_attention
         return kernel_rates.attention_s(
             rates,
@@ -160,6 +160,16 @@ class CostModel:
             head_dim=kernel.head_dim,
             q_rows=kernel.q_rows,
             pairs=kernel.pairs,
+        )
+
+    @cached_property
+    def _published_device(self) -> kernel_rates.Device:
+        """The GPU as the rows of config/kernels see it: HBM at its published share."""
+        rates = self.calibration.kernels.generation(self.cluster.generation)
+        return kernel_rates.Device(
+            peak_flop_per_s=self.cluster.peak_flop_per_s,
+            hbm_bytes_per_s=self.cluster.hbm_bytes_per_s * rates.hbm.value,
+            sm_count=rates.sm_count,
         )
 
     @cached_property
@@ -190,6 +200,25 @@ class CostModel:
         )
         pairs = 1 if forward else 2
         return pairs * pair + scores
+
+    def _eager_attention_s(self, kernel: Attention, forward: bool) -> formulas.Quantity:
+        """Busy seconds of unfused attention as torch operators run it, on the full score matrix, by
+        published rates: its GEMMs (in the backward one makes scores, three make rows), and passes
+        over the matrix, of which dropout has its own."""
+        q, kv, d = kernel.q_rows, kernel.kv_rows, kernel.head_dim
+        many = kernel.batch * kernel.heads
+        kernels, device = self.calibration.kernels, self._published_device
+        rates = kernels.generation(self.cluster.generation).gemm
+        width = self.workload.element_bytes
+        shapes = [(q, kv, d), *[(q, d, kv)] * (1 if forward else 3)]
+        gemms = fsum(
+            float(kernel_rates.gemm_s(rates, device, *shape, many, element_bytes=width))
+            for shape in shapes
+        )
+        passes = kernel_rates.unfused_passes(
+            kernels.operators.unfused_attention, backward=not forward, masked=True
+        ) + (formulas.DROPOUT_PASSES if self.workload.model.dropout > 0 else 0.0)
+        return gemms + passes * many * q * kv * width / device.hbm_bytes_per_s
 
     def op_s(self, op: Op, direction: Direction, rows_fraction: float = 1.0) -> float:
         """Seconds of an operator's kernels in a direction, on a share of its rows."""

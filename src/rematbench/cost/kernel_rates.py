@@ -7,6 +7,7 @@ functions are pure and broadcast over NumPy arrays.  Units: FLOP, bytes, seconds
 dense 16-bit peak, of the HBM rate or of a link's rate.
 """
 
+from math import fsum
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -28,6 +29,8 @@ ATTENTION_TILE_ROWS = 128
 (Dao 2023, arXiv 2307.08691, section 3.3; Shah et al. 2024, arXiv 2407.08608)."""
 FLASH_BACKWARD_FLOP = 2.5
 """FLOPs of the backward over the forward's: five GEMMs to two (Dao 2023)."""
+UNFUSED_BACKWARD_SHARE = 0.6
+"""Share of a softmax's passes that are in its backward: three of five."""
 REFERENCE_HEAD_DIM = 128
 REFERENCE_ELEMENT_BYTES = 2
 """Bytes per element in the rows behind operators.yaml (bf16 and fp16)."""
@@ -108,8 +111,8 @@ class ByteRates(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class UnfusedAttention(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Unfused attention: passes over the score matrix in memory, forward and backward together, and
-    the further passes where a separate kernel applies the causal mask."""
+    """Unfused attention of torch operators: passes over the score matrix in memory, forward and
+    backward together, and the further passes where a separate kernel applies the causal mask."""
 
     passes: float
     mask_passes: float
@@ -342,6 +345,15 @@ def bytes_s(
     return elements * rates.forward_bytes / hbm_bytes_per_s + rates.forward_fixed_s
 
 
+def unfused_passes(rates: UnfusedAttention, *, backward: bool, masked: bool) -> float:
+    """Passes over the score matrix in one direction. The published rows have both together: parted
+    2 to 3 as a softmax's own (read, write; read two, write one), and the mask forward, as the
+    gradient of a sum moves nothing. The parting is ours."""
+    if backward:
+        return rates.passes * UNFUSED_BACKWARD_SHARE
+    return rates.passes * (1.0 - UNFUSED_BACKWARD_SHARE) + (rates.mask_passes if masked else 0.0)
+
+
 def unfused_attention_s(
     rates: UnfusedAttention,
     gemms_s: Quantity,
@@ -352,5 +364,5 @@ def unfused_attention_s(
     masked: bool,
 ) -> Quantity:
     """Seconds, forward and backward: six GEMMs (`gemms_s`), and passes over `scores` elements."""
-    passes = rates.passes + (rates.mask_passes if masked else 0.0)
+    passes = fsum(unfused_passes(rates, backward=way, masked=masked) for way in (False, True))
     return gemms_s + passes * scores * element_bytes / hbm_bytes_per_s

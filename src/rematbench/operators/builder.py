@@ -260,6 +260,7 @@ class Builder:
             fused=fused,
         )
         internals = (self._lse(),) if fused else self._scores()
+        inside = (0, 0) if fused else self._inside_scores()
         repeated = self._repeated()
         comms = self._attention_comms()
         self.ops.append(
@@ -275,6 +276,8 @@ class Builder:
                 gather=comms.gather,
                 regather=comms.regather,
                 grad_reduce=comms.grad_reduce,
+                scratch_forward_bytes=inside[0],
+                scratch_backward_bytes=inside[1],
             )
         )
 
@@ -317,3 +320,18 @@ class Builder:
             names.append(self.add("attn_probs_mask", self.s.tokens, row, False))
             names.append(self.add("attn_probs_dropped", self.s.tokens, row * self.e, False))
         return tuple(names)
+
+    def _inside_scores(self) -> tuple[int, int]:
+        """Scratch bytes of eager attention, forward and backward, both at its softmax (0 where one
+        kernel makes the softmax). Forward: the masked scores and their fp32 copy, less the copy of
+        the softmax, which is not yet made. Backward: the gradients of the softmax and of the scores
+        in fp32, less the saved copy and the values, which are free by then, and less the gradients
+        of q and k, which are not yet made; that of the values has a head for each of q's. Traced of
+        eager_attention_forward (Transformers 5.23.0)."""
+        if not self.system.eager_operators:
+            return 0, 0
+        s, wide = self.s, max(FP32, self.e)
+        scores = s.tokens * s.heads * s.seq_len
+        copy = self.e if self.e < FP32 else 0
+        absent = 2 * (s.q_width + s.kv_width) * s.tokens * self.e
+        return scores * wide, max(0, scores * (2 * wide - copy) - absent)
