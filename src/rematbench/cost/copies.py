@@ -22,9 +22,7 @@ class Crowd(NamedTuple):
 ALONE = Crowd(0.0, 0.0, 0.0, 0.0)
 
 
-def crowded_bytes_per_s(
-    alone_bytes_per_s: float, both_bytes_per_s: float, both: float
-) -> float:
+def crowded_bytes_per_s(alone_bytes_per_s: float, both_bytes_per_s: float, both: float) -> float:
     """Rate of copies that move the share `both` of their bytes beside copies in the other
     direction."""
     return 1.0 / ((1.0 - both) / alone_bytes_per_s + both / both_bytes_per_s)
@@ -40,9 +38,7 @@ def beside_messages_bytes_per_s(
     return max(link_bytes_per_s / (1.0 + messages), left)
 
 
-def message_slowdown(
-    link_bytes_per_s: float, network_bytes_per_s: float, copying: float
-) -> float:
+def message_slowdown(link_bytes_per_s: float, network_bytes_per_s: float, copying: float) -> float:
     """Factor on the seconds of a message to another node: beside a copy (the share `copying` of its
     time) it has half of its GPU's link."""
     return 1.0 + copying * max(0.0, 2.0 * network_bytes_per_s / link_bytes_per_s - 1.0)

@@ -58,7 +58,9 @@ class ActionCosts:
             return self._stall_s(action, rank)
         if action.comm is not None:
             inside = bool(action.part)  # of a pass; those at the end of a step have no part
-            return self._comm_s(action.comm, rank) if inside else self.cost.comm_s(action.comm, rank)
+            return (
+                self._comm_s(action.comm, rank) if inside else self.cost.comm_s(action.comm, rank)
+            )
         return self._table[action.kind](action, rank)
 
     def issue_s(self, action: Action, rank: int) -> float:
