@@ -234,3 +234,18 @@ def point_to_point_s(
     rate = np.where(crosses, nic_bytes_per_s, nvlink_bytes_per_s)
     hop = np.where(crosses, common.nccl_network_hop_s[-1], common.nccl_nvlink_hop_s[-1])
     return (common.nccl_base_s[-1] + hop + nbytes / rate)[()]
+
+
+def network_bytes(
+    kind: str, nbytes: float, ranks: int, fewest_per_node: int, ring_nics: float
+) -> float:
+    """Bytes of a collective between nodes that the busiest GPU sends over its NIC; it receives as
+    many.  A ring's bytes are shared by `ring_nics` NICs of a node."""
+    match kind:
+        case "all_gather" | "reduce_scatter":
+            return nbytes * (ranks - 1) / ranks / ring_nics
+        case "all_reduce":
+            return 2.0 * nbytes * (ranks - 1) / ranks / ring_nics
+        case "all_to_all":
+            return nbytes * (ranks - fewest_per_node) / ranks
+    return nbytes * (ranks - 1) / ranks

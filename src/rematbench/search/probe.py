@@ -32,6 +32,7 @@ from rematbench.simulate.contention import KERNELS
 from rematbench.simulate.max_plus import COMPUTE, macro_of
 from rematbench.simulate.seconds import ActionCosts
 from rematbench.simulate.step import HOST, TimedBlock, compile_block
+from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout, LayoutError
 
 MICRO_BATCHES = 5
@@ -252,6 +253,17 @@ def placed_alike(problem: Problem) -> bool:
     return whole and problem.system.rank_order[:2] == ("tp", "cp")
 
 
+def _same_copies(problem: Problem) -> Cluster:
+    """The cluster, on which copies alone run at the problem's rate with any number of ranks: a
+    probe has other ranks on a node, which would share links and DRAM otherwise."""
+    return replace(
+        problem.cluster,
+        pcie_bytes_per_s=problem.cost.copy_alone_bytes_per_s(),
+        pcie_gpus_per_link=1,
+        dram_bytes_per_s=None,
+    )
+
+
 def _small(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
     """The problem with `sizes` layers on its ranks and no overlapped traffic between copies of the
     model.  Its programs do not depend on the cluster (no file of lowering reads the cluster)."""
@@ -274,6 +286,7 @@ def _small(problem: Problem, sizes: tuple[int, ...], known: Known) -> Small:
     small = replaced(
         problem,
         workload=work,
+        cluster=_same_copies(problem),
         system=system,
         layout=alone(problem.layout, problem.cluster.gpus_per_node, len(sizes)),
         _memo={},

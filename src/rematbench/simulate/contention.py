@@ -4,23 +4,29 @@ The factors are fixed for a whole program and follow from its actions.  A copy's
 depend on the work that runs at its moment, but the plan decides what runs beside copies in general.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from math import fsum
 
 from rematbench.cost.copies import ALONE, Crowd
+from rematbench.operators.ops import Comm
 from rematbench.problem import Problem
-from rematbench.program.action import Action, Kind
-from rematbench.program.program import Program, RankProgram
+from rematbench.program.action import COMM_KIND, Action, Kind
+from rematbench.program.program import Block, Program, RankProgram
 
 KERNELS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+COLLECTIVES = frozenset(COMM_KIND.values())
+PASSES = ("F", "B")
+"""The labels of blocks with kernels."""
 
 
 def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], float]) -> Crowd:
     """The work that a program's copies run beside; `kernel_s`: seconds of a kernel beside no copy.
 
-    Sends between nodes cross the GPU's x16 link as copies do, because the NIC hangs on the same
-    PCIe switch.  Collectives at the end of a step run beside no copies and do not count.
+    What goes to another node crosses the GPU's x16 link as copies do, because the NIC hangs on the
+    same PCIe switch: pipeline messages, and collectives of the passes that copies run beside.
+    Collectives at the end of a step run beside no copies and do not count.
     """
     moved = {kind: _moved(program, kind) for kind in (Kind.D2H, Kind.H2D)}
     total = sum(moved.values())
@@ -33,14 +39,63 @@ def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], 
         for action in block.actions
         if action.kind is Kind.SEND and _crosses(problem, action, rank.rank)
     )
+    exchanged = _exchanged_bytes(problem, program)
+
+    def beside(kind: Kind) -> float:
+        passes = _passes_beside(program, kind)
+        messages = sent + fsum(exchanged[label] for label in passes)
+        return messages / moved[kind] if moved[kind] else 0.0
+
     busy_s = _kernels_s(program, kernel_s)
     cost = problem.cost
     hbm_bytes_per_s = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
+    both = _both(program, total)
+    copy_bytes_per_s = cost.copy_alone_bytes_per_s() * cost.common.pcie_efficiency
+    copied_s = total * (1.0 - both / 2) / copy_bytes_per_s
     return Crowd(
-        both=_both(program, total),
-        sent_per_d2h=sent / moved[Kind.D2H] if moved[Kind.D2H] else 0.0,
-        received_per_h2d=sent / moved[Kind.H2D] if moved[Kind.H2D] else 0.0,
+        both=both,
+        sent_per_d2h=beside(Kind.D2H),
+        received_per_h2d=beside(Kind.H2D),
         drawn=total / hbm_bytes_per_s / busy_s if busy_s else 0.0,
+        copying=min(1.0, copied_s / busy_s) if busy_s else 0.0,
+    )
+
+
+def _passes_beside(program: Program, kind: Kind) -> tuple[str, ...]:
+    """The labels of the passes that copies of a kind run beside: their own, or both for copies of
+    whole chunks."""
+    blocks = {id(block): block for rank in program.ranks for block in rank.blocks}
+    labels = {
+        block.label
+        for block in blocks.values()
+        if any(action.kind is kind and action.part for action in block.actions)
+    }
+    return PASSES if labels.difference(PASSES) else tuple(sorted(labels))
+
+
+def _exchanged_bytes(problem: Problem, program: Program) -> dict[str, float]:
+    """Bytes that the collectives of all ranks send to other nodes, one GPU's for each rank, by the
+    label of their passes."""
+    known: dict[int, Counter[Comm]] = {}
+    found: dict[str, list[float]] = {label: [] for label in PASSES}
+    for rank in program.ranks:
+        for block, runs in zip(rank.blocks, rank.runs, strict=True):
+            if block.label not in found:
+                continue
+            if id(block) not in known:
+                known[id(block)] = _collectives(block)
+            found[block.label] += [
+                problem.cost.network_bytes(comm, rank.rank) * count * runs
+                for comm, count in known[id(block)].items()
+            ]
+    return {label: fsum(parts) for label, parts in found.items()}
+
+
+def _collectives(block: Block) -> Counter[Comm]:
+    return Counter(
+        action.comm
+        for action in block.actions
+        if action.comm is not None and action.kind in COLLECTIVES
     )
 
 
@@ -72,12 +127,16 @@ def _moved(program: Program, kind: Kind) -> int:
 
 
 def _both(program: Program, total: int) -> float:
-    """The share of copied bytes that run beside a copy in the other direction: bytes of whole-chunk
-    copies issued next to a copy of the other direction and of another pass, because both then run
-    beside the same pass.  Copies by layer do not count: they run in their own pass, offloads in
-    forwards and reloads in backwards."""
+    """The share of copied bytes that run beside a copy in the other direction.
+
+    Of whole-chunk copies: those issued next to a copy of the other direction and of another pass,
+    because both then run beside the same pass.  Of copies by layer: a forward's last copy, which
+    continues beside the rank's next pass, where that is a backward with copies back, and as many
+    bytes of these.  The other copies by layer run in their own pass, offloads in forwards and
+    reloads in backwards."""
     beside = 0
     for rank in program.ranks:
+        beside += _trailing_bytes(rank)
         copies = [step for step in rank.steps if rank.blocks[step.block].label in ("D2H", "H2D")]
         sizes = {step.block: _block_bytes(rank, step.block) for step in copies}
         met = {
@@ -90,6 +149,36 @@ def _both(program: Program, total: int) -> float:
         }
         beside += sum(sizes[copies[at].block] for at in met)
     return beside / total
+
+
+def _trailing_bytes(rank: RankProgram) -> int:
+    """Bytes of forwards' last copies by layer that run into a backward, and of that backward's
+    copies that they run beside."""
+    leaving = {at: _trailing(block) for at, block in enumerate(rank.blocks) if block.label == "F"}
+    if not any(leaving.values()):
+        return 0
+    coming = {
+        at: sum(action.nbytes for action in block.actions if _by_layer(action, Kind.H2D))
+        for at, block in enumerate(rank.blocks)
+        if block.label == "B"
+    }
+    passes = [at for at, _, _ in rank.steps if at in leaving or at in coming]
+    return sum(
+        leaving[one] + min(leaving[one], coming[other])
+        for one, other in pairwise(passes)
+        if one in leaving and coming.get(other)
+    )
+
+
+def _trailing(block: Block) -> int:
+    """Bytes of the copies of the part whose copies outlive the forward (event `d2h`)."""
+    copies = [action for action in block.actions if _by_layer(action, Kind.D2H)]
+    parts = {action.part for action in copies if action.event == "d2h"}
+    return sum(action.nbytes for action in copies if action.part in parts)
+
+
+def _by_layer(action: Action, kind: Kind) -> bool:
+    return action.kind is kind and bool(action.part)
 
 
 def _block_bytes(rank: RankProgram, block: int) -> int:

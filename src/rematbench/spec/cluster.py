@@ -18,9 +18,10 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `host_bytes`: host memory of one node.
     `non_torch_bytes`: device bytes measured for driver, CUDA context and NCCL, which the allocator
     never sees (None: computed from the layout by cost/device_memory.py).
-    `pcie_gpus_per_link`: GPUs that share one host link.
+    `pcie_gpus_per_link`: GPUs that share one host link; a rank alone on its link has all of it.
     `d2h_beside_h2d`, `h2d_beside_d2h`: the share of its rate that a copy keeps while a copy in the
-    other direction runs.
+    other direction runs.  Measured on A100 alone: no row of results/published/kernels.csv copies
+    both ways over PCIe 5, so on Hopper and Blackwell 1.0 is unmeasured.
     `dram_bytes_per_s`: the memory rate of one of the `numa_nodes` (None: never the limit).
     `host_update_parameters_per_s`: parameters per second that all ranks of a node update together
     where AdamW runs on the node's CPUs, each rank on its own cores (None: not measured; plans with
@@ -56,7 +57,13 @@ class Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """The rate of all NICs of one node together, per direction."""
         return self.nics_per_node * self.nic_bytes_per_s
 
-    @property
-    def host_link_bytes_per_s(self) -> float:
-        """One GPU's share of the host link, per direction."""
-        return self.pcie_bytes_per_s / self.pcie_gpus_per_link
+    def host_link_bytes_per_s(self, ranks: int) -> float:
+        """One GPU's share of the host link, per direction, with `ranks` ranks on a node."""
+        return self.pcie_bytes_per_s / min(self.pcie_gpus_per_link, ranks)
+
+    def socket_bytes_per_s(self, ranks: int) -> float:
+        """One GPU's share of its socket's memory rate, with `ranks` ranks on a node: ranks fill the
+        sockets in order, so the first socket has as many ranks as it has GPUs."""
+        if self.dram_bytes_per_s is None:
+            return float("inf")
+        return self.dram_bytes_per_s / min(ranks, -(-self.gpus_per_node // self.numa_nodes))
