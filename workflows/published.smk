@@ -59,6 +59,7 @@ rule predict:
 rule tables:
     input:
         predictions=expand("results/paper/predictions/{method}.csv", method=SHEETS),
+        more="results/paper/predictions_more.csv",
         accuracy=["config/accuracy.yaml", "config/left_out.csv"],
     output:
         cells="results/paper/predictions.csv",
@@ -77,16 +78,17 @@ rule tables:
         folder=lambda wildcards, output: Path(output.tables[0]).parent,
     shell:
         "rematbench tables {input.predictions} -o {params.folder} --joined {output.cells}"
-        " > {log} 2>&1"
+        " --more {input.more} > {log} 2>&1"
 
 
 rule validate:
     input:
-        "results/paper/predictions.csv",
+        cells="results/paper/predictions.csv",
+        more="results/paper/predictions_more.csv",
     log:
         "results/paper/logs/validate.log",
     localrule: True
     conda:
         "../environment.yml"
     shell:
-        "rematbench validate --predictions {input} 2>&1 | tee {log}"
+        "rematbench validate --predictions {input.cells} --more {input.more} 2>&1 | tee {log}"

@@ -4,8 +4,12 @@ import csv
 import math
 from collections import Counter
 
+import pytest
+
 from rematbench.plugins.discover import discover
 from rematbench.published.rows import RowError, read_case
+from rematbench.spec.configfile import ConfigError
+from rematbench.spec.load import load_cluster, names
 from rematbench.spec.paths import data_dir
 
 
@@ -47,3 +51,19 @@ def test_offloaded_states_are_read() -> None:
         assert int(row["gpus"]) == int(row["tp"]) * int(row["dp"])
         parameters = int(row["layers"]) * int(row["hidden"]) ** 2
         assert parameters < int(row["parameters"]) < 40 * parameters
+
+
+UNBOUND = "polaris-a100-40gb"
+"""Polaris nodes whose ranks share all cores: no file, because their rate of updates is not one."""
+
+
+def test_rows_of_a_node_without_a_file_are_compared_with_nothing() -> None:
+    """SOURCES.md says so, with their number; a file of that name would have to be said there."""
+    found = rows("offloaded_states.csv")
+    counts = Counter(row["cluster"] for row in found if row["cluster"] not in names("cluster"))
+    assert counts == {UNBOUND: 66, "": 2}
+    with pytest.raises(ConfigError, match=f"unknown cluster.*{UNBOUND}"):
+        load_cluster(UNBOUND)
+    told = (data_dir("published") / "SOURCES.md").read_text(encoding="utf-8")
+    words = f"66 rows of `{UNBOUND}` and 2 of a node without a name are compared with nothing"
+    assert words in " ".join(told.split())

@@ -1,6 +1,7 @@
 """The ledger of claims: every row is compared or says why, and verdicts follow the numbers."""
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from rematbench.studies.claims import (
     Part,
     Query,
     Tolerance,
+    Unscored,
     evaluate_query,
     load_claims,
     published,
@@ -123,6 +125,44 @@ def test_every_part_has_a_published_number() -> None:
         row = rows[claim.id]
         for part in claim.parts:
             assert published(row["value"]).told(part, row["conditions"]) is not None, claim.id
+
+
+SETTINGS = re.compile(
+    r"seq \d+|batch \d+|TP \d+|\d+-bit|\bbf16|\d+ mini-sequences|beyond 576K tokens"
+    r"|an estimate below 80 % of device memory"
+)
+"""Words of a row's conditions that say what was run, or the rule of the claim."""
+
+
+def test_no_number_of_a_row_stays_unsaid() -> None:
+    """Every number of `conditions` is a setting, or scored, or declared unscored with a reason;
+    where nothing of a row is compared, the claim's reason says that."""
+    claims = {claim.id: claim for claim in CLAIMS.claims}
+    for row in ROWS:
+        claim, left = claims[row["id"]], SETTINGS.sub("", row["conditions"])
+        for one in claim.unscored:
+            assert one.reason.strip()
+            assert one.words in row["conditions"] or one.words in row["value"], claim.id
+            left = left.replace(one.words, "")
+        for part in claim.parts:
+            left = left.replace(part.beside, "")
+        if not claim.not_comparable:
+            assert not re.search(r"\d", left), f"{claim.id}: {left}"
+
+
+def test_a_row_says_what_it_does_not_score() -> None:
+    rows = {line["id"]: line for line in claims_table(ROWS, CLAIMS, []).rows}
+    assert "not scored: 99 % less" in rows["lynx-heu-search"]["remark"]
+    told = {"id": "c", "value": "50", "conditions": "48 beside"}
+    row = dict.fromkeys(ROWS[0], "") | told
+    aside = (Unscored(words="48", reason="of another run"),)
+    parts = (Part(query=query()), Part(query=query(), also=True, name="another way"))
+    declared = Claims(
+        tolerances={"tenth": Tolerance(value=0.1, reason="a test", declared="before")},
+        claims=(Claim(id="c", tolerance="tenth", parts=parts, unscored=aside),),
+    )
+    lines = claims_table([row], declared, [answer()]).rows
+    assert ["not scored: 48 (of another run)" in line["remark"] for line in lines] == [True, False]
 
 
 def test_every_method_of_a_study_resolves() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
-from rematbench.plan import Recompute, Unsupported
+from rematbench.plan import Recompute, Unsupported, Window
 from rematbench.problem import Problem
 from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
@@ -30,7 +30,7 @@ from rematbench.solve.partition import balance, contiguous
 from rematbench.solve.relocate import Relocation
 from rematbench.solve.windows import Job, LayerWindows, Slot, idle_s, layer_windows
 from rematbench.spec.layout import Layout
-from tests.problems import all_methods, layers, make_problem, plan_of, problem
+from tests.problems import all_methods, layers, make_problem, plan_of, problem, rule
 from tests.twin.interpreter import interpret
 
 REGISTRY = all_methods()
@@ -299,6 +299,30 @@ def test_hidden_work_and_its_collective_lose_to_each_other() -> None:
         return 0.0 if action.kind is Kind.STALL else seconds(action, rank)
 
     assert simulate(lowered, seconds).step_s > simulate(lowered, free).step_s
+
+
+def test_a_step_is_longer_by_the_stalls_of_the_rank_that_sets_it() -> None:
+    """Norms rebuilt beside a collective hide: on one stage the step is keep_all's and the stalls,
+    no more and no less.  Of a stage with slack the step shows less than its stalls."""
+    hidden = Recompute(window=Window(op="fc2", direction="backward"))
+    for pp, stages in ((1, None), (4, (0,))):
+        p = gpt(pp=pp, global_batch=16)
+        work = rule(hidden, "mlp_norm_out", stages=stages)
+        plans = p.base_plan, p.base_plan.with_rules(work)
+        programs = [lower(plan, p) for plan in plans]
+        keep_s, step_s = (simulate(one, action_seconds(p, one)).step_s for one in programs)
+        seconds, own = action_seconds(p, programs[1]), programs[1].ranks[0]
+        stall_s = sum(
+            seconds(action, 0) * runs
+            for block, runs in zip(own.blocks, own.runs, strict=True)
+            for action in block.actions
+            if action.kind is Kind.STALL
+        )
+        assert stall_s > 1e-4 * keep_s
+        if pp == 1:
+            assert step_s - keep_s == pytest.approx(stall_s, rel=1e-6)
+        else:
+            assert step_s - keep_s < 0.9 * stall_s
 
 
 def _rebuilds_beside_tp(block: Block) -> bool:

@@ -17,8 +17,9 @@ from rematbench.program.program import Block, Program
 from rematbench.simulate.evaluate import evaluate
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
-from rematbench.solve.memory_plan import planned_peak
+from rematbench.solve.memory_plan import lifetimes, placed, planned_peak
 from rematbench.spec.layout import Layout
+from rematbench.spec.paths import data_dir
 from tests.problems import GPT, all_methods, layers, make_problem, plan_of, problem, refusal
 from tests.twin.interpreter import interpret
 
@@ -257,10 +258,37 @@ def test_memo_gets_the_verdict_of_its_own_addresses() -> None:
     assert found.evaluation.step_s == left.evaluation.step_s
 
 
+def test_the_tensors_that_do_not_fit_are_those_that_the_readme_names() -> None:
+    """At the loss of the 7B, 1M-token job: bytes of what is alive, the largest first."""
+    p = make_problem(
+        model="memo-gpt-7b",
+        cluster="a800-80gb",
+        system="megatron-core",
+        layout=Layout(tp=8, global_batch=1),
+        seq_len=1 << 20,
+    )
+    plan = plan_of(p, "memo")
+    found = run_plan(p, plan)
+    assert found.verdict is not None
+    assert found.verdict.headroom_bytes == pytest.approx(-32.44 * 2**30, rel=1e-3)
+    lives = [life.tensor for life in lifetimes(lower(plan, p).ranks[0])]
+    largest = max(lives, key=lambda tensor: tensor.nbytes)
+    alive = [t.nbytes for t in lives if t.start <= largest.start < t.end]
+    gib = [nbytes / 2**30 for nbytes in sorted(alive, reverse=True)[:5]]
+    assert gib == pytest.approx([25.0, 25.0, 15.0, 15.0, 12.5], abs=0.05)
+    readme = " ".join((data_dir("config").parent / "README.md").read_text().split())
+    words = "(25.0 GiB each), two rounding buffers (15.0 each) and the logits (12.5)"
+    assert words in readme
+
+
 def test_addresses_of_many_tensors_are_the_allocators() -> None:
     p = problem(model=layers(12), pp=2, global_batch=64)
-    (rank, _) = lower(plan_of(p, "memo", alpha=0.5), p).ranks
+    plan = plan_of(p, "memo", alpha=0.5)
+    (rank, _) = lower(plan, p).ranks
     assert planned_peak(rank) == 0
+    few = problem(model=layers(12), pp=2, global_batch=2)
+    ranks = lower(plan_of(few, "memo", alpha=0.5), few).ranks
+    assert [placed(one) for one in (rank, *ranks)] == [False, True, True]
 
 
 def test_expandable_segments_are_a_fact_of_the_stack() -> None:

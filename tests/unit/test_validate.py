@@ -148,6 +148,16 @@ def test_own_rows_make_a_group_per_source() -> None:
     assert names == ["Paper", "Mine", "Mine (peak bytes)"]
 
 
+def test_a_group_reads_its_own_sheet() -> None:
+    """Rows of the other sheet count in no other group and in no verdict."""
+    own, other = group(), replace(group(), name="more", sheet="runs_more.csv")
+    both = Accuracy(groups=(own, other))
+    made = validate([row(1, 1)], FIT, both, more=[row(1, 2), row(1, 3, status="oom")])
+    assert [each.mean for each in made.groups] == [0.0, 1.5]
+    assert made.verdicts.cells == 1
+    assert [each.name for each in validate([row(1, 1)], FIT, both).groups] == [own.name]
+
+
 def test_the_committed_targets_read() -> None:
     groups = load_accuracy().groups
     assert len({each.name for each in groups}) == len(groups)

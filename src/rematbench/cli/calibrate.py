@@ -10,16 +10,16 @@ from typer import Option
 
 from rematbench.cli.own_stack import calibrate_own
 from rematbench.cli.sheet import PROCESSES, predicted
-from rematbench.cli.targets import Predictions, need_file, need_folder, read, rich_table
+from rematbench.cli.targets import More, Predictions, need_file, need_folder, read, rich_table
 from rematbench.cost.constants import Calibration, updated_text
 from rematbench.cost.fit import FitReport
 from rematbench.host.console import CommandError, console, grid, plain
-from rematbench.published.accuracy import load_accuracy
+from rematbench.published.accuracy import MORE, load_accuracy
 from rematbench.published.calibrate import calibrate as fitted
 from rematbench.published.calibrate import leave_one_out, moved
 from rematbench.published.left_out import SHEETS, joined, left_out_errors, out_of_source
 from rematbench.published.scores import how_to_read, out_of_source_means, score_tables
-from rematbench.published.sheets import SCORED, write_sheet
+from rematbench.published.sheets import SCORED, Cell, write_sheet
 from rematbench.published.validate import Report, by_source
 from rematbench.published.validate import validate as score
 from rematbench.spec.load import calibration
@@ -96,6 +96,7 @@ def validate(
         Path | None, Option("--rows", metavar="MINE.csv", help="Your rows, by source.")
     ] = None,
     predictions: Predictions = None,
+    more: More = None,
     tables: Annotated[
         Path | None,
         Option(metavar="DIR", help="Also write the tables."),
@@ -105,6 +106,7 @@ def validate(
     """Errors of predictions by source, beside a constant-MFU floor; exit 1 past `accepted`.
 
     Without --rows the published cells are predicted and held to the accuracy that is promised.
+    With --predictions the groups of runs_more.csv are scored only where --more is given too.
 
     \b
     Example:
@@ -120,11 +122,17 @@ def validate(
     else:
         source = rows or data_dir("published") / "runs.csv"
         cells = predicted(read(source, "--rows", *SCORED), processes, None)
+    beside: list[Cell] = []
+    if more is not None:
+        beside = list(read(more, "--more", *SCORED, "pred_status"))
+    elif rows is None and predictions is None:
+        sheet = read(data_dir("published") / MORE, "--more", *SCORED)
+        beside = predicted(sheet, processes, None)
     cells = [cell for cell in cells if cell.get("cell", "published") == "published"]
     accuracy = load_accuracy() if rows is None else by_source(cells)
     strange = out_of_source() if rows is None else ()
     left_out = left_out_errors(strange, accuracy, calibration())
-    report = score(cells, calibration(), accuracy, left_out)
+    report = score(cells, calibration(), accuracy, left_out, beside)
     made = score_tables(report, cells, calibration(), accuracy, strange)
     out = console()
     for table in made:

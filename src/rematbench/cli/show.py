@@ -15,8 +15,9 @@ from rematbench.problem import Problem
 from rematbench.program.check import Proof
 from rematbench.published.bands import Band, peak_band
 from rematbench.simulate.breakdown import host_wait_s
-from rematbench.simulate.evaluate import PlanEvaluation, RankBytes
+from rematbench.simulate.evaluate import PlanEvaluation, RankBytes, fullest_rank
 from rematbench.simulate.seconds import action_seconds
+from rematbench.solve.memory_plan import FEW_TENSORS, placed
 
 HOST_SHARE = 0.01
 """The least share of a step spent waiting for the host that is printed."""
@@ -236,10 +237,17 @@ def retried(found: Retries | None) -> list[str]:
 
 
 def _segments(shown: Shown) -> str:
-    plan, system = shown.outcome.plan, shown.request.problem.system
-    if plan is not None and plan.addresses == "planned":
+    """Whose bytes the reserved ones are: of planned addresses, or of the framework's allocator."""
+    plan, problem = shown.outcome.plan, shown.request.problem
+    segments = "expandable" if problem.system.expandable_segments else "default"
+    if plan is None or plan.addresses != "planned":
+        return f"{segments} segments"
+    evaluation = shown.outcome.evaluation
+    rank = fullest_rank(evaluation.ranks) if evaluation else 0
+    if placed(lower(plan, problem).ranks[rank]):
         return "planned addresses"
-    return "expandable segments" if system.expandable_segments else "default segments"
+    more = f"more than {FEW_TENSORS:,} tensors, which are not placed here"
+    return f"{segments} segments, not the plan's addresses: {more}"
 
 
 def _trust(shown: Shown, evaluation: PlanEvaluation) -> list[str]:

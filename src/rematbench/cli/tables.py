@@ -10,6 +10,7 @@ from typer import Argument, Option
 from rematbench.cli.matrix import CANDIDATES, SUITE, declared, lines_of
 from rematbench.cli.targets import (
     Methods,
+    More,
     Output,
     Predictions,
     Records,
@@ -96,6 +97,7 @@ def tables(
     joined: Annotated[
         Path | None, Option(metavar="ALL.csv", help="Also write all rows as one sheet.")
     ] = None,
+    more: More = None,
 ) -> None:
     """Write the papers' tables and the accuracy tables from predicted sheets.
 
@@ -112,7 +114,8 @@ def tables(
     accuracy, constants = load_accuracy(), calibration()
     strange = out_of_source()
     left_out = left_out_errors(strange, accuracy, constants)
-    report = score(published, constants, accuracy, left_out)
+    beside = read(more, "--more", *TABLED, "pred_status") if more else ()
+    report = score(published, constants, accuracy, left_out, beside)
     made = [*score_tables(report, published, constants, accuracy, strange), rule_table(published)]
     if any("cell" in cell for cell in cells):
         made += paper_tables(cells)

@@ -33,6 +33,9 @@ Compare = Annotated[
 ]
 Records = Annotated[list[Path], Argument(metavar="DIR...", help="Folders of records.")]
 Predictions = Annotated[Path | None, Option(metavar="PRED.csv", help="Rows already predicted.")]
+More = Annotated[
+    Path | None, Option(metavar="PRED.csv", help="Rows of runs_more.csv already predicted.")
+]
 Out = Annotated[Path | None, Option(metavar="RECORD.json", help="Also write the record.")]
 Json = Annotated[bool, Option("--json", help="Print the answer as JSON.")]
 

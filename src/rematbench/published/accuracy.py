@@ -22,6 +22,8 @@ from rematbench.spec.paths import data_dir
 Row: TypeAlias = Mapping[str, Any]
 Metric = Literal["tokens_per_s_per_gpu", "peak_device_bytes", "gain", "verdict", "regret"]
 Split = Literal["fitted", "in-sample", "held-out"]
+Sheet = Literal["runs.csv", "runs_more.csv"]
+MORE: Sheet = "runs_more.csv"
 Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
 """`missed_oom` and `false_oom` count cells; the other statistics are fractions of the published
 value."""
@@ -42,11 +44,13 @@ class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cells scored together: the cells that `rule` selects, one metric, its promised statistics.
 
-    `in_sample` names the part of the model that these cells shaped without a fit of a constant.
+    `sheet`: the sheet of results/published with the cells. `in_sample` names the part of the model
+    that these cells shaped without a fit of a constant.
     """
 
     name: str
     rule: FitRule
+    sheet: Sheet = "runs.csv"
     metric: Metric
     promises: dict[Statistic, Promise] = {}
     in_sample: str = ""

@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from rematbench.cost.constants import Calibration, FitRule
 from rematbench.published.accuracy import (
+    MORE,
     OVER_ERRORS,
     OVER_ROWS,
     SPEED,
@@ -135,10 +136,16 @@ def validate(
     calibration: Calibration,
     accuracy: Accuracy,
     left_out: Mapping[str, float] | None = None,
+    more: Sequence[Row] = (),
 ) -> Report:
     """Score predicted rows (columns of runs.csv and pred_*) by the groups of `accuracy`.
-    `left_out`: mean errors out of source by group."""
-    groups = [_group_report(g, rows, calibration, left_out or {}) for g in accuracy.groups]
+    `left_out`: mean errors out of source by group.  `more`: predicted rows of runs_more.csv, which
+    only the groups of that sheet read; without them these groups are left out."""
+    groups = [
+        _group_report(g, more if g.sheet == MORE else rows, calibration, left_out or {})
+        for g in accuracy.groups
+        if more or g.sheet != MORE
+    ]
     return Report(groups=tuple(groups), verdicts=verdicts(rows))
 
 

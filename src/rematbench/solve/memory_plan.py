@@ -85,15 +85,20 @@ def memory_plan(rank: RankProgram) -> MemoryPlan:
     )
 
 
-def planned_peak(rank: RankProgram) -> int:
-    """Bytes of one allocation for all activations of a rank, placed by best fit. 0 where there are
-    more tensors than best fit places quickly; the caller then takes the bytes of the allocator."""
+def placed(rank: RankProgram) -> bool:
+    """Whether a rank has so few tensors that best fit places them quickly."""
     made = sum(
         runs * (sum(not a.name.endswith(HOST) for a in action.allocs) + bool(action.scratch))
         for block, runs in zip(rank.blocks, rank.runs, strict=True)
         for action in block.actions
     )
-    if made > FEW_TENSORS:
+    return made <= FEW_TENSORS
+
+
+def planned_peak(rank: RankProgram) -> int:
+    """Bytes of one allocation for all activations of a rank, placed by best fit. 0 where they are
+    not placed; the caller then takes the bytes of the allocator."""
+    if not placed(rank):
         return 0
     return pack(tuple(life.tensor for life in lifetimes(rank)), 0).peak_bytes
 

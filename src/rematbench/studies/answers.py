@@ -13,6 +13,7 @@ from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import Problem
 from rematbench.runs.suite import NamedProblem
+from rematbench.simulate.evaluate import fullest_rank
 from rematbench.solve.search import first_true
 from rematbench.spec.layout import LayoutError
 from rematbench.spec.problemspec import ProblemSpec
@@ -148,9 +149,13 @@ def of_outcome(blank: Answer, outcome: Outcome) -> Answer:
     speeds = (
         () if found.not_timed else ("step_s", "tokens_per_s_per_gpu", "mfu_causal", "mfu_dense")
     )
+    states = found.ranks[fullest_rank(found.ranks)]
     values: Values = {
         **{name: getattr(found, name) for name in speeds},
         "peak_device_bytes": max(found.peak_device_bytes),
+        "parameter_bytes": states.parameter,
+        "gradient_bytes": states.gradient,
+        "optimizer_bytes": states.optimizer,
         "reserved_bytes": found.reserved_bytes,
         "headroom_bytes": verdict.headroom_bytes,
         "host_node_bytes": found.host_node_bytes,

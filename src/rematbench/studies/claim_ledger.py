@@ -135,7 +135,8 @@ def claim_lines(
     }
     if claim is None or claim.not_comparable:
         why = claim.not_comparable if claim else "config/claims.yaml says nothing about it"
-        return [{**head, "verdict": f"not comparable: {why}"}]
+        said = {"remark": _not_scored(claim) if claim else ""}
+        return [{**head, **said, "verdict": f"not comparable: {why}"}]
     return [{**head, **_part_line(part, claim, row, claims, answers)} for part in claim.parts]
 
 
@@ -186,8 +187,14 @@ def _remark(part: Part, claim: Claim, ours: Ours) -> str:
     counted = f"{ours.counted} of {ours.asked} cells count" if ours.asked > 1 else ""
     layouts = {a.layout for a in ours.answers if a.ask in ("run", "longest") and "," in a.layout}
     layout = f"at {layouts.pop()}" if len(layouts) == 1 else ""
-    words = (claim.remark, part.remark, counted, layout, claim.because)
+    beside = _not_scored(claim) if part is claim.parts[0] else ""
+    words = (claim.remark, part.remark, beside, counted, layout, claim.because)
     return "; ".join(" ".join(text.split()) for text in words if text)
+
+
+def _not_scored(claim: Claim) -> str:
+    """What a row says beside its headline and no line scores, each with its reason."""
+    return "; ".join(f"not scored: {one.words} ({one.reason})" for one in claim.unscored)
 
 
 def _command(part: Part, ours: Ours) -> str:

@@ -80,9 +80,18 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     remark: str = ""
 
 
+class Unscored(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Words with numbers that a row says beside its headline and that no part scores, with the
+    reason."""
+
+    words: str
+    reason: str
+
+
 class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How one row of claims.csv is compared, or why it is not compared. `because` says what in the
-    model the source shaped, where the basis is not held-out."""
+    model the source shaped, where the basis is not held-out. `unscored`: numbers of the row that
+    stand beside the headline and are not compared."""
 
     id: str
     parts: tuple[Part, ...] = ()
@@ -91,6 +100,7 @@ class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     because: str = ""
     not_comparable: str = ""
     remark: str = ""
+    unscored: tuple[Unscored, ...] = ()
 
 
 class Claims(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

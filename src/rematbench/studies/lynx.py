@@ -75,7 +75,9 @@ def lynx_ladder(answers: list[Answer], told: Told) -> Table:
         "full (uniform, one layer) and full (block, as few layers as fit). Balanced rebuilds "
         "norms and activation functions without windows and is no rival of the paper's: what HEU "
         "gains over it comes from windows and from moving layers, which rivals do not; the gain "
-        "is the product of its two parts. The abstract says up to "
+        "is the product of its two parts. Work in a window and its collective slow each other; "
+        "the step shows that only on ranks that have no slack: where another rank (the "
+        "head's) sets the step, it stays that of keep all. The abstract says up to "
         "1.37x (v4), 1.02 to 1.53x (v1), of configurations that could not be read. Where keeping "
         "everything fits at the best layout there is nothing to gain. Search times are no part of "
         "this table: benchmarks/solvers.py.",
