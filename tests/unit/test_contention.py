@@ -8,13 +8,7 @@ from msgspec.structs import replace
 
 from rematbench.cost.collectives import network_bytes
 from rematbench.cost.constants import instant_hosts
-from rematbench.cost.copies import (
-    ALONE,
-    Crowd,
-    beside_messages_bytes_per_s,
-    crowded_bytes_per_s,
-    message_slowdown,
-)
+from rematbench.cost.copies import ALONE, Crowd, crowded_bytes_per_s
 from rematbench.lowering.lower import lower
 from rematbench.plan import Offload, Plan
 from rematbench.problem import Problem
@@ -64,19 +58,11 @@ def crowd_of(given: Problem, plan: Plan) -> Crowd:
 
 
 def test_rates_in_closed_form() -> None:
-    assert crowded_bytes_per_s(20.0, 10.0, 0.0) == 20.0
-    assert crowded_bytes_per_s(20.0, 10.0, 1.0) == pytest.approx(10.0)
-    assert crowded_bytes_per_s(20.0, 10.0, 0.5) == pytest.approx(40.0 / 3.0)
-
-
-def test_messages_and_copies_share_a_link() -> None:
-    assert beside_messages_bytes_per_s(20.0, 5.0, 0.0) == 20.0
-    assert beside_messages_bytes_per_s(20.0, 5.0, 0.1) == pytest.approx(20.0 / 1.1)
-    assert beside_messages_bytes_per_s(20.0, 5.0, 9.0) == 15.0  # the NIC's part
-    assert beside_messages_bytes_per_s(20.0, 15.0, 9.0) == 10.0  # half
-    assert message_slowdown(20.0, 10.0, 1.0) == 1.0
-    assert message_slowdown(20.0, 15.0, 1.0) == 1.5
-    assert message_slowdown(20.0, 15.0, 0.5) == 1.25
+    assert crowded_bytes_per_s(20.0, 10.0, 5.0, 0.0, 0.0) == 20.0
+    assert crowded_bytes_per_s(20.0, 10.0, 5.0, 1.0, 0.0) == pytest.approx(10.0)
+    assert crowded_bytes_per_s(20.0, 10.0, 5.0, 0.5, 0.0) == pytest.approx(40.0 / 3.0)
+    assert crowded_bytes_per_s(20.0, 20.0, 5.0, 0.0, 0.1) == pytest.approx(20.0 / 1.1)
+    assert crowded_bytes_per_s(20.0, 20.0, 5.0, 0.0, 9.0) == pytest.approx(15.0)  # the NIC's part
 
 
 @pytest.mark.parametrize(
@@ -186,28 +172,6 @@ def test_a_context_parallel_ring_between_nodes_runs_beside_copies() -> None:
     assert crowd_of(on(given, gpus_per_node=2), plan).sent_per_d2h == 0.0
 
 
-def test_messages_are_slowed_by_copies_where_the_nic_takes_more_than_half_a_link() -> None:
-    """Those inside passes: messages of pipelines and collectives, where they leave a node."""
-    for layout in ({"pp": 4, "global_batch": 12}, {"cp": 2, "global_batch": 2}):
-        given = problem(model=layers(8), **layout)
-        plan = by_layer(given.base_plan.with_rules(rule(Offload(), "q", "k", "v")))
-        wide = on(given, pcie_bytes_per_s=1e9, nic_bytes_per_s=1e11, nics_per_node=1)
-        program = lower(plan, wide)
-        alone, beside = action_seconds(wide), action_seconds(wide, program)
-        slower = wide.cost.message_slowdown(crowd_of(wide, plan))
-        assert slower > 1.1
-        for action, _, _ in program.ranks[0].actions():
-            if action.kind in (Kind.SEND, Kind.RING):
-                assert beside(action, 0) == pytest.approx(slower * alone(action, 0))
-        inside = on(wide, gpus_per_node=4)
-        found = action_seconds(inside, program)
-        assert all(
-            found(action, 0) == action_seconds(inside)(action, 0)
-            for action, _, _ in program.ranks[0].actions()
-            if action.kind in (Kind.SEND, Kind.RING)
-        )
-
-
 @pytest.mark.parametrize(("gpus", "sharing"), [(1, 1), (2, 2), (4, 4), (8, 4), (16, 4)])
 def test_ranks_of_a_socket_share_its_memory(gpus: int, sharing: int) -> None:
     """Ranks fill a node's sockets in order: four of eight GPUs are all on the first of two."""
@@ -235,23 +199,6 @@ def test_a_gpu_alone_on_its_link_has_all_of_it(gpus: int, sharing: int) -> None:
     assert node.cost.copy_s(10**9, "d2h") == pytest.approx(
         common.copy_latency_s + sharing / common.pcie_efficiency
     )
-
-
-def test_messages_do_not_cross_the_link_that_two_gpus_share() -> None:
-    """The NIC is behind the GPU's switch: a message leaves the uplink to the copies of both GPUs,
-    and DRAM too, until it takes more of the GPU's own link than copies leave."""
-    node = on(
-        problem(tp=2),
-        gpus_per_node=2,
-        pcie_gpus_per_link=2,
-        pcie_bytes_per_s=1e10,
-        nic_bytes_per_s=1e12,
-        dram_bytes_per_s=None,
-    )
-    alone = node.cost.copy_s(10**9, "d2h")
-    assert node.cost.copy_s(10**9, "d2h", Crowd(0.0, 9.0, 9.0, 0.0)) == alone
-    lone = on(node, pcie_gpus_per_link=1)
-    assert lone.cost.copy_s(10**9, "d2h", Crowd(0.0, 9.0, 9.0, 0.0)) == alone
 
 
 # -- laws -------------------------------------------------------------------------------------

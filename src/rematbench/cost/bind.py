@@ -317,31 +317,25 @@ class CostModel:
         return float(copies.host_copy_s(nbytes, self._copies[key], self.common))
 
     def _copy_bytes_per_s(self, direction: CopyDirection, crowd: Crowd) -> float:
-        """Rate of a copy: the lowest of what messages leave of the GPU's own link, its share of the
-        link to the host, and its share of its socket's DRAM."""
+        """Rate of a copy: the lower of the GPU's share of the link to the host and of its socket's
+        DRAM, beside other copies and traffic to other nodes."""
         cluster, common = self.cluster, self.common
         ranks = min(cluster.gpus_per_node, self.layout.gpus)
         outwards = direction == "d2h"
-        messages = crowd.sent_per_d2h if outwards else crowd.received_per_h2d
-        own = copies.beside_messages_bytes_per_s(*self._own_link, messages)
-        link = min(own, cluster.host_link_bytes_per_s(ranks))
+        link = cluster.host_link_bytes_per_s(ranks)
         dram = cluster.socket_bytes_per_s(ranks) * common.dram_efficiency / common.pcie_efficiency
         keeps = cluster.d2h_beside_h2d if outwards else cluster.h2d_beside_d2h
-        return copies.crowded_bytes_per_s(min(link, dram), min(link * keeps, dram / 2), crowd.both)
-
-    @property
-    def _own_link(self) -> tuple[float, float]:
-        """Rates of a GPU's own link and, on it, of its NIC, before the link's efficiency."""
-        nic = self.nic_bytes_per_s / self.common.pcie_efficiency
-        return self.cluster.pcie_bytes_per_s, nic
+        return copies.crowded_bytes_per_s(
+            min(link, dram),
+            min(link * keeps, dram / 2),
+            self.nic_bytes_per_s,
+            crowd.both,
+            crowd.sent_per_d2h if outwards else crowd.received_per_h2d,
+        )
 
     def copy_alone_bytes_per_s(self) -> float:
         """Rate of a copy beside no other traffic of its GPU, before the link's efficiency."""
         return self._copy_bytes_per_s("d2h", ALONE)
-
-    def message_slowdown(self, crowd: Crowd) -> float:
-        """Factor on the seconds of what goes to another node while passes with copies run."""
-        return copies.message_slowdown(*self._own_link, crowd.copying)
 
     def network_bytes(self, comm: Comm, stage: int) -> float:
         """Bytes of a collective that cross the link between a GPU and its NIC, in one direction."""

@@ -8,40 +8,33 @@ from rematbench.cost.formulas import Quantity, memory_s
 
 class Crowd(NamedTuple):
     """The traffic beside a program's copies.  `both`: share of the copied bytes that move beside
-    copies in the other direction; `sent_per_d2h`, `received_per_h2d`: bytes to and from other nodes
-    on the GPU's link per copied byte; `drawn`: share of kernel seconds by which copies, which take
-    HBM rate, make kernels longer; `copying`: share of the passes' seconds in which copies run."""
+    copies in the other direction; `sent_per_d2h`, `received_per_h2d`: bytes to and from other
+    nodes on the same link per copied byte; `drawn`: share of kernel seconds by which copies, which
+    take HBM rate, make kernels longer."""
 
     both: float
     sent_per_d2h: float
     received_per_h2d: float
     drawn: float
-    copying: float = 0.0
 
 
 ALONE = Crowd(0.0, 0.0, 0.0, 0.0)
 
 
-def crowded_bytes_per_s(alone_bytes_per_s: float, both_bytes_per_s: float, both: float) -> float:
-    """Rate of copies that move the share `both` of their bytes beside copies in the other
-    direction."""
-    return 1.0 / ((1.0 - both) / alone_bytes_per_s + both / both_bytes_per_s)
-
-
-def beside_messages_bytes_per_s(
-    link_bytes_per_s: float, network_bytes_per_s: float, messages: float
+def crowded_bytes_per_s(
+    alone_bytes_per_s: float,
+    both_bytes_per_s: float,
+    messages_bytes_per_s: float,
+    both: float,
+    messages: float,
 ) -> float:
-    """Rate that a GPU's link leaves to copies, with `messages` bytes to or from other nodes per
-    copied byte.  Messages and copies take turns, but messages never take more of the link than the
-    NIC's rate, nor more than half beside a copy."""
-    left = max(link_bytes_per_s - network_bytes_per_s, link_bytes_per_s / 2)
-    return max(link_bytes_per_s / (1.0 + messages), left)
-
-
-def message_slowdown(link_bytes_per_s: float, network_bytes_per_s: float, copying: float) -> float:
-    """Factor on the seconds of a message to another node: beside a copy (the share `copying` of its
-    time) it has half of its GPU's link."""
-    return 1.0 + copying * max(0.0, 2.0 * network_bytes_per_s / link_bytes_per_s - 1.0)
+    """Rate of copies on a link, with the share `both` of their bytes beside copies in the other
+    direction and `messages` bytes to or from other nodes per copied byte.  Messages and copies take
+    turns, but messages never take more of the link than the NIC's rate."""
+    mean = 1.0 / ((1.0 - both) / alone_bytes_per_s + both / both_bytes_per_s)
+    left = alone_bytes_per_s - messages_bytes_per_s
+    most = alone_bytes_per_s / left if left > 0 else float("inf")
+    return mean / min(1.0 + messages, max(1.0, most))
 
 
 def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonConstants) -> Quantity:

@@ -49,15 +49,11 @@ def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], 
     busy_s = _kernels_s(program, kernel_s)
     cost = problem.cost
     hbm_bytes_per_s = cost.cluster.hbm_bytes_per_s * cost.gpu.hbm_efficiency
-    both = _both(program, total)
-    copy_bytes_per_s = cost.copy_alone_bytes_per_s() * cost.common.pcie_efficiency
-    copied_s = total * (1.0 - both / 2) / copy_bytes_per_s
     return Crowd(
-        both=both,
+        both=_both(program, total),
         sent_per_d2h=beside(Kind.D2H),
         received_per_h2d=beside(Kind.H2D),
         drawn=total / hbm_bytes_per_s / busy_s if busy_s else 0.0,
-        copying=min(1.0, copied_s / busy_s) if busy_s else 0.0,
     )
 
 

@@ -28,7 +28,6 @@ class ActionCosts:
     def __init__(self, problem: Problem, program: Program | None = None) -> None:
         self.problem, self.cost = problem, problem.cost
         self.crowd = ALONE
-        self._far = 1.0  # factor on what goes to another node beside copies
         self._ops: dict[tuple[str, int, str], Op] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
         self._issues: dict[tuple[object, ...], float] = {}
@@ -47,7 +46,6 @@ class ActionCosts:
         }
         if program is not None:
             self.crowd = crowd(problem, program, self._kernels_s)
-            self._far = self.cost.message_slowdown(self.crowd)
             if self.crowd.drawn:
                 self._kernels.clear()
 
@@ -58,10 +56,7 @@ class ActionCosts:
         if action.kind is Kind.STALL:
             return self._stall_s(action, rank)
         if action.comm is not None:
-            inside = bool(action.part)  # of a pass; those at the end of a step have no part
-            return (
-                self._comm_s(action.comm, rank) if inside else self.cost.comm_s(action.comm, rank)
-            )
+            return self.cost.comm_s(action.comm, rank)
         return self._table[action.kind](action, rank)
 
     def issue_s(self, action: Action, rank: int) -> float:
@@ -126,15 +121,8 @@ class ActionCosts:
         if not action.beside:
             return seconds
         comms = _beside(op, action.kind)
-        other_s = fsum(self._comm_s(comm, rank) for comm in comms if comm is not None)
+        other_s = fsum(self.cost.comm_s(comm, rank) for comm in comms if comm is not None)
         return self.cost.slowed_s(seconds, other_s * action.fraction, action.beside)
-
-    def _comm_s(self, comm: Comm, rank: int) -> float:
-        """Seconds of a collective of a pass: longer beside copies where it leaves a node."""
-        seconds = self.cost.comm_s(comm, rank)
-        if self._far == 1.0 or self.cost.group(comm.group, rank).nodes == 1:
-            return seconds
-        return seconds * self._far
 
     def _stall_s(self, action: Action, rank: int) -> float:
         """Seconds that a collective takes from compute: from all compute that follows, or from the
@@ -161,9 +149,7 @@ class ActionCosts:
         pp = self.problem.layout.pp
         peer = {"f": rank + 1, "b": rank - 1, "tied": pp - 1 - rank}[action.op]
         shared = action.op != "tied" and not self.problem.layout.sp
-        seconds = self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
-        beside = action.op != "tied" and self.cost.crosses(rank, peer)
-        return seconds * self._far if beside else seconds
+        return self.cost.p2p_s(action.nbytes, rank, peer % pp, replicated=shared)
 
     def _optimizer_s(self, action: Action, _: int) -> float:
         """Seconds of an update, on the device or the host; the action's `nbytes` are the bytes of
