@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rematbench.cost.bind import part_of
+from rematbench.cost.bind_kernels import part_of
 from rematbench.cost.kernel_rates import (
     AttentionPass,
     AttentionRates,

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from math import fsum
 from typing import get_args
 
-from rematbench.cost.bind import Direction
+from rematbench.cost.bind_kernels import Direction
 from rematbench.cost.copies import ALONE
 from rematbench.operators.ops import Comm, Group, Op, OpTable
 from rematbench.problem import Problem

@@ -1,0 +1,221 @@
+"""Costs of kernels and operators, bound to one problem, in seconds."""
+
+from functools import cached_property
+from math import fsum
+from typing import Literal
+
+from msgspec.structs import replace
+
+from rematbench.cost import formulas, kernel_rates
+from rematbench.cost.constants import (
+    Calibration,
+    CommonConstants,
+    GpuConstants,
+    NetworkConstants,
+    SystemConstants,
+)
+from rematbench.cost.kernel_rates import AttentionBackend
+from rematbench.cost.kernels import Attention, Elementwise, Gemm, Kernel, Named, launches
+from rematbench.operators.ops import Op
+from rematbench.spec.cluster import Cluster
+from rematbench.spec.layout import Layout
+from rematbench.spec.system import System
+from rematbench.workload import Workload
+
+Direction = Literal["forward", "backward_input", "backward_weight"]
+
+
+class KernelCosts:
+    """Seconds of one rank's kernels; read-only, and memoised, so that repeated calls are cheap."""
+
+    def __init__(
+        self,
+        *,
+        cluster: Cluster,
+        system: System,
+        layout: Layout,
+        workload: Workload,
+        calibration: Calibration,
+        attention: AttentionBackend,
+    ) -> None:
+        self.cluster = cluster
+        self.system = system
+        self.layout = layout
+        self.workload = workload
+        self.calibration = calibration
+        self.attention = attention
+        self._kernels: dict[tuple[Kernel, Direction], float] = {}
+        self._ops: dict[tuple[int, Direction, float], tuple[Op, float]] = {}
+
+    @cached_property
+    def gpu(self) -> GpuConstants:
+        """Constants of the cluster's GPU generation."""
+        return self.calibration.gpu(self.cluster.generation)
+
+    @cached_property
+    def network(self) -> NetworkConstants:
+        """Constants of the cluster's links."""
+        return self.calibration.networks[self.calibration.network_entry(self.cluster.constants)]
+
+    @cached_property
+    def stack(self) -> SystemConstants:
+        """Constants of the software stack."""
+        return self.calibration.systems[self.calibration.system_entry(self.system.constants)]
+
+    @property
+    def common(self) -> CommonConstants:
+        """Constants that are the same on every cluster and stack."""
+        return self.calibration.common
+
+    def calls(self, op: Op, direction: Direction) -> int:
+        """Launches that the host issues for an operator in a direction; a compiled operator takes
+        one launch."""
+        kernels: tuple[Kernel, ...] = getattr(op, direction)
+        count = sum(self._launches(kernel, direction) for kernel in kernels)
+        return min(1, count) if self.system.compiled else count
+
+    def _launches(self, kernel: Kernel, direction: Direction) -> int:
+        if isinstance(kernel, Named):
+            rates = self.calibration.kernels.named(kernel)
+            return rates.forward_launches if direction == "forward" else rates.backward_launches
+        dropout = self.workload.model.dropout > 0
+        return launches(kernel, forward=direction == "forward", dropout=dropout)
+
+    def kernel_s(self, kernel: Kernel, direction: Direction) -> float:
+        """Seconds of one kernel: busy seconds x the stack's scale + the device's gaps."""
+        key = (kernel, direction)
+        if key not in self._kernels:
+            match kernel:
+                case Gemm():
+                    busy = self._gemm_s(kernel)
+                case Elementwise():
+                    busy = self._memory_s(kernel.hbm_bytes)
+                case Named():
+                    busy = self._named_s(kernel, direction)
+                case Attention():
+                    busy = self._attention_s(kernel, direction)
+            gaps = self._launches(kernel, direction) * self.stack.gap_s
+            own = self.system.scales
+            scale = self.stack.kernel_scale * self.network.kernel_scale * own.kernels
+            scale *= own.attention if isinstance(kernel, Attention) else 1.0
+            self._kernels[key] = float(busy * scale + gaps)
+        return self._kernels[key]
+
+    def _gemm_s(self, kernel: Gemm) -> formulas.Quantity:
+        c = self.cluster
+        shape = (kernel.m, kernel.n, kernel.k, kernel.batch)
+        width = self.workload.element_bytes
+        return formulas.gemm_s(*shape, width, c.peak_flop_per_s, c.hbm_bytes_per_s, self.gpu)
+
+    def _named_s(self, kernel: Named, direction: Direction) -> float:
+        """Busy seconds of a named operator by published rates: its bytes over the published HBM
+        rate."""
+        rates = self.calibration.kernels.named(kernel)
+        moved = kernel_rates.named_bytes(rates, kernel, backward=direction != "forward")
+        return moved / float(self._published_device.hbm_bytes_per_s)
+
+    def _memory_s(self, nbytes: float) -> formulas.Quantity:
+        return formulas.memory_s(nbytes, self.cluster.hbm_bytes_per_s, self.gpu)
+
+    def _attention_s(self, kernel: Attention, direction: Direction) -> formulas.Quantity:
+        """Busy seconds of the backend's kernel, by its published rates."""
+        forward = direction == "forward"
+        if not kernel.fused:
+            eager = self.system.eager_operators
+            own = self._eager_attention_s if eager else self._unfused_attention_s
+            return own(kernel, forward)
+        rates, device = self._fused_attention
+        return kernel_rates.attention_s(
+            rates,
+            device,
+            backward=not forward,
+            heads=kernel.batch * kernel.heads,
+            head_dim=kernel.head_dim,
+            q_rows=kernel.q_rows,
+            pairs=kernel.pairs,
+        )
+
+    @cached_property
+    def _published_device(self) -> kernel_rates.Device:
+        """The GPU as the rows of config/kernels see it: HBM at its published share."""
+        rates = self.calibration.kernels.generation(self.cluster.generation)
+        return kernel_rates.Device(
+            peak_flop_per_s=self.cluster.peak_flop_per_s,
+            hbm_bytes_per_s=self.cluster.hbm_bytes_per_s * rates.hbm.value,
+            sm_count=rates.sm_count,
+        )
+
+    @cached_property
+    def _fused_attention(self) -> tuple[kernel_rates.AttentionRates, kernel_rates.Device]:
+        """The attention backend's rates on this GPU generation, and the GPU as kernels see it."""
+        kernels, generation = self.calibration.kernels, self.cluster.generation
+        device = kernel_rates.Device(
+            peak_flop_per_s=self.cluster.peak_flop_per_s,
+            hbm_bytes_per_s=self.cluster.hbm_bytes_per_s * self.gpu.hbm_efficiency,
+            sm_count=kernels.generation(generation).sm_count,
+        )
+        return kernels.attention(generation, self.attention), device
+
+    def _unfused_attention_s(self, kernel: Attention, forward: bool) -> formulas.Quantity:
+        """Busy seconds of unfused attention on the full score matrix (no causal savings): two
+        batched GEMMs (four in the backward), softmax and dropout passes over the matrix."""
+        q, kv, d = kernel.q_rows, kernel.kv_rows, kernel.head_dim
+        many = kernel.batch * kernel.heads
+        pair = self._gemm_s(Gemm(q, kv, d, many)) + self._gemm_s(Gemm(q, d, kv, many))
+        passes = formulas.UNFUSED_FORWARD_PASSES if forward else formulas.UNFUSED_BACKWARD_PASSES
+        dropout = self.workload.model.dropout > 0
+        scores = formulas.scores_s(
+            many * q * kv,
+            passes + (formulas.DROPOUT_PASSES if dropout else 0.0),
+            self.workload.element_bytes,
+            self.cluster.hbm_bytes_per_s,
+            self.gpu,
+        )
+        pairs = 1 if forward else 2
+        return pairs * pair + scores
+
+    def _eager_attention_s(self, kernel: Attention, forward: bool) -> formulas.Quantity:
+        """Busy seconds of unfused attention as torch operators run it, on the full score matrix, by
+        published rates: its GEMMs (in the backward one makes scores, three make rows), and passes
+        over the matrix, of which dropout has its own."""
+        q, kv, d = kernel.q_rows, kernel.kv_rows, kernel.head_dim
+        many = kernel.batch * kernel.heads
+        kernels, device = self.calibration.kernels, self._published_device
+        rates = kernels.generation(self.cluster.generation).gemm
+        width = self.workload.element_bytes
+        shapes = [(q, kv, d), *[(q, d, kv)] * (1 if forward else 3)]
+        gemms = fsum(
+            float(kernel_rates.gemm_s(rates, device, *shape, many, element_bytes=width))
+            for shape in shapes
+        )
+        passes = kernel_rates.unfused_passes(
+            kernels.operators.unfused_attention, backward=not forward, masked=True
+        ) + (formulas.DROPOUT_PASSES if self.workload.model.dropout > 0 else 0.0)
+        return gemms + passes * many * q * kv * width / device.hbm_bytes_per_s
+
+    def op_s(self, op: Op, direction: Direction, rows_fraction: float = 1.0) -> float:
+        """Seconds of an operator's kernels in a direction, on a share of its rows."""
+        key = (id(op), direction, rows_fraction)
+        if key not in self._ops:  # storing the op keeps its id from being reused
+            kernels: tuple[Kernel, ...] = getattr(op, direction)
+            parts = (part_of(kernel, direction, rows_fraction) for kernel in kernels)
+            self._ops[key] = (op, fsum(self.kernel_s(part, direction) for part in parts))
+        return self._ops[key][1]
+
+
+def part_of(kernel: Kernel, direction: Direction, rows_fraction: float) -> Kernel:
+    """The kernel on a share of its rows; the rows of a weight gradient are its reduction (k)."""
+    if rows_fraction == 1.0:
+        return kernel
+    match kernel:
+        case Gemm(m=m, n=n, k=k, batch=batch):
+            rows = k if direction == "backward_weight" else m
+            some = max(1, round(rows * rows_fraction))
+            weight = direction == "backward_weight"
+            return Gemm(m, n, some, batch) if weight else Gemm(some, n, k, batch)
+        case Elementwise(hbm_bytes=nbytes, launches=launches):
+            return Elementwise(round(nbytes * rows_fraction), launches)
+        case Named(elements=elements):
+            return replace(kernel, elements=round(elements * rows_fraction))
+        case Attention():
+            raise ValueError("attention cannot run on a share of its rows")
