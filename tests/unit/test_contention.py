@@ -63,6 +63,7 @@ def test_rates_in_closed_form() -> None:
     assert crowded_bytes_per_s(20.0, 10.0, 5.0, 0.5, 0.0) == pytest.approx(40.0 / 3.0)
     assert crowded_bytes_per_s(20.0, 20.0, 5.0, 0.0, 0.1) == pytest.approx(20.0 / 1.1)
     assert crowded_bytes_per_s(20.0, 20.0, 5.0, 0.0, 9.0) == pytest.approx(15.0)  # the NIC's part
+    assert crowded_bytes_per_s(20.0, 20.0, 30.0, 0.0, 9.0) == pytest.approx(10.0)  # half
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,10 @@ def crowded_bytes_per_s(
 ) -> float:
     """Rate of copies on a link, with the share `both` of their bytes beside copies in the other
     direction and `messages` bytes to or from other nodes per copied byte.  Messages and copies take
-    turns, but messages never take more of the link than the NIC's rate."""
+    turns, but messages never take more of the link than the NIC's rate, nor more than half."""
     mean = 1.0 / ((1.0 - both) / alone_bytes_per_s + both / both_bytes_per_s)
-    left = alone_bytes_per_s - messages_bytes_per_s
-    most = alone_bytes_per_s / left if left > 0 else float("inf")
-    return mean / min(1.0 + messages, max(1.0, most))
+    left = max(alone_bytes_per_s - messages_bytes_per_s, alone_bytes_per_s / 2)
+    return mean / min(1.0 + messages, alone_bytes_per_s / left)
 
 
 def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonConstants) -> Quantity:
@@ -50,7 +49,8 @@ def host_copy_s(nbytes: Quantity, link_bytes_per_s: Quantity, common: CommonCons
 
 def pinned_block_bytes(nbytes: int) -> int:
     """Host bytes of one pinned tensor: torch takes the next power of two (CachingHostAllocator.h,
-    PowerOf2Ceil, PyTorch 2.1 to 2.8), and gives no pinned block back to the system."""
+    PowerOf2Ceil, PyTorch 2.1 to 2.8), and gives no pinned block back to the system.  An upper bound
+    where a later torch is told to pin exactly, as our runtime does (torch/devices.py)."""
     return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
 
 
