@@ -58,13 +58,15 @@ def row_175b(global_batch: int) -> tuple[Problem, Plan]:
 
 
 def stages(problem: Problem, plan: Plan) -> list[Stage]:
-    """The stages of a prediction one by one, and last the whole prediction."""
+    """The stages of a prediction one by one, and last the whole prediction. The costs are those of
+    the program: its copies, messages and collectives slow each other (stage `contention`)."""
     program = lower(plan, problem)
-    seconds = action_seconds(problem)
+    seconds = action_seconds(problem, program)
     ranks = program_bytes(problem, plan, program)
     return [
         Stage("lower", lambda: lower(plan, problem)),
         Stage("check", lambda: check(program)),
+        Stage("contention", lambda: action_seconds(problem, program)),
         Stage("op level", lambda: simulate(program, seconds)),
         Stage("chunk level", lambda: simulate_chunks(program, seconds)),
         Stage("ledger", lambda: issue_order(program)),

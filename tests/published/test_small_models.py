@@ -4,6 +4,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from rematbench.cli.sheet import predict
 from rematbench.cost.constants import instant_hosts
 from rematbench.cost.fit import is_fit
-from rematbench.published.accuracy import MORE, Accuracy, Group, load_accuracy, members
+from rematbench.published.accuracy import MORE, Accuracy, Group, Row, load_accuracy, members
 from rematbench.published.predict import predict_rows
 from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.published.validate import validate
@@ -37,7 +38,7 @@ def small() -> list[dict[str, Any]]:
     ]
 
 
-def mean_error(rows: list[dict[str, Any]]) -> float:
+def mean_error(rows: Sequence[Row]) -> float:
     key = "tokens_per_s_per_gpu"
     return statistics.fmean(abs(float(row[f"pred_{key}"]) / float(row[key]) - 1) for row in rows)
 

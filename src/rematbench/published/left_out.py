@@ -1,8 +1,7 @@
 """Predictions out of source: published rows predicted with constants that never saw their source.
 
-`config/left_out.csv` has a line per published row.  Rows of runs.csv are predicted with constants
-refitted without the row's source; rows of runs_more.csv with the shipped constants, which are
-fitted to none of these rows.
+`config/left_out.csv` has a line per published row.  Rows of a source that constants were fitted to
+are predicted with constants refitted without it; rows of other sources with the shipped constants.
 """
 
 import math
@@ -29,7 +28,7 @@ from rematbench.spec.paths import data_dir
 
 NAME = "left_out.csv"
 SHEETS = ("runs.csv", "runs_more.csv")
-"""The sheet with fitted rows, and the sheet to which no constant is fitted."""
+"""The sheets of published runs; constants are fitted to declared rows of both."""
 PEAK = "peak_device_bytes"
 REFITTED, SHIPPED = "refitted", "shipped"
 SLOPE = "slope_"
