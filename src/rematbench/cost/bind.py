@@ -9,14 +9,9 @@ from typing import Literal
 
 from rematbench.cost import collectives, copies, formulas, states
 from rematbench.cost.bind_kernels import KernelCosts
-from rematbench.cost.constants import Calibration
 from rematbench.cost.copies import ALONE, Crowd
-from rematbench.cost.kernel_rates import AttentionBackend
 from rematbench.operators.ops import Comm
-from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
-from rematbench.spec.system import System
-from rematbench.workload import Workload
 
 CopyDirection = Literal["d2h", "h2d"]
 
@@ -24,26 +19,15 @@ CopyDirection = Literal["d2h", "h2d"]
 class CostModel(KernelCosts):
     """Seconds and bytes of one rank's work: its kernels, and its traffic."""
 
-    def __init__(
-        self,
-        *,
-        cluster: Cluster,
-        system: System,
-        layout: Layout,
-        workload: Workload,
-        calibration: Calibration,
-        attention: AttentionBackend,
-    ) -> None:
-        super().__init__(
-            cluster=cluster,
-            system=system,
-            layout=layout,
-            workload=workload,
-            calibration=calibration,
-            attention=attention,
-        )
-        self._comms: dict[tuple[Comm, int], float] = {}
-        self._copies: dict[tuple[CopyDirection, Crowd], float] = {}
+    @cached_property
+    def _comms(self) -> dict[tuple[Comm, int], float]:
+        """Seconds of collectives, by the pipeline stage that runs them."""
+        return {}
+
+    @cached_property
+    def _copies(self) -> dict[tuple[CopyDirection, Crowd], float]:
+        """Rates of copies beside the traffic of a program."""
+        return {}
 
     @cached_property
     def nvlink_bytes_per_s(self) -> float:
