@@ -177,10 +177,17 @@ def completed_after_backward(problem: Problem) -> str:
 
 
 def head_parameters(problem: Problem) -> int:
-    """Parameters of the head on its rank; a tied projection counts only where the embedding is on
-    another rank."""
-    projection = sum(op.parameters for op in problem.head.ops if op.name == "lm_head")
-    return problem.head.parameters - (projection if tied_on_one_rank(problem) else 0)
+    """Parameters of the head on its rank."""
+    return sum(tensor_parameters(problem, problem.head))
+
+
+def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
+    """Parameters of each tensor of an operator table; a tied output projection counts only where
+    the embedding is on another rank."""
+    tied = table.part == "head" and tied_on_one_rank(problem)
+    return [
+        op.parameters for op in table.ops if op.parameters and not (tied and op.name == "lm_head")
+    ]
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:

@@ -1,5 +1,6 @@
 """Facts of a stack or a cluster that cannot be, or of which only one can hold, get one line."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,21 +39,20 @@ def written(folder: Path, base: str, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("text", STACKS)
-def test_a_stack_that_cannot_be_is_one_line(tmp_path: Path, text: str) -> None:
-    path = written(tmp_path, "megatron-core", text)
+@pytest.mark.parametrize(
+    ("load", "base", "text", "said"),
+    [
+        *((load_system, "megatron-core", text, said) for text, said in STACKS.items()),
+        *((load_cluster, "h100-80gb", text, said) for text, said in CLUSTERS.items()),
+    ],
+)
+def test_a_file_that_cannot_be_is_one_line(
+    tmp_path: Path, load: Callable[[Path], object], base: str, text: str, said: str
+) -> None:
+    path = written(tmp_path, base, text)
     with pytest.raises(ConfigError) as error:
-        load_system(path)
-    assert str(error.value).startswith(f"{path}: {STACKS[text]}")
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("text", CLUSTERS)
-def test_a_cluster_that_cannot_be_is_one_line(tmp_path: Path, text: str) -> None:
-    path = written(tmp_path, "h100-80gb", text)
-    with pytest.raises(ConfigError) as error:
-        load_cluster(path)
-    assert str(error.value).startswith(f"{path}: {CLUSTERS[text]}")
+        load(path)
+    assert str(error.value).startswith(f"{path}: {said}")
     assert "\n" not in str(error.value)
 
 

@@ -148,13 +148,9 @@ class KernelCosts:
     @cached_property
     def _fused_attention(self) -> tuple[kernel_rates.AttentionRates, kernel_rates.Device]:
         """The attention backend's rates on this GPU generation, and the GPU as kernels see it."""
-        kernels, generation = self.calibration.kernels, self.cluster.generation
-        device = kernel_rates.Device(
-            peak_flop_per_s=self.cluster.peak_flop_per_s,
-            hbm_bytes_per_s=self.cluster.hbm_bytes_per_s * self.gpu.hbm_efficiency,
-            sm_count=kernels.generation(generation).sm_count,
-        )
-        return kernels.attention(generation, self.attention), device
+        rates = self.calibration.kernels.attention(self.cluster.generation, self.attention)
+        hbm_bytes_per_s = self.cluster.hbm_bytes_per_s * self.gpu.hbm_efficiency
+        return rates, replace(self._published_device, hbm_bytes_per_s=hbm_bytes_per_s)
 
     def _unfused_attention_s(self, kernel: Attention, forward: bool) -> formulas.Quantity:
         """Busy seconds of unfused attention on the full score matrix (no causal savings): two

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from rematbench.lowering.chunk_ops import ChunkOps, Unit
+from rematbench.cost.states import shard
+from rematbench.lowering.chunk_ops import ChunkOps
 from rematbench.plan import Plan
-from rematbench.problem import Problem, tied_on_one_rank
+from rematbench.problem import Problem, tensor_parameters
 from rematbench.program.late import Late, LateUnit
 
 MOMENTS = 2
@@ -29,26 +30,12 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
     units = {}
     for chunk in chunks:
         for unit in chunk.units:
-            tensors = _tensors(unit, problem)
-            updated = [_share(n, plan.state("optimizer").shards) for n in tensors]
-            kept = [_share(n, plan.state("gradient").shards) for n in tensors]
+            tensors = tensor_parameters(problem, unit.table)
+            updated = [shard(n, plan.state("optimizer").shards) for n in tensors]
+            kept = [shard(n, plan.state("gradient").shards) for n in tensors]
             units[chunk.chunk, unit.prefix] = LateUnit(
                 states=tuple(n * state_bytes // MOMENTS for n in updated for _ in range(MOMENTS)),
                 gradients=tuple(n * grad_bytes for n in kept if grad_bytes),
                 scratch=tuple(n * system.step_scratch_bytes for n in updated),
             )
     return Late(units=units)
-
-
-def _tensors(unit: Unit, problem: Problem) -> list[int]:
-    """Parameters of each tensor of a unit; a tied output projection is the embedding's."""
-    tied = unit.table.part == "head" and tied_on_one_rank(problem)
-    return [
-        op.parameters
-        for op in unit.table.ops
-        if op.parameters and not (tied and op.name == "lm_head")
-    ]
-
-
-def _share(parameters: int, shards: int) -> int:
-    return -(-parameters // shards)

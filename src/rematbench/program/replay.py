@@ -93,7 +93,8 @@ class _Run:
     def __init__(
         self, memory: Allocator, lines: dict[int, list[Request]], late: Late | None
     ) -> None:
-        self.memory, self.lines, self.late = memory, lines, late
+        self.memory, self.lines = memory, lines
+        self.units = late.units if late else {}
         self.made: set[tuple[int, str]] = set()  # units whose states exist
         self.gradients: dict[tuple[int, str], list[Placed]] = {}
         self.alive: dict[tuple[int, int], dict[str, Placed]] = {}
@@ -126,23 +127,20 @@ class _Run:
 
     def _late(self, part: str, event: int, chunk: int) -> None:
         """Make what the end of a unit's backward, or an update, makes (`part` empty: all units)."""
-        assert self.late is not None
-        keys = [(chunk, part)] if part else list(self.late.units)
+        keys = [(chunk, part)] if part else list(self.units)
         if event == DIFFERENTIATED:
             self._differentiated(keys)
         else:
             self._updated(keys)
 
     def _differentiated(self, keys: Sequence[tuple[int, str]]) -> None:
-        assert self.late is not None
         for key in keys:
-            unit = self.late.units.get(key)
+            unit = self.units.get(key)
             if unit is not None and key not in self.gradients:
                 self.gradients[key] = self._place(unit.gradients)
 
     def _updated(self, keys: Sequence[tuple[int, str]]) -> None:
-        assert self.late is not None
-        units = {key: self.late.units[key] for key in keys if key in self.late.units}
+        units = {key: self.units[key] for key in keys if key in self.units}
         for key, unit in units.items():
             if key not in self.made:
                 self.made.add(key)
@@ -153,12 +151,11 @@ class _Run:
     def finish(self) -> None:
         """End a step of which only the beginning was replayed: activations are freed, all gradients
         are made, all units are updated."""
-        assert self.late is not None
         for alive in self.alive.values():
             self._free(alive.values())
         self.alive = {}
-        self._differentiated(list(self.late.units))
-        self._updated(list(self.late.units))
+        self._differentiated(list(self.units))
+        self._updated(list(self.units))
 
     def _place(self, sizes: Sequence[int]) -> list[Placed]:
         return [self.memory.allocate(rounded(nbytes)) for nbytes in sizes]

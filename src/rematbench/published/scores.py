@@ -34,8 +34,9 @@ READ = (
 
 REACH = (
     "Of these a step reads the ones of fused attention, the bytes of norms and RoPE with the HBM "
-    "rate they run at, and, by calibration.yaml, Blackwell's GEMMs; those of other GEMMs, unfused "
-    "attention, activations, losses, copies, collectives and overlap are kept as evidence."
+    "rate they run at, for attention of eager operators its passes and its GEMMs, and, by "
+    "calibration.yaml, Blackwell's GEMMs; those of other GEMMs, activations, losses, copies, "
+    "collectives and overlap are kept as evidence."
 )
 
 

@@ -58,8 +58,8 @@ def crowd(problem: Problem, program: Program, kernel_s: Callable[[Action, int], 
 
 
 def _passes_beside(program: Program, kind: Kind) -> tuple[str, ...]:
-    """The labels of the passes that copies of a kind run beside: their own, or both for copies of
-    whole chunks."""
+    """The labels of the passes that copies of a kind run beside: their own, or both where some
+    copies have blocks of their own."""
     blocks = {id(block): block for rank in program.ranks for block in rank.blocks}
     labels = {
         block.label
