@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import need_file
 from rematbench.host.console import CommandError
+from rematbench.matrix.best import ANSWERED
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.matrix.sweep import run_matrix
 from rematbench.plugins.discover import discover
@@ -16,9 +17,6 @@ from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.runs.suite import load_suite
 
 SUITE = Annotated[Path, Argument(metavar="SUITE.yaml", help="A suite with a matrix.")]
-
-
-CANDIDATES = "candidates.csv"
 
 
 def declared(suite: Path) -> MatrixSpec:
@@ -37,26 +35,29 @@ def lines_of(path: Path, column: str) -> list[dict[str, str]]:
 def matrix(
     suite: SUITE,
     output: Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Results.")],
+    cells: Annotated[
+        Path | None,
+        Option(metavar="CELLS.csv", help="From search-cells; all else is searched."),
+    ] = None,
     model: Annotated[list[str] | None, Option(help="Only this model (repeatable).")] = None,
     seq_len: Annotated[list[int] | None, Option(help="Only this length (repeatable).")] = None,
 ) -> None:
-    """Simulate the grand matrix: every arm at one layout and at its best layout.
-
-    Beside FILE.csv, FILE.candidates.csv tells what became of every candidate layout.
+    """Simulate the grand matrix: every arm at one layout and at its best layout, and the fastest
+    plan of all.
 
     \b
     Example:
-      rematbench matrix config/paper.yaml --model llama3-8b -o results/paper/matrix/llama3-8b.csv
+      rematbench matrix config/paper.yaml --cells results/searched/cells.csv --model llama3-8b
+        -o results/paper/matrix/llama3-8b.csv
     """
     need_file("-o", output)
-    spec, registry = declared(suite), discover()
-    lines, told = [], []
+    spec, registry = declared(suite).only(model or (), seq_len or ()), discover()
+    answers = read_sheet(cells, ANSWERED) if cells else []
+    lines = []
     began = time.process_time()
-    for found, candidates in run_matrix(spec, registry, model or (), seq_len or ()):
+    for found in run_matrix(spec, registry, answers):
         lines += found
-        told += candidates
         at = f"{found[0]['model']} {found[0]['cluster']} {found[0]['seq_len']}"
         typer.echo(f"{at}: {time.process_time() - began:.0f} CPU s so far", err=True)
     write_sheet(output, lines)
-    write_sheet(output.with_suffix(f".{CANDIDATES}"), told)
-    typer.echo(f"{output}: {len(lines)} results, {len(told)} candidates")
+    typer.echo(f"{output}: {len(lines)} results")

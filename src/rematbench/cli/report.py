@@ -9,7 +9,6 @@ from typer import Argument, Option
 from rematbench import __version__
 from rematbench.cli.matrix import SUITE, declared, lines_of
 from rematbench.host.console import CommandError
-from rematbench.matrix.commands import Commands
 from rematbench.matrix.sweep import TABLES
 from rematbench.matrix.tables import NAMES, equal_terms
 from rematbench.matrix.verdicts import outcome
@@ -69,7 +68,9 @@ def report(
         facts=tuple(facts.items()),
         found=gather(config, results),
     )
-    text = page_html(page, matrix_grids(tables, Commands(spec, discover())))
+    registry = discover()
+    names = {arm.name: arm.resolved(registry).text for arm in spec.all_arms(registry)}
+    text = page_html(page, matrix_grids(tables, names))
     if len(text.encode()) > MOST_BYTES:
         raise CommandError(f"the page has {len(text.encode()):,} bytes, allowed {MOST_BYTES:,}")
     for name, content in (("index.html", text), ("REPORT.md", report_markdown(page, results))):

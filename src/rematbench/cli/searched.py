@@ -11,11 +11,10 @@ from rematbench.cli.matrix import SUITE, declared
 from rematbench.cli.targets import Output, need_file
 from rematbench.host.console import CommandError, console, plain
 from rematbench.host.garbage import collect_rarely
-from rematbench.matrix.verdicts import CELL
+from rematbench.matrix.best import best_lines
 from rematbench.published.accuracy import SPEED
 from rematbench.published.sheets import CONFIGURATION, SCORED, read_sheet, write_sheet
 from rematbench.search.against import against
-from rematbench.search.cells import searched_cells
 from rematbench.search.spaces import load_spaces, searched_spaces
 from rematbench.search.sweeps import searched_sweeps
 from rematbench.tables.searched import NEEDED, TABLES, checked
@@ -24,13 +23,12 @@ Csv = Annotated[Path, Option("-o", "--output", metavar="FILE.csv", help="Where t
 Within = Annotated[float, Option(min=0, metavar="P", help="Percent that may stay unproved.")]
 Processes = Annotated[int, Option(min=1, max=64, help="Worker processes.")]
 Line = Mapping[str, Any]
-LISTED = (*CELL, "arm", "status", "layout", SPEED)
 PREDICTED = (
     *CONFIGURATION,
     *SCORED,
     *("pred_status", f"pred_{SPEED}", "pred_peak_device_bytes", "pred_usable_bytes"),
 )
-"""Columns that the list's cells (LISTED) and predicted rows (PREDICTED) need."""
+"""Columns that predicted rows need."""
 
 
 def layouts(
@@ -56,20 +54,20 @@ def layouts(
 
 def search_cells(
     suite: SUITE,
-    listed: Annotated[Path, Argument(metavar="BEST.csv", help="The table matrix_best_layout.")],
     output: Csv,
+    model: Annotated[list[str] | None, Option(help="Only this model (repeatable).")] = None,
+    seq_len: Annotated[list[int] | None, Option(help="Only this length (repeatable).")] = None,
     within: Within = 1.0,
     processes: Processes = 2,
 ) -> None:
-    """The fastest plan of every cell of the matrix, by search.
+    """The best layout of every arm in every cell of the matrix, and the fastest plan of all.
 
     \b
     Example:
-      rematbench search-cells config/paper.yaml results/expected/matrix_best_layout.csv -o cells.csv
+      rematbench search-cells config/paper.yaml --model llama3-8b -o cells.csv
     """
-    spec, rows = declared(suite), read_sheet(listed, LISTED)
-    found = searched_cells(spec, rows, within=within / 100, processes=processes)
-    _write(output, found, "gain")
+    spec = declared(suite).only(model or (), seq_len or ())
+    _write(output, best_lines(spec, within=within / 100, processes=processes), "gap")
 
 
 def search_sweeps(

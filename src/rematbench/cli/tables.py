@@ -7,7 +7,7 @@ import typer
 from msgspec.structs import asdict
 from typer import Argument, Option
 
-from rematbench.cli.matrix import CANDIDATES, SUITE, declared, lines_of
+from rematbench.cli.matrix import SUITE, declared, lines_of
 from rematbench.cli.targets import (
     Methods,
     More,
@@ -257,9 +257,8 @@ def matrix_tables(
     need_folder("-o", output)
     spec = declared(suite)
     rows = [row for path in results for row in lines_of(path, "arm")]
-    told = [row for path in results for row in lines_of(path.with_suffix(f".{CANDIDATES}"), "fate")]
     lines = judged(rows, spec)
-    made = [*tables_of(lines, told, spec), pareto_table(spec)]
+    made = [*tables_of(lines, spec), pareto_table(spec)]
     for table in made:
         table.write(output)
     typer.echo(f"{output}: {', '.join(table.name for table in made)}")

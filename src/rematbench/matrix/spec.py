@@ -1,12 +1,14 @@
 """The grand matrix as declared in a suite file: models x lengths x clusters x arms."""
 
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from rematbench.plan import Fraction
 from rematbench.plugins.registry import Composition, Registry, Value
 from rematbench.problem import AttentionChoice
+from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import ZeroStage
 from rematbench.spec.problemspec import ProblemSpec
 from rematbench.workload import PositiveInt, Precision
@@ -19,32 +21,12 @@ class Work(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gpus: PositiveInt
 
 
-class Grid(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The declared candidate layouts: a product of degrees, cut by rules and ranked by a
-    closed-form estimate.
-
-    `layers_per_chunk`: layers of an interleaved chunk (0: one chunk per rank).  Tokens of a
-    micro-batch on one rank lie between `least_tokens` and `most_tokens`.  Methods keep different
-    shares of the saved tensors; for each of `kept_shares` the `fastest` candidates that should fit
-    are tried.
-    """
-
-    tp: tuple[PositiveInt, ...]
-    cp: tuple[PositiveInt, ...]
-    pp: tuple[PositiveInt, ...]
-    layers_per_chunk: tuple[int, ...]
-    least_tokens: PositiveInt
-    most_tokens: PositiveInt
-    kept_shares: tuple[Fraction, ...]
-    fastest: PositiveInt
-
-
 class Arm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One row of a cell: a composed method with settings, under a name for the tables.
 
     `of`: the origin of the method (a paper, or a stack whose policy is simulated).  `seq_lens`: the
-    lengths at which the arm runs (none: all).  `one_layout`: the arm is tried only at the cell's
-    one layout.  Slow planners need the last two.
+    lengths at which the arm runs (none: all).  Planners, whose plan no bound knows before it is
+    solved, are tried at the cell's one layout only.
     """
 
     name: str
@@ -52,7 +34,6 @@ class Arm(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     of: str
     settings: dict[str, Any] = {}
     seq_lens: tuple[PositiveInt, ...] = ()
-    one_layout: bool = False
 
     def resolved(self, registry: Registry) -> Composition:
         """The method with its settings; MethodError for an unknown method or a wrong setting."""
@@ -76,7 +57,6 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     works: tuple[Work, ...]
     clusters: tuple[str, ...]
     seq_lens: tuple[PositiveInt, ...]
-    layouts: Grid
     baseline: str
     same_layout_pp: PositiveInt
     arms: tuple[Arm, ...]
@@ -88,6 +68,18 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         own = {key: getattr(self, key) for key in same}
         own["global_batch"] = self.tokens_per_step // seq_len
         return ProblemSpec(**{**own, "seq_len": seq_len, **others})
+
+    def only(self, models: Collection[str], seq_lens: Collection[int]) -> "MatrixSpec":
+        """The matrix of these models and lengths (empty: all); ConfigError for a value that the
+        matrix does not declare."""
+        works = {work.model: work for work in self.works}
+        _check_known("models", models, works)
+        _check_known("seq_lens", seq_lens, self.seq_lens)
+        return replace(
+            self,
+            works=tuple(work for name, work in works.items() if not models or name in models),
+            seq_lens=tuple(n for n in self.seq_lens if not seq_lens or n in seq_lens),
+        )
 
     def all_arms(self, registry: Registry) -> tuple[Arm, ...]:
         """The declared arms, then an arm for every discovered method that is no arm's method."""
@@ -107,3 +99,11 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if self.tokens_per_step % length
         ]
         return found
+
+
+def _check_known(key: str, wanted: Iterable[object], known: Collection[object]) -> None:
+    for value in wanted:
+        if value not in known:
+            raise ConfigError(
+                "", f"matrix: {key}", f"no {value!r} (known: {', '.join(map(str, known))})"
+            )

@@ -4,119 +4,124 @@ The two tables are never mixed: the first isolates the effect of a method, the s
 layouts that a user would run.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from rematbench.host.console import CommandError
 from rematbench.host.garbage import collect_rarely
-from rematbench.matrix.cell import Cell, Programs, Tried
-from rematbench.matrix.layouts import Candidate, candidates
-from rematbench.matrix.spec import MatrixSpec, Work
-from rematbench.plugins.registry import Composition, Registry
+from rematbench.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs, searched
+from rematbench.matrix.cell import Programs, Tried, tried
+from rematbench.matrix.spec import MatrixSpec
+from rematbench.plugins.registry import Registry
+from rematbench.published.accuracy import Row
+from rematbench.search.probe import Known
 from rematbench.simulate.breakdown import busiest
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.load import load_cluster, load_model, load_system
 
-SAME, BEST = "same layout", "best layout"
 TABLES = (SAME, BEST)
 NOT_RUN = "not run"
-DEGREES = ("tp", "cp", "pp", "vpp", "dp")
-NOTHING = "no candidate layout holds even the states"
+ROUNDING = 1e-6
+"""Largest difference of a step from the committed one, as a share of the step."""
+LAYOUT = ("tp", "cp", "pp", "vpp", "dp", "ulysses")
 
 Line = dict[str, Any]
 Result = tuple[Line, Tried | None]
 
 
 def run_matrix(
-    spec: MatrixSpec,
-    registry: Registry,
-    models: Sequence[str] = (),
-    seq_lens: Sequence[int] = (),
-) -> Iterator[tuple[list[Line], list[Line]]]:
-    """(result lines, candidate lines) of every cell.  `models`, `seq_lens`: only the cells with
-    these values (empty: all).  ConfigError for a value that the matrix does not declare."""
+    spec: MatrixSpec, registry: Registry, answers: Iterable[Row] = ()
+) -> Iterator[list[Line]]:
+    """The result lines of every cell.  `answers`: committed lines of searches (`best`), whose plans
+    are simulated again; what has no such line is searched."""
     collect_rarely()
-    works = {work.model: work for work in spec.works}
-    _check_known("models", models, works)
-    _check_known("seq_lens", seq_lens, spec.seq_lens)
-    for name in models or works:
-        for seq_len in seq_lens or spec.seq_lens:
+    known: dict[tuple[str, ...], dict[tuple[str, str], Row]] = defaultdict(dict)
+    for row in answers:
+        known[tuple(row[key] for key in CELL)][row["table"], row["arm"]] = row
+    for work in spec.works:
+        for seq_len in spec.seq_lens:
             programs = Programs()
+            lowered: Known = {}
             for cluster in spec.clusters:
-                yield run_cell(spec, registry, works[name], cluster, seq_len, programs)
+                cell = CellJob(spec, work, cluster, seq_len, lowered)
+                own = known[work.model, cluster, str(seq_len)]
+                yield run_cell(Answers(cell, spec, registry, own), programs)
 
 
-def _check_known(key: str, wanted: Iterable[object], known: Collection[object]) -> None:
-    for value in wanted:
-        if value not in known:
-            raise ConfigError(
-                "", f"matrix: {key}", f"no {value!r} (known: {', '.join(map(str, known))})"
-            )
-
-
-def run_cell(
-    spec: MatrixSpec, registry: Registry, work: Work, cluster: str, seq_len: int, programs: Programs
-) -> tuple[list[Line], list[Line]]:
-    """The result lines of a cell for both tables, and the lines of its candidates."""
-    model, machine = load_model(work.model), load_cluster(cluster)
-    listed = candidates(spec, work, model, machine, load_system(spec.system), seq_len)
-    where = {"model": work.model, "cluster": cluster, "gpus": work.gpus, "seq_len": seq_len}
-    told = [_candidate_line(where, candidate) for candidate in listed]
-    cell = Cell(listed, programs, registry)
-    results = _results(spec, registry, cell, where)
+def run_cell(answers: Answers, programs: Programs) -> list[Line]:
+    """The result lines of a cell: each arm at the one layout and at its best, and the fastest plan
+    of all."""
+    results = [*_of_arms(answers, programs), _of_answer(answers, ANY, "", programs)]
     for table in TABLES:
         _add_parts([result for result in results if result[0]["table"] == table], programs)
-    return [line for line, _ in results], told
+    return [line for line, _ in results]
 
 
-def _results(spec: MatrixSpec, registry: Registry, cell: Cell, where: Line) -> list[Result]:
-    arms = {arm.name: (arm, arm.resolved(registry)) for arm in spec.all_arms(registry)}
-    shared = _shared(spec, cell, arms[spec.baseline][1])
-    results: list[Result] = []
-    for arm, method in arms.values():
-        head = {**where, "arm": arm.name, "of": arm.of, "method": method.name}
-        if arm.seq_lens and where["seq_len"] not in arm.seq_lens:
-            results += [({"table": table, **head, "status": NOT_RUN}, None) for table in TABLES]
+def _of_arms(answers: Answers, programs: Programs) -> Iterator[Result]:
+    cell, spec, registry = answers.cell, answers.spec, answers.registry
+    shared, seq_len = answers.one_layout().choice, cell.at[-1]
+    for arm in spec.all_arms(registry):
+        if not runs(arm, seq_len):
+            for table in TABLES:
+                yield {**_head(answers, table, arm.name), "status": NOT_RUN}, None
             continue
-        one = cell.timed(cell.weighed(shared, arm.name, method)) if shared else None
-        best, count = (one, 1) if arm.one_layout else cell.best(arm.name, method)
-        results.append(({"table": SAME, **head, **_result(one, 1)}, one))
-        results.append(({"table": BEST, **head, **_result(best, count)}, best))
-    return results
+        method = arm.resolved(registry)
+        one = tried(cell.job(shared), method, programs) if shared else None
+        result = _result(one, method.text)
+        yield {**_head(answers, SAME, arm.name), **result}, one
+        if searched(arm, seq_len, registry):
+            yield _of_answer(answers, BEST, arm.name, programs)
+        else:
+            yield {**_head(answers, BEST, arm.name), **result}, one
 
 
-def _shared(spec: MatrixSpec, cell: Cell, baseline: Composition) -> Candidate | None:
-    """The candidate with the one layout of the cell: the baseline's best candidate with at least
-    `same_layout_pp` pipeline ranks; where the baseline fits at none of these, its best candidate;
-    where the baseline fits nowhere, the candidate that misses the fewest bytes.  None where the
-    cell has no candidate."""
-    found = [
-        cell.best(spec.baseline, baseline, least_pp=least_pp)[0]
-        for least_pp in (spec.same_layout_pp, 1)
-    ]
-    known = [tried for tried in found if tried is not None]
-    fitting = [tried for tried in known if tried.status == "ok"]
-    return next((tried.candidate for tried in (*fitting, *known)), None)
+def _head(answers: Answers, table: str, name: str) -> Line:
+    """The columns that say which cell and arm a line is of."""
+    where = dict(zip(CELL, answers.cell.at, strict=True))
+    arms = {arm.name: arm for arm in answers.spec.all_arms(answers.registry)}
+    gpus = answers.cell.asked.spec.gpus
+    head = {"table": table, **where, "gpus": gpus, "arm": name}
+    if name not in arms:
+        return head
+    return {**head, "of": arms[name].of, "method": arms[name].resolved(answers.registry).name}
 
 
-def _candidate_line(where: Line, candidate: Candidate) -> Line:
-    fate = {"fate": candidate.fate, "estimated_step_s": candidate.estimated_s}
-    return {**where, **_layout(candidate), **fate}
+def _of_answer(answers: Answers, table: str, name: str, programs: Programs) -> Result:
+    """The line of a searched answer, whose plan is simulated again."""
+    answer = answers.best(name) if table == BEST else answers.any_plan()
+    head = _head(answers, table, name)
+    head |= {"gap": answer.gap, "layouts": answer.layouts, "simulations": answer.simulations}
+    if answer.choice is None:
+        short = {f"{place}_short_bytes": nbytes for place, nbytes in answer.short.items()}
+        status = "oom" if short else "unsupported"
+        return {**head, "status": status, "reason": answer.reason, **short}, None
+    method = answers.registry.resolve(answer.name)
+    found = tried(answers.cell.job(answer.choice), method, programs)
+    _check_step(head, answer, found)
+    return {**head, "method": method.name, **_result(found, answer.name)}, found
 
 
-def _layout(candidate: Candidate) -> Line:
-    lay = candidate.layout
-    degrees = {key: getattr(lay, key) for key in DEGREES}
-    return {**degrees, "micro_batches": lay.num_micro_batches, "global_batch": lay.global_batch}
+def _check_step(head: Line, answer: Answer, found: Tried) -> None:
+    step_s = found.evaluation.step_s if found.evaluation else 0.0
+    if abs(step_s - answer.step_s) > ROUNDING * answer.step_s:
+        where = " ".join(str(head[key]) for key in (*CELL, "arm"))
+        now = f"takes {step_s:.6g} s now" if step_s else f"is {found.status} now"
+        raise CommandError(
+            f"matrix: {where}: {answer.name} {now}, not {answer.step_s:.6g} s: "
+            "costs have changed, search again (./bench reproduce --full)"
+        )
 
 
-def _result(tried: Tried | None, count: int) -> Line:
-    """The columns of an arm at a candidate (None: the cell has no candidate)."""
-    if tried is None:
-        return {"status": "oom", "reason": NOTHING, "tried": 0}
-    line: Line = {"status": tried.status, "reason": tried.reason, "tried": count}
-    line |= _layout(tried.candidate)
-    problem, plan, weight = tried.candidate.problem, tried.plan, tried.weight
-    if problem is None or plan is None or weight is None:
+def _result(found: Tried | None, name: str) -> Line:
+    """The columns of a plan at a layout (None: no layout is known for the arm)."""
+    if found is None:
+        return {"status": "oom", "reason": "the cell has no layout that any arm fits"}
+    problem, plan, weight = found.job.problem, found.plan, found.weight
+    lay = problem.layout
+    line: Line = {"status": found.status, "reason": found.reason, "name": name}
+    line |= {key: getattr(lay, key) for key in LAYOUT}
+    line |= {"micro_batches": lay.num_micro_batches, "global_batch": lay.global_batch}
+    line |= {"partition": found.job.facts()["partition"], "run_with": found.job.run_with(name)}
+    if plan is None or weight is None:
         return line
     line |= {
         "alpha": plan.fit.get("alpha"),
@@ -128,30 +133,28 @@ def _result(tried: Tried | None, count: int) -> Line:
         "host_headroom_bytes": problem.cost.host_room_bytes - weight.host_node_bytes,
     }
     line |= {f"{where}_short_bytes": short for where, short in weight.missing(problem).items()}
-    found = tried.evaluation
-    if found is None:
+    evaluation = found.evaluation
+    if evaluation is None:
         return line
-    busy, _ = busiest(found.simulation)
+    busy, _ = busiest(evaluation.simulation)
     return line | {
-        "step_s": found.step_s,
-        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
-        "mfu_causal": found.mfu_causal,
-        "mfu_dense": found.mfu_dense,
-        "hfu": found.hfu,
-        "recompute_flop": found.recompute_flop,
-        "offload_bytes": found.offload_bytes,
-        "idle_share": 1.0 - busy / found.step_s,
+        "step_s": evaluation.step_s,
+        "tokens_per_s_per_gpu": evaluation.tokens_per_s_per_gpu,
+        "mfu_causal": evaluation.mfu_causal,
+        "mfu_dense": evaluation.mfu_dense,
+        "hfu": evaluation.hfu,
+        "recompute_flop": evaluation.recompute_flop,
+        "offload_bytes": evaluation.offload_bytes,
+        "idle_share": 1.0 - busy / evaluation.step_s,
     }
 
 
-def _add_parts(results: list[Result], programs: Programs) -> None:
+def _add_parts(results: Sequence[Result], programs: Programs) -> None:
     """Add the parts of the step, as shares, to the line of the fastest fitting arm."""
-    fitting = [(line, tried) for line, tried in results if tried and tried.evaluation]
+    fitting = [(line, found) for line, found in results if found and found.evaluation]
     if not fitting:
         return
-    line, tried = max(fitting, key=lambda result: result[1].speed)
-    problem, plan = tried.candidate.problem, tried.plan
-    assert problem is not None
-    assert plan is not None
-    parts = programs.parts(problem, plan)
+    line, found = max(fitting, key=lambda result: result[1].speed)
+    assert found.plan is not None
+    parts = programs.parts(found.job.problem, found.plan)
     line |= {f"part_{name}": seconds / line["step_s"] for name, seconds in parts.items()}

@@ -1,13 +1,12 @@
-"""The matrix as tables: same layout, best layout, fastest arms, longest contexts, candidates."""
+"""The matrix as tables: same layout, best layout, fastest arms, longest contexts."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rematbench.matrix.layouts import KEPT, RULES
+from rematbench.matrix.best import ANY, BEST, CELL, SAME
 from rematbench.matrix.spec import MatrixSpec
-from rematbench.matrix.sweep import BEST, DEGREES, NOT_RUN, SAME
-from rematbench.matrix.verdicts import CELL, Line, by_cell, outcome, speed
+from rematbench.matrix.sweep import LAYOUT, NOT_RUN
+from rematbench.matrix.verdicts import Line, by_cell, outcome, speed
 from rematbench.published.accuracy import number
 from rematbench.simulate.breakdown import PARTS, losses
 from rematbench.spec.load import load_system
@@ -17,16 +16,13 @@ NAMES = {SAME: "matrix_same_layout", BEST: "matrix_best_layout"}
 SHOWN = 40
 
 
-def matrix_tables(
-    lines: Sequence[Line], told: Sequence[Mapping[str, Any]], spec: MatrixSpec
-) -> list[Table]:
+def matrix_tables(lines: Sequence[Line], spec: MatrixSpec) -> list[Table]:
     """All tables of the matrix."""
     return [
         arm_table(lines, SAME, spec),
         arm_table(lines, BEST, spec),
         fastest_table(lines, spec),
         longest_table(lines),
-        candidate_table(told),
     ]
 
 
@@ -52,12 +48,27 @@ HOW = (
 )
 
 
+GAP = (
+    "gap: no layout (of all that divide the GPUs, with uneven ends) makes the arm faster by more; "
+    "searched plans leave the error of predicted peaks free."
+)
+PROVED = (
+    Column("gap", "gap %", percent),
+    Column("layouts", "layouts", whole),
+    Column("simulations", "simulated", whole),
+)
+
+
 def layout_text(line: Mapping[str, Any]) -> str:
-    """The degrees above 1 of a line's layout (tp 2 pp 4 vpp 10 dp 16); empty without a layout."""
+    """The degrees above 1 of a line's layout (tp 2 pp 4 vpp 10 dp 16), and the layers of uneven
+    ends; empty without a layout."""
     if not line.get("tp"):
         return ""
-    degrees = [f"{key} {line[key]}" for key in DEGREES if int(line[key]) > 1]
-    return " ".join(degrees) or "one rank"
+    words = [f"{key} {line[key]}" for key in LAYOUT if int(line[key]) > 1]
+    if "--partition" in line["run_with"]:
+        sizes = line["partition"].split(",")
+        words.append(f"ends {sizes[0]} {sizes[-1]}")
+    return " ".join(words) or "one rank"
 
 
 def binds(line: Mapping[str, Any]) -> str:
@@ -78,7 +89,11 @@ def shortage(line: Mapping[str, Any]) -> str:
 def arm_table(lines: Sequence[Line], table: str, spec: MatrixSpec) -> Table:
     """One line per arm and cell, of the same-layout or the best-layout table."""
     rows = [_shown(line) for line in lines if line["table"] == table and line["status"] != NOT_RUN]
-    one = "one layout per cell, the baseline's best" if table == SAME else "each arm's best layout"
+    one = (
+        "one layout per cell, the baseline's best"
+        if table == SAME
+        else "each arm's best layout, by search with the proved gap"
+    )
     return Table(
         name=NAMES[table],
         title=f"The matrix, {table}: {one} (simulated)",
@@ -101,10 +116,12 @@ def arm_table(lines: Sequence[Line], table: str, spec: MatrixSpec) -> Table:
             Column("low", "low", fixed(1)),
             Column("high", "high", fixed(1)),
             Column("outside", "outside"),
-            Column("tried", "tried", whole),
+            *(PROVED if table == BEST else ()),
+            Column("run_with", ""),
         ),
         rows=tuple(rows),
-        note=f"{equal_terms(spec)} {HOW} Arms not declared for a length have no row there.",
+        note=f"{equal_terms(spec)} {HOW} {'' if table == SAME else GAP} Arms not declared for a "
+        "length have no row there.",
         shown=SHOWN,
     )
 
@@ -114,9 +131,10 @@ def _shown(line: Line) -> Line:
 
 
 def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
-    """The fastest arm of every cell at best layouts, the arms that tie with the fastest, and the
-    gain of the fastest over the baseline."""
+    """The fastest arm of every cell at best layouts, the arms that tie with the fastest, the gain
+    of the fastest over the baseline, and the fastest plan of all methods and compositions."""
     rows = []
+    anything = by_cell(line for line in lines if line["table"] == ANY)
     for where, cell in by_cell(line for line in lines if line["table"] == BEST).items():
         best = max(cell, key=speed)
         row: Line = dict(zip(CELL, where, strict=True))
@@ -125,6 +143,7 @@ def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
             ties = [line["arm"] for line in cell if line.get("rank") == "tie"]
             gain = speed(best) / speed(base) - 1.0 if speed(base) else None
             row |= _shown(best) | {"ties": ", ".join(ties), "gain": gain}
+            row |= _any_plan(anything[where], speed(best))
         else:
             least = [line for line in cell if line["status"] == "oom"]
             nearest = min(least, key=_short) if least else best
@@ -148,11 +167,28 @@ def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
             Column("high", "high", fixed(1)),
             Column("fits", "fits"),
             Column("outside", "outside"),
+            *PROVED,
+            Column("any_name", "fastest plan of all"),
+            Column("any_layout", "its layout"),
+            Column("any_tokens_per_s_per_gpu", "its tokens/s/GPU", fixed(1)),
+            Column("any_gain", "over the fastest arm %", signed_percent),
+            Column("any_gap", "its gap %", percent),
+            Column("any_run_with", ""),
             *(Column(f"part_{part}", "") for part in PARTS),
         ),
         rows=tuple(rows),
-        note=outcome(lines, spec.baseline).sentence + f" {equal_terms(spec)} {HOW}",
+        note=outcome(lines, spec.baseline).sentence + f" {equal_terms(spec)} {HOW} {GAP} "
+        "fastest plan of all: of every method, setting and composition, declared as an arm or not.",
     )
+
+
+def _any_plan(lines: Sequence[Line], known: float) -> Line:
+    """The columns of the fastest plan of all, beside the speed of the fastest arm."""
+    row: Line = {}
+    for line in map(_shown, lines):
+        keys = ("name", "layout", "tokens_per_s_per_gpu", "gap", "run_with")
+        row |= {f"any_{key}": line[key] for key in keys} | {"any_gain": speed(line) / known - 1.0}
+    return row
 
 
 def _short(line: Line) -> float:
@@ -192,30 +228,4 @@ def longest_table(lines: Sequence[Line]) -> Table:
         note="The true limit lies between the two columns. Methods not run at the last length are "
         "left out; where none is the longest, none shorter than the one that fails was run.",
         shown=SHOWN,
-    )
-
-
-def candidate_table(told: Sequence[Mapping[str, Any]]) -> Table:
-    """The number of candidates of each cell by the rule that decided their fate."""
-    rows = []
-    cells: dict[tuple[str, ...], Counter[str]] = {}
-    for line in told:
-        key = tuple(str(line[name]) for name in CELL)
-        cells.setdefault(key, Counter())[str(line["fate"])] += 1
-    for key, fates in cells.items():
-        rows.append({**dict(zip(CELL, key, strict=True)), "all": fates.total(), **fates})
-    return Table(
-        name="matrix_candidates",
-        title="Candidate layouts of each cell: tried, and dropped by which rule",
-        columns=(
-            *(Column(key, key) for key in CELL),
-            Column("all", "candidates", whole),
-            *(Column(rule, rule, whole) for rule in RULES),
-            Column(KEPT, KEPT, whole),
-        ),
-        rows=tuple(rows),
-        note="One list for every arm, not exhaustive: with other cuts speeds at best layouts moved "
-        "by 5 to 10 %, so differences below that are no finding. Of those tried, an arm leaves out "
-        "candidates where keeping everything, memory ignored, would be slower than its best, and "
-        "those that its bytes at the leanest candidate put more than a tenth over the device.",
     )

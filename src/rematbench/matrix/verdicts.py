@@ -9,15 +9,14 @@ from typing import Any
 from msgspec import Struct
 
 from rematbench.choose.outcome import make_problem
+from rematbench.matrix.best import BEST, CELL, DEGREES, SAME
 from rematbench.matrix.spec import MatrixSpec
-from rematbench.matrix.sweep import BEST, DEGREES, SAME
 from rematbench.problem import Problem
 from rematbench.published.accuracy import number
 from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 
 Line = dict[str, Any]
 Row = Mapping[str, Any]
-CELL = ("model", "cluster", "seq_len")
 
 
 def judged(rows: Sequence[Row], spec: MatrixSpec) -> list[Line]:
@@ -53,8 +52,7 @@ def by_cell(lines: Iterable[Line]) -> dict[tuple[str, ...], list[Line]]:
 
 
 def _problem(row: Row, spec: MatrixSpec) -> Problem:
-    whole = ("gpus", "global_batch", *DEGREES)
-    numbers = {key: int(row[key]) for key in whole if key != "dp"}
+    numbers = {key: int(row[key]) for key in ("gpus", "global_batch", *DEGREES)}
     return make_problem(
         spec.problem(int(row["seq_len"]), model=row["model"], cluster=row["cluster"], **numbers)
     )

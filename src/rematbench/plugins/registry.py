@@ -108,11 +108,16 @@ class Composition(Struct, frozen=True):
         return plan
 
 
-def _said(method: Method) -> str:
+def own_settings(method: Method) -> dict[str, str]:
+    """The settings of a method that are not its defaults, as words of a method's text."""
     kind = type(method)
     assert issubclass(kind, Struct)
     own, usual = ({f: getattr(one, f) for f in kind.__struct_fields__} for one in (method, kind()))
-    words = [f"{key}={_word(value)}" for key, value in own.items() if value != usual[key]]
+    return {key: _word(value) for key, value in own.items() if value != usual[key]}
+
+
+def _said(method: Method) -> str:
+    words = [f"{key}={word}" for key, word in own_settings(method).items()]
     return f"{method.name}:{','.join(words)}" if words else method.name
 
 

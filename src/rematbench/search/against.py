@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from rematbench.choose.outcome import run_method
 from rematbench.lowering.lower import lower
-from rematbench.matrix.sweep import DEGREES
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
@@ -22,6 +21,7 @@ from rematbench.published.rows import Case, RowError, read_case, text
 from rematbench.search.answer import judged, line
 from rematbench.search.halves import MINUTE, Progress, rounds
 from rematbench.search.job import Asked, SearchJob
+from rematbench.search.space import DEGREES
 from rematbench.simulate.breakdown import parts_of
 from rematbench.spec.load import Kind, load_model, load_system, names
 from rematbench.spec.problemspec import ProblemSpec

@@ -7,12 +7,22 @@ the search tries no composition of a plan that fits.
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import product
 from typing import Literal
 
 from msgspec import Struct
 
 from rematbench.choose.candidates import KINDS, CompareConfig, Kind, place
-from rematbench.plugins.registry import IDENTITY, MethodEntry, MethodError, Registry, typed
+from rematbench.plugins.registry import (
+    IDENTITY,
+    Composition,
+    Method,
+    MethodEntry,
+    MethodError,
+    Registry,
+    own_settings,
+    typed,
+)
 from rematbench.search.probe import Probe
 
 Scale = Literal["share", "layers", "pieces"]
@@ -80,6 +90,38 @@ class Arm(Struct, frozen=True):
 KEEP = Arm()
 
 
+def arms_of(composed: Composition, registry: Registry) -> tuple[Arm, ...]:
+    """The arms of exactly these methods.  Where the share of a method (its `share`) is left open,
+    the share is the method's scalar, in as many steps as the method's own `steps` where those are
+    declared.  A method that would choose a parameter of its grid by itself, from the whole layout,
+    has an arm for each value: no probe of a few layers knows the choice."""
+    choices = [_settings(method, registry) for method in composed.methods]
+    return tuple(Arm(parts) for parts in product(*filter(None, choices)))
+
+
+def _settings(method: Method, registry: Registry) -> list[Single]:
+    entry, settings = registry.methods[method.name], own_settings(method)
+    if method.name == IDENTITY:
+        return []
+    parameter, steps = getattr(entry.cls, "share", ("", 0))
+    if parameter and parameter not in settings:
+        steps = int(settings.pop("steps", steps))
+        text = typed(entry, {**settings, parameter: "{}"})
+        return [Single(method.name, text, Scalar("share", steps))]
+    if chooses(method, registry):
+        return [Single(method.name, typed(entry, {**settings, **each})) for each in entry.grid]
+    return [Single(method.name, typed(entry, settings))]
+
+
+def chooses(method: Method, registry: Registry) -> bool:
+    """Whether a method, as it is set, chooses parameters of its grid by itself, from more than what
+    the layouts of a shard share (pieces follow from the shapes of tensors)."""
+    entry = registry.methods[method.name]
+    if getattr(entry.cls, "pieces", False):
+        return False
+    return any(getattr(method, key) is None for each in entry.grid for key in each)
+
+
 def singles(registry: Registry, config: CompareConfig, only: Sequence[str] = ()) -> list[Single]:
     """Every method that is not a planner, at its defaults or at each setting of its grid, and the
     policies.  `only`: the names of the methods and policies to take; empty for all."""
@@ -127,6 +169,9 @@ class Tree:
     grid, and for each method that rebuilds, the rebuilding method that keeps the fewest bytes.  A
     *family* is the arms that have the same lean arm."""
 
+    roots: tuple[Arm, ...] = (KEEP,)
+    """The arms that a search begins with on every layout."""
+
     def __init__(self, samples: Sequence[dict[Single, Probe]], most: int) -> None:
         found = {s: p for s, p in samples[0].items() if p.kinds and not _idle(s, samples)}
         self.places = {single: place(probe.kinds) for single, probe in found.items()}
@@ -142,6 +187,11 @@ class Tree:
     def _of(self, kind: Kind) -> list[Single]:
         where = KINDS.index(kind)
         return [single for single, place in self.places.items() if place == where]
+
+    @property
+    def grows(self) -> bool:
+        """Whether methods are added to the roots."""
+        return bool(self.places)
 
     def more(self, arm: Arm) -> list[Arm]:
         """The arms with one more method, whose place is after the places of `arm`'s methods."""
@@ -177,6 +227,16 @@ class Tree:
     def family(self, arm: Arm) -> tuple[Arm, Arm | None]:
         """The family of an arm: its lean arm, and the arm of its pieces alone or None."""
         return self.lean(arm), Arm((arm.pieces,)) if arm.pieces else None
+
+
+class Given(Tree):
+    """The tree of a search for the best layout of given arms, to which no method is added.  Where
+    an arm has a line, the root without the line is the arm whose share is 0."""
+
+    def __init__(self, arms: Sequence[Arm]) -> None:
+        self.places, self.stands_for, self.most = {}, {}, 0
+        flat = (arm.without(arm.line) for arm in arms if arm.line)
+        self.roots = tuple(dict.fromkeys((*arms, *flat)))
 
 
 def _idle(single: Single, samples: Sequence[dict[Single, Probe]]) -> bool:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace as replaced
 from functools import partial
 from itertools import count
 from math import inf
@@ -75,23 +74,28 @@ class Item(Struct, frozen=True):
 
 class Search:
     """One search under way.  `fell`: excluded plans and layouts by reason; `short_bytes`: the least
-    device bytes that an excluded plan lacked; `work`: work so far, in layers that probes lower."""
+    device bytes that an excluded plan lacked; `host_short_bytes`: the same of a node's host memory;
+    `refusal`: the last reason why a method has no plan; `work`: work so far, in layers that probes
+    lower.  Layouts with fewer than `least_pp` pipeline ranks are left out."""
 
     def __init__(
         self,
         shards: Sequence[Shard],
         tree: Tree,
         registry: Registry,
+        *,
         engine: str = "",
         within: float = 0.0,
         faster_than_s: float = inf,
+        least_pp: int = 1,
     ) -> None:
         self.tree, self.registry, self.engine, self.within = tree, registry, engine, within
-        self.faster_than_s = faster_than_s
+        self.faster_than_s, self.least_pp = faster_than_s, least_pp
         self.queue: Queue[Item] = Queue()
         self.work = 0
         self.best_s = inf
-        self.short_bytes = inf
+        self.short_bytes = self.host_short_bytes = inf
+        self.refusal = ""
         self.fell: Counter[str] = Counter()
         for shard in shards:
             over = shard.states_over_bytes
@@ -134,6 +138,8 @@ class Search:
         self.best_s = min(self.best_s, step_s)
 
     def _push(self, bound_s: float, item: Item) -> None:
+        if item.stage == "expand" and not self.tree.grows:
+            return
         counting = self.faster_than_s < inf
         if bound_s < (self.faster_than_s if counting else SHOWN * self.best_s):
             self.queue.push(bound_s, item, ripe=item.stage in ("closed", "tight"))
@@ -165,10 +171,13 @@ class Search:
         return None
 
     def _open(self, bound_s: float, shard: Shard) -> None:
-        """Queue the layouts of a shard whose states fit, with the arm that keeps everything."""
+        """Queue the layouts of a shard whose states fit, with the roots of the tree."""
         for index in (shard.states_over_bytes <= 0).nonzero()[0]:
             at = int(index)
-            self._judge(bound_s, Place(shard, at, shard.choices[at], []), KEEP)
+            if shard.choices[at].layout.pp >= self.least_pp:
+                place = Place(shard, at, shard.choices[at], [])
+                for root in self.tree.roots:
+                    self._judge(bound_s, place, root)
 
     def _judge(self, bound_s: float, place: Place, arm: Arm, pieces: int = 1) -> None:
         """Queue an arm at a layout, at the least step of its line whose bytes may fit; where no
@@ -222,11 +231,14 @@ class Search:
         found = shard.bounds(arm, pieces)
         if isinstance(found, Refused):
             self.fell["no plan"] += 1
+            self.refusal = found.reason
             return None
         over = found.peak_bytes[:, at] - shard.usable_bytes[at]
         last = min(len(over), place.ends.get(_in_one_piece(arm), len(over) + 1) - 1)
         for step in range(after + 1, last + 1):
-            if found.host_bytes[step - 1, at] > shard.problem.cost.host_room_bytes:
+            host_over = found.host_bytes[step - 1, at] - shard.problem.cost.host_room_bytes
+            if host_over > 0:
+                self.host_short_bytes = min(self.host_short_bytes, float(host_over))
                 self.fell["host memory, by its bound"] += 1
                 return None  # no larger step of the line needs less host memory
             if over[step - 1] > 0:
@@ -291,8 +303,7 @@ class Search:
         arm composed of it is faster."""
         self.work += TIGHTENED
         if place.problem is None:
-            problem = place.shard.problem
-            place.problem = replaced(problem, layout=place.choice.layout, _memo={}, _weights={})
+            place.problem = place.shard.problem_at(place.index)
         if place.frame is None:
             place.frame = frame(place.problem, place.choice.base(place.problem.base_plan))
         tight = place.shard.tight_s(item.arm, item.step, item.pieces, place.index, place.frame)
@@ -326,6 +337,10 @@ class Search:
     def _go_on(self, bound_s: float, place: Place, item: Item, tried: Tried) -> None:
         """Queue the work that follows a plan that does not fit."""
         arm = item.arm
+        if tried.reason.startswith(NO_PLAN):
+            self.refusal = tried.reason.removeprefix(NO_PLAN)
+        if tried.verdict and tried.verdict.host_headroom_bytes < 0:
+            self.host_short_bytes = min(self.host_short_bytes, -tried.verdict.host_headroom_bytes)
         if self._refused(place, item, tried.reason):
             place.refused.add(arm)
             self._push(bound_s, Item("expand", place, None, arm))

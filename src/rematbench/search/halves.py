@@ -136,19 +136,18 @@ def rounds(
             pool.close()
 
 
-def in_one_process(job: SearchJob, known_s: float, most_work: int) -> Progress:
-    """A search in this process.  It ends a little after the gap is proved (a faster plan may be
-    near), or after `most_work`."""
-    search, tried, proved = job.search(), [], False
-    search.beat(known_s)
+def in_one_process(search: Search, *, most_work: int, after: int = AFTER) -> list[Tried]:
+    """The plans that a search in this process tries.  The search ends with `after` more work once
+    its gap is proved (a faster plan may be near), or with `most_work`."""
+    tried, proved = [], False
     for found in search.run():
         if found is not None:
             tried.append(found)
-        if search.gap <= job.asked.within and not proved:
-            proved, most_work = True, min(most_work, search.work + AFTER)
+        if search.gap <= search.within and not proved:
+            proved, most_work = True, min(most_work, search.work + after)
         if search.work >= most_work or search.gap == 0.0:
             break
-    return _after(Progress(known_s=known_s), [_state(search, tried)])
+    return tried
 
 
 def _after(before: Progress, states: Sequence[State | str]) -> Progress:
@@ -161,7 +160,7 @@ def _after(before: Progress, states: Sequence[State | str]) -> Progress:
     tried = [one for state in known for one in state.tried]
     found = [*before.found, *(one for one in tried if one.evaluation is not None)]
     return Progress(
-        found=tuple(_distinct(found)),
+        found=tuple(distinct(found)),
         known_s=before.known_s,
         bound_s=max(before.bound_s, min(state.bound_s for state in known)),
         simulations=before.simulations + len(tried),
@@ -170,7 +169,7 @@ def _after(before: Progress, states: Sequence[State | str]) -> Progress:
     )
 
 
-def _distinct(found: Sequence[Tried]) -> list[Tried]:
+def distinct(found: Sequence[Tried]) -> list[Tried]:
     """The plans, fastest first; of plans with equal steps on one layout only the one that reserves
     the fewest bytes."""
 

@@ -20,7 +20,7 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import IDENTITY, MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.published.bands import leaving_reserve
-from rematbench.search.arms import Arm, Single, Tree, rebuilds, singles
+from rematbench.search.arms import Arm, Given, Single, Tree, rebuilds, singles
 from rematbench.search.frontier import Search
 from rematbench.search.probe import Known, Probe
 from rematbench.search.shard import Shard, key
@@ -63,6 +63,7 @@ class SearchJob:
 
     def __init__(self, asked: Asked, known: Known | None = None) -> None:
         self.asked, self.known = asked, {} if known is None else known
+        self._shards: dict[int, Shard] = {}
         spec = asked.spec
         self.model = spec.model if isinstance(spec.model, Model) else load_model(spec.model)
         cluster = spec.cluster if isinstance(spec.cluster, Cluster) else load_cluster(spec.cluster)
@@ -119,27 +120,37 @@ class SearchJob:
 
     def search(self, part: int = 0, parts: int = 1) -> Search:
         """The search of every `parts`-th shard, from shard `part` on."""
-        groups: dict[object, list[Choice]] = defaultdict(list)
-        for choice in self.space.choices:
-            groups[key(choice)].append(choice)
-        cuts = list(groups.values())
-        shards = {index: self._shard(cuts[index]) for index in range(part, len(cuts), parts)}
-        tree = Tree(self._samples(cuts, shards), load_compare().most_methods)
+        shards = {index: self._shard(index) for index in range(part, len(self._cuts), parts)}
+        tree = Tree(self._samples(), load_compare().most_methods)
         asked = self.asked
         return Search(
             list(shards.values()),
             tree,
             self.registry,
-            asked.engine,
-            asked.within,
-            asked.faster_than_s,
+            engine=asked.engine,
+            within=asked.within,
+            faster_than_s=asked.faster_than_s,
         )
 
-    def _samples(
-        self, cuts: list[list[Choice]], known: dict[int, Shard]
-    ) -> list[dict[Single, Probe]]:
+    def search_of(self, arms: Sequence[Arm], least_pp: int = 1) -> Search:
+        """The search for the best layout of given arms, of those with `least_pp` pipeline ranks."""
+        shards = [self._shard(index) for index in range(len(self._cuts))]
+        within = self.asked.within
+        return Search(shards, Given(arms), self.registry, within=within, least_pp=least_pp)
+
+    @cached_property
+    def _cuts(self) -> list[list[Choice]]:
+        """The layouts of each shard."""
+        groups: dict[object, list[Choice]] = defaultdict(list)
+        for choice in self.space.choices:
+            groups[key(choice)].append(choice)
+        return list(groups.values())
+
+    def _samples(self) -> list[dict[Single, Probe]]:
         """Probes of every method by itself on one shard, and of the methods that only rebuild on up
         to SAMPLES shards; shards with a pipeline where the space has any."""
+
+        cuts = self._cuts
 
         def order(index: int) -> tuple[int, int]:
             return cuts[index][0].layout.tp, cuts[index][0].layout.micro_batch
@@ -150,14 +161,20 @@ class SearchJob:
         found: list[dict[Single, Probe]] = []
         for at in sorted({0, len(ordered) // 2, len(ordered) - 1})[:SAMPLES]:
             index = ordered[at]
-            shard = known.get(index) or self._shard(cuts[index])
+            shard = self._shard(index)
             again = [s for s, p in found[0].items() if rebuilds(s, p)] if found else self.singles
             probes = {single: shard.probe(Arm((single,))) for single in again}
             found.append({s: p for s, p in probes.items() if isinstance(p, Probe)})
         return found
 
-    def _shard(self, choices: list[Choice]) -> Shard:
-        return Shard(choices, self.problem(choices[0]), self.registry, self.known)
+    def _shard(self, index: int) -> Shard:
+        if index not in self._shards:
+            choices = self._cuts[index]
+            problem = self.problem(choices[0])
+            self._shards[index] = Shard(
+                choices, problem, self.registry, self._reserving, self.known
+            )
+        return self._shards[index]
 
     def spec(self, choice: Choice) -> ProblemSpec:
         """The job's problem at one layout, with the given names of model, cluster and system."""
@@ -172,14 +189,16 @@ class SearchJob:
         """The Problem at one layout, with its reserve; ConfigError for a reserve that is as large
         as the device."""
         loaded = {"model": self.model, "cluster": self.cluster, "system": self.system}
-        made = make_problem(replace(self.spec(choice), **loaded))
+        return self._reserving(make_problem(replace(self.spec(choice), **loaded)))
+
+    def _reserving(self, problem: Problem) -> Problem:
         if self.asked.reserve_gib is None:
-            return leaving_reserve(made)
+            return leaving_reserve(problem)
         reserve = round(self.asked.reserve_gib * GIB)
-        if reserve >= made.usable_bytes:
-            most = f"the device has {made.usable_bytes / GIB:.2f} GiB"
+        if reserve >= problem.usable_bytes:
+            most = f"the device has {problem.usable_bytes / GIB:.2f} GiB"
             raise ConfigError("", "reserve_gib", f"{self.asked.reserve_gib:g}: {most}")
-        return replaced(made, reserve_bytes=reserve)
+        return replaced(problem, reserve_bytes=reserve)
 
 
 def _registry(asked: Asked) -> Registry:

@@ -1,6 +1,6 @@
 """A shard: all layouts that cut a layer's tensors and the micro-batches alike, and their bounds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace as replaced
 from functools import cached_property
 from math import fsum
@@ -57,16 +57,18 @@ def key(choice: Choice) -> Key:
 
 
 class Shard:
-    """The layouts of one key.  `problem` has one of them; `known`: programs lowered so far."""
+    """The layouts of one key.  `problem` has one of them; `reserving`: a problem with the reserve
+    of its layout; `known`: programs lowered so far."""
 
     def __init__(
         self,
         choices: Sequence[Choice],
         problem: Problem,
         registry: Registry,
+        reserving: Callable[[Problem], Problem],
         known: Known | None = None,
     ) -> None:
-        self.problem, self.registry = problem, registry
+        self.problem, self.registry, self._reserving = problem, registry, reserving
         self.choices = choices
         self.columns = Columns(choices, problem)
         self._prober = Prober(problem, {} if known is None else known)
@@ -108,9 +110,14 @@ class Shard:
         known: dict[tuple[int, int], int] = {}
         for lay in (choice.layout for choice in self.choices):
             if (lay.pp, lay.dp) not in known:
-                known[lay.pp, lay.dp] = replaced(self.problem, layout=lay).usable_bytes
-        found = [known[choice.layout.pp, choice.layout.dp] for choice in self.choices]
-        return np.array(found) - self.problem.reserve_bytes
+                at = self._reserving(replaced(self.problem, layout=lay))
+                known[lay.pp, lay.dp] = at.usable_bytes - at.reserve_bytes
+        return np.array([known[choice.layout.pp, choice.layout.dp] for choice in self.choices])
+
+    def problem_at(self, index: int) -> Problem:
+        """The problem with the layout at `index`."""
+        layout = self.choices[index].layout
+        return self._reserving(replaced(self.problem, layout=layout, _memo={}, _weights={}))
 
     @cached_property
     def kernels_s(self) -> Array:

@@ -16,6 +16,9 @@ from rematbench.spec.problemspec import ProblemSpec
 from rematbench.spec.system import System
 from rematbench.workload import Workload
 
+DEGREES = ("tp", "cp", "pp", "vpp", "dp")
+"""The degrees that tables show of every layout, in this order."""
+
 MOST_MICRO_BATCH = 64
 """Most sequences in a micro-batch: no kernel becomes faster with more."""
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from rematbench.matrix.commands import Commands
 from rematbench.matrix.sweep import TABLES
 from rematbench.matrix.tables import NAMES
 from rematbench.published.sheets import read_sheet
@@ -100,28 +99,28 @@ def _is_number(text: str) -> bool:
     return plain.lstrip("+-").replace(".", "", 1).isdigit()
 
 
-def matrix_grids(tables: Path, commands: Commands) -> list[Grid]:
-    """One grid per model and cluster of each matrix; the two matrices are never mixed."""
+def matrix_grids(tables: Path, names: Mapping[str, str]) -> list[Grid]:
+    """One grid per model and cluster of each matrix; the two matrices are never mixed.  `names`:
+    the text of each arm's method."""
     made = []
     for table in TABLES[::-1]:
         path = tables / f"{NAMES[table]}.csv"
         rows = read_sheet(path) if path.is_file() else []
         for model, cluster in dict.fromkeys((row["model"], row["cluster"]) for row in rows):
             own = [row for row in rows if (row["model"], row["cluster"]) == (model, cluster)]
-            made.append(_grid(own, commands, table, f"{model}, {cluster}, {table}"))
+            made.append(_grid(own, names, table, f"{model}, {cluster}, {table}"))
     return made
 
 
-def _grid(rows: Sequence[Row], commands: Commands, table: str, name: str) -> Grid:
+def _grid(rows: Sequence[Row], names: Mapping[str, str], table: str, name: str) -> Grid:
     lengths = sorted({int(row["seq_len"]) for row in rows})
-    at = {(row["arm"], int(row["seq_len"])): (row, commands.of(row)) for row in rows}
+    at = {(row["arm"], int(row["seq_len"])): (row, row["run_with"]) for row in rows}
     arms = dict.fromkeys(row["arm"] for row in rows)
     return Grid(
         table=table,
         name=name,
         lengths=tuple(lengths),
         arms=tuple(
-            (arm, commands.names.get(arm, arm), tuple(at.get((arm, n)) for n in lengths))
-            for arm in arms
+            (arm, names.get(arm, arm), tuple(at.get((arm, n)) for n in lengths)) for arm in arms
         ),
     )

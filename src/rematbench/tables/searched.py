@@ -1,7 +1,7 @@
 """Tables of committed searches (results/searched).
 
-They say what published layouts lose, what the matrix's list misses, the regret on published sweeps,
-and what a package's own space gives. A search takes minutes, but its answer takes one simulation;
+They say what published layouts lose, the regret on published sweeps, and what a package's own space
+gives. A search takes minutes, but its answer takes one simulation;
 so each answer is simulated again before a table is made.
 """
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rematbench.choose.job import WORDS
-from rematbench.matrix.sweep import DEGREES
 from rematbench.published.accuracy import Row, number
 from rematbench.search.answer import simulated
+from rematbench.search.space import DEGREES
 from rematbench.tables.table import Column, Table, fixed, percent, signed_percent, whole
 
 FILLED = ("layouts", "spaces")
@@ -103,39 +103,6 @@ def layout_table(rows: Sequence[Row]) -> Table:
     )
 
 
-def cell_table(rows: Sequence[Row]) -> Table:
-    """The table of matrix cells: the fastest plan of the list beside the fastest of a search."""
-    return Table(
-        name="searched_cells",
-        title="The matrix by search: the fastest of each cell, with the proved gap (simulated)",
-        columns=(
-            *(Column(key, key) for key in ("model", "cluster")),
-            Column("seq_len", "tokens", whole),
-            Column("list_arm", "fastest of the list that is not tight"),
-            Column("list_layout", "its layout"),
-            Column("list_tokens_per_s_per_gpu", "its tokens/s/GPU", fixed(0)),
-            *BEST,
-            Column("low_tokens_per_s_per_gpu", "low", fixed(0)),
-            Column("high_tokens_per_s_per_gpu", "high", fixed(0)),
-            Column("gain", "gain %", signed_percent),
-            Column("changed", "what changed"),
-            Column("fits", "fits"),
-            Column("binds", "what binds"),
-            *PROVED,
-            *(Column(key, "") for key in ("step_s", "run_with")),
-        ),
-        rows=_rows(rows),
-        note=(
-            f"{SIMULATED} Equal terms as in the matrix. what changed: what the search's plan has "
-            "that the list's plan has not (empty: nothing is faster). A search leaves the error of "
-            "predicted peaks free, as tuned methods do; the list's fixed methods may be tight, and "
-            "then the next one stands here. A search that ends after its fixed amount of work says "
-            "the gap that it has proved until then."
-        ),
-        shown=40,
-    )
-
-
 def sweep_table(rows: Sequence[Row]) -> Table:
     """The table of published sweeps: the speed that following the search would have lost."""
     return Table(
@@ -193,7 +160,6 @@ def space_table(rows: Sequence[Row]) -> Table:
 
 TABLES: dict[str, Callable[[Sequence[Row]], Table]] = {
     "layouts": layout_table,
-    "cells": cell_table,
     "sweeps": sweep_table,
     "spaces": space_table,
 }

@@ -1,0 +1,252 @@
+"""The best layout of every arm in a cell of the matrix, by search, with the proved gap.
+
+The answers of the searches are committed.  A later run simulates the plan of each answer again,
+which takes one simulation (`sweep`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
+from typing import Any
+
+from msgspec import Struct, structs
+
+from rematbench.choose.job import Job
+from rematbench.host.console import CommandError
+from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import Pool
+from rematbench.matrix.spec import Arm, MatrixSpec, Work
+from rematbench.plugins.discover import discover
+from rematbench.plugins.registry import Registry
+from rematbench.published.accuracy import Row, number
+from rematbench.search.arms import arms_of, chooses
+from rematbench.search.frontier import Search
+from rematbench.search.halves import LIMIT_S, MINUTE_OF_ONE, distinct, in_one_process
+from rematbench.search.job import Asked, SearchJob
+from rematbench.search.probe import Known
+from rematbench.search.space import Choice, Fixed, may_host, partitions
+from rematbench.search.trial import Tried, tried_plan
+from rematbench.spec.load import load_cluster, load_system
+
+SAME, BEST, ANY = "same layout", "best layout", "any plan"
+"""What a search answers: the one layout of a cell, the best layout of an arm, the fastest plan of
+all methods and compositions."""
+
+CELL = ("model", "cluster", "seq_len")
+DEGREES = ("tp", "cp", "pp", "vpp", "ulysses")
+ANSWERED = (
+    *(*CELL, "table", "arm", "name", *DEGREES, "partition", "step_s", "gap", "layouts"),
+    *("simulations", "device_short_bytes", "host_short_bytes", "reason"),
+)
+"""Columns that say a layout of the matrix (its other degrees are equal for all), and the columns of
+a committed answer."""
+
+WITHIN = 0.01
+"""The gap that a search of the matrix proves, a share of the best step."""
+
+Line = dict[str, Any]
+Task = tuple[Work, int]
+"""A model with its GPUs, and a sequence length."""
+
+
+class Answer(Struct, frozen=True, kw_only=True):
+    """The answer of one search of a cell: the method's text and the layout with its layers by chunk
+    (None: no plan fits), the step in seconds, the gap that is proved (a fraction), and how many
+    layouts and simulations the proof took.  Where no plan fits: the least bytes that an excluded
+    plan lacked, or why the arm has no plan."""
+
+    name: str = ""
+    choice: Choice | None = None
+    step_s: float = inf
+    gap: float | None = None
+    layouts: int = 0
+    simulations: int = 0
+    short: dict[str, float] = {}
+    reason: str = ""
+
+
+class CellJob(SearchJob):
+    """The searches of one cell.  `known`: programs that the cells of one model and length share."""
+
+    def __init__(
+        self,
+        spec: MatrixSpec,
+        work: Work,
+        cluster: str,
+        seq_len: int,
+        known: Known,
+        within: float = WITHIN,
+    ) -> None:
+        hosts = may_host(load_cluster(cluster), load_system(spec.system))
+        home = {"optimizer": "device"} if hosts else {}  # equal terms: as the stack has it
+        problem = spec.problem(seq_len, model=work.model, cluster=cluster, gpus=work.gpus, **home)
+        fixed = Fixed(micro_batch=spec.micro_batch, zero_stage=spec.zero_stage)
+        super().__init__(Asked(spec=problem, fixed=fixed, within=within), known)
+        self.at = (work.model, cluster, seq_len)
+
+    def job(self, choice: Choice) -> Job:
+        """The job of a layout, whose command replays a plan."""
+        problem = self.problem(choice)
+        words = (*self.spec(choice).to_arguments(), *choice.words)
+        return Job(problem=problem, base=choice.base(problem.base_plan), words=words)
+
+
+def runs(arm: Arm, seq_len: int) -> bool:
+    """Whether an arm runs at this length."""
+    return not arm.seq_lens or seq_len in arm.seq_lens
+
+
+def searched(arm: Arm, seq_len: int, registry: Registry) -> bool:
+    """Whether the best layout of an arm is searched: the arm runs at this length, and its plan is
+    known without solving (planners are tried at the cell's one layout only)."""
+    methods = arm.resolved(registry).methods
+    planned = any(registry.methods[method.name].planner for method in methods)
+    return not planned and runs(arm, seq_len)
+
+
+class Answers:
+    """The answers of a cell: those of `known` lines, by what is asked and arm, and the others by
+    search."""
+
+    def __init__(
+        self,
+        cell: CellJob,
+        spec: MatrixSpec,
+        registry: Registry,
+        known: Mapping[tuple[str, str], Row],
+    ) -> None:
+        self.cell, self.spec, self.registry = cell, spec, registry
+        self._known = {key: read_answer(row, cell) for key, row in known.items()}
+        self._arms = {arm.name: arm for arm in spec.all_arms(registry)}
+
+    def best(self, name: str) -> Answer:
+        """The best layout of an arm."""
+        if (BEST, name) not in self._known:
+            self._known[BEST, name] = self._best(name)
+        return self._known[BEST, name]
+
+    @property
+    def fastest(self) -> Answer:
+        """The fastest of the arms' best layouts."""
+        seq_len = self.cell.at[-1]
+        own = (arm for arm in self._arms.values() if searched(arm, seq_len, self.registry))
+        return min((self.best(arm.name) for arm in own), key=lambda answer: answer.step_s)
+
+    def one_layout(self) -> Answer:
+        """The baseline's best layout with `same_layout_pp` pipeline ranks, or else with fewer;
+        where the baseline fits nowhere, the layout of the fastest arm."""
+        key = (SAME, self.spec.baseline)
+        if key not in self._known:
+            depths = (self.spec.same_layout_pp, 1)
+            found = (self._best(self.spec.baseline, least_pp) for least_pp in depths)
+            self._known[key] = next((one for one in found if one.choice), self.fastest)
+        return self._known[key]
+
+    def any_plan(self) -> Answer:
+        """The fastest plan of all methods and compositions; the fastest arm's where no other plan
+        is faster."""
+        if (ANY, "") not in self._known:
+            known, search = self.fastest, self.cell.search()
+            search.beat(known.step_s)
+            found = _answer(self.cell, search, in_one_process(search, most_work=MINUTE_OF_ONE))
+            work = {key: getattr(found, key) for key in ("gap", "layouts", "simulations")}
+            faster = found.step_s < known.step_s
+            self._known[ANY, ""] = found if faster else structs.replace(known, **work)
+        return self._known[ANY, ""]
+
+    def _best(self, name: str, least_pp: int = 1) -> Answer:
+        method, cell = self._arms[name].resolved(self.registry), self.cell
+        search = cell.search_of(arms_of(method, self.registry), least_pp)
+        found = _answer(cell, search, in_one_process(search, most_work=MINUTE_OF_ONE, after=0))
+        if found.choice and any(chooses(one, self.registry) for one in method.methods):
+            problem = cell.problem(found.choice)
+            own = tried_plan(found.choice, problem, method.text, 0.0, self.registry)
+            if own.step_s < found.step_s:
+                return structs.replace(found, name=method.text, step_s=own.step_s)
+        return found
+
+
+def _answer(cell: CellJob, search: Search, tried: Sequence[Tried]) -> Answer:
+    work = Answer(gap=search.gap, layouts=len(cell.space.choices), simulations=len(tried))
+    found = distinct([one for one in tried if one.evaluation is not None])
+    if found:
+        best = found[0]
+        return structs.replace(work, name=best.method, choice=best.choice, step_s=best.step_s)
+    told = {"device": search.short_bytes, "host": search.host_short_bytes}
+    short = {where: nbytes for where, nbytes in told.items() if nbytes < inf}
+    reason = "" if short else search.refusal or "no layout has a plan"
+    return structs.replace(work, short=short, reason=reason)
+
+
+def best_lines(spec: MatrixSpec, *, within: float, processes: int) -> Iterator[Line]:
+    """The answers of all searches of the matrix, as lines.  One process searches all cells of one
+    model and length, whose programs are equal on every cluster."""
+    tasks = [(work, seq_len) for work in spec.works for seq_len in spec.seq_lens]
+    waiting, found = list(tasks), dict[Task, list[Line]]()
+    pool: Pool[Task, list[Line]] = Pool(processes, Worker, (spec, within), LIMIT_S)
+    pool.add(tasks)
+    try:
+        for task, lines in pool.run():
+            if isinstance(lines, str):
+                why = f"took {LIMIT_S} CPU seconds" if lines == "late" else "died (out of memory?)"
+                raise CommandError(f"a process {why} with {task[0].model} at {task[1]} tokens")
+            found[task] = lines
+            while waiting and waiting[0] in found:
+                yield from found.pop(waiting.pop(0))
+    finally:
+        pool.close()
+
+
+class Worker:
+    """Searches all cells of one model and length in a process."""
+
+    def __init__(self, spec: MatrixSpec, within: float) -> None:
+        collect_rarely()
+        self.spec, self.within, self.registry = spec, within, discover()
+
+    def __call__(self, task: Task) -> list[Line]:
+        """The lines of the cells, in the order of the clusters."""
+        known: Known = {}
+        found: list[Line] = []
+        for name in self.spec.clusters:
+            cell = CellJob(self.spec, task[0], name, task[1], known, self.within)
+            answers = Answers(cell, self.spec, self.registry, {})
+            arms = self.spec.all_arms(self.registry)
+            asked = [arm.name for arm in arms if searched(arm, task[1], self.registry)]
+            found += [line_of(cell, BEST, arm, answers.best(arm)) for arm in asked]
+            found.append(line_of(cell, SAME, self.spec.baseline, answers.one_layout()))
+            found.append(line_of(cell, ANY, "", answers.any_plan()))
+        return found
+
+
+def line_of(cell: CellJob, table: str, arm: str, answer: Answer) -> Line:
+    """The line of an answer, as it is committed."""
+    line: Line = dict.fromkeys(ANSWERED, "") | dict(zip(CELL, cell.at, strict=True))
+    line |= {"table": table, "arm": arm, "name": answer.name}
+    if answer.choice:
+        lay, sizes = answer.choice.layout, answer.choice.sizes
+        line |= {key: getattr(lay, key) for key in DEGREES}
+        line |= {"partition": ",".join(map(str, sizes)), "step_s": answer.step_s}
+    line |= {"gap": answer.gap, "layouts": answer.layouts, "simulations": answer.simulations}
+    line |= {f"{place}_short_bytes": nbytes for place, nbytes in answer.short.items()}
+    return {**line, "reason": answer.reason}
+
+
+def read_answer(row: Row, cell: CellJob) -> Answer:
+    """The answer of a committed line."""
+    places = {place: number(row, f"{place}_short_bytes") for place in ("device", "host")}
+    return Answer(
+        name=row["name"],
+        choice=_choice(row, cell) if row["name"] else None,
+        step_s=number(row, "step_s") or inf,
+        gap=number(row, "gap"),
+        layouts=int(row["layouts"]),
+        simulations=int(row["simulations"]),
+        short={place: nbytes for place, nbytes in places.items() if nbytes},
+        reason=row["reason"],
+    )
+
+
+def _choice(row: Row, cell: CellJob) -> Choice:
+    layout = structs.replace(cell.asked.spec, **{key: int(row[key]) for key in DEGREES}).layout
+    sizes = tuple(int(layers) for layers in row["partition"].split(","))
+    return next(one for one in partitions(layout, cell.model.num_layers) if one.sizes == sizes)
