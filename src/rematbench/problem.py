@@ -182,12 +182,15 @@ def head_parameters(problem: Problem) -> int:
 
 
 def tensor_parameters(problem: Problem, table: OpTable) -> list[int]:
-    """Parameters of each tensor of an operator table; a tied output projection counts only where
-    the embedding is on another rank."""
+    """Parameters of each operator of a table that has any."""
+    return [op.parameters for op in weighted_operators(problem, table)]
+
+
+def weighted_operators(problem: Problem, table: OpTable) -> list[Op]:
+    """The operators of a table that have parameters; a tied output projection counts only where the
+    embedding is on another rank."""
     tied = table.part == "head" and tied_on_one_rank(problem)
-    return [
-        op.parameters for op in table.ops if op.parameters and not (tied and op.name == "lm_head")
-    ]
+    return [op for op in table.ops if op.parameters and not (tied and op.name == "lm_head")]
 
 
 def rank_parameters(problem: Problem, plan: Plan, rank: int) -> int:

@@ -30,8 +30,11 @@ def rank(*lines: str, late: Late | None) -> RankProgram:
     return replace(parse_program(f"rank 0\n{text}").ranks[0], late=late)
 
 
-def late(**tensors: tuple[int, ...]) -> Late:
-    return Late(units={(0, "L0"): LateUnit(**tensors)})
+def late(
+    states: tuple[int, ...] = (), scratch: tuple[int, ...] = (), **gradients: tuple[int, ...]
+) -> Late:
+    unit = LateUnit(states=states, gradients=gradients, scratch=scratch)
+    return Late(units={(0, "L0"): unit})
 
 
 ALLOC, FREE = f"ALLOC0.0 compute L0.t a=x:{60 * MIB}", "FREE0.0 compute - f=x"
@@ -64,10 +67,46 @@ def test_a_beginning_is_ended_before_the_next_step() -> None:
 
 def test_fresh_gradients_are_freed_after_the_step() -> None:
     grad = "W0.0 compute L0.linear"
-    given = rank(ALLOC, grad, FREE, late=late(gradients=(30 * MIB,), scratch=(10 * MIB,)))
+    given = rank(ALLOC, grad, FREE, late=late(linear=(30 * MIB,), scratch=(10 * MIB,)))
     first = replay(given, (), None)
     assert first.allocated_bytes == 90 * MIB
     assert replay(given, (), None, passes=4) == first
+
+
+def test_a_gradient_is_made_where_its_weights_are_differentiated() -> None:
+    """A linear's gradient splits the 60 MiB that the first tensor left, so the second needs 60
+    more; a norm's, which has no kernel of its own, is made after the unit's backward."""
+    first = f"ALLOC0.0 compute L0.t a=x:{60 * MIB}"
+    second = f"ALLOC0.0 compute L0.u a=y:{60 * MIB}"
+    body = (first, FREE, "W0.0 compute L0.linear", second, "FREE0.0 compute - f=y")
+    found = {
+        name: replay(rank("\n".join(body), late=late(**{name: (20 * MIB,)})), (), None)
+        for name in ("linear", "norm")
+    }
+    assert {name: peaks.allocated_bytes // MIB for name, peaks in found.items()} == {
+        "linear": 80,
+        "norm": 80,
+    }
+    assert found["linear"].reserved_bytes == 120 * MIB
+    assert found["norm"].reserved_bytes == 80 * MIB
+
+
+def test_an_unfused_projection_has_a_gradient_of_its_own() -> None:
+    made, plan = accumulated()
+    whole, _ = accumulated(fused_linears=True)
+    apart, fused = (lower(plan, each).ranks[0].late for each in (made, whole))
+    assert apart is not None
+    assert fused is not None
+    assert apart.gradient_bytes == fused.gradient_bytes
+    mine, theirs = apart.units[0, "L1"].gradients, fused.units[0, "L1"].gradients
+    assert {op: len(tensors) for op, tensors in mine.items()} == {
+        **dict.fromkeys(mine, 1),
+        "qkv": 3,
+        "fc1": 2,
+    }
+    assert {op: sum(tensors) for op, tensors in mine.items()} == {
+        op: tensors[0] for op, tensors in theirs.items()
+    }
 
 
 def accumulated(**facts: object) -> tuple[Problem, Plan]:

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from rematbench.cost.states import shard
 from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.operators.ops import Op, OpTable
 from rematbench.plan import Plan
-from rematbench.problem import Problem, tensor_parameters
+from rematbench.problem import Problem, tensor_parameters, weighted_operators
 from rematbench.program.late import Late, LateUnit
 
 MOMENTS = 2
@@ -32,10 +33,30 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
         for unit in chunk.units:
             tensors = tensor_parameters(problem, unit.table)
             updated = [shard(n, plan.state("optimizer").shards) for n in tensors]
-            kept = [shard(n, plan.state("gradient").shards) for n in tensors]
             units[chunk.chunk, unit.prefix] = LateUnit(
                 states=tuple(n * state_bytes // MOMENTS for n in updated for _ in range(MOMENTS)),
-                gradients=tuple(n * grad_bytes for n in kept if grad_bytes),
+                gradients=_gradients(problem, plan, unit.table, grad_bytes) if grad_bytes else {},
                 scratch=tuple(n * system.step_scratch_bytes for n in updated),
             )
     return Late(units=units)
+
+
+def _gradients(
+    problem: Problem, plan: Plan, table: OpTable, grad_bytes: int
+) -> dict[str, tuple[int, ...]]:
+    """Bytes of the gradients of a unit's tensors, by operator, in the order of the backward."""
+    shards = plan.state("gradient").shards
+    return {
+        op.name: tuple(shard(n, shards) * grad_bytes for n in _projections(problem, table, op))
+        for op in weighted_operators(problem, table)
+    }
+
+
+def _projections(problem: Problem, table: OpTable, op: Op) -> list[int]:
+    """Parameters of an operator's tensors, the last first, as autograd comes to them: a tensor per
+    output of a linear that the stack does not fuse."""
+    widths = [table.activations[name].row_bytes for name in op.outputs]
+    if problem.system.fused_linears or not op.has_weight or len(widths) < 2:
+        return [op.parameters]
+    others = [op.parameters * width // sum(widths) for width in reversed(widths[1:])]
+    return [*others, op.parameters - sum(others)]

@@ -5,11 +5,12 @@ from msgspec import Struct
 
 class LateUnit(Struct, frozen=True, kw_only=True, gc=False):
     """The late tensors of one unit, each in bytes.  `states`: optimizer states, made by the unit's
-    first update and never freed; `gradients`: made by a step's first backward of the unit and freed
-    after the step; `scratch`: alive only during an update of the unit."""
+    first update and never freed; `gradients`: by operator, made by a step's first backward of the
+    operator's weights (of weights without such a kernel: of the unit) and freed after the step;
+    `scratch`: alive only during an update of the unit."""
 
     states: tuple[int, ...] = ()
-    gradients: tuple[int, ...] = ()
+    gradients: dict[str, tuple[int, ...]] = {}
     scratch: tuple[int, ...] = ()
 
 
@@ -26,4 +27,5 @@ class Late(Struct, frozen=True, kw_only=True):
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that each step makes."""
-        return sum(sum(unit.gradients) for unit in self.units.values())
+        kept = (unit.gradients.values() for unit in self.units.values())
+        return sum(sum(tensors) for unit in kept for tensors in unit)

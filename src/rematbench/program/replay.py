@@ -16,16 +16,18 @@ from rematbench.program.program import Block, RankProgram, Step
 Request = tuple[str, int]
 """(name, size): what one line of a block asks of the allocator.  size > 0: an allocation; size 0: a
 free; an empty name: scratch, which is freed at once.  UPDATED and DIFFERENTIATED: the unit `name`
-(empty: all units) was updated, or its backward ended."""
+(empty: all units) was updated, or its backward ended.  WEIGHTED: the weights of `name`, a unit and
+its operator, got a gradient."""
 
-UPDATED, DIFFERENTIATED = -1, -2
+UPDATED, DIFFERENTIATED, WEIGHTED = -1, -2, -3
 Placed = tuple[int, int]
 """(address, size) of a block of memory."""
 
 
 def requests(block: Block, *, late: bool = False) -> list[Request]:
     """The device allocations and frees of a block in issue order (staging slots are resident, so
-    they are left out); with `late` also where units are updated and where their backward ends."""
+    they are left out); with `late` also where weights get a gradient, where units are updated and
+    where their backward ends."""
     lines: list[Request] = []
     ends = _ends(block) if late else {}
     for index, action in enumerate(block.actions):
@@ -36,6 +38,8 @@ def requests(block: Block, *, late: bool = False) -> list[Request]:
             lines.append((action.part, UPDATED))
         elif action.scratch:
             lines.append(("", rounded(action.scratch)))
+        if late and action.kind is Kind.BACKWARD_WEIGHT:
+            lines.append((f"{action.part}.{action.op}", WEIGHTED))
         for name in action.frees:
             if not name.endswith(HOST):
                 lines.append((name, 0))
@@ -96,7 +100,7 @@ class _Run:
         self.memory, self.lines = memory, lines
         self.units = late.units if late else {}
         self.made: set[tuple[int, str]] = set()  # units whose states exist
-        self.gradients: dict[tuple[int, str], list[Placed]] = {}
+        self.gradients: dict[tuple[int, str, str], list[Placed]] = {}  # by chunk, unit, operator
         self.alive: dict[tuple[int, int], dict[str, Placed]] = {}
         self.done = 0
 
@@ -126,7 +130,12 @@ class _Run:
                 memory.free(memory.allocate(size))
 
     def _late(self, part: str, event: int, chunk: int) -> None:
-        """Make what the end of a unit's backward, or an update, makes (`part` empty: all units)."""
+        """Make what a weight gradient, the end of a unit's backward, or an update makes (`part`
+        empty: all units)."""
+        if event == WEIGHTED:
+            unit, _, op = part.partition(".")
+            self._gradient(chunk, unit, op)
+            return
         keys = [(chunk, part)] if part else list(self.units)
         if event == DIFFERENTIATED:
             self._differentiated(keys)
@@ -134,10 +143,15 @@ class _Run:
             self._updated(keys)
 
     def _differentiated(self, keys: Sequence[tuple[int, str]]) -> None:
-        for key in keys:
-            unit = self.units.get(key)
-            if unit is not None and key not in self.gradients:
-                self.gradients[key] = self._place(unit.gradients)
+        for chunk, part in keys:
+            unit = self.units.get((chunk, part))
+            for op in unit.gradients if unit is not None else ():
+                self._gradient(chunk, part, op)
+
+    def _gradient(self, chunk: int, part: str, op: str) -> None:
+        unit, key = self.units.get((chunk, part)), (chunk, part, op)
+        if unit is not None and op in unit.gradients and key not in self.gradients:
+            self.gradients[key] = self._place(unit.gradients[op])
 
     def _updated(self, keys: Sequence[tuple[int, str]]) -> None:
         units = {key: self.units[key] for key in keys if key in self.units}

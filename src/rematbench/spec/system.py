@@ -80,8 +80,9 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     where it finds room between the activations that the first step has freed; the other states
     exist before training (Adam of torch and of TransformerEngine makes both moments at its first
     step; DeepSpeed's ZeRO makes them at its start).
-    `fresh_gradients`: a step's first backward makes the gradients and the step's end frees them
-    (zero_grad(set_to_none=True)); else gradients are alive throughout.
+    `fresh_gradients`: a step's first backward makes the gradients, each where its weights' kernel
+    runs, and the step's end frees them (zero_grad(set_to_none=True)); else gradients are alive
+    throughout.
     `blocking_copies`: the host waits for the end of each copy of activations between device and
     host (a copy from or to memory that is not pinned, or `Tensor.cpu()`); copies of states do not
     block.
