@@ -1,8 +1,8 @@
 """The fastest method of every model, cluster and context length, with its 80 % band.  A square
 marks each method that ties with the fastest, in the colour of that method.  A word gives the gain
-of a searched plan.
+of the fastest plan of all compositions.
 
-usage: fastest.py matrix_fastest.csv searched_cells.csv FIGURE.pdf
+usage: fastest.py matrix_fastest.csv FIGURE.pdf
 """
 
 import textwrap
@@ -22,19 +22,15 @@ SPARE = (style.GREEN, style.PINK)
 """Colours of the two most frequent fastest methods without a colour in `style.STRONG`."""
 LETTERS = 19
 """Most letters of a method's name on one line of a cell."""
-CELL = ["model", "cluster", "seq_len"]
 LEAST = 0.01
-"""Smallest gain of a searched plan that is shown: the gap that a search may leave unproved."""
+"""Smallest gain of the fastest plan that is shown: the gap that a search may leave unproved."""
 FREE, TIED = 0.6, 0.2
 """Strength of a cell's colour, without and with ties."""
 
 
 def main() -> None:
-    usage = "matrix_fastest.csv searched_cells.csv FIGURE.pdf"
-    source, searched, target = style.arguments(3, usage)
+    source, target = style.arguments(2, "matrix_fastest.csv FIGURE.pdf")
     rows = pd.read_csv(source, keep_default_na=False)
-    best = pd.read_csv(searched)[[*CELL, "tokens_per_s_per_gpu"]]
-    rows = rows.merge(best, on=CELL, how="left", suffixes=("", "_searched"))
     style.apply()
     where = list(dict.fromkeys(zip(rows.model, rows.cluster, strict=True)))
     lengths = sorted(rows.seq_len.unique())
@@ -86,19 +82,17 @@ def cell(axis: Axes, row: object, across: int, down: int, colors: dict[str, str]
     for place, arm in enumerate(ties):
         at = (across + 0.05 + 0.041 * place, down + 0.78)
         axis.add_patch(Rectangle(at, 0.031, 0.12, fc=colors.get(arm, style.GREY), lw=0, zorder=3))
-    words = ", ".join([*(["tight"] if row.fits == "tight" else []), *by_search(row)])
+    words = ", ".join([*(["tight"] if row.fits == "tight" else []), *by_any_plan(row)])
     axis.text(across + 0.95, down + 0.84, words, size=4.5, ha="right", va="center")
     if row.arm and not row.outside:
         frame = {"fill": False, "ec": style.BLACK, "lw": 1.2, "zorder": 4}
         axis.add_patch(Rectangle((across + 0.02, down + 0.04), 0.96, 0.92, **frame))
 
 
-def by_search(row: object) -> list[str]:
-    """The word for the gain of a searched plan, where the gain is above LEAST."""
-    if not row.arm:
-        return []
-    more = row.tokens_per_s_per_gpu_searched / float(row.tokens_per_s_per_gpu) - 1.0
-    return [f"search +{100.0 * more:.0f} %"] if more > LEAST else []
+def by_any_plan(row: object) -> list[str]:
+    """The word for the gain of the fastest plan of all, where the gain is above LEAST."""
+    gain = float(row.any_gain) if row.arm else 0.0
+    return [f"search +{100.0 * gain:.0f} %"] if gain > LEAST else []
 
 
 def shown(row: object, key: str) -> str:

@@ -2,7 +2,7 @@
 
 DRAWN_FROM = {
     "calibrated": ["calibrated"],
-    "fastest": ["matrix_fastest", "searched_cells"],
+    "fastest": ["matrix_fastest"],
     "matrix_bytes": ["matrix_same_layout"],
     "matrix_context": ["matrix_best_layout"],
     "matrix_longest": ["matrix_longest"],

@@ -10,7 +10,6 @@ HALF = len(MATRIX.seq_lens) // 2
 MATRIX_PARTS = {"short": MATRIX.seq_lens[:HALF], "long": MATRIX.seq_lens[HALF:]}
 MATRIX_TABLES = [
     "matrix_best_layout",
-    "matrix_candidates",
     "matrix_fastest",
     "matrix_longest",
     "matrix_same_layout",
@@ -21,11 +20,11 @@ MATRIX_TABLES = [
 rule matrix:
     input:
         suite="config/paper.yaml",
+        cells="results/searched/cells.csv",
         policies="config/compare.yaml",
         methods=METHODS,
     output:
         results="results/paper/matrix/{model}.{part}.csv",
-        candidates="results/paper/matrix/{model}.{part}.candidates.csv",
     log:
         "results/paper/logs/matrix_{model}_{part}.log",
     wildcard_constraints:
@@ -43,8 +42,8 @@ rule matrix:
             f"--seq-len {n}" for n in MATRIX_PARTS[wildcards.part]
         ],
     shell:
-        "rematbench matrix {input.suite} --model {wildcards.model} {params.lengths}"
-        " -o {output.results}"
+        "rematbench matrix {input.suite} --cells {input.cells} --model {wildcards.model}"
+        " {params.lengths} -o {output.results}"
         " > {log} 2>&1"
 
 
@@ -53,11 +52,6 @@ rule matrix_tables:
         suite="config/paper.yaml",
         results=expand(
             "results/paper/matrix/{model}.{part}.csv",
-            model=MATRIX_MODELS,
-            part=MATRIX_PARTS,
-        ),
-        candidates=expand(
-            "results/paper/matrix/{model}.{part}.candidates.csv",
             model=MATRIX_MODELS,
             part=MATRIX_PARTS,
         ),

@@ -11,14 +11,11 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
-from rematbench.matrix.spec import MatrixSpec, Work
 from rematbench.packages.flags import Engines
 from rematbench.published.rows import read_case
 from rematbench.published.sheets import read_sheet
-from rematbench.runs.suite import load_suite
 from rematbench.search import questions
 from rematbench.search.against import asked_of
-from rematbench.search.cells import searched_cells
 from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.spaces import SpaceJob, Spaces, load_spaces, searched_spaces
@@ -77,35 +74,6 @@ def test_a_step_that_is_known_is_proved_or_beaten() -> None:
     )
     assert slow.best_s <= end.best_s / 0.995
     assert len(list(rounds(asked(), shown=10, processes=1, most_rounds=1))) == 1
-
-
-def matrix() -> MatrixSpec:
-    """A cell of a small model."""
-    declared = load_suite(data_dir("config") / "paper.yaml").matrix
-    assert declared is not None
-    return replace(
-        declared,
-        works=(Work(model="gpt-1.3b", gpus=4),),
-        clusters=("a800-80gb",),
-        seq_lens=(2048,),
-        tokens_per_step=65536,
-    )
-
-
-def test_a_cell_begins_with_the_fastest_of_the_list() -> None:
-    """A slow layout of the list is beaten and it is said by what; of one that does not fit nothing
-    is known."""
-    row = {"model": "gpt-1.3b", "cluster": "a800-80gb", "seq_len": "2048", "status": "ok"}
-    slow = {**row, "arm": "full recomputation", "layout": "pp 4"}
-    slow["tokens_per_s_per_gpu"] = "1000.0"
-    none = {**row, "arm": "keep all", "status": "oom", "layout": "", "tokens_per_s_per_gpu": ""}
-    (first,) = searched_cells(matrix(), [none, slow], within=0.01, processes=1)
-    (second,) = searched_cells(matrix(), [none], within=0.01, processes=1)
-    assert first["changed"] == "layout and method"
-    assert first["gain"] > 0
-    assert first["gap"] <= 0.01
-    assert (second["changed"], second["gain"]) == ("fits", None)
-    assert second["step_s"] == pytest.approx(first["step_s"], rel=0.01)
 
 
 def test_a_package_alone_is_not_faster_than_the_whole_space() -> None:
@@ -249,7 +217,7 @@ def test_an_interrupt_keeps_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "lacks"),
     [
-        (("search-cells", "config/paper.yaml", "some.csv", "-o", "x.csv"), "seq_len"),
+        (("matrix", "config/paper.yaml", "--cells", "some.csv", "-o", "x.csv"), "seq_len"),
         (("search-sweeps", "some.csv", "-o", "x.csv"), "pred_usable_bytes"),
         (("layouts", "some.csv", "-o", "x.csv"), "tp"),
         (("searched-tables", ".", "-o", "tables"), "partition"),
