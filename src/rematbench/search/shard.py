@@ -57,18 +57,18 @@ def key(choice: Choice) -> Key:
 
 
 class Shard:
-    """The layouts of one key.  `problem` has one of them; `reserving`: a problem with the reserve
-    of its layout; `known`: programs lowered so far."""
+    """The layouts of one key.  `problem` has one of them; `known`: programs lowered so far;
+    `reserving`: gives a problem the reserve of its layout (None: that of `problem`)."""
 
     def __init__(
         self,
         choices: Sequence[Choice],
         problem: Problem,
         registry: Registry,
-        reserving: Callable[[Problem], Problem],
         known: Known | None = None,
+        reserving: Callable[[Problem], Problem] | None = None,
     ) -> None:
-        self.problem, self.registry, self._reserving = problem, registry, reserving
+        self.problem, self.registry, self._reserving = problem, registry, reserving or _same
         self.choices = choices
         self.columns = Columns(choices, problem)
         self._prober = Prober(problem, {} if known is None else known)
@@ -275,6 +275,10 @@ class Shard:
             for both in zip(few, many, strict=True)
         )
         return self._peak_bytes(arm, (zero, one))
+
+
+def _same(problem: Problem) -> Problem:
+    return problem
 
 
 def _after_passes(problem: Problem, count: int) -> list[Comm]:
