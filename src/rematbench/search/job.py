@@ -172,7 +172,11 @@ class SearchJob:
             choices = self._cuts[index]
             problem = self.problem(choices[0])
             self._shards[index] = Shard(
-                choices, problem, self.registry, self._reserving, self.known
+                choices,
+                problem,
+                self.registry,
+                self.known,
+                self._reserving,
             )
         return self._shards[index]
 
