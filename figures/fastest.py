@@ -91,7 +91,7 @@ def cell(axis: Axes, row: object, across: int, down: int, colors: dict[str, str]
 
 def by_any_plan(row: object) -> list[str]:
     """The word for the gain of the fastest plan of all, where the gain is above LEAST."""
-    gain = float(row.any_gain) if row.arm else 0.0
+    gain = float(row.any_gain or 0.0)
     return [f"search +{100.0 * gain:.0f} %"] if gain > LEAST else []
 
 

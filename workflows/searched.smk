@@ -29,7 +29,7 @@ rule search_of_many:
         "../environment.yml"
     threads: 2
     params:
-        engine=code("searched"),
+        engine=code("searched", METHODS),
         command=lambda wildcards: SEARCHES[wildcards.name][1],
     shell:
         "rematbench {params.command} {input} -o {output} --processes 2 > {log} 2>&1"

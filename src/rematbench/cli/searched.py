@@ -103,7 +103,7 @@ def search_spaces(
 
 
 def searched_tables(
-    folder: Annotated[Path, Argument(metavar="DIR", help="layouts.csv, cells.csv, ...")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="layouts.csv, sweeps.csv, ...")],
     output: Output,
 ) -> None:
     """Tables of searches, after each line's plan is simulated once more.
@@ -129,7 +129,9 @@ def _write(output: Path, lines: Iterable[Line], told: str) -> None:
     for line in lines:
         found.append(line)
         share = line.get(told)
-        text = f"{100 * share:.1f} %" if share is not None else str(line.get("reason", ""))
-        where = " ".join(str(line[key]) for key in ("model", "cluster", "gpus") if key in line)
+        text = f"{100 * share:.1f} %" if share is not None else ""
+        text = f"{text} {line.get('reason') or ''}".strip()
+        keys = ("model", "cluster", "gpus", "seq_len", "table", "arm")
+        where = " ".join(str(line[key]) for key in keys if key in line)
         console().print(plain(f"{where} {line.get('space', '')}: {told} {text}"))
         write_sheet(output, found)

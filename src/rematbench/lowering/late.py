@@ -44,7 +44,7 @@ def late_tensors(chunks: Sequence[ChunkOps], plan: Plan, problem: Problem) -> La
 def _gradients(
     problem: Problem, plan: Plan, table: OpTable, grad_bytes: int
 ) -> dict[str, tuple[int, ...]]:
-    """Bytes of the gradients of a unit's tensors, by operator, in the order of the backward."""
+    """Bytes of the gradients of a unit's tensors, by operator, in the order of the table."""
     shards = plan.state("gradient").shards
     return {
         op.name: tuple(shard(n, shards) * grad_bytes for n in _projections(problem, table, op))

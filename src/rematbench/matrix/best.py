@@ -4,7 +4,9 @@ The answers of the searches are committed.  A later run simulates the plan of ea
 which takes one simulation (`sweep`).
 """
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -25,6 +27,7 @@ from rematbench.search.job import Asked, SearchJob
 from rematbench.search.probe import Known
 from rematbench.search.space import Choice, Fixed, may_host, partitions
 from rematbench.search.trial import Tried, tried_plan
+from rematbench.spec.layout import LayoutError
 from rematbench.spec.load import load_cluster, load_system
 
 SAME, BEST, ANY = "same layout", "best layout", "any plan"
@@ -32,13 +35,14 @@ SAME, BEST, ANY = "same layout", "best layout", "any plan"
 all methods and compositions."""
 
 CELL = ("model", "cluster", "seq_len")
-DEGREES = ("tp", "cp", "pp", "vpp", "ulysses")
+OPEN = ("tp", "cp", "pp", "vpp", "ulysses")
+"""The degrees that a search of the matrix chooses; the others are equal for all arms."""
+
 ANSWERED = (
-    *(*CELL, "table", "arm", "name", *DEGREES, "partition", "step_s", "gap", "layouts"),
+    *(*CELL, "table", "arm", "asked", "name", *OPEN, "partition", "step_s", "gap", "layouts"),
     *("simulations", "device_short_bytes", "host_short_bytes", "reason"),
 )
-"""Columns that say a layout of the matrix (its other degrees are equal for all), and the columns of
-a committed answer."""
+"""Columns of a committed answer."""
 
 WITHIN = 0.01
 """The gap that a search of the matrix proves, a share of the best step."""
@@ -49,10 +53,11 @@ Task = tuple[Work, int]
 
 
 class Answer(Struct, frozen=True, kw_only=True):
-    """The answer of one search of a cell: the method's text and the layout with its layers by chunk
-    (None: no plan fits), the step in seconds, the gap that is proved (a fraction), and how many
-    layouts and simulations the proof took.  Where no plan fits: the least bytes that an excluded
-    plan lacked, or why the arm has no plan."""
+    """The answer of one search of a cell: the method's text, the layout with its layers by chunk
+    (None: no plan fits), the step in seconds, the gap that is proved (a fraction; None: none is),
+    and the layouts and simulations of the proof.  Where no plan fits: the least bytes that an
+    excluded plan lacked on a device (in host memory, where none lacked device memory), or why the
+    arm has no plan."""
 
     name: str = ""
     choice: Choice | None = None
@@ -104,8 +109,8 @@ def searched(arm: Arm, seq_len: int, registry: Registry) -> bool:
 
 
 class Answers:
-    """The answers of a cell: those of `known` lines, by what is asked and arm, and the others by
-    search."""
+    """The answers of a cell, by table and arm: those of the `known` lines that answer the same
+    question, and the others by search."""
 
     def __init__(
         self,
@@ -115,8 +120,21 @@ class Answers:
         known: Mapping[tuple[str, str], Row],
     ) -> None:
         self.cell, self.spec, self.registry = cell, spec, registry
-        self._known = {key: read_answer(row, cell) for key, row in known.items()}
         self._arms = {arm.name: arm for arm in spec.all_arms(registry)}
+        self._known = {
+            key: read_answer(row, cell)
+            for key, row in known.items()
+            if key[1] in ("", *self._arms) and row["asked"] == self.asked(*key)
+        }
+
+    def asked(self, table: str, name: str) -> str:
+        """The question of an answer in words: a method and its job, and for the one layout the
+        pipeline ranks that it prefers; for the fastest plan of all, the methods that it may use."""
+        job = shlex.join(self.cell.asked.spec.to_arguments())
+        if table == ANY:
+            return f"{','.join(sorted(self.registry.methods))} {job}"
+        words = f"{self._arms[name].resolved(self.registry).text} {job}"
+        return f"{words} (pp {self.spec.same_layout_pp})" if table == SAME else words
 
     def best(self, name: str) -> Answer:
         """The best layout of an arm."""
@@ -136,9 +154,9 @@ class Answers:
         where the baseline fits nowhere, the layout of the fastest arm."""
         key = (SAME, self.spec.baseline)
         if key not in self._known:
-            depths = (self.spec.same_layout_pp, 1)
-            found = (self._best(self.spec.baseline, least_pp) for least_pp in depths)
-            self._known[key] = next((one for one in found if one.choice), self.fastest)
+            found = self._best(self.spec.baseline, self.spec.same_layout_pp)
+            found = found if found.choice else self._best(self.spec.baseline)
+            self._known[key] = found if found.choice else self.fastest
         return self._known[key]
 
     def any_plan(self) -> Answer:
@@ -171,15 +189,25 @@ def _answer(cell: CellJob, search: Search, tried: Sequence[Tried]) -> Answer:
     if found:
         best = found[0]
         return structs.replace(work, name=best.method, choice=best.choice, step_s=best.step_s)
-    told = {"device": search.short_bytes, "host": search.host_short_bytes}
-    short = {where: nbytes for where, nbytes in told.items() if nbytes < inf}
-    reason = "" if short else search.refusal or "no layout has a plan"
-    return structs.replace(work, short=short, reason=reason)
+    if search.queue:
+        return structs.replace(work, gap=None, reason="no plan found in a fixed amount of work")
+    told = {"device": search.plans_short_bytes, "host": search.host_short_bytes}
+    place = next((place for place, nbytes in told.items() if nbytes < inf), "")
+    if place:
+        return structs.replace(work, short={place: told[place]})
+    if search.refusal or search.short_bytes == inf:
+        return structs.replace(work, reason=search.refusal or "no layout has a plan")
+    return structs.replace(work, short={"device": search.short_bytes})
 
 
 def best_lines(spec: MatrixSpec, *, within: float, processes: int) -> Iterator[Line]:
     """The answers of all searches of the matrix, as lines.  One process searches all cells of one
     model and length, whose programs are equal on every cluster."""
+    registry = discover()
+    for arm in spec.all_arms(registry):
+        arm.resolved(registry)  # raises here, and not in a worker process
+    for work, cluster in product(spec.works, spec.clusters):
+        _ = CellJob(spec, work, cluster, spec.seq_lens[0], {}).space
     tasks = [(work, seq_len) for work in spec.works for seq_len in spec.seq_lens]
     waiting, found = list(tasks), dict[Task, list[Line]]()
     pool: Pool[Task, list[Line]] = Pool(processes, Worker, (spec, within), LIMIT_S)
@@ -212,19 +240,19 @@ class Worker:
             answers = Answers(cell, self.spec, self.registry, {})
             arms = self.spec.all_arms(self.registry)
             asked = [arm.name for arm in arms if searched(arm, task[1], self.registry)]
-            found += [line_of(cell, BEST, arm, answers.best(arm)) for arm in asked]
-            found.append(line_of(cell, SAME, self.spec.baseline, answers.one_layout()))
-            found.append(line_of(cell, ANY, "", answers.any_plan()))
+            found += [line_of(answers, BEST, arm, answers.best(arm)) for arm in asked]
+            found.append(line_of(answers, SAME, self.spec.baseline, answers.one_layout()))
+            found.append(line_of(answers, ANY, "", answers.any_plan()))
         return found
 
 
-def line_of(cell: CellJob, table: str, arm: str, answer: Answer) -> Line:
+def line_of(answers: Answers, table: str, arm: str, answer: Answer) -> Line:
     """The line of an answer, as it is committed."""
-    line: Line = dict.fromkeys(ANSWERED, "") | dict(zip(CELL, cell.at, strict=True))
-    line |= {"table": table, "arm": arm, "name": answer.name}
+    line: Line = dict.fromkeys(ANSWERED, "") | dict(zip(CELL, answers.cell.at, strict=True))
+    line |= {"table": table, "arm": arm, "asked": answers.asked(table, arm), "name": answer.name}
     if answer.choice:
         lay, sizes = answer.choice.layout, answer.choice.sizes
-        line |= {key: getattr(lay, key) for key in DEGREES}
+        line |= {key: getattr(lay, key) for key in OPEN}
         line |= {"partition": ",".join(map(str, sizes)), "step_s": answer.step_s}
     line |= {"gap": answer.gap, "layouts": answer.layouts, "simulations": answer.simulations}
     line |= {f"{place}_short_bytes": nbytes for place, nbytes in answer.short.items()}
@@ -232,7 +260,15 @@ def line_of(cell: CellJob, table: str, arm: str, answer: Answer) -> Line:
 
 
 def read_answer(row: Row, cell: CellJob) -> Answer:
-    """The answer of a committed line."""
+    """The answer of a committed line; CommandError where the line is damaged."""
+    try:
+        return _read(row, cell)
+    except (ValueError, StopIteration, LayoutError) as error:
+        where = " ".join(row[key] for key in (*CELL, "table", "arm"))
+        raise CommandError(f"cells: {where}: no answer of a search ({error or 'layers'})") from None
+
+
+def _read(row: Row, cell: CellJob) -> Answer:
     places = {place: number(row, f"{place}_short_bytes") for place in ("device", "host")}
     return Answer(
         name=row["name"],
@@ -247,6 +283,6 @@ def read_answer(row: Row, cell: CellJob) -> Answer:
 
 
 def _choice(row: Row, cell: CellJob) -> Choice:
-    layout = structs.replace(cell.asked.spec, **{key: int(row[key]) for key in DEGREES}).layout
+    layout = structs.replace(cell.asked.spec, **{key: int(row[key]) for key in OPEN}).layout
     sizes = tuple(int(layers) for layers in row["partition"].split(","))
     return next(one for one in partitions(layout, cell.model.num_layers) if one.sizes == sizes)

@@ -14,7 +14,7 @@ from rematbench.choose.job import Job
 from rematbench.choose.outcome import Status, reserved_bytes, unpressed
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
-from rematbench.plugins.registry import Composition
+from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
 from rematbench.program.allocator import AllocatorPeaks
 from rematbench.program.program import Program
@@ -153,7 +153,7 @@ def tried(job: Job, method: Composition, programs: Programs) -> Tried:
         if isinstance(plan, Unsupported):
             return Tried(job=job, status="unsupported", reason=plan.reason)
         weight = programs.weight(problem, plan)
-    except (PlanError, LayoutError) as error:
+    except (PlanError, LayoutError, MethodError) as error:
         return Tried(job=job, status="failed", reason=f"{method.name}: {error}")
     if missing := weight.missing(problem):
         reason = "; ".join(f"{k}: {nbytes / GIB:.2f} GiB short" for k, nbytes in missing.items())

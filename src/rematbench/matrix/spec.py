@@ -45,7 +45,7 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The declaration of a matrix.
 
     The fastest layout of the arm `baseline` is the one layout of a cell in the *same layout* table.
-    Layouts with at least `same_layout_pp` pipeline ranks go first (`sweep`).
+    Layouts with at least `same_layout_pp` pipeline ranks go first (`best.Answers.one_layout`).
     """
 
     system: str
@@ -82,9 +82,13 @@ class MatrixSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
     def all_arms(self, registry: Registry) -> tuple[Arm, ...]:
-        """The declared arms, then an arm for every discovered method that is no arm's method."""
+        """The declared arms, then an arm for every discovered method that is no arm's method;
+        ConfigError for an arm with the name of such a method."""
         plain = {arm.method for arm in self.arms}
         more = [name for name in registry.methods if name not in plain]
+        for arm in self.arms:
+            if arm.name in more:
+                raise ConfigError("", f"arms: {arm.name}", f"is a method, and not {arm.method}")
         return (*self.arms, *(Arm(name=name, method=name, of="methods/") for name in more))
 
     def problems(self) -> list[str]:

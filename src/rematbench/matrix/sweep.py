@@ -67,6 +67,8 @@ def _of_arms(answers: Answers, programs: Programs) -> Iterator[Result]:
         method = arm.resolved(registry)
         one = tried(cell.job(shared), method, programs) if shared else None
         result = _result(one, method.text)
+        if one and (arm.name, answers.one_layout().name) == (spec.baseline, method.text):
+            _check_step(_head(answers, SAME, arm.name), answers.one_layout(), one)
         yield {**_head(answers, SAME, arm.name), **result}, one
         if searched(arm, seq_len, registry):
             yield _of_answer(answers, BEST, arm.name, programs)
@@ -92,7 +94,7 @@ def _of_answer(answers: Answers, table: str, name: str, programs: Programs) -> R
     head |= {"gap": answer.gap, "layouts": answer.layouts, "simulations": answer.simulations}
     if answer.choice is None:
         short = {f"{place}_short_bytes": nbytes for place, nbytes in answer.short.items()}
-        status = "oom" if short else "unsupported"
+        status = "oom" if short else "failed" if answer.gap is None else "unsupported"
         return {**head, "status": status, "reason": answer.reason, **short}, None
     method = answers.registry.resolve(answer.name)
     found = tried(answers.cell.job(answer.choice), method, programs)

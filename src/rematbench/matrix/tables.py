@@ -50,7 +50,9 @@ HOW = (
 
 GAP = (
     "gap: no layout (of all that divide the GPUs, with uneven ends) makes the arm faster by more; "
-    "searched plans leave the error of predicted peaks free."
+    "searched plans leave the error of predicted peaks free. A share that an arm would choose by "
+    "itself (memo) is searched in quarters, and then it chooses at the best layout. "
+    "Where nothing fits: the least that any plan lacks."
 )
 PROVED = (
     Column("gap", "gap %", percent),
@@ -143,7 +145,7 @@ def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
             ties = [line["arm"] for line in cell if line.get("rank") == "tie"]
             gain = speed(best) / speed(base) - 1.0 if speed(base) else None
             row |= _shown(best) | {"ties": ", ".join(ties), "gain": gain}
-            row |= _any_plan(anything[where], speed(best))
+            row |= _any_plan(anything.get(where, ()), speed(best))
         else:
             least = [line for line in cell if line["status"] == "oom"]
             nearest = min(least, key=_short) if least else best
@@ -184,11 +186,10 @@ def fastest_table(lines: Sequence[Line], spec: MatrixSpec) -> Table:
 
 def _any_plan(lines: Sequence[Line], known: float) -> Line:
     """The columns of the fastest plan of all, beside the speed of the fastest arm."""
-    row: Line = {}
-    for line in map(_shown, lines):
-        keys = ("name", "layout", "tokens_per_s_per_gpu", "gap", "run_with")
-        row |= {f"any_{key}": line[key] for key in keys} | {"any_gain": speed(line) / known - 1.0}
-    return row
+    if not lines:
+        return {}
+    line, keys = _shown(lines[0]), ("name", "layout", "tokens_per_s_per_gpu", "gap", "run_with")
+    return {f"any_{key}": line[key] for key in keys} | {"any_gain": speed(line) / known - 1.0}
 
 
 def _short(line: Line) -> float:
@@ -216,7 +217,7 @@ def longest_table(lines: Sequence[Line]) -> Table:
             row |= {"fails_at": length, "reason": shortage(line)}
     return Table(
         name="matrix_longest",
-        title="The longest of the matrix's lengths that fits, at any candidate layout (simulated)",
+        title="The longest of the matrix's lengths that fits, at an arm's best layout (simulated)",
         columns=(
             *(Column(key, key) for key in ("model", "cluster", "arm")),
             Column("longest", "longest tokens", whole),

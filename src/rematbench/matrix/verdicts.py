@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import Struct
 
 from rematbench.choose.outcome import make_problem
-from rematbench.matrix.best import BEST, CELL, DEGREES, SAME
+from rematbench.matrix.best import BEST, CELL, OPEN, SAME
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.problem import Problem
 from rematbench.published.accuracy import number
@@ -52,7 +52,7 @@ def by_cell(lines: Iterable[Line]) -> dict[tuple[str, ...], list[Line]]:
 
 
 def _problem(row: Row, spec: MatrixSpec) -> Problem:
-    numbers = {key: int(row[key]) for key in ("gpus", "global_batch", *DEGREES)}
+    numbers = {key: int(row[key]) for key in ("gpus", "global_batch", *OPEN)}
     return make_problem(
         spec.problem(int(row["seq_len"]), model=row["model"], cluster=row["cluster"], **numbers)
     )

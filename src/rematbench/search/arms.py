@@ -230,13 +230,17 @@ class Tree:
 
 
 class Given(Tree):
-    """The tree of a search for the best layout of given arms, to which no method is added.  Where
-    an arm has a line, the root without the line is the arm whose share is 0."""
+    """The tree of a search for the best layout of given arms, to which no method is added.  An arm
+    with a line has a second root at the share 0, which lies before the line's first step."""
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         self.places, self.stands_for, self.most = {}, {}, 0
-        flat = (arm.without(arm.line) for arm in arms if arm.line)
-        self.roots = tuple(dict.fromkeys((*arms, *flat)))
+        self.roots = (*arms, *(_at_zero(arm) for arm in arms if arm.line))
+
+
+def _at_zero(arm: Arm) -> Arm:
+    flat = (Single(p.method, p.at(0)) if p is arm.line else p for p in arm.parts)
+    return Arm(tuple(flat))
 
 
 def _idle(single: Single, samples: Sequence[dict[Single, Probe]]) -> bool:

@@ -73,10 +73,10 @@ class Item(Struct, frozen=True):
 
 
 class Search:
-    """One search under way.  `fell`: excluded plans and layouts by reason; `short_bytes`: the least
-    device bytes that an excluded plan lacked; `host_short_bytes`: the same of a node's host memory;
-    `refusal`: the last reason why a method has no plan; `work`: work so far, in layers that probes
-    lower.  Layouts with fewer than `least_pp` pipeline ranks are left out."""
+    """One search under way.  `fell`: excluded plans and layouts by reason; `plans_short_bytes`,
+    `host_short_bytes`: the least device bytes, and host bytes of a node, that an excluded plan
+    lacked; `refusal`: the last reason why a method has no plan; `work`: work so far, in layers that
+    probes lower.  Layouts with fewer than `least_pp` pipeline ranks are left out."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Search:
         self.queue: Queue[Item] = Queue()
         self.work = 0
         self.best_s = inf
-        self.short_bytes = self.host_short_bytes = inf
+        self.plans_short_bytes = self.host_short_bytes = self._states_short_bytes = inf
         self.refusal = ""
         self.fell: Counter[str] = Counter()
         for shard in shards:
@@ -104,12 +104,18 @@ class Search:
             if held.any():
                 self._push(float(shard.kernels_s[held].min()), Item("shard", None, shard, KEEP))
             else:
-                self._short(float(over.min()))
+                short = float(over.min())
+                self._states_short_bytes = min(self._states_short_bytes, short)
 
     @property
     def bound_s(self) -> float:
         """Seconds: no plan in the queue has a shorter step."""
         return self.queue.bound
+
+    @property
+    def short_bytes(self) -> float:
+        """The least device bytes that an excluded plan, or the states of a layout, lacked."""
+        return min(self.plans_short_bytes, self._states_short_bytes)
 
     @property
     def gap(self) -> float:
@@ -145,7 +151,7 @@ class Search:
             self.queue.push(bound_s, item, ripe=item.stage in ("closed", "tight"))
 
     def _short(self, nbytes: float) -> None:
-        self.short_bytes = min(self.short_bytes, nbytes)
+        self.plans_short_bytes = min(self.plans_short_bytes, nbytes)
 
     def _take(self, bound_s: float, item: Item) -> Tried | None:
         place = item.place

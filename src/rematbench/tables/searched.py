@@ -1,8 +1,8 @@
 """Tables of committed searches (results/searched).
 
 They say what published layouts lose, the regret on published sweeps, and what a package's own space
-gives. A search takes minutes, but its answer takes one simulation;
-so each answer is simulated again before a table is made.
+gives. A search takes minutes, but its answer takes one simulation; so each answer is simulated a
+second time before a table is made.
 """
 
 from collections.abc import Callable, Sequence
