@@ -18,7 +18,7 @@ from rematbench.cli.app import command_line
 from rematbench.lowering.schedule import passes
 from rematbench.plugins.registry import MethodError
 from rematbench.search import questions
-from rematbench.search.arms import KEEP, Arm, Tree
+from rematbench.search.arms import Arm, Tree
 from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.probe import Probe
@@ -78,7 +78,8 @@ def _arms(made: SearchJob) -> list[Arm]:
     choice = next(c for c in made.space.choices if c.layout.pp > 2)
     shard = Shard([choice], made.problem(choice), made.registry)
     probes = {s: p for s in made.singles if isinstance(p := shard.probe(Arm((s,))), Probe)}
-    tree, arms = Tree([probes], 3), [KEEP]
+    tree = Tree([probes], 3, keeping=not made.asked.only)
+    arms = list(tree.roots)
     for arm in arms:
         arms += tree.more(arm)
     return arms
@@ -293,10 +294,10 @@ def test_a_wrong_question_is_one_line(words: tuple[str, ...], told: str) -> None
 def test_a_table_of_a_narrow_terminal_drops_columns_and_no_digits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ninety columns and a frame hold every layout and step whole; what has no room is named."""
+    """A hundred columns hold every layout and step whole; what has no room is named."""
     monkeypatch.setattr("rematbench.host.console.PIPED_WIDTH", 240)
     wide = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4"]).output
-    monkeypatch.setattr("rematbench.host.console.PIPED_WIDTH", 90)
+    monkeypatch.setattr("rematbench.host.console.PIPED_WIDTH", 100)
     narrow = RUN.invoke(app, ["search", *shlex.split(WORDS), "--top", "4"]).output
     assert "no room for: " in narrow
     assert "no room for: " not in wide
@@ -307,7 +308,30 @@ def test_a_table_of_a_narrow_terminal_drops_columns_and_no_digits(
             {row[10].strip(), row[11].strip()} <= {*text.split()} for text in narrow.splitlines()
         )
     table = narrow[narrow.index("step s") : narrow.index("no room for")]
-    assert max(map(len, table.splitlines())) <= 90
+    assert max(map(len, table.splitlines())) <= 100
+
+
+def test_a_named_method_is_in_every_plan_of_the_answer() -> None:
+    """Keeping everything fits and is faster; that is another method."""
+    roomy = replace(asked(hbm_bytes=40 * GIB), only=())
+    free, only = last(roomy), last(replace(roomy, only=("full_recompute",)))
+    assert free.found[0].method == "keep_all"
+    assert all(one.method.startswith("full_recompute") for one in only.found)
+    assert only.best_s > free.best_s
+    assert only.gap <= roomy.within
+    both = last(replace(roomy, only=("full_recompute", "keep_all")))
+    assert both.best_s == free.best_s
+
+
+def test_the_fewest_gpus_need_be_no_power_of_two() -> None:
+    """Six of eight are tried where four are too few and eight reach the speed."""
+    one = asked(gpus=8, global_batch=24, hbm_bytes=40 * GIB)
+    one = replace(one, only=("keep_all",), fixed=Fixed(micro_batch=1, zero_stage=1))
+    spec = one.spec
+    six = last(replace(one, spec=replace(spec, gpus=6)))
+    speed = 0.98 * spec.global_batch * spec.seq_len / six.best_s
+    found = list(questions.fewest_gpus(one, speed, 1))
+    assert [answer.value for answer in found if answer.tried] == [8, 6]
 
 
 def test_an_interrupted_question_prints_its_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:

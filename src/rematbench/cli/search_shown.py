@@ -109,7 +109,7 @@ def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Ite
             f"{100 * at.gap:.2f} % ({at.simulations} plans simulated)"
         )
         if any(one.tied for one in found):
-            ratios = percent(ratio_band())
+            ratios = percent(ratio_band(one_layout=False))
             yield f"= a tie: slower than the first row by less than the error of ratios ({ratios})"
     elif not ended:
         yield f"stopped: {at.simulations} plans simulated, none that fits so far"

@@ -167,15 +167,19 @@ class Tree:
 
     The *lean* arm of an arm has, for each method that offloads, the last setting of the method's
     grid, and for each method that rebuilds, the rebuilding method that keeps the fewest bytes.  A
-    *family* is the arms that have the same lean arm."""
+    *family* is the arms that have the same lean arm.  `keeping`: whether the arm that keeps every
+    activation is one of the arms."""
 
-    roots: tuple[Arm, ...] = (KEEP,)
+    roots: tuple[Arm, ...]
     """The arms that a search begins with on every layout."""
 
-    def __init__(self, samples: Sequence[dict[Single, Probe]], most: int) -> None:
+    def __init__(
+        self, samples: Sequence[dict[Single, Probe]], most: int, *, keeping: bool = True
+    ) -> None:
         found = {s: p for s, p in samples[0].items() if p.kinds and not _idle(s, samples)}
         self.places = {single: place(probe.kinds) for single, probe in found.items()}
         self.most = most
+        self.roots = (KEEP,) if keeping else tuple(Arm((single,)) for single in self.places)
         rebuild = [s for s in self._of("rebuild") if s.scalar is None]
         leanest = min(rebuild, key=lambda s: found[s].facts.middle.slope.kept_bytes, default=None)
         offload = {single.method: single for single in self._of("offload")}

@@ -14,7 +14,7 @@ from msgspec import Struct
 from rematbench.host.console import CommandError
 from rematbench.host.garbage import collect_rarely
 from rematbench.host.workers import Pool
-from rematbench.search.frontier import Search
+from rematbench.search.frontier import SHOWN, Search
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Choice
 from rematbench.search.trial import Tried
@@ -103,6 +103,11 @@ class Progress(Struct, frozen=True, kw_only=True):
     def gap(self) -> float:
         """How much shorter the step of an unknown plan may be, as a share of the best step."""
         return max(0.0, 1.0 - self.bound_s / self.best_s) if self.best_s < inf else inf
+
+    def near(self, most: int) -> tuple[Tried, ...]:
+        """Up to `most` plans that are no slower than SHOWN times the best: of slower ones a search
+        knows a few only."""
+        return tuple(one for one in self.found[:most] if one.step_s <= SHOWN * self.best_s)
 
 
 def rounds(

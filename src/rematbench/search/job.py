@@ -41,11 +41,11 @@ GIB = 2**30
 
 class Asked(Struct, frozen=True, kw_only=True):
     """What to search: a problem whose degrees are open except the `fixed` ones.  `only`: methods to
-    compose plans of (empty: all); `folders`: folders with files of more methods; `engine`: keep
-    only plans that this package (or `ours`) has options for; `reserve_gib`: device memory that
-    plans leave free (None: the usual reserve); `within`: the gap to prove, a share of the best
-    step.  With `faster_than_s` the search counts the layouts that have a plan with a shorter step,
-    each with the first such plan, and proves no best plan."""
+    compose plans of, at least one a plan (empty: all, or none); `folders`: folders with files of
+    more methods; `engine`: keep only plans that this package (or `ours`) has options for;
+    `reserve_gib`: device memory that plans leave free (None: the usual reserve); `within`: the gap
+    to prove, a share of the best step.  With `faster_than_s` the search counts the layouts that
+    have a plan with a shorter step, each with the first such plan, and proves no best plan."""
 
     spec: ProblemSpec
     fixed: Fixed = Fixed()
@@ -121,8 +121,9 @@ class SearchJob:
     def search(self, part: int = 0, parts: int = 1) -> Search:
         """The search of every `parts`-th shard, from shard `part` on."""
         shards = {index: self._shard(index) for index in range(part, len(self._cuts), parts)}
-        tree = Tree(self._samples(), load_compare().most_methods)
         asked = self.asked
+        keeping = not asked.only or IDENTITY in asked.only
+        tree = Tree(self._samples(), load_compare().most_methods, keeping=keeping)
         return Search(
             list(shards.values()),
             tree,

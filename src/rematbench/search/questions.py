@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 from math import inf
 from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.search.halves import Progress, rounds
+from rematbench.search.halves import MINUTE, Progress, rounds
 from rematbench.search.job import Asked
 from rematbench.search.trial import Tried
 from rematbench.spec.cluster import Cluster
@@ -25,9 +26,12 @@ GRANULE = 1024
 FINE = 16
 """The longest length, the largest batch and the least memory are found to one part in FINE."""
 
-MOST_ROUNDS, HALVINGS = 6, 3
+MOST_ROUNDS, HALVINGS = MINUTE, 3
 """Rounds of a search for a plan that fits with a change, and how often the change is made smaller.
 A plan that is found fits; where the search finds no plan, a plan may still exist."""
+
+EIGHTHS = (5, 6, 7)
+"""Eighths of a power of two that are tried as numbers of GPUs: 40, 48 and 56 for 64."""
 
 MORE_GIB = (1, 4, 16)
 RATES = {
@@ -80,16 +84,27 @@ def reached(
 
 def fewest_gpus(asked: Asked, tokens_per_s: float, processes: int) -> Iterator[Answer]:
     """An answer for 1, 2, 4, ... GPUs, up to the problem's, until all GPUs together reach
-    `tokens_per_s`."""
+    `tokens_per_s`; then for the counts of EIGHTHS between the last two, until one reaches it."""
     spec = asked.spec
-    counts = [1 << power for power in range(spec.gpus.bit_length()) if 1 << power < spec.gpus]
-    for gpus in (*counts, spec.gpus):
+
+    def reach(gpus: int) -> Answer:
         step_s = spec.global_batch * spec.seq_len / tokens_per_s
         there = replace(asked, spec=replace(spec, gpus=gpus))
-        found = reached(there, step_s, processes)
-        yield Answer(gpus, found)
-        if found:
-            return
+        return Answer(gpus, reached(there, step_s, processes))
+
+    counts = [1 << power for power in range(spec.gpus.bit_length()) if 1 << power < spec.gpus]
+    for before, gpus in pairwise((0, *counts, spec.gpus)):
+        enough = reach(gpus)
+        yield enough
+        if enough.tried is None:
+            continue
+        between = {gpus * part // 8 for part in EIGHTHS if gpus * part % 8 == 0}
+        for fewer in sorted(count for count in between if before < count):
+            answer = reach(fewer)
+            yield answer
+            if answer.tried:
+                break
+        return
 
 
 def longest_context(asked: Asked, processes: int) -> Iterator[Answer]:
@@ -172,7 +187,7 @@ def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
     if at.short_bytes < inf:  # else no plan lacked device memory
         more, found = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
     if found:
-        yield Change(f"with {more / GIB:.1f} GiB more on each device", found)
+        yield Change(f"with {more / GIB:.1f} GiB more on each device, or less", found)
     if any(reason.startswith("host") and count for reason, count in at.fell.items()):
         larger = replace(cluster, host_bytes=2 * cluster.host_bytes)
         if found := fits(cluster=larger):

@@ -80,7 +80,7 @@ def space(
     if spec.gpus % ranks:
         raise LayoutError(f"gpus {spec.gpus} must be a multiple of the degrees given = {ranks}")
     choices: list[Choice] = []
-    for layout in layouts(spec, fixed, work, system):
+    for layout in layouts(spec, fixed, work, system, refused):
         try:
             check_layout(layout, work, cluster, system)
         except LayoutError as error:
@@ -99,8 +99,11 @@ def may_host(cluster: Cluster, system: System) -> bool:
     return not system.optimizer_on_host and cluster.host_update_parameters_per_s is not None
 
 
-def layouts(spec: ProblemSpec, fixed: Fixed, work: Workload, system: System) -> Iterator[Layout]:
-    """Every product of degrees that uses all GPUs; the rules of layouts are not yet checked."""
+def layouts(
+    spec: ProblemSpec, fixed: Fixed, work: Workload, system: System, refused: Counter[str]
+) -> Iterator[Layout]:
+    """Every product of degrees that uses all GPUs; the rules of layouts are not yet checked.  Adds
+    to `refused` the degrees whose replicas do not divide the batch."""
     asked = spec.gpus
     spreads = product(
         _degrees(fixed.tp, asked, work.model.num_heads),
@@ -114,6 +117,7 @@ def layouts(spec: ProblemSpec, fixed: Fixed, work: Workload, system: System) -> 
         for ulysses in _degrees(fixed.ulysses, dp, dp if "ulysses" in system.features else 1):
             replicas = dp // ulysses
             if spec.global_batch % replicas:
+                refused["global batch is no multiple of the replicas"] += 1
                 continue
             for micro_batch, vpp, zero in product(
                 _micro_batches(fixed.micro_batch, spec.global_batch // replicas),
