@@ -219,6 +219,7 @@ def test_every_question_of_the_declared_matrix_has_its_committed_answer() -> Non
     rows = read_sheet(data_dir("config").parent / "results" / "searched" / "cells.csv", ANSWERED)
     committed = {tuple(row[key] for key in (*CELL, "table", "arm")): row["asked"] for row in rows}
     assert len(committed) == len(rows)
+    assert all(row["gap"] for row in rows)
     wanted = {}
     for work, cluster, seq_len in product(spec.works, spec.clusters, spec.seq_lens):
         answers = Answers(CellJob(spec, work, cluster, seq_len, {}), spec, REGISTRY, {})

@@ -166,9 +166,10 @@ class Answers:
             known, search = self.fastest, self.cell.search()
             search.beat(known.step_s)
             found = _answer(self.cell, search, in_one_process(search, most_work=MINUTE_OF_ONE))
-            work = {key: getattr(found, key) for key in ("gap", "layouts", "simulations")}
-            faster = found.step_s < known.step_s
-            self._known[ANY, ""] = found if faster else structs.replace(known, **work)
+            best = found if found.step_s < known.step_s else known
+            self._known[ANY, ""] = structs.replace(
+                best, gap=search.gap, layouts=found.layouts, simulations=found.simulations
+            )
         return self._known[ANY, ""]
 
     def _best(self, name: str, least_pp: int = 1) -> Answer:
