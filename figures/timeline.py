@@ -1,6 +1,6 @@
 """One step on every pipeline rank: compute, copies to and from the host, and exposed waits.
 
-usage: timeline.py TRACE.json... FIGURE.pdf
+usage: timeline.py TIMELINE.json... FIGURE.pdf
 """
 
 import json
@@ -23,7 +23,7 @@ Lanes = dict[tuple[int, str, str], list[Span]]
 
 
 def main() -> None:
-    *sources, target = style.arguments(None, "TRACE.json... FIGURE.pdf")
+    *sources, target = style.arguments(None, "TIMELINE.json... FIGURE.pdf")
     style.apply()
     traces = [json.loads(Path(source).read_text()) for source in sources]
     ranks = [1 + max(event["pid"] for event in trace["traceEvents"]) for trace in traces]

@@ -73,7 +73,7 @@ def looked_into(wildcards):
 
 
 def traces(wildcards):
-    """The traces that a timeline figure draws, from top to bottom."""
+    """The timelines that a figure draws, from top to bottom."""
     names = config["looked_into"][wildcards.suite]["traces"]
     return [f"results/{wildcards.suite}/traces/{name}.json" for name in names]
 

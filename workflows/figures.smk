@@ -1,4 +1,4 @@
-"""Figures (PDF and PNG) from the tables, and from the records and traces of single runs."""
+"""Figures (PDF and PNG) from the tables, and from the records and timelines of single runs."""
 
 
 rule table_figure:

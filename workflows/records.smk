@@ -38,7 +38,7 @@ def baseline_targets():
 
 
 def method_traces(wildcards):
-    """One trace for each method named in workflow.yaml, from top to bottom."""
+    """One timeline for each method named in workflow.yaml, from top to bottom."""
     return [
         f"results/paper/method_traces/{method}/{record}.json"
         for method, record in config["methods_timeline"].items()

@@ -57,18 +57,6 @@ class Seen(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return sum(kept.nbytes * kept.layers for kept in self.saved)
 
     @property
-    def layer_bytes(self) -> int:
-        """The mean bytes that one decoder layer keeps. They are its internals, or its input where
-        the layer is checkpointed."""
-        whole = sum(kept.nbytes * kept.layers for kept in self.saved if kept.in_layer)
-        return whole // self.layers
-
-    @property
-    def end_bytes(self) -> int:
-        """The bytes kept beside the layers: cos and sin, final norm, logits and loss."""
-        return sum(kept.nbytes * kept.layers for kept in self.saved if not kept.in_layer)
-
-    @property
     def activation_peak_bytes(self) -> int:
         """The largest sum of activations in any phase."""
         return max(peak.activation_bytes for peak in self.peaks)

@@ -4,11 +4,9 @@ from itertools import groupby
 
 import pytest
 
-from rematbench.lowering.lower import lower
-from rematbench.program.check import CheckError, check, host_tensors
+from rematbench.program.check import CheckError, check
 from rematbench.program.program import Program, parse_program
 from rematbench.simulate.step import DeadlockError
-from tests.problems import half, problem
 
 
 def program(*lines: str) -> Program:
@@ -258,11 +256,3 @@ def test_a_receive_without_a_send_is_a_deadlock() -> None:
                 "FREE0.0 compute - f=L0.x",
             )
         )
-
-
-def test_host_tensors_are_what_the_plan_copies() -> None:
-    given = problem()
-    assert host_tensors(lower(given.base_plan, given)) == set()
-    names = host_tensors(lower(given.base_plan.with_rules(half()), given))
-    assert names
-    assert all(name.endswith("@host") for name in names)

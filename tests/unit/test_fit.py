@@ -1,6 +1,6 @@
 """The fit reads FIT rows only, recovers known constants, and respects budgets."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from rematbench.cost.constants import (
     parse_calibration,
     updated_text,
 )
-from rematbench.cost.fit import fit, fit_rows, matches, one_by_one, published_step_s
+from rematbench.cost.fit import PredictAll, Row, fit, fit_rows, matches, published_step_s
 from rematbench.spec.paths import data_dir
 from tests.cost_constants import ROUND
 
@@ -70,6 +70,11 @@ def predict(given: Mapping[str, Any], calibration: Calibration) -> float:
 def toy() -> Calibration:
     fitted = ("gpus.hopper.gemm_efficiency", "gpus.hopper.hbm_efficiency")
     return replace(ROUND, fitted=fitted, fit=(RULE,))
+
+
+def one_by_one(predict: Callable[[Row, Calibration], float]) -> PredictAll:
+    """The batch form of a single-row predictor."""
+    return lambda jobs: [predict(row, calibration) for row, calibration in jobs]
 
 
 def test_results_of_test_rows_are_never_read() -> None:

@@ -15,7 +15,7 @@ from rematbench.program.ledger import issue_order
 from rematbench.simulate.evaluate import PlanEvaluation, evaluate, kernel_flop
 from rematbench.solve.kept import kept_activations, kept_layer_bytes
 from rematbench.solve.pareto import cheapest_within, front, point
-from rematbench.solve.search import smallest_feasible
+from rematbench.solve.search import brackets, first_true, smallest_feasible, twice
 from rematbench.spec.layout import Layout
 from tests.problems import GPT, all_methods, layers, make_problem, plan_of, problem, refusal
 
@@ -253,6 +253,34 @@ def test_smallest_feasible_finds_the_root(root: int, power: int) -> None:
 
 def test_smallest_feasible_may_fail() -> None:
     assert smallest_feasible(lambda k: k - 11, 10) is None
+
+
+@pytest.mark.parametrize("root", [1, 2, 3, 499, 1000])
+def test_brackets_are_doubled_then_halved_around_the_root(root: int) -> None:
+    """One bracket after each call, each around the root; doubled and halved, 2 log2 calls."""
+    calls: list[int] = []
+
+    def holds(k: int) -> bool:
+        calls.append(k)
+        return k >= root
+
+    assert first_true(holds, 0, 1000) == root
+    assert len(calls) <= 10
+    calls.clear()
+    found = []
+    for low, high in brackets(holds, 0, 1, further=twice):
+        found.append((low, high))
+        assert len(calls) == len(found)
+        assert low < root
+    assert found[-1] == (root - 1, root)
+    assert len(calls) <= 2 * root.bit_length() + 1
+
+
+def test_brackets_end_at_the_most_and_where_nothing_is_between() -> None:
+    """Doubling ends at the first value from `most` on; no further value is asked."""
+    assert [*brackets(lambda _: False, 0, 3, further=twice, most=10)] == [(3, 6), (6, 12), (12, 24)]
+    assert [*brackets(lambda _: True, 4, 5)] == []
+    assert [*brackets(lambda _: True, 0, 8, between=lambda a, b: 2 if b > 2 else None)] == [(0, 2)]
 
 
 def test_held_outputs_live_until_their_layers_backward() -> None:

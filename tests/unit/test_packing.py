@@ -10,7 +10,7 @@ from rematbench.problem import Problem
 from rematbench.program.ledger import issue_order, pool_bytes
 from rematbench.program.program import Program
 from rematbench.simulate.evaluate import evaluate
-from rematbench.solve.memory_plan import memory_plan
+from rematbench.solve.memory_plan import lifetimes, memory_plan
 from rematbench.solve.packing import Packing, Tensor, best_fit, live_peak, pack
 from rematbench.studies.fragmentation import fragmentation
 from tests.problems import all_methods, layers, problem
@@ -81,7 +81,7 @@ def test_the_milp_closes_a_gap_that_best_fit_leaves() -> None:
         ]
     )  # fmt: skip
     assert pack(items).peak_bytes <= pack(items, 0).peak_bytes
-    assert pack(items).gap_bytes == 0
+    assert pack(items).peak_bytes == pack(items).lower_bound_bytes
 
 
 # -- plans of programs ------------------------------------------------------------------------
@@ -100,13 +100,15 @@ def test_the_lower_bound_is_the_ledgers_peak_and_the_pools(spec: str) -> None:
     (ledger,), (rank,) = issue_order(lowered), lowered.ranks
     plan = memory_plan(rank)
     assert plan.lower_bound_bytes == ledger.device_peak_bytes + pool_bytes(rank)
-    assert plan.lower_bound_bytes <= plan.peak_bytes <= plan.two_level_bytes
+    assert plan.lower_bound_bytes <= plan.peak_bytes
 
 
 def test_equal_layers_are_solved_once() -> None:
     for spec in ("keep_all", "full_recompute"):
-        plan = memory_plan(program(spec).ranks[0])
-        assert plan.distinct_segments < plan.tensors / 6
+        rank = program(spec).ranks[0]
+        pack.cache_clear()
+        memory_plan(rank)
+        assert pack.cache_info().misses < len(list(lifetimes(rank))) / 6
 
 
 @settings(max_examples=settings.default.max_examples // 4)
@@ -135,4 +137,3 @@ def test_no_allocator_reserves_less_than_lives(spec: str) -> None:
     assert found.live_bytes <= found.planned_bytes
     assert found.live_bytes <= min(found.reserved_bytes, found.expandable_bytes)
     assert found.live_bytes == max(evaluate(p, plan).peak_device_bytes)
-    assert found.wasted_bytes >= 0

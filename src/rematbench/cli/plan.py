@@ -231,9 +231,9 @@ def _fate_table(fates: dict[Any, Resolved]) -> Table:
 @takes_run
 def timeline(
     run: RunOptions,
-    output: Annotated[Path, Option("-o", "--output", metavar="TRACE.json")],
+    output: Annotated[Path, Option("-o", "--output", metavar="TIMELINE.json")],
 ) -> None:
-    """Write one step as a trace that ui.perfetto.dev and chrome://tracing open.
+    """Write one step as a timeline that ui.perfetto.dev and chrome://tracing open.
 
     METHOD with the options of a run, or RECORD.json from `simulate --out` or `run`.
 

@@ -8,8 +8,6 @@ from msgspec import Struct
 from rematbench.spec.layout import Layout
 from rematbench.workload import Model
 
-MIB = 1 << 20
-
 
 class PipelineOffloadEstimator(Struct, frozen=True, kw_only=True):
     """First-stage bytes of a pipeline that offloads a share alpha of its activations.
@@ -74,10 +72,6 @@ class Estimate(Struct, frozen=True, kw_only=True):
     def total_bytes(self) -> float:
         """States and activations together."""
         return self.state_bytes + self.activation_bytes
-
-    def under(self, share: float, hbm_bytes: float) -> bool:
-        """Whether the estimate is below a share of the device's memory."""
-        return self.total_bytes < share * hbm_bytes
 
 
 SAFE_SHARE = 0.8

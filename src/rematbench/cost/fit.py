@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from rematbench.cost.constants import Calibration, FitRule
 
 Row: TypeAlias = Mapping[str, Any]
-Predict: TypeAlias = Callable[[Row, Calibration], float]
 Concerns: TypeAlias = Callable[[str, Row], bool]
 """Whether a constant (`section.entry.field`) may move a row."""
 PredictAll: TypeAlias = Callable[[Sequence[tuple[Row, Calibration]]], Sequence[float]]
@@ -263,11 +262,6 @@ class StepFit:
             max_nfev=30,
         )
         return trial(found.x)
-
-
-def one_by_one(predict: Predict) -> PredictAll:
-    """The batch form of a single-row predictor."""
-    return lambda jobs: [predict(row, calibration) for row, calibration in jobs]
 
 
 def _soft(residual: Any) -> Any:

@@ -38,8 +38,6 @@ class AllocatorPeaks(Struct, frozen=True, kw_only=True):
 
     reserved_bytes: int
     allocated_bytes: int
-    fragmentation_bytes: int
-    num_segments: int
     oom_at: int | None = None
     retries: int = 0
 
@@ -196,11 +194,6 @@ class Allocator:
         return AllocatorPeaks(
             reserved_bytes=self.reserved_peak,
             allocated_bytes=self.allocated_peak,
-            fragmentation_bytes=self.reserved_peak - self.allocated_peak,
-            num_segments=sum(
-                bool(pool.segments) if pool.expandable else len(pool.segments)
-                for pool in self.pools
-            ),
             oom_at=oom_at,
             retries=self.retries,
         )

@@ -19,7 +19,6 @@ from msgspec import Struct
 
 from rematbench.program.action import (
     GRADIENTS_DOWN,
-    HOST,
     SHARD_UP,
     STREAM_INDEX,
     STREAMS,
@@ -316,16 +315,3 @@ class _StateCheck:
                 return f"updates {one[0]} while {late} may still use its weights or gradients"
             self.updated.add(one)
         return ""
-
-
-def host_tensors(program: Program) -> set[str]:
-    """Names of all storages that are ever on the host (for tests and tables)."""
-    return {
-        alloc.name
-        for rank in program.ranks
-        for block in rank.blocks
-        for action in block.actions
-        if action.kind is Kind.D2H
-        for alloc in action.allocs
-        if alloc.name.endswith(HOST)
-    }

@@ -78,12 +78,6 @@ class Program(Struct, frozen=True, kw_only=True):
         """Pipeline ranks."""
         return len(self.ranks)
 
-    def num_actions(self) -> int:
-        """The number of actions of all ranks, expanded."""
-        return sum(
-            len(rank.blocks[step.block].actions) for rank in self.ranks for step in rank.steps
-        )
-
     def text(self) -> str:
         """The programs of all ranks, each after a line `rank N`."""
         return "".join(f"rank {r.rank}\n{r.text()}" for r in self.ranks)

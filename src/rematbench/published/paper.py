@@ -17,7 +17,6 @@ OURS_SPEED = Column("predicted", "ours tokens/s/GPU", fixed(1))
 OURS_PEAK = Column("peak_device_bytes", "ours peak GiB", gib)
 ERROR = Column("error", "error %", signed_percent)
 STATUS = Column("pred_status", "ours")
-SIMULATED = "simulated"
 
 
 def paper_tables(cells: Sequence[Row]) -> list[Table]:

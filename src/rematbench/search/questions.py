@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from rematbench.search.halves import MINUTE, Progress, rounds
 from rematbench.search.job import Asked
 from rematbench.search.trial import Tried
+from rematbench.solve.search import brackets, middle, twice
 from rematbench.spec.cluster import Cluster
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import LayoutError
@@ -136,16 +137,18 @@ def least_memory(asked: Asked, lose: float, processes: int) -> Iterator[Answer]:
     yield Answer(hbm, best)
     if best is None:
         return
-    enough, short = hbm, 0
-    while enough - short > max(GIB // 4, enough // FINE):
-        middle = (enough + short) // 2
-        there = replace(asked, spec=replace(asked.spec, hbm_bytes=middle))
+
+    def quick(hbm_bytes: int) -> Tried | None:
+        there = replace(asked, spec=replace(asked.spec, hbm_bytes=hbm_bytes))
         try:
-            found = reached(there, best.step_s * (1.0 + lose), processes)
+            return reached(there, best.step_s * (1.0 + lose), processes)
         except ConfigError:  # the memory is smaller than the reserve
-            found = None
-        yield Answer(middle, found)
-        enough, short = (middle, short) if found else (enough, middle)
+            return None
+
+    def between(short: int, enough: int) -> int | None:
+        return middle(short, enough) if enough - short > max(GIB // 4, enough // FINE) else None
+
+    yield from _answers(quick, 0, hbm, between=between)
 
 
 def fastest(asked: Asked, processes: int) -> Tried | None:
@@ -157,20 +160,27 @@ def fastest(asked: Asked, processes: int) -> Tried | None:
 def _largest(reach: Any, start: int, granule: int) -> Iterator[Answer]:
     """Answers on the way to the largest value that `reach` finds a plan for: doubled, then
     bisected to a multiple of `granule`."""
-    value, found = start, reach(start)
-    yield Answer(value, found)
-    if found is None:
-        return
-    while found is not None:
-        value, low = 2 * value, value
-        found = reach(value)
-        yield Answer(value, found)
-    high = value
-    while high - low > max(granule, low // FINE):
-        middle = (low + high) // 2 // granule * granule
-        found = reach(middle)
-        yield Answer(middle, found)
-        low, high = (middle, high) if found else (low, middle)
+
+    def between(low: int, high: int) -> int | None:
+        wide = low and high - low > max(granule, low // FINE)  # low is 0: none at the start
+        return (low + high) // 2 // granule * granule if wide else None
+
+    yield from _answers(reach, 0, start, largest=True, further=twice, between=between)
+
+
+def _answers(
+    reach: Any, low: int, high: int, *, largest: bool = False, **how: Any
+) -> Iterator[Answer]:
+    """The answer for each value that `brackets` asks on the way to the least value that `reach`
+    finds a plan for, or to the largest; `how` goes to `brackets`."""
+    tried: list[Answer] = []
+
+    def turns(value: int) -> bool:
+        tried.append(Answer(value, reach(value)))
+        return (tried[-1].tried is None) == largest
+
+    for _ in brackets(turns, low, high, **how):
+        yield tried[-1]
 
 
 def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
@@ -183,11 +193,10 @@ def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
 
     spec, cluster = asked.spec, _cluster(asked)
     hbm = spec.hbm_bytes or cluster.hbm_bytes
-    more, found = 0, None
     if at.short_bytes < inf:  # else no plan lacked device memory
-        more, found = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
-    if found:
-        yield Change(f"with {more / GIB:.1f} GiB more on each device, or less", found)
+        more = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
+        if more.tried:
+            yield Change(f"with {more.value / GIB:.1f} GiB more on each device, or less", more.tried)
     if any(reason.startswith("host") and count for reason, count in at.fell.items()):
         larger = replace(cluster, host_bytes=2 * cluster.host_bytes)
         if found := fits(cluster=larger):
@@ -198,19 +207,18 @@ def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
             return
 
 
-def _enough(reach: Any, least: float, most: int) -> tuple[int, Tried | None]:
-    """Further bytes with which `reach` finds a plan, and the plan or None: doubled until a plan is
-    found or `most` is reached, then bisected HALVINGS times; every plan lacks `least` bytes."""
-    short, enough = int(least), 2 * max(int(least), GIB // 8)
-    found = reach(enough)
-    while found is None and enough < most:
-        short, enough = enough, 2 * enough
-        found = reach(enough)
-    for _ in range(HALVINGS if found else 0):
-        middle = (short + enough) // 2
-        better = reach(middle)
-        short, enough, found = (short, middle, better) if better else (middle, enough, found)
-    return enough, found
+def _enough(reach: Any, least: float, most: int) -> Answer:
+    """The fewest further bytes with which `reach` finds a plan: doubled until a plan is found or
+    `most` is reached, then bisected HALVINGS times; every plan lacks `least` bytes."""
+    halvings, best = iter(range(HALVINGS)), Answer(0, None)
+
+    def between(short: int, enough: int) -> int | None:
+        return None if next(halvings, None) is None else middle(short, enough)
+
+    low, high = int(least), 2 * max(int(least), GIB // 8)
+    for answer in _answers(reach, low, high, further=twice, most=most, between=between):
+        best = answer if answer.tried else best
+    return best
 
 
 def prices(asked: Asked, processes: int) -> Iterator[Price]:

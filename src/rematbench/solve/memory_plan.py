@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from rematbench.program.action import HOST, Action, Kind, tenant
 from rematbench.program.program import RankProgram
-from rematbench.solve.packing import Packing, Tensor, live_peak, pack
+from rematbench.solve.packing import Tensor, live_peak, pack
 
 KERNELS = frozenset((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE))
 MAX_TENSORS = 50_000
@@ -35,17 +35,10 @@ class Life(NamedTuple):
 
 class MemoryPlan(Struct, frozen=True, kw_only=True):
     """Bytes of one allocation for all activations of a rank. `peak_bytes` is the better of two
-    levels (`two_level_bytes`) and of best fit over all tensors at once; `lower_bound_bytes` are the
-    live bytes. The other fields say how the plan was made."""
+    levels and of best fit over all tensors at once; `lower_bound_bytes` are the live bytes."""
 
     peak_bytes: int
-    two_level_bytes: int
     lower_bound_bytes: int
-    tensors: int
-    long_lived: int
-    distinct_segments: int
-    milp_segments: int
-    level1_gap_bytes: int
 
 
 def memory_plan(rank: RankProgram) -> MemoryPlan:
@@ -62,27 +55,14 @@ def memory_plan(rank: RankProgram) -> MemoryPlan:
             local.setdefault(life.born_in, []).append(life.tensor)
         else:
             upper.append(life.tensor)
-    solved: set[Packing] = set()
-    long_lived = len(upper)
     for tensors in local.values():
         begin, end = min(t.start for t in tensors), max(t.end for t in tensors)
         moved = tuple(Tensor(t.nbytes, t.start - begin, t.end - begin) for t in tensors)
-        packing = pack(moved)
-        solved.add(packing)
-        upper.append(Tensor(packing.peak_bytes, begin, end))
+        upper.append(Tensor(pack(moved).peak_bytes, begin, end))
     two_level = pack(tuple(upper)).peak_bytes
     bound = live_peak(life.tensor for life in lives)
     flat = two_level if two_level == bound else pack(tuple(x.tensor for x in lives), 0).peak_bytes
-    return MemoryPlan(
-        peak_bytes=min(two_level, flat),
-        two_level_bytes=two_level,
-        lower_bound_bytes=bound,
-        tensors=len(lives),
-        long_lived=long_lived,
-        distinct_segments=len(solved),
-        milp_segments=sum(packing.solver == "milp" for packing in solved),
-        level1_gap_bytes=max((packing.gap_bytes for packing in solved), default=0),
-    )
+    return MemoryPlan(peak_bytes=min(two_level, flat), lower_bound_bytes=bound)
 
 
 def placed(rank: RankProgram) -> bool:

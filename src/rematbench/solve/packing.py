@@ -38,11 +38,6 @@ class Packing(Struct, frozen=True, kw_only=True):
     lower_bound_bytes: int
     solver: Literal["best_fit", "milp"]
 
-    @property
-    def gap_bytes(self) -> int:
-        """Bytes above the lower bound of live bytes (some gaps cannot be closed)."""
-        return self.peak_bytes - self.lower_bound_bytes
-
 
 def live_peak(tensors: Iterable[Tensor]) -> int:
     """The most bytes that are alive at once: no packing can take less."""

@@ -1,6 +1,7 @@
 """One-dimensional searches on a grid: few evaluations, the same answer on every machine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import inf
 
 NARROW = 8
 """Width of a bracket below which halving takes no more evaluations than aiming."""
@@ -42,10 +43,46 @@ def smallest_feasible(margin: Callable[[int], float], top: int) -> int | None:
     return high
 
 
+def middle(low: int, high: int) -> int | None:
+    """The middle of a bracket; None where no integer is inside."""
+    return (low + high) // 2 if high - low > 1 else None
+
+
+def twice(value: int) -> int:
+    """A value twice as far."""
+    return 2 * value
+
+
+def brackets(
+    holds: Callable[[int], bool],
+    low: int,
+    high: int,
+    *,
+    further: Callable[[int], int] | None = None,
+    most: float = inf,
+    between: Callable[[int, int], int | None] = middle,
+) -> Iterator[tuple[int, int]]:
+    """The brackets (low, high) of the value from which `holds` is true, one after each call of it.
+
+    `holds` must be false at `low` and change once. With `further` (`twice`, say) `high` is asked
+    first, and while `holds` is false there the bracket moves up to (high, further(high)); the
+    search ends where `holds` is false at `most` or above. Without `further`, `holds` must be true
+    at `high`. Then the bracket shrinks to one side of `between`, until that is None.
+    """
+    if further is not None:
+        while not holds(high):
+            low, high = high, further(high)
+            yield low, high
+            if low >= most:
+                return
+        yield low, high
+    while (value := between(low, high)) is not None:
+        low, high = (low, value) if holds(value) else (value, high)
+        yield low, high
+
+
 def first_true(holds: Callable[[int], bool], low: int, high: int) -> int:
     """The smallest integer in (low, high] where `holds` is true, by halving. `holds` must be false
     at `low`, true at `high`, and change once between them; it is called at neither end."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    *_, (_, found) = (low, high), *brackets(holds, low, high)
+    return found

@@ -21,11 +21,6 @@ class Fragmentation(Struct, frozen=True, kw_only=True):
     reserved_bytes: int
     expandable_bytes: int
 
-    @property
-    def wasted_bytes(self) -> int:
-        """Bytes reserved with default segments that are not alive at the peak."""
-        return self.reserved_bytes - self.live_bytes
-
 
 def fragmentation(problem: Problem, plan: Plan) -> Fragmentation:
     """The bytes of a plan's fullest rank, replayed through an allocator on an unlimited device."""

@@ -8,6 +8,7 @@ from rematbench.choose.outcome import Outcome, run_method
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
+from rematbench.solve.search import brackets, middle
 from rematbench.spec.layout import LayoutError
 
 Factory = Callable[[int], Problem]
@@ -47,20 +48,21 @@ def longest_sequence(
     """
     tried: dict[int, Outcome] = {}
 
-    def fits(units: int) -> bool:
+    def fails(units: int) -> bool:
         tried[units] = _attempt(factory, units * granularity, method, reserved)
-        return tried[units].status == "ok"
+        return tried[units].status != "ok"
+
+    def further(units: int) -> int:
+        return _further(tried, units, last)
+
+    def between(low: int, high: int) -> int | None:
+        every_third = len(tried) % 3 == 0
+        return middle(low, high) if every_third or high - low <= 1 else _between(tried, low, high)
 
     last = max(1, limit // granularity)
-    low, high = 0, 1
-    while high <= last and fits(high):
-        low, high = high, _further(tried, high, last)
-    if high not in tried:
-        return _report(tried, low, high, granularity, "the limit of the search")
-    while high - low > 1:
-        units = (low + high) // 2 if len(tried) % 3 == 0 else _between(tried, low, high)
-        low, high = (units, high) if fits(units) else (low, units)
-    return _report(tried, low, high, granularity, tried[high].reason)
+    *_, (low, high) = brackets(fails, 0, 1, further=further, most=last, between=between)
+    binds = tried[high].reason if high in tried else "the limit of the search"
+    return _report(tried, low, high, granularity, binds)
 
 
 def _further(tried: dict[int, Outcome], units: int, last: int) -> int:
