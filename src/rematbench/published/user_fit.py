@@ -150,8 +150,8 @@ def mean_error(log_errors: Array) -> float:
 
 
 def left_one_by_one(rows: Measured, prior: Prior) -> list[float]:
-    """The log error of each row under the scales fitted to the other rows; of a single row, the
-    error of the uncalibrated prediction."""
+    """The log error of each row under the scales fitted to the other rows (there are two rows or
+    more)."""
     count = len(rows.errors)
     found = []
     for index in range(count):
@@ -161,11 +161,41 @@ def left_one_by_one(rows: Measured, prior: Prior) -> list[float]:
     return found
 
 
-# -- refused rows ----------------------------------------------------------------------------------
+# -- suspect and refused rows ----------------------------------------------------------------------
 
 SIGMAS = 3.0
-"""Number of standard deviations beyond which a row is refused."""
+"""Number of standard deviations beyond which a row is suspect, or refused."""
 RESULTS = (SPEED, "step_s", "peak_device_bytes", "status", "note")
+
+
+def suspects(rows: Measured, theta: Array, prior: Prior) -> list[str]:
+    """At most two lines: on rows that the fit leaves beyond SIGMAS times the noise, and on scales
+    beyond SIGMAS of their prior spreads, each with the row that is the furthest off.  One row with
+    a unit mistyped makes either."""
+    left, found = rows.left(theta), []
+    far = np.flatnonzero(np.abs(left) > SIGMAS * prior.noise)
+    if len(far):
+        worst = int(np.argmax(np.abs(left)))
+        others = [str(row + 1) for row in far if row != worst]
+        moved = f", rows {', '.join(others)} too, perhaps for its sake" if others else ""
+        found.append(
+            f"row {worst + 1} is suspect: the fit leaves it {math.expm1(left[worst]):+.0%} off, "
+            f"more than {SIGMAS:g} times the {prior.noise:.1%} of published stacks{moved}; look "
+            "at its units and columns"
+        )
+    named = zip(SCALES, theta, prior.spreads, strict=True)
+    if strange := [
+        f"{name} x {math.exp(log):.3g} ({math.exp(-SIGMAS * spread):.2f} to "
+        f"{math.exp(SIGMAS * spread):.2f})"
+        for name, log, spread in named
+        if abs(log) > SIGMAS * spread
+    ]:
+        worst = int(np.argmax(np.abs(rows.errors))) + 1
+        found.append(
+            f"row {worst} is suspect: the fit needs scales beyond {SIGMAS:g} spreads of stacks (in "
+            f"brackets): {', '.join(strange)}"
+        )
+    return found
 
 
 def refusals(rows: Sequence[Row], prior: Prior) -> list[str]:
