@@ -199,17 +199,26 @@ def test_tangents_out_of_source_are_those_of_the_constants_that_predicted(
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    given = {SPEED: 100.0, f"pred_{SPEED}": 100.0, "pred_step_s": 2.0, "tp": "1", "note": "a"}
+    given = {**ROWS[0], SPEED: 100.0, f"pred_{SPEED}": 100.0, "pred_step_s": 2.0}
     return {**given, **{slope_column(name): 0.5 for name in SCALES}, **changes}
 
 
 def test_what_cannot_be_is_refused_by_line() -> None:
     before = Prior(spreads=SPREADS, noise=0.01)
-    assert refusals([row(), row(tp="2", note="b")], before) == []
-    (fast,) = refusals([row(), row(**{SPEED: 300.0}, tp="2")], before)
+    assert refusals([row(), row(seq_len="8192")], before) == []
+    (fast,) = refusals([row(), row(**{SPEED: 300.0}, seq_len="8192")], before)
     assert "row 2: a step of 0.6667 s is faster than its kernels, which take 1 s" in fast
-    (twice,) = refusals([row(), row(**{SPEED: 110.0}, note="again")], before)
+
+
+@pytest.mark.parametrize(
+    "column", ["note", "table", "source", "tflops_per_gpu_as_published", "mfu_pct_as_published"]
+)
+def test_one_job_at_two_speeds_is_refused_whatever_else_the_rows_say(column: str) -> None:
+    before = Prior(spreads=SPREADS, noise=0.01)
+    again = row(**{SPEED: 110.0, column: "1"}, micro_batch="1.0")
+    (twice,) = refusals([row(), again], before)
     assert twice.startswith("rows 1 and 2 contradict each other")
+    assert refusals([row(), {**again, "recompute": "none"}], before) == []
 
 
 # -- as typed -------------------------------------------------------------------------------------

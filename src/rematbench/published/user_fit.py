@@ -13,17 +13,19 @@ learnt from published stacks, each of the same weight, by expectation maximisati
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from rematbench.cost.fit import PRIORS, ROW_SPREAD
+from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import SPEED, Row, number
 from rematbench.published.calibrate import SCALES, SLOW_HOST
 from rematbench.published.left_out import LATE_STEP, log_error, slope_column
+from rematbench.published.rows import read_case
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -165,7 +167,6 @@ def left_one_by_one(rows: Measured, prior: Prior) -> list[float]:
 
 SIGMAS = 3.0
 """Number of standard deviations beyond which a row is suspect, or refused."""
-RESULTS = (SPEED, "step_s", "peak_device_bytes", "status", "note")
 
 
 def suspects(rows: Measured, theta: Array, prior: Prior) -> list[str]:
@@ -200,9 +201,10 @@ def suspects(rows: Measured, theta: Array, prior: Prior) -> list[str]:
 
 def refusals(rows: Sequence[Row], prior: Prior) -> list[str]:
     """One line for each row that no scale explains: a step faster than its kernels, or a job given
-    twice with contradictory speeds."""
-    found = []
-    seen: dict[tuple[tuple[str, Any], ...], tuple[int, float]] = {}
+    twice with contradictory speeds.  Rows are of one job where their cases are equal, whatever
+    their other columns (`table`, `source`, `mfu_pct_as_published`, ...) say."""
+    found, registry = [], discover()
+    seen: dict[bytes, tuple[int, float]] = {}
     for line, row in enumerate(rows, start=1):
         step_s, rate = float(row["pred_step_s"]), float(row[SPEED])
         told_s = step_s * float(row[f"pred_{SPEED}"]) / rate
@@ -212,16 +214,10 @@ def refusals(rows: Sequence[Row], prior: Prior) -> list[str]:
                 f"row {line}: a step of {told_s:.4g} s is faster than its kernels, which take "
                 f"{kernels_s:.4g} s"
             )
-        asked = _asked(row)
-        other, before = seen.setdefault(asked, (line, rate))
+        other, before = seen.setdefault(read_case(row, registry).key, (line, rate))
         if abs(math.log(rate / before)) > SIGMAS * math.sqrt(2.0) * prior.noise:
             found.append(
                 f"rows {other} and {line} contradict each other: one job at {before:g} and at "
                 f"{rate:g} tokens/s/GPU"
             )
     return found
-
-
-def _asked(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    made = ("pred_", "slope_")
-    return tuple((k, v) for k, v in row.items() if k not in RESULTS and not k.startswith(made))
