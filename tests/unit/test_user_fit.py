@@ -267,9 +267,13 @@ def test_the_stack_file_carries_the_band_of_its_rows(
     for row in read_sheet(tmp_path / "out.csv"):
         ratio = float(row["pred_high"]) / float(row[f"pred_{SPEED}"])
         assert math.log(ratio) == pytest.approx(half_width, rel=1e-3)
-    write_sheet(mine, [{**ROWS[0], SPEED: "", "step_s": steps[0]}])
+    peak = 2.0 * plain[0]["pred_peak_device_bytes"]
+    write_sheet(mine, [{**ROWS[0], SPEED: "", "step_s": steps[0], "peak_device_bytes": peak}])
     calibrate_own(mine, None, 1)
-    assert "left out one by one: nothing, of one row" in capsys.readouterr().out
+    alone = capsys.readouterr().out
+    assert "left out one by one: nothing, of one row" in alone
+    assert "peak bytes" not in told
+    assert "peak bytes, predicted against measured (not fitted): row 1 -50.0%" in alone
 
 
 def test_a_calibrated_stack_is_calibrated_again(tmp_path: Path) -> None:

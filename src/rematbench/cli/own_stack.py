@@ -11,8 +11,9 @@ from rich.console import Console
 from rematbench.cli.sheet import predicted
 from rematbench.cli.targets import read
 from rematbench.host.console import CommandError, console, grid, percent, plain
-from rematbench.published.accuracy import SPEED
+from rematbench.published.accuracy import SPEED, ratio_error
 from rematbench.published.calibrate import SCALES, tangents
+from rematbench.published.left_out import PEAK
 from rematbench.published.protocol import COUNTS, band_after, band_of_rows, prior
 from rematbench.published.user_fit import (
     Array,
@@ -47,6 +48,7 @@ def calibrate_own(path: Path, output: Path | None, processes: int) -> None:
         f"error after: {_percents(data.left(theta))}",
         f"left out one by one: {left}",
         f"80 % band that follows: {wide}",
+        *_peaks(rows),
         *(f"WARNING: {line}" for line in suspects(data, theta, before)),
     ):
         out.print(plain(line))
@@ -103,6 +105,13 @@ def _learnt(rows: Sequence[dict[str, Any]], half_width: float) -> str:
         return f"of these rows {'left out' if len(rows) > 1 else 'after the fit'}"
     known = max(count for count in COUNTS if count <= len(rows))
     return f"of published stacks calibrated on {known} of their rows"
+
+
+def _peaks(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line with the errors of predicted peaks, if rows have a measured one."""
+    errors = {line: ratio_error(row, PEAK) for line, row in enumerate(rows, start=1)}
+    told = [f"row {line} {error:+.1%}" for line, error in errors.items() if error is not None]
+    return [f"peak bytes, predicted against measured (not fitted): {', '.join(told)}"] * bool(told)
 
 
 def _percents(errors: Sequence[float] | Array) -> str:
