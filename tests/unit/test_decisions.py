@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rematbench.published.accuracy import regret, sweeps
+from rematbench.published.accuracy import Accuracy, regret, sweeps
 from rematbench.published.decisions import (
     constant_mfu_regret,
     decisions,
@@ -12,8 +12,10 @@ from rematbench.published.decisions import (
     rank_correlation,
     summary,
 )
-from rematbench.published.scores import decision_table
+from rematbench.published.scores import decision_table, score_tables
 from rematbench.published.sheets import read_sheet
+from rematbench.published.validate import validate
+from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 from tests.problems import all_methods
 
@@ -79,3 +81,15 @@ def test_the_table_has_sweeps_out_of_source_and_their_mean() -> None:
     last = decision_table(found).rows[-1]
     assert last["source"] == "mean over 2 sweeps"
     assert last["rows"] == sum(one.rows for one in found)
+
+
+def test_sweeps_of_the_other_sheet_are_decided_as_shipped() -> None:
+    """Both columns of regrets are of the same sweeps, whichever sheet has them."""
+    cells = [{**cell, "pred_status": "ok", "pred_tokens_per_s_per_gpu": 1.0} for cell in FUJII]
+    other = [{**cell, "source": "other"} for cell in cells]
+    report = validate(cells, calibration(), Accuracy(groups=()))
+    told = (report, cells, calibration(), Accuracy(groups=()))
+    made = {table.name: table for table in score_tables(*told, more=other)}
+    assert made["decisions"].rows[-1]["source"] == "mean over 4 sweeps"
+    last = decision_table([*decisions(cells, []), *decisions([], other)]).rows[-1]
+    assert (last["source"], last["regret"], last["left_out"]) == ("mean over 4 sweeps", None, None)

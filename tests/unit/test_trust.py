@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from rematbench.cost.fit import is_fit
 from rematbench.published.accuracy import load_accuracy
+from rematbench.published.accuracy import sweeps as published_sweeps
 from rematbench.published.decisions import Decision
 from rematbench.published.evidence import Job, Known, known_cells
 from rematbench.published.left_out import left_out_by_source, left_out_errors, out_of_source
@@ -43,12 +45,30 @@ def sweeps(source: str, *losses: float, **both: Any) -> Iterator[Decision]:
 
 def test_losses_are_means_over_sweeps() -> None:
     found = [*sweeps("A", 0.1, 0.3, regret=0.0), *sweeps("B", 0.8, regret=None)]
-    first, second, mean = regret_table(found).rows
+    first, second, both, mean = regret_table(found).rows
     assert (first["source"], first["sweeps"], first["left_out"]) == ("A", 2, 0.2)
     assert (second["source"], second["regret"]) == ("B", None)
-    assert (mean["sweeps"], mean["regret"]) == (3, 0.0)
+    assert (both["sweeps"], both["left_out"], both["regret"]) == (2, pytest.approx(0.2), 0.0)
+    assert (mean["sweeps"], mean["regret"]) == (3, None)
     assert mean["left_out"] == pytest.approx(0.4)
+    alike = regret_table([*found[:2], *sweeps("B", 0.8, regret=0.3)]).rows
+    assert len(alike) == 3
+    assert (alike[-1]["sweeps"], alike[-1]["regret"]) == (3, pytest.approx(0.1))
     assert not regret_table([]).rows
+
+
+def test_the_note_of_decisions_says_what_constants_saw() -> None:
+    """Every source with a sweep has fitted rows; the sources named have no sweep."""
+    rows = [{**row, "pred_status": "ok"} for row in out_of_source()]
+    named = {key[0] for key in published_sweeps(rows)}
+    fit = calibration().fit
+    assert "fitted to some rows of each source" in regret_table([]).note
+    for source in named:
+        assert any(is_fit(row, fit) for row in rows if row["source"] == source), source
+    for word in ("MosaicML", "NVIDIA"):
+        assert word in regret_table([]).note
+        assert any(word in row["source"] for row in rows)
+        assert not any(word in source for source in named)
 
 
 def test_both_means_out_of_source_are_told() -> None:

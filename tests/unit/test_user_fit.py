@@ -19,7 +19,14 @@ from rematbench.published.bands import band_of
 from rematbench.published.calibrate import SCALES, SLOW_HOST, leave_one_out, tangents
 from rematbench.published.left_out import LATE_STEP, slope_column
 from rematbench.published.predict import predict_rows
-from rematbench.published.protocol import COUNTS, band_after, calibrated, prior, stacks
+from rematbench.published.protocol import (
+    COUNTS,
+    band_after,
+    band_of_rows,
+    calibrated,
+    prior,
+    stacks,
+)
 from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.published.user_fit import (
     SPREADS,
@@ -32,6 +39,7 @@ from rematbench.published.user_fit import (
     measured,
     refusals,
     solved,
+    suspects,
 )
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration, load_system
@@ -77,7 +85,40 @@ def test_rows_left_out_are_predicted_by_the_others() -> None:
     data = drawn(30)
     left = left_one_by_one(data, Prior(spreads=SPREADS, noise=0.01))
     assert mean_error(np.array(left)) < 0.1 * mean_error(data.errors)
-    assert left_one_by_one(data.some([0]), Prior(spreads=SPREADS, noise=0.01)) == [data.errors[0]]
+
+
+def test_the_band_follows_the_rows_where_they_disagree() -> None:
+    """Rows that agree have the band of published stacks; a row of three that does not has its own,
+    and so has a single row that no scale explains."""
+    before, alike = prior(), linear(0.25 * np.ones((3, len(SCALES))), np.zeros(3))
+    theta, _ = solved(alike, before)
+    assert band_of_rows(alike, theta, before) == band_after(3)
+    for errors in (np.array([0.0, 0.0, 0.9]), np.array([3.0])):
+        rows = linear(alike.slopes[0][: len(errors)], errors)
+        theta, _ = solved(rows, before)
+        known = left_one_by_one(rows, before) if len(errors) > 1 else rows.left(theta)
+        wide = band_of_rows(rows, theta, before)
+        assert wide == pytest.approx(float(np.max(np.abs(known))))
+        assert wide > 2.0 * band_after(len(errors))
+
+
+def test_the_readme_says_the_bands_after_few_rows() -> None:
+    said = " ".join((data_dir("config").parent / "README.md").read_text(encoding="utf-8").split())
+    one, three, five = (f"{100 * band_after(count):.1f}" for count in COUNTS)
+    assert f"{one} % after one, {three} after three, {five} after five" in said
+
+
+def test_a_mistyped_row_is_named() -> None:
+    before = Prior(spreads=SPREADS, noise=0.05)
+    rows = linear(np.eye(len(SCALES)), np.array([0.02, 0.0, 6.9, 0.01]))
+    theta, _ = solved(rows, before)
+    left, scale = suspects(rows, theta, before)
+    assert left.startswith("row 3 is suspect: the fit leaves it +")
+    assert scale.startswith("row 3 is suspect: the fit needs scales beyond 3 spreads")
+    assert "communication x" in scale
+    assert "kernels" not in scale
+    calm = linear(np.eye(len(SCALES)), np.array([0.02, 0.0, 0.3, 0.01]))
+    assert suspects(calm, solved(calm, before)[0], before) == []
 
 
 def test_a_host_that_nobody_saw_is_found() -> None:
@@ -158,17 +199,26 @@ def test_tangents_out_of_source_are_those_of_the_constants_that_predicted(
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    given = {SPEED: 100.0, f"pred_{SPEED}": 100.0, "pred_step_s": 2.0, "tp": "1", "note": "a"}
+    given = {**ROWS[0], SPEED: 100.0, f"pred_{SPEED}": 100.0, "pred_step_s": 2.0}
     return {**given, **{slope_column(name): 0.5 for name in SCALES}, **changes}
 
 
 def test_what_cannot_be_is_refused_by_line() -> None:
     before = Prior(spreads=SPREADS, noise=0.01)
-    assert refusals([row(), row(tp="2", note="b")], before) == []
-    (fast,) = refusals([row(), row(**{SPEED: 300.0}, tp="2")], before)
+    assert refusals([row(), row(seq_len="8192")], before) == []
+    (fast,) = refusals([row(), row(**{SPEED: 300.0}, seq_len="8192")], before)
     assert "row 2: a step of 0.6667 s is faster than its kernels, which take 1 s" in fast
-    (twice,) = refusals([row(), row(**{SPEED: 110.0}, note="again")], before)
+
+
+@pytest.mark.parametrize(
+    "column", ["note", "table", "source", "tflops_per_gpu_as_published", "mfu_pct_as_published"]
+)
+def test_one_job_at_two_speeds_is_refused_whatever_else_the_rows_say(column: str) -> None:
+    before = Prior(spreads=SPREADS, noise=0.01)
+    again = row(**{SPEED: 110.0, column: "1"}, micro_batch="1.0")
+    (twice,) = refusals([row(), again], before)
     assert twice.startswith("rows 1 and 2 contradict each other")
+    assert refusals([row(), {**again, "recompute": "none"}], before) == []
 
 
 # -- as typed -------------------------------------------------------------------------------------
@@ -195,7 +245,35 @@ def test_a_sheet_becomes_a_stack(tmp_path: Path, capsys: pytest.CaptureFixture[s
     band = band_of(problem, "full_recompute")
     assert "stack" not in band.outside
     assert band.half_width == found.scales.half_width
-    assert "calibrated on as few of their rows" in trust(band, 1.0)[0]
+    assert "its own calibrating rows" in trust(band, 1.0)[0]
+
+
+def test_the_stack_file_carries_the_band_of_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Steps typed in milliseconds, but for one row: the band is that of the rows, the row named."""
+    plain = predict_rows(ROWS[:2], processes=1)
+    mine, stack = tmp_path / "mine.csv", tmp_path / "mine.yaml"
+    steps = [plain[0]["pred_step_s"], 1000.0 * plain[1]["pred_step_s"]]
+    pairs = zip(ROWS[:2], steps, strict=True)
+    write_sheet(mine, [{**row, SPEED: "", "step_s": step_s} for row, step_s in pairs])
+    calibrate_own(mine, stack, 1)
+    told = capsys.readouterr().out
+    assert "of these rows left out" in told
+    assert "WARNING: row 2 is suspect" in told
+    half_width = load_system(stack).scales.half_width
+    assert half_width > 1.0
+    predict(mine, tmp_path / "out.csv", 1, system=str(stack))
+    for row in read_sheet(tmp_path / "out.csv"):
+        ratio = float(row["pred_high"]) / float(row[f"pred_{SPEED}"])
+        assert math.log(ratio) == pytest.approx(half_width, rel=1e-3)
+    peak = 2.0 * plain[0]["pred_peak_device_bytes"]
+    write_sheet(mine, [{**ROWS[0], SPEED: "", "step_s": steps[0], "peak_device_bytes": peak}])
+    calibrate_own(mine, None, 1)
+    alone = capsys.readouterr().out
+    assert "left out one by one: nothing, of one row" in alone
+    assert "peak bytes" not in told
+    assert "peak bytes, predicted against measured (not fitted): row 1 -50.0%" in alone
 
 
 def test_a_calibrated_stack_is_calibrated_again(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def validate(
     strange = out_of_source() if rows is None else ()
     left_out = left_out_errors(strange, accuracy, calibration())
     report = score(cells, calibration(), accuracy, left_out, beside)
-    made = score_tables(report, cells, calibration(), accuracy, strange)
+    made = score_tables(report, cells, calibration(), accuracy, strange, beside)
     out = console()
     for table in made:
         if table.name != "cells" and table.rows:

@@ -11,15 +11,17 @@ from rich.console import Console
 from rematbench.cli.sheet import predicted
 from rematbench.cli.targets import read
 from rematbench.host.console import CommandError, console, grid, percent, plain
-from rematbench.published.accuracy import SPEED
+from rematbench.published.accuracy import SPEED, ratio_error
 from rematbench.published.calibrate import SCALES, tangents
-from rematbench.published.protocol import COUNTS, band_after, prior
+from rematbench.published.left_out import PEAK
+from rematbench.published.protocol import COUNTS, band_after, band_of_rows, prior
 from rematbench.published.user_fit import (
     Array,
     left_one_by_one,
     measured,
     refusals,
     solved,
+    suspects,
 )
 from rematbench.spec.load import calibration, claim_of_row, load_system, located
 
@@ -36,19 +38,20 @@ def calibrate_own(path: Path, output: Path | None, processes: int) -> None:
         raise CommandError(f"{path}: {'; '.join(wrong)}")
     data = measured(rows)
     theta, covariance = solved(data, before)
-    half_width = band_after(len(rows))
+    half_width = band_of_rows(data, theta, before)
     out = console()
     _show(out, theta, covariance)
-    left = left_one_by_one(data, before)
-    out.print(plain(f"error before: {_percents([float(error) for error in data.errors])}"))
-    out.print(plain(f"left out one by one: {_percents(left)}"))
-    known = max(count for count in COUNTS if count <= len(rows))
-    out.print(
-        plain(
-            f"80 % band that follows: +-{percent(half_width)} (a logarithm), of published stacks "
-            f"calibrated on {known} of their rows"
-        )
-    )
+    left = _percents(left_one_by_one(data, before)) if len(rows) > 1 else "nothing, of one row"
+    wide = f"+-{percent(half_width)} (a logarithm), {_learnt(rows, half_width)}"
+    for line in (
+        f"error before: {_percents(data.errors)}",
+        f"error after: {_percents(data.left(theta))}",
+        f"left out one by one: {left}",
+        f"80 % band that follows: {wide}",
+        *_peaks(rows),
+        *(f"WARNING: {line}" for line in suspects(data, theta, before)),
+    ):
+        out.print(plain(line))
     if output is not None:
         output.write_text(stack_file(rows, theta, half_width, path, output), encoding="utf-8")
         out.print(plain(f"{output}: written; give it as --system, or in the column system"))
@@ -96,8 +99,23 @@ def _show(out: Console, theta: Array, covariance: Array) -> None:
     out.print(table)
 
 
-def _percents(errors: Sequence[float]) -> str:
-    return ", ".join(f"{100 * math.expm1(error):+.1f} %" for error in errors)
+def _learnt(rows: Sequence[dict[str, Any]], half_width: float) -> str:
+    """Whose errors the band has."""
+    if half_width > band_after(len(rows)):
+        return f"of these rows {'left out' if len(rows) > 1 else 'after the fit'}"
+    known = max(count for count in COUNTS if count <= len(rows))
+    return f"of published stacks calibrated on {known} of their rows"
+
+
+def _peaks(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line with the errors of predicted peaks, if rows have a measured one."""
+    errors = {line: ratio_error(row, PEAK) for line, row in enumerate(rows, start=1)}
+    told = [f"row {line} {error:+.1%}" for line, error in errors.items() if error is not None]
+    return [f"peak bytes, predicted against measured (not fitted): {', '.join(told)}"] * bool(told)
+
+
+def _percents(errors: Sequence[float] | Array) -> str:
+    return ", ".join(f"{100 * math.expm1(error):+.1f} %" for error in map(float, errors))
 
 
 def stack_file(

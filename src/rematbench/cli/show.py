@@ -258,7 +258,7 @@ def trust(band: Band, speed: float) -> list[str]:
     """Lines on the uncertainty of speed and bytes."""
     learnt = f"{band.sources} sources whose rows no constant had seen"
     if not band.sources:
-        learnt = "published stacks calibrated on as few of their rows"
+        learnt = "its own calibrating rows, or published stacks calibrated on as few (the wider)"
     return [
         f"80 % band of the speed: {rounded(band.low(speed))} to {rounded(band.high(speed))} "
         f"tokens/s/GPU, from errors of {learnt}",

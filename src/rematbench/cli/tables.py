@@ -116,7 +116,8 @@ def tables(
     left_out = left_out_errors(strange, accuracy, constants)
     beside = read(more, "--more", *TABLED, "pred_status") if more else ()
     report = score(published, constants, accuracy, left_out, beside)
-    made = [*score_tables(report, published, constants, accuracy, strange), rule_table(published)]
+    scores = score_tables(report, published, constants, accuracy, strange, beside)
+    made = [*scores, rule_table(published)]
     if any("cell" in cell for cell in cells):
         made += paper_tables(cells)
     for table in made:

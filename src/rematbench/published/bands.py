@@ -39,8 +39,8 @@ Errors = dict[str, list[float]]
 class Band(Struct, frozen=True, kw_only=True):
     """The band of a predicted speed.  `half_width` is a logarithm.  `outside` has the properties of
     the job that no published row covers, each with its description.  `sources` is the number of
-    sources behind the width; it is 0 for a stack that its user calibrated, whose width comes from
-    published stacks calibrated the same way."""
+    sources behind the width; it is 0 for a stack that its user calibrated, whose width is
+    `protocol.band_of_rows`."""
 
     half_width: float
     outside: dict[str, str]
@@ -83,7 +83,7 @@ def quantile(errors: Errors, level: float = LEVEL) -> float:
     return values[-1][0]
 
 
-def _own_quantile(errors: Sequence[float]) -> float:
+def own_quantile(errors: Sequence[float]) -> float:
     """Quantile of the errors of one source, each of weight 1."""
     return quantile({str(row): [error] for row, error in enumerate(errors)})
 
@@ -175,7 +175,7 @@ def coverage(known: Sequence[Known]) -> list[Coverage]:
                 rows=len(own),
                 inside=fmean(e <= w for e, w in zip(errors, widths, strict=True)),
                 half_width=median(widths),
-                error=_own_quantile(errors),
+                error=own_quantile(errors),
             )
         )
     return found
@@ -194,7 +194,7 @@ def shipped_coverage(rows: Sequence[Row]) -> list[Coverage]:
             rows=len(some),
             inside=fmean(error <= width for error, width in some),
             half_width=median(width for _, width in some),
-            error=_own_quantile([error for error, _ in some]),
+            error=own_quantile([error for error, _ in some]),
         )
         for source, some in cells.items()
     ]

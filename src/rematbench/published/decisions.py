@@ -119,6 +119,23 @@ def _states(problem: Problem) -> int:
     return state_bytes(count, problem.layout, problem.system).total
 
 
+COMPARED = ("regret", "left_out", "floor")
+"""Scores of a decision that stand side by side."""
+
+
+def mean_lines(found: Sequence[Decision]) -> list[tuple[int, Mapping[str, Any]]]:
+    """(number of sweeps, means): over the sweeps that have each of COMPARED that any sweep has, so
+    that means side by side are of the same sweeps.  Where this leaves sweeps out, there is a second
+    line over all sweeps, with the scores that all have."""
+    some = [key for key in COMPARED if any(getattr(one, key) is not None for one in found)]
+    same = [one for one in found if all(getattr(one, key) is not None for key in some)]
+    lines = [(len(same), summary(same))] if same else []
+    if len(same) < len(found):
+        rare = [key for key in some if any(getattr(one, key) is None for one in found)]
+        lines.append((len(found), {**summary(found), **dict.fromkeys(rare)}))
+    return lines
+
+
 def summary(found: Sequence[Decision]) -> Mapping[str, Any]:
     """The number of rows, and the mean of every score over the sweeps that have the score."""
     names = ("correlation", "regret", "left_out", "floor")

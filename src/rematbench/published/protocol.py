@@ -15,7 +15,7 @@ from msgspec import Struct
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import SPEED, Row, number
-from rematbench.published.bands import quantile
+from rematbench.published.bands import own_quantile, quantile
 from rematbench.published.left_out import out_of_source
 from rematbench.published.rows import read_case
 from rematbench.published.user_fit import (
@@ -24,6 +24,7 @@ from rematbench.published.user_fit import (
     Prior,
     by_stack,
     learnt,
+    left_one_by_one,
     mean_error,
     solved,
 )
@@ -34,6 +35,8 @@ COUNTS = (1, 3, 5)
 DRAWS = 20
 LEAST_ROWS = 10
 SEED = 24
+WIDEST = 10.0
+"""Largest half-width that a stack file holds (`spec.system.Scales`)."""
 
 
 class Calibrated(Struct, frozen=True, kw_only=True):
@@ -102,6 +105,22 @@ def band_after(count: int) -> float:
             left = [_calibrated(data, prior(key[0]), some) for some in _draws(len(rows), known)]
             errors[" ".join(key)] = [abs(float(error)) for some in left for error in some]
     return quantile(errors)
+
+
+def band_of_rows(data: Measured, theta: Array, before: Prior) -> float:
+    """Half-width of the band after a calibration on `data`, with the fitted log scales `theta`: the
+    wider of `band_after` and of the LEVEL quantile of the rows' own absolute log errors, each left
+    out of the fit (`bands.quantile`: the largest of up to three).
+
+    Reasons: few rows that agree do so by chance, so they never narrow what published stacks teach;
+    rows that disagree are of a stack, or of a log, whose errors published stacks do not have.
+    Nothing can be left out of a single row: what the fit leaves of it is then the least that the
+    band must hold.
+    """
+    one = len(data.errors) == 1
+    errors = [float(data.left(theta)[0])] if one else left_one_by_one(data, before)
+    own = own_quantile([abs(error) for error in errors])
+    return min(max(band_after(len(data.errors)), own), WIDEST)
 
 
 def _draws(rows: int, count: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ from rematbench.published.bands import (
     ratio_band,
     shipped_coverage,
 )
-from rematbench.published.decisions import Decision, decisions, summary
+from rematbench.published.decisions import Decision, decisions, mean_lines
 from rematbench.published.evidence import Known, known_cells
 from rematbench.published.left_out import left_out_by_source
 from rematbench.published.protocol import calibrated_table
@@ -56,11 +56,13 @@ def score_tables(
     calibration: Calibration,
     accuracy: Accuracy,
     strange: Sequence[Row] = (),
+    more: Sequence[Row] = (),
 ) -> list[Table]:
-    """The tables of `rematbench validate`.  `strange`: published rows predicted out of source.
+    """The tables of `rematbench validate`.  `more`: predicted rows of runs_more.csv, whose sweeps
+    are decided like those of `rows`.  `strange`: published rows predicted out of source.
     Without them the coverage of bands is that of `pred_low` and `pred_high` of `rows`, and the
     tables of evidence, regret and calibration are left out."""
-    known, judged = known_cells() if strange else (), decisions(rows, strange)
+    known, judged = known_cells() if strange else (), decisions([*rows, *more], strange)
     return [
         accuracy_table(report, calibration, strange),
         promise_table(report),
@@ -223,8 +225,9 @@ def band_table(known: Sequence[Known], rows: Sequence[Row]) -> Table:
 def decision_table(found: Sequence[Decision]) -> Table:
     """One line per sweep: the rank correlation of speeds, and the regrets of the picks."""
     lines: list[Mapping[str, Any]] = [{**one.job, **asdict(one)} for one in found]
-    if found:
-        lines.append({"source": f"mean over {len(found)} sweeps", **summary(found)})
+    lines += [
+        {"source": f"mean over {count} sweeps", **means} for count, means in mean_lines(found)
+    ]
     job = ("source", "cluster", "model", "gpus", "seq_len", "global_batch")
     return Table(
         name="decisions",

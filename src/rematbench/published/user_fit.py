@@ -13,17 +13,19 @@ learnt from published stacks, each of the same weight, by expectation maximisati
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from rematbench.cost.fit import PRIORS, ROW_SPREAD
+from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import SPEED, Row, number
 from rematbench.published.calibrate import SCALES, SLOW_HOST
 from rematbench.published.left_out import LATE_STEP, log_error, slope_column
+from rematbench.published.rows import read_case
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -150,8 +152,8 @@ def mean_error(log_errors: Array) -> float:
 
 
 def left_one_by_one(rows: Measured, prior: Prior) -> list[float]:
-    """The log error of each row under the scales fitted to the other rows; of a single row, the
-    error of the uncalibrated prediction."""
+    """The log error of each row under the scales fitted to the other rows (there are two rows or
+    more)."""
     count = len(rows.errors)
     found = []
     for index in range(count):
@@ -161,18 +163,48 @@ def left_one_by_one(rows: Measured, prior: Prior) -> list[float]:
     return found
 
 
-# -- refused rows ----------------------------------------------------------------------------------
+# -- suspect and refused rows ----------------------------------------------------------------------
 
 SIGMAS = 3.0
-"""Number of standard deviations beyond which a row is refused."""
-RESULTS = (SPEED, "step_s", "peak_device_bytes", "status", "note")
+"""Number of standard deviations beyond which a row is suspect, or refused."""
+
+
+def suspects(rows: Measured, theta: Array, prior: Prior) -> list[str]:
+    """At most two lines: on rows that the fit leaves beyond SIGMAS times the noise, and on scales
+    beyond SIGMAS of their prior spreads, each with the row that is the furthest off.  One row with
+    a unit mistyped makes either."""
+    left, found = rows.left(theta), []
+    far = np.flatnonzero(np.abs(left) > SIGMAS * prior.noise)
+    if len(far):
+        worst = int(np.argmax(np.abs(left)))
+        others = [str(row + 1) for row in far if row != worst]
+        moved = f", rows {', '.join(others)} too, perhaps for its sake" if others else ""
+        found.append(
+            f"row {worst + 1} is suspect: the fit leaves it {math.expm1(left[worst]):+.0%} off, "
+            f"more than {SIGMAS:g} times the {prior.noise:.1%} of published stacks{moved}; look "
+            "at its units and columns"
+        )
+    named = zip(SCALES, theta, prior.spreads, strict=True)
+    if strange := [
+        f"{name} x {math.exp(log):.3g} ({math.exp(-SIGMAS * spread):.2f} to "
+        f"{math.exp(SIGMAS * spread):.2f})"
+        for name, log, spread in named
+        if abs(log) > SIGMAS * spread
+    ]:
+        worst = int(np.argmax(np.abs(rows.errors))) + 1
+        found.append(
+            f"row {worst} is suspect: the fit needs scales beyond {SIGMAS:g} spreads of stacks (in "
+            f"brackets): {', '.join(strange)}"
+        )
+    return found
 
 
 def refusals(rows: Sequence[Row], prior: Prior) -> list[str]:
     """One line for each row that no scale explains: a step faster than its kernels, or a job given
-    twice with contradictory speeds."""
-    found = []
-    seen: dict[tuple[tuple[str, Any], ...], tuple[int, float]] = {}
+    twice with contradictory speeds.  Rows are of one job where their cases are equal, whatever
+    their other columns (`table`, `source`, `mfu_pct_as_published`, ...) say."""
+    found, registry = [], discover()
+    seen: dict[bytes, tuple[int, float]] = {}
     for line, row in enumerate(rows, start=1):
         step_s, rate = float(row["pred_step_s"]), float(row[SPEED])
         told_s = step_s * float(row[f"pred_{SPEED}"]) / rate
@@ -182,16 +214,10 @@ def refusals(rows: Sequence[Row], prior: Prior) -> list[str]:
                 f"row {line}: a step of {told_s:.4g} s is faster than its kernels, which take "
                 f"{kernels_s:.4g} s"
             )
-        asked = _asked(row)
-        other, before = seen.setdefault(asked, (line, rate))
+        other, before = seen.setdefault(read_case(row, registry).key, (line, rate))
         if abs(math.log(rate / before)) > SIGMAS * math.sqrt(2.0) * prior.noise:
             found.append(
                 f"rows {other} and {line} contradict each other: one job at {before:g} and at "
                 f"{rate:g} tokens/s/GPU"
             )
     return found
-
-
-def _asked(row: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    made = ("pred_", "slope_")
-    return tuple((k, v) for k, v in row.items() if k not in RESULTS and not k.startswith(made))
