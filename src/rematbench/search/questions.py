@@ -196,7 +196,9 @@ def would_fit(asked: Asked, at: Progress, processes: int) -> Iterator[Change]:
     if at.short_bytes < inf:  # else no plan lacked device memory
         more = _enough(lambda nbytes: fits(hbm_bytes=hbm + nbytes), at.short_bytes, 4 * hbm)
         if more.tried:
-            yield Change(f"with {more.value / GIB:.1f} GiB more on each device, or less", more.tried)
+            yield Change(
+                f"with {more.value / GIB:.1f} GiB more on each device, or less", more.tried
+            )
     if any(reason.startswith("host") and count for reason, count in at.fell.items()):
         larger = replace(cluster, host_bytes=2 * cluster.host_bytes)
         if found := fits(cluster=larger):
