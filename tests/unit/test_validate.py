@@ -8,14 +8,19 @@ from msgspec.structs import replace
 
 from rematbench.cost.constants import FitRule, ShapedBy
 from rematbench.published.accuracy import (
+    LEAST_OOMS,
     Accuracy,
     Group,
     Promise,
     gain_errors,
     is_scored,
     load_accuracy,
+    members,
 )
+from rematbench.published.scores import promise_table
+from rematbench.published.sheets import read_sheet
 from rematbench.published.validate import by_source, validate
+from rematbench.spec.paths import data_dir
 from tests.problems import calibration
 
 FIT = replace(
@@ -162,3 +167,26 @@ def test_the_committed_targets_read() -> None:
     groups = load_accuracy().groups
     assert len({each.name for each in groups}) == len(groups)
     assert all(p.accepted >= 0 for each in groups for p in each.promises.values())
+
+
+def test_a_reported_statistic_is_printed_and_never_fails() -> None:
+    rows = [row(1, 1), row(0, 0, status="oom")]
+    one = replace(group("verdict"), reported={"missed_oom": "why", "false_oom": ""})
+    made = validate(rows, FIT, Accuracy(groups=(one,)))
+    assert [(c.value, c.status, c.reason) for c in made.groups[0].checks] == [
+        (1.0, "reported", "why"),
+        (0.0, "reported", ""),
+    ]
+    assert not made.failed
+    assert made.groups[0].status == "-"
+    first, _ = promise_table(made).rows
+    assert (first["value"], first["target"], first["status"]) == (1.0, None, "reported")
+
+
+def test_verdicts_are_promised_only_with_enough_cells_out_of_memory() -> None:
+    cells = read_sheet(data_dir("published") / "runs.csv")
+    for each in load_accuracy().groups:
+        if each.metric == "verdict":
+            ooms = sum(cell["status"] == "oom" for cell in members(each, cells))
+            assert ooms >= LEAST_OOMS or not each.promises, each.name
+            assert each.promises or each.reported, each.name

@@ -27,6 +27,8 @@ MORE: Sheet = "runs_more.csv"
 Statistic = Literal["mean", "median", "max", "missed_oom", "false_oom"]
 """`missed_oom` and `false_oom` count cells; the other statistics are fractions of the published
 value."""
+LEAST_OOMS = 50
+"""Least number of published cells out of memory for a promise of their verdicts."""
 
 SPEED: Metric = "tokens_per_s_per_gpu"
 
@@ -43,6 +45,7 @@ class Promise(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cells scored together: the cells that `rule` selects, one metric, its promised statistics.
+    `reported`: statistics that are printed and not promised, each with a remark.
 
     `sheet`: the sheet of results/published with the cells. `in_sample` names the part of the model
     that these cells shaped without a fit of a constant.
@@ -53,6 +56,7 @@ class Group(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sheet: Sheet = "runs.csv"
     metric: Metric
     promises: dict[Statistic, Promise] = {}
+    reported: dict[Statistic, str] = {}
     in_sample: str = ""
     note: str = ""
 

@@ -8,7 +8,15 @@ from msgspec.structs import asdict
 
 from rematbench.cost.constants import Calibration
 from rematbench.cost.kernel_rates import fitted_parameters
-from rematbench.published.accuracy import Accuracy, Row, members, number, ratio_error, split_of
+from rematbench.published.accuracy import (
+    LEAST_OOMS,
+    Accuracy,
+    Row,
+    members,
+    number,
+    ratio_error,
+    split_of,
+)
 from rematbench.published.bands import (
     LEVEL,
     coverage,
@@ -127,7 +135,8 @@ def accuracy_table(report: Report, calibration: Calibration, strange: Sequence[R
 
 
 def promise_table(report: Report) -> Table:
-    """One line per promised statistic: reached, target, accepted, and the reason of a miss."""
+    """One line per promised or reported statistic: reached, target, accepted, and the reason of a
+    miss."""
     rows: list[Mapping[str, Any]] = []
     for group in report.groups:
         for check in group.checks:
@@ -147,7 +156,8 @@ def promise_table(report: Report) -> Table:
         ),
         rows=tuple(rows),
         note="Fractions in percent, counts as whole numbers. accepted: last reached; a check fails "
-        "beyond it.",
+        "beyond it. reported: not promised, as verdicts with fewer than "
+        f"{LEAST_OOMS} published cells out of memory.",
     )
 
 
@@ -186,8 +196,6 @@ def verdict_table(verdicts: Verdicts) -> Table:
 
 
 RESERVED = "peaks as their sources count them, allocated or reserved"
-LEAST_OOMS = 50
-"""Least number of cells out of memory for a promise of their rate."""
 
 
 def _of_oom(verdicts: Verdicts) -> str:

@@ -30,23 +30,26 @@ from rematbench.spec.load import load_cluster, load_system
 
 WHOLE = ("verdict", "regret")
 """Metrics that compare every cell, including cells without a speed."""
-Status = Literal["met", "accepted", "FAIL", "-"]
+Status = Literal["met", "accepted", "FAIL", "reported", "-"]
 
 
 class Check(Struct, frozen=True, kw_only=True):
-    """A promised statistic with the value reached (None: no cell could be compared)."""
+    """A statistic with the value reached (None: no cell could be compared).  `target` and
+    `accepted` are None where it is reported and not promised."""
 
     group: str
     statistic: str
     value: float | None
-    target: float
-    accepted: float
+    target: float | None = None
+    accepted: float | None = None
     reason: str = ""
 
     @property
     def status(self) -> Status:
         """met: within the target; accepted: above the target, with a reason; FAIL: above `accepted`
-        or without a value."""
+        or without a value; reported: not promised."""
+        if self.target is None or self.accepted is None:
+            return "reported"
         if self.value is None:
             return "FAIL"
         if self.value <= self.target:
@@ -81,7 +84,7 @@ class GroupReport(Struct, frozen=True, kw_only=True):
 
     @property
     def status(self) -> Status:
-        """The worst status of the group's checks; `-` without checks."""
+        """The worst status of the group's promised checks; `-` without any."""
         found = {check.status for check in self.checks}
         order: tuple[Status, ...] = ("FAIL", "accepted", "met")
         return next((status for status in order if status in found), "-")
@@ -218,6 +221,15 @@ def _checks(
             reason=promise.reason,
         )
         for name, promise in group.promises.items()
+    ]
+    checks += [
+        Check(
+            group=group.name,
+            statistic=name,
+            value=statistic(name, group.metric, tested),
+            reason=remark,
+        )
+        for name, remark in group.reported.items()
     ]
     missing = _missing(group, tested)
     if missing and not set(group.promises) <= OVER_ROWS.keys():

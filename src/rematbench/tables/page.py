@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from rematbench.published.accuracy import LEAST_OOMS
 from rematbench.published.bands import LEVEL
 from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import convert, read_mapping
@@ -19,8 +20,6 @@ from rematbench.spec.paths import data_dir
 from rematbench.tables.table import Printed
 
 GPUS = ("H800", "A800", "A100", "H100", "H200")
-FEW_OOMS = 50
-"""With fewer published out-of-memory cells than this, the page promises no rate of them."""
 
 
 class Section(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -171,7 +170,7 @@ def never_measured(tables: Path, results: Path) -> tuple[str, ...]:
     return (
         no_gpu_sentence(results),
         *([strange] if outside else []),
-        *([few] if verdicts and ooms < FEW_OOMS else []),
+        *([few] if verdicts and ooms < LEAST_OOMS else []),
     )
 
 
