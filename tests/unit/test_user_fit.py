@@ -267,6 +267,11 @@ def test_the_stack_file_carries_the_band_of_its_rows(
     for row in read_sheet(tmp_path / "out.csv"):
         ratio = float(row["pred_high"]) / float(row[f"pred_{SPEED}"])
         assert math.log(ratio) == pytest.approx(half_width, rel=1e-3)
+    write_sheet(mine, [{**ROWS[0], SPEED: "", "step_s": 1e12}])
+    with pytest.raises(CommandError, match="no stack file has such scales"):
+        calibrate_own(mine, tmp_path / "none.yaml", 1)
+    assert not (tmp_path / "none.yaml").exists()
+    assert "WARNING: row 1 is suspect" in capsys.readouterr().out
     peak = 2.0 * plain[0]["pred_peak_device_bytes"]
     write_sheet(mine, [{**ROWS[0], SPEED: "", "step_s": steps[0], "peak_device_bytes": peak}])
     calibrate_own(mine, None, 1)

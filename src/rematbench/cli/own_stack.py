@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from msgspec import ValidationError, convert
 from rich.console import Console
 
 from rematbench.cli.sheet import predicted
@@ -24,6 +25,7 @@ from rematbench.published.user_fit import (
     suspects,
 )
 from rematbench.spec.load import calibration, claim_of_row, load_system, located
+from rematbench.spec.system import Scales
 
 MOST_ROWS = 20
 """The most rows of a calibration; more rows are for a refit of constants (another command)."""
@@ -122,11 +124,16 @@ def stack_file(
     rows: Sequence[dict[str, Any]], theta: Array, half_width: float, path: Path, output: Path
 ) -> str:
     """The YAML of the calibrated stack: the facts and constants of its base, and the scales.  Log
-    scales are relative to the base's own scales, under which the rows were predicted."""
+    scales are relative to the base's own scales, under which the rows were predicted.  CommandError
+    where a scale is beyond what a stack file may hold."""
     base = claim_of_row(rows[0]["system"], str(rows[0].get("note", "")))[0]
     found, before = located("system", base), load_system(base).scales
     moved = {name: math.exp(log) for name, log in zip(SCALES, theta, strict=True)}
     scales = {name: round(getattr(before, name) * by, 4) for name, by in moved.items()}
+    try:
+        convert(scales, Scales)
+    except ValidationError as error:
+        raise CommandError(f"{path}: no stack file has such scales ({error}): {scales}") from error
     own: dict[str, Any] = {
         "name": output.stem,
         "version": "1",
