@@ -80,6 +80,12 @@ def tiny_ran() -> tuple[MatrixSpec, list[Line]]:
     return small_spec, lines
 
 
+def answers_of(spec: MatrixSpec) -> list[dict[str, str]]:
+    """The answers of the matrix's one cell, as read from a file."""
+    work = (spec.works[0], spec.seq_lens[0])
+    return [{key: str(value) for key, value in row.items()} for row in Worker(spec, WITHIN)(work)]
+
+
 def test_the_declared_matrix_is_what_the_paper_needs() -> None:
     spec = declared()
     assert [work.model for work in spec.works] == [
@@ -159,8 +165,7 @@ def test_committed_answers_are_simulated_and_the_rest_is_searched(
 ) -> None:
     """Both give the same lines; an answer whose step costs no longer confirm is told."""
     spec, lines = tiny_ran
-    work = (spec.works[0], spec.seq_lens[0])
-    found = [{k: str(v) for k, v in row.items()} for row in Worker(spec, WITHIN)(work)]
+    found = answers_of(spec)
     asked = [(row["table"], row["arm"]) for row in found]
     arms = {arm.name for arm in spec.arms}
     assert {(BEST, name) for name in arms} | {(SAME, spec.baseline), (ANY, "")} <= set(asked)
@@ -177,8 +182,7 @@ def test_an_answer_to_another_question_is_searched_again(
 ) -> None:
     """An arm with another method under its name, and a fastest plan that knew fewer methods."""
     spec, lines = tiny_ran
-    work = (spec.works[0], spec.seq_lens[0])
-    found = [{k: str(v) for k, v in row.items()} for row in Worker(spec, WITHIN)(work)]
+    found = answers_of(spec)
     other = [
         replace(arm, method="full_recompute", settings={}) if "+" in arm.method else arm
         for arm in spec.arms
@@ -193,8 +197,7 @@ def test_an_answer_to_another_question_is_searched_again(
 
 def test_a_damaged_answer_is_one_line(tiny_ran: tuple[MatrixSpec, list[Line]]) -> None:
     spec, _ = tiny_ran
-    work = (spec.works[0], spec.seq_lens[0])
-    first, *_ = [{k: str(v) for k, v in row.items()} for row in Worker(spec, WITHIN)(work)]
+    first, *_ = answers_of(spec)
     for wrong in ({"tp": "x"}, {"partition": "1,2"}, {"layouts": ""}, {"pp": "3"}):
         with pytest.raises(CommandError, match="a800-80gb 16384 best layout"):
             next(run_matrix(spec, REGISTRY, [{**first, **wrong}]))
