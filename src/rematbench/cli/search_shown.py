@@ -123,6 +123,8 @@ def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Ite
     fell = sorted(at.fell.items(), key=lambda pair: -pair[1])
     if said := [f"{count:,} {why}" for why, count in fell if count]:
         yield f"excluded: {'; '.join(said)}"
+    if found and at.short_bytes < inf:
+        yield f"what was excluded for device memory lacked {gib(at.short_bytes)} GiB or more"
     planners = [name for name, entry in made.registry.methods.items() if entry.planner]
     if planners:
         yield f"not searched (planners, see compare): {', '.join(planners)}"
