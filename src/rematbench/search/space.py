@@ -84,7 +84,8 @@ def space(
         try:
             check_layout(layout, work, cluster, system)
         except LayoutError as error:
-            refused[re.sub(r"\b\d+\b", "N", str(error))] += 1
+            rule, _, _ = str(error).partition(", but ")
+            refused[re.sub(r"\b[1-9]\d*\b", "N", rule)] += 1
             continue
         found = list(partitions(layout, work.model.num_layers))
         choices += found
