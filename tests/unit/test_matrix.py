@@ -217,16 +217,20 @@ def test_an_arm_without_a_plan_anywhere_says_why() -> None:
 
 
 def test_every_question_of_the_declared_matrix_has_its_committed_answer() -> None:
-    """Also the same question: a changed arm, job or method would be searched on every run."""
+    """Also the same question: a changed arm or job would be searched on every run.  A method of a
+    user's own, in methods/, has no committed answer."""
     spec = declared()
     rows = read_sheet(data_dir("config").parent / "results" / "searched" / "cells.csv", ANSWERED)
+    (known,) = {row["asked"].split()[0] for row in rows if row["table"] == ANY}
+    shipped = {name: REGISTRY.methods[name] for name in known.split(",")}
+    registry = replace(REGISTRY, methods=shipped)
     committed = {tuple(row[key] for key in (*CELL, "table", "arm")): row["asked"] for row in rows}
     assert len(committed) == len(rows)
     assert all(row["gap"] for row in rows)
     wanted = {}
     for work, cluster, seq_len in product(spec.works, spec.clusters, spec.seq_lens):
-        answers = Answers(CellJob(spec, work, cluster, seq_len, {}), spec, REGISTRY, {})
-        arms = [arm.name for arm in spec.all_arms(REGISTRY) if searched(arm, seq_len, REGISTRY)]
+        answers = Answers(CellJob(spec, work, cluster, seq_len, {}), spec, registry, {})
+        arms = [arm.name for arm in spec.all_arms(registry) if searched(arm, seq_len, registry)]
         keys = [(BEST, name) for name in arms] + [(SAME, spec.baseline), (ANY, "")]
         where = (work.model, cluster, str(seq_len))
         wanted |= {(*where, *key): answers.asked(*key) for key in keys}
