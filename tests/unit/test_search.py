@@ -113,6 +113,19 @@ def test_processes_share_the_work_and_find_the_same() -> None:
     assert [t.method for t in last(one, processes=2).found] == [t.method for t in shared.found]
 
 
+def test_after_the_proof_few_rounds_look_for_more_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand plans are not there, and the rounds after the proof are counted."""
+    one = replace(asked(), within=0.5)
+    monkeypatch.setattr("rematbench.search.halves.WORK", 20)
+
+    def proved() -> int:
+        return sum(at.gap <= one.within for at in rounds(one, shown=1000, processes=1))
+
+    for later in (1, 3):
+        monkeypatch.setattr("rematbench.search.halves.LATER", later)
+        assert proved() == later + 1
+
+
 def test_bounds_come_in_order_and_never_above_the_best() -> None:
     """The bound of what is left only rises, and each simulated step is no less than its own."""
     before = 0.0

@@ -28,6 +28,9 @@ MINUTE = 20
 MINUTE_OF_ONE = 2 * MINUTE * WORK
 """The work of MINUTE rounds of two processes, for a search in one process."""
 
+LATER = 20
+"""Most rounds after the gap is proved, for the other plans to show: some tens of seconds."""
+
 AFTER = 300
 """Work that one process goes on with after its gap is proved: some tenths of a second."""
 
@@ -118,13 +121,14 @@ def rounds(
     known_s: float = inf,
     most_rounds: int | None = None,
 ) -> Generator[Progress, None, None]:
-    """Progress after each round, until the gap is proved and `shown` plans that fit are known, or
-    no plan is left within a tenth of the best step, or `most_rounds` rounds are done.  `known_s`: a
-    step that is known to fit; the search then leaves out plans more than a tenth slower."""
+    """Progress after each round, until the gap is proved and `shown` plans that fit are known (or
+    LATER rounds have looked for these), or no plan is left within a tenth of the best step, or
+    `most_rounds` rounds are done.  `known_s`: a step that is known to fit; the search then leaves
+    out plans more than a tenth slower."""
     pools: list[Pool[Round, State]] = [
         Pool(1, Part, (asked, part, processes), LIMIT_S) for part in range(processes)
     ]
-    at = Progress(known_s=known_s)
+    at, later = Progress(known_s=known_s), 0
     try:
         for done in count(1):
             for pool in pools:
@@ -133,7 +137,8 @@ def rounds(
             states = [answer for pool in pools for _, answer in pool.run()]
             at = _after(at, states)
             yield at
-            proved = at.gap <= asked.within and len(at.found) >= shown
+            later += at.gap <= asked.within
+            proved = later > 0 and (len(at.found) >= shown or later > LATER)
             if proved or at.bound_s == inf or done == most_rounds:
                 return
     finally:
