@@ -68,6 +68,12 @@ class Answer(Struct, frozen=True, kw_only=True):
     short: dict[str, float] = {}
     reason: str = ""
 
+    @property
+    def proof(self) -> Line:
+        """The columns of the proof, and of the bytes that are short."""
+        line: Line = {key: getattr(self, key) for key in ("gap", "layouts", "simulations")}
+        return line | {f"{place}_short_bytes": nbytes for place, nbytes in self.short.items()}
+
 
 class CellJob(SearchJob):
     """The searches of one cell.  `known`: programs that the cells of one model and length share."""
@@ -110,7 +116,8 @@ def searched(arm: Arm, seq_len: int, registry: Registry) -> bool:
 
 class Answers:
     """The answers of a cell, by table and arm: those of the `known` lines that answer the same
-    question, and the others by search."""
+    question, and the others by search.  `arms` and `methods` are by arm's name; `searched`: the
+    names of the arms whose best layouts are searched."""
 
     def __init__(
         self,
@@ -120,11 +127,14 @@ class Answers:
         known: Mapping[tuple[str, str], Row],
     ) -> None:
         self.cell, self.spec, self.registry = cell, spec, registry
-        self._arms = {arm.name: arm for arm in spec.all_arms(registry)}
+        self.arms = {arm.name: arm for arm in spec.all_arms(registry)}
+        self.methods = {name: arm.resolved(registry) for name, arm in self.arms.items()}
+        own = self.arms.values()
+        self.searched = [arm.name for arm in own if searched(arm, cell.at[-1], registry)]
         self._known = {
             key: read_answer(row, cell)
             for key, row in known.items()
-            if key[1] in ("", *self._arms) and row["asked"] == self.asked(*key)
+            if key[1] in ("", *self.arms) and row["asked"] == self.asked(*key)
         }
 
     def asked(self, table: str, name: str) -> str:
@@ -133,7 +143,7 @@ class Answers:
         job = shlex.join(self.cell.asked.spec.to_arguments())
         if table == ANY:
             return f"{','.join(sorted(self.registry.methods))} {job}"
-        words = f"{self._arms[name].resolved(self.registry).text} {job}"
+        words = f"{self.methods[name].text} {job}"
         return f"{words} (pp {self.spec.same_layout_pp})" if table == SAME else words
 
     def best(self, name: str) -> Answer:
@@ -145,9 +155,7 @@ class Answers:
     @property
     def fastest(self) -> Answer:
         """The fastest of the arms' best layouts."""
-        seq_len = self.cell.at[-1]
-        own = (arm for arm in self._arms.values() if searched(arm, seq_len, self.registry))
-        return min((self.best(arm.name) for arm in own), key=lambda answer: answer.step_s)
+        return min(map(self.best, self.searched), key=lambda answer: answer.step_s)
 
     def one_layout(self) -> Answer:
         """The baseline's best layout with `same_layout_pp` pipeline ranks, or else with fewer;
@@ -173,7 +181,7 @@ class Answers:
         return self._known[ANY, ""]
 
     def _best(self, name: str, least_pp: int = 1) -> Answer:
-        method, cell = self._arms[name].resolved(self.registry), self.cell
+        method, cell = self.methods[name], self.cell
         search = cell.search_of(arms_of(method, self.registry), least_pp)
         found = _answer(cell, search, in_one_process(search, most_work=MINUTE_OF_ONE, after=0))
         if found.choice and any(chooses(one, self.registry) for one in method.methods):
@@ -239,9 +247,7 @@ class Worker:
         for name in self.spec.clusters:
             cell = CellJob(self.spec, task[0], name, task[1], known, self.within)
             answers = Answers(cell, self.spec, self.registry, {})
-            arms = self.spec.all_arms(self.registry)
-            asked = [arm.name for arm in arms if searched(arm, task[1], self.registry)]
-            found += [line_of(answers, BEST, arm, answers.best(arm)) for arm in asked]
+            found += [line_of(answers, BEST, arm, answers.best(arm)) for arm in answers.searched]
             found.append(line_of(answers, SAME, self.spec.baseline, answers.one_layout()))
             found.append(line_of(answers, ANY, "", answers.any_plan()))
         return found
@@ -255,9 +261,7 @@ def line_of(answers: Answers, table: str, arm: str, answer: Answer) -> Line:
         lay, sizes = answer.choice.layout, answer.choice.sizes
         line |= {key: getattr(lay, key) for key in OPEN}
         line |= {"partition": ",".join(map(str, sizes)), "step_s": answer.step_s}
-    line |= {"gap": answer.gap, "layouts": answer.layouts, "simulations": answer.simulations}
-    line |= {f"{place}_short_bytes": nbytes for place, nbytes in answer.short.items()}
-    return {**line, "reason": answer.reason}
+    return {**line, **answer.proof, "reason": answer.reason}
 
 
 def read_answer(row: Row, cell: CellJob) -> Answer:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rematbench.host.console import CommandError
 from rematbench.host.garbage import collect_rarely
-from rematbench.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs, searched
+from rematbench.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs
 from rematbench.matrix.cell import Programs, Tried, tried
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.plugins.registry import Registry
@@ -57,20 +57,20 @@ def run_cell(answers: Answers, programs: Programs) -> list[Line]:
 
 
 def _of_arms(answers: Answers, programs: Programs) -> Iterator[Result]:
-    cell, spec, registry = answers.cell, answers.spec, answers.registry
-    shared, seq_len = answers.one_layout().choice, cell.at[-1]
-    for arm in spec.all_arms(registry):
-        if not runs(arm, seq_len):
+    cell, one_layout = answers.cell, answers.one_layout()
+    shared = one_layout.choice
+    for arm in answers.arms.values():
+        if not runs(arm, cell.at[-1]):
             for table in TABLES:
                 yield {**_head(answers, table, arm.name), "status": NOT_RUN}, None
             continue
-        method = arm.resolved(registry)
+        method = answers.methods[arm.name]
         one = tried(cell.job(shared), method, programs) if shared else None
         result = _result(one, method.text)
-        if one and (arm.name, answers.one_layout().name) == (spec.baseline, method.text):
-            _check_step(_head(answers, SAME, arm.name), answers.one_layout(), one)
+        if one and (arm.name, one_layout.name) == (answers.spec.baseline, method.text):
+            _check_step(_head(answers, SAME, arm.name), one_layout, one)
         yield {**_head(answers, SAME, arm.name), **result}, one
-        if searched(arm, seq_len, registry):
+        if arm.name in answers.searched:
             yield _of_answer(answers, BEST, arm.name, programs)
         else:
             yield {**_head(answers, BEST, arm.name), **result}, one
@@ -79,23 +79,20 @@ def _of_arms(answers: Answers, programs: Programs) -> Iterator[Result]:
 def _head(answers: Answers, table: str, name: str) -> Line:
     """The columns that say which cell and arm a line is of."""
     where = dict(zip(CELL, answers.cell.at, strict=True))
-    arms = {arm.name: arm for arm in answers.spec.all_arms(answers.registry)}
     gpus = answers.cell.asked.spec.gpus
     head = {"table": table, **where, "gpus": gpus, "arm": name}
-    if name not in arms:
+    if name not in answers.arms:
         return head
-    return {**head, "of": arms[name].of, "method": arms[name].resolved(answers.registry).name}
+    return {**head, "of": answers.arms[name].of, "method": answers.methods[name].name}
 
 
 def _of_answer(answers: Answers, table: str, name: str, programs: Programs) -> Result:
     """The line of a searched answer, whose plan is simulated again."""
     answer = answers.best(name) if table == BEST else answers.any_plan()
-    head = _head(answers, table, name)
-    head |= {"gap": answer.gap, "layouts": answer.layouts, "simulations": answer.simulations}
+    head = _head(answers, table, name) | answer.proof
     if answer.choice is None:
-        short = {f"{place}_short_bytes": nbytes for place, nbytes in answer.short.items()}
-        status = "oom" if short else "failed" if answer.gap is None else "unsupported"
-        return {**head, "status": status, "reason": answer.reason, **short}, None
+        status = "oom" if answer.short else "failed" if answer.gap is None else "unsupported"
+        return {**head, "status": status, "reason": answer.reason}, None
     method = answers.registry.resolve(answer.name)
     found = tried(answers.cell.job(answer.choice), method, programs)
     _check_step(head, answer, found)
