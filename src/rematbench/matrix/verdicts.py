@@ -120,8 +120,8 @@ class Outcome(Struct, frozen=True, kw_only=True):
             f"(model x cluster x length); each method at its best layout, the fastest is a median "
             f"{median:.0f} % (from {low:.0f} to {high:.0f} %) above {self.baseline} in the "
             f"{len(self.gains)} cells where that fits too, by more than the error of such "
-            f"ratios in {self.beaten} of them; which method is fastest is clear in only "
-            f"{self.clear} cells and a tie in {self.tied}, and {self.inside} of the {self.fitting} "
+            f"ratios in {self.beaten} of them; which method is fastest is clear in "
+            f"{self.clear or 'none'} and a tie in {self.tied}, and {self.inside} of the {self.fitting} "
             f"winners lie inside the contexts, GPU counts, stacks and mechanisms that were "
             f"published; {self.tight} of them are tight."
         )
