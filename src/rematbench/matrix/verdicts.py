@@ -121,9 +121,9 @@ class Outcome(Struct, frozen=True, kw_only=True):
             f"{median:.0f} % (from {low:.0f} to {high:.0f} %) above {self.baseline} in the "
             f"{len(self.gains)} cells where that fits too, by more than the error of such "
             f"ratios in {self.beaten} of them; which method is fastest is clear in "
-            f"{self.clear or 'none'} and a tie in {self.tied}, and {self.inside} of the {self.fitting} "
-            f"winners lie inside the contexts, GPU counts, stacks and mechanisms that were "
-            f"published; {self.tight} of them are tight."
+            f"{self.clear or 'none'} and a tie in {self.tied}, and {self.inside} of the "
+            f"{self.fitting} winners lie inside the contexts, GPU counts, stacks and mechanisms "
+            f"that were published; {self.tight} of them are tight."
         )
 
 
