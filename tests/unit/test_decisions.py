@@ -68,6 +68,9 @@ def test_one_mfu_takes_any_layout_that_the_formula_lets_fit() -> None:
     lost = [1 - float(cell["tokens_per_s_per_gpu"]) / best for cell in fitting]
     assert constant_mfu_regret(cells, registry) == pytest.approx(sum(lost) / len(lost))
     assert constant_mfu_regret([{**cells[0], "recompute": "balanced"}], registry) is None
+    own = [{**cell, "offload_fraction": ""} for cell in cells]
+    assert constant_mfu_regret(own, registry) == constant_mfu_regret(cells, registry)
+    assert constant_mfu_regret([{**cells[0], "offload_fraction": "0.5"}], registry) is None
 
 
 def test_the_table_has_sweeps_out_of_source_and_their_mean() -> None:

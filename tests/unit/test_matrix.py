@@ -27,7 +27,7 @@ from rematbench.matrix.best import (
 )
 from rematbench.matrix.spec import MatrixSpec, Work
 from rematbench.matrix.sweep import NOT_RUN, Line, run_matrix
-from rematbench.matrix.tables import fastest_table, matrix_tables, shortage
+from rematbench.matrix.tables import fastest_table, layout_text, matrix_tables, shortage
 from rematbench.matrix.verdicts import by_cell, judged, outcome, speed
 from rematbench.published.bands import ratio_band, reserve_bytes, shipped
 from rematbench.published.evidence import methods_of
@@ -273,8 +273,11 @@ def test_ties_lie_within_the_error_of_ratios_and_the_rest_outside(
         own = [row for row in rows if row["table"] == table and speed(row)]
         best = max(own, key=speed)
         assert best["rank"] == "best"
-        least = speed(best) * math.exp(-ratio_band(one_layout=table == SAME))
+        where = [layout_text(best), best.get("partition")]
         for row in own:
+            alike = [layout_text(row), row.get("partition")] == where
+            assert alike or table == BEST
+            least = speed(best) * math.exp(-ratio_band(one_layout=alike))
             if row is not best:
                 assert (speed(row) >= least) == (row.get("rank") == "tie")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from rematbench.cli.own_stack import calibrate_own
 from rematbench.cli.sheet import predict
@@ -294,6 +295,27 @@ def test_a_calibrated_stack_is_calibrated_again(tmp_path: Path) -> None:
     calibrate_own(mine, second, 1)
     found = load_system(second).scales
     assert {k: getattr(found, k) for k in SCALES} == pytest.approx(scales, rel=1e-3)
+
+
+def test_a_stack_file_works_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its base is a shipped stack's name or the path of a user's file, never the file itself.  Rows
+    need no source and no status."""
+    monkeypatch.chdir(tmp_path)
+    logged = {k: v for k, v in ROWS[0].items() if k not in ("source", "status")}
+    write_sheet(Path("mine.csv"), [{**logged, "cluster": "h800-80gb", "system": "nemo-24.12"}])
+    calibrate_own(Path("mine.csv"), Path("first.yaml"), 1)
+    assert yaml.safe_load(Path("first.yaml").read_text())["base"] == "nemo-24.12"
+    write_sheet(Path("mine.csv"), [{**logged, "cluster": "h800-80gb", "system": "first.yaml"}])
+    calibrate_own(Path("mine.csv"), Path("second.yaml"), 1)
+    with pytest.raises(CommandError, match="the rows' own stack"):
+        calibrate_own(Path("mine.csv"), Path("first.yaml"), 1)
+    with pytest.raises(CommandError, match=r"ends in \.yaml"):
+        calibrate_own(Path("mine.csv"), Path("first"), 1)
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert load_system("../second.yaml").tp_overlap == load_system("nemo-24.12").tp_overlap
 
 
 def test_rows_of_two_stacks_are_refused(tmp_path: Path) -> None:

@@ -24,16 +24,21 @@ from rematbench.published.user_fit import (
     solved,
     suspects,
 )
-from rematbench.spec.load import calibration, claim_of_row, load_system, located
+from rematbench.spec.load import calibration, claim_of_row, load_system, located, names
 from rematbench.spec.system import Scales
 
 MOST_ROWS = 20
 """The most rows of a calibration; more rows are for a refit of constants (another command)."""
 ONE = ("system", "cluster")
+LOGGED = {"source": "mine", "status": "ok"}
+"""Columns that only scores need; a user's sheet may lack them."""
+SUFFIXES = (".yaml", ".yml")
 
 
 def calibrate_own(path: Path, output: Path | None, processes: int) -> None:
     """Fit the scales to the rows of a sheet, print scales and errors, write the stack file."""
+    if output is not None and output.suffix not in SUFFIXES:
+        raise CommandError(f"-o {output}: a stack file's name ends in {' or '.join(SUFFIXES)}")
     rows = with_tangents(timed_rows(path, processes))
     before = prior()
     if wrong := refusals(rows, before):
@@ -63,7 +68,7 @@ def timed_rows(path: Path, processes: int) -> list[dict[str, Any]]:
     """The sheet's rows with their predictions, all of one stack on one cluster.  A row may give its
     step time (`step_s`) instead of tokens/s/GPU.  CommandError for a row that has neither, or that
     cannot be predicted."""
-    sheet = [dict(row) for row in read(path, "--rows", *ONE, "global_batch", "seq_len")]
+    sheet = [{**LOGGED, **row} for row in read(path, "--rows", checked=True)]
     if not 1 <= len(sheet) <= MOST_ROWS:
         raise CommandError(f"{path}: {len(sheet)} rows; 1 to {MOST_ROWS} calibrate a stack")
     for column in ONE:
@@ -127,7 +132,9 @@ def stack_file(
     scales are relative to the base's own scales, under which the rows were predicted.  CommandError
     where a scale is beyond what a stack file may hold."""
     base = claim_of_row(rows[0]["system"], str(rows[0].get("note", "")))[0]
-    found, before = located("system", base), load_system(base).scales
+    found, before = located("system", base).resolve(), load_system(base).scales
+    if found == output.resolve():
+        raise CommandError(f"-o {output}: the rows' own stack; write the new one beside it")
     moved = {name: math.exp(log) for name, log in zip(SCALES, theta, strict=True)}
     scales = {name: round(getattr(before, name) * by, 4) for name, by in moved.items()}
     try:
@@ -137,10 +144,17 @@ def stack_file(
     own: dict[str, Any] = {
         "name": output.stem,
         "version": "1",
-        "base": str(found) if Path(base).suffix else found.stem,
+        "base": _named(found),
         "scales": {
             "value": {**scales, "half_width": round(half_width, 4)},
             "source": f"fitted to {path.name}, {len(rows)} rows",
         },
     }
     return yaml.safe_dump(own, sort_keys=False)
+
+
+def _named(stack: Path) -> str:
+    """A stack as a file's `base`: the name of a shipped stack, or else the whole path of the file,
+    which is found from any folder."""
+    shipped = stack.stem in names("system") and located("system", stack.stem).resolve() == stack
+    return stack.stem if shipped else str(stack)

@@ -85,12 +85,19 @@ def rich_table(table: Table) -> RichTable:
     return shown
 
 
-def read(path: Path, option: str, *needed: str, columns: Iterable[str] = CONFIGURATION) -> Sheet:
+def read(
+    path: Path,
+    option: str,
+    *needed: str,
+    columns: Iterable[str] = CONFIGURATION,
+    checked: bool = False,
+) -> Sheet:
     """A sheet with the columns `columns` and, of published or predicted cells, the columns
-    `needed`; CommandError with the option's name if one is missing or a number is wrong."""
+    `needed`; CommandError with the option's name if one is missing or (with `needed`, or `checked`)
+    a number is wrong."""
     try:
         sheet = read_sheet(path, dict.fromkeys([*columns, *(SCORED if needed else ()), *needed]))
-        if needed:
+        if needed or checked:
             check_numbers(sheet, str(path))
     except ConfigError as error:
         raise CommandError(f"{option}: {error}") from error

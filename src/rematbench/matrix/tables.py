@@ -43,7 +43,8 @@ def equal_terms(spec: MatrixSpec) -> str:
 HOW = (
     "low, high: 80 % band of the speed, learnt from errors with constants that never saw a row's "
     "source. outside: what of stack, generation, scale (GPUs), context and mechanism nobody "
-    "published. tie: slower than the best by less than the error of ratios of published speeds. "
+    "published. tie: slower than the best by less than the error of ratios of published speeds, at "
+    "one layout or, where the layouts differ, between layouts. "
     "tight: less left than published peaks lie above predicted ones."
 )
 

@@ -9,8 +9,9 @@ from typing import Any
 from msgspec import Struct
 
 from rematbench.choose.outcome import make_problem
-from rematbench.matrix.best import BEST, CELL, OPEN, SAME
+from rematbench.matrix.best import BEST, CELL, OPEN
 from rematbench.matrix.spec import MatrixSpec
+from rematbench.matrix.sweep import LAYOUT
 from rematbench.problem import Problem
 from rematbench.published.accuracy import number
 from rematbench.published.bands import Band, band_of, fits_word, ratio_band
@@ -24,7 +25,7 @@ def judged(rows: Sequence[Row], spec: MatrixSpec) -> list[Line]:
     outside of published rows, and ties.
 
     An arm ties if it is slower than the fastest arm of the cell by less than the error of speed
-    ratios: at one layout for the same-layout table, between layouts for the best-layout table.
+    ratios: at one layout where both have the same layout, or else between layouts.
     """
     problems: dict[tuple[Any, ...], Problem] = {}
     lines: list[Line] = []
@@ -37,9 +38,8 @@ def judged(rows: Sequence[Row], spec: MatrixSpec) -> list[Line]:
             line |= _trust(row, band_of(problems[where], str(row["method"])))
         lines.append(line)
     for table in dict.fromkeys(line["table"] for line in lines):
-        half_width = ratio_band(one_layout=table == SAME)
         for cell in by_cell(line for line in lines if line["table"] == table).values():
-            _mark_ties(cell, half_width)
+            _mark_ties(cell)
     return lines
 
 
@@ -74,12 +74,14 @@ def speed(line: Row) -> float:
     return (number(line, "tokens_per_s_per_gpu") or 0.0) if line["status"] == "ok" else 0.0
 
 
-def _mark_ties(cell: list[Line], half_width: float) -> None:
+def _mark_ties(cell: list[Line]) -> None:
     best = max(cell, key=speed)
     if not speed(best):
         return
     best["rank"] = "best"
     for line in cell:
+        alike = all(line.get(key) == best.get(key) for key in (*LAYOUT, "partition"))
+        half_width = ratio_band(one_layout=alike)
         if line is not best and speed(line) >= speed(best) * math.exp(-half_width):
             line["rank"] = "tie"
 
@@ -118,10 +120,10 @@ class Outcome(Struct, frozen=True, kw_only=True):
             f"(model x cluster x length); each method at its best layout, the fastest is a median "
             f"{median:.0f} % (from {low:.0f} to {high:.0f} %) above {self.baseline} in the "
             f"{len(self.gains)} cells where that fits too, by more than the error of such "
-            f"ratios in {self.beaten} of them; which method is fastest is clear in only "
-            f"{self.clear} cells and a tie in {self.tied}, and {self.inside} of the {self.fitting} "
-            f"winners lie inside the contexts, GPU counts, stacks and mechanisms that were "
-            f"published; {self.tight} of them are tight."
+            f"ratios in {self.beaten} of them; which method is fastest is clear in "
+            f"{self.clear or 'none'} and a tie in {self.tied}, and {self.inside} of the "
+            f"{self.fitting} winners lie inside the contexts, GPU counts, stacks and mechanisms "
+            f"that were published; {self.tight} of them are tight."
         )
 
 

@@ -15,13 +15,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations
-from statistics import fmean, median
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.problem import Problem
-from rematbench.published.accuracy import SPEED, Row, number
+from rematbench.published.accuracy import Row
 from rematbench.published.evidence import Job, Known, Range, covered, job_of, known_cells
 from rematbench.published.left_out import PEAK, log_error, out_of_source
 
@@ -140,6 +139,11 @@ def _apart(narrower: Pool, wider: Pool) -> bool:
     return enough and narrower.half_width < wider.half_width
 
 
+def speed_errors(known: Iterable[Known]) -> Errors:
+    """Absolute errors of ln(speed) of published rows."""
+    return {key: [abs(cell.log_error) for cell in own] for key, own in by_source(known).items()}
+
+
 def by_source(known: Iterable[Known]) -> dict[str, list[Known]]:
     """Published rows by source, in the order given."""
     found: dict[str, list[Known]] = defaultdict(list)
@@ -148,76 +152,12 @@ def by_source(known: Iterable[Known]) -> dict[str, list[Known]]:
     return dict(found)
 
 
-# -- coverage -----------------------------------------------------------------------------------
-
-
-class Coverage(Struct, frozen=True, kw_only=True):
-    """How well bands hold a source's rows: the share of rows inside, the median half-width, and the
-    80 % quantile of the rows' absolute errors (both logarithms)."""
-
-    source: str
-    rows: int
-    inside: float
-    half_width: float
-    error: float
-
-
-def coverage(known: Sequence[Known]) -> list[Coverage]:
-    """The coverage of every source under bands learnt from the other sources."""
-    found = []
-    for source, own in by_source(known).items():
-        bands = bands_of([cell for cell in known if cell.source != source])
-        widths = [bands.band(cell.job).half_width for cell in own]
-        errors = [abs(cell.log_error) for cell in own]
-        found.append(
-            Coverage(
-                source=source,
-                rows=len(own),
-                inside=fmean(e <= w for e, w in zip(errors, widths, strict=True)),
-                half_width=median(widths),
-                error=own_quantile(errors),
-            )
-        )
-    return found
-
-
-def shipped_coverage(rows: Sequence[Row]) -> list[Coverage]:
-    """The coverage of every source under the bands in the columns of its predicted rows."""
-    cells: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for row in rows:
-        error, high, made = log_error(row), number(row, "pred_high"), number(row, f"pred_{SPEED}")
-        if error is not None and high and made:
-            cells[row["source"]].append((abs(error), math.log(high / made)))
-    return [
-        Coverage(
-            source=source,
-            rows=len(some),
-            inside=fmean(error <= width for error, width in some),
-            half_width=median(width for _, width in some),
-            error=own_quantile([error for error, _ in some]),
-        )
-        for source, some in cells.items()
-    ]
-
-
-def pooled(found: Sequence[Coverage], known: Sequence[Known]) -> Coverage:
-    """The coverage over all sources, each of weight 1."""
-    errors = {key: [abs(cell.log_error) for cell in own] for key, own in by_source(known).items()}
-    return Coverage(
-        source="all, each source weighs 1",
-        rows=len(known),
-        inside=fmean(one.inside for one in found),
-        half_width=median(one.half_width for one in found),
-        error=quantile(errors),
-    )
-
-
 # -- ratios and peaks ---------------------------------------------------------------------------
 
 
-def ratio_half_width(known: Iterable[Known], *, one_layout: bool) -> float:
-    """80 % quantile of the absolute error of ln(speed / other speed) over pairs of published rows
-    of one sweep; `one_layout`: only pairs with equal layouts.  Every source has weight 1."""
+def ratio_errors(known: Iterable[Known], *, one_layout: bool) -> Errors:
+    """Absolute errors of ln(speed / other speed) over pairs of published rows of one sweep;
+    `one_layout`: only pairs with equal layouts."""
     groups: dict[tuple[str, ...], list[Known]] = defaultdict(list)
     for cell in known:
         groups[cell.layout if one_layout else cell.sweep].append(cell)
@@ -225,7 +165,7 @@ def ratio_half_width(known: Iterable[Known], *, one_layout: bool) -> float:
     for some in groups.values():
         for one, other in combinations(some, 2):
             found[one.source].append(abs(one.log_error - other.log_error))
-    return quantile(found)
+    return dict(found)
 
 
 def peak_half_width(rows: Iterable[Row]) -> float:
@@ -262,9 +202,9 @@ def band_of(problem: Problem, family: str) -> Band:
 
 @cache
 def ratio_band(*, one_layout: bool = True) -> float:
-    """Half-width of ln(speed / other speed) on one stack: at one layout (the methods, micro-batches
-    or options of the stack differ), or between layouts of a sweep."""
-    return ratio_half_width(known_cells(), one_layout=one_layout)
+    """Half-width of ln(speed / other speed) on one stack: at one layout (the methods or
+    micro-batches differ), or between layouts of a sweep."""
+    return quantile(ratio_errors(known_cells(), one_layout=one_layout))
 
 
 @cache

@@ -104,7 +104,7 @@ def formula_share(row: Row, registry: Registry) -> float | None:
     except (RowError, ConfigError):
         return None
     kind = RECOMPUTED.get(case.method)
-    if kind is None or case.settings or case.offload != 0.0:
+    if kind is None or case.settings or case.offload:
         return None
     lay, work = problem.layout, problem.workload
     if kind == "none" and not fujii_refusal(problem):

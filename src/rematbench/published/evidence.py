@@ -43,7 +43,8 @@ class Job(Struct, frozen=True, kw_only=True):
 
 class Known(Struct, frozen=True, kw_only=True):
     """A published row predicted out of source.  `log_error` is ln(predicted / published) of its
-    speed; `layout` and `sweep` are equal for rows of one layout and of one sweep."""
+    speed.  `sweep` is equal for rows of one job on one stack with the same options; `layout` for
+    rows of a sweep with the same parallel degrees and ZeRO stage."""
 
     source: str
     job: Job
@@ -211,6 +212,11 @@ def _cluster_facts(cluster: Cluster, found: Calibration) -> dict[str, Any]:
 # -- published rows -----------------------------------------------------------------------------
 
 
+OPTIONS = ("attention", *get_args(Variant))
+"""Columns that change a stack: its attention kernel and its options.  Rows with different values
+are on different stacks."""
+
+
 @cache
 def known_cells() -> tuple[Known, ...]:
     """The rows of config/left_out.csv that have a speed."""
@@ -225,7 +231,7 @@ def _known(row: Row, registry: Registry) -> Known | None:
         return None
     stack, words = _claim(row["system"], row["note"])
     method = str(words.get(row["recompute"].lower(), row["recompute"]))
-    sweep = tuple(row[key] for key in SWEEP)
+    sweep = (stack, *(row[key] for key in (*SWEEP, *OPTIONS)))
     return Known(
         source=row["source"],
         job=Job(

@@ -17,14 +17,8 @@ from rematbench.published.accuracy import (
     ratio_error,
     split_of,
 )
-from rematbench.published.bands import (
-    LEVEL,
-    coverage,
-    peak_band,
-    pooled,
-    ratio_band,
-    shipped_coverage,
-)
+from rematbench.published.bands import LEVEL, peak_band, ratio_band, ratio_errors, speed_errors
+from rematbench.published.coverage import coverage, pooled, ratio_coverage, shipped_coverage
 from rematbench.published.decisions import Decision, decisions, mean_lines
 from rematbench.published.evidence import Known, known_cells
 from rematbench.published.left_out import left_out_by_source
@@ -210,7 +204,7 @@ def band_table(known: Sequence[Known], rows: Sequence[Row]) -> Table:
     without known rows, of `rows` under their predicted bands."""
     found = coverage(known) if known else shipped_coverage(rows)
     if known:
-        found.append(pooled(found, known))
+        found.append(pooled(found, speed_errors(known)))
     return Table(
         name="bands",
         title=f"{100 * LEVEL:.0f} % bands: rows inside the band that other sources teach",
@@ -224,9 +218,20 @@ def band_table(known: Sequence[Known], rows: Sequence[Row]) -> Table:
         rows=tuple(asdict(one) for one in found),
         note="Errors out of source (config/left_out.csv) and half-widths are logarithms. A band "
         "is the quantile over the other sources' errors at jobs with as many things (stack, "
-        "generation, scale, context, mechanism) outside what was published. Ratios on one stack: "
-        f"{percent(ratio_band())} % at one layout, {percent(ratio_band(one_layout=False))} % "
-        f"between layouts. Peaks: {percent(peak_band())} %.",
+        "generation, scale, context, mechanism) outside what was published. Ratios on one stack, "
+        f"from pairs of rows of one job: {_ratios(one_layout=True)} at one layout, "
+        f"{_ratios(one_layout=False)} between layouts. Peaks: {percent(peak_band())} %.",
+    )
+
+
+def _ratios(*, one_layout: bool) -> str:
+    """The band of ratios, and its coverage of sources that it was not learnt from."""
+    known = known_cells()
+    found = ratio_coverage(known, one_layout=one_layout)
+    every = pooled(found, ratio_errors(known, one_layout=one_layout))
+    return (
+        f"{percent(ratio_band(one_layout=one_layout))} % ({len(found)} sources; left out in turn, "
+        f"{percent(every.inside)} % lie inside)"
     )
 
 
