@@ -153,8 +153,8 @@ class Relocation:
                 break
             seen.add(policies)
             plan = self.assemble(base, stages, policies)
-            best = self.better(best, plan)
             evaluation = self.problem.cost.evaluate(plan)
+            best = self.better(best, plan)  # after the evaluation, which weighs the plan too
             kept = [s.kept_bytes(chosen) for s, chosen in zip(stages, policies, strict=True)]
             budgets = self._budgets(evaluation, kept, limits)
         return best

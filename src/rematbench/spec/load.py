@@ -174,13 +174,14 @@ def located(kind: Kind, name_or_path: str | Path) -> Path:
         if not path.is_file():
             raise ConfigError(text, "", f"no such {kind} file{_of_a_hub(kind, text)}")
         return path
-    known = names(kind)
     aliases = _aliases() if kind == "system" else {}
     stem = aliases.get(text, text)
-    if stem not in known:
+    path = _folder(kind) / f"{stem}.yaml"
+    if not path.is_file():
+        known = names(kind)
         hint = closest(stem, [*known, *aliases])
         raise ConfigError("", "", f"unknown {kind} {text!r}{hint} (known: {', '.join(known)})")
-    return _folder(kind) / f"{stem}.yaml"
+    return path
 
 
 def _of_a_hub(kind: Kind, text: str) -> str:
