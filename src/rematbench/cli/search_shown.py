@@ -106,11 +106,14 @@ def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Ite
     if found:
         yield (
             f"{stopped}proved gap: no plan of the space is faster than the first row by more than "
-            f"{100 * at.gap:.2f} % ({at.simulations} plans simulated)"
+            f"{100 * at.gap:.2f} % ({at.simulations} of {at.plans:,} joint plans simulated)"
         )
         if any(one.tied for one in found):
-            ratios = percent(ratio_band(one_layout=False))
-            yield f"= a tie: slower than the first row by less than the error of ratios ({ratios})"
+            near, far = (percent(ratio_band(one_layout=one)) for one in (True, False))
+            yield (
+                "= a tie: slower than the first row by less than the error of ratios "
+                f"({near} on one layout, {far} between layouts)"
+            )
     elif not ended:
         yield f"stopped: {at.simulations} plans simulated, none that fits so far"
     elif at.short_bytes < inf:

@@ -50,7 +50,8 @@ def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
         base = one.choice.base(problem.base_plan)
         plan = composed.plan(problem, base)
         assert not isinstance(plan, Unsupported)
-        limit = math.exp(ratio_band(one_layout=False)) * tried[0].step_s
+        alike = one.choice == tried[0].choice
+        limit = math.exp(ratio_band(one_layout=alike)) * tried[0].step_s
         found.append(
             Found(
                 tried=one,

@@ -8,6 +8,7 @@ the search tries no composition of a plan that fits.
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import product
+from math import prod
 from typing import Literal
 
 from msgspec import Struct
@@ -36,6 +37,10 @@ class Scalar(Struct, frozen=True):
     scale: Scale
     steps: int = 0
     values: tuple[str, ...] = ()
+
+    def count(self, layers: int) -> int:
+        """The number of values, for a chunk of `layers` layers."""
+        return {"share": self.steps, "layers": layers, "pieces": len(self.values)}[self.scale]
 
 
 class Single(Struct, frozen=True):
@@ -214,6 +219,16 @@ class Tree:
         """The lean arm of an arm's family, without the method that computes in pieces."""
         parts = (self.stands_for[part] or part for part in arm.parts if part is not arm.pieces)
         return Arm(tuple(parts))
+
+    def plans(self, layers: int) -> int:
+        """The number of plans at a layout whose longest chunk has `layers` layers: every step of
+        the scalars of every arm."""
+        count, waiting = 0, list(self.roots)
+        while waiting:
+            arm = waiting.pop()
+            waiting += self.more(arm)
+            count += prod(part.scalar.count(layers) for part in arm.parts if part.scalar)
+        return count
 
     @cached_property
     def families(self) -> list[tuple[Arm, Arm | None]]:

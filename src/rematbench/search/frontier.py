@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from math import inf
 from typing import Literal
@@ -90,6 +90,7 @@ class Search:
         least_pp: int = 1,
     ) -> None:
         self.tree, self.registry, self.engine, self.within = tree, registry, engine, within
+        self.longest = Counter(max(one.sizes) for shard in shards for one in shard.choices)
         self.faster_than_s, self.least_pp = faster_than_s, least_pp
         self.queue: Queue[Item] = Queue()
         self.work = 0
@@ -106,6 +107,12 @@ class Search:
             else:
                 short = float(over.min())
                 self._states_short_bytes = min(self._states_short_bytes, short)
+
+    @cached_property
+    def plans(self) -> int:
+        """The number of joint plans: every layout with every plan of the tree there."""
+        counts = (self.tree.plans(layers) * n for layers, n in self.longest.items())
+        return sum(counts)
 
     @property
     def bound_s(self) -> float:

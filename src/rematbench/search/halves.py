@@ -46,12 +46,13 @@ class Round(Struct, frozen=True):
 
 class State(Struct, frozen=True, kw_only=True):
     """The answer of a process after a round: the plans simulated in the round, and `bound_s`,
-    `short_bytes` and `fell` of its Search."""
+    `short_bytes`, `fell` and `plans` of its Search."""
 
     tried: tuple[Tried, ...]
     bound_s: float
     short_bytes: float
     fell: dict[str, int]
+    plans: int
 
 
 class Part:
@@ -81,6 +82,7 @@ def _state(search: Search, tried: Sequence[Tried]) -> State:
         bound_s=search.bound_s,
         short_bytes=search.short_bytes,
         fell=dict(search.fell),
+        plans=search.plans,
     )
 
 
@@ -88,7 +90,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     """A search after a round.  `found`: the plans that fit, fastest first; `known_s`: a step that
     was known to fit before the search; `bound_s`: no plan that is left has a shorter step; `fell`:
     counts of excluded plans by reason; `short_bytes`: the fewest device bytes that any of them
-    lacked."""
+    lacked; `plans`: joint plans of the space."""
 
     found: tuple[Tried, ...] = ()
     known_s: float = inf
@@ -96,6 +98,7 @@ class Progress(Struct, frozen=True, kw_only=True):
     simulations: int = 0
     fell: dict[str, int] = {}
     short_bytes: float = inf
+    plans: int = 0
 
     @property
     def best_s(self) -> float:
@@ -176,6 +179,7 @@ def _after(before: Progress, states: Sequence[State | str]) -> Progress:
         simulations=before.simulations + len(tried),
         fell=dict(fell),
         short_bytes=min(state.short_bytes for state in known),
+        plans=sum(state.plans for state in known),
     )
 
 
