@@ -176,7 +176,7 @@ class Replay(NamedTuple):
 
 
 def megatron_replays() -> tuple[Replay, ...]:
-    """The replays of baselines/megatron_core/held.py."""
+    """The replays of packages/megatron_core/held.py."""
     held = _module("megatron_core").held
     groups = held.offloads.Groups
     still = held.offloads, "Groups", lambda _, rank: groups({}, rank)
@@ -193,7 +193,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def deepspeed_replays() -> tuple[Replay, ...]:
-    """The replays of baselines/deepspeed/zero_peaks.py: activations, whole weights, gradients."""
+    """The replays of packages/deepspeed/zero_peaks.py: activations, whole weights, gradients."""
     stack = _module("deepspeed")
     alive, whole = stack.zero_peaks.alive, stack.zero_peaks.whole
     sizes = stack._sizes
@@ -231,7 +231,7 @@ class Unseen:
 
 
 def gradient_replays() -> tuple[Replay, ...]:
-    """The replays of baselines/deepspeed/reducing.py."""
+    """The replays of packages/deepspeed/reducing.py."""
     stack = _module("deepspeed")
     red = stack.zero_peaks.reducing
 

@@ -18,8 +18,8 @@ from baselines.common.meter import Meter
 from baselines.deepspeed.model import Attention, Decoder
 from baselines.deepspeed.options import read
 from baselines.deepspeed.places import SHIM, apart, moves
-from baselines.deepspeed.plan import DeepSpeed
-from baselines.deepspeed.stack import ZERO_3
+from rematbench.packages.deepspeed.plan import DeepSpeed
+from rematbench.packages.deepspeed.stack import ZERO_3
 from rematbench.packages.process import Job
 from rematbench.runs.record import RunSpec
 from rematbench.torch.batch import Batch, make_batch

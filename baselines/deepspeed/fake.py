@@ -36,8 +36,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from baselines.common.contract import RankAnswer
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed.model import Decoder
-from baselines.deepspeed.plan import DeepSpeed
-from baselines.deepspeed.stack import ZERO_3
+from rematbench.packages.deepspeed.plan import DeepSpeed
+from rematbench.packages.deepspeed.stack import ZERO_3
 from rematbench.packages.process import Job
 
 _tiled_backward = TiledFusedLogitsLoss.backward

@@ -1,7 +1,7 @@
 """Jobs that DeepSpeed, or this baseline of it, does not run: refused first, by name."""
 
 from baselines.common.contract import NotRunnable
-from baselines.deepspeed.plan import DeepSpeed
+from rematbench.packages.deepspeed.plan import DeepSpeed
 from rematbench.packages.limits import holding, setup_of
 from rematbench.packages.process import Job
 

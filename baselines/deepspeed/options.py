@@ -6,7 +6,7 @@ import msgspec
 from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
-from baselines.deepspeed.plan import DeepSpeed
+from rematbench.packages.deepspeed.plan import DeepSpeed
 from rematbench.packages.limits import overruled
 from rematbench.packages.process import Job
 from rematbench.runs.record import RunSpec

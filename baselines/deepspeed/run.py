@@ -15,7 +15,7 @@ from baselines.common.meter import Meter
 from baselines.common.training import train
 from baselines.deepspeed.guards import check
 from baselines.deepspeed.options import accepted, policy_of, read
-from baselines.deepspeed.plan import DeepSpeed
+from rematbench.packages.deepspeed.plan import DeepSpeed
 from rematbench.packages.process import Job
 from rematbench.torch.batch import Batch
 

@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 from baselines.common.contract import NotRunnable
 from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.guards import has_transformer_engine
-from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases
+from rematbench.packages.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases
 from rematbench.packages.process import Job
 from rematbench.runs.record import RunSpec
 from rematbench.torch.kernels import NORM_EPS

@@ -17,7 +17,7 @@ from baselines.common.contract import RankAnswer
 from baselines.common.meter import Meter
 from baselines.megatron_core import step as engine
 from baselines.megatron_core.config import uses_distributed_optimizer
-from baselines.megatron_core.plan import MegatronCore
+from rematbench.packages.megatron_core.plan import MegatronCore
 from rematbench.packages.process import Job
 from rematbench.runs.record import RunSpec
 from rematbench.torch.batch import MicroBatch

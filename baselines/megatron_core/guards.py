@@ -6,8 +6,8 @@ import msgspec
 
 from baselines.common.contract import NotRunnable
 from baselines.megatron_core.arguments import SAID
-from baselines.megatron_core.plan import MegatronCore
 from rematbench.packages.limits import Reason, overruled, setup_of
+from rematbench.packages.megatron_core.plan import MegatronCore
 from rematbench.packages.process import Job
 from rematbench.runs.record import RunSpec
 

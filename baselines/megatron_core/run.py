@@ -18,7 +18,7 @@ from baselines.common.weights import assemble, model_specs, norms
 from baselines.megatron_core import shim
 from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.guards import check, has_transformer_engine
-from baselines.megatron_core.plan import MegatronCore
+from rematbench.packages.megatron_core.plan import MegatronCore
 from rematbench.packages.process import Job
 from rematbench.torch.batch import MicroBatch
 

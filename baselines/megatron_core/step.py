@@ -28,7 +28,7 @@ from baselines.megatron_core.config import (
     uses_distributed_optimizer,
 )
 from baselines.megatron_core.layers import layer_spec, mask_padding
-from baselines.megatron_core.plan import MegatronCore
+from rematbench.packages.megatron_core.plan import MegatronCore
 from rematbench.packages.process import Job
 from rematbench.torch.batch import MicroBatch, make_batch, micro_batches, positions
 from rematbench.torch.groups import Coordinates, is_gloo

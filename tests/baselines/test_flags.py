@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore
 from rematbench.packages.flags import Answer, flags_of
+from rematbench.packages.megatron_core.plan import MIN_OFFLOADED, MegatronCore
 from rematbench.packages.process import Job, baselines, policy, run_jobs
 from rematbench.packages.process import job as make_job
 from rematbench.plan import Plan, Unsupported

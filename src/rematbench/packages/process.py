@@ -1,8 +1,9 @@
 """Baselines: real training packages, run in their own processes and never imported here.
 
-A baseline is a directory of `baselines/` with `plan.py` (the package's policy as a method that
-makes our Plan, named after the directory) and `run.py` (the code of its process).  The process
-reads jobs as JSON and writes records as JSON.
+A baseline has `plan.py` (the package's policy as a method that makes our Plan, named after its
+directory) and `baselines/NAME/run.py` (the code of its process).  The plans of shipped baselines
+are modules here (`packages/NAME/plan.py`); any other `plan.py` stands beside its `run.py`.  The
+process reads jobs as JSON and writes records as JSON.
 """
 
 import shutil
@@ -10,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from math import fsum
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import msgspec
@@ -19,7 +22,7 @@ from msgspec import Struct
 
 from rematbench.choose.outcome import Status
 from rematbench.host.scratch import scratch
-from rematbench.plugins.discover import load_file
+from rematbench.plugins.discover import load_file, load_module
 from rematbench.plugins.registry import Composition, MethodEntry, MethodError, Value, build
 from rematbench.problem import Problem
 from rematbench.runs.measured import TIMED_STEPS
@@ -29,6 +32,7 @@ from rematbench.spec.configfile import closest
 from rematbench.spec.paths import data_dir
 from rematbench.workload import NonNegativeInt, PositiveInt
 
+HERE = Path(__file__).parent
 STARTUP_S = 120.0
 SHOWN_LINES = 100
 """Lines that are shown from the end of a failed process's standard error."""
@@ -76,12 +80,20 @@ def baselines() -> dict[str, MethodEntry]:
     """Every baseline's policy by name; BaselineError for a plan.py that cannot be loaded."""
     found: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
-    for path in sorted(data_dir("baselines").glob("*/plan.py")):
-        load_file(path, found, broken)
+    for folder in (HERE, data_dir("baselines")):
+        for path in sorted(folder.glob("*/plan.py")):
+            load_file(path, found, broken, load=load)
     if broken:
         path_name, reason = next(iter(broken.items()))
         raise BaselineError(f"{path_name}: {reason}")
-    return found
+    return dict(sorted(found.items()))
+
+
+def load(path: Path) -> ModuleType:
+    """A file of a baseline as a module: a shipped one by its name, another by its path."""
+    if path.parent.parent == HERE:
+        return import_module(f"{__package__}.{path.parent.name}.{path.stem}")
+    return load_module(path)
 
 
 def policy(name: str, settings: Mapping[str, Value] | None = None) -> Composition:

@@ -7,28 +7,18 @@ plan's own gathers and gradient buffers are left out of the walk: ZeRO's take th
 """
 
 from collections import Counter
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rematbench.plugins.discover import load_module
+from rematbench.packages.deepspeed import alive, reducing, weights, whole
+from rematbench.packages.deepspeed.sizes import Sizes
+from rematbench.packages.deepspeed.weights import Weight
 from rematbench.program.action import Action
 from rematbench.program.program import RankProgram
 from rematbench.workload import Model
 
-if TYPE_CHECKING:
-    from baselines.deepspeed import alive, reducing, weights, whole
-    from baselines.deepspeed.sizes import Sizes
-    from baselines.deepspeed.weights import Weight
-else:  # this file is loaded by its path
-    alive, reducing, weights, whole = (
-        load_module(Path(__file__).with_name(f"{name}.py"))
-        for name in ("alive", "reducing", "weights", "whole")
-    )
-
 ZERO_3 = 3
 
 
-def activation_peak(model: Model, sizes: "Sizes", rank: RankProgram) -> int:
+def activation_peak(model: Model, sizes: Sizes, rank: RankProgram) -> int:
     """The rank's largest sum of activations and of what ZeRO holds beside states: bytes."""
     last = max(step.micro_batch for step in rank.steps)
     walk = _Walk(model, sizes, rank)
@@ -42,7 +32,7 @@ def activation_peak(model: Model, sizes: "Sizes", rank: RankProgram) -> int:
     return walk.peak
 
 
-def module_order(model: Model, rank: RankProgram) -> "list[Weight | None]":
+def module_order(model: Model, rank: RankProgram) -> list[Weight | None]:
     """The modules of the first micro-batch, with their weights, in the order in which they run."""
     of = weights.by_operator(model)
     found: list[Weight | None] = []
@@ -57,7 +47,7 @@ def module_order(model: Model, rank: RankProgram) -> "list[Weight | None]":
 class _Walk:
     """The peak of live bytes, ZeRO's included, in issue order."""
 
-    def __init__(self, model: Model, sizes: "Sizes", rank: RankProgram) -> None:
+    def __init__(self, model: Model, sizes: Sizes, rank: RankProgram) -> None:
         self.model, self.sizes = model, sizes
         self.peak = 0
         self.alive = alive.Alive(sizes)
@@ -101,7 +91,7 @@ class _Walk:
         gathered = self.sizes.element * self._whole.elements
         self.peak = max(self.peak, self.alive.nbytes + gathered + self.reducer.held + beside)
 
-    def dead(self, keys: "list[alive.Key]") -> None:
+    def dead(self, keys: list[alive.Key]) -> None:
         """Free tensors; after an operator's operands come the gradients of its weights."""
         self.alive.gone(keys)
         if keys:

@@ -8,24 +8,16 @@ Read in its code and seen in traces at their peaks:
   (VocabParallelCrossEntropy).
 """
 
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from rematbench.plugins.discover import load_module
+from rematbench.packages.megatron_core import offloads
+from rematbench.packages.megatron_core.plan import MegatronCore
 from rematbench.program.action import HOST
 from rematbench.program.program import RankProgram
-
-if TYPE_CHECKING:
-    from baselines.megatron_core import offloads
-    from baselines.megatron_core.plan import MegatronCore
-else:  # this file is loaded by its path
-    offloads = load_module(Path(__file__).with_name("offloads.py"))
 
 MADE_IN = {"H.loss_saved": "H.logits", "d:H.logits": "H.loss_saved"}
 """The storage in which the loss makes a tensor, if both have the same number of bytes."""
 
 
-def activation_peak(policy: "MegatronCore", rank: RankProgram) -> int:
+def activation_peak(policy: MegatronCore, rank: RankProgram) -> int:
     """The rank's largest sum of activations under a policy's plan: bytes, in issue order."""
     moved = offloads.Groups(policy.moved, rank)
     sizes: dict[tuple[tuple[int, int], str], int] = {}

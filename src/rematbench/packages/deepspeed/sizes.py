@@ -1,14 +1,8 @@
 """The facts of a job for the replays of DeepSpeed's memory: sizes, ZeRO stage, settings."""
 
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from rematbench.plugins.discover import load_module
-
-if TYPE_CHECKING:
-    from baselines.deepspeed.weights import KEPT_WHOLE
-else:  # this file is loaded by its path
-    KEPT_WHOLE = load_module(Path(__file__).with_name("weights.py")).KEPT_WHOLE
+from rematbench.packages.deepspeed.weights import KEPT_WHOLE
 
 MAX_LIVE, REUSE, PREFETCHED = 1_000_000_000, 1_000_000_000, 50_000_000
 """Defaults of deepspeed 0.19.8, in elements. They are stage3_max_live_parameters,

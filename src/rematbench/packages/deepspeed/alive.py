@@ -3,12 +3,8 @@
 TiledMLP rebuilds its tiles in its backward, one at a time, also in a layer that is recomputed.
 """
 
-from typing import TYPE_CHECKING
-
+from rematbench.packages.deepspeed.sizes import Sizes
 from rematbench.program.action import HOST, Action, Kind
-
-if TYPE_CHECKING:
-    from baselines.deepspeed.sizes import Sizes
 
 Key = tuple[int, int, str]
 """The micro-batch, chunk and name of a tensor."""
@@ -29,7 +25,7 @@ def direction(action: Action) -> bool | None:
 class Alive:
     """Live bytes of the device in issue order."""
 
-    def __init__(self, sizes: "Sizes") -> None:
+    def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
         self.nbytes = 0
         self._known: dict[Key, int] = {}
