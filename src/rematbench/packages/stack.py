@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import reserved_bytes
+from rematbench.choose.outcome import reserved
 from rematbench.lowering.lower import lower
 from rematbench.operators.ops import Activation, Op, OpTable, Part
 from rematbench.packages.process import baselines, load
@@ -180,7 +180,7 @@ def _evaluated(policy: Method, problem: Problem, plan: Plan) -> PlanEvaluation:
         resident.append(replace(held, pools=pools, gradient=max(0, gradient)))
     return replace(
         evaluate_program(problem, plan, program, ranks=tuple(ranks)),
-        reserved_bytes=reserved_bytes(problem, program, resident),
+        reserved_bytes=reserved(problem, program, resident).nbytes,
     )
 
 
