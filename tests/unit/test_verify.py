@@ -76,7 +76,7 @@ def test_each_number_that_differs_is_said(tmp_path: Path) -> None:
     wrong = {
         "headroom_bytes": {"headroom_bytes": record.headroom_bytes + 1},
         "rank 1: parameter ": {"ranks": (record.ranks[0], rank, *record.ranks[2:])},
-        "repeats (": {"repeats": (replace(record.repeats[0], hfu=0.5),)},
+        "repeats 0 hfu ": {"repeats": (replace(record.repeats[0], hfu=0.5),)},
         "plan_hash ": {"plan_hash": "0"},
     }
     for said, what in wrong.items():
