@@ -7,9 +7,16 @@ from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
 from rematbench.packages.deepspeed.plan import DeepSpeed
-from rematbench.packages.limits import overruled
+from rematbench.packages.limits import holding, overruled, setup_of
 from rematbench.packages.process import Job
 from rematbench.runs.record import RunSpec
+
+
+def check(job: Job, policy: DeepSpeed) -> None:
+    """Raise NotRunnable with the first reason why DeepSpeed, or this baseline, runs no such job."""
+    for reason in holding(policy.limits(setup_of(job.run))):
+        raise NotRunnable(f"deepspeed: {reason}")
+
 
 SAID = ("checkpointing", "offload_optimizer", "offload_param", "overlap_comm")
 """The settings of a policy that a configuration says: tiles are code."""

@@ -13,8 +13,7 @@ from torch import Tensor
 from baselines.common.contract import Rank, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.training import train
-from baselines.deepspeed.guards import check
-from baselines.deepspeed.options import accepted, policy_of, read
+from baselines.deepspeed.options import accepted, check, policy_of, read
 from rematbench.packages.deepspeed.plan import DeepSpeed
 from rematbench.packages.process import Job
 from rematbench.torch.batch import Batch

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
 from baselines.common.memory import check_memory
-from baselines.deepspeed import guards as deepspeed
+from baselines.deepspeed import options as deepspeed
 from baselines.megatron_core import guards as megatron
 from baselines.megatron_core.arguments import policy_of
 from rematbench.packages.deepspeed.plan import DeepSpeed, pieces

@@ -26,8 +26,8 @@ from rematbench.solve.lynx import (
     optimum,
     policy_front,
 )
-from rematbench.solve.partition import balance, contiguous
 from rematbench.solve.relocate import Relocation
+from rematbench.solve.stage_times import balance, contiguous
 from rematbench.solve.windows import Job, LayerWindows, Slot, idle_s, layer_windows
 from rematbench.spec.layout import Layout
 from tests.problems import all_methods, layers, make_problem, plan_of, problem, rule

@@ -9,7 +9,7 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_file, rich_table
 from rematbench.host.console import console
-from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import collect_rarely
 from rematbench.plugins.discover import discover
 from rematbench.runs.store import write_atomically
 from rematbench.studies.answers import Answer, ask_study, dump, line

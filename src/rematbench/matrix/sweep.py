@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rematbench.host.console import CommandError
-from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import collect_rarely
 from rematbench.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs
 from rematbench.matrix.cell import Programs, Tried, tried
 from rematbench.matrix.spec import MatrixSpec

@@ -28,7 +28,7 @@ from rematbench.cost.fit import (
     value_of,
     with_values,
 )
-from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import collect_rarely
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover

@@ -21,8 +21,7 @@ Rules of deepspeed 0.19.8, read in its code and seen in traces at their peaks (`
 from collections.abc import Callable
 
 from rematbench.packages.deepspeed import weights
-from rematbench.packages.deepspeed.sizes import Sizes
-from rematbench.packages.deepspeed.weights import Weight
+from rematbench.packages.deepspeed.weights import Sizes, Weight
 from rematbench.workload import Model
 
 MAX_SUMMED = 500_000_000

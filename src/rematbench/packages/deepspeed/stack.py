@@ -6,7 +6,7 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 from functools import partial
 
 from rematbench.operators.ops import Part
-from rematbench.packages.deepspeed import sizes, weights, zero_peaks
+from rematbench.packages.deepspeed import weights, zero_peaks
 from rematbench.packages.deepspeed.plan import DeepSpeed
 from rematbench.packages.stack import Extra, Stack
 from rematbench.problem import Problem
@@ -88,11 +88,11 @@ def made_on_the_way(policy: DeepSpeed, problem: Problem) -> int:
     return problem.system.grad_bytes * -(-problem.workload.model.parameters // ranks)
 
 
-def _sizes(policy: DeepSpeed, problem: Problem) -> sizes.Sizes:
+def _sizes(policy: DeepSpeed, problem: Problem) -> weights.Sizes:
     work, lay = problem.workload, problem.layout
     element = shapes(work, lay, problem.system).element_bytes
     made = policy.configuration(work.model, lay, work.precision)["zero_optimization"]
-    return sizes.Sizes(
+    return weights.Sizes(
         element=element,
         reduced=WIDE if lay.ulysses > 1 else element,  # seq_parallel_communication_data_type: fp32
         ranks=lay.dp,

@@ -17,8 +17,7 @@ Small parameters are never released: this walk does not follow them.
 
 from collections.abc import Sequence
 
-from rematbench.packages.deepspeed.sizes import Sizes
-from rematbench.packages.deepspeed.weights import Weight, matrices
+from rematbench.packages.deepspeed.weights import Sizes, Weight, matrices
 
 
 class Whole:

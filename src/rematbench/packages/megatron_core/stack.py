@@ -6,7 +6,7 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 from functools import partial
 
 from rematbench.operators.ops import Part
-from rematbench.packages.megatron_core import attention, held
+from rematbench.packages.megatron_core import attention, offloads
 from rematbench.packages.megatron_core.plan import MegatronCore
 from rematbench.packages.stack import Extra, Stack
 from rematbench.problem import Problem
@@ -39,7 +39,7 @@ def stack(policy: MegatronCore, problem: Problem) -> Stack:
 
 def activation_peak(policy: MegatronCore, _: Problem, rank: RankProgram) -> int:
     """The peak of activations as Megatron-core holds them, in bytes."""
-    found: int = held.activation_peak(policy, rank)
+    found: int = offloads.activation_peak(policy, rank)
     return found
 
 
