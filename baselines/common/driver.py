@@ -23,7 +23,7 @@ from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
 from baselines.common.memory import check_memory
 from baselines.common.records import write
 from rematbench.choose.outcome import Status
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 from rematbench.runs.rank_error import NO_MEETING, RankError, of_exits, of_job, recorded
 from rematbench.torch.devices import prepare
 from rematbench.torch.failures import failure
@@ -36,7 +36,7 @@ process that has counted GPUs before."""
 
 def drive(name: str, jobs_path: Path, folder: Path) -> int:
     """Run every job; the exit code is 0 if every job has its record."""
-    jobs = msgspec.json.decode(jobs_path.read_bytes(), type=list[Job])
+    jobs = msgspec.json.decode(jobs_path.read_bytes(), type=list[PackageJob])
     torch.set_num_threads(1)
     if jobs and jobs[0].device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -62,7 +62,7 @@ def _name(runner: Runner) -> str:
     return cast(ModuleType, runner).__name__
 
 
-def _alike(jobs: list[Job]) -> int:
+def _alike(jobs: list[PackageJob]) -> int:
     """How many of the first jobs one set of processes can run. On GPUs it is one, because packages
     keep communicators and tensors for as long as a process lives."""
     if jobs[0].device == "cuda" and jobs[0].run.world == "executed":
@@ -71,7 +71,7 @@ def _alike(jobs: list[Job]) -> int:
     return len(list(takewhile(lambda job: _key(job) == key, jobs)))
 
 
-def _key(job: Job) -> tuple[Any, ...]:
+def _key(job: PackageJob) -> tuple[Any, ...]:
     return (job.run.world, job.run.layout.gpus, job.device)
 
 
@@ -101,7 +101,7 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Path) -> int:
+def _attempt(runner: Runner, jobs: list[PackageJob], first: int, last: int, folder: Path) -> int:
     """Run jobs [first, last) in one set of processes. The result is how many jobs got a record; at
     most one of them failed, the last."""
     job = jobs[first]
@@ -133,7 +133,7 @@ def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Pat
     return _collect(runner, jobs, numbers, scratch, size, folder, ended)
 
 
-def _refusal(runner: Runner, job: Job) -> str | None:
+def _refusal(runner: Runner, job: PackageJob) -> str | None:
     """Why a job is not started, found before any process starts; None if the job may start."""
     try:
         gpu.require(job, job.run.layout.gpus)
@@ -164,7 +164,7 @@ def _watch(processes: list[Any], scratch: Path, timeout_s: float) -> RankError:
 
 def _collect(
     runner: Runner,
-    jobs: list[Job],
+    jobs: list[PackageJob],
     numbers: list[int],
     scratch: Path,
     size: int,
@@ -186,7 +186,7 @@ def _collect(
 
 
 def _rank_main(
-    module: str, jobs: list[Job], numbers: list[int], scratch: Path, rank: int, size: int
+    module: str, jobs: list[PackageJob], numbers: list[int], scratch: Path, rank: int, size: int
 ) -> None:
     """The process of a rank: it runs all its jobs one after another."""
     first = jobs[numbers[0]]
@@ -204,7 +204,7 @@ def _rank_main(
     os._exit(0)  # no destructor of a package may hang a finished rank
 
 
-def _join(runner: Runner, job: Job, rank: int, size: int, method: str, local: int) -> None:
+def _join(runner: Runner, job: PackageJob, rank: int, size: int, method: str, local: int) -> None:
     """Meet the other ranks; packages read their rank from the environment, by torchrun's names."""
     backend = "gloo" if job.device == "cpu" else "nccl"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local))
@@ -214,7 +214,7 @@ def _join(runner: Runner, job: Job, rank: int, size: int, method: str, local: in
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=limit)
 
 
-def _one(runner: Runner, job: Job, number: int, rank: Rank) -> None:
+def _one(runner: Runner, job: PackageJob, number: int, rank: Rank) -> None:
     try:
         answer = runner.trace(job) if job.run.world == "traced" else runner.execute(job, rank)
     except BaseException as error:
@@ -243,7 +243,7 @@ def _outcome(error: BaseException) -> tuple[Status, str]:
 
 
 def _as_rank(
-    runner: Runner, jobs: list[Job], folder: Path, rank: int, size: int, local: int
+    runner: Runner, jobs: list[PackageJob], folder: Path, rank: int, size: int, local: int
 ) -> int:
     """Run as one rank of every job under torchrun or srun; rank 0 writes the records. After a
     failure ranks may stand in different collectives, so later jobs are not run; they get records
@@ -268,7 +268,9 @@ def _as_rank(
     return 0
 
 
-def _together(runner: Runner, job: Job, place: Rank) -> tuple[tuple[Status, str], list[RankAnswer]]:
+def _together(
+    runner: Runner, job: PackageJob, place: Rank
+) -> tuple[tuple[Status, str], list[RankAnswer]]:
     """One job on all ranks: its outcome, and the answers of all ranks."""
     answers: list[RankAnswer | None] = [None] * place.size
     layout = job.run.layout

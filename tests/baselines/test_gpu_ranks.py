@@ -19,7 +19,7 @@ from baselines.common import driver, gpu, training
 from baselines.common.contract import NotRunnable, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.records import write
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 from rematbench.runs.rank_error import KILLED, of_job
 from rematbench.runs.record import read_record
 from rematbench.spec.paths import data_dir
@@ -190,7 +190,7 @@ def test_ranks_that_start_anew_train_as_forked_ones(baseline: str, tmp_path: Pat
     package, layout = PACKAGES[baseline]
     needs(package)
     asked = Asked(layout)
-    jobs: list[Job] = [asked_job(baseline, asked)]
+    jobs: list[PackageJob] = [asked_job(baseline, asked)]
     (tmp_path / "jobs.json").write_bytes(msgspec.json.encode(jobs))
     (tmp_path / "start.py").write_text(
         f"""import sys

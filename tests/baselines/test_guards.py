@@ -15,7 +15,7 @@ from baselines.megatron_core.arguments import policy_of
 from rematbench.packages.deepspeed.plan import DeepSpeed, pieces
 from rematbench.packages.limits import setup_of
 from rematbench.packages.megatron_core.plan import MegatronCore, OffloadModule
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 from tests.baselines.cases import GPT, TINY, Asked, asked_job, asked_problem
 
 Changes = Mapping[str, Any]
@@ -34,7 +34,7 @@ class Broken(NamedTuple):
     job: Changes = MappingProxyType({})
 
 
-def changed(baseline: str, case: Broken) -> Job:
+def changed(baseline: str, case: Broken) -> PackageJob:
     gelu = case.model.get("mlp") == "gelu"
     job = asked_job(baseline, Asked("one", model=GPT if gelu else TINY))
     spec = replace(

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 from rematbench.runs.cell import recorded_cell
 from rematbench.runs.record import Record, RecordError, read_record, write_record
 from rematbench.worlds import executed, package, traced, trained
@@ -153,7 +153,7 @@ def test_a_world_is_told_what_the_record_knows(
 
 
 def test_a_package_takes_its_job_from_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[tuple[str, Job]] = []
+    jobs: list[tuple[str, PackageJob]] = []
     monkeypatch.setattr(
         package, "run_jobs", lambda name, some: jobs.extend((name, j) for j in some) or [record]
     )

@@ -39,7 +39,7 @@ from rematbench.runs.reopen import replay
 from rematbench.runs.suite import labels, load_suite
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
-from rematbench.studies.answers import Answer, read_answers
+from rematbench.studies.answers import StudyAnswer, read_answers
 from rematbench.studies.claim_ledger import claims_table, prediction_answers
 from rematbench.studies.claims import load_claims
 from rematbench.studies.front import pareto_table
@@ -235,7 +235,7 @@ def claims(
     typer.echo(f"{output}: {', '.join(table.name for table in made)}")
 
 
-def _read(path: Path) -> list[Answer]:
+def _read(path: Path) -> list[StudyAnswer]:
     try:
         return read_answers(path.read_bytes(), str(path))
     except (OSError, ValueError) as error:

@@ -21,7 +21,7 @@ from rematbench.spec.layout import LayoutError
 from rematbench.tables.table import GIB
 
 
-class Weight(Struct, frozen=True, kw_only=True):
+class PlanBytes(Struct, frozen=True, kw_only=True):
     """The bytes of a lowered plan: bytes reserved on the fullest device, the largest ledger peak,
     and pinned host bytes on the fullest node.
 
@@ -42,7 +42,7 @@ class Weight(Struct, frozen=True, kw_only=True):
         return {where: nbytes for where, nbytes in short.items() if nbytes > 0}
 
 
-class Tried(Struct, frozen=True, kw_only=True):
+class ArmTried(Struct, frozen=True, kw_only=True):
     """An arm at a layout: the verdict by bytes, and the evaluation where the plan fits and is
     timed."""
 
@@ -50,7 +50,7 @@ class Tried(Struct, frozen=True, kw_only=True):
     status: Status
     reason: str = ""
     plan: Plan | None = None
-    weight: Weight | None = None
+    weight: PlanBytes | None = None
     evaluation: PlanEvaluation | None = None
 
     @property
@@ -84,10 +84,10 @@ class Programs:
             self._reserved[at] = weighed(problem, self.lowered(problem, plan), usable)
         return self._reserved[at]
 
-    def weight(self, problem: Problem, plan: Plan) -> Weight:
+    def weight(self, problem: Problem, plan: Plan) -> PlanBytes:
         """The bytes of a plan, which is not timed."""
         lowered = self.lowered(problem, plan)
-        return Weight(
+        return PlanBytes(
             reserved_bytes=self.reserved(problem, plan),
             peak_bytes=lowered.live_bytes,
             host_node_bytes=host_node_bytes(problem, lowered.ranks),
@@ -120,7 +120,7 @@ def _key(problem: Problem, plan: Plan) -> tuple[str, str, bytes]:
     return (problem.cluster.name, str(problem.layout), same_plan(plan))
 
 
-def tried(job: Job, method: Composition, programs: Programs) -> Tried:
+def tried(job: Job, method: Composition, programs: Programs) -> ArmTried:
     """A method at a layout: its plan, weighed, and timed where the plan fits.  A method that fills
     the device leaves the reserve of the job's problem free."""
     problem = replace(job.problem, evaluator=programs.evaluate, weigher=programs.reserved)
@@ -128,14 +128,14 @@ def tried(job: Job, method: Composition, programs: Programs) -> Tried:
     try:
         plan = method.plan(problem, job.base)
         if isinstance(plan, Unsupported):
-            return Tried(job=job, status="unsupported", reason=plan.reason)
+            return ArmTried(job=job, status="unsupported", reason=plan.reason)
         weight = programs.weight(problem, plan)
     except (PlanError, LayoutError, MethodError) as error:
-        return Tried(job=job, status="failed", reason=f"{method.name}: {error}")
+        return ArmTried(job=job, status="failed", reason=f"{method.name}: {error}")
     if missing := weight.missing(problem):
         reason = "; ".join(f"{k}: {nbytes / GIB:.2f} GiB short" for k, nbytes in missing.items())
-        return Tried(job=job, status="oom", reason=reason, plan=plan, weight=weight)
+        return ArmTried(job=job, status="oom", reason=reason, plan=plan, weight=weight)
     found = programs.evaluate(problem, plan)
     if found.not_timed:
-        return Tried(job=job, status="unsupported", reason=found.not_timed, plan=plan)
-    return Tried(job=job, status="ok", plan=plan, weight=weight, evaluation=found)
+        return ArmTried(job=job, status="unsupported", reason=found.not_timed, plan=plan)
+    return ArmTried(job=job, status="ok", plan=plan, weight=weight, evaluation=found)

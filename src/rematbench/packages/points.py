@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rematbench.choose.outcome import make_problem
 from rematbench.lowering.lower import lower
-from rematbench.packages.process import Job, job, policy, run_jobs
+from rematbench.packages.process import PackageJob, job, policy, run_jobs
 from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Composition
@@ -89,7 +89,7 @@ def trace_points(points: tuple[Point, ...], folder: Path, timeout_s: float = 600
     return found
 
 
-def _job(point: Point, timeout_s: float) -> Job:
+def _job(point: Point, timeout_s: float) -> PackageJob:
     return job(point.problem, _method(point), "traced", rank=point.rank, timeout_s=timeout_s)
 
 

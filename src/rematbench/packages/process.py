@@ -51,7 +51,7 @@ class NoAnswer(BaselineError):
     """The baseline's process was ended at its limit."""
 
 
-class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PackageJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run for a baseline's process.
 
     In `steps` steps losses, gradients and bytes are observed.  On GPUs `warmup` more steps follow,
@@ -116,15 +116,15 @@ def job(
     method: Composition,
     world: Literal["executed", "traced"] = "executed",
     **options: int | float | bool | str,
-) -> Job:
+) -> PackageJob:
     """The job of a problem under a policy; BaselineError for a stack that no baseline here runs."""
     if problem.system.cuda_graphs:
         raise BaselineError(f"system {problem.system.name}: baselines run without CUDA graphs here")
     run = run_spec(problem, method, world)
-    return msgspec.convert({"run": run, **options}, Job)
+    return msgspec.convert({"run": run, **options}, PackageJob)
 
 
-def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list[Record]:
+def run_jobs(name: str, jobs: Sequence[PackageJob], folder: Path | None = None) -> list[Record]:
     """The records of jobs that the baseline's own process runs, one per job.
 
     `folder` keeps the records (`<number>.json`) and the gradients where a job asks for them.
@@ -143,7 +143,7 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
     return records
 
 
-def run_rank(name: str, asked: Job) -> Record | None:
+def run_rank(name: str, asked: PackageJob) -> Record | None:
     """Run a job as the rank that a launcher started as this process.  Returns rank 0's record, or
     the record of this rank's failure; None on another rank where the job ended well or was
     refused."""
@@ -159,7 +159,7 @@ def run_rank(name: str, asked: Job) -> Record | None:
 
 
 def _record_of_rank(
-    name: str, asked: Job, done: "subprocess.CompletedProcess[str]", path: Path
+    name: str, asked: PackageJob, done: "subprocess.CompletedProcess[str]", path: Path
 ) -> Record | None:
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Record)
@@ -171,7 +171,7 @@ def _record_of_rank(
     return _failed(asked, "failed", str(_no_record(name, done.stderr, done.returncode)))
 
 
-def _failed(asked: Job, status: Status, reason: str) -> Record:
+def _failed(asked: PackageJob, status: Status, reason: str) -> Record:
     return Record(
         run_id=asked.run.run_id,
         spec=asked.run,
@@ -181,7 +181,7 @@ def _failed(asked: Job, status: Status, reason: str) -> Record:
     )
 
 
-def _run(name: str, jobs: Sequence[Job], place: Path) -> "subprocess.CompletedProcess[str]":
+def _run(name: str, jobs: Sequence[PackageJob], place: Path) -> "subprocess.CompletedProcess[str]":
     """Run the baseline's process on jobs; its records are in `place`.  NoAnswer at its limit."""
     place.mkdir(parents=True, exist_ok=True)
     _empty(place)

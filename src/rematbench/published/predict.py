@@ -19,7 +19,7 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry
 from rematbench.problem import Problem
 from rematbench.published.bands import band_of
-from rematbench.published.rows import Case, Row, RowError, read_case
+from rematbench.published.rows import PublishedCase, Row, RowError, read_case
 from rematbench.simulate.evaluate import PlanEvaluation
 
 COLUMNS = (
@@ -56,7 +56,7 @@ def predict_rows(
     """Every row with its pred_* columns, in order; equal configurations are predicted once."""
     registry = discover(methods)
     keys: list[bytes | None] = []
-    cases: dict[bytes, Case] = {}
+    cases: dict[bytes, PublishedCase] = {}
     early: dict[int, Prediction] = {}
     for index, row in enumerate(rows):
         try:
@@ -80,7 +80,7 @@ def predict_rows(
 
 
 def _predict_all(
-    cases: Sequence[Case], processes: int, setting: Setting, progress: Progress | None
+    cases: Sequence[PublishedCase], processes: int, setting: Setting, progress: Progress | None
 ) -> list[Prediction]:
     """The predictions of cases, in order."""
     if processes <= 1 or len(cases) < 2:
@@ -111,11 +111,11 @@ def _start_worker(methods: tuple[Path, ...], constants: Calibration | None) -> N
     _WORKER[:] = [(discover(methods), constants)]
 
 
-def _work(case: Case) -> Prediction:
+def _work(case: PublishedCase) -> Prediction:
     return predict_case(case, *_WORKER[0])
 
 
-def _effort(case: Case) -> int:
+def _effort(case: PublishedCase) -> int:
     """A weight roughly proportional to the time to predict a case: its passes over all ranks."""
     lay = case.layout
     searched = 5 if case.offload is None and lay.pp > 2 else 1
@@ -123,7 +123,7 @@ def _effort(case: Case) -> int:
 
 
 def predict_case(
-    case: Case, registry: Registry, constants: Calibration | None = None
+    case: PublishedCase, registry: Registry, constants: Calibration | None = None
 ) -> Prediction:
     """The pred_* columns of a case; only status and reason where the case cannot be predicted."""
     try:
@@ -138,12 +138,12 @@ def predict_case(
     return found if constants else {**found, **_band(problem, method, found)}
 
 
-def run_case(case: Case, problem: Problem, registry: Registry) -> Outcome:
+def run_case(case: PublishedCase, problem: Problem, registry: Registry) -> Outcome:
     """The plan and evaluation of a case on its problem."""
     return run_method(problem, method_of(case, problem, registry))
 
 
-def method_of(case: Case, problem: Problem, registry: Registry) -> Composition:
+def method_of(case: PublishedCase, problem: Problem, registry: Registry) -> Composition:
     """A case's recompute policy, then pp_offload with the given share.  Without a given share the
     smallest share that fits: by the paper's estimate on the paper's own stack, or else by the
     ledger; no offload where the layout or the stack does not support pp_offload."""

@@ -17,7 +17,7 @@ from rematbench.workload import Precision
 COLUMNS = ("against", "first_loss_error", "first_norm_error", "alike")
 
 
-class Ran(NamedTuple):
+class CellRan(NamedTuple):
     """A cell that ran: its problem, method and precision, whether it keeps all activations, the
     engine that ran it, and its numbers (`found`)."""
 
@@ -29,7 +29,7 @@ class Ran(NamedTuple):
     found: Measured
 
 
-def alike(cells: Sequence[Ran | None]) -> list[dict[str, Any]]:
+def alike(cells: Sequence[CellRan | None]) -> list[dict[str, Any]]:
     """The values of COLUMNS for every cell; empty where the cell is a reference, has no reference
     or did not run (None)."""
     return [
@@ -38,7 +38,7 @@ def alike(cells: Sequence[Ran | None]) -> list[dict[str, Any]]:
     ]
 
 
-def _reference(cell: Ran, cells: Sequence[Ran | None]) -> Ran | None:
+def _reference(cell: CellRan, cells: Sequence[CellRan | None]) -> CellRan | None:
     """The cell of the same problem that keeps all activations, by our executor if there is one, or
     else by any engine."""
     every = [
@@ -50,15 +50,15 @@ def _reference(cell: Ran, cells: Sequence[Ran | None]) -> Ran | None:
     return every[0] if every else None
 
 
-def _has(cell: Ran) -> bool:
+def _has(cell: CellRan) -> bool:
     return bool(cell.found.losses and cell.found.gradient_norms)
 
 
-def _is_ours(cell: Ran) -> bool:
+def _is_ours(cell: CellRan) -> bool:
     return cell.engine.split(" ")[0] == OURS
 
 
-def _beside(cell: Ran, other: Ran | None) -> dict[str, Any]:
+def _beside(cell: CellRan, other: CellRan | None) -> dict[str, Any]:
     if other is None or other is cell or not _has(cell):
         return {}
     loss, norm = cell.found.first_errors(other.found)

@@ -7,9 +7,9 @@ import msgspec
 from rematbench.plan import PlanError
 from rematbench.runs.store import Store
 from rematbench.simulate.evaluate import PlanEvaluation
-from rematbench.slurm.alike import Ran, alike
+from rematbench.slurm.alike import CellRan, alike
 from rematbench.slurm.cellrecord import CellRecord, decode
-from rematbench.slurm.cells import Campaign, Cell
+from rematbench.slurm.cells import Campaign, CampaignCell
 from rematbench.slurm.shown import columns
 
 
@@ -23,7 +23,7 @@ def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
     """The rows of `cell_rows` with all measured and simulated numbers (`shown.COLUMNS`,
     `alike.COLUMNS`); every cell is planned and simulated."""
     found: list[dict[str, Any]] = []
-    ran: list[Ran | None] = []
+    ran: list[CellRan | None] = []
     for cell in campaign.cells:
         row, outcome = _row(campaign, store, cell)
         record = outcome.record if outcome else None
@@ -34,18 +34,20 @@ def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
         numbers["engine"] = numbers["engine"] or campaign.engine(cell)
         found.append(row | numbers | {"keeps_all": "yes" if keeps_all else ""})
         told = (spec.name, cell.variant.method, spec.precision, keeps_all, numbers["engine"])
-        ran.append(Ran(*told, seen) if seen else None)
+        ran.append(CellRan(*told, seen) if seen else None)
     return [row | more for row, more in zip(found, alike(ran), strict=True)]
 
 
-def _simulated(campaign: Campaign, cell: Cell) -> PlanEvaluation | None:
+def _simulated(campaign: Campaign, cell: CampaignCell) -> PlanEvaluation | None:
     try:
         return campaign.simulated(cell)
     except PlanError:  # the cell's row has the reason
         return None
 
 
-def _row(campaign: Campaign, store: Store, cell: Cell) -> tuple[dict[str, Any], CellRecord | None]:
+def _row(
+    campaign: Campaign, store: Store, cell: CampaignCell
+) -> tuple[dict[str, Any], CellRecord | None]:
     """The row of a cell, and the cell's record; None where the cell is running or waiting."""
     key = campaign.key(cell)
     spec = cell.spec

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rematbench.plan import Plan
 from rematbench.problem import Problem
 from rematbench.solve.layers import backward_s, forward_s, layers_in_flight
-from rematbench.solve.lynx import Group, heuristic
+from rematbench.solve.lynx import LayerGroup, heuristic
 from rematbench.solve.relocate import Relocation
 
 StageSeconds = Callable[[int, int], float]
@@ -81,7 +81,7 @@ class StageTimes:
     def __call__(self, rank: int, layers: int) -> float:
         """Seconds of one micro-batch; infinite where not even the policy that keeps least fits."""
         budget = self.room[rank] - (layers - self.counts[rank]) * self.per_layer[rank]
-        group = Group(layers=layers, in_flight=round(layers * self.in_flight[rank]))
+        group = LayerGroup(layers=layers, in_flight=round(layers * self.in_flight[rank]))
         policy = heuristic(self.relocation.front, (group,), budget)
         if policy.kept_bytes * group.in_flight > budget:
             return float("inf")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from rematbench.studies.answers import Answer
+from rematbench.studies.answers import StudyAnswer
 from rematbench.studies.claims import Claims
 from rematbench.studies.lynx import lynx_ladder, lynx_layouts
 from rematbench.studies.memo import fragmentation_table, memo_average, memo_lengths, memo_longest
@@ -12,11 +12,11 @@ from rematbench.tables.table import Table
 
 
 def study_tables(
-    answers: Sequence[Answer], rows: Iterable[Mapping[str, str]], claims: Claims
+    answers: Sequence[StudyAnswer], rows: Iterable[Mapping[str, str]], claims: Claims
 ) -> list[Table]:
     """Every table whose study has answers."""
     told = published_numbers(rows, claims)
-    makers: dict[str, tuple[Callable[[list[Answer], Told], Table], ...]] = {
+    makers: dict[str, tuple[Callable[[list[StudyAnswer], Told], Table], ...]] = {
         "lynx": (lynx_ladder, lynx_layouts),
         "mst": (mst_longest, mst_memory),
         "memo": (memo_lengths, memo_longest, memo_average, fragmentation_table),
