@@ -1,7 +1,6 @@
 """Starts the ranks of each job, watches them, and writes a record for every job."""
 
 import importlib
-import multiprocessing as mp
 import os
 import pickle
 import sys
@@ -12,7 +11,7 @@ from datetime import timedelta
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
@@ -24,12 +23,12 @@ from baselines.common.memory import check_memory
 from baselines.common.records import write
 from rematbench.choose.outcome import Status
 from rematbench.packages.process import PackageJob
-from rematbench.runs.rank_error import NO_MEETING, RankError, of_exits, of_job, recorded
+from rematbench.runs.rank_error import NO_MEETING, RankError, of_job, recorded
+from rematbench.runs.ranks import run_ranks
 from rematbench.torch.devices import prepare
 from rematbench.torch.failures import failure
 
-POLL_S = 0.02
-START = {"cpu": "fork", "cuda": "spawn"}
+START: dict[str, Literal["fork", "spawn"]] = {"cpu": "fork", "cuda": "spawn"}
 """How ranks start. A fork has the package imported already. But torch refuses CUDA in the fork of a
 process that has counted GPUs before."""
 
@@ -97,7 +96,7 @@ def _launched() -> tuple[int, int, int] | None:
 def _end_with(parent: int) -> None:
     """End this process when its parent has ended: a rank that waits for a peer would stay."""
     while os.getppid() == parent:
-        time.sleep(10 * POLL_S)
+        time.sleep(0.2)
     os._exit(1)
 
 
@@ -115,21 +114,10 @@ def _attempt(runner: Runner, jobs: list[PackageJob], first: int, last: int, fold
     size = 1 if job.run.world == "traced" else job.run.layout.gpus
     scratch = folder / f"ranks-{first}"
     scratch.mkdir(parents=True, exist_ok=True)
-    context: Any = mp.get_context("fork" if job.run.world == "traced" else START[job.device])
-    processes = [
-        context.Process(target=_rank_main, args=(_name(runner), jobs, numbers, scratch, rank, size))
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        ended = _watch(processes, scratch, jobs[first].timeout_s)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-        for process in processes:
-            process.join()
+    start = "fork" if job.run.world == "traced" else START[job.device]
+    ranks = [(_name(runner), jobs, numbers, scratch, rank, size) for rank in range(size)]
+    ended = run_ranks(start, _rank_main, ranks, scratch, job.timeout_s)
+    ended = RankError("failed", ended.reason) if ended.status == "timeout" else ended
     return _collect(runner, jobs, numbers, scratch, size, folder, ended)
 
 
@@ -144,24 +132,6 @@ def _refusal(runner: Runner, job: PackageJob) -> str | None:
     return None
 
 
-def _watch(processes: list[Any], scratch: Path, timeout_s: float) -> RankError:
-    """Wait until all ranks are done, one rank has died, or a job makes no progress."""
-    seen, since = 0, time.monotonic()
-    while True:
-        codes = [process.exitcode for process in processes]
-        if any(codes):
-            time.sleep(10 * POLL_S)  # meanwhile other ranks may write their reason
-            return of_exits([process.exitcode for process in processes])
-        if all(code == 0 for code in codes):
-            return RankError("failed", "a process ended without an answer")
-        finished = len(list(scratch.glob("*.answer")))
-        if finished != seen:
-            seen, since = finished, time.monotonic()
-        if time.monotonic() - since > timeout_s:
-            return RankError("failed", f"no answer within {timeout_s:g} s")
-        time.sleep(POLL_S)
-
-
 def _collect(
     runner: Runner,
     jobs: list[PackageJob],
@@ -172,7 +142,7 @@ def _collect(
     ended: RankError,
 ) -> int:
     for done, number in enumerate(numbers):
-        paths = [scratch / f"{number}.{rank}.answer" for rank in range(size)]
+        paths = [scratch / f"{number}.{rank}.pt" for rank in range(size)]
         target = folder / f"{number}.json"
         if not all(path.exists() for path in paths):
             cause = of_job(sorted(scratch.glob(f"{number}.*.error")), ended)
@@ -222,7 +192,7 @@ def _one(runner: Runner, job: PackageJob, number: int, rank: Rank) -> None:
         os._exit(1)
     partial = rank.folder / f"{number}.{rank.rank}.part"
     partial.write_bytes(pickle.dumps(answer))
-    partial.rename(rank.folder / f"{number}.{rank.rank}.answer")
+    partial.rename(rank.folder / f"{number}.{rank.rank}.pt")
     if dist.is_initialized() and job.run.world == "executed":
         dist.barrier()
 

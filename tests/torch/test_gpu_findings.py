@@ -143,7 +143,9 @@ def test_a_cell_that_cannot_be_compared_has_a_record(
     wrong = comparison(gradient_error=math.nan)
     monkeypatch.setattr(executed, "compared", lambda *_: wrong)
     path = suite(tmp_path, "lossless-fp32")
-    found = gpu.GpuAsked(suite=path, output=tmp_path, device="cpu", only=CELLS[:1]).cells("lossless")
+    found = gpu.GpuAsked(suite=path, output=tmp_path, device="cpu", only=CELLS[:1]).cells(
+        "lossless"
+    )
     for one, record in run_cells(found, 100.0, How(steps=1)):
         keep_record(record, tmp_path / "records", one.name)
     (finding,) = (f for f in findings(tmp_path) if f.claim == SAME)
