@@ -11,9 +11,9 @@ from rematbench.cli.app import command_line
 from rematbench.packages.process import PackageJob
 from rematbench.runs.cell import recorded_cell
 from rematbench.runs.record import Record, RecordError, read_record, write_record
+from rematbench.worlds import again as world
 from rematbench.worlds import executed, package, traced, trained
-from rematbench.worlds import verify as world
-from rematbench.worlds.verify import run_again
+from rematbench.worlds.again import run_again
 from tests.problems import all_methods
 
 APP = command_line()

@@ -1,7 +1,7 @@
 """The ledger of claims: each row of claims.csv with our number, its error, basis and verdict."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rematbench.choose.outcome import Status
@@ -18,6 +18,10 @@ from rematbench.studies.claims import (
     evaluate_query,
     published,
 )
+from rematbench.studies.lynx import lynx_ladder, lynx_layouts
+from rematbench.studies.memo import fragmentation_table, memo_average, memo_lengths, memo_longest
+from rematbench.studies.mst import mst_longest, mst_memory
+from rematbench.studies.rows import Told, published_numbers
 from rematbench.tables.table import Column, Table, signed_percent
 
 Row = Mapping[str, str]
@@ -257,3 +261,20 @@ def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:
         command=PREDICT,
     )
     return [made]
+
+
+def study_tables(
+    answers: Sequence[StudyAnswer], rows: Iterable[Mapping[str, str]], claims: Claims
+) -> list[Table]:
+    """Every table whose study has answers."""
+    told = published_numbers(rows, claims)
+    makers: dict[str, tuple[Callable[[list[StudyAnswer], Told], Table], ...]] = {
+        "lynx": (lynx_ladder, lynx_layouts),
+        "mst": (mst_longest, mst_memory),
+        "memo": (memo_lengths, memo_longest, memo_average, fragmentation_table),
+    }
+    made = []
+    for study, tables in makers.items():
+        own = [answer for answer in answers if answer.study == study]
+        made += [make(own, told) for make in tables if own]
+    return made

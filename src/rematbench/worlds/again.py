@@ -15,9 +15,13 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from rematbench.runs.cell import base_name
+from rematbench.packages.agreement import executor_record
+from rematbench.packages.process import Device, baselines
+from rematbench.plugins.registry import Registry
+from rematbench.runs.cell import Cell, base_name
 from rematbench.runs.measured import BOUNDS, Engine, Measured
-from rematbench.runs.record import Record, read_record
+from rematbench.runs.record import Record, RecordError, read_record
+from rematbench.worlds import executed, package, simulated, traced, trained
 
 CURVE_BOUND = 1e-4
 """Largest relative difference between the losses of two training runs: rounding grows over hundreds
@@ -170,3 +174,24 @@ def _of_verdict(new: Measured, old: Measured) -> Iterator[str]:
             yield "only one of the two is compared with another method"
         return
     yield from _scalars(a, b, ("against", "bound", "first_only", "lossless"))
+
+
+def run_again(record: Record, cell_of: Callable[[], Cell], registry: Registry) -> Record:
+    """The record of a new run.  `cell_of` makes the record's cell where our executor or simulator
+    runs it.  RecordError for a published record."""
+    if record.spec.method in baselines():
+        return package.again(record)
+    if record.world == "published":
+        text = f"run {record.run_id} is published: only its authors can run it again"
+        raise RecordError(text)
+    cell = cell_of()
+    if record.world == "simulated":
+        return simulated.run(cell)
+    if record.world == "traced":
+        return traced.again(record, cell)
+    if record.engine is not None and record.measured is not None:
+        device: Device = "cpu" if record.engine.device == "cpu" else "cuda"
+        return executor_record(cell.problem, device, record.measured.steps)
+    if is_curve(record):
+        return trained.again(record, cell)
+    return executed.again(record, cell, registry)
