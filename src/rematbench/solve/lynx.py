@@ -139,7 +139,6 @@ def optimum(
     groups: Sequence[LayerGroup],
     budget_bytes: float,
     layers_per_chunk: int,
-    max_nodes: int = MAX_NODES,
 ) -> tuple[StagePolicy, ...] | None:
     """One policy per group from HiGHS; None if the node limit passes without a solution."""
     if not layer.jobs:  # there is nothing to choose, and HiGHS refuses a problem without variables
@@ -151,7 +150,7 @@ def optimum(
         rows=model.rows(budget_bytes),
         lower=np.zeros(model.size),
         upper=np.array(model.upper),
-        max_nodes=max_nodes,
+        max_nodes=MAX_NODES,
         gap=1e-3,
     )
     if found is None:
