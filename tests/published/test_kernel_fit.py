@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import pytest
 import yaml
 
@@ -22,10 +23,12 @@ from rematbench.published.kernel_fit import as_text, curve_table, fit_share, ref
 from rematbench.published.kernel_rows import Match, attention_flop, measured, read_kernel_rows
 from rematbench.published.kernel_sources import (
     TOLERANCE,
+    Array,
     KernelFitError,
     ShareRows,
     load_sources,
     outliers,
+    solve,
 )
 from rematbench.published.scores import how_to_read
 from rematbench.spec.load import calibration, load_cluster
@@ -228,3 +231,12 @@ def test_eager_attention_takes_its_published_seconds(gpu: str, cluster: str) -> 
             assert attention_seconds("rematbench", cluster, kernel) < seconds
             found.append(attention_flop(row) / seconds / measured(row).value)
     assert found == pytest.approx([1.0] * 6, rel=0.08)
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(-1.0, 0.0), (0.3, 0.3), (7.0, 1.0)])
+def test_a_minimum_beyond_a_bound_is_the_bound(wanted: float, found: float) -> None:
+    def misses(x: Array) -> Array:
+        return np.array([x[0] - wanted, x[0] - wanted + 1e-3])
+
+    (best,) = solve(misses, [0.5], ([0.0], [1.0]), near=0.03)
+    assert best == pytest.approx(found, abs=0 if found in (0.0, 1.0) else 1e-3)

@@ -202,6 +202,10 @@ Array: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = Sequence[KernelRow]
 
 
+AT_BOUND = 1e-4
+"""The share of a parameter's start within which the parameter is at its bound."""
+
+
 def rounded(value: float, least: float = 1e-6) -> float:
     """A value rounded to four significant digits, as in the files; 0 where it is below `least`."""
     return float(f"{value:.4g}") if value >= least else 0.0
@@ -225,7 +229,9 @@ def solve(
         loss="linear" if near is None else "soft_l1",
         f_scale=1.0 if near is None else near,
     )
-    return [float(x) for x in best.x]
+    ends = np.where(best.x - bounds[0] < np.subtract(bounds[1], best.x), *bounds)
+    at_end = np.abs(best.x - ends) < AT_BOUND * np.asarray(start)
+    return [float(x) for x in np.where(at_end, ends, best.x)]
 
 
 def document_weights(rows: Rows) -> Array:
