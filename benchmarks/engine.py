@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rematbench.choose.outcome import reserved_bytes
+from rematbench.choose.outcome import reserved
 from rematbench.cost.constants import load_calibration
 from rematbench.lowering.lower import lower
 from rematbench.plan import ByteBudget, Keep, Plan, Rule, Select
@@ -71,7 +71,7 @@ def stages(problem: Problem, plan: Plan) -> list[Stage]:
         Stage("op level", lambda: simulate(program, seconds)),
         Stage("chunk level", lambda: simulate_chunks(program, seconds)),
         Stage("ledger", lambda: issue_order(program)),
-        Stage("allocator", lambda: reserved_bytes(problem, program, ranks)),
+        Stage("allocator", lambda: reserved(problem, program, ranks).nbytes),
         Stage("evaluate, all in", lambda: evaluate(problem, plan)),
     ]
 

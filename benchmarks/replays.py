@@ -23,8 +23,10 @@ from unittest import mock
 
 from rematbench.choose.outcome import make_problem
 from rematbench.lowering.lower import lower
+from rematbench.packages.deepspeed import reducing, stack, whole, zero_peaks
+from rematbench.packages.megatron_core import offloads
 from rematbench.packages.process import policy
-from rematbench.packages.stack import StackProblem, _module, activation_peak, packaged
+from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Method
 from rematbench.program.program import RankProgram
@@ -176,14 +178,13 @@ class Replay(NamedTuple):
 
 
 def megatron_replays() -> tuple[Replay, ...]:
-    """The replays of baselines/megatron_core/held.py."""
-    held = _module("megatron_core").held
-    groups = held.offloads.Groups
-    still = held.offloads, "Groups", lambda _, rank: groups({}, rank)
+    """The replays of packages/megatron_core/offloads.py."""
+    groups = offloads.Groups
+    still = offloads, "Groups", lambda _, rank: groups({}, rank)
     found = (
-        ("groups of offloaded tensors", (still,), (held.offloads,)),
-        ("offloading: what views hold leaves", ((held.offloads, "VIEWED", ("no",)),), ()),
-        ("loss made in the logits' storage", ((held, "MADE_IN", {}),), ()),
+        ("groups of offloaded tensors", (still,), (groups,)),
+        ("offloading: what views hold leaves", ((offloads, "VIEWED", ("no",)),), ()),
+        ("loss made in the logits' storage", ((offloads, "MADE_IN", {}),), ()),
     )
     return tuple(Replay("megatron_core", *one) for one in found)
 
@@ -193,9 +194,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def deepspeed_replays() -> tuple[Replay, ...]:
-    """The replays of baselines/deepspeed/zero_peaks.py: activations, whole weights, gradients."""
-    stack = _module("deepspeed")
-    alive, whole = stack.zero_peaks.alive, stack.zero_peaks.whole
+    """The replays of packages/deepspeed/zero_peaks.py: activations, whole weights, gradients."""
     sizes = stack._sizes
     once = stack, "_sizes", lambda *known: sizes(*known)._replace(remade=False)
 
@@ -205,10 +204,10 @@ def deepspeed_replays() -> tuple[Replay, ...]:
             self._there -= weight.elements
             self.elements -= weight.elements
 
-    class Planned(whole.Whole):  # type: ignore[misc,name-defined]  # loaded by its path
+    class Planned(whole.Whole):
         module = release = _nothing
 
-    every = (whole, "Whole", Planned), (alive, "OWN", (".gradients",))
+    every = (whole, "Whole", Planned), (zero_peaks, "OWN", (".gradients",))
     kind = whole.Whole
     found = (
         ("tiles are made again, one at a time", (once,), ()),
@@ -231,9 +230,8 @@ class Unseen:
 
 
 def gradient_replays() -> tuple[Replay, ...]:
-    """The replays of baselines/deepspeed/reducing.py."""
-    stack = _module("deepspeed")
-    red = stack.zero_peaks.reducing
+    """The replays of packages/deepspeed/reducing.py."""
+    red = reducing
 
     def summed(self: Any) -> list[int]:
         return [self._copied(sum(weight.elements for weight in self.filled), 2)]
@@ -254,7 +252,7 @@ def gradient_replays() -> tuple[Replay, ...]:
 
     planned = (
         (red, "reducer", Unseen),
-        (stack.zero_peaks.alive, "OWN", (".parameters",)),
+        (zero_peaks, "OWN", (".parameters",)),
         (stack, "made_on_the_way", lambda *_: 0),
     )
     first, parted, third = red.Zero0, red.Zero2, red.Zero3

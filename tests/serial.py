@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from rematbench.choose.bench import Bench, Task
 from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
-from rematbench.choose.entry import Comparison, Entry
+from rematbench.choose.entry import Compared, Entry
 from rematbench.problem import Problem
 
 
@@ -25,7 +25,7 @@ class Serial:
             yield task, self.bench(task)
 
 
-def compared(problem: Problem) -> tuple[Comparison, list[Task]]:
+def compared(problem: Problem) -> tuple[Compared, list[Task]]:
     """The comparison, and its tasks in their order."""
     comparing = Comparing(problem, problem.base_plan, load_compare())
     pool = Serial(Bench(problem, problem.base_plan, ()))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 
 
 @dataclass(kw_only=True)
@@ -49,18 +49,18 @@ class Runner(Protocol):
         """The packages of the baseline and their versions."""
         ...
 
-    def refuse(self, job: Job) -> None:
+    def refuse(self, job: PackageJob) -> None:
         """Raise NotRunnable for a job that must not be tried."""
         ...
 
-    def environment(self, job: Job) -> dict[str, str]:
+    def environment(self, job: PackageJob) -> dict[str, str]:
         """Environment variables that the package's users set before CUDA starts."""
         ...
 
-    def execute(self, job: Job, rank: Rank) -> RankAnswer:
+    def execute(self, job: PackageJob, rank: Rank) -> RankAnswer:
         """Train on this rank; torch.distributed is initialised already."""
         ...
 
-    def trace(self, job: Job) -> RankAnswer:
+    def trace(self, job: PackageJob) -> RankAnswer:
         """The bytes of one rank on fake tensors."""
         ...

@@ -1,7 +1,6 @@
 """Starts the ranks of each job, watches them, and writes a record for every job."""
 
 import importlib
-import multiprocessing as mp
 import os
 import pickle
 import sys
@@ -12,7 +11,7 @@ from datetime import timedelta
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
@@ -23,20 +22,20 @@ from baselines.common.contract import NotRunnable, Rank, RankAnswer, Runner
 from baselines.common.memory import check_memory
 from baselines.common.records import write
 from rematbench.choose.outcome import Status
-from rematbench.packages.process import Job
-from rematbench.runs.rank_error import NO_MEETING, RankError, of_exits, of_job, recorded
+from rematbench.packages.process import PackageJob
+from rematbench.runs.rank_error import NO_MEETING, RankError, of_job, recorded
+from rematbench.runs.ranks import run_ranks
 from rematbench.torch.devices import prepare
 from rematbench.torch.failures import failure
 
-POLL_S = 0.02
-START = {"cpu": "fork", "cuda": "spawn"}
+START: dict[str, Literal["fork", "spawn"]] = {"cpu": "fork", "cuda": "spawn"}
 """How ranks start. A fork has the package imported already. But torch refuses CUDA in the fork of a
 process that has counted GPUs before."""
 
 
 def drive(name: str, jobs_path: Path, folder: Path) -> int:
     """Run every job; the exit code is 0 if every job has its record."""
-    jobs = msgspec.json.decode(jobs_path.read_bytes(), type=list[Job])
+    jobs = msgspec.json.decode(jobs_path.read_bytes(), type=list[PackageJob])
     torch.set_num_threads(1)
     if jobs and jobs[0].device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -62,7 +61,7 @@ def _name(runner: Runner) -> str:
     return cast(ModuleType, runner).__name__
 
 
-def _alike(jobs: list[Job]) -> int:
+def _alike(jobs: list[PackageJob]) -> int:
     """How many of the first jobs one set of processes can run. On GPUs it is one, because packages
     keep communicators and tensors for as long as a process lives."""
     if jobs[0].device == "cuda" and jobs[0].run.world == "executed":
@@ -71,7 +70,7 @@ def _alike(jobs: list[Job]) -> int:
     return len(list(takewhile(lambda job: _key(job) == key, jobs)))
 
 
-def _key(job: Job) -> tuple[Any, ...]:
+def _key(job: PackageJob) -> tuple[Any, ...]:
     return (job.run.world, job.run.layout.gpus, job.device)
 
 
@@ -97,11 +96,11 @@ def _launched() -> tuple[int, int, int] | None:
 def _end_with(parent: int) -> None:
     """End this process when its parent has ended: a rank that waits for a peer would stay."""
     while os.getppid() == parent:
-        time.sleep(10 * POLL_S)
+        time.sleep(0.2)
     os._exit(1)
 
 
-def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Path) -> int:
+def _attempt(runner: Runner, jobs: list[PackageJob], first: int, last: int, folder: Path) -> int:
     """Run jobs [first, last) in one set of processes. The result is how many jobs got a record; at
     most one of them failed, the last."""
     job = jobs[first]
@@ -115,25 +114,14 @@ def _attempt(runner: Runner, jobs: list[Job], first: int, last: int, folder: Pat
     size = 1 if job.run.world == "traced" else job.run.layout.gpus
     scratch = folder / f"ranks-{first}"
     scratch.mkdir(parents=True, exist_ok=True)
-    context: Any = mp.get_context("fork" if job.run.world == "traced" else START[job.device])
-    processes = [
-        context.Process(target=_rank_main, args=(_name(runner), jobs, numbers, scratch, rank, size))
-        for rank in range(size)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        ended = _watch(processes, scratch, jobs[first].timeout_s)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-        for process in processes:
-            process.join()
+    start = "fork" if job.run.world == "traced" else START[job.device]
+    ranks = [(_name(runner), jobs, numbers, scratch, rank, size) for rank in range(size)]
+    ended = run_ranks(start, _rank_main, ranks, scratch, job.timeout_s)
+    ended = RankError("failed", ended.reason) if ended.status == "timeout" else ended
     return _collect(runner, jobs, numbers, scratch, size, folder, ended)
 
 
-def _refusal(runner: Runner, job: Job) -> str | None:
+def _refusal(runner: Runner, job: PackageJob) -> str | None:
     """Why a job is not started, found before any process starts; None if the job may start."""
     try:
         gpu.require(job, job.run.layout.gpus)
@@ -144,27 +132,9 @@ def _refusal(runner: Runner, job: Job) -> str | None:
     return None
 
 
-def _watch(processes: list[Any], scratch: Path, timeout_s: float) -> RankError:
-    """Wait until all ranks are done, one rank has died, or a job makes no progress."""
-    seen, since = 0, time.monotonic()
-    while True:
-        codes = [process.exitcode for process in processes]
-        if any(codes):
-            time.sleep(10 * POLL_S)  # meanwhile other ranks may write their reason
-            return of_exits([process.exitcode for process in processes])
-        if all(code == 0 for code in codes):
-            return RankError("failed", "a process ended without an answer")
-        finished = len(list(scratch.glob("*.answer")))
-        if finished != seen:
-            seen, since = finished, time.monotonic()
-        if time.monotonic() - since > timeout_s:
-            return RankError("failed", f"no answer within {timeout_s:g} s")
-        time.sleep(POLL_S)
-
-
 def _collect(
     runner: Runner,
-    jobs: list[Job],
+    jobs: list[PackageJob],
     numbers: list[int],
     scratch: Path,
     size: int,
@@ -172,7 +142,7 @@ def _collect(
     ended: RankError,
 ) -> int:
     for done, number in enumerate(numbers):
-        paths = [scratch / f"{number}.{rank}.answer" for rank in range(size)]
+        paths = [scratch / f"{number}.{rank}.pt" for rank in range(size)]
         target = folder / f"{number}.json"
         if not all(path.exists() for path in paths):
             cause = of_job(sorted(scratch.glob(f"{number}.*.error")), ended)
@@ -186,7 +156,7 @@ def _collect(
 
 
 def _rank_main(
-    module: str, jobs: list[Job], numbers: list[int], scratch: Path, rank: int, size: int
+    module: str, jobs: list[PackageJob], numbers: list[int], scratch: Path, rank: int, size: int
 ) -> None:
     """The process of a rank: it runs all its jobs one after another."""
     first = jobs[numbers[0]]
@@ -204,7 +174,7 @@ def _rank_main(
     os._exit(0)  # no destructor of a package may hang a finished rank
 
 
-def _join(runner: Runner, job: Job, rank: int, size: int, method: str, local: int) -> None:
+def _join(runner: Runner, job: PackageJob, rank: int, size: int, method: str, local: int) -> None:
     """Meet the other ranks; packages read their rank from the environment, by torchrun's names."""
     backend = "gloo" if job.device == "cpu" else "nccl"
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local))
@@ -214,7 +184,7 @@ def _join(runner: Runner, job: Job, rank: int, size: int, method: str, local: in
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=size, timeout=limit)
 
 
-def _one(runner: Runner, job: Job, number: int, rank: Rank) -> None:
+def _one(runner: Runner, job: PackageJob, number: int, rank: Rank) -> None:
     try:
         answer = runner.trace(job) if job.run.world == "traced" else runner.execute(job, rank)
     except BaseException as error:
@@ -222,7 +192,7 @@ def _one(runner: Runner, job: Job, number: int, rank: Rank) -> None:
         os._exit(1)
     partial = rank.folder / f"{number}.{rank.rank}.part"
     partial.write_bytes(pickle.dumps(answer))
-    partial.rename(rank.folder / f"{number}.{rank.rank}.answer")
+    partial.rename(rank.folder / f"{number}.{rank.rank}.pt")
     if dist.is_initialized() and job.run.world == "executed":
         dist.barrier()
 
@@ -243,7 +213,7 @@ def _outcome(error: BaseException) -> tuple[Status, str]:
 
 
 def _as_rank(
-    runner: Runner, jobs: list[Job], folder: Path, rank: int, size: int, local: int
+    runner: Runner, jobs: list[PackageJob], folder: Path, rank: int, size: int, local: int
 ) -> int:
     """Run as one rank of every job under torchrun or srun; rank 0 writes the records. After a
     failure ranks may stand in different collectives, so later jobs are not run; they get records
@@ -268,7 +238,9 @@ def _as_rank(
     return 0
 
 
-def _together(runner: Runner, job: Job, place: Rank) -> tuple[tuple[Status, str], list[RankAnswer]]:
+def _together(
+    runner: Runner, job: PackageJob, place: Rank
+) -> tuple[tuple[Status, str], list[RankAnswer]]:
     """One job on all ranks: its outcome, and the answers of all ranks."""
     answers: list[RankAnswer | None] = [None] * place.size
     layout = job.run.layout

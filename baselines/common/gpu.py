@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from baselines.common.contract import NotRunnable
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 from rematbench.torch.canary import gpus_seen
 from rematbench.torch.devices import choose_device, empty_pinned
 
 
-def require(job: Job, local_ranks: int) -> None:
+def require(job: PackageJob, local_ranks: int) -> None:
     """NotRunnable where torch sees fewer GPUs than ranks here: NCCL lets no two ranks share one."""
     if job.device != "cuda" or job.run.world == "traced":
         return

@@ -2,10 +2,10 @@
 
 from baselines.common.contract import NotRunnable
 from rematbench.host.memory import free_bytes
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 
 
-def check_memory(job: Job) -> None:
+def check_memory(job: PackageJob) -> None:
     """NotRunnable if the weights and gradients of all ranks, in fp32, exceed the free memory. A
     machine that starts to swap no longer responds."""
     if job.run.world == "traced" or job.device != "cpu":

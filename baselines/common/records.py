@@ -7,7 +7,7 @@ import torch
 from baselines.common import gpu
 from baselines.common.contract import RankAnswer, Runner
 from rematbench.choose.outcome import Status
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 from rematbench.runs.measured import OF_CUDA, Engine, Measured, RankMeasured, whole_norms
 from rematbench.runs.record import Record, provenance, write_record
 
@@ -15,7 +15,12 @@ BYTES = ("activation_peak_bytes", "host_peak_bytes", "state_bytes", "host_state_
 
 
 def write(
-    runner: Runner, job: Job, path: Path, status: Status, reason: str, answers: list[RankAnswer]
+    runner: Runner,
+    job: PackageJob,
+    path: Path,
+    status: Status,
+    reason: str,
+    answers: list[RankAnswer],
 ) -> None:
     """Write the record of a job, whatever its outcome; with every rank's answer if it is `ok`."""
     record = Record(
@@ -30,7 +35,7 @@ def write(
     write_record(record, path)
 
 
-def _engine(runner: Runner, job: Job, first: RankAnswer) -> Engine:
+def _engine(runner: Runner, job: PackageJob, first: RankAnswer) -> Engine:
     traced, on_gpus = job.run.world == "traced", _on_gpus(job)
     return Engine(
         label=first.label,
@@ -42,7 +47,7 @@ def _engine(runner: Runner, job: Job, first: RankAnswer) -> Engine:
     )
 
 
-def _measured(job: Job, answers: list[RankAnswer]) -> Measured:
+def _measured(job: PackageJob, answers: list[RankAnswer]) -> Measured:
     first, lay = answers[0], job.run.layout
     start = job.rank if job.run.world == "traced" else 0
     on_gpus = _on_gpus(job)
@@ -66,5 +71,5 @@ def _measured(job: Job, answers: list[RankAnswer]) -> Measured:
     )
 
 
-def _on_gpus(job: Job) -> bool:
+def _on_gpus(job: PackageJob) -> bool:
     return job.device == "cuda" and job.run.world != "traced"

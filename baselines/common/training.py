@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baselines.common.contract import RankAnswer
 from baselines.common.meter import Meter
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 from rematbench.torch.devices import forget_peaks, pinned_peak
 from rematbench.torch.failures import NotFinite
 
@@ -34,7 +34,9 @@ class Trainer(Protocol):
         """Run the optimizer's step."""
 
 
-def train(trainer: Trainer, job: Job, answer: RankAnswer, meter: Meter, metered: int) -> None:
+def train(
+    trainer: Trainer, job: PackageJob, answer: RankAnswer, meter: Meter, metered: int
+) -> None:
     """Run a job's steps: observed ones first, then timed ones.
 
     Losses and norms are read of observed steps, and the bytes of step `metered`. Before the timed
@@ -63,7 +65,7 @@ def train(trainer: Trainer, job: Job, answer: RankAnswer, meter: Meter, metered:
         _time(trainer, job, answer)
 
 
-def _time(trainer: Trainer, job: Job, answer: RankAnswer) -> None:
+def _time(trainer: Trainer, job: PackageJob, answer: RankAnswer) -> None:
     """The seconds of unobserved steps, and the allocator's peaks of the timed ones."""
     for number in range(job.warmup + job.timed_steps):
         trainer.load(job.steps + number)

@@ -18,9 +18,9 @@ from baselines.common.meter import Meter
 from baselines.deepspeed.model import Attention, Decoder
 from baselines.deepspeed.options import read
 from baselines.deepspeed.places import SHIM, apart, moves
-from baselines.deepspeed.plan import DeepSpeed
-from baselines.deepspeed.stack import ZERO_3
-from rematbench.packages.process import Job
+from rematbench.packages.deepspeed.plan import DeepSpeed
+from rematbench.packages.deepspeed.stack import ZERO_3
+from rematbench.packages.process import PackageJob
 from rematbench.runs.record import RunSpec
 from rematbench.torch.batch import Batch, make_batch
 from rematbench.torch.parameters import AdamW, square_sum
@@ -50,7 +50,7 @@ class Memories:
 class Rig:
     """The engine and this rank's place: its replica, and its part of the sequence."""
 
-    job: Job
+    job: PackageJob
     engine: Any
     decoder: Decoder
     replica: int
@@ -62,7 +62,7 @@ class Rig:
         return torch.device(self.engine.device)
 
 
-def configuration(job: Job, policy: DeepSpeed) -> dict[str, Any]:
+def configuration(job: PackageJob, policy: DeepSpeed) -> dict[str, Any]:
     """The configuration for deepspeed.initialize: the policy's own, or the job's options."""
     if job.options:
         return read(job.options)
@@ -71,7 +71,7 @@ def configuration(job: Job, policy: DeepSpeed) -> dict[str, Any]:
 
 
 @contextmanager
-def memories(job: Job, policy: DeepSpeed, *, real: bool) -> Iterator[Memories]:
+def memories(job: PackageJob, policy: DeepSpeed, *, real: bool) -> Iterator[Memories]:
     """A context within which host and device memory can be told apart. On a GPU they are apart
     already; on a CPU the shim tells them apart where the job offloads anything."""
     norm = ("norm",) if job.run.model.norm == "rmsnorm" else ()
@@ -84,7 +84,7 @@ def memories(job: Job, policy: DeepSpeed, *, real: bool) -> Iterator[Memories]:
             yield Memories(on_host=on_host, shim=(*SHIM, *norm))
 
 
-def build(job: Job, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:
+def build(job: PackageJob, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:
     """The engine with model, weights and optimizer."""
     run = job.run
     groups._release_process_group_references()
@@ -127,7 +127,7 @@ def build(job: Job, policy: DeepSpeed, kind: type[Decoder] = Decoder) -> Rig:
     return Rig(job=job, engine=engine, decoder=decoder, replica=replica, part=part)
 
 
-def batch_of(job: Job, step: int) -> Batch:
+def batch_of(job: PackageJob, step: int) -> Batch:
     """The sequences of the whole step."""
     run = job.run
     work = Workload(model=run.model, seq_len=run.seq_len, precision=run.precision)

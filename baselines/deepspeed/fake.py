@@ -36,9 +36,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from baselines.common.contract import RankAnswer
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed.model import Decoder
-from baselines.deepspeed.plan import DeepSpeed
-from baselines.deepspeed.stack import ZERO_3
-from rematbench.packages.process import Job
+from rematbench.packages.deepspeed.plan import DeepSpeed
+from rematbench.packages.deepspeed.stack import ZERO_3
+from rematbench.packages.process import PackageJob
 
 _tiled_backward = TiledFusedLogitsLoss.backward
 _has_inf_or_nan = stage_1_and_2.has_inf_or_nan
@@ -59,7 +59,7 @@ class Made(Decoder):
         return self
 
 
-def trace(job: Job, policy: DeepSpeed, memories: ds.Memories) -> RankAnswer:
+def trace(job: PackageJob, policy: DeepSpeed, memories: ds.Memories) -> RankAnswer:
     """The bytes of one rank: the peak of one step, and its states."""
     size = job.run.layout.gpus
     os.environ.update(RANK=str(job.rank), WORLD_SIZE=str(size), LOCAL_RANK="0")
@@ -101,7 +101,7 @@ def trace(job: Job, policy: DeepSpeed, memories: ds.Memories) -> RankAnswer:
     return answer
 
 
-def _parts(job: Job, policy: DeepSpeed) -> tuple[str, ...]:
+def _parts(job: PackageJob, policy: DeepSpeed) -> tuple[str, ...]:
     """The parts of the shim that this job needs."""
     made = ds.configuration(job, policy)
     zero, checkpointed = made["zero_optimization"], made.get("activation_checkpointing", {})

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from baselines.common.norm import rms_norm
 from baselines.common.weights import model_specs, weight
-from baselines.deepspeed.plan import DeepSpeed
+from rematbench.packages.deepspeed.plan import DeepSpeed
 from rematbench.torch.kernels import IGNORED, NORM_EPS, rope, rope_tables
 from rematbench.workload import Model
 

@@ -6,10 +6,17 @@ import msgspec
 from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
-from baselines.deepspeed.plan import DeepSpeed
-from rematbench.packages.limits import overruled
-from rematbench.packages.process import Job
+from rematbench.packages.deepspeed.plan import DeepSpeed
+from rematbench.packages.limits import holding, overruled, setup_of
+from rematbench.packages.process import PackageJob
 from rematbench.runs.record import RunSpec
+
+
+def check(job: PackageJob, policy: DeepSpeed) -> None:
+    """Raise NotRunnable with the first reason why DeepSpeed, or this baseline, runs no such job."""
+    for reason in holding(policy.limits(setup_of(job.run))):
+        raise NotRunnable(f"deepspeed: {reason}")
+
 
 SAID = ("checkpointing", "offload_optimizer", "offload_param", "overlap_comm")
 """The settings of a policy that a configuration says: tiles are code."""
@@ -31,7 +38,7 @@ def read(text: str) -> dict[str, Any]:
     return given
 
 
-def policy_of(job: Job, policy: DeepSpeed) -> DeepSpeed:
+def policy_of(job: PackageJob, policy: DeepSpeed) -> DeepSpeed:
     """The policy that a job's options say, for the guards. NotRunnable for options that say another
     job, or another policy than the settings beside them."""
     given = read(job.options)

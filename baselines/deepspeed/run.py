@@ -13,10 +13,9 @@ from torch import Tensor
 from baselines.common.contract import Rank, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.training import train
-from baselines.deepspeed.guards import check
-from baselines.deepspeed.options import accepted, policy_of, read
-from baselines.deepspeed.plan import DeepSpeed
-from rematbench.packages.process import Job
+from baselines.deepspeed.options import accepted, check, policy_of, read
+from rematbench.packages.deepspeed.plan import DeepSpeed
+from rematbench.packages.process import PackageJob
 from rematbench.torch.batch import Batch
 
 if not torch.cuda.is_available() or not os.environ.get("CUDA_VISIBLE_DEVICES", "all"):
@@ -49,7 +48,7 @@ def stack() -> dict[str, str]:
     return {name: version(name) for name in ("deepspeed", "torch")}
 
 
-def refuse(job: Job) -> None:
+def refuse(job: PackageJob) -> None:
     """Raise NotRunnable by the guards, before any process starts."""
     check(job, _policy(job))
     if job.options:
@@ -66,23 +65,23 @@ def _preload() -> None:
         importlib.import_module(name)
 
 
-def environment(job: Job) -> dict[str, str]:
+def environment(job: PackageJob) -> dict[str, str]:
     """No variables, because DeepSpeed's launcher sets none."""
     return {}
 
 
-def _policy(job: Job) -> DeepSpeed:
+def _policy(job: PackageJob) -> DeepSpeed:
     policy = msgspec.convert(job.run.parameters["deepspeed"], DeepSpeed)
     return policy_of(job, policy) if job.options else policy
 
 
-def _label(job: Job, shim: tuple[str, ...]) -> str:
+def _label(job: PackageJob, shim: tuple[str, ...]) -> str:
     if job.device != "cpu":
         return "deepspeed"
     return "deepspeed + CPU shim" if shim else "deepspeed on its CPU accelerator"
 
 
-def _kernels(job: Job) -> dict[str, str]:
+def _kernels(job: PackageJob) -> dict[str, str]:
     found = KERNELS | KERNELS_OF_ZERO_3 if ds.fetches_ahead(job.run) else dict(KERNELS)
     if job.device == "cuda":
         found["optimizer"] = "torch AdamW, fused"
@@ -91,7 +90,7 @@ def _kernels(job: Job) -> dict[str, str]:
     return found
 
 
-def execute(job: Job, rank: Rank) -> RankAnswer:
+def execute(job: PackageJob, rank: Rank) -> RankAnswer:
     """Train on this rank."""
     with ds.memories(job, _policy(job), real=True) as memories:
         rig = ds.build(job, _policy(job))
@@ -145,7 +144,7 @@ class Trainer:
         self.rig.engine.step()
 
 
-def trace(job: Job) -> RankAnswer:
+def trace(job: PackageJob) -> RankAnswer:
     """The bytes of one rank on fake tensors, through the same engine."""
     with ds.memories(job, _policy(job), real=False) as memories:
         answer = fake.trace(job, _policy(job), memories)

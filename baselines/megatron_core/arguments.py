@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_args
 from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
-from baselines.megatron_core.plan import (
+from rematbench.packages.megatron_core.plan import (
     MegatronCore,
     OffloadModule,
     RecomputeModule,

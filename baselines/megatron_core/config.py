@@ -12,8 +12,8 @@ from megatron.core.transformer.enums import AttnBackend
 from baselines.common.contract import NotRunnable
 from baselines.megatron_core.arguments import fields
 from baselines.megatron_core.guards import has_transformer_engine
-from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases
-from rematbench.packages.process import Job
+from rematbench.packages.megatron_core.plan import MIN_OFFLOADED, MegatronCore, has_biases
+from rematbench.packages.process import PackageJob
 from rematbench.runs.record import RunSpec
 from rematbench.torch.kernels import NORM_EPS
 from rematbench.torch.parameters import AdamW
@@ -24,7 +24,7 @@ UPDATE = AdamW()
 """AdamW with the hyperparameters of the project's own executor."""
 
 
-def transformer_config(job: Job, policy: MegatronCore) -> TransformerConfig:
+def transformer_config(job: PackageJob, policy: MegatronCore) -> TransformerConfig:
     """The model, its parallelism and its recomputation as a TransformerConfig. Recomputation
     follows the policy, or the job's own options. NotRunnable for what Megatron-core refuses."""
     own = _fixed(job, policy)
@@ -36,7 +36,7 @@ def transformer_config(job: Job, policy: MegatronCore) -> TransformerConfig:
         raise NotRunnable(f"megatron_core: it says {said or type(error).__name__}") from error
 
 
-def _fixed(job: Job, policy: MegatronCore) -> dict[str, Any]:
+def _fixed(job: PackageJob, policy: MegatronCore) -> dict[str, Any]:
     """The fields that the job decides, whatever the options."""
     run = job.run
     lay, dtype = run.layout, DTYPES[run.precision]

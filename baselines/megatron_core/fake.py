@@ -17,8 +17,8 @@ from baselines.common.contract import RankAnswer
 from baselines.common.meter import Meter
 from baselines.megatron_core import step as engine
 from baselines.megatron_core.config import uses_distributed_optimizer
-from baselines.megatron_core.plan import MegatronCore
-from rematbench.packages.process import Job
+from rematbench.packages.megatron_core.plan import MegatronCore
+from rematbench.packages.process import PackageJob
 from rematbench.runs.record import RunSpec
 from rematbench.torch.batch import MicroBatch
 
@@ -35,7 +35,7 @@ def _push(handler: offload.ChunkOffloadHandler, tensor: torch.Tensor) -> tuple[i
     return tag
 
 
-def trace(job: Job, policy: MegatronCore) -> RankAnswer:
+def trace(job: PackageJob, policy: MegatronCore) -> RankAnswer:
     """The bytes of one rank: the peaks of one step, and its states."""
     run = job.run
     offload.ChunkOffloadHandler.tensor_push = _push

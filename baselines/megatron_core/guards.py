@@ -6,13 +6,13 @@ import msgspec
 
 from baselines.common.contract import NotRunnable
 from baselines.megatron_core.arguments import SAID
-from baselines.megatron_core.plan import MegatronCore
 from rematbench.packages.limits import Reason, overruled, setup_of
-from rematbench.packages.process import Job
+from rematbench.packages.megatron_core.plan import MegatronCore
+from rematbench.packages.process import PackageJob
 from rematbench.runs.record import RunSpec
 
 
-def check(job: Job, policy: MegatronCore) -> None:
+def check(job: PackageJob, policy: MegatronCore) -> None:
     """Raise NotRunnable with the first reason."""
     run = job.run
     for broken, reason in (
@@ -26,14 +26,14 @@ def check(job: Job, policy: MegatronCore) -> None:
             raise NotRunnable(f"megatron_core: {reason}")
 
 
-def _options(job: Job, policy: MegatronCore) -> list[Reason]:
+def _options(job: PackageJob, policy: MegatronCore) -> list[Reason]:
     """Settings given beside options, where the options say another policy."""
     named = msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
     beside = overruled(named, policy, SAID) if job.options else ""
     return [(bool(beside), beside)]
 
 
-def has_transformer_engine(job: Job) -> bool:
+def has_transformer_engine(job: PackageJob) -> bool:
     """Whether a job runs on TransformerEngine's layers: on GPUs, where it is installed."""
     there = importlib.util.find_spec("transformer_engine") is not None
     return there and job.device == "cuda" and job.run.world == "executed"
@@ -56,7 +56,7 @@ def _with_transformer_engine(run: RunSpec, policy: MegatronCore) -> list[Reason]
     ]
 
 
-def _pipeline(job: Job, policy: MegatronCore) -> list[Reason]:
+def _pipeline(job: PackageJob, policy: MegatronCore) -> list[Reason]:
     lay, run_on_cpu = job.run.layout, job.device == "cpu" and job.run.world == "executed"
     return [
         (

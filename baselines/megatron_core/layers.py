@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from baselines.megatron_core.guards import has_transformer_engine
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 from rematbench.runs.record import RunSpec
 from rematbench.torch.attention import attend, attend_backward
 from rematbench.torch.groups import Group
@@ -119,7 +119,7 @@ class _Gathered(torch.autograd.Function):
         return dq.permute(2, 0, 1, 3).contiguous(), dk, dv, None
 
 
-def layer_spec(job: Job) -> tuple[Any, str]:
+def layer_spec(job: PackageJob) -> tuple[Any, str]:
     """The spec of a chunk's layers, and the name of its core attention."""
     run = job.run
     if has_transformer_engine(job):

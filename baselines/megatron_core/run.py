@@ -18,8 +18,8 @@ from baselines.common.weights import assemble, model_specs, norms
 from baselines.megatron_core import shim
 from baselines.megatron_core.arguments import policy_of
 from baselines.megatron_core.guards import check, has_transformer_engine
-from baselines.megatron_core.plan import MegatronCore
-from rematbench.packages.process import Job
+from rematbench.packages.megatron_core.plan import MegatronCore
+from rematbench.packages.process import PackageJob
 from rematbench.torch.batch import MicroBatch
 
 
@@ -33,7 +33,7 @@ def stack() -> dict[str, str]:
     return found
 
 
-def refuse(job: Job) -> None:
+def refuse(job: PackageJob) -> None:
     """Raise NotRunnable by the guards, before any process starts."""
     policy = _policy(job)
     check(job, policy)
@@ -45,7 +45,7 @@ def refuse(job: Job) -> None:
         transformer_config(job, policy)  # raises for options that it refuses
 
 
-def _policy(job: Job) -> MegatronCore:
+def _policy(job: PackageJob) -> MegatronCore:
     policy = msgspec.convert(job.run.parameters["megatron_core"], MegatronCore)
     return policy_of(job.options, policy, job.run) if job.options else policy
 
@@ -55,7 +55,7 @@ def _shimmed(real: bool) -> tuple[str, ...]:
     return shim.install(real=real)
 
 
-def environment(job: Job) -> dict[str, str]:
+def environment(job: PackageJob) -> dict[str, str]:
     """Environment variables of Megatron-LM's launch scripts.
 
     One hardware queue: kernels then start in the order of their issue, and a collective before the
@@ -74,7 +74,7 @@ def _label(parts: tuple[str, ...], device: str) -> str:
     return "megatron-core + CPU shim"
 
 
-def execute(job: Job, rank: Rank) -> RankAnswer:
+def execute(job: PackageJob, rank: Rank) -> RankAnswer:
     """Train on this rank."""
     device = torch.device("cpu" if job.device == "cpu" else f"cuda:{torch.cuda.current_device()}")
     parts: tuple[str, ...] = ()
@@ -142,7 +142,7 @@ class Trainer:
         self.rig.optimizer.step()
 
 
-def trace(job: Job) -> RankAnswer:
+def trace(job: PackageJob) -> RankAnswer:
     """The bytes of one rank on fake tensors, through the same schedules."""
     parts = _shimmed(False)
     from baselines.megatron_core import fake  # noqa: PLC0415  # after the shim

@@ -28,8 +28,8 @@ from baselines.megatron_core.config import (
     uses_distributed_optimizer,
 )
 from baselines.megatron_core.layers import layer_spec, mask_padding
-from baselines.megatron_core.plan import MegatronCore
-from rematbench.packages.process import Job
+from rematbench.packages.megatron_core.plan import MegatronCore
+from rematbench.packages.process import PackageJob
 from rematbench.torch.batch import MicroBatch, make_batch, micro_batches, positions
 from rematbench.torch.groups import Coordinates, is_gloo
 from rematbench.torch.kernels import IGNORED
@@ -41,7 +41,7 @@ VOCAB_MULTIPLE = 1
 counts in the loss (in Megatron-LM it does, with the multiple that it is given)."""
 
 
-def join_groups(job: Job) -> Coordinates:
+def join_groups(job: PackageJob) -> Coordinates:
     """Make Megatron-core's process groups for a layout; the result is this rank's place in them."""
     lay = job.run.layout
     PipelineOffloadManager.reset_instance()
@@ -72,7 +72,7 @@ def leave_groups() -> None:
 class Rig:
     """The wrapped chunks of one rank, with their optimizer."""
 
-    job: Job
+    job: PackageJob
     place: Coordinates
     chunks: list[Any]
     config: Any
@@ -141,7 +141,7 @@ def _gather_gradients(chunk: Any) -> None:
             dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
-def build(job: Job, policy: MegatronCore, place: Coordinates, device: torch.device) -> Rig:
+def build(job: PackageJob, policy: MegatronCore, place: Coordinates, device: torch.device) -> Rig:
     """The rank's chunks, before their weights are written."""
     run = job.run
     config = transformer_config(job, policy)

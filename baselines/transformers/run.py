@@ -10,7 +10,7 @@ from baselines.common.contract import NotRunnable, Rank, RankAnswer
 from baselines.transformers.families import config_of_model, model_class
 from baselines.transformers.policy import Transformers
 from baselines.transformers.step import DTYPES, Kernel, Seen, Setup, run
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 from rematbench.problem import AttentionChoice
 from rematbench.runs.record import RunSpec
 
@@ -23,7 +23,7 @@ def stack() -> dict[str, str]:
     return {name: version(name) for name in ("transformers", "torch")}
 
 
-def refuse(job: Job) -> None:
+def refuse(job: PackageJob) -> None:
     """Raise NotRunnable for jobs that are not run, before anything is built."""
     asked = job.run
     if asked.world != "traced":
@@ -42,17 +42,17 @@ def _policy(asked: RunSpec) -> Transformers:
     return msgspec.convert(asked.parameters["transformers"], Transformers)
 
 
-def environment(job: Job) -> dict[str, str]:
+def environment(job: PackageJob) -> dict[str, str]:
     """No variables, because nothing is executed."""
     return {}
 
 
-def execute(job: Job, rank: Rank) -> RankAnswer:
+def execute(job: PackageJob, rank: Rank) -> RankAnswer:
     """Raise NotRunnable, as `refuse` does first."""
     raise NotRunnable("transformers is traced only: nothing of it is executed here")
 
 
-def trace(job: Job) -> RankAnswer:
+def trace(job: PackageJob) -> RankAnswer:
     """The bytes of one micro-batch on fake tensors."""
     asked, policy = job.run, _policy(job.run)
     config = config_of_model(asked.model, policy.family)

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
-from rematbench.packages.process import Job, job, policy, run_jobs
+from rematbench.packages.process import PackageJob, job, policy, run_jobs
 from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Plan
 from rematbench.plugins.registry import Composition
@@ -88,7 +88,7 @@ def asked_problem(asked: Asked, **changes: Any) -> Problem:
     return Problem(work, made.cluster, made.system, made.layout, made.calibration, made.attention)
 
 
-def asked_job(baseline: str, asked: Asked, **options: Any) -> Job:
+def asked_job(baseline: str, asked: Asked, **options: Any) -> PackageJob:
     """The job; every one writes its gradients."""
     method = policy(baseline, asked.settings)
     options = {"gradients": True, "ignored": asked.ignored, "timeout_s": 60.0, **options}
@@ -107,7 +107,7 @@ def run_all(baseline: str, asked: list[Asked], folder: Path) -> list[Ran]:
     return run_together(baseline, [asked_job(baseline, item) for item in asked], folder)
 
 
-def run_together(baseline: str, jobs: Sequence[Job], folder: Path) -> list[Ran]:
+def run_together(baseline: str, jobs: Sequence[PackageJob], folder: Path) -> list[Ran]:
     """Jobs in one launch of the baseline's process."""
     found = []
     for number, record in enumerate(run_jobs(baseline, jobs, folder)):

@@ -11,7 +11,7 @@ from rematbench.cli.app import command_line
 from rematbench.host.console import CommandError
 from rematbench.packages import points as baseline_points
 from rematbench.packages.points import load_points
-from rematbench.packages.process import Job, NotInstalled
+from rematbench.packages.process import NotInstalled, PackageJob
 from rematbench.runs.record import Record, read_record, write_record
 from rematbench.runs.reopen import spec_problem
 from rematbench.runs.suite import Variant
@@ -96,9 +96,9 @@ def test_a_record_of_another_outcome_differs() -> None:
 def test_trace_takes_a_baseline_and_a_stage(
     stage: int | None, rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Job] = []
+    asked: list[PackageJob] = []
 
-    def run_jobs(name: str, jobs: list[Job]) -> list[Record]:
+    def run_jobs(name: str, jobs: list[PackageJob]) -> list[Record]:
         asked.extend(jobs)
         return [committed()]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baselines.deepspeed.plan import DeepSpeed
+from rematbench.packages.deepspeed.plan import DeepSpeed
 from tests.baselines.cases import (
     GPT,
     SEQ,

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from baselines.megatron_core.plan import MIN_OFFLOADED, MegatronCore
-from rematbench.packages.flags import Answer, flags_of
-from rematbench.packages.process import Job, baselines, policy, run_jobs
+from rematbench.packages.flags import FlagsAnswer, flags_of
+from rematbench.packages.megatron_core.plan import MIN_OFFLOADED, MegatronCore
+from rematbench.packages.process import PackageJob, baselines, policy, run_jobs
 from rematbench.packages.process import job as make_job
 from rematbench.plan import Plan, Unsupported
 from rematbench.runs.record import Record, World
@@ -37,7 +37,7 @@ WRONG = "arguments of another job"
 
 def answered(
     method: str, settings: dict[str, Any], baseline: str, asked: Asked = ONE
-) -> tuple[Plan, Answer]:
+) -> tuple[Plan, FlagsAnswer]:
     problem = asked_problem(asked)
     plan = all_methods().resolve(method, settings).plan(problem)
     assert isinstance(plan, Plan)
@@ -72,7 +72,7 @@ def same_as_the_plan(method: str, settings: dict[str, Any], ran: Record) -> None
     assert seen.parameter_norms[0] == pytest.approx(own.gradient_norms[0], rel=10 * FP32, abs=1e-7)
 
 
-def printed_job(baseline: str, answer: Answer, world: World = "executed") -> Job:
+def printed_job(baseline: str, answer: FlagsAnswer, world: World = "executed") -> PackageJob:
     """A job of the default policy whose options are what was printed: nothing else says them."""
     made, method = asked_problem(Asked("one")), policy(baseline)
     job = make_job(made, method, world, options=answer.flags, timeout_s=60.0)
@@ -84,7 +84,7 @@ def said(settings: dict[str, Any]) -> RankBytes:
     return weighed(policy("megatron_core", settings), asked_problem(Asked("one")))
 
 
-def of_method(method: str, settings: dict[str, Any], baseline: str) -> list[Job]:
+def of_method(method: str, settings: dict[str, Any], baseline: str) -> list[PackageJob]:
     """Under what is printed; by the named policy; by none; and what is printed, traced."""
     _, answer = answered(method, settings, baseline)
     assert not answer.missing
@@ -99,7 +99,7 @@ def of_method(method: str, settings: dict[str, Any], baseline: str) -> list[Job]
     ]
 
 
-def offloading() -> list[Job]:
+def offloading() -> list[PackageJob]:
     """Offloading by the policy, and by its printed arguments alone."""
     named = policy("megatron_core", {"offload_modules": "qkv_linear"})
     made = asked_problem(ONE)
@@ -109,7 +109,7 @@ def offloading() -> list[Job]:
     return [make_job(made, named, "traced"), printed]
 
 
-def of_another_job() -> list[Job]:
+def of_another_job() -> list[PackageJob]:
     """Arguments that a job cannot have."""
     _, answer = answered("full_recompute", {"num_layers": "2"}, "megatron_core")
     flags = answer.flags

@@ -19,7 +19,8 @@ from baselines.common import driver, gpu, training
 from baselines.common.contract import NotRunnable, RankAnswer
 from baselines.common.meter import Meter
 from baselines.common.records import write
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
+from rematbench.runs import ranks
 from rematbench.runs.rank_error import KILLED, of_job
 from rematbench.runs.record import read_record
 from rematbench.spec.paths import data_dir
@@ -113,7 +114,7 @@ def test_a_loss_that_is_no_number_is_a_failure_that_says_so() -> None:
 def test_a_rank_that_the_kernel_killed_is_out_of_memory(tmp_path: Path) -> None:
     """Also beside one that only lost its peer."""
     (tmp_path / "0.1.error").write_text("failed\nRuntimeError: Connection closed by peer")
-    ended = driver._watch([SimpleNamespace(exitcode=code) for code in (-9, 1)], tmp_path, 5.0)
+    ended = ranks.watch([SimpleNamespace(exitcode=code) for code in (-9, 1)], tmp_path, 5.0)
     assert (ended.status, ended.reason) == ("oom", f"rank 0: {KILLED}")
     assert of_job(tmp_path.glob("0.*.error"), ended) == ended
 
@@ -190,7 +191,7 @@ def test_ranks_that_start_anew_train_as_forked_ones(baseline: str, tmp_path: Pat
     package, layout = PACKAGES[baseline]
     needs(package)
     asked = Asked(layout)
-    jobs: list[Job] = [asked_job(baseline, asked)]
+    jobs: list[PackageJob] = [asked_job(baseline, asked)]
     (tmp_path / "jobs.json").write_bytes(msgspec.json.encode(jobs))
     (tmp_path / "start.py").write_text(
         f"""import sys

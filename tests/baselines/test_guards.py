@@ -9,13 +9,13 @@ from msgspec.structs import replace
 
 from baselines.common.contract import NotRunnable
 from baselines.common.memory import check_memory
-from baselines.deepspeed import guards as deepspeed
-from baselines.deepspeed.plan import DeepSpeed, pieces
+from baselines.deepspeed import options as deepspeed
 from baselines.megatron_core import guards as megatron
 from baselines.megatron_core.arguments import policy_of
-from baselines.megatron_core.plan import MegatronCore, OffloadModule
+from rematbench.packages.deepspeed.plan import DeepSpeed, pieces
 from rematbench.packages.limits import setup_of
-from rematbench.packages.process import Job
+from rematbench.packages.megatron_core.plan import MegatronCore, OffloadModule
+from rematbench.packages.process import PackageJob
 from tests.baselines.cases import GPT, TINY, Asked, asked_job, asked_problem
 
 Changes = Mapping[str, Any]
@@ -34,7 +34,7 @@ class Broken(NamedTuple):
     job: Changes = MappingProxyType({})
 
 
-def changed(baseline: str, case: Broken) -> Job:
+def changed(baseline: str, case: Broken) -> PackageJob:
     gelu = case.model.get("mlp") == "gelu"
     job = asked_job(baseline, Asked("one", model=GPT if gelu else TINY))
     spec = replace(

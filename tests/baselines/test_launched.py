@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 from rematbench.runs.record import Record, read_record
 from rematbench.spec.paths import data_dir
 from tests.baselines.cases import Asked, Ran, asked_job, assert_equal
@@ -20,7 +20,7 @@ PACKAGES = {"megatron_core": "megatron.core", "deepspeed": "deepspeed"}
 LAYOUTS = {"megatron_core": "tp2", "deepspeed": "dp2"}
 
 
-def launched(baseline: str, jobs: list[Job], folder: Path) -> list[Record]:
+def launched(baseline: str, jobs: list[PackageJob], folder: Path) -> list[Record]:
     """Two processes with the variables that torchrun sets; records in the jobs' order."""
     (folder / "jobs.json").write_bytes(msgspec.json.encode(jobs))
     with socket.socket() as free:

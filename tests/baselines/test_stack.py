@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from baselines.deepspeed.stack import made_on_the_way
+from rematbench.packages.deepspeed.stack import made_on_the_way
 from rematbench.packages.process import job as make_job
 from rematbench.packages.process import policy, run_jobs
 from rematbench.packages.stack import layer_tensors, stack_of

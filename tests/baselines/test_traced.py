@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from rematbench.packages.process import Job, policy, run_jobs
+from rematbench.packages.process import PackageJob, policy, run_jobs
 from rematbench.packages.process import job as make_job
 from rematbench.runs.record import Record
 from tests.baselines.cases import GPT, Asked, asked_problem
@@ -156,7 +156,9 @@ def both(
     return real, fake
 
 
-def _job(baseline: str, asked: Asked, world: Literal["executed", "traced"], rank: int) -> Job:
+def _job(
+    baseline: str, asked: Asked, world: Literal["executed", "traced"], rank: int
+) -> PackageJob:
     later = "zero3" in asked.layout or "offload_modules" in asked.settings
     steps = 2 if later else 1  # the second is like all that follow
     options: dict[str, Any] = {"steps": steps, "timeout_s": 60.0, "rank": rank}

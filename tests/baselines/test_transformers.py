@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 from rematbench.runs.record import Record, RunSpec
 from rematbench.spec.layout import Layout
 from tests.problems import LLAMA
@@ -270,7 +270,7 @@ def test_a_model_that_a_family_cannot_say_is_refused() -> None:
     assert config_of_model(LLAMA, "qwen3").head_dim == LLAMA.head_dim
 
 
-def job(**changes: Any) -> Job:
+def job(**changes: Any) -> PackageJob:
     spec = {
         "method": "transformers",
         "parameters": {"transformers": {"family": "qwen3", "checkpointing": True}},
@@ -286,7 +286,7 @@ def job(**changes: Any) -> Job:
         "attention": "flash",
         "world": "traced",
     }
-    return Job(run=RunSpec(**{**spec, **changes}))
+    return PackageJob(run=RunSpec(**{**spec, **changes}))
 
 
 @pytest.mark.full  # ten CPU seconds; the other tests trace in this process

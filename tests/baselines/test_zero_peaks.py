@@ -7,11 +7,16 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from baselines.deepspeed import reducing, zero_peaks
-from baselines.deepspeed.sizes import Sizes
-from baselines.deepspeed.weights import Weight, by_operator, head_weight, parameters
-from baselines.deepspeed.whole import Whole, modules
 from rematbench.lowering.lower import lower
+from rematbench.packages.deepspeed import reducing, zero_peaks
+from rematbench.packages.deepspeed.weights import (
+    Sizes,
+    Weight,
+    by_operator,
+    head_weight,
+    parameters,
+)
+from rematbench.packages.deepspeed.whole import Whole, modules
 from rematbench.packages.process import job, policy, run_jobs
 from rematbench.packages.stack import stack_of
 from rematbench.plan import Plan

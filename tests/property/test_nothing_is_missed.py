@@ -10,7 +10,7 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import reserved_bytes, run_plan
+from rematbench.choose.outcome import reserved, run_plan
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Registry
@@ -66,7 +66,7 @@ def weighed(problem: Problem, registry: Registry, names: Iterable[str]) -> list[
             continue
         ranks = program_bytes(problem, plan, program)
         allocated = max(rank.device_peak for rank in ranks)
-        found.append(Weighed(name, plan, allocated, reserved_bytes(problem, program, ranks)))
+        found.append(Weighed(name, plan, allocated, reserved(problem, program, ranks).nbytes))
     return found
 
 

@@ -20,14 +20,15 @@ from rematbench.cost.kernels import Attention
 from rematbench.published import kernel_attention
 from rematbench.published.kernel_attention import attention_fraction
 from rematbench.published.kernel_fit import as_text, curve_table, fit_share, refit
-from rematbench.published.kernel_numbers import Array, solve
 from rematbench.published.kernel_rows import Match, attention_flop, measured, read_kernel_rows
 from rematbench.published.kernel_sources import (
     TOLERANCE,
+    Array,
     KernelFitError,
     ShareRows,
     load_sources,
     outliers,
+    solve,
 )
 from rematbench.published.scores import how_to_read
 from rematbench.spec.load import calibration, load_cluster

@@ -65,7 +65,7 @@ def test_what_a_part_should_have_left_is_missed(tmp_path: Path) -> None:
     """By the summary, of the parts that have ended and the cells that were asked for."""
     large(tmp_path)
     path = suite(tmp_path, "lossless-fp32", "large")
-    asked = gpu.Asked(suite=path, output=tmp_path, device="cpu", only=("large.keep_all",))
+    asked = gpu.GpuAsked(suite=path, output=tmp_path, device="cpu", only=("large.keep_all",))
     ended = (Ran(part="large", status="ok", seconds=1.0),)
     one = {f.claim: f.holds for f in gpu.summarize(ended, asked, "").findings}
     every = gpu.summarize(ended, replace(asked, only=()), "")
@@ -143,7 +143,9 @@ def test_a_cell_that_cannot_be_compared_has_a_record(
     wrong = comparison(gradient_error=math.nan)
     monkeypatch.setattr(executed, "compared", lambda *_: wrong)
     path = suite(tmp_path, "lossless-fp32")
-    found = gpu.Asked(suite=path, output=tmp_path, device="cpu", only=CELLS[:1]).cells("lossless")
+    found = gpu.GpuAsked(suite=path, output=tmp_path, device="cpu", only=CELLS[:1]).cells(
+        "lossless"
+    )
     for one, record in run_cells(found, 100.0, How(steps=1)):
         keep_record(record, tmp_path / "records", one.name)
     (finding,) = (f for f in findings(tmp_path) if f.claim == SAME)

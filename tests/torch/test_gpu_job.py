@@ -13,6 +13,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
 
+from rematbench.runs import ranks
 from rematbench.torch import failures, job, launch, parameters, trace, worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.executor import Executor
@@ -56,11 +57,11 @@ def test_memory_that_is_out_has_a_status_of_its_own(error: Exception) -> None:
 def test_a_rank_that_failed_but_hangs_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "ERROR_GRACE_S", 0.2)
+    monkeypatch.setattr(ranks, "ERROR_GRACE_S", 0.2)
     (tmp_path / "0.1.error").write_text("oom\nOutOfMemoryError: full\n")
     alive: Any = [SimpleNamespace(exitcode=None)]
     start = time.monotonic()
-    failure = launch._watch(alive, tmp_path, 60.0)
+    failure = ranks.watch(alive, tmp_path, 60.0)
     assert time.monotonic() - start < 10.0
     assert launch._reason(tmp_path, 0, failure) == ("oom", "OutOfMemoryError: full")
 
@@ -71,7 +72,7 @@ def test_a_rank_that_failed_but_hangs_is_ended(
 )
 def test_how_a_process_ended_is_said(tmp_path: Path, code: int, status: str, word: str) -> None:
     dead: Any = [SimpleNamespace(exitcode=0), SimpleNamespace(exitcode=code)]
-    found = launch._watch(dead, tmp_path, 60.0)
+    found = ranks.watch(dead, tmp_path, 60.0)
     assert (found.status, word in found.reason, "rank 1" in found.reason) == (status, True, True)
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
-from rematbench.studies.answers import Answer
+from rematbench.studies.answers import StudyAnswer
 from rematbench.studies.claim_ledger import (
     ALSO,
     BESIDE,
@@ -50,8 +50,8 @@ ELSEWHERE = {"predictions"}
 """Answers that come from predicted sheets, not from a study."""
 
 
-def answer(workload: str = "w", method: str = "ours", **changes: Any) -> Answer:
-    made = Answer(
+def answer(workload: str = "w", method: str = "ours", **changes: Any) -> StudyAnswer:
+    made = StudyAnswer(
         study="s",
         ask="run",
         workload=workload,
@@ -68,7 +68,9 @@ def query(**changes: Any) -> Query:
     return replace(made, **changes)
 
 
-def ledger(value: str, *parts: Part, answers: list[Answer] | None = None) -> list[dict[str, Any]]:
+def ledger(
+    value: str, *parts: Part, answers: list[StudyAnswer] | None = None
+) -> list[dict[str, Any]]:
     """Lines of a claim with this published value and a tolerance of a tenth."""
     told = {"id": "c", "value": value, "unit": "tokens", "conditions": "4x and 50 GB"}
     row = dict.fromkeys(ROWS[0], "") | told
@@ -292,7 +294,7 @@ def test_numbers_of_published_texts() -> None:
     assert published("6 / 4").told(over) == 1.5
 
 
-def layouts(*cells: tuple[str, str, float, str]) -> list[Answer]:
+def layouts(*cells: tuple[str, str, float, str]) -> list[StudyAnswer]:
     """(method, layout, speed, status) on one workload."""
     return [
         answer(method=m, layout=lay, status=s, values={"tokens_per_s_per_gpu": v, "step_s": 1 / v})

@@ -13,7 +13,7 @@ from rematbench.choose.candidates import load_compare
 from rematbench.choose.compare import Comparing
 from rematbench.choose.judged import judge
 from rematbench.cli.options import Request, RunOptions, request
-from rematbench.cli.ranking import Ranking, Shown
+from rematbench.cli.ranking import Ranking, ShownTable
 from rematbench.cost.estimators import fujii_estimate
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, Unsupported
@@ -174,7 +174,7 @@ def test_the_table_is_not_cut(width: int) -> None:
     found = Comparing(asked.problem, asked.base, config, limit_s=60).everything()
     judged = judge(found, asked.problem)
     out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    shown = Shown(asked=asked, engines=Engines(asked.problem), share=config.shown_share)
+    shown = ShownTable(asked=asked, engines=Engines(asked.problem), share=config.shown_share)
     printed = Ranking(out, shown)
     printed.table(judged)
     printed.notes(found, judged)

@@ -17,11 +17,11 @@ from rematbench.choose.candidates import (
     same_plan,
 )
 from rematbench.choose.compare import Comparing
-from rematbench.choose.entry import Comparison, Entry
+from rematbench.choose.entry import Compared, Entry
 from rematbench.choose.judged import Judged, tied
 from rematbench.choose.outcome import run_method
 from rematbench.cli.options import Request
-from rematbench.cli.ranking import Shown, safest, texts, verdict
+from rematbench.cli.ranking import ShownTable, safest, texts, verdict
 from rematbench.host.workers import Pool
 from rematbench.lowering.lower import lower
 from rematbench.packages.flags import Engines
@@ -44,19 +44,19 @@ def demo(**changes: Any) -> Problem:
 
 
 @pytest.fixture(scope="module")
-def found() -> Comparison:
+def found() -> Compared:
     p = demo()
     return Comparing(p, p.base_plan, load_compare(), limit_s=60).everything()
 
 
-def by_name(found: Comparison) -> dict[str, Entry]:
+def by_name(found: Compared) -> dict[str, Entry]:
     return {entry.name: entry for entry in found.entries}
 
 
 # -- its numbers ------------------------------------------------------------------------------
 
 
-def test_every_method_has_an_entry(found: Comparison) -> None:
+def test_every_method_has_an_entry(found: Compared) -> None:
     registry = all_methods()
     assert set(registry.methods) <= set(by_name(found))
     assert found.unavailable == registry.broken
@@ -66,7 +66,7 @@ def test_every_method_has_an_entry(found: Comparison) -> None:
     "name",
     ["keep_all", "full_recompute", "pp_offload", "balanced_checkpointing+pp_offload", "memo+mst"],
 )
-def test_an_entry_is_a_run_of_its_own(found: Comparison, name: str) -> None:
+def test_an_entry_is_a_run_of_its_own(found: Compared, name: str) -> None:
     alone = run_method(demo(), all_methods().resolve(name))
     entry = by_name(found)[name]
     assert (entry.status, entry.verdict) == (alone.status, alone.verdict)
@@ -76,7 +76,7 @@ def test_an_entry_is_a_run_of_its_own(found: Comparison, name: str) -> None:
     assert entry.evaluation == alone.evaluation
 
 
-def test_a_tuned_policy_takes_the_least_that_fits(found: Comparison) -> None:
+def test_a_tuned_policy_takes_the_least_that_fits(found: Compared) -> None:
     entry = next(e for e in found.entries if e.candidate.name == "full_recompute:block")
     layers = entry.settings["num_layers"]
     assert entry.status == "ok"
@@ -87,7 +87,7 @@ def test_a_tuned_policy_takes_the_least_that_fits(found: Comparison) -> None:
         assert run.status == status
 
 
-def test_fitting_entries_come_first_and_fastest_first(found: Comparison) -> None:
+def test_fitting_entries_come_first_and_fastest_first(found: Compared) -> None:
     words = ["ok", "oom", "unsupported", "timed out", "failed"]
     order = [words.index(entry.status) for entry in found.entries]
     assert order == sorted(order)
@@ -97,7 +97,7 @@ def test_fitting_entries_come_first_and_fastest_first(found: Comparison) -> None
     assert {"ok", "oom"} <= {entry.status for entry in found.entries}
 
 
-def test_parts_add_up_to_the_step(found: Comparison) -> None:
+def test_parts_add_up_to_the_step(found: Compared) -> None:
     for entry in found.entries:
         if entry.status == "ok":
             assert entry.evaluation is not None
@@ -118,7 +118,7 @@ def test_no_candidate_is_made_twice_and_only_rows_that_fit_are_taken_apart() -> 
     assert apart == sorted(entry.name for entry in found.entries if entry.status == "ok")
 
 
-def test_gpu_hours_are_those_of_the_speed(found: Comparison) -> None:
+def test_gpu_hours_are_those_of_the_speed(found: Compared) -> None:
     entry = next(e for e in found.entries if e.status == "ok")
     assert entry.evaluation is not None
     assert entry.gpu_hours_per_1e9_tokens is not None
@@ -126,7 +126,7 @@ def test_gpu_hours_are_those_of_the_speed(found: Comparison) -> None:
     assert entry.gpu_hours_per_1e9_tokens * 3600 * rate == pytest.approx(1e9)
 
 
-def test_equal_plans_are_named_once(found: Comparison) -> None:
+def test_equal_plans_are_named_once(found: Compared) -> None:
     same = [entry for entry in found.entries if entry.same_as]
     assert {entry.name: entry.same_as for entry in same}["selective_recompute"] == "keep_all"
     unique = [same_plan(e.plan) for e in found.entries if e.plan and not e.same_as]
@@ -237,7 +237,7 @@ def test_each_part_is_the_one_that_was_added() -> None:
 BAND = Band(half_width=0.1, outside={"context": "1 token"}, sources=4)
 
 
-def test_ties_are_within_the_error_of_ratios(found: Comparison) -> None:
+def test_ties_are_within_the_error_of_ratios(found: Compared) -> None:
     entries = [entry for entry in found.entries if entry.status == "ok" and not entry.same_as]
     speeds = [e.evaluation.tokens_per_s_per_gpu for e in entries if e.evaluation]
     gap = math.log(speeds[0] / speeds[1])
@@ -246,7 +246,7 @@ def test_ties_are_within_the_error_of_ratios(found: Comparison) -> None:
         assert [item.tied for item in tied(judged, half_width)] == [False, equal]
 
 
-def test_the_safest_of_a_tie_leaves_most_of_the_device_free(found: Comparison) -> None:
+def test_the_safest_of_a_tie_leaves_most_of_the_device_free(found: Compared) -> None:
     entries = [entry for entry in found.entries if entry.status == "ok" and not entry.same_as]
     judged = [Judged(entry, BAND, "yes", tied=bool(index)) for index, entry in enumerate(entries)]
     free = {entry.name: entry.verdict.headroom_bytes for entry in entries if entry.verdict}
@@ -256,11 +256,11 @@ def test_the_safest_of_a_tie_leaves_most_of_the_device_free(found: Comparison) -
     assert safest([replace(item, tied=False) for item in judged]) == ""
 
 
-def test_a_row_shows_no_speed_of_what_does_not_fit(found: Comparison) -> None:
+def test_a_row_shows_no_speed_of_what_does_not_fit(found: Compared) -> None:
     entry = by_name(found)["keep_all"]
     p = demo(seq_len=65536)
     asked = Request(problem=p, method=all_methods().resolve("keep_all"), base=p.base_plan)
-    shown = Shown(asked=asked, engines=Engines(p), share=0.02)
+    shown = ShownTable(asked=asked, engines=Engines(p), share=0.02)
     row = texts(Judged(entry, BAND, "no"), shown, folded=False)
     assert row[:2] == ["keep_all", "no"]
     assert row[2].startswith("-")

@@ -19,16 +19,16 @@ from rematbench.simulate.evaluate import evaluate
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
 from rematbench.solve.lynx import (
-    Group,
-    Policy,
+    LayerGroup,
+    StagePolicy,
     greedy_policy,
     heuristic,
     optimum,
     policy_front,
 )
-from rematbench.solve.partition import balance, contiguous
 from rematbench.solve.relocate import Relocation
-from rematbench.solve.windows import Job, LayerWindows, Slot, idle_s, layer_windows
+from rematbench.solve.stage_times import balance, contiguous
+from rematbench.solve.windows import LayerWindows, Slot, WindowJob, idle_s, layer_windows
 from rematbench.spec.layout import Layout
 from tests.problems import all_methods, layers, make_problem, plan_of, problem, rule
 from tests.twin.interpreter import interpret
@@ -115,7 +115,7 @@ def layer_problems(draw: st.DrawFn) -> LayerWindows:
     """Random jobs over a chain of operators, and two windows in each of two layers."""
     names = [f"op{i}" for i in range(draw(st.integers(2, 5)))]
     jobs = tuple(
-        Job(
+        WindowJob(
             op=name,
             outputs=(f"{name}_out",),
             nbytes=draw(st.integers(1, 50)),
@@ -135,7 +135,7 @@ def layer_problems(draw: st.DrawFn) -> LayerWindows:
     return LayerWindows(jobs=jobs, slots=slots, idle_s=idle)
 
 
-def legal(layer: LayerWindows, policy: Policy) -> bool:
+def legal(layer: LayerWindows, policy: StagePolicy) -> bool:
     """Whether every job's window closes in time and opens after what it reads is there."""
     never = 10**6
     when = {x.job.op: x.slot.at if x.slot else never for x in policy.placed}
@@ -150,7 +150,7 @@ def legal(layer: LayerWindows, policy: Policy) -> bool:
 
 @given(layer_problems(), st.floats(0, 1))
 def test_the_milp_is_never_worse_than_the_heuristic(layer: LayerWindows, share: float) -> None:
-    groups = [Group(layers=2, in_flight=4), Group(layers=1, in_flight=2)]
+    groups = [LayerGroup(layers=2, in_flight=4), LayerGroup(layers=1, in_flight=2)]
     total = 6 * sum(job.nbytes for job in layer.jobs)
     budget = share * total
     shared = heuristic(policy_front(layer, 3), groups, budget)
@@ -174,7 +174,7 @@ def test_the_front_falls_in_bytes_and_rises_in_seconds(layer: LayerWindows) -> N
 
 
 def test_a_job_that_fits_its_window_is_free() -> None:
-    job = Job(op="x", outputs=("y",), nbytes=8, seconds=1.0, needs=(), deadline=9, hides=True)
+    job = WindowJob(op="x", outputs=("y",), nbytes=8, seconds=1.0, needs=(), deadline=9, hides=True)
     slots = (Slot(op="a", layer_offset=0, at=4),)
     wide = LayerWindows(jobs=(job,), slots=slots, idle_s={"a": 2.0})
     narrow = replace(wide, idle_s={"a": 0.25})
@@ -184,7 +184,7 @@ def test_a_job_that_fits_its_window_is_free() -> None:
 
 def test_without_jobs_there_is_nothing_to_choose() -> None:
     nothing = LayerWindows(jobs=(), slots=(), idle_s={})
-    groups = [Group(layers=2, in_flight=4), Group(layers=1, in_flight=2)]
+    groups = [LayerGroup(layers=2, in_flight=4), LayerGroup(layers=1, in_flight=2)]
     (empty,) = policy_front(nothing, 3)
     assert optimum(nothing, groups, 0.0, 3) == (empty, empty)
     assert (empty.placed, empty.kept_bytes) == ((), 0)

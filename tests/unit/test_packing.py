@@ -12,7 +12,7 @@ from rematbench.program.program import Program
 from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.memory_plan import lifetimes, memory_plan
 from rematbench.solve.packing import Packing, Tensor, best_fit, live_peak, pack
-from rematbench.studies.fragmentation import fragmentation
+from rematbench.studies.measures import fragmentation
 from tests.problems import all_methods, layers, problem
 from tests.strategies import cases
 

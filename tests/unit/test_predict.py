@@ -10,9 +10,8 @@ import pytest
 from rematbench.cli.sheet import predict as predict_sheet
 from rematbench.cli.targets import read
 from rematbench.host.console import CommandError
-from rematbench.published.predict import COLUMNS, predict_case, predict_rows
-from rematbench.published.reported import layer_bytes_in_flight
-from rematbench.published.rows import Case, RowError, read_case, recompute_method
+from rematbench.published.predict import COLUMNS, layer_bytes_in_flight, predict_case, predict_rows
+from rematbench.published.rows import PublishedCase, RowError, read_case, recompute_method
 from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
@@ -68,7 +67,7 @@ def predict(cells: dict[str, str]) -> dict[str, Any]:
     return predict_rows([cells], processes=1)[0]
 
 
-def case(**changes: Any) -> Case:
+def case(**changes: Any) -> PublishedCase:
     return read_case(row(**changes), REGISTRY)
 
 

@@ -14,8 +14,8 @@ from rematbench.published.sheets import write_sheet
 from rematbench.tables.expected import (
     Artifact,
     Bound,
-    Claim,
     Find,
+    TableClaim,
     check,
     counted,
     differences,
@@ -210,7 +210,7 @@ def test_a_finding_counts_rows_and_those_that_agree_with_others(tmp_path: Path) 
     assert counted(FIND, tmp_path) == (2, 3)
     agree = replace(FIND, same=("kept", "cost"), beside={"arm": "b"})
     assert counted(agree, tmp_path) == (1, 2)
-    claim = Claim(id="C1", text="Text.", place="here", tables=("t",), finds=(FIND,))
+    claim = TableClaim(id="C1", text="Text.", place="here", tables=("t",), finds=(FIND,))
     artifact = Artifact(claims=(claim,), tolerance=1e-6)
     (passed,) = check(artifact, tmp_path, tmp_path)
     assert passed.line == "PASS C1 Text. Found: fastest: 2 of 3."

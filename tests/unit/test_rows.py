@@ -15,7 +15,7 @@ from rematbench.choose.compare import Comparing
 from rematbench.choose.job import Job
 from rematbench.choose.judged import Order, judge, lines
 from rematbench.cli.options import Request, RunOptions, request
-from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, Shown, kept
+from rematbench.cli.ranking import UNBOUNDED, Head, Ranking, ShownTable, kept
 from rematbench.host.console import gib, grid, show_whole
 from rematbench.packages.flags import Engines, costs, flags_of
 from rematbench.plan import Plan, Recompute, Rule, Select, Window
@@ -162,7 +162,7 @@ def test_numbers_are_whole_at_any_width(width: int) -> None:
     found = comparing.everything()
     judged = judge(found, one.problem)
     engines = Engines(one.problem)
-    shown = Shown(asked=one, engines=engines, order=Order(tokens=1e12), share=0.02)
+    shown = ShownTable(asked=one, engines=engines, order=Order(tokens=1e12), share=0.02)
     for wide in (False, True):
         out = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         printed = Ranking(out, shown, wide=wide)
@@ -183,7 +183,7 @@ def test_a_dumb_terminal_has_wide_tables_too() -> None:
     one = asked()
     out = Console(force_terminal=True, _environ={"TERM": "dumb"})
     assert out.width == 80
-    Ranking(out, Shown(asked=one, engines=Engines(one.problem), share=0.02), wide=True)
+    Ranking(out, ShownTable(asked=one, engines=Engines(one.problem), share=0.02), wide=True)
     assert out.width == UNBOUNDED
 
 
@@ -208,7 +208,7 @@ def test_a_late_row_is_not_cut_either(first: int) -> None:
     names = ["keep_all", "balanced_checkpointing+memo:alpha=0.25+mst"]
     comparing = Comparing(one.problem, one.base, load_compare(), only=names)
     judged = judge(comparing.everything(), one.problem)
-    shown = Shown(asked=one, engines=Engines(one.problem), share=0.02)
+    shown = ShownTable(asked=one, engines=Engines(one.problem), share=0.02)
     out = Console(width=30, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     printed = Ranking(out, shown)
     printed.table(judged[:first])

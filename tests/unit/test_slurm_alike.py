@@ -3,19 +3,19 @@
 from msgspec.structs import replace
 
 from rematbench.runs.measured import Measured
-from rematbench.slurm.alike import COLUMNS, Ran, alike
+from rematbench.slurm.rows import COLUMNS, CellRan, alike
 
 OURS, MEGATRON = "rematbench 1.0", "megatron-core 0.16.1"
 RAN = Measured(losses=(8.0, 7.0), gradient_norms=(2.0, 1.5))
 PACKAGE = replace(RAN, losses=(8.008, 6.0))
 BLANK = dict.fromkeys(COLUMNS, "")
-BASE = Ran("one", "keep_all", "bf16", True, OURS, RAN)
+BASE = CellRan("one", "keep_all", "bf16", True, OURS, RAN)
 
 
 def test_first_steps_are_held_to_what_keeps_all_in_our_executor() -> None:
-    package = Ran("one", "megatron_core", "bf16", True, MEGATRON, PACKAGE)
+    package = CellRan("one", "megatron_core", "bf16", True, MEGATRON, PACKAGE)
     wrong = replace(RAN, gradient_norms=(2.04, 1.5))
-    full = Ran("one", "full_recompute", "bf16", False, OURS, wrong)
+    full = CellRan("one", "full_recompute", "bf16", False, OURS, wrong)
     found = alike([package, full, BASE, None])
     assert found[0]["against"] == "keep_all"
     assert abs(found[0]["first_loss_error"] - 1e-3) < 1e-12
@@ -28,7 +28,7 @@ def test_first_steps_are_held_to_what_keeps_all_in_our_executor() -> None:
 
 def test_the_bound_is_that_of_the_precision() -> None:
     base, package = (
-        Ran("one", name, "fp32", name == "keep_all", engine, found)
+        CellRan("one", name, "fp32", name == "keep_all", engine, found)
         for name, engine, found in (
             ("keep_all", OURS, RAN),
             ("megatron_core", MEGATRON, PACKAGE),
@@ -38,16 +38,16 @@ def test_the_bound_is_that_of_the_precision() -> None:
 
 
 def test_without_our_executor_the_packages_own_is_the_reference() -> None:
-    package = Ran("one", "megatron_core", "bf16", True, MEGATRON, PACKAGE)
-    tiled = Ran("one", "deepspeed", "bf16", False, "deepspeed 0.19", PACKAGE)
+    package = CellRan("one", "megatron_core", "bf16", True, MEGATRON, PACKAGE)
+    tiled = CellRan("one", "deepspeed", "bf16", False, "deepspeed 0.19", PACKAGE)
     found = alike([tiled, package])
     assert found[0]["against"] == "megatron_core (megatron-core 0.16.1)"
     assert (found[0]["alike"], found[1]) == ("yes", BLANK)
 
 
 def test_nothing_is_said_without_a_reference_or_without_numbers() -> None:
-    other = Ran("two", "keep_all", "bf16", True, OURS, RAN)
-    full = Ran("one", "full_recompute", "bf16", False, OURS, RAN)
+    other = CellRan("two", "keep_all", "bf16", True, OURS, RAN)
+    full = CellRan("one", "full_recompute", "bf16", False, OURS, RAN)
     assert alike([other, full]) == [BLANK, BLANK], "another problem's is no reference"
     silent = full._replace(found=replace(RAN, losses=()))
     assert alike([BASE, silent])[1] == BLANK

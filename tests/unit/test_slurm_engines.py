@@ -11,7 +11,7 @@ from rematbench.plugins.registry import MethodError
 from rematbench.runs.record import read_record
 from rematbench.runs.store import Store
 from rematbench.slurm import engines
-from rematbench.slurm.cells import TIMED_STEPS, Campaign, Cell
+from rematbench.slurm.cells import TIMED_STEPS, Campaign, CampaignCell
 from rematbench.slurm.rows import cell_rows, number_rows
 from rematbench.slurm.submissions import submissions
 from rematbench.spec.paths import data_dir
@@ -26,7 +26,7 @@ def both(tmp_path: Path, **top: Any) -> Campaign:
     return campaign(tmp_path, **known | top)
 
 
-def by_name(made: Campaign) -> dict[str, Cell]:
+def by_name(made: Campaign) -> dict[str, CampaignCell]:
     return {cell.name: cell for cell in made.cells}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rematbench.spec.configfile import ConfigError
-from rematbench.studies.answers import Answer, ask_study, dump, read_answers
+from rematbench.studies.answers import StudyAnswer, ask_study, dump, read_answers
 from rematbench.studies.measures import part_peak_bytes, saved_layer_bytes
 from rematbench.studies.study import load_study, narrowed
 from tests.problems import all_methods, layers, problem
@@ -44,7 +44,7 @@ def study(tmp_path: Path, questions: str) -> Path:
     return path
 
 
-def ask(tmp_path: Path, questions: str) -> list[Answer]:
+def ask(tmp_path: Path, questions: str) -> list[StudyAnswer]:
     return ask_study(load_study(study(tmp_path, questions)), REGISTRY, "small.yaml")
 
 

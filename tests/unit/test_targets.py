@@ -7,7 +7,7 @@ import pytest
 from rematbench.choose import outcome as suite
 from rematbench.cli import measured
 from rematbench.cli import study as study_command
-from rematbench.cli.launched import is_launched
+from rematbench.cli.real import is_launched
 from rematbench.cli.targets import need_file, need_folder
 from rematbench.host.console import CommandError
 from rematbench.program.check import CheckError

@@ -32,8 +32,8 @@ from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.published.user_fit import (
     SPREADS,
     Array,
-    Measured,
-    Prior,
+    MeasuredRow,
+    ScalePrior,
     learnt,
     left_one_by_one,
     mean_error,
@@ -51,19 +51,19 @@ ROWS = read_sheet(data_dir("published") / "runs.csv")
 TRUE = np.log([1.1, 0.9, 1.3, 1.2])
 
 
-def drawn(count: int, noise: float = 0.0) -> Measured:
+def drawn(count: int, noise: float = 0.0) -> MeasuredRow:
     random = np.random.default_rng(7)
     rows = random.uniform(0.05, 1.0, (count, len(SCALES)))
     return linear(rows, rows @ TRUE + noise * random.standard_normal(count))
 
 
-def linear(slopes: Array, errors: Array) -> Measured:
+def linear(slopes: Array, errors: Array) -> MeasuredRow:
     """Rows of one tangent."""
-    return Measured(slopes[None], np.zeros((1, len(errors))), errors)
+    return MeasuredRow(slopes[None], np.zeros((1, len(errors))), errors)
 
 
 def test_many_exact_rows_give_the_scales_back() -> None:
-    theta, covariance = solved(drawn(400), Prior(spreads=SPREADS, noise=1e-4))
+    theta, covariance = solved(drawn(400), ScalePrior(spreads=SPREADS, noise=1e-4))
     assert theta == pytest.approx(TRUE, abs=1e-3)
     assert np.all(np.diag(covariance) < np.array(SPREADS) ** 2)
 
@@ -71,10 +71,10 @@ def test_many_exact_rows_give_the_scales_back() -> None:
 def test_few_rows_move_what_is_believed_least() -> None:
     """One row that all scales explain alike moves those of the widest prior most."""
     one = linear(np.ones((1, len(SCALES))), np.array([0.2]))
-    theta, _ = solved(one, Prior(spreads=SPREADS, noise=0.05))
+    theta, _ = solved(one, ScalePrior(spreads=SPREADS, noise=0.05))
     assert 0.0 < theta.sum() < 0.2
     assert theta / theta.max() == pytest.approx((np.array(SPREADS) / max(SPREADS)) ** 2)
-    nothing, _ = solved(one.some([]), Prior(spreads=SPREADS, noise=0.05))
+    nothing, _ = solved(one.some([]), ScalePrior(spreads=SPREADS, noise=0.05))
     assert not nothing.any()
 
 
@@ -84,7 +84,7 @@ def test_noise_is_that_of_the_stacks() -> None:
 
 def test_rows_left_out_are_predicted_by_the_others() -> None:
     data = drawn(30)
-    left = left_one_by_one(data, Prior(spreads=SPREADS, noise=0.01))
+    left = left_one_by_one(data, ScalePrior(spreads=SPREADS, noise=0.01))
     assert mean_error(np.array(left)) < 0.1 * mean_error(data.errors)
 
 
@@ -110,7 +110,7 @@ def test_the_readme_says_the_bands_after_few_rows() -> None:
 
 
 def test_a_mistyped_row_is_named() -> None:
-    before = Prior(spreads=SPREADS, noise=0.05)
+    before = ScalePrior(spreads=SPREADS, noise=0.05)
     rows = linear(np.eye(len(SCALES)), np.array([0.02, 0.0, 6.9, 0.01]))
     theta, _ = solved(rows, before)
     left, scale = suspects(rows, theta, before)
@@ -128,12 +128,12 @@ def test_a_host_that_nobody_saw_is_found() -> None:
     kernels, host = np.array([1.0, 0.3, 0.0, 0.0]), np.array([0.0, 0.0, 0.0, 1.0])
     heights = -np.random.default_rng(7).uniform(0.1, 0.9, 12)
     told = np.maximum(0.0, heights + math.log(3.0))
-    rows = Measured(
+    rows = MeasuredRow(
         np.stack([np.tile(kernels, (12, 1)), np.tile(host, (12, 1))]),
         np.stack([np.zeros(12), heights]),
         told,
     )
-    prior = Prior(spreads=SPREADS, noise=0.02)
+    prior = ScalePrior(spreads=SPREADS, noise=0.02)
     theta, _ = solved(rows, prior)
     assert math.exp(theta[-1]) == pytest.approx(3.0, rel=0.02)
     assert mean_error(rows.left(theta)) < 0.01
@@ -205,7 +205,7 @@ def row(**changes: Any) -> dict[str, Any]:
 
 
 def test_what_cannot_be_is_refused_by_line() -> None:
-    before = Prior(spreads=SPREADS, noise=0.01)
+    before = ScalePrior(spreads=SPREADS, noise=0.01)
     assert refusals([row(), row(seq_len="8192")], before) == []
     (fast,) = refusals([row(), row(**{SPEED: 300.0}, seq_len="8192")], before)
     assert "row 2: a step of 0.6667 s is faster than its kernels, which take 1 s" in fast
@@ -215,7 +215,7 @@ def test_what_cannot_be_is_refused_by_line() -> None:
     "column", ["note", "table", "source", "tflops_per_gpu_as_published", "mfu_pct_as_published"]
 )
 def test_one_job_at_two_speeds_is_refused_whatever_else_the_rows_say(column: str) -> None:
-    before = Prior(spreads=SPREADS, noise=0.01)
+    before = ScalePrior(spreads=SPREADS, noise=0.01)
     again = row(**{SPEED: 110.0, column: "1"}, micro_batch="1.0")
     (twice,) = refusals([row(), again], before)
     assert twice.startswith("rows 1 and 2 contradict each other")

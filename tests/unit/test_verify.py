@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
-from rematbench.packages.process import Job
+from rematbench.packages.process import PackageJob
 from rematbench.runs.cell import recorded_cell
 from rematbench.runs.record import Record, RecordError, read_record, write_record
+from rematbench.worlds import again as world
 from rematbench.worlds import executed, package, traced, trained
-from rematbench.worlds import verify as world
-from rematbench.worlds.verify import run_again
+from rematbench.worlds.again import run_again
 from tests.problems import all_methods
 
 APP = command_line()
@@ -76,7 +76,7 @@ def test_each_number_that_differs_is_said(tmp_path: Path) -> None:
     wrong = {
         "headroom_bytes": {"headroom_bytes": record.headroom_bytes + 1},
         "rank 1: parameter ": {"ranks": (record.ranks[0], rank, *record.ranks[2:])},
-        "repeats (": {"repeats": (replace(record.repeats[0], hfu=0.5),)},
+        "repeats 0 hfu ": {"repeats": (replace(record.repeats[0], hfu=0.5),)},
         "plan_hash ": {"plan_hash": "0"},
     }
     for said, what in wrong.items():
@@ -153,7 +153,7 @@ def test_a_world_is_told_what_the_record_knows(
 
 
 def test_a_package_takes_its_job_from_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[tuple[str, Job]] = []
+    jobs: list[tuple[str, PackageJob]] = []
     monkeypatch.setattr(
         package, "run_jobs", lambda name, some: jobs.extend((name, j) for j in some) or [record]
     )

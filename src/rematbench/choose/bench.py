@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from rematbench.choose.candidates import Candidate, clash
 from rematbench.choose.entry import UNPLANNED, Entry
 from rematbench.choose.outcome import retries, run_plan
-from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import collect_rarely
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.discover import discover

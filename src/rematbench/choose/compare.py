@@ -16,7 +16,7 @@ from rematbench.choose.candidates import (
     first_candidates,
     same_plan,
 )
-from rematbench.choose.entry import Comparison, Entry, as_made
+from rematbench.choose.entry import Compared, Entry, as_made
 from rematbench.choose.variants import best_variants
 from rematbench.host.workers import Lost, Pool
 from rematbench.plan import Plan
@@ -61,7 +61,7 @@ class Comparing:
         self.tree = _Tree(base, config.most_methods)
         self.entries: dict[str, Entry] = {}
 
-    def quick(self) -> Comparison:
+    def quick(self) -> Compared:
         """Make every candidate without a planner, and the best variants of the methods' grids."""
         list(self._grow([c for c in self.first if not self._planned(c)]))
         for entry in self._variants() if self.all else ():
@@ -84,16 +84,16 @@ class Comparing:
                 yield entry
         self.pool.close()
 
-    def everything(self) -> Comparison:
+    def everything(self) -> Compared:
         """All entries, quick and late, best first."""
         self.quick()
         list(self.late())
         return self.comparison()
 
-    def comparison(self) -> Comparison:
+    def comparison(self) -> Compared:
         """The entries so far, best first."""
         kept, repeated = _without_repeats(self.listed(), self.asked)
-        return Comparison(
+        return Compared(
             entries=tuple(sorted(kept, key=_rank)),
             repeated=repeated,
             unavailable=self.registry.broken,

@@ -59,7 +59,7 @@ class Entry(Struct, frozen=True, kw_only=True):
         return 1e9 / rate / 3600 if rate else None
 
 
-class Comparison(Struct, frozen=True, kw_only=True):
+class Compared(Struct, frozen=True, kw_only=True):
     """All entries, best first. `repeated`: how many compositions and policies were left out because
     their plan equals another. `unavailable`: files of methods that could not be read, with the
     reason."""

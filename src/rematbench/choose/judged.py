@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from rematbench.choose.candidates import same_plan
-from rematbench.choose.entry import Comparison, Entry
+from rematbench.choose.entry import Compared, Entry
 from rematbench.choose.job import Job
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan
@@ -66,7 +66,7 @@ def run_band(problem: Problem, family: str, plan: Plan | None, base: Plan) -> Ba
     return band_of(problem, IDENTITY if idle else family)
 
 
-def judge(found: Comparison, problem: Problem) -> list[Judged]:
+def judge(found: Compared, problem: Problem) -> list[Judged]:
     """Entries with their bands, a word for each fit, and a mark on those that tie with the fastest.
     An entry whose plan equals an earlier plan has the band of that plan."""
     family = {entry.name: entry.candidate.family for entry in found.entries}

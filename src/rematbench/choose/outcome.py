@@ -1,6 +1,8 @@
 """Problems from plain inputs, the outcome of one method on a problem, the verdict on memory."""
 
 from collections.abc import Sequence
+from functools import cached_property
+from math import inf
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
@@ -120,9 +122,9 @@ def run_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Outcome:
     """The outcome of a plan that is given. Raises PlanError if the plan cannot be lowered."""
     proof = None
     if checked:
-        program = lower(plan, problem)
-        proof = check(program)
-        evaluation = evaluated(problem, plan, program)
+        lowered = Lowered(problem, plan)
+        proof = check(lowered.program)
+        evaluation = timed(problem, lowered, weighed(problem, lowered))
     else:
         found = problem.cost.evaluate(plan)
         assert isinstance(found, PlanEvaluation)
@@ -142,20 +144,63 @@ def run_plan(problem: Problem, plan: Plan, *, checked: bool = False) -> Outcome:
 
 def evaluate(problem: Problem, plan: Plan) -> PlanEvaluation:
     """Chunk-level evaluation with the allocator's bytes: the evaluator of a suite's problems."""
-    return evaluated(problem, plan, lower(plan, problem))
-
-
-def evaluated(problem: Problem, plan: Plan, program: Program) -> PlanEvaluation:
-    """The evaluation of a lowered plan, with the bytes that the allocator reserves."""
-    found = evaluate_program(problem, plan, program)
-    held = reserved(problem, program, found.ranks)
-    return replace(found, reserved_bytes=held.nbytes, pressed=held.pressed)
+    lowered = Lowered(problem, plan)
+    return timed(problem, lowered, weighed(problem, lowered))
 
 
 def weigh(problem: Problem, plan: Plan) -> int:
     """Bytes that the allocator of a plan's fullest rank reserves."""
-    program = lower(plan, problem)
-    return reserved_bytes(problem, program, program_bytes(problem, plan, program))
+    return weighed(problem, Lowered(problem, plan)).nbytes
+
+
+class Reserved(NamedTuple):
+    """Bytes that an allocator reserves, and whether it released cached segments for that."""
+
+    nbytes: int
+    pressed: bool = False
+
+
+class Lowered:
+    """A plan's program, the bytes of its ranks, and the allocator's peaks on a device with
+    unlimited memory, each made once.  No cluster changes them."""
+
+    def __init__(self, problem: Problem, plan: Plan) -> None:
+        self.problem, self.plan = problem, plan
+
+    @cached_property
+    def program(self) -> Program:
+        """The lowered plan."""
+        return lower(self.plan, self.problem)
+
+    @cached_property
+    def ranks(self) -> tuple[RankBytes, ...]:
+        """The bytes of every pipeline rank."""
+        return program_bytes(self.problem, self.plan, self.program)
+
+    @cached_property
+    def live_bytes(self) -> int:
+        """The largest ledger peak of a device."""
+        return max(rank.device_peak for rank in self.ranks)
+
+    @cached_property
+    def peaks(self) -> AllocatorPeaks:
+        """The allocator's peaks on a device with unlimited memory."""
+        return unpressed(self.program, self.ranks)
+
+
+def weighed(problem: Problem, lowered: Lowered, room_bytes: float = inf) -> Reserved:
+    """What the allocator of a plan's fullest rank reserves.  A plan with more live bytes than
+    `room_bytes` is not replayed: no allocator needs less."""
+    if lowered.live_bytes > room_bytes:
+        return Reserved(lowered.live_bytes)
+    known = None if lowered.program.planned else lowered.peaks
+    return reserved(problem, lowered.program, lowered.ranks, known)
+
+
+def timed(problem: Problem, lowered: Lowered, held: Reserved) -> PlanEvaluation:
+    """The evaluation of a plan that `weighed` has weighed."""
+    found = evaluate_program(problem, lowered.plan, lowered.program, ranks=lowered.ranks)
+    return replace(found, reserved_bytes=held.nbytes, pressed=held.pressed)
 
 
 def unpressed(program: Program, ranks: Sequence[RankBytes]) -> AllocatorPeaks:
@@ -179,13 +224,6 @@ def _replayed(
     return replay(actions, resident, capacity_bytes, mode, steps, passes or 1)
 
 
-class Reserved(NamedTuple):
-    """Bytes that an allocator reserves, and whether it released cached segments for that."""
-
-    nbytes: int
-    pressed: bool = False
-
-
 class Retries(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How often cudaMalloc is retried in a training step; `fails`: the last retry failed too."""
 
@@ -205,16 +243,6 @@ def retries(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> Retries
     held = evaluation.ranks[rank]
     found = _replayed(program, rank, held, problem.usable_bytes, passes=2)
     return Retries(per_step=found.retries, fails=found.oom_at is not None)
-
-
-def reserved_bytes(
-    problem: Problem,
-    program: Program,
-    ranks: Sequence[RankBytes],
-    known: AllocatorPeaks | None = None,
-) -> int:
-    """The bytes that `reserved` returns."""
-    return reserved(problem, program, ranks, known).nbytes
 
 
 def reserved(

@@ -8,7 +8,6 @@ import typer
 from typer import Option
 
 from rematbench.choose.outcome import run_method
-from rematbench.cli.launched import Address, Port, Rank, Size, is_launched
 from rematbench.cli.options import (
     Request,
     RunOptions,
@@ -23,7 +22,7 @@ from rematbench.cli.points import (
     trace_shipped_points,
     write_tables,
 )
-from rematbench.cli.real import has_gpu, speed_text, timing
+from rematbench.cli.real import Address, Port, Rank, Size, has_gpu, is_launched, speed_text, timing
 from rematbench.cli.targets import Out, need_file
 from rematbench.host.console import CommandError, console, gib, grid, left, plain
 from rematbench.packages.process import baselines, policy

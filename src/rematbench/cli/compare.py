@@ -12,7 +12,7 @@ from rematbench.choose.compare import Comparing
 from rematbench.choose.judged import Order, judge, lines
 from rematbench.choose.would_fit import would_fit
 from rematbench.cli.options import RunOptions, request, takes_problem
-from rematbench.cli.ranking import Ranking, Shown
+from rematbench.cli.ranking import Ranking, ShownTable
 from rematbench.cli.targets import Json, need_file
 from rematbench.host.console import CommandError, console
 from rematbench.packages.flags import Engines
@@ -80,7 +80,7 @@ def compare(  # noqa: PLR0913, PLR0917  # an option of the command line each
         limit_s=limit,
     )
     engines = Engines(asked.problem)
-    shown = Shown(asked=asked, engines=engines, order=order, share=config.shown_share)
+    shown = ShownTable(asked=asked, engines=engines, order=order, share=config.shown_share)
     printed = Ranking(console(), shown, wide=wide)
     shipped()  # free here, while the workers' server imports its modules
     first = judge(comparing.quick(), asked.problem)

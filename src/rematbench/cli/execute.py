@@ -6,9 +6,19 @@ from typing import Annotated, Literal
 import typer
 from typer import Option
 
-from rematbench.cli.launched import Address, Local, Port, Rank, Size, is_launched
 from rematbench.cli.options import Request, RunOptions, Timeout, request, takes_run
-from rematbench.cli.real import cell_of, finish, need_gpu, need_torch
+from rematbench.cli.real import (
+    Address,
+    Local,
+    Port,
+    Rank,
+    Size,
+    cell_of,
+    finish,
+    is_launched,
+    need_gpu,
+    need_torch,
+)
 from rematbench.cli.targets import Json, Out, need_file
 from rematbench.plugins.discover import discover
 from rematbench.runs.cell import Cell

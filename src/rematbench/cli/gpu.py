@@ -11,7 +11,7 @@ from rematbench.cli.real import need_gpu, need_torch
 from rematbench.cli.targets import Only, Output, need_folder
 from rematbench.host.console import CommandError, console, grid, left, plain
 from rematbench.spec.paths import data_dir
-from rematbench.worlds.gpu import LIMITS, ON_DEMAND, PARTS, Asked, measure
+from rematbench.worlds.gpu import LIMITS, ON_DEMAND, PARTS, GpuAsked, measure
 from rematbench.worlds.gpu_checks import Summary
 
 SuiteFile = Annotated[
@@ -58,7 +58,7 @@ def measure_gpu(
     if unknown:
         raise CommandError(f"--part {unknown[0]}: one of {', '.join(PARTS)}")
     source = suite or data_dir("config") / "gpu.yaml"
-    asked = Asked(suite=source, output=output, device=device, only=tuple(only or ()))
+    asked = GpuAsked(suite=source, output=output, device=device, only=tuple(only or ()))
     asked.names("")  # an unreadable suite or method ends the command here
     if inside:
         for name in names:

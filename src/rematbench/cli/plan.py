@@ -12,7 +12,7 @@ from typer import Option
 
 from rematbench.choose.outcome import Outcome, run_method
 from rematbench.cli.options import Request, RunOptions, request, takes_run
-from rematbench.cli.result import Shown, result
+from rematbench.cli.result import ShownRun, result
 from rematbench.cli.show import heading, show
 from rematbench.cli.targets import Json, Out, need_file
 from rematbench.cost.estimators import SAFE_SHARE
@@ -64,7 +64,7 @@ def simulate(
     asked = request(run)
     outcome = run_method(asked.problem, asked.method, asked.base, checked=check)
     form = estimated(asked, outcome, estimator)
-    shown = Shown(request=asked, outcome=outcome, keep_all=_keep_all(asked, outcome))
+    shown = ShownRun(request=asked, outcome=outcome, keep_all=_keep_all(asked, outcome))
     if out is not None:
         record = make_record(asked.problem, asked.method, outcome, base=asked.base)
         write_record(record, out)
@@ -107,7 +107,7 @@ def estimate_result(form: ClosedForm) -> dict[str, Any]:
     }
 
 
-def show_estimate(out: Console, shown: Shown, form: ClosedForm) -> None:
+def show_estimate(out: Console, shown: ShownRun, form: ClosedForm) -> None:
     """Print bytes of states, activations and both, by the formula (first rank) and by the ledger
     (every rank)."""
     evaluation = shown.outcome.evaluation

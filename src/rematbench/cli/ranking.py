@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleDimensions, JustifyMethod
 from rich.table import Table
 
 from rematbench import __version__
-from rematbench.choose.entry import Comparison, Entry
+from rematbench.choose.entry import Compared, Entry
 from rematbench.choose.judged import Judged, Order
 from rematbench.cli.options import Request
 from rematbench.cli.show import FRAGMENTS, UNTIMED, heading, nominal
@@ -31,7 +31,7 @@ MOST_PARTS = 3
 """The most parts of the step in the table's cell (the CSV file has all)."""
 
 
-class Shown(Struct, frozen=True, kw_only=True):
+class ShownTable(Struct, frozen=True, kw_only=True):
     """The facts that a table needs: the job, the engines that can run its plans, the order (tokens
     to train, price), and the least share of a step that is named."""
 
@@ -50,7 +50,7 @@ class Head(Struct, frozen=True):
     given_up: int = 0
 
 
-def heads(shown: Shown) -> tuple[Head, ...]:
+def heads(shown: ShownTable) -> tuple[Head, ...]:
     """The columns of the table, in order."""
     host = f"{shown.asked.problem.cluster.host_bytes / GIB:.0f}"
     days = (Head("days"),) if shown.order.tokens else ()
@@ -76,7 +76,7 @@ def heads(shown: Shown) -> tuple[Head, ...]:
 class Ranking:
     """Prints a comparison: the table of quick methods, then planners as they end, then notes."""
 
-    def __init__(self, out: Console, shown: Shown, *, wide: bool = False) -> None:
+    def __init__(self, out: Console, shown: ShownTable, *, wide: bool = False) -> None:
         self.out, self.shown = out, shown
         if wide:
             # Width and height, because the width alone of a dumb terminal cannot be set.
@@ -139,7 +139,7 @@ class Ranking:
         self.out.width = width
 
     def notes(
-        self, found: Comparison, judged: Sequence[Judged], would_fit: Sequence[str] = ()
+        self, found: Compared, judged: Sequence[Judged], would_fit: Sequence[str] = ()
     ) -> None:
         """Print how to read the table, what it lacks, and the verdict where planners changed it."""
         self.out.print()
@@ -203,7 +203,7 @@ def _said(item: Judged) -> str:
     )
 
 
-def texts(item: Judged, shown: Shown, *, folded: bool) -> list[str]:
+def texts(item: Judged, shown: ShownTable, *, folded: bool) -> list[str]:
     """The cells of one row of the table."""
     entry, order = item.entry, shown.order
     assert entry.evaluation is not None
@@ -306,7 +306,7 @@ def _tie_lines(fitting: Sequence[Judged]) -> list[str]:
     ]
 
 
-def left_out(found: Comparison, judged: Sequence[Judged]) -> list[str]:
+def left_out(found: Compared, judged: Sequence[Judged]) -> list[str]:
     """Lines that name what the table leaves out, with the reasons."""
     lines = [
         f"{item.entry.status}: {item.entry.name}: "

@@ -12,7 +12,7 @@ from rematbench.published.bands import Band, fits_word
 from rematbench.simulate.evaluate import PlanEvaluation
 
 
-class Shown(Struct, frozen=True, kw_only=True):
+class ShownRun(Struct, frozen=True, kw_only=True):
     """A run, its outcome, and the evaluation of keep_all on the same problem (None: no plan)."""
 
     request: Request
@@ -20,7 +20,7 @@ class Shown(Struct, frozen=True, kw_only=True):
     keep_all: PlanEvaluation | None = None
 
 
-def result(shown: Shown) -> dict[str, Any]:
+def result(shown: ShownRun) -> dict[str, Any]:
     """The JSON of a run; values are null where there is no plan to evaluate."""
     outcome = shown.outcome
     evaluation, verdict = outcome.evaluation, outcome.verdict
@@ -51,7 +51,7 @@ def band_result(band: Band, speed: float) -> dict[str, Any]:
     return {"low": band.low(speed), "high": band.high(speed), "outside": list(band.outside)}
 
 
-def fits(shown: Shown) -> str | None:
+def fits(shown: ShownRun) -> str | None:
     """Whether the plan fits: yes, tight or no; None without a plan."""
     verdict = shown.outcome.verdict
     if verdict is None:
@@ -60,14 +60,14 @@ def fits(shown: Shown) -> str | None:
     return fits_word(verdict.headroom_bytes, usable) if verdict.fits else "no"
 
 
-def resolved_parameters(shown: Shown) -> dict[str, Any]:
+def resolved_parameters(shown: ShownRun) -> dict[str, Any]:
     """The method's parameters, and the numbers that the plan derived (alpha, ...)."""
     plan = shown.outcome.plan
     found = dict(plan.fit) if plan else {}
     return {**shown.request.method.parameters, **found}
 
 
-def retries_of(shown: Shown) -> Retries | None:
+def retries_of(shown: ShownRun) -> Retries | None:
     """The allocator's retries in a step; None without a plan."""
     plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
     if plan is None or evaluation is None:
@@ -75,7 +75,7 @@ def retries_of(shown: Shown) -> Retries | None:
     return retries(shown.request.problem, plan, evaluation)
 
 
-def shown_band(shown: Shown) -> Band:
+def shown_band(shown: ShownRun) -> Band:
     """The 80 % band of the run's speed."""
     asked = shown.request
     return run_band(asked.problem, asked.method.name, shown.outcome.plan, asked.base)

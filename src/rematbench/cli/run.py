@@ -12,7 +12,7 @@ from rematbench.cli.targets import (
     SuiteFile,
     need_folder,
 )
-from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import collect_rarely
 from rematbench.plugins.discover import discover
 from rematbench.runs.store import Store
 from rematbench.runs.suite import load_suite, run_bundle

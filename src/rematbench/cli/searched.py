@@ -10,7 +10,7 @@ from typer import Argument, Option
 from rematbench.cli.matrix import SUITE, declared
 from rematbench.cli.targets import Output, need_file
 from rematbench.host.console import CommandError, console, plain
-from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import collect_rarely
 from rematbench.matrix.best import best_lines
 from rematbench.published.accuracy import SPEED
 from rematbench.published.sheets import CONFIGURATION, SCORED, read_sheet, write_sheet

@@ -11,7 +11,7 @@ from rematbench.cli.targets import Methods, need_file, read
 from rematbench.cost.constants import Calibration
 from rematbench.cost.constants import instant_hosts as instant
 from rematbench.host.console import CommandError, console
-from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import collect_rarely
 from rematbench.published.predict import COLUMNS, predict_rows
 from rematbench.published.rows import ASSUMED
 from rematbench.published.sheets import (

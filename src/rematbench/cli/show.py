@@ -7,7 +7,7 @@ from rematbench import __version__
 from rematbench.choose.assumed import assumed
 from rematbench.choose.outcome import Retries
 from rematbench.cli.options import Request
-from rematbench.cli.result import Shown, fits, retries_of, shown_band
+from rematbench.cli.result import ShownRun, fits, retries_of, shown_band
 from rematbench.cost.flops import model_flop_per_token
 from rematbench.host.console import gib, grid, percent, plain, rounded, seconds, show_whole
 from rematbench.lowering.lower import lower
@@ -34,7 +34,7 @@ BANNERS = {
 }
 
 
-def show(out: Console, shown: Shown) -> None:
+def show(out: Console, shown: ShownRun) -> None:
     """Print a run and its outcome."""
     for line in heading(shown.request):
         out.print(plain(line))
@@ -94,7 +94,7 @@ def _typed(request: Request) -> str:
     return f" ({', '.join(named)})" if named else ""
 
 
-def banner(shown: Shown) -> str:
+def banner(shown: ShownRun) -> str:
     """The run's verdict in one line."""
     outcome = shown.outcome
     word = BANNERS[outcome.status]
@@ -107,7 +107,7 @@ def banner(shown: Shown) -> str:
     return f"{tight}: {spare} GiB of headroom on the fullest rank ({rank})"
 
 
-def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
+def speeds(shown: ShownRun, evaluation: PlanEvaluation) -> RenderableType:
     """A table of step time, tokens/s/GPU, both MFUs, HFU, and the costs of the method."""
     problem = shown.request.problem
     tokens = problem.layout.global_batch * problem.workload.seq_len
@@ -131,7 +131,7 @@ def speeds(shown: Shown, evaluation: PlanEvaluation) -> RenderableType:
     return table
 
 
-def _host_shares(problem: Problem, shown: Shown) -> list[float]:
+def _host_shares(problem: Problem, shown: ShownRun) -> list[float]:
     """Share of the step that devices wait for hosts; empty below HOST_SHARE or without a plan."""
     plan, evaluation = shown.outcome.plan, shown.outcome.evaluation
     if plan is None or evaluation is None:
@@ -142,7 +142,7 @@ def _host_shares(problem: Problem, shown: Shown) -> list[float]:
     return [share] if share > HOST_SHARE else []
 
 
-def stages(shown: Shown, evaluation: PlanEvaluation) -> Table:
+def stages(shown: ShownRun, evaluation: PlanEvaluation) -> Table:
     """A table of the peak bytes of every pipeline rank, and the bytes left of the device."""
     usable = shown.request.problem.usable_bytes
     table = grid(
@@ -192,7 +192,7 @@ def _parts(rank: RankBytes) -> tuple[int, ...]:
     return (rank.parameter, rank.gradient, rank.optimizer, rank.activation_peak, rank.pools)
 
 
-def freed_bytes(shown: Shown, rank: int) -> int | None:
+def freed_bytes(shown: ShownRun, rank: int) -> int | None:
     """Device bytes of a rank that keep_all needs and this plan does not; None if unknown."""
     if shown.keep_all is None or shown.outcome.evaluation is None:
         return None
@@ -207,7 +207,7 @@ def nominal(problem: Problem) -> list[str]:
     return ["times are nominal: a CPU cluster is for tests, never for performance"]
 
 
-def footer(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
+def footer(shown: ShownRun, evaluation: PlanEvaluation) -> list[str]:
     """Lines on the allocator, host bytes per node, freed bytes, and the source of the numbers."""
     problem = shown.request.problem
     host, room = evaluation.host_node_bytes, problem.cost.host_room_bytes
@@ -236,7 +236,7 @@ def retried(found: Retries | None) -> list[str]:
     return [f"{count} a step ({UNTIMED})"]
 
 
-def _segments(shown: Shown) -> str:
+def _segments(shown: ShownRun) -> str:
     """Whose bytes the reserved ones are: of planned addresses, or of the framework's allocator."""
     plan, problem = shown.outcome.plan, shown.request.problem
     segments = "expandable" if problem.system.expandable_segments else "default"
@@ -250,7 +250,7 @@ def _segments(shown: Shown) -> str:
     return f"{segments} segments, not the plan's addresses: {more}"
 
 
-def _trust(shown: Shown, evaluation: PlanEvaluation) -> list[str]:
+def _trust(shown: ShownRun, evaluation: PlanEvaluation) -> list[str]:
     return trust(shown_band(shown), evaluation.tokens_per_s_per_gpu)
 
 
@@ -267,7 +267,7 @@ def trust(band: Band, speed: float) -> list[str]:
     ]
 
 
-def _freed_line(shown: Shown, evaluation: PlanEvaluation) -> str:
+def _freed_line(shown: ShownRun, evaluation: PlanEvaluation) -> str:
     if shown.keep_all is None:
         return "freed against keep_all: not compared"
     before, after = max(shown.keep_all.peak_device_bytes), max(evaluation.peak_device_bytes)

@@ -9,10 +9,10 @@ from typer import Argument, Option
 
 from rematbench.cli.targets import Methods, need_file, rich_table
 from rematbench.host.console import console
-from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import collect_rarely
 from rematbench.plugins.discover import discover
 from rematbench.runs.store import write_atomically
-from rematbench.studies.answers import Answer, ask_study, dump, line
+from rematbench.studies.answers import StudyAnswer, ask_study, dump, line
 from rematbench.studies.study import load_study, narrowed
 from rematbench.tables.table import Column, Table
 
@@ -47,7 +47,7 @@ def study(
     typer.echo(f"{output}: {len(found)} answers in {time.process_time():.1f} s of CPU")
 
 
-def _show(name: str, answers: list[Answer]) -> None:
+def _show(name: str, answers: list[StudyAnswer]) -> None:
     """Print one table per question, in SI units."""
     for ask in dict.fromkeys(answer.ask for answer in answers):
         rows = tuple(line(answer) for answer in answers if answer.ask == ask)

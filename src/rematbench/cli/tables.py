@@ -39,11 +39,10 @@ from rematbench.runs.reopen import replay
 from rematbench.runs.suite import labels, load_suite
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
-from rematbench.studies.answers import Answer, read_answers
-from rematbench.studies.claim_ledger import claims_table, prediction_answers
+from rematbench.studies.answers import StudyAnswer, read_answers
+from rematbench.studies.claim_ledger import claims_table, prediction_answers, study_tables
 from rematbench.studies.claims import load_claims
 from rematbench.studies.front import pareto_table
-from rematbench.studies.tables import study_tables
 from rematbench.tables.curves import curve_lines, curves_table
 from rematbench.tables.speed import NAME, speed_table, timed
 from rematbench.tables.stage_memory import stage_bytes
@@ -235,7 +234,7 @@ def claims(
     typer.echo(f"{output}: {', '.join(table.name for table in made)}")
 
 
-def _read(path: Path) -> list[Answer]:
+def _read(path: Path) -> list[StudyAnswer]:
     try:
         return read_answers(path.read_bytes(), str(path))
     except (OSError, ValueError) as error:

@@ -14,8 +14,8 @@ from rematbench.runs.cell import Cell, only_cell, recorded_cell
 from rematbench.runs.record import Record, keep_record, read_record
 from rematbench.runs.store import write_atomically
 from rematbench.worlds import traced
+from rematbench.worlds.again import run_again
 from rematbench.worlds.again import verify as verified
-from rematbench.worlds.verify import run_again
 
 
 def verify(

@@ -63,9 +63,7 @@ def hfu(
     seq_len: int,
     peak_flop_per_s: float,
     recompute_flop_per_token: float,
-    *,
-    causal: bool = True,
 ) -> float:
     """Hardware FLOPs utilisation, a fraction of the dense peak: MFU with recomputation counted."""
-    flop = model_flop_per_token(model, seq_len, causal=causal) + recompute_flop_per_token
+    flop = model_flop_per_token(model, seq_len, causal=True) + recompute_flop_per_token
     return tokens_per_s_per_gpu * flop / peak_flop_per_s

@@ -6,6 +6,7 @@ seconds, so that a busy machine does not change which tasks end.  A planner's so
 signals, so the kernel ends its process (RLIMIT_CPU) and a new process continues.
 """
 
+import gc
 import math
 import multiprocessing
 import resource
@@ -158,3 +159,9 @@ class Pool(Generic[T, R]):
             worker.process.join()
             return task, worker.end()
         return task, answer
+
+
+def collect_rarely() -> None:
+    """Make collections rare.  Programs are large and free of cycles: scanning them takes a quarter
+    to a half of a command's time and finds nothing."""
+    gc.set_threshold(500_000, 50, 50)

@@ -14,8 +14,7 @@ from msgspec import Struct, structs
 
 from rematbench.choose.job import Job
 from rematbench.host.console import CommandError
-from rematbench.host.garbage import collect_rarely
-from rematbench.host.workers import Pool
+from rematbench.host.workers import Pool, collect_rarely
 from rematbench.matrix.spec import Arm, MatrixSpec, Work
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry

@@ -11,26 +11,17 @@ from msgspec import Struct
 
 from rematbench.choose.candidates import same_plan
 from rematbench.choose.job import Job
-from rematbench.choose.outcome import Status, reserved_bytes, unpressed
-from rematbench.lowering.lower import lower
+from rematbench.choose.outcome import Lowered, Reserved, Status, timed, weighed
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import Composition, MethodError
 from rematbench.problem import Problem
-from rematbench.program.allocator import AllocatorPeaks
-from rematbench.program.program import Program
 from rematbench.simulate.breakdown import parts_of
-from rematbench.simulate.evaluate import (
-    PlanEvaluation,
-    RankBytes,
-    evaluate_program,
-    host_node_bytes,
-    program_bytes,
-)
+from rematbench.simulate.evaluate import PlanEvaluation, host_node_bytes
 from rematbench.spec.layout import LayoutError
 from rematbench.tables.table import GIB
 
 
-class Weight(Struct, frozen=True, kw_only=True):
+class PlanBytes(Struct, frozen=True, kw_only=True):
     """The bytes of a lowered plan: bytes reserved on the fullest device, the largest ledger peak,
     and pinned host bytes on the fullest node.
 
@@ -51,7 +42,7 @@ class Weight(Struct, frozen=True, kw_only=True):
         return {where: nbytes for where, nbytes in short.items() if nbytes > 0}
 
 
-class Tried(Struct, frozen=True, kw_only=True):
+class ArmTried(Struct, frozen=True, kw_only=True):
     """An arm at a layout: the verdict by bytes, and the evaluation where the plan fits and is
     timed."""
 
@@ -59,7 +50,7 @@ class Tried(Struct, frozen=True, kw_only=True):
     status: Status
     reason: str = ""
     plan: Plan | None = None
-    weight: Weight | None = None
+    weight: PlanBytes | None = None
     evaluation: PlanEvaluation | None = None
 
     @property
@@ -69,59 +60,45 @@ class Tried(Struct, frozen=True, kw_only=True):
 
 
 class Programs:
-    """Lowered plans of one model and length, with their bytes and evaluations, each made once."""
+    """Lowered plans of one model and length, which its clusters share, with their numbers on each
+    cluster, each made once."""
 
     def __init__(self) -> None:
-        self._programs: dict[tuple[str, bytes], Program] = {}
-        self._ranks: dict[tuple[str, bytes], tuple[RankBytes, ...]] = {}
-        self._unpressed: dict[tuple[str, bytes], AllocatorPeaks] = {}
-        self._reserved: dict[tuple[int, str, bytes], int] = {}
-        self._weights: dict[tuple[str, str, bytes], Weight] = {}
+        self._lowered: dict[tuple[str, bytes], Lowered] = {}
+        self._reserved: dict[tuple[int, str, bytes], Reserved] = {}
         self._evaluations: dict[tuple[str, str, bytes], PlanEvaluation] = {}
         self._parts: dict[tuple[str, str, bytes], dict[str, float]] = {}
 
-    def lowered(self, problem: Problem, plan: Plan) -> Program:
-        """The program of a plan; all clusters share one object."""
-        key = (str(problem.layout), same_plan(plan))
-        if key not in self._programs:
-            self._programs[key] = lower(plan, problem)
-        return self._programs[key]
+    def lowered(self, problem: Problem, plan: Plan) -> Lowered:
+        """A plan's program and bytes; all clusters share one object."""
+        key = _key(problem, plan)[1:]
+        if key not in self._lowered:
+            self._lowered[key] = Lowered(problem, plan)
+        return self._lowered[key]
 
-    def weight(self, problem: Problem, plan: Plan) -> Weight:
+    def held(self, problem: Problem, plan: Plan) -> Reserved:
+        """What the plan's allocator reserves on the cluster's devices."""
+        usable = problem.usable_bytes
+        at = (usable, *_key(problem, plan)[1:])
+        if at not in self._reserved:
+            self._reserved[at] = weighed(problem, self.lowered(problem, plan), usable)
+        return self._reserved[at]
+
+    def weight(self, problem: Problem, plan: Plan) -> PlanBytes:
         """The bytes of a plan, which is not timed."""
-        key = _key(problem, plan)
-        _, lay, content = key
-        if key not in self._weights:
-            program = self.lowered(problem, plan)
-            if (lay, content) not in self._ranks:
-                self._ranks[lay, content] = program_bytes(problem, plan, program)
-            ranks = self._ranks[lay, content]
-            at = (problem.usable_bytes, lay, content)
-            peak = max(rank.device_peak for rank in ranks)
-            if at not in self._reserved:
-                over = peak > problem.usable_bytes
-                self._reserved[at] = peak if over else self._replay(problem, program, key[1:])
-            self._weights[key] = Weight(
-                reserved_bytes=self._reserved[at],
-                peak_bytes=peak,
-                host_node_bytes=host_node_bytes(problem, ranks),
-            )
-        return self._weights[key]
-
-    def _replay(self, problem: Problem, program: Program, key: tuple[str, bytes]) -> int:
-        ranks = self._ranks[key]
-        if key not in self._unpressed:
-            self._unpressed[key] = unpressed(program, ranks)
-        return reserved_bytes(problem, program, ranks, self._unpressed[key])
+        lowered = self.lowered(problem, plan)
+        return PlanBytes(
+            reserved_bytes=self.reserved(problem, plan),
+            peak_bytes=lowered.live_bytes,
+            host_node_bytes=host_node_bytes(problem, lowered.ranks),
+        )
 
     def evaluate(self, problem: Problem, plan: Plan) -> PlanEvaluation:
         """The evaluation of a plan as in choose/outcome.py, with a shared program."""
         key = _key(problem, plan)
         if key not in self._evaluations:
-            reserved = self.reserved(problem, plan)
-            program, ranks = self.lowered(problem, plan), self._ranks[key[1:]]
-            found = evaluate_program(problem, plan, program, ranks=ranks)
-            self._evaluations[key] = msgspec.structs.replace(found, reserved_bytes=reserved)
+            lowered, held = self.lowered(problem, plan), self.held(problem, plan)
+            self._evaluations[key] = timed(problem, lowered, held)
         return self._evaluations[key]
 
     def parts(self, problem: Problem, plan: Plan) -> dict[str, float]:
@@ -130,12 +107,12 @@ class Programs:
         key = _key(problem, plan)
         if key not in self._parts:
             step_s = self.evaluate(problem, plan).step_s
-            self._parts[key] = parts_of(problem, self.lowered(problem, plan), step_s)
+            self._parts[key] = parts_of(problem, self.lowered(problem, plan).program, step_s)
         return self._parts[key]
 
     def reserved(self, problem: Problem, plan: Plan) -> int:
         """The reserved bytes of a plan; this method is the `weigher` of the cell's problems."""
-        return self.weight(problem, plan).reserved_bytes
+        return self.held(problem, plan).nbytes
 
 
 def _key(problem: Problem, plan: Plan) -> tuple[str, str, bytes]:
@@ -143,7 +120,7 @@ def _key(problem: Problem, plan: Plan) -> tuple[str, str, bytes]:
     return (problem.cluster.name, str(problem.layout), same_plan(plan))
 
 
-def tried(job: Job, method: Composition, programs: Programs) -> Tried:
+def tried(job: Job, method: Composition, programs: Programs) -> ArmTried:
     """A method at a layout: its plan, weighed, and timed where the plan fits.  A method that fills
     the device leaves the reserve of the job's problem free."""
     problem = replace(job.problem, evaluator=programs.evaluate, weigher=programs.reserved)
@@ -151,14 +128,14 @@ def tried(job: Job, method: Composition, programs: Programs) -> Tried:
     try:
         plan = method.plan(problem, job.base)
         if isinstance(plan, Unsupported):
-            return Tried(job=job, status="unsupported", reason=plan.reason)
+            return ArmTried(job=job, status="unsupported", reason=plan.reason)
         weight = programs.weight(problem, plan)
     except (PlanError, LayoutError, MethodError) as error:
-        return Tried(job=job, status="failed", reason=f"{method.name}: {error}")
+        return ArmTried(job=job, status="failed", reason=f"{method.name}: {error}")
     if missing := weight.missing(problem):
         reason = "; ".join(f"{k}: {nbytes / GIB:.2f} GiB short" for k, nbytes in missing.items())
-        return Tried(job=job, status="oom", reason=reason, plan=plan, weight=weight)
+        return ArmTried(job=job, status="oom", reason=reason, plan=plan, weight=weight)
     found = programs.evaluate(problem, plan)
     if found.not_timed:
-        return Tried(job=job, status="unsupported", reason=found.not_timed, plan=plan)
-    return Tried(job=job, status="ok", plan=plan, weight=weight, evaluation=found)
+        return ArmTried(job=job, status="unsupported", reason=found.not_timed, plan=plan)
+    return ArmTried(job=job, status="ok", plan=plan, weight=weight, evaluation=found)

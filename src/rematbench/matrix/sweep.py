@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rematbench.host.console import CommandError
-from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import collect_rarely
 from rematbench.matrix.best import ANY, BEST, CELL, SAME, Answer, Answers, CellJob, runs
-from rematbench.matrix.cell import Programs, Tried, tried
+from rematbench.matrix.cell import ArmTried, Programs, tried
 from rematbench.matrix.spec import MatrixSpec
 from rematbench.plugins.registry import Registry
 from rematbench.published.accuracy import Row
@@ -25,7 +25,7 @@ ROUNDING = 1e-6
 LAYOUT = ("tp", "cp", "pp", "vpp", "dp", "ulysses")
 
 Line = dict[str, Any]
-Result = tuple[Line, Tried | None]
+Result = tuple[Line, ArmTried | None]
 
 
 def run_matrix(
@@ -99,7 +99,7 @@ def _of_answer(answers: Answers, table: str, name: str, programs: Programs) -> R
     return {**head, "method": method.name, **_result(found, answer.name)}, found
 
 
-def _check_step(head: Line, answer: Answer, found: Tried) -> None:
+def _check_step(head: Line, answer: Answer, found: ArmTried) -> None:
     step_s = found.evaluation.step_s if found.evaluation else 0.0
     if abs(step_s - answer.step_s) > ROUNDING * answer.step_s:
         where = " ".join(str(head[key]) for key in (*CELL, "arm"))
@@ -110,7 +110,7 @@ def _check_step(head: Line, answer: Answer, found: Tried) -> None:
         )
 
 
-def _result(found: Tried | None, name: str) -> Line:
+def _result(found: ArmTried | None, name: str) -> Line:
     """The columns of a plan at a layout (None: no layout is known for the arm)."""
     if found is None:
         return {"status": "oom", "reason": "the cell has no layout that any arm fits"}

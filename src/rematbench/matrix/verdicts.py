@@ -86,7 +86,7 @@ def _mark_ties(cell: list[Line]) -> None:
             line["rank"] = "tie"
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
+class MatrixOutcome(Struct, frozen=True, kw_only=True):
     """Counts of cells from the best-layout table: `cells` in all, `fitting` with an arm that fits,
     `tied` with a tie, `inside` and `tight` by their fastest arm, and `beaten` where the baseline
     fits and is neither the fastest nor tied.  `gains`: of the fastest arm over the baseline at its
@@ -127,7 +127,7 @@ class Outcome(Struct, frozen=True, kw_only=True):
         )
 
 
-def outcome(lines: Sequence[Line], baseline: str) -> Outcome:
+def outcome(lines: Sequence[Line], baseline: str) -> MatrixOutcome:
     """The counts and gains of the best-layout table."""
     cells = by_cell(line for line in lines if line["table"] == BEST)
     fitting = [cell for cell in cells.values() if any(speed(line) for line in cell)]
@@ -141,7 +141,7 @@ def outcome(lines: Sequence[Line], baseline: str) -> Outcome:
         if speed(base):
             gains.append(speed(best) / speed(base) - 1.0)
             beaten += base.get("rank") not in ("tie", "best")
-    return Outcome(
+    return MatrixOutcome(
         cells=len(cells),
         fitting=len(fitting),
         tied=tied,

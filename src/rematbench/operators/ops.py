@@ -146,6 +146,6 @@ def without(table: OpTable, name: str) -> OpTable:
     return replace(table, ops=ops, activations=activations)
 
 
-def moved(*nbytes: int, launches: int = 1) -> tuple[Kernel, ...]:
+def moved(*nbytes: int) -> tuple[Kernel, ...]:
     """One memory-bound kernel that reads and writes the sum of the given bytes."""
-    return (Elementwise(hbm_bytes=sum(nbytes), launches=launches),)
+    return (Elementwise(hbm_bytes=sum(nbytes)),)

@@ -25,7 +25,7 @@ Table = dict[tuple[Any, ...], Resolved]
 KINDS = ("partition", "schedule", "orders", "states", "mini_sequences", "held")
 
 
-class Answer(Struct, frozen=True, kw_only=True):
+class FlagsAnswer(Struct, frozen=True, kw_only=True):
     """A baseline's options for a wanted plan: `settings` and `flags` of its equal or nearest
     policy, and the `plan` of that policy.  `missing` names what the policy's plan does differently
     and what the baseline cannot express of the problem; empty where the plans are equal."""
@@ -64,18 +64,18 @@ def costs(problem: Problem, plan: Plan, other: Plan) -> Costs | None:
     )
 
 
-def flags_of(problem: Problem, plan: Plan, baseline: str) -> Answer:
+def flags_of(problem: Problem, plan: Plan, baseline: str) -> FlagsAnswer:
     """The answer of a baseline's policy with a plan equal to `plan`; else of the nearest policy,
     the one with the fewest bytes of another fate.  `missing` of the answer also names what the
     baseline cannot express of the problem, whatever the policy."""
     wanted = fates(problem, plan)
     unsaid: tuple[str, ...] = baselines()[baseline].cls.unsaid(problem)
-    nearest: tuple[int, Answer] | None = None
+    nearest: tuple[int, FlagsAnswer] | None = None
     for candidate, made in offered(problem, baseline):
         found = fates(problem, made)
         otherwise = sum(_apart_bytes(fate, found.get(site)) for site, fate in wanted.items())
         missing = (*_sites(wanted, found), *_rest(plan, made, any_moved(wanted)), *unsaid)
-        answer = Answer(
+        answer = FlagsAnswer(
             baseline=baseline,
             settings={f: getattr(candidate, f) for f in candidate.__struct_fields__},
             flags=candidate.flags(problem),
@@ -86,7 +86,7 @@ def flags_of(problem: Problem, plan: Plan, baseline: str) -> Answer:
             return answer
         if nearest is None or otherwise < nearest[0]:
             nearest = otherwise, answer
-    return nearest[1] if nearest else Answer(baseline=baseline, missing=unsaid)
+    return nearest[1] if nearest else FlagsAnswer(baseline=baseline, missing=unsaid)
 
 
 def offered(problem: Problem, baseline: str) -> Iterator[tuple[Any, Plan]]:

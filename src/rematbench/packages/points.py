@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from rematbench.choose.outcome import make_problem
 from rematbench.lowering.lower import lower
-from rematbench.packages.process import Job, job, policy, run_jobs
+from rematbench.packages.process import PackageJob, job, policy, run_jobs
 from rematbench.packages.stack import StackProblem, activation_peak, packaged
 from rematbench.plan import Unsupported
 from rematbench.plugins.registry import Composition
@@ -64,10 +64,9 @@ class _Whole(Struct, frozen=True):
     layout: Layout
 
 
-def load_points(path: Path | None = None) -> tuple[Point, ...]:
-    """The points of a file (None: the shipped file); ConfigError with the path where it is
-    invalid."""
-    path = path or data_dir("config") / "baseline_points.yaml"
+def load_points() -> tuple[Point, ...]:
+    """The shipped points; ConfigError with the path where their file is invalid."""
+    path = data_dir("config") / "baseline_points.yaml"
     listed = convert(read_mapping(path, str(path)), Points, str(path)).points
     return tuple(_point(values, f"{path}: points: {i}") for i, values in enumerate(listed))
 
@@ -78,19 +77,19 @@ def _point(values: dict[str, Any], label: str) -> Point:
     return convert({**degrees(layout), **others}, Point, label)
 
 
-def trace_points(points: tuple[Point, ...], folder: Path, timeout_s: float = 600.0) -> list[Record]:
+def trace_points(points: tuple[Point, ...], folder: Path) -> list[Record]:
     """Trace points and return their records.  Each record is written to `folder`/<name>.json when
     its trace ends; a record equal to the file's keeps the file's date."""
     found = []
     for point in points:
-        (record,) = run_jobs(point.baseline, [_job(point, timeout_s)])
+        (record,) = run_jobs(point.baseline, [_job(point)])
         keep_record(record, folder, point.name)
         found.append(record)
     return found
 
 
-def _job(point: Point, timeout_s: float) -> Job:
-    return job(point.problem, _method(point), "traced", rank=point.rank, timeout_s=timeout_s)
+def _job(point: Point) -> PackageJob:
+    return job(point.problem, _method(point), "traced", rank=point.rank, timeout_s=600.0)
 
 
 def _method(point: Point) -> Composition:

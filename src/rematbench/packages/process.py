@@ -1,8 +1,9 @@
 """Baselines: real training packages, run in their own processes and never imported here.
 
-A baseline is a directory of `baselines/` with `plan.py` (the package's policy as a method that
-makes our Plan, named after the directory) and `run.py` (the code of its process).  The process
-reads jobs as JSON and writes records as JSON.
+A baseline has `plan.py` (the package's policy as a method that makes our Plan, named after its
+directory) and `baselines/NAME/run.py` (the code of its process).  The plans of shipped baselines
+are modules here (`packages/NAME/plan.py`); any other `plan.py` stands beside its `run.py`.  The
+process reads jobs as JSON and writes records as JSON.
 """
 
 import shutil
@@ -10,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from math import fsum
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import msgspec
@@ -19,7 +22,7 @@ from msgspec import Struct
 
 from rematbench.choose.outcome import Status
 from rematbench.host.scratch import scratch
-from rematbench.plugins.discover import load_file
+from rematbench.plugins.discover import load_file, load_module
 from rematbench.plugins.registry import Composition, MethodEntry, MethodError, Value, build
 from rematbench.problem import Problem
 from rematbench.runs.measured import TIMED_STEPS
@@ -29,6 +32,7 @@ from rematbench.spec.configfile import closest
 from rematbench.spec.paths import data_dir
 from rematbench.workload import NonNegativeInt, PositiveInt
 
+HERE = Path(__file__).parent
 STARTUP_S = 120.0
 SHOWN_LINES = 100
 """Lines that are shown from the end of a failed process's standard error."""
@@ -47,7 +51,7 @@ class NoAnswer(BaselineError):
     """The baseline's process was ended at its limit."""
 
 
-class Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PackageJob(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One run for a baseline's process.
 
     In `steps` steps losses, gradients and bytes are observed.  On GPUs `warmup` more steps follow,
@@ -76,12 +80,20 @@ def baselines() -> dict[str, MethodEntry]:
     """Every baseline's policy by name; BaselineError for a plan.py that cannot be loaded."""
     found: dict[str, MethodEntry] = {}
     broken: dict[str, str] = {}
-    for path in sorted(data_dir("baselines").glob("*/plan.py")):
-        load_file(path, found, broken)
+    for folder in (HERE, data_dir("baselines")):
+        for path in sorted(folder.glob("*/plan.py")):
+            load_file(path, found, broken, load=load)
     if broken:
         path_name, reason = next(iter(broken.items()))
         raise BaselineError(f"{path_name}: {reason}")
-    return found
+    return dict(sorted(found.items()))
+
+
+def load(path: Path) -> ModuleType:
+    """A file of a baseline as a module: a shipped one by its name, another by its path."""
+    if path.parent.parent == HERE:
+        return import_module(f"{__package__}.{path.parent.name}.{path.stem}")
+    return load_module(path)
 
 
 def policy(name: str, settings: Mapping[str, Value] | None = None) -> Composition:
@@ -104,15 +116,15 @@ def job(
     method: Composition,
     world: Literal["executed", "traced"] = "executed",
     **options: int | float | bool | str,
-) -> Job:
+) -> PackageJob:
     """The job of a problem under a policy; BaselineError for a stack that no baseline here runs."""
     if problem.system.cuda_graphs:
         raise BaselineError(f"system {problem.system.name}: baselines run without CUDA graphs here")
     run = run_spec(problem, method, world)
-    return msgspec.convert({"run": run, **options}, Job)
+    return msgspec.convert({"run": run, **options}, PackageJob)
 
 
-def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list[Record]:
+def run_jobs(name: str, jobs: Sequence[PackageJob], folder: Path | None = None) -> list[Record]:
     """The records of jobs that the baseline's own process runs, one per job.
 
     `folder` keeps the records (`<number>.json`) and the gradients where a job asks for them.
@@ -131,7 +143,7 @@ def run_jobs(name: str, jobs: Sequence[Job], folder: Path | None = None) -> list
     return records
 
 
-def run_rank(name: str, asked: Job) -> Record | None:
+def run_rank(name: str, asked: PackageJob) -> Record | None:
     """Run a job as the rank that a launcher started as this process.  Returns rank 0's record, or
     the record of this rank's failure; None on another rank where the job ended well or was
     refused."""
@@ -147,7 +159,7 @@ def run_rank(name: str, asked: Job) -> Record | None:
 
 
 def _record_of_rank(
-    name: str, asked: Job, done: "subprocess.CompletedProcess[str]", path: Path
+    name: str, asked: PackageJob, done: "subprocess.CompletedProcess[str]", path: Path
 ) -> Record | None:
     if path.exists():
         return msgspec.json.decode(path.read_bytes(), type=Record)
@@ -159,7 +171,7 @@ def _record_of_rank(
     return _failed(asked, "failed", str(_no_record(name, done.stderr, done.returncode)))
 
 
-def _failed(asked: Job, status: Status, reason: str) -> Record:
+def _failed(asked: PackageJob, status: Status, reason: str) -> Record:
     return Record(
         run_id=asked.run.run_id,
         spec=asked.run,
@@ -169,7 +181,7 @@ def _failed(asked: Job, status: Status, reason: str) -> Record:
     )
 
 
-def _run(name: str, jobs: Sequence[Job], place: Path) -> "subprocess.CompletedProcess[str]":
+def _run(name: str, jobs: Sequence[PackageJob], place: Path) -> "subprocess.CompletedProcess[str]":
     """Run the baseline's process on jobs; its records are in `place`.  NoAnswer at its limit."""
     place.mkdir(parents=True, exist_ok=True)
     _empty(place)

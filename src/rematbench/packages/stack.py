@@ -9,22 +9,22 @@ prediction or of the trace.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, cast
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from rematbench.choose.outcome import reserved_bytes
+from rematbench.choose.outcome import reserved
 from rematbench.lowering.lower import lower
 from rematbench.operators.ops import Activation, Op, OpTable, Part
+from rematbench.packages.process import baselines, load
 from rematbench.plan import Plan, Unsupported
-from rematbench.plugins.discover import load_module
 from rematbench.plugins.registry import Composition, Method
 from rematbench.problem import Evaluator, Problem
 from rematbench.program.program import RankProgram
 from rematbench.simulate.evaluate import PlanEvaluation, RankBytes, evaluate_program, program_bytes
-from rematbench.spec.paths import data_dir
 
 
 class Extra(Struct, frozen=True, kw_only=True):
@@ -140,8 +140,9 @@ class StackProblem(Problem):
 
 @cache
 def _module(baseline: str) -> ModuleType | None:
-    path = data_dir("baselines") / baseline / "stack.py"
-    return load_module(path) if path.exists() else None
+    """The `stack.py` beside a baseline's `plan.py`."""
+    path = Path(baselines()[baseline].origin).with_name("stack.py")
+    return load(path) if path.exists() else None
 
 
 def stack_of(baseline: str, policy: Method, problem: Problem) -> Stack | None:
@@ -179,7 +180,7 @@ def _evaluated(policy: Method, problem: Problem, plan: Plan) -> PlanEvaluation:
         resident.append(replace(held, pools=pools, gradient=max(0, gradient)))
     return replace(
         evaluate_program(problem, plan, program, ranks=tuple(ranks)),
-        reserved_bytes=reserved_bytes(problem, program, resident),
+        reserved_bytes=reserved(problem, program, resident).nbytes,
     )
 
 

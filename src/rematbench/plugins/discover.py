@@ -6,7 +6,7 @@ unavailable, with the reason.
 
 import importlib.util
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -61,12 +61,13 @@ def load_file(
     broken: dict[str, str],
     *,
     foreign: bool = False,
+    load: Callable[[Path], ModuleType] | None = None,
 ) -> None:
     """Add the methods of one file to `methods`, or the reason why there is none to `broken`.  A
     foreign file must also pass the checks that need no plan (tests hold shipped files to all
     checks)."""
     try:
-        module = load_module(path)
+        module = (load or load_module)(path)
         classes = [
             value
             for value in vars(module).values()

@@ -28,7 +28,7 @@ from rematbench.cost.fit import (
     value_of,
     with_values,
 )
-from rematbench.host.garbage import collect_rarely
+from rematbench.host.workers import collect_rarely
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
@@ -44,7 +44,7 @@ from rematbench.published.left_out import (
     slope_column,
 )
 from rematbench.published.predict import predict_rows, run_case
-from rematbench.published.rows import Case, read_case
+from rematbench.published.rows import PublishedCase, read_case
 from rematbench.published.sheets import Cell
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import action_seconds
@@ -96,7 +96,7 @@ class _Lowered(msgspec.Struct, frozen=True):
     """A lowered row: (case, program) for one or two numbers of micro-batches.  `beyond`: the
     micro-batches beyond the larger number, in units of the difference of the two numbers."""
 
-    parts: tuple[tuple[Case, Program], ...]
+    parts: tuple[tuple[PublishedCase, Program], ...]
     beyond: float
 
 
@@ -117,7 +117,7 @@ def _trials(work: tuple[Row, list[Calibration]]) -> list[float]:
     return [_seconds(_LOWERED[case.key], trial) for trial in trials]
 
 
-def _lowered(case: Case, calibration: Calibration) -> _Lowered:
+def _lowered(case: PublishedCase, calibration: Calibration) -> _Lowered:
     """A row planned with the starting constants, and lowered: the whole step, or, for a long step
     without interleaving, steps of WARM and of LONG rounds.  ValueError where it has no plan."""
     problem = case.problem(calibration)
@@ -168,8 +168,8 @@ def _scaled(lowered: _Lowered, name: str, factor: float) -> _Lowered:
 
 
 def _shortened(
-    case: Case, plan: Plan, calibration: Calibration, rounds: int
-) -> tuple[Case, Program]:
+    case: PublishedCase, plan: Plan, calibration: Calibration, rounds: int
+) -> tuple[PublishedCase, Program]:
     lay = case.layout
     batch = rounds * lay.pp * lay.micro_batch * lay.dp
     shorter = replace(case, global_batch=batch)

@@ -19,9 +19,8 @@ from rematbench.cost.kernel_rates import (
     attention_share,
     head_dim_factor,
 )
-from rematbench.published.kernel_numbers import Array, Rows, evidence, rounded, solve
 from rematbench.published.kernel_rows import PASSES, KernelRow, measured
-from rematbench.published.kernel_sources import Sources
+from rematbench.published.kernel_sources import Array, Rows, Sources, evidence, rounded, solve
 
 START = (0.5, 500.0)
 LOWEST = (0.01, 1.0)

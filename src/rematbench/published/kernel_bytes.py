@@ -21,16 +21,18 @@ from rematbench.cost.kernel_rates import (
     gemm_s,
     unfused_attention_s,
 )
-from rematbench.published.kernel_numbers import (
+from rematbench.published.kernel_rows import KernelRow, KernelRowError, attention_flop, measured
+from rematbench.published.kernel_sources import (
     Array,
+    ByteRows,
+    KernelFitError,
     Rows,
+    Sources,
     document_weights,
     evidence,
     rounded,
     solve,
 )
-from rematbench.published.kernel_rows import KernelRow, KernelRowError, attention_flop, measured
-from rematbench.published.kernel_sources import ByteRows, KernelFitError, Sources
 
 NEAR = 0.05
 """Logarithmic deviation at which a row's weight starts to fall (soft L1)."""

@@ -27,20 +27,18 @@ from rematbench.cost.kernel_rates import (
 )
 from rematbench.published.kernel_attention import fit_attention, fit_half_waves
 from rematbench.published.kernel_bytes import fit_operators
-from rematbench.published.kernel_numbers import (
-    Array,
-    Rows,
-    document_weights,
-    evidence,
-    rounded,
-    solve,
-)
 from rematbench.published.kernel_rows import KernelRow, Match, measured, read_kernel_rows
 from rematbench.published.kernel_sources import (
+    Array,
     KernelFitError,
+    Rows,
     ShareRows,
     Sources,
+    document_weights,
+    evidence,
     load_sources,
+    rounded,
+    solve,
     unclaimed,
 )
 from rematbench.spec.paths import data_dir

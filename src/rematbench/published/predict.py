@@ -9,13 +9,18 @@ from typing import Any
 
 from rematbench.choose.outcome import Outcome, run_method
 from rematbench.cost.constants import Calibration
-from rematbench.host.garbage import collect_rarely
+from rematbench.cost.states import state_bytes
+from rematbench.host.workers import collect_rarely
+from rematbench.lowering.chunk_ops import ChunkOps
+from rematbench.lowering.fates import resolve
+from rematbench.lowering.lower import rank_orders
+from rematbench.plan import Plan
 from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Composition, Registry
 from rematbench.problem import Problem
 from rematbench.published.bands import band_of
-from rematbench.published.reported import reported_peak_bytes
-from rematbench.published.rows import Case, Row, RowError, read_case
+from rematbench.published.rows import PublishedCase, Row, RowError, read_case
+from rematbench.simulate.evaluate import PlanEvaluation
 
 COLUMNS = (
     "pred_tokens_per_s_per_gpu",
@@ -51,7 +56,7 @@ def predict_rows(
     """Every row with its pred_* columns, in order; equal configurations are predicted once."""
     registry = discover(methods)
     keys: list[bytes | None] = []
-    cases: dict[bytes, Case] = {}
+    cases: dict[bytes, PublishedCase] = {}
     early: dict[int, Prediction] = {}
     for index, row in enumerate(rows):
         try:
@@ -75,7 +80,7 @@ def predict_rows(
 
 
 def _predict_all(
-    cases: Sequence[Case], processes: int, setting: Setting, progress: Progress | None
+    cases: Sequence[PublishedCase], processes: int, setting: Setting, progress: Progress | None
 ) -> list[Prediction]:
     """The predictions of cases, in order."""
     if processes <= 1 or len(cases) < 2:
@@ -106,11 +111,11 @@ def _start_worker(methods: tuple[Path, ...], constants: Calibration | None) -> N
     _WORKER[:] = [(discover(methods), constants)]
 
 
-def _work(case: Case) -> Prediction:
+def _work(case: PublishedCase) -> Prediction:
     return predict_case(case, *_WORKER[0])
 
 
-def _effort(case: Case) -> int:
+def _effort(case: PublishedCase) -> int:
     """A weight roughly proportional to the time to predict a case: its passes over all ranks."""
     lay = case.layout
     searched = 5 if case.offload is None and lay.pp > 2 else 1
@@ -118,7 +123,7 @@ def _effort(case: Case) -> int:
 
 
 def predict_case(
-    case: Case, registry: Registry, constants: Calibration | None = None
+    case: PublishedCase, registry: Registry, constants: Calibration | None = None
 ) -> Prediction:
     """The pred_* columns of a case; only status and reason where the case cannot be predicted."""
     try:
@@ -133,12 +138,12 @@ def predict_case(
     return found if constants else {**found, **_band(problem, method, found)}
 
 
-def run_case(case: Case, problem: Problem, registry: Registry) -> Outcome:
+def run_case(case: PublishedCase, problem: Problem, registry: Registry) -> Outcome:
     """The plan and evaluation of a case on its problem."""
     return run_method(problem, method_of(case, problem, registry))
 
 
-def method_of(case: Case, problem: Problem, registry: Registry) -> Composition:
+def method_of(case: PublishedCase, problem: Problem, registry: Registry) -> Composition:
     """A case's recompute policy, then pp_offload with the given share.  Without a given share the
     smallest share that fits: by the paper's estimate on the paper's own stack, or else by the
     ledger; no offload where the layout or the stack does not support pp_offload."""
@@ -190,3 +195,31 @@ def _band(problem: Problem, method: Composition, found: Prediction) -> Predictio
 def _nothing(status: str, reason: str) -> Prediction:
     empty = dict.fromkeys(COLUMNS, "")
     return {**empty, "pred_status": status, "pred_reason": " ".join(reason.split())}
+
+
+def reported_peak_bytes(problem: Problem, plan: Plan, evaluation: PlanEvaluation) -> int:
+    """Peak device bytes as the publications of the problem's stack count them
+    (`System.reported_peak`)."""
+    if problem.system.reported_peak == "layers":
+        layers = (layer for chunk in plan.partition[0] for layer in chunk)
+        weights = sum(problem.layer(layer).parameters for layer in layers)
+        states = state_bytes(weights, problem.layout, problem.system)
+        return states.total + layer_bytes_in_flight(problem, plan)
+    if problem.system.reported_peak == "reserved":
+        return evaluation.reserved_bytes
+    return max(evaluation.peak_device_bytes)
+
+
+def layer_bytes_in_flight(problem: Problem, plan: Plan) -> int:
+    """Peak bytes that the first stage's layers keep for micro-batches in flight."""
+    order = rank_orders(plan, problem)[0]
+    whole: dict[int, int] = {}
+    for chunk, layers in enumerate(plan.partition[0]):
+        ops = ChunkOps(problem, 0, chunk, layers)
+        fates, _ = resolve(plan, ops.sites, "warmup", 0)
+        whole[chunk] = sum(f.keep_bytes for (part, *_), f in fates.items() if part == "layer")
+    live = peak = 0
+    for item in order:
+        live += whole[item.chunk] if item.forward else -whole[item.chunk]
+        peak = max(peak, live)
+    return peak

@@ -20,8 +20,8 @@ from rematbench.published.left_out import out_of_source
 from rematbench.published.rows import read_case
 from rematbench.published.user_fit import (
     Array,
-    Measured,
-    Prior,
+    MeasuredRow,
+    ScalePrior,
     by_stack,
     learnt,
     left_one_by_one,
@@ -62,7 +62,7 @@ def stacks() -> dict[tuple[str, str, str], list[Row]]:
 
 
 @cache
-def prior(without: str = "") -> Prior:
+def prior(without: str = "") -> ScalePrior:
     """The prior from all sources except `without` (a source; empty: from all sources)."""
     return learnt([of_rows(rows) for (source, *_), rows in stacks().items() if source != without])
 
@@ -107,7 +107,7 @@ def band_after(count: int) -> float:
     return quantile(errors)
 
 
-def band_of_rows(data: Measured, theta: Array, before: Prior) -> float:
+def band_of_rows(data: MeasuredRow, theta: Array, before: ScalePrior) -> float:
     """Half-width of the band after a calibration on `data`, with the fitted log scales `theta`: the
     wider of `band_after` and of the LEVEL quantile of the rows' own absolute log errors, each left
     out of the fit (`bands.quantile`: the largest of up to three).
@@ -132,7 +132,7 @@ def _rest(rows: int, some: Sequence[int]) -> list[int]:
     return [index for index in range(rows) if index not in set(some)]
 
 
-def _calibrated(data: Measured, before: Prior, some: Sequence[int]) -> Array:
+def _calibrated(data: MeasuredRow, before: ScalePrior, some: Sequence[int]) -> Array:
     """Log errors of the rows not in `some`, under the scales fitted to the rows in `some`."""
     theta, _ = solved(data.some(some), before)
     return data.some(_rest(len(data.errors), some)).left(theta)

@@ -55,7 +55,7 @@ class RowError(ValueError):
         self.status = status
 
 
-class Case(ProblemSpec, frozen=True, kw_only=True):
+class PublishedCase(ProblemSpec, frozen=True, kw_only=True):
     """The content of a row; equal cases have equal predictions.  `assumed`: a remark on properties
     of the model that the row does not give."""
 
@@ -82,7 +82,7 @@ class Case(ProblemSpec, frozen=True, kw_only=True):
             raise RowError("unsupported", str(error)) from error
 
 
-def read_case(row: Row, registry: Registry) -> Case:
+def read_case(row: Row, registry: Registry) -> PublishedCase:
     """The case of a row; RowError where a cell is missing, wrong or not modelled."""
     system = _system(row)
     layout = _layout(row, system)
@@ -98,7 +98,7 @@ def read_case(row: Row, registry: Registry) -> Case:
     except ConfigError as error:
         raise RowError("unsupported", str(error)) from error
     model, assumed = _model(row)
-    return Case.at(
+    return PublishedCase.at(
         layout,
         model=model,
         assumed=assumed,

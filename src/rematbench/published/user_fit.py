@@ -42,7 +42,7 @@ TURNS = 10
 """Most ridge regressions from one start: a row between its two tangents can alternate."""
 
 
-class Prior(Struct, frozen=True, kw_only=True):
+class ScalePrior(Struct, frozen=True, kw_only=True):
     """Standard deviations of the log scales between stacks (`spreads`), and of the log errors that
     no scale explains (`noise`)."""
 
@@ -50,7 +50,7 @@ class Prior(Struct, frozen=True, kw_only=True):
     noise: float
 
 
-class Measured(Struct, frozen=True):
+class MeasuredRow(Struct, frozen=True):
     """Rows of one stack on one cluster: slopes (tangents x rows x scales), heights at log scales of
     zero (tangents x rows), and log errors (rows)."""
 
@@ -58,10 +58,10 @@ class Measured(Struct, frozen=True):
     heights: Array
     errors: Array
 
-    def some(self, rows: Sequence[int]) -> "Measured":
+    def some(self, rows: Sequence[int]) -> "MeasuredRow":
         """The rows with the given indices."""
         own = list(rows)
-        return Measured(self.slopes[:, own], self.heights[:, own], self.errors[own])
+        return MeasuredRow(self.slopes[:, own], self.heights[:, own], self.errors[own])
 
     def at(self, theta: Array) -> tuple[Array, Array]:
         """Slopes (rows x scales) and heights (rows) of the larger tangent of each row at log scales
@@ -77,7 +77,7 @@ class Measured(Struct, frozen=True):
         return left
 
 
-def measured(rows: Sequence[Row]) -> Measured:
+def measured(rows: Sequence[Row]) -> MeasuredRow:
     """The tangents and log errors of predicted rows, which must have a published speed."""
     slopes = np.array(
         [
@@ -89,7 +89,7 @@ def measured(rows: Sequence[Row]) -> Measured:
     heights = np.stack([np.zeros(len(rows)), steps - slopes[1] @ LATE])
     errors = [log_error(row) for row in rows]
     assert None not in errors
-    return Measured(slopes, heights, np.array(errors, dtype=np.float64))
+    return MeasuredRow(slopes, heights, np.array(errors, dtype=np.float64))
 
 
 def by_stack(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
@@ -101,7 +101,7 @@ def by_stack(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
     return dict(found)
 
 
-def solved(rows: Measured, prior: Prior) -> tuple[Array, Array]:
+def solved(rows: MeasuredRow, prior: ScalePrior) -> tuple[Array, Array]:
     """The MAP log scales (scales) and their covariance: the likeliest of all iterates."""
     met: list[tuple[Array, Array]] = []
     for start in (np.zeros_like(LATE), LATE):
@@ -116,7 +116,7 @@ def solved(rows: Measured, prior: Prior) -> tuple[Array, Array]:
     return min(met, key=lambda one: _surprise(rows, one[0], prior))
 
 
-def _ridge(slopes: Array, errors: Array, prior: Prior) -> tuple[Array, Array]:
+def _ridge(slopes: Array, errors: Array, prior: ScalePrior) -> tuple[Array, Array]:
     """The MAP log scales and their covariance for errors that are linear in the log scales, with
     `slopes` (rows x scales) and `errors` (rows)."""
     precision = slopes.T @ slopes / prior.noise**2 + np.diag(np.array(prior.spreads) ** -2.0)
@@ -125,16 +125,16 @@ def _ridge(slopes: Array, errors: Array, prior: Prior) -> tuple[Array, Array]:
     return theta, covariance
 
 
-def _surprise(rows: Measured, theta: Array, prior: Prior) -> float:
+def _surprise(rows: MeasuredRow, theta: Array, prior: ScalePrior) -> float:
     """Minus twice the log density of log scales and errors, up to a constant."""
     believed = theta / np.array(prior.spreads)
     return float(np.sum((rows.left(theta) / prior.noise) ** 2) + np.sum(believed**2))
 
 
-def learnt(stacks: Sequence[Measured]) -> Prior:
+def learnt(stacks: Sequence[MeasuredRow]) -> ScalePrior:
     """The prior with SPREADS and the noise of maximum likelihood over published stacks, each of
     weight 1."""
-    prior = Prior(spreads=SPREADS, noise=ROW_SPREAD)
+    prior = ScalePrior(spreads=SPREADS, noise=ROW_SPREAD)
     for _ in range(ROUNDS):
         left = []
         for rows in stacks:
@@ -142,7 +142,7 @@ def learnt(stacks: Sequence[Measured]) -> Prior:
             slopes, _ = rows.at(theta)
             spread = np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
             left.append(float(np.mean(rows.left(theta) ** 2 + spread)))
-        prior = Prior(spreads=SPREADS, noise=math.sqrt(float(np.mean(left))))
+        prior = ScalePrior(spreads=SPREADS, noise=math.sqrt(float(np.mean(left))))
     return prior
 
 
@@ -151,7 +151,7 @@ def mean_error(log_errors: Array) -> float:
     return float(np.mean(np.abs(np.expm1(log_errors))))
 
 
-def left_one_by_one(rows: Measured, prior: Prior) -> list[float]:
+def left_one_by_one(rows: MeasuredRow, prior: ScalePrior) -> list[float]:
     """The log error of each row under the scales fitted to the other rows (there are two rows or
     more)."""
     count = len(rows.errors)
@@ -169,7 +169,7 @@ SIGMAS = 3.0
 """Number of standard deviations beyond which a row is suspect, or refused."""
 
 
-def suspects(rows: Measured, theta: Array, prior: Prior) -> list[str]:
+def suspects(rows: MeasuredRow, theta: Array, prior: ScalePrior) -> list[str]:
     """At most two lines: on rows that the fit leaves beyond SIGMAS times the noise, and on scales
     beyond SIGMAS of their prior spreads, each with the row that is the furthest off.  One row with
     a unit mistyped makes either."""
@@ -199,7 +199,7 @@ def suspects(rows: Measured, theta: Array, prior: Prior) -> list[str]:
     return found
 
 
-def refusals(rows: Sequence[Row], prior: Prior) -> list[str]:
+def refusals(rows: Sequence[Row], prior: ScalePrior) -> list[str]:
     """One line for each row that no scale explains: a step faster than its kernels, or a job given
     twice with contradictory speeds.  Rows are of one job where their cases are equal, whatever
     their other columns (`table`, `source`, `mfu_pct_as_published`, ...) say."""

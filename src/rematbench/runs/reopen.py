@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from rematbench.choose.outcome import make_problem, reserved_bytes
+from rematbench.choose.outcome import make_problem, reserved
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
 from rematbench.problem import Problem
@@ -40,7 +40,7 @@ def replay_plan(problem: Problem, plan: Plan, method: str, *, timeline: bool = F
     program = lower(plan, problem)
     evaluation = evaluate_program(problem, plan, program, record=timeline)
     work, alpha = problem.workload, plan.fit.get("alpha")
-    over = reserved_bytes(problem, program, evaluation.ranks) - problem.usable_bytes
+    over = reserved(problem, program, evaluation.ranks).nbytes - problem.usable_bytes
     words = (
         method if alpha is None else f"{method} alpha {float(alpha):.3g}",
         work.model.name,

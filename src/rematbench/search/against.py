@@ -17,7 +17,7 @@ from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.published.accuracy import Row
 from rematbench.published.predict import method_of
-from rematbench.published.rows import Case, RowError, read_case, text
+from rematbench.published.rows import PublishedCase, RowError, read_case, text
 from rematbench.search.answer import judged, line
 from rematbench.search.halves import MINUTE, Progress, rounds
 from rematbench.search.job import Asked, SearchJob
@@ -62,7 +62,7 @@ def against(rows: Sequence[Row], *, within: float, processes: int) -> Iterator[d
         }
 
 
-def asked_of(case: Case, within: float, reserve_gib: float | None = 0.0) -> Asked:
+def asked_of(case: PublishedCase, within: float, reserve_gib: float | None = 0.0) -> Asked:
     """A search of the row's problem with open degrees.  `reserve_gib`: device memory that plans
     leave free; 0 because published plans fill the device, None for the usual reserve."""
     spec = ProblemSpec(

@@ -12,8 +12,7 @@ from math import inf
 from msgspec import Struct
 
 from rematbench.host.console import CommandError
-from rematbench.host.garbage import collect_rarely
-from rematbench.host.workers import Pool
+from rematbench.host.workers import Pool, collect_rarely
 from rematbench.search.frontier import SHOWN, Search
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.space import Choice

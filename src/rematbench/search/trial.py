@@ -4,14 +4,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from rematbench.choose.candidates import same_plan
-from rematbench.choose.outcome import Verdict, judge, reserved_bytes
-from rematbench.lowering.lower import lower
+from rematbench.choose.outcome import Lowered, Verdict, judge, timed, weighed
 from rematbench.packages.flags import Engines
 from rematbench.plan import Plan, PlanError, Unsupported
 from rematbench.plugins.registry import MethodError, Registry
 from rematbench.problem import Problem
 from rematbench.search.space import Choice
-from rematbench.simulate.evaluate import PlanEvaluation, evaluate_program, program_bytes
+from rematbench.simulate.evaluate import PlanEvaluation
 from rematbench.spec.layout import LayoutError
 
 NO_PLAN = "no plan: "
@@ -75,15 +74,12 @@ def planned_at(choice: Choice, problem: Problem, method: str, registry: Registry
 
 def _judged(tried: Tried, problem: Problem, plan: Plan) -> Tried:
     """`tried` with the plan's evaluation where the plan fits, else with the reason."""
-    program = lower(plan, problem)
-    ranks = program_bytes(problem, plan, program)
+    lowered = Lowered(problem, plan)
     room = problem.usable_bytes - problem.reserve_bytes
-    live = max(rank.device_peak for rank in ranks)
-    reserved = live if live > room else reserved_bytes(problem, program, ranks)
-    if reserved > room:
-        return replace(tried, reason="device memory", short_bytes=float(reserved - room))
-    found = evaluate_program(problem, plan, program, ranks=ranks)
-    found = replace(found, reserved_bytes=reserved)
+    held = weighed(problem, lowered, room)
+    if held.nbytes > room:
+        return replace(tried, reason="device memory", short_bytes=float(held.nbytes - room))
+    found = timed(problem, lowered, held)
     verdict = judge(problem, found)
     if not verdict.fits or found.not_timed:
         reason = found.not_timed if verdict.fits else verdict.binds

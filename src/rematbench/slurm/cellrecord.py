@@ -4,7 +4,7 @@ import msgspec
 from msgspec import Struct
 
 from rematbench.runs.record import FORMAT, Record, RecordError
-from rematbench.slurm.cells import Cell, CellStatus
+from rematbench.slurm.cells import CampaignCell, CellStatus
 from rematbench.slurm.nodefacts import NodeFacts
 
 MAX_ATTEMPTS = 3
@@ -17,7 +17,7 @@ class CellRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     table shows it."""
 
     key: str
-    cell: Cell
+    cell: CampaignCell
     status: CellStatus
     final: bool = True
     reason: str = ""

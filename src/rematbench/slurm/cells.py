@@ -44,7 +44,7 @@ class CampaignSuite(Suite, frozen=True, kw_only=True, forbid_unknown_fields=True
     cells_per_job: PositiveInt = 16
 
 
-class Cell(Struct, frozen=True, kw_only=True):
+class CampaignCell(Struct, frozen=True, kw_only=True):
     """One variant of a method on one problem."""
 
     spec: NamedProblem
@@ -64,7 +64,7 @@ class Bundle(Struct, frozen=True, kw_only=True):
     nodes: int
     gpus_per_node: int
     minutes: int
-    cells: tuple[Cell, ...]
+    cells: tuple[CampaignCell, ...]
 
 
 class Campaign:
@@ -86,7 +86,7 @@ class Campaign:
         self._problems: dict[tuple[str, str], Problem] = {}
 
     @cached_property
-    def cells(self) -> tuple[Cell, ...]:
+    def cells(self) -> tuple[CampaignCell, ...]:
         """Every cell, ordered by method and then by problem."""
         suite, registry = self.suite, self.registry
         names = suite.methods or tuple(registry.methods)
@@ -99,7 +99,7 @@ class Campaign:
             for spec in suite.problems:
                 own = on_own_stack(registry, method, spec)
                 cells += [
-                    Cell(spec=own, variant=variant, number=number)
+                    CampaignCell(spec=own, variant=variant, number=number)
                     for number, variant in enumerate(variants)
                     if not variant.problems or spec.name in variant.problems
                 ]
@@ -109,7 +109,7 @@ class Campaign:
     def bundles(self) -> dict[str, Bundle]:
         """Bundles by name, METHOD.NODESxGPUS.PART.  A new method moves no cell of another method to
         another bundle."""
-        groups: dict[tuple[str, int, int], list[Cell]] = {}
+        groups: dict[tuple[str, int, int], list[CampaignCell]] = {}
         for cell in self.cells:
             nodes = self.center.nodes(cell.spec.gpus)
             shape = (cell.variant.method, nodes, cell.spec.gpus // nodes)
@@ -157,32 +157,32 @@ class Campaign:
             self._problems[key] = spec.problem()
         return self._problems[key]
 
-    def method(self, cell: Cell) -> Composition:
+    def method(self, cell: CampaignCell) -> Composition:
         """The method of a cell, or the policy of its baseline, with the variant's settings."""
         settings: dict[str, Value] = dict(cell.variant.settings)
         return resolve(self.registry, cell.variant.method, settings)
 
-    def is_baseline(self, cell: Cell) -> bool:
+    def is_baseline(self, cell: CampaignCell) -> bool:
         """Whether a real package runs the cell."""
         return is_baseline(self.registry, cell.variant.method)
 
-    def keeps_all(self, cell: Cell, simulated: PlanEvaluation) -> bool:
+    def keeps_all(self, cell: CampaignCell, simulated: PlanEvaluation) -> bool:
         """Whether a cell keeps all activations: keep_all's cell, or a baseline's whose simulated
         step recomputes and offloads nothing."""
         if not self.is_baseline(cell):
             return cell.variant.method == IDENTITY
         return not simulated.recompute_flop and not simulated.offload_bytes
 
-    def engine(self, cell: Cell) -> str:
+    def engine(self, cell: CampaignCell) -> str:
         """The name of the engine that runs a cell, without a version."""
         return engine_name(self.registry, cell.variant.method)
 
-    def steps(self, cell: Cell) -> int:
+    def steps(self, cell: CampaignCell) -> int:
         """Optimizer steps of a cell on GPUs: observed, warm-up and timed steps."""
         warmup = self.suite.warmup if self.is_baseline(cell) else 0
         return self.suite.steps + warmup + TIMED_STEPS
 
-    def words(self, cell: Cell) -> list[str]:
+    def words(self, cell: CampaignCell) -> list[str]:
         """The arguments of the rematbench command that each process of a cell runs, without
         `--out` and `--timeout`."""
         words = [*cell.variant.to_arguments(cell.spec), "--steps", str(self.suite.steps)]
@@ -190,7 +190,7 @@ class Campaign:
             return ["baseline", "run", *words, "--warmup", str(self.suite.warmup)]
         return ["execute", *words]
 
-    def simulated(self, cell: Cell) -> PlanEvaluation | None:
+    def simulated(self, cell: CampaignCell) -> PlanEvaluation | None:
         """The simulated step of a cell, for a baseline with the tensors that its package holds;
         None where the method gives no plan.  PlanError where the plan cannot be lowered.
         """
@@ -204,7 +204,7 @@ class Campaign:
         assert isinstance(found, PlanEvaluation)  # the evaluator of make_problem
         return found
 
-    def key(self, cell: Cell) -> str:
+    def key(self, cell: CampaignCell) -> str:
         """The key of a cell's record: the cell's name and a hash of its request, its method and the
         code that can change its numbers."""
         asked = run_spec(self.problem(cell.spec), self.method(cell), "executed")

@@ -56,7 +56,8 @@ def code_of(registry: Registry, name: str) -> str:
     files that all baselines share and the pinned packages; and what these files import."""
     if not is_baseline(registry, name):
         return method_digest(registry.methods[part].origin for part in name.split("+"))
-    folder = data_dir("baselines")
+    folder, plan = data_dir("baselines"), Path(baselines()[name].origin)
     files = [folder / "run.py", *folder.glob("common/*.py"), *folder.glob(f"{name}/*.py")]
+    files += plan.parent.glob("*.py")
     pins = list(folder.glob(f"{name}/requirements.txt"))
     return method_digest(str(path) for path in files) + digest(pins)

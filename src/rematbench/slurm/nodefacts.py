@@ -10,8 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from rematbench.host.cpus import cpu_set
-from rematbench.host.memory import cgroup_limit, meminfo
+from rematbench.host.memory import cgroup_limit, cpu_set, meminfo
 
 MEMORY_SLACK = 0.05
 """Share of a node's memory that the operating system needs: pinned bytes must fit into the rest."""

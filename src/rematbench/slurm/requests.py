@@ -11,7 +11,7 @@ from rematbench.slurm.resources import simulated_resources
 from rematbench.slurm.settings import Center
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class ResourceRequest(Struct, frozen=True, kw_only=True):
     """What a job asks for: `nodes` nodes, each with these CPUs, MB and GPUs (0: the center's
     default).
 
@@ -36,10 +36,10 @@ class Request(Struct, frozen=True, kw_only=True):
         return f"partition {self.partition}" if self.partition else "the default partition"
 
 
-def executed_request(center: Center, bundle: Bundle) -> Request:
+def executed_request(center: Center, bundle: Bundle) -> ResourceRequest:
     """The request of a bundle of executed cells."""
     slurm = center.slurm
-    return Request(
+    return ResourceRequest(
         name=bundle.name,
         center=center.name,
         key="partition",
@@ -53,10 +53,10 @@ def executed_request(center: Center, bundle: Bundle) -> Request:
     )
 
 
-def simulated_request(center: Center) -> Request:
+def simulated_request(center: Center) -> ResourceRequest:
     """The request of a job that runs simulated cells."""
     asked = simulated_resources(center)
-    return Request(
+    return ResourceRequest(
         name="a simulated job",
         center=center.name,
         key="cpu_partition" if center.slurm.cpu_partition else "partition",
@@ -66,7 +66,7 @@ def simulated_request(center: Center) -> Request:
     )
 
 
-def check_request(request: Request, nodes: Sequence[Node]) -> None:
+def check_request(request: ResourceRequest, nodes: Sequence[Node]) -> None:
     """CommandError if the request's partition can never hold the job; `nodes`: the nodes of all
     partitions."""
     where = request.where

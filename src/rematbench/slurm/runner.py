@@ -24,7 +24,7 @@ from rematbench.runs.rank_error import KILLED, first_cause, noted, of_record
 from rematbench.runs.record import Record, read_record
 from rematbench.runs.store import Lease, Store, write_atomically
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, CellRecord, decode, encode
-from rematbench.slurm.cells import Bundle, Campaign, Cell, CellStatus
+from rematbench.slurm.cells import Bundle, Campaign, CampaignCell, CellStatus
 from rematbench.slurm.launch import (
     Allocation,
     Ended,
@@ -109,7 +109,7 @@ class Runner:
         name = signal.Signals(number).name
         self.stop = f"the job was ended by {name} (preemption, scancel or a node taken away){late}"
 
-    def _run(self, cell: Cell, lease: Lease) -> None:
+    def _run(self, cell: CampaignCell, lease: Lease) -> None:
         """Attempt a cell and commit its record, or release the lease where too little of the
         allocation's time is left."""
         if self.ends - time.monotonic() < 2 * MARGIN_S:
@@ -124,7 +124,7 @@ class Runner:
         self.say(f"{cell.name}: {made.status}{': ' if made.reason else ''}{made.reason}")
         self.store.commit(lease, encode(made))
 
-    def _attempt(self, cell: Cell, lease: Lease) -> CellRecord:
+    def _attempt(self, cell: CampaignCell, lease: Lease) -> CellRecord:
         try:
             pinned = self._predicted_pinned(cell)
         except PlanError as error:
@@ -143,7 +143,9 @@ class Runner:
         with tempfile.TemporaryDirectory(prefix=f".{lease.key}.", dir=self.store.folder) as name:
             return self._launch(cell, lease, Path(name), remarks)
 
-    def _launch(self, cell: Cell, lease: Lease, folder: Path, remarks: list[str]) -> CellRecord:
+    def _launch(
+        self, cell: CampaignCell, lease: Lease, folder: Path, remarks: list[str]
+    ) -> CellRecord:
         left = self.ends - time.monotonic() - MARGIN_S
         limit = min(60.0 * self.campaign.suite.cell_minutes, left)
         out = folder / "record.json"
@@ -189,7 +191,7 @@ class Runner:
             return msgspec.convert(cause.status, CellStatus), cause.reason
         return "failed", f"exit code {ended.code}: {last_words(ended.stderr)}"
 
-    def _predicted_pinned(self, cell: Cell) -> int:
+    def _predicted_pinned(self, cell: CampaignCell) -> int:
         """Predicted pinned bytes per node of a cell; 0 for a cell without a plan."""
         found = self.campaign.simulated(cell)
         return 0 if found is None else found.host_node_bytes
@@ -205,7 +207,7 @@ class Runner:
         return self.facts
 
     def _record(
-        self, cell: Cell, lease: Lease, status: CellStatus, reason: str, **more: Any
+        self, cell: CampaignCell, lease: Lease, status: CellStatus, reason: str, **more: Any
     ) -> CellRecord:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         return CellRecord(

@@ -11,7 +11,7 @@ from rematbench.host.console import CommandError
 from rematbench.plan import PlanError
 from rematbench.published.sheets import write_sheet
 from rematbench.runs.store import Store
-from rematbench.slurm.cells import Bundle, Campaign, Cell
+from rematbench.slurm.cells import Bundle, Campaign, CampaignCell
 from rematbench.slurm.queue import Node, Unreachable, partitions
 from rematbench.slurm.requests import check_request, executed_request, simulated_request
 from rematbench.slurm.settings import Center
@@ -43,7 +43,7 @@ def submissions(campaign: Campaign, store: Store) -> list[Submission]:
     return found
 
 
-def _submission(campaign: Campaign, bundle: Bundle, cells: Sequence[Cell]) -> Submission:
+def _submission(campaign: Campaign, bundle: Bundle, cells: Sequence[CampaignCell]) -> Submission:
     slurm = campaign.center.slurm
     whole = campaign.center.cluster.gpus_per_node if "--exclusive" in slurm.extra else 0
     gpus = bundle.nodes * max(bundle.gpus_per_node, whole) if slurm.gres else 0
@@ -59,7 +59,7 @@ def _submission(campaign: Campaign, bundle: Bundle, cells: Sequence[Cell]) -> Su
     )
 
 
-def _seconds(campaign: Campaign, cell: Cell) -> float:
+def _seconds(campaign: Campaign, cell: CampaignCell) -> float:
     """Predicted seconds of a cell's steps; 0 for a cell without a plan."""
     try:
         found = campaign.simulated(cell)

@@ -18,7 +18,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from rematbench.solve.solver import Row, minimum
-from rematbench.solve.windows import Job, LayerWindows, Slot
+from rematbench.solve.windows import LayerWindows, Slot, WindowJob
 
 MAX_NODES = 500
 CRITICAL: Slot | None = None
@@ -29,11 +29,11 @@ TIE = 1e-4
 class Placed(Struct, frozen=True, kw_only=True):
     """One job that is recomputed, in a window or (None) in the critical path."""
 
-    job: Job
+    job: WindowJob
     slot: Slot | None
 
 
-class Policy(Struct, frozen=True, kw_only=True):
+class StagePolicy(Struct, frozen=True, kw_only=True):
     """The decision for one layer: the recomputed jobs, the bytes kept, the seconds that result.
     `kept_bytes` are of one micro-batch; exposed and hidden seconds are of each backward of an
     average layer of its chunk."""
@@ -49,7 +49,7 @@ class Policy(Struct, frozen=True, kw_only=True):
         return self.exposed_s + TIE * self.hidden_s
 
 
-class Group(Struct, frozen=True, kw_only=True):
+class LayerGroup(Struct, frozen=True, kw_only=True):
     """The layers of one stage that share a policy. `in_flight`: the most (layer, micro-batch) pairs
     of these layers that are in flight at once."""
 
@@ -57,7 +57,7 @@ class Group(Struct, frozen=True, kw_only=True):
     in_flight: int
 
 
-def policy_front(layer: LayerWindows, layers_per_chunk: int) -> tuple[Policy, ...]:
+def policy_front(layer: LayerWindows, layers_per_chunk: int) -> tuple[StagePolicy, ...]:
     """The policies that no other policy beats in bytes and seconds, from keep-all down. There is
     one candidate for each set of dropped jobs. The front is the heuristic's answer for every
     budget, solved once for all equal layers."""
@@ -66,14 +66,16 @@ def policy_front(layer: LayerWindows, layers_per_chunk: int) -> tuple[Policy, ..
         for size in range(len(layer.jobs) + 1)
         for dropped in combinations(layer.jobs, size)
     ]
-    front: list[Policy] = []
+    front: list[StagePolicy] = []
     for policy in sorted(found, key=lambda p: (p.cost_s, p.kept_bytes)):
         if not front or policy.kept_bytes < front[-1].kept_bytes:
             front.append(policy)
     return tuple(front)
 
 
-def greedy_policy(layer: LayerWindows, dropped: Sequence[Job], layers_per_chunk: int) -> Policy:
+def greedy_policy(
+    layer: LayerWindows, dropped: Sequence[WindowJob], layers_per_chunk: int
+) -> StagePolicy:
     """The policy that puts dropped jobs into windows in dataflow order. Each job goes where it adds
     the fewest exposed seconds, to the latest of equally good windows."""
     room = dict(layer.idle_s)
@@ -93,7 +95,7 @@ def greedy_policy(layer: LayerWindows, dropped: Sequence[Job], layers_per_chunk:
     return settled(layer, tuple(placed.values()), layers_per_chunk)
 
 
-def _earliest(job: Job, placed: dict[str, Placed]) -> int | None:
+def _earliest(job: WindowJob, placed: dict[str, Placed]) -> int | None:
     """The time from which all inputs of a job exist; None if only in the critical path."""
     at = -(10**6)
     for name in job.needs:
@@ -105,7 +107,7 @@ def _earliest(job: Job, placed: dict[str, Placed]) -> int | None:
     return at
 
 
-def settled(layer: LayerWindows, placed: tuple[Placed, ...], layers_per_chunk: int) -> Policy:
+def settled(layer: LayerWindows, placed: tuple[Placed, ...], layers_per_chunk: int) -> StagePolicy:
     """The policy of placed jobs, with its bytes and seconds."""
     load = dict.fromkeys(layer.idle_s, 0.0)
     exposed = hidden = 0.0
@@ -119,10 +121,12 @@ def settled(layer: LayerWindows, placed: tuple[Placed, ...], layers_per_chunk: i
         hidden += seconds
     exposed += fsum(max(0.0, load[op] - layer.idle_s[op]) for op in load)
     kept = sum(job.nbytes for job in layer.jobs) - sum(item.job.nbytes for item in placed)
-    return Policy(placed=placed, kept_bytes=kept, exposed_s=exposed, hidden_s=hidden)
+    return StagePolicy(placed=placed, kept_bytes=kept, exposed_s=exposed, hidden_s=hidden)
 
 
-def heuristic(front: Sequence[Policy], groups: Sequence[Group], budget_bytes: float) -> Policy:
+def heuristic(
+    front: Sequence[StagePolicy], groups: Sequence[LayerGroup], budget_bytes: float
+) -> StagePolicy:
     """The cheapest policy of the front that all layers of a stage can share within a budget. Where
     none is within the budget: the policy with the fewest kept bytes."""
     in_flight = max(1, sum(group.in_flight for group in groups))
@@ -132,11 +136,10 @@ def heuristic(front: Sequence[Policy], groups: Sequence[Group], budget_bytes: fl
 
 def optimum(
     layer: LayerWindows,
-    groups: Sequence[Group],
+    groups: Sequence[LayerGroup],
     budget_bytes: float,
     layers_per_chunk: int,
-    max_nodes: int = MAX_NODES,
-) -> tuple[Policy, ...] | None:
+) -> tuple[StagePolicy, ...] | None:
     """One policy per group from HiGHS; None if the node limit passes without a solution."""
     if not layer.jobs:  # there is nothing to choose, and HiGHS refuses a problem without variables
         return (settled(layer, (), layers_per_chunk),) * len(groups)
@@ -147,7 +150,7 @@ def optimum(
         rows=model.rows(budget_bytes),
         lower=np.zeros(model.size),
         upper=np.array(model.upper),
-        max_nodes=max_nodes,
+        max_nodes=MAX_NODES,
         gap=1e-3,
     )
     if found is None:
@@ -158,7 +161,9 @@ def optimum(
 class _Model:
     """Variables of each group: x[job, window], x[job, critical] (binary), overflow[window] (s)."""
 
-    def __init__(self, layer: LayerWindows, groups: Sequence[Group], layers_per_chunk: int) -> None:
+    def __init__(
+        self, layer: LayerWindows, groups: Sequence[LayerGroup], layers_per_chunk: int
+    ) -> None:
         self.layer, self.groups, self.per_chunk = layer, groups, layers_per_chunk
         self.scale = max((job.seconds for job in layer.jobs), default=1.0) or 1.0
         self.integer: list[int] = []
@@ -204,7 +209,7 @@ class _Model:
     def _columns(self, number: int, op: str) -> list[int]:
         return [c for (n, job, _), c in self.x.items() if (n, job) == (number, op)]
 
-    def _precedence(self, number: int, job: Job) -> list[Row]:
+    def _precedence(self, number: int, job: WindowJob) -> list[Row]:
         """A job in a window excludes an input that is recomputed later than this window."""
         rows = []
         dropped = {other.op for other in self.layer.jobs}
@@ -241,7 +246,7 @@ class _Model:
         }
         return row, 1000 * (max(budget_bytes, 0.0) / total - 1.0)
 
-    def policy(self, number: int, x: NDArray[np.float64]) -> Policy:
+    def policy(self, number: int, x: NDArray[np.float64]) -> StagePolicy:
         """The policy of a group, from the solver's values."""
         jobs = {job.op: job for job in self.layer.jobs}
         placed = tuple(

@@ -17,7 +17,7 @@ from rematbench.plan import Plan, Recompute, Rule, Select, Window
 from rematbench.problem import Evaluation, Problem
 from rematbench.solve.kept import kept_activations, with_live_rules
 from rematbench.solve.layers import layers_in_flight
-from rematbench.solve.lynx import Group, Placed, Policy, heuristic, optimum, policy_front
+from rematbench.solve.lynx import LayerGroup, Placed, StagePolicy, heuristic, optimum, policy_front
 from rematbench.solve.windows import LayerWindows, layer_windows
 
 ROUNDS = 6
@@ -32,7 +32,7 @@ class Stage:
         layers = tuple(layer for chunk in plan.partition[rank] for layer in chunk)
         self.groups = _halves(layers) if exact else (layers,)
         self.sizes = tuple(
-            Group(layers=len(g), in_flight=layers_in_flight(problem, plan, rank, g))
+            LayerGroup(layers=len(g), in_flight=layers_in_flight(problem, plan, rank, g))
             for g in self.groups
         )
         self.exact = exact
@@ -40,10 +40,10 @@ class Stage:
     def solve(
         self,
         layer: LayerWindows,
-        front: Sequence[Policy],
+        front: Sequence[StagePolicy],
         budget_bytes: float,
         layers_per_chunk: int,
-    ) -> tuple[Policy, ...]:
+    ) -> tuple[StagePolicy, ...]:
         """A policy for each group within a budget. The MILP's policies count where they cost less
         than one shared policy for all groups."""
         shared = (heuristic(front, self.sizes, budget_bytes),) * len(self.sizes)
@@ -52,11 +52,11 @@ class Stage:
         found = optimum(layer, self.sizes, budget_bytes, layers_per_chunk)
         return found if found and self.cost_s(found) < self.cost_s(shared) else shared
 
-    def kept_bytes(self, policies: Sequence[Policy]) -> int:
+    def kept_bytes(self, policies: Sequence[StagePolicy]) -> int:
         """Bytes that the policies keep with all micro-batches in flight."""
         return sum(p.kept_bytes * g.in_flight for p, g in zip(policies, self.sizes, strict=True))
 
-    def cost_s(self, policies: Sequence[Policy]) -> float:
+    def cost_s(self, policies: Sequence[StagePolicy]) -> float:
         """The objective of the solvers, in seconds."""
         return fsum(p.cost_s * g.layers for p, g in zip(policies, self.sizes, strict=True))
 
@@ -89,15 +89,15 @@ class Relocation:
         kept = kept_activations(problem, base) - {"layer_input"}
         self.layer = layer_windows(problem, table, kept)
         self.per_chunk = max(1, problem.workload.model.num_layers // lay.num_chunks)
-        self._known: dict[tuple[tuple[Group, ...], float], tuple[Policy, ...]] = {}
+        self._known: dict[tuple[tuple[LayerGroup, ...], float], tuple[StagePolicy, ...]] = {}
 
     @cached_property
-    def front(self) -> tuple[Policy, ...]:
+    def front(self) -> tuple[StagePolicy, ...]:
         """The front of the layer's policies, solved once for all layers."""
         return policy_front(self.layer, self.per_chunk)
 
     @property
-    def leanest(self) -> Policy:
+    def leanest(self) -> StagePolicy:
         """The policy with the fewest kept bytes."""
         return min(self.front, key=lambda policy: policy.kept_bytes)
 
@@ -112,7 +112,7 @@ class Relocation:
         return self.assemble(base, stages, [(self.leanest,) * len(s.groups) for s in stages])
 
     def assemble(
-        self, base: Plan, stages: Sequence[Stage], policies: Sequence[tuple[Policy, ...]]
+        self, base: Plan, stages: Sequence[Stage], policies: Sequence[tuple[StagePolicy, ...]]
     ) -> Plan:
         """The plan with the policies as rules. The top layer of a chunk has no collectives of a
         layer before its backward; what such a layer rebuilds before its own backward is rebuilt
@@ -144,7 +144,7 @@ class Relocation:
         evaluation = self.problem.cost.evaluate(best)
         budgets = [float(self.usable - peak) for peak in evaluation.peak_device_bytes]
         limits = [_Limit() for _ in stages]
-        seen: set[tuple[tuple[Policy, ...], ...]] = set()
+        seen: set[tuple[tuple[StagePolicy, ...], ...]] = set()
         for _ in range(ROUNDS):
             policies = tuple(
                 self._solved(stage, budget) for stage, budget in zip(stages, budgets, strict=True)
@@ -159,7 +159,7 @@ class Relocation:
             budgets = self._budgets(evaluation, kept, limits)
         return best
 
-    def _solved(self, stage: Stage, budget: float) -> tuple[Policy, ...]:
+    def _solved(self, stage: Stage, budget: float) -> tuple[StagePolicy, ...]:
         """A stage's policies, remembered because ranks and rounds often have equal budgets."""
         key = (stage.sizes, budget)
         if key not in self._known:

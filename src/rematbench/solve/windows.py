@@ -14,7 +14,7 @@ from rematbench.operators.ops import Op, OpTable
 from rematbench.problem import Problem
 
 
-class Job(Struct, frozen=True, kw_only=True):
+class WindowJob(Struct, frozen=True, kw_only=True):
     """Rebuilding the saved outputs of one operator from other saved tensors.
 
     `needs`: operators whose saved outputs the job reads; `deadline`: the place in the backward
@@ -46,12 +46,12 @@ class LayerWindows(Struct, frozen=True, kw_only=True):
     operator. `stall`: the share of a job's seconds that the job and the collective beside it lose
     to each other."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[WindowJob, ...]
     slots: tuple[Slot, ...]
     idle_s: dict[str, float]
     stall: float = 0.0
 
-    def allowed(self, job: Job) -> tuple[Slot, ...]:
+    def allowed(self, job: WindowJob) -> tuple[Slot, ...]:
         """The windows that close before the first reader of the job's outputs."""
         return tuple(s for s in self.slots if job.hides and s.at < job.deadline)
 
@@ -74,7 +74,7 @@ def layer_windows(problem: Problem, table: OpTable, kept: Collection[str]) -> La
 
 def _job(
     problem: Problem, table: OpTable, maker: Op, kept: Collection[str], order: dict[str, int]
-) -> Job:
+) -> WindowJob:
     outputs = tuple(name for name in maker.outputs if name in kept and name in table.saved)
     others = frozenset(table.saved) - set(outputs)
     chain = problem.cost.rebuild_ops(table, frozenset(outputs), others)
@@ -83,7 +83,7 @@ def _job(
     sources = {table.producer(name) for name in read if name in kept}
     comms = [c for op in chain for c in (op.gather, op.reduce) if c is not None]
     readers = [order[op.name] for op in table.ops if not set(outputs).isdisjoint(op.saves)]
-    return Job(
+    return WindowJob(
         op=maker.name,
         outputs=outputs,
         nbytes=sum(table.activations[name].nbytes for name in outputs),

@@ -134,17 +134,11 @@ def _circular(value: object, above: set[int], done: set[int]) -> bool:
     return found
 
 
-def flatten(
-    data: Mapping[str, Any], label: str, unsourced: Iterable[str] = ()
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """(plain values, sources), each by key; ConfigError for a number without a source.
-
-    Keys in `unsourced` (names, texts) need no source.
-    """
+def flatten(data: Mapping[str, Any], label: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """(plain values, sources), each by key; ConfigError for a number without a source."""
     everywhere = data.get("source", "")
     if not isinstance(everywhere, str):
         raise ConfigError(label, "source", "expected a text")
-    exempt = set(unsourced)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for key, entry in data.items():
@@ -152,7 +146,7 @@ def flatten(
             continue
         value, source = _entry(entry, label, key)
         source = source or everywhere
-        if not source and key not in exempt and _has_number(value):
+        if not source and _has_number(value):
             raise ConfigError(
                 label,
                 key,

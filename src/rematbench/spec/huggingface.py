@@ -130,10 +130,10 @@ def _refuse(data: Config, label: str) -> None:
         raise ConfigError(label, "quantization_config", f"{method} weights are not modelled")
 
 
-def _gated_mlp(data: Config, key: str = "hidden_act") -> str:
-    activation = data.get(key, "silu")
+def _gated_mlp(data: Config) -> str:
+    activation = data.get("hidden_act", "silu")
     if activation not in _GATED:
-        raise Unmodelled(key, f"activation {activation!r} in a gated MLP")
+        raise Unmodelled("hidden_act", f"activation {activation!r} in a gated MLP")
     return _GATED[activation]
 
 

@@ -118,7 +118,6 @@ class System(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     logits_fp32: bool
     loss_in_place: bool = True
     loss_keeps_logits: bool = True
-    saves_norm_output: bool = True
     norm: NormKernel = "fused"
     rope: RopeKernel = "fused"
     norm_keeps_steps: bool = False

@@ -39,7 +39,7 @@ Number = int | float | str
 Values = dict[str, Number]
 
 
-class Answer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StudyAnswer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One cell of a study: numbers by name, or the reason why there are none. Numbers are in SI
     units; `mfu_*` and `*_share` are fractions. `command` prints the same figures."""
 
@@ -64,7 +64,7 @@ class Answer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return 0.0
 
 
-def ask_study(study: Study, registry: Registry, path: str) -> list[Answer]:
+def ask_study(study: Study, registry: Registry, path: str) -> list[StudyAnswer]:
     """All answers of a study, in the order of its questions; `path` names the file in commands."""
     return [
         answer
@@ -76,10 +76,10 @@ def ask_study(study: Study, registry: Registry, path: str) -> list[Answer]:
 
 def _ask(
     study: str, question: Question, workload: StudyWorkload, registry: Registry, path: str
-) -> Iterator[Answer]:
+) -> Iterator[StudyAnswer]:
     for spec in workload.at_layouts():
         for contender in question.methods:
-            blank = Answer(
+            blank = StudyAnswer(
                 study=study,
                 ask=question.ask,
                 workload=workload.name,
@@ -99,12 +99,12 @@ def _command(path: str, ask: Ask, spec: NamedProblem, contender: Contender) -> s
 
 
 def _answer(
-    blank: Answer,
+    blank: StudyAnswer,
     question: Question,
     spec: ProblemSpec,
     contender: Contender,
     registry: Registry,
-) -> Answer:
+) -> StudyAnswer:
     """The answer of one cell: `blank` with numbers, or with a status and a reason."""
     settings: dict[str, Value] = dict(contender.settings)
     try:
@@ -117,8 +117,8 @@ def _answer(
 
 
 def _at_length(
-    blank: Answer, problem: Problem, ask: Ask, contender: Contender, registry: Registry
-) -> Answer:
+    blank: StudyAnswer, problem: Problem, ask: Ask, contender: Contender, registry: Registry
+) -> StudyAnswer:
     """The answer to a question at the workload's own sequence length."""
     if contender.fewest:
         return _fewest(blank, problem, contender, registry)
@@ -141,7 +141,7 @@ MEASURES: dict[Ask, Callable[[Problem, Plan], Values]] = {
 }
 
 
-def of_outcome(blank: Answer, outcome: Outcome) -> Answer:
+def of_outcome(blank: StudyAnswer, outcome: Outcome) -> StudyAnswer:
     """A simulated run as an answer; a plan that does not fit keeps its would-be numbers."""
     found, plan, verdict = outcome.evaluation, outcome.plan, outcome.verdict
     if found is None or plan is None or verdict is None:
@@ -165,7 +165,9 @@ def of_outcome(blank: Answer, outcome: Outcome) -> Answer:
     return replace(blank, status=outcome.status, reason=outcome.reason, values=values)
 
 
-def _fewest(blank: Answer, problem: Problem, contender: Contender, registry: Registry) -> Answer:
+def _fewest(
+    blank: StudyAnswer, problem: Problem, contender: Contender, registry: Registry
+) -> StudyAnswer:
     """The run at the smallest value of the setting `fewest` that fits, else at the largest value.
     Bisection finds the value, because a larger value frees more bytes."""
     lay, layers = problem.layout, problem.workload.model.num_layers
@@ -182,7 +184,9 @@ def _fewest(blank: Answer, problem: Problem, contender: Contender, registry: Reg
     return replace(answer, values={**answer.values, contender.fewest: fewest})
 
 
-def _longest(blank: Answer, question: Question, spec: ProblemSpec, method: Composition) -> Answer:
+def _longest(
+    blank: StudyAnswer, question: Question, spec: ProblemSpec, method: Composition
+) -> StudyAnswer:
     found = longest_sequence(
         lambda seq_len: make_problem(replace(spec, seq_len=seq_len)),
         method,
@@ -194,8 +198,8 @@ def _longest(blank: Answer, question: Question, spec: ProblemSpec, method: Compo
 
 
 def _hidden_from(
-    blank: Answer, question: Question, spec: ProblemSpec, method: Composition
-) -> Answer:
+    blank: StudyAnswer, question: Question, spec: ProblemSpec, method: Composition
+) -> StudyAnswer:
     found = hidden_from(
         lambda seq_len: make_problem(replace(spec, seq_len=seq_len)),
         method,
@@ -207,27 +211,27 @@ def _hidden_from(
     return replace(blank, values={"seq_len": found})
 
 
-SEARCHES: dict[Ask, Callable[[Answer, Question, ProblemSpec, Composition], Answer]] = {
+SEARCHES: dict[Ask, Callable[[StudyAnswer, Question, ProblemSpec, Composition], StudyAnswer]] = {
     "longest": _longest,
     "hidden_from": _hidden_from,
 }
 
 
-def dump(answers: list[Answer]) -> bytes:
+def dump(answers: list[StudyAnswer]) -> bytes:
     """One JSON document with a line per answer, so that versions can be compared line by line."""
     lines = [msgspec.json.encode(answer, order="sorted") for answer in answers]
     return b"[\n" + b",\n".join(lines) + b"\n]\n"
 
 
-def read_answers(text: bytes, label: str) -> list[Answer]:
+def read_answers(text: bytes, label: str) -> list[StudyAnswer]:
     """The answers that `dump` wrote; ValueError with the file `label` and msgspec's message."""
     try:
-        return msgspec.json.decode(text, type=list[Answer])
+        return msgspec.json.decode(text, type=list[StudyAnswer])
     except msgspec.DecodeError as error:
         raise ValueError(f"{label}: {error}") from error
 
 
-def line(answer: Answer) -> dict[str, Any]:
+def line(answer: StudyAnswer) -> dict[str, Any]:
     """An answer as a flat row of a sheet."""
     own = msgspec.structs.asdict(answer)
     return {**{k: v for k, v in own.items() if k != "values"}, **answer.values}

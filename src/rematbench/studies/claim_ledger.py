@@ -1,7 +1,7 @@
 """The ledger of claims: each row of claims.csv with our number, its error, basis and verdict."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rematbench.choose.outcome import Status
@@ -9,7 +9,7 @@ from rematbench.plugins.discover import discover
 from rematbench.published.accuracy import number
 from rematbench.published.rule80 import scored_cells
 from rematbench.published.sheets import LAYOUTS, PUBLISHED
-from rematbench.studies.answers import Answer, Number
+from rematbench.studies.answers import Number, StudyAnswer
 from rematbench.studies.claims import (
     Claim,
     Claims,
@@ -18,6 +18,10 @@ from rematbench.studies.claims import (
     evaluate_query,
     published,
 )
+from rematbench.studies.lynx import lynx_ladder, lynx_layouts
+from rematbench.studies.memo import fragmentation_table, memo_average, memo_lengths, memo_longest
+from rematbench.studies.mst import mst_longest, mst_memory
+from rematbench.studies.rows import Told, published_numbers
 from rematbench.tables.table import Column, Table, signed_percent
 
 Row = Mapping[str, str]
@@ -33,7 +37,7 @@ SHEETS = (
 )
 
 
-def claims_table(rows: Sequence[Row], claims: Claims, answers: list[Answer]) -> Table:
+def claims_table(rows: Sequence[Row], claims: Claims, answers: list[StudyAnswer]) -> Table:
     """The table of all claims in the order of claims.csv: a line per part, or why there is none."""
     known = {claim.id: claim for claim in claims.claims}
     lines = [
@@ -113,7 +117,7 @@ def _short(value: Any) -> str:
 
 
 def claim_lines(
-    row: Row, claim: Claim | None, claims: Claims, answers: list[Answer]
+    row: Row, claim: Claim | None, claims: Claims, answers: list[StudyAnswer]
 ) -> list[dict[str, Any]]:
     """The lines of one claim: one per part, or one line that says why it is not compared."""
     head: dict[str, Any] = {
@@ -141,7 +145,7 @@ def claim_lines(
 
 
 def _part_line(
-    part: Part, claim: Claim, row: Row, claims: Claims, answers: list[Answer]
+    part: Part, claim: Claim, row: Row, claims: Claims, answers: list[StudyAnswer]
 ) -> dict[str, Any]:
     tolerance = claims.tolerances[claim.tolerance]
     ours, value = evaluate_query(part.query, answers), published(row["value"])
@@ -208,7 +212,7 @@ def _command(part: Part, ours: Ours) -> str:
     return f"rematbench study config/study/{part.query.study}.yaml{only}"
 
 
-def prediction_answers(cells: Sequence[Mapping[str, Any]]) -> list[Answer]:
+def prediction_answers(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:
     """Answers from predicted sheets. They are our layouts for ATC'24's abstract, and Fujii's 80 %
     rule over the runs that it was stated for."""
     found = [_layout_answer(cell) for cell in cells if cell.get("cell") == LAYOUTS]
@@ -216,7 +220,7 @@ def prediction_answers(cells: Sequence[Mapping[str, Any]]) -> list[Answer]:
     return [*found, *_rule_answer([cell for cell in own if "Fujii" in cell["source"]])]
 
 
-def _layout_answer(cell: Mapping[str, Any]) -> Answer:
+def _layout_answer(cell: Mapping[str, Any]) -> StudyAnswer:
     values: dict[str, Number] = {}
     for key in ("tokens_per_s_per_gpu", "mfu_causal", "peak_device_bytes"):
         value = number(cell, f"pred_{key}")
@@ -225,7 +229,7 @@ def _layout_answer(cell: Mapping[str, Any]) -> Answer:
     statuses: dict[str, Status] = {"ok": "ok", "oom": "oom", "unsupported": "unsupported"}
     degrees = ", ".join(f"{key} {cell[key]}" for key in ("tp", "cp", "pp", "vpp", "dp"))
     name = "full_recompute" if cell["recompute"] == "full" else "balanced_checkpointing+pp_offload"
-    return Answer(
+    return StudyAnswer(
         study="predictions",
         ask="run",
         workload="atc24-abstract",
@@ -240,7 +244,7 @@ def _layout_answer(cell: Mapping[str, Any]) -> Answer:
     )
 
 
-def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[Answer]:
+def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[StudyAnswer]:
     """The answer that counts published out-of-memory runs with an estimate below 80 %."""
     if not cells:
         return []
@@ -248,7 +252,7 @@ def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[Answer]:
     safe = [cell for cell in told if cell["safe"]]  # a dash as status does not say what happened
     broken = sum(cell["status"] == "oom" for cell in safe)
     values: dict[str, Number] = {"oom_below": broken, "below": len(safe)}
-    made = Answer(
+    made = StudyAnswer(
         study="predictions",
         ask="estimate",
         workload="fujii-runs",
@@ -257,3 +261,20 @@ def _rule_answer(cells: Sequence[Mapping[str, Any]]) -> list[Answer]:
         command=PREDICT,
     )
     return [made]
+
+
+def study_tables(
+    answers: Sequence[StudyAnswer], rows: Iterable[Mapping[str, str]], claims: Claims
+) -> list[Table]:
+    """Every table whose study has answers."""
+    told = published_numbers(rows, claims)
+    makers: dict[str, tuple[Callable[[list[StudyAnswer], Told], Table], ...]] = {
+        "lynx": (lynx_ladder, lynx_layouts),
+        "mst": (mst_longest, mst_memory),
+        "memo": (memo_lengths, memo_longest, memo_average, fragmentation_table),
+    }
+    made = []
+    for study, tables in makers.items():
+        own = [answer for answer in answers if answer.study == study]
+        made += [make(own, told) for make in tables if own]
+    return made

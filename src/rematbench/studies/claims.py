@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from rematbench.spec.configfile import ConfigError, convert, read_mapping
 from rematbench.spec.paths import data_dir
-from rematbench.studies.answers import Answer
+from rematbench.studies.answers import StudyAnswer
 from rematbench.studies.study import Ask
 
 LABEL = "config/claims.yaml"
@@ -192,13 +192,13 @@ class Ours(Struct, frozen=True, kw_only=True):
     nothing)."""
 
     value: float | None
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[StudyAnswer, ...] = ()
     counted: int = 0
     asked: int = 0
     problem: str = ""
 
 
-def evaluate_query(query: Query, answers: list[Answer]) -> Ours:
+def evaluate_query(query: Query, answers: list[StudyAnswer]) -> Ours:
     """Our number for a query. Plans that do not fit count only where no fitting plan is left; the
     number then names that problem."""
     own = [a for a in answers if a.study == query.study and a.ask == query.ask]
@@ -227,7 +227,7 @@ def evaluate_query(query: Query, answers: list[Answer]) -> Ours:
     )
 
 
-def _pairs(query: Query, own: list[Answer]) -> list[Ours]:
+def _pairs(query: Query, own: list[StudyAnswer]) -> list[Ours]:
     """One number per workload; with `same_layout`, one per workload and layout."""
     found = []
     for index, workload in enumerate(query.of):
@@ -248,8 +248,8 @@ def _pairs(query: Query, own: list[Answer]) -> list[Ours]:
 
 
 def _best(
-    own: list[Answer], workload: str, methods: tuple[str, ...], layout: str | None, metric: str
-) -> Answer | None:
+    own: list[StudyAnswer], workload: str, methods: tuple[str, ...], layout: str | None, metric: str
+) -> StudyAnswer | None:
     """The best fitting answer; where none fits, the best answer that has the metric."""
     named = [
         a
@@ -261,13 +261,13 @@ def _best(
     return max(best, key=lambda a: a.merit) if best else None
 
 
-def _fits(own: list[Answer], workload: str, method: str, layout: str | None) -> bool:
+def _fits(own: list[StudyAnswer], workload: str, method: str, layout: str | None) -> bool:
     """Whether a method fits a workload at a layout (at any layout, if `layout` is None)."""
     best = _best(own, workload, (method,), layout, "step_s")
     return best is not None and best.status == "ok"
 
 
-def _single(answer: Answer | None, metric: str) -> Ours:
+def _single(answer: StudyAnswer | None, metric: str) -> Ours:
     if answer is None:
         return Ours(value=None, problem="no such answer: run the study")
     value = answer.values.get(metric)
@@ -278,7 +278,7 @@ def _single(answer: Answer | None, metric: str) -> Ours:
     return Ours(value=number, answers=(answer,), problem=problem)
 
 
-def _compared(query: Query, one: Answer | None, other: Answer | None) -> Ours:
+def _compared(query: Query, one: StudyAnswer | None, other: StudyAnswer | None) -> Ours:
     left, right = _single(one, query.metric), _single(other, query.metric)
     answers = (*left.answers, *right.answers)
     problem = left.problem or right.problem

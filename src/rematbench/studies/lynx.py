@@ -1,6 +1,6 @@
 """Tables of Lynx on its ladder of models: each policy at its best layout, and at equal layouts."""
 
-from rematbench.studies.answers import Answer, line
+from rematbench.studies.answers import StudyAnswer, line
 from rematbench.studies.rows import (
     METHOD,
     SIMULATED,
@@ -21,7 +21,7 @@ EVEN = "lynx_heu, even stages"
 LYNX = ("lynx_heu", "lynx_opt", EVEN)
 
 
-def lynx_ladder(answers: list[Answer], told: Told) -> Table:
+def lynx_ladder(answers: list[StudyAnswer], told: Told) -> Table:
     """For each model and cluster, the best layout of Lynx against the best layout of its rivals."""
     del told
     runs = of(answers, "run")
@@ -84,17 +84,17 @@ def lynx_ladder(answers: list[Answer], told: Told) -> Table:
     )
 
 
-def _place(runs: list[Answer], workload: str) -> Line:
+def _place(runs: list[StudyAnswer], workload: str) -> Line:
     one = next(answer for answer in runs if answer.workload == workload)
     return {"workload": workload, "cluster": one.cluster}
 
 
-def _gap(heu: Answer | None, opt: Answer | None) -> float | None:
+def _gap(heu: StudyAnswer | None, opt: StudyAnswer | None) -> float | None:
     found = ratio(speed(opt), speed(heu))
     return None if found is None else found - 1
 
 
-def lynx_layouts(answers: list[Answer], told: Told) -> Table:
+def lynx_layouts(answers: list[StudyAnswer], told: Told) -> Table:
     """Every policy at every layout: at equal layouts the difference is the method's alone."""
     del told
     runs = of(answers, "run")

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from math import fsum
 from typing import TypeAlias
 
+from msgspec import Struct
+
 from rematbench.cost.estimators import fujii_estimate
 from rematbench.cost.kernels import Attention
 from rematbench.lowering.chunk_ops import ChunkOps
@@ -12,9 +14,11 @@ from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
+from rematbench.program.replay import replay
+from rematbench.simulate.evaluate import fullest_rank, program_bytes
 from rematbench.solve.layers import forward_s
+from rematbench.solve.memory_plan import memory_plan
 from rematbench.solve.search import first_true
-from rematbench.studies.fragmentation import fragmentation
 
 Values: TypeAlias = dict[str, int | float | str]
 MLP_OPS = frozenset({"fc1", "act", "mul", "fc2", "fc2_out", "fc2_out.r"})
@@ -123,3 +127,33 @@ def hidden_from(
 
     last = max(1, limit // granularity)
     return first_true(hides, 0, last) * granularity if hides(last) else 0
+
+
+class Fragmentation(Struct, frozen=True, kw_only=True):
+    """Device bytes of the fullest rank, states included. `live_bytes` are alive at the peak;
+    `planned_bytes` is the two-level plan of MEMO; `reserved_bytes` and `expandable_bytes` are what
+    the caching allocator reserves with default and with expandable segments."""
+
+    rank: int
+    live_bytes: int
+    planned_bytes: int
+    reserved_bytes: int
+    expandable_bytes: int
+
+
+def fragmentation(problem: Problem, plan: Plan) -> Fragmentation:
+    """The bytes of a plan's fullest rank, replayed through an allocator on an unlimited device."""
+    program = lower(plan, problem)
+    ranks = program_bytes(problem, plan, program)
+    fullest = fullest_rank(ranks)
+    held, actions = ranks[fullest], program.ranks[fullest]
+    states = (held.parameter, held.gradient, held.optimizer)
+    resident = held.blocks(actions.late)
+    planned = memory_plan(actions)
+    return Fragmentation(
+        rank=fullest,
+        live_bytes=sum(states) + planned.lower_bound_bytes,
+        planned_bytes=sum(states) + planned.peak_bytes,
+        reserved_bytes=replay(actions, resident, None).reserved_bytes,
+        expandable_bytes=replay(actions, resident, None, mode="expandable").reserved_bytes,
+    )

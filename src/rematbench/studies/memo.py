@@ -1,6 +1,6 @@
 """Tables of MEMO: alpha over the sequence length, longest sequences, averages, fragmentation."""
 
-from rematbench.studies.answers import Answer, line
+from rematbench.studies.answers import StudyAnswer, line
 from rematbench.studies.rows import (
     METHOD,
     SIMULATED,
@@ -17,7 +17,7 @@ from rematbench.studies.rows import (
 from rematbench.tables.table import Column, Table, fixed, gib, percent, signed_percent, whole
 
 
-def memo_lengths(answers: list[Answer], told: Told) -> Table:
+def memo_lengths(answers: list[StudyAnswer], told: Told) -> Table:
     """alpha, what binds, host bytes and both MFUs over the sequence length, 7B on 8 A800."""
     del told
     runs = [a for a in of(answers, "run") if "average" not in a.workload]
@@ -48,7 +48,7 @@ def memo_lengths(answers: list[Answer], told: Told) -> Table:
     )
 
 
-def memo_longest(answers: list[Answer], told: Told) -> Table:
+def memo_longest(answers: list[StudyAnswer], told: Told) -> Table:
     """The longest sequence of each system and layout."""
     rows = []
     for answer in of(answers, "longest"):
@@ -73,7 +73,7 @@ def memo_longest(answers: list[Answer], told: Told) -> Table:
     )
 
 
-def memo_average(answers: list[Answer], told: Told) -> Table:
+def memo_average(answers: list[StudyAnswer], told: Told) -> Table:
     """The MFU of MEMO over the MFU of its baselines on a grid of ours, each at its best layout."""
     del told
     runs = [a for a in of(answers, "run") if "average" in a.workload]
@@ -114,7 +114,7 @@ def memo_average(answers: list[Answer], told: Told) -> Table:
     )
 
 
-def fragmentation_table(answers: list[Answer], told: Told) -> Table:
+def fragmentation_table(answers: list[StudyAnswer], told: Told) -> Table:
     """Bytes of a caching allocator against the static plan, for MEMO and for its baselines."""
     del told
     rows = []

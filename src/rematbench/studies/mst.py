@@ -1,6 +1,6 @@
 """Tables of MsT: longest sequences, the memory ladder, bytes of operators, throughput."""
 
-from rematbench.studies.answers import Answer, line
+from rematbench.studies.answers import StudyAnswer, line
 from rematbench.studies.rows import (
     METHOD,
     SIMULATED,
@@ -17,7 +17,7 @@ from rematbench.tables.table import Column, Show, Table, fixed, gib, signed_perc
 EARLY = ", early update"
 
 
-def mst_longest(answers: list[Answer], told: Told) -> Table:
+def mst_longest(answers: list[StudyAnswer], told: Told) -> Table:
     """The longest sequence of each method, and its ratios to vanilla's and recomputation's."""
     found = of(answers, "longest")
     rows = []
@@ -61,7 +61,7 @@ def mst_longest(answers: list[Answer], told: Told) -> Table:
     )
 
 
-def mst_memory(answers: list[Answer], told: Told) -> Table:
+def mst_memory(answers: list[StudyAnswer], told: Told) -> Table:
     """The memory ladder at 4K tokens, the bytes of head and MLP at 80K, and throughput at 8K."""
     metrics: tuple[tuple[str, str, Show], ...] = (
         ("peak_device_bytes", "peak, GiB", gib),

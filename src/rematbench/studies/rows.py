@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from rematbench.studies.answers import Answer
+from rematbench.studies.answers import StudyAnswer
 from rematbench.studies.claims import Claims, published
 from rematbench.tables.table import Column, fixed
 
@@ -34,17 +34,19 @@ def published_numbers(rows: Iterable[Mapping[str, str]], claims: Claims) -> Told
     return found
 
 
-def told_of(told: Told, answer: Answer, metric: str) -> float | None:
+def told_of(told: Told, answer: StudyAnswer, metric: str) -> float | None:
     """The published number for one metric of an answer; None where nobody published it."""
     return told.get((answer.study, answer.ask, answer.workload, answer.method, metric))
 
 
-def of(answers: Iterable[Answer], ask: str) -> list[Answer]:
+def of(answers: Iterable[StudyAnswer], ask: str) -> list[StudyAnswer]:
     """The answers to one kind of question."""
     return [answer for answer in answers if answer.ask == ask]
 
 
-def best(answers: Iterable[Answer], workload: str, methods: Sequence[str]) -> Answer | None:
+def best(
+    answers: Iterable[StudyAnswer], workload: str, methods: Sequence[str]
+) -> StudyAnswer | None:
     """The best fitting answer of some methods over all layouts of a workload; None if none fits."""
     fits = [
         a for a in answers if a.workload == workload and a.method in methods and a.status == "ok"
@@ -57,12 +59,12 @@ def ratio(one: float | None, other: float | None) -> float | None:
     return one / other if one and other else None
 
 
-def speed(answer: Answer | None) -> float | None:
+def speed(answer: StudyAnswer | None) -> float | None:
     """Tokens/s per GPU of an answer; None without an answer or without a speed."""
     value = answer.values.get("tokens_per_s_per_gpu") if answer else None
     return float(value) if value is not None else None
 
 
-def number_of(answer: Answer | None, metric: str) -> float | None:
+def number_of(answer: StudyAnswer | None, metric: str) -> float | None:
     value = answer.values.get(metric) if answer else None
     return float(value) if isinstance(value, int | float) else None

@@ -44,7 +44,7 @@ class Find(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     beside: dict[str, str] = {}
 
 
-class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TableClaim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One claim: tables that must be as expected, counts in them, and a bound on a statistic. A
     claim with neither `finds` nor `bound` says only that a table has not changed."""
 
@@ -59,14 +59,14 @@ class Claim(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Artifact(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The contents of config/artifact.yaml."""
 
-    claims: tuple[Claim, ...]
+    claims: tuple[TableClaim, ...]
     tolerance: float
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class ClaimFinding(Struct, frozen=True, kw_only=True):
     """The result of checking one claim: its problems, and whether its tables were made."""
 
-    claim: Claim
+    claim: TableClaim
     problems: tuple[str, ...]
     made: bool = True
 
@@ -86,7 +86,7 @@ def load_artifact() -> Artifact:
     return convert(read_mapping(data_dir("config") / "artifact.yaml", label), Artifact, label)
 
 
-def check(artifact: Artifact, tables: Path, expected: Path) -> list[Finding]:
+def check(artifact: Artifact, tables: Path, expected: Path) -> list[ClaimFinding]:
     """The findings of all claims, in the order of the claims."""
     found = []
     for claim in artifact.claims:
@@ -95,11 +95,11 @@ def check(artifact: Artifact, tables: Path, expected: Path) -> list[Finding]:
             problems = [f"{name}.csv is missing in {tables}" for name in lacking]
         else:
             problems = _problems(claim, artifact.tolerance, tables, expected)
-        found.append(Finding(claim=claim, problems=tuple(problems), made=not lacking))
+        found.append(ClaimFinding(claim=claim, problems=tuple(problems), made=not lacking))
     return found
 
 
-def _problems(claim: Claim, tolerance: float, tables: Path, expected: Path) -> list[str]:
+def _problems(claim: TableClaim, tolerance: float, tables: Path, expected: Path) -> list[str]:
     found = []
     for name in claim.tables:
         ours, theirs = _cells(tables / f"{name}.csv"), _cells(expected / f"{name}.csv")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rematbench.host.cpus import cpu_set
+from rematbench.host.memory import cpu_set
 
 
 def prepare(kind: str) -> None:

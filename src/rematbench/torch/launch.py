@@ -4,10 +4,7 @@ One launch runs a list of cases of one world size. A case that dies, hangs or is
 and a reason; the launch then ends its processes, and a new launch runs the remaining cases.
 """
 
-import multiprocessing as mp
-import time
 from collections.abc import Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import cast
 
@@ -16,14 +13,11 @@ import torch
 from rematbench.host.scratch import scratch
 from rematbench.runs import rank_error
 from rematbench.runs.rank_error import RankError
+from rematbench.runs.ranks import run_ranks
 from rematbench.torch import worker
 from rematbench.torch.case import Case, Result, Status
 from rematbench.torch.gather import combine
 from rematbench.torch.model import NotExecutable, require_executable
-
-POLL_S = 0.02
-ERROR_GRACE_S = 10.0
-"""Seconds in which a rank must end after its error: on CUDA its own kernels may hang."""
 
 
 def execute_cases(cases: Sequence[Case], *, timeout_s: float = 120.0) -> list[Result]:
@@ -49,18 +43,8 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
     """The results up to the first failure (at least one result)."""
     size = cases[0].world_size
     with scratch() as folder:
-        context = mp.get_context("spawn")
-        processes: list[BaseProcess] = []
-        try:
-            for rank in range(size):
-                process = context.Process(
-                    target=worker.run, args=(rank, size, folder, cases, timeout_s)
-                )
-                process.start()
-                processes.append(process)
-            failure = _watch(processes, folder, timeout_s)
-        finally:
-            _end(processes)
+        ranks = [(rank, size, folder, cases, timeout_s) for rank in range(size)]
+        failure = run_ranks("spawn", worker.run, ranks, folder, timeout_s)
         results: list[Result] = []
         for number, case in enumerate(cases):
             paths = [folder / f"{number}.{rank}.pt" for rank in range(size)]
@@ -70,34 +54,6 @@ def _launch(cases: list[Case], timeout_s: float) -> list[Result]:
             loaded = [torch.load(path, weights_only=False) for path in paths]
             results.append(combine(case, loaded))
     return results
-
-
-def _watch(processes: list[BaseProcess], folder: Path, timeout_s: float) -> RankError:
-    """Wait until all processes are done, one process has died, or a case makes no progress."""
-    seen, since, failed_at = 0, time.monotonic(), 0.0
-    while True:
-        codes = [process.exitcode for process in processes]
-        if any(codes):  # read once more: another rank that was killed meanwhile names the cause
-            return rank_error.of_exits([process.exitcode for process in processes])
-        if all(code == 0 for code in codes):
-            return RankError("failed", "a process ended without a result")
-        finished = len(list(folder.glob("*.pt")))
-        failed_at = failed_at or (time.monotonic() if any(folder.glob("*.error")) else 0.0)
-        if failed_at and time.monotonic() - failed_at > ERROR_GRACE_S:
-            return RankError("failed", "a rank failed and did not end")
-        if finished != seen:
-            seen, since = finished, time.monotonic()
-        if time.monotonic() - since > timeout_s:
-            return RankError("timeout", f"no result within {timeout_s:g} s")
-        time.sleep(POLL_S)
-
-
-def _end(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.kill()
-    for process in processes:
-        process.join()
 
 
 def _reason(folder: Path, number: int, failure: RankError) -> tuple[Status, str]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rematbench.lowering.lower import lower
 from rematbench.program.program import Program
-from rematbench.torch.batch import Batch, make_batch, micro_batches
+from rematbench.torch.batch import Batch, make_batch, micro_batches, standard_library, text_batch
 from rematbench.torch.case import Case, GradientShard, RankResult
 from rematbench.torch.devices import (
     choose_device,
@@ -35,7 +35,6 @@ from rematbench.torch.groups import Groups, default_backend
 from rematbench.torch.messages import overtaken, used_channels
 from rematbench.torch.model import NotExecutable, RankModel, require_executable
 from rematbench.torch.parameters import Parameter, square_sum
-from rematbench.torch.text import standard_library, text_batch
 from rematbench.torch.threads import ThreadStreams
 from rematbench.torch.tracker import Tracker
 

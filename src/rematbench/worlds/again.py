@@ -15,9 +15,13 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from rematbench.runs.cell import base_name
+from rematbench.packages.agreement import executor_record
+from rematbench.packages.process import Device, baselines
+from rematbench.plugins.registry import Registry
+from rematbench.runs.cell import Cell, base_name
 from rematbench.runs.measured import BOUNDS, Engine, Measured
-from rematbench.runs.record import Record, read_record
+from rematbench.runs.record import Record, RecordError, read_record
+from rematbench.worlds import executed, package, simulated, traced, trained
 
 CURVE_BOUND = 1e-4
 """Largest relative difference between the losses of two training runs: rounding grows over hundreds
@@ -117,7 +121,24 @@ def _scalars(a: object, b: object, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         now, then = getattr(a, name), getattr(b, name)
         if now != then:
-            yield f"{name} {now}, committed {then}"
+            yield f"{name} {_said(now, then)}"
+
+
+def _said(now: object, then: object) -> str:
+    """A new value and the committed one in words.  Of two structs or mappings, or of two sequences
+    of one length, the first place that differs is said, and how many differ."""
+    if isinstance(now, Struct) and isinstance(then, Struct):
+        now, then = (msgspec.structs.asdict(value) for value in (now, then))
+    if isinstance(now, dict) and isinstance(then, dict):
+        places = {key: (now.get(key), then.get(key)) for key in {**then, **now}}
+    elif isinstance(now, tuple) and isinstance(then, tuple) and len(now) == len(then):
+        places = dict(enumerate(zip(now, then, strict=True)))
+    else:
+        return f"{now}, committed {then}"
+    apart = {place: pair for place, pair in places.items() if pair[0] != pair[1]}
+    place, pair = next(iter(apart.items()))
+    more = f" ({len(apart)} of {len(places)} differ)" if len(apart) > 1 else ""
+    return f"{place} {_said(*pair)}{more}"
 
 
 def _of_ranks(
@@ -137,8 +158,12 @@ def _of_steps(new: Measured, old: Measured, names: Sequence[str], bound: float) 
         now, then = getattr(new, name), getattr(old, name)
         if len(now) != len(then):
             yield f"{name} of {len(now)} steps, committed {len(then)}"
-        elif any(abs(a - b) > bound * abs(b) for a, b in zip(now, then, strict=True)):
-            yield f"{name} {now}, committed {then} (bound {bound:g})"
+            continue
+        pairs = enumerate(zip(now, then, strict=True))
+        apart = [(step, a, b) for step, (a, b) in pairs if abs(a - b) > bound * abs(b)]
+        for step, a, b in apart[:1]:
+            where = f"{name} of step {step}: {a}, committed {b}"
+            yield f"{where} (bound {bound:g}; {len(apart)} of {len(now)} steps differ)"
 
 
 def _of_verdict(new: Measured, old: Measured) -> Iterator[str]:
@@ -149,3 +174,24 @@ def _of_verdict(new: Measured, old: Measured) -> Iterator[str]:
             yield "only one of the two is compared with another method"
         return
     yield from _scalars(a, b, ("against", "bound", "first_only", "lossless"))
+
+
+def run_again(record: Record, cell_of: Callable[[], Cell], registry: Registry) -> Record:
+    """The record of a new run.  `cell_of` makes the record's cell where our executor or simulator
+    runs it.  RecordError for a published record."""
+    if record.spec.method in baselines():
+        return package.again(record)
+    if record.world == "published":
+        text = f"run {record.run_id} is published: only its authors can run it again"
+        raise RecordError(text)
+    cell = cell_of()
+    if record.world == "simulated":
+        return simulated.run(cell)
+    if record.world == "traced":
+        return traced.again(record, cell)
+    if record.engine is not None and record.measured is not None:
+        device: Device = "cpu" if record.engine.device == "cpu" else "cuda"
+        return executor_record(cell.problem, device, record.measured.steps)
+    if is_curve(record):
+        return trained.again(record, cell)
+    return executed.again(record, cell, registry)

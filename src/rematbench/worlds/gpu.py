@@ -40,7 +40,7 @@ COPIES = {"cuda": (1 << 30, 8192), "cpu": (1 << 20, 256)}
 code."""
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class GpuAsked(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a `measure-gpu` command."""
 
     suite: Path
@@ -68,7 +68,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def measure(parts: Sequence[str], asked: Asked, say: Callable[[str], None]) -> Summary:
+def measure(parts: Sequence[str], asked: GpuAsked, say: Callable[[str], None]) -> Summary:
     """Run the parts one after another; the summary of them.  `say` announces each part before it
     starts."""
     from rematbench.torch.job import versions  # noqa: PLC0415  # torch is optional
@@ -90,7 +90,7 @@ def forget(part: str, output: Path) -> None:
         path.unlink()
 
 
-def _run(part: str, asked: Asked, say: Callable[[str], None]) -> Ran:
+def _run(part: str, asked: GpuAsked, say: Callable[[str], None]) -> Ran:
     """Run one part in its own process group, which is ended at the part's limit."""
     limit = (LIMITS | ON_DEMAND)[part]
     say(f"{part}: up to {limit:.0f} s")
@@ -105,7 +105,7 @@ def _run(part: str, asked: Asked, say: Callable[[str], None]) -> Ran:
     return Ran(part=part, status=status, reason=reason, seconds=round(ended.seconds, 1))
 
 
-def summarize(ended: tuple[Ran, ...], asked: Asked, device: str) -> Summary:
+def summarize(ended: tuple[Ran, ...], asked: GpuAsked, device: str) -> Summary:
     """The summary of the parts that have ended, with their missing records; written to
     `summary.json`."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -126,7 +126,7 @@ def _write(path: Path, found: msgspec.Struct, **more: float) -> None:
 # -- parts, inside their processes --------------------------------------------------------------
 
 
-def _steps(asked: Asked) -> None:
+def _steps(asked: GpuAsked) -> None:
     """Time the executor's step with keep_all beside the step of a hand-written loop."""
     from rematbench.torch.beside import step_times  # noqa: PLC0415  # torch is optional
     from rematbench.torch.devices import prepared_device  # noqa: PLC0415
@@ -137,7 +137,7 @@ def _steps(asked: Asked) -> None:
     _write(asked.output / "steps.json", found, ratio=found.ratio)
 
 
-def _copies(asked: Asked) -> None:
+def _copies(asked: GpuAsked) -> None:
     from rematbench.torch.beside import copy_times  # noqa: PLC0415  # torch is optional
     from rematbench.torch.devices import prepared_device  # noqa: PLC0415
 
@@ -146,7 +146,7 @@ def _copies(asked: Asked) -> None:
     _write(asked.output / "copies.json", found, slowdown=found.slowdown)
 
 
-def _lossless(asked: Asked) -> None:
+def _lossless(asked: GpuAsked) -> None:
     """Compare every method's gradients with keep_all's, one launch per problem."""
     every = asked.cells("lossless")
     for problem in dict.fromkeys(cell.name.split(".")[0] for cell in every):
@@ -154,19 +154,19 @@ def _lossless(asked: Asked) -> None:
         _execute(same, asked, 100.0, How(device=asked.device, steps=2))
 
 
-def _large(asked: Asked) -> None:
+def _large(asked: GpuAsked) -> None:
     """Measure bytes and seconds of every method, one launch per method."""
     how = How(device=asked.device, steps=1, compare=False, norms=False, timed_steps=5)
     for cell in asked.cells("large"):
         _execute([cell], asked, 90.0, how)
 
 
-def _execute(found: list[Cell], asked: Asked, limit_s: float, how: How) -> None:
+def _execute(found: list[Cell], asked: GpuAsked, limit_s: float, how: How) -> None:
     for cell, record in run_cells(found, limit_s, how):
         keep_record(record, asked.output / "records", cell.name)
 
 
-def _agreement(asked: Asked) -> None:
+def _agreement(asked: GpuAsked) -> None:
     """Run three engines on the same weights and batches for their losses and gradient norms."""
     from rematbench.torch.canary import gpus_seen  # noqa: PLC0415  # torch is optional
 
@@ -175,7 +175,7 @@ def _agreement(asked: Asked) -> None:
         keep_record(record, asked.output / "agreement", name)
 
 
-def _baselines(asked: Asked) -> None:
+def _baselines(asked: GpuAsked) -> None:
     """Run the packages on the large problem, each policy in its own process."""
     problem = asked.cells("large")[0].problem
     for name, settings in BASELINES:
@@ -185,7 +185,7 @@ def _baselines(asked: Asked) -> None:
         keep_record(record, asked.output / "baselines", f"{name}-{word}")
 
 
-PARTS: dict[str, Callable[[Asked], None]] = {
+PARTS: dict[str, Callable[[GpuAsked], None]] = {
     "steps": _steps,
     "copies": _copies,
     "lossless": _lossless,

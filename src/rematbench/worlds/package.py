@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from rematbench.packages.process import Job, job, run_jobs, run_rank
+from rematbench.packages.process import PackageJob, job, run_jobs, run_rank
 from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.registry import Composition
 from rematbench.problem import Problem
@@ -29,7 +29,7 @@ def again(record: Record) -> Record:
     """The record of a new run of a baseline's record: the job is made from the record alone.
     (`--options` of a run are in no record.)"""
     seen, engine = record.measured or Measured(), record.engine
-    asked = Job(
+    asked = PackageJob(
         run=record.spec,
         steps=seen.steps,
         warmup=max(1, seen.warmup_steps - seen.steps),
@@ -65,5 +65,5 @@ def run_as_rank(
 
 def _job(
     problem: Problem, method: Composition, world: Literal["executed", "traced"], **options: Option
-) -> Job:
+) -> PackageJob:
     return job(problem, method, world, **{"timeout_s": LIMIT_S, **options})

@@ -59,9 +59,9 @@ def run(cell: Cell, steps: int) -> Record:
     """The record of a training run of `steps` steps, in its own processes; the record stores
     losses alone."""
     from rematbench.torch import job  # noqa: PLC0415  # torch is optional
+    from rematbench.torch.batch import standard_library  # noqa: PLC0415
     from rematbench.torch.case import Case  # noqa: PLC0415
     from rematbench.torch.parameters import AdamW  # noqa: PLC0415
-    from rematbench.torch.text import standard_library  # noqa: PLC0415
 
     assert isinstance(cell.plan, Plan)
     case = Case(

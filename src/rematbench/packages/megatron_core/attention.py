@@ -5,20 +5,17 @@ The attention is Megatron-core's own with materialised scores, or ours under con
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
 
+from rematbench.packages.megatron_core.plan import MegatronCore
 from rematbench.packages.stack import Extra
 from rematbench.problem import Problem
 from rematbench.spec.shapes import shapes
-
-if TYPE_CHECKING:
-    from baselines.megatron_core.plan import MegatronCore
 
 LSE_BYTES = 4
 """fp32: bytes per row and head."""
 
 
-def inside(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
+def inside(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
     """Tensors inside the attention's forward and backward, and tensors saved with the scores."""
     if problem.layout.cp > 1:
         return _gathered(problem)
@@ -59,7 +56,7 @@ def _gathered(problem: Problem) -> tuple[Extra, ...]:
     )
 
 
-def _scores(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
+def _scores(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
     s = shapes(problem.workload, problem.layout, problem.system)
     layer = problem.layer(0)
     probabilities = layer.activations["attn_probs"].nbytes
@@ -94,7 +91,7 @@ def _scores(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
     return inside, beyond, mask
 
 
-def _absent(policy: "MegatronCore", problem: Problem) -> int:
+def _absent(policy: MegatronCore, problem: Problem) -> int:
     """Bytes a row that a plan has beside the four gradients of scores and that Megatron-core lacks.
     They are the gradients of q and k (the gradient of v exists, once per query head), and v's own
     storage and the gradient of the output, unless a checkpointed function holds these."""

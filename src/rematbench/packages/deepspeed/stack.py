@@ -4,24 +4,14 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 """
 
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rematbench.operators.ops import Part
+from rematbench.packages.deepspeed import weights, zero_peaks
+from rematbench.packages.deepspeed.plan import DeepSpeed
 from rematbench.packages.stack import Extra, Stack
-from rematbench.plugins.discover import load_module
 from rematbench.problem import Problem
 from rematbench.program.program import RankProgram
 from rematbench.spec.shapes import shapes
-
-if TYPE_CHECKING:
-    from baselines.deepspeed import sizes, weights, zero_peaks
-    from baselines.deepspeed.plan import DeepSpeed
-else:  # this file is loaded by its path
-    sizes, weights, zero_peaks = (
-        load_module(Path(__file__).with_name(f"{name}.py"))
-        for name in ("sizes", "weights", "zero_peaks")
-    )
 
 WIDE = 4
 ZERO_2, ZERO_3 = 2, 3
@@ -32,7 +22,7 @@ NORMS: tuple[tuple[str, Part], ...] = (
 )
 
 
-def stack(policy: "DeepSpeed", problem: Problem) -> Stack:
+def stack(policy: DeepSpeed, problem: Problem) -> Stack:
     """The tensors kept beside the table: norms' statistics, repeated KV heads, shared tables."""
     model = problem.workload.model
     s = shapes(problem.workload, problem.layout, problem.system)
@@ -83,13 +73,13 @@ def _states(problem: Problem) -> dict[str, int]:
     return {"param_bytes": WIDE, "grad_bytes": WIDE, "optimizer_bytes": 2 * WIDE + copy}
 
 
-def activation_peak(policy: "DeepSpeed", problem: Problem, rank: RankProgram) -> int | None:
+def activation_peak(policy: DeepSpeed, problem: Problem, rank: RankProgram) -> int | None:
     """The peak of the activations and of what ZeRO holds beside them under a plan, in bytes."""
     found: int = zero_peaks.activation_peak(problem.workload.model, _sizes(policy, problem), rank)
     return found - made_on_the_way(policy, problem)
 
 
-def made_on_the_way(policy: "DeepSpeed", problem: Problem) -> int:
+def made_on_the_way(policy: DeepSpeed, problem: Problem) -> int:
     """Bytes of gradients that are a state in the plan and that DeepSpeed makes in the backward."""
     lay = problem.layout
     if lay.zero_stage == ZERO_3 or policy.offload_optimizer:
@@ -98,11 +88,11 @@ def made_on_the_way(policy: "DeepSpeed", problem: Problem) -> int:
     return problem.system.grad_bytes * -(-problem.workload.model.parameters // ranks)
 
 
-def _sizes(policy: "DeepSpeed", problem: Problem) -> "sizes.Sizes":
+def _sizes(policy: DeepSpeed, problem: Problem) -> weights.Sizes:
     work, lay = problem.workload, problem.layout
     element = shapes(work, lay, problem.system).element_bytes
     made = policy.configuration(work.model, lay, work.precision)["zero_optimization"]
-    return sizes.Sizes(
+    return weights.Sizes(
         element=element,
         reduced=WIDE if lay.ulysses > 1 else element,  # seq_parallel_communication_data_type: fp32
         ranks=lay.dp,
@@ -115,7 +105,7 @@ def _sizes(policy: "DeepSpeed", problem: Problem) -> "sizes.Sizes":
     )
 
 
-def _zero_3(policy: "DeepSpeed", problem: Problem) -> dict[str, int]:
+def _zero_3(policy: DeepSpeed, problem: Problem) -> dict[str, int]:
     """Bytes that ZeRO 3 never frees."""
     made = _sizes(policy, problem)
     small = weights.small_elements(problem.workload.model)

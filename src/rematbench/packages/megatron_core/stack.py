@@ -4,26 +4,17 @@ Sizes are from shapes; per layer they are the traced bytes exactly (tests/baseli
 """
 
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rematbench.operators.ops import Part
+from rematbench.packages.megatron_core import attention, offloads
+from rematbench.packages.megatron_core.plan import MegatronCore
 from rematbench.packages.stack import Extra, Stack
-from rematbench.plugins.discover import load_module
 from rematbench.problem import Problem
 from rematbench.program.program import RankProgram
 from rematbench.spec.shapes import shapes
 
-if TYPE_CHECKING:
-    from baselines.megatron_core import attention, held
-    from baselines.megatron_core.plan import MegatronCore
-else:  # this file is loaded by its path
-    attention, held = (
-        load_module(Path(__file__).with_name(f"{name}.py")) for name in ("attention", "held")
-    )
 
-
-def stack(policy: "MegatronCore", problem: Problem) -> Stack:
+def stack(policy: MegatronCore, problem: Problem) -> Stack:
     """The tensors that Megatron-core without TransformerEngine keeps beside the operator table."""
     s = shapes(problem.workload, problem.layout, problem.system)
     return Stack(
@@ -46,13 +37,13 @@ def stack(policy: "MegatronCore", problem: Problem) -> Stack:
     )
 
 
-def activation_peak(policy: "MegatronCore", _: Problem, rank: RankProgram) -> int:
+def activation_peak(policy: MegatronCore, _: Problem, rank: RankProgram) -> int:
     """The peak of activations as Megatron-core holds them, in bytes."""
-    found: int = held.activation_peak(policy, rank)
+    found: int = offloads.activation_peak(policy, rank)
     return found
 
 
-def _glu(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
+def _glu(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
     s = shapes(problem.workload, problem.layout, problem.system)
     if policy.bias_activation_fusion or not problem.workload.model.gated:
         return ()
@@ -68,7 +59,7 @@ def _glu(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
     return (copied,)
 
 
-def _rope(policy: "MegatronCore", problem: Problem) -> tuple[Extra, ...]:
+def _rope(policy: MegatronCore, problem: Problem) -> tuple[Extra, ...]:
     s = shapes(problem.workload, problem.layout, problem.system)
     model, e = problem.workload.model, s.element_bytes
     made = partial(Extra, dtype=problem.workload.precision)
@@ -137,7 +128,7 @@ def _views(problem: Problem, *, repeated: bool) -> tuple[Extra, ...]:
     return (beside,)
 
 
-def _once(policy: "MegatronCore", problem: Problem) -> dict[str, int]:
+def _once(policy: MegatronCore, problem: Problem) -> dict[str, int]:
     """Bytes of tensors that exist once. One buffer serves gathered inputs and the first operand of
     the scores; ids and angles of positions are shared by all layers."""
     s = shapes(problem.workload, problem.layout, problem.system)

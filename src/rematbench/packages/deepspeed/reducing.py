@@ -19,18 +19,10 @@ Rules of deepspeed 0.19.8, read in its code and seen in traces at their peaks (`
 """
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rematbench.plugins.discover import load_module
+from rematbench.packages.deepspeed import weights
+from rematbench.packages.deepspeed.weights import Sizes, Weight
 from rematbench.workload import Model
-
-if TYPE_CHECKING:
-    from baselines.deepspeed import weights
-    from baselines.deepspeed.sizes import Sizes
-    from baselines.deepspeed.weights import Weight
-else:  # this file is loaded by its path
-    weights = load_module(Path(__file__).with_name("weights.py"))
 
 MAX_SUMMED = 500_000_000
 """MEMORY_OPT_ALLREDUCE_SIZE of DeepSpeed's engine, in elements."""
@@ -46,7 +38,7 @@ See = Callable[[int], None]
 """A function that is told of bytes that are alive for a moment, beside `held`."""
 
 
-def reducer(model: Model, sizes: "Sizes", see: See) -> "Zero0":
+def reducer(model: Model, sizes: Sizes, see: See) -> "Zero0":
     """The reducer of the job's ZeRO stage."""
     kinds = (Zero0, Zero1, Zero2, Zero3)
     return kinds[sizes.stage](model, sizes, see)
@@ -55,7 +47,7 @@ def reducer(model: Model, sizes: "Sizes", see: See) -> "Zero0":
 class Zero0:
     """ZeRO 0: every gradient is kept, and all are summed over ranks after the last micro-batch."""
 
-    def __init__(self, model: Model, sizes: "Sizes", see: See) -> None:
+    def __init__(self, model: Model, sizes: Sizes, see: See) -> None:
         self.model, self.sizes, self.see = model, sizes, see
         self.order = weights.parameters(model)
         self.held = 0
@@ -63,7 +55,7 @@ class Zero0:
         self._kept: dict[int, int] = {}
         self._waiting = 0
 
-    def gradient(self, weight: "Weight", *, more: bool = False) -> None:
+    def gradient(self, weight: Weight, *, more: bool = False) -> None:
         """Account for a weight's new gradient. `more`: the gradient is of one of several tiles, and
         not of the last."""
         if weight.output == "logits" and self.model.tied_embeddings and not more:
@@ -76,7 +68,7 @@ class Zero0:
         self.see(self._size(weight))
         self.made(weight, more=more)
 
-    def made(self, weight: "Weight", *, more: bool) -> None:
+    def made(self, weight: Weight, *, more: bool) -> None:
         """Add a new gradient to what is kept of its weight."""
         self.keep(weight)
 
@@ -93,21 +85,21 @@ class Zero0:
         self.see(self._copied(summed, count))
         self.held, self._kept = 0, {}
 
-    def keep(self, weight: "Weight") -> None:
+    def keep(self, weight: Weight) -> None:
         """Keep the gradient of a weight where it is, with what was kept of it before."""
         if weight.offset not in self._kept:
             self._kept[weight.offset] = self._size(weight)
             self.held += self._size(weight)
 
-    def let(self, weight: "Weight") -> None:
+    def let(self, weight: Weight) -> None:
         """Stop counting the gradient of a weight, which has moved or is freed."""
         self.held -= self._kept.pop(weight.offset, 0)
 
-    def beside(self, weight: "Weight") -> int:
+    def beside(self, weight: Weight) -> int:
         """Bytes of a new gradient whose weight has no kept gradient."""
         return 0 if weight.offset in self._kept else self._size(weight)
 
-    def _size(self, weight: "Weight") -> int:
+    def _size(self, weight: Weight) -> int:
         return self.sizes.element * weight.elements
 
     def _copied(self, elements: int, count: int) -> int:
@@ -119,7 +111,7 @@ class Zero0:
 class Bucketed(Zero0):
     """A ZeRO stage with a bucket: its contents, and gradients too large for it."""
 
-    def __init__(self, model: Model, sizes: "Sizes", see: See) -> None:
+    def __init__(self, model: Model, sizes: Sizes, see: See) -> None:
         super().__init__(model, sizes, see)
         self.filled: list[Weight] = []
 
@@ -127,7 +119,7 @@ class Bucketed(Zero0):
         """Elements in the bucket, and of a gradient that is too large for it."""
         return sum(weight.elements for weight in self.filled)
 
-    def made(self, weight: "Weight", *, more: bool) -> None:
+    def made(self, weight: Weight, *, more: bool) -> None:
         """Put a new gradient into the bucket, unless another tile's gradient follows."""
         beside = self.beside(weight)
         if self.filled and self.elements() + weight.elements > self.sizes.bucket:
@@ -152,7 +144,7 @@ class Bucketed(Zero0):
 class Zero2(Bucketed):
     """ZeRO 2: a bucket while gradients are made, and this rank's part of the gradients."""
 
-    def __init__(self, model: Model, sizes: "Sizes", see: See) -> None:
+    def __init__(self, model: Model, sizes: Sizes, see: See) -> None:
         super().__init__(model, sizes, see)
         unit = ALIGNED * sizes.ranks
         aligned = -(-sum(weight.elements for weight in self.order) // unit) * unit
@@ -161,7 +153,7 @@ class Zero2(Bucketed):
         self._part = 0 if sizes.offloaded else sizes.element * mine
         self._buckets = self._now = self._before = 0
 
-    def gradient(self, weight: "Weight", *, more: bool = False) -> None:
+    def gradient(self, weight: Weight, *, more: bool = False) -> None:
         """Account for a weight's new gradient; the first gradient allocates the bucket."""
         self.see(self._size(weight))
         if more or not (weight.output == "logits" and self.model.tied_embeddings):
@@ -185,7 +177,7 @@ class Zero2(Bucketed):
                 self.let(weight)
         self.filled = []
 
-    def _summed(self) -> "list[int]":
+    def _summed(self) -> list[int]:
         """Bytes of the copies that are summed. Each copy holds slices of one rank each, as many as
         fill the bucket."""
         slices: list[tuple[int, int]] = []
@@ -207,7 +199,7 @@ class Zero2(Bucketed):
                 summed = count = 0
         return [*found, self._copied(summed, count)]
 
-    def _mine(self, weight: "Weight", beside: int) -> None:
+    def _mine(self, weight: Weight, beside: int) -> None:
         if self.sizes.offloaded:
             part = min(weight.elements, self.share - weight.offset)
             self.see(beside + NORM * part * self.last)
@@ -233,7 +225,7 @@ class Zero1(Zero2):
     """ZeRO 1: as ZeRO 2 in the last micro-batch, and as ZeRO 0 before it. Without overlap_comm the
     bucket is filled when all gradients exist."""
 
-    def made(self, weight: "Weight", *, more: bool) -> None:
+    def made(self, weight: Weight, *, more: bool) -> None:
         """Keep a new gradient, or put it into the bucket."""
         if self.last and self.sizes.overlap:
             super().made(weight, more=more)

@@ -16,23 +16,15 @@ Small parameters are never released: this walk does not follow them.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rematbench.plugins.discover import load_module
-
-if TYPE_CHECKING:
-    from baselines.deepspeed.sizes import Sizes
-    from baselines.deepspeed.weights import Weight, matrices
-else:  # this file is loaded by its path
-    matrices = load_module(Path(__file__).with_name("weights.py")).matrices
+from rematbench.packages.deepspeed.weights import Sizes, Weight, matrices
 
 
 class Whole:
     """Elements that are whole, or in a buffer, while the modules of a micro-batch run in order.
     `uses`: the weight of each module, None for a module without a weight."""
 
-    def __init__(self, uses: "Sequence[Weight | None]", sizes: "Sizes") -> None:
+    def __init__(self, uses: Sequence[Weight | None], sizes: Sizes) -> None:
         self.sizes = sizes
         self._wanted = [
             use if use is not None and use.elements > sizes.kept_whole else None for use in uses
@@ -57,7 +49,7 @@ class Whole:
         self._ahead()
         self._at += 1
 
-    def release(self, weight: "Weight") -> None:
+    def release(self, weight: Weight) -> None:
         """Release the weight of a module that has run, unless it is used again soon."""
         if weight.offset not in self._groups or self._last[weight.offset] >= self._at:
             return
@@ -72,7 +64,7 @@ class Whole:
         self._there -= weight.elements
         self.elements -= weight.elements
 
-    def _fetch(self, found: "list[Weight]") -> None:
+    def _fetch(self, found: list[Weight]) -> None:
         missing = [weight for weight in found if weight.offset not in self._groups]
         names = {weight.offset for weight in missing}
         for weight in missing:
@@ -81,7 +73,7 @@ class Whole:
             self._there += weight.elements
             self.elements += weight.elements
 
-    def _wait(self, weight: "Weight") -> None:
+    def _wait(self, weight: Weight) -> None:
         """Wait for a weight. Of weights in one buffer, the first wait copies all of them, and the
         last wait frees the buffer."""
         left = self._waiting.pop(weight.offset, None)
@@ -109,7 +101,7 @@ class Whole:
         self._fetch(list(found.values()))
 
 
-def modules(op: str, weights: "Sequence[Weight]", *, forward: bool) -> "list[Weight | None]":
+def modules(op: str, weights: Sequence[Weight], *, forward: bool) -> list[Weight | None]:
     """The modules of an operator in the order in which they run, with their weights. Weights are
     given in the order of their gradients. The model and a layer run before the modules inside
     them."""
