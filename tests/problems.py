@@ -1,5 +1,6 @@
 """Tiny problems and named plans that the engine's tests share: kilobytes per tensor, 1-4 layers."""
 
+import dataclasses
 from functools import cache
 from typing import Any
 
@@ -65,6 +66,16 @@ def problem(
         calibration(),
         attention,
     )
+
+
+def remade(given: Problem, **parts: Any) -> Problem:
+    """The problem with other parts, and nothing remembered of what it was."""
+    return dataclasses.replace(given, **parts, _memo={}, _weights={})
+
+
+def on(given: Problem, **facts: Any) -> Problem:
+    """The problem on a cluster that differs in some facts."""
+    return remade(given, cluster=replace(given.cluster, **facts))
 
 
 def make_problem(*, layout: Layout, **others: Any) -> Problem:
