@@ -21,10 +21,9 @@ from rematbench.program.check import check
 from rematbench.program.ledger import issue_order, live_bytes, pool_bytes
 from rematbench.program.program import Program
 from rematbench.simulate.evaluate import evaluate
-from tests.problems import all_methods, layers, problem
+from tests.problems import all_methods, layers, problem, remade, tight
 from tests.strategies import problems
 from tests.twin.interpreter import EARLY, interpret
-from tests.unit.test_lynx import tight
 
 REGISTRY = all_methods()
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,9 +48,7 @@ def of(name: str, layout: str) -> tuple[Problem, Plan]:
     """A method on a small problem (eighteen layers), tight where it acts only then.  Every method
     plans for the interleaved layout."""
     made = problem(model=layers(18), seq_len=64, **LAYOUTS[layout])
-    made = dataclasses.replace(made, evaluator=evaluate)
-    if name in TIGHT:
-        made = tight(made, 0.5)
+    made = tight(made, 0.5) if name in TIGHT else remade(made, evaluator=evaluate)
     plan = REGISTRY.resolve(name, SETTINGS.get(name, {})).plan(made)
     if isinstance(plan, Unsupported) and layout != "interleaved":
         pytest.skip(plan.reason)

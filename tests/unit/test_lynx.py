@@ -14,7 +14,6 @@ from rematbench.problem import Problem
 from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
 from rematbench.program.program import Block
-from rematbench.simulate.evaluate import evaluate
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
 from rematbench.solve.lynx import (
@@ -29,7 +28,7 @@ from rematbench.solve.partition import balance, contiguous
 from rematbench.solve.relocate import Relocation
 from rematbench.solve.windows import Job, LayerWindows, Slot, idle_s, layer_windows
 from rematbench.spec.layout import Layout
-from tests.problems import layers, make_problem, on, plan_of, problem, refusal, remade, rule
+from tests.problems import layers, make_problem, plan_of, problem, refusal, rule, tight
 from tests.twin.interpreter import interpret
 
 BOTH = ("lynx_heu", "lynx_opt")
@@ -51,14 +50,6 @@ def gpt(system: str = "rematbench", seq_len: int = 2048, **layout: Any) -> Probl
 def windows_of(p: Problem) -> LayerWindows:
     table = p.layer(0)
     return layer_windows(p, table, set(table.saved) - {"layer_input"})
-
-
-def tight(p: Problem, share: float) -> Problem:
-    """The problem on a device with room for so much of what lies between lean and keep-all."""
-    p = remade(p, evaluator=evaluate)
-    lean = p.cost.peak_bytes(Relocation(p, p.base_plan, exact=False).lean(p.base_plan))
-    full = p.cost.peak_bytes(p.base_plan)
-    return on(p, hbm_bytes=int(lean + share * (full - lean)) + p.non_torch_bytes)
 
 
 # -- windows ----------------------------------------------------------------------------------
