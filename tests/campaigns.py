@@ -10,26 +10,26 @@ from rematbench.slurm.queue import UNLIMITED, Node
 from tests.problems import all_methods
 
 ROOT = Path(__file__).resolve().parents[1]
-PROBLEM = """
-  - name: {name}
-    why: tests
-    model: tiny-llama
-    cluster: {cluster}
-    system: rematbench
-    gpus: {gpus}
-    seq_len: 64
-    global_batch: {gpus}
-    precision: fp32
-"""
+
+
+def tiny(name: str, **fields: Any) -> dict[str, Any]:
+    """A problem of a suite's file."""
+    known = {"why": "tests", "model": "tiny-llama", "cluster": "this-machine"}
+    return {"name": name, **known, "system": "rematbench", **fields}
+
+
+def suite_text(problems: list[dict[str, Any]], **top: Any) -> str:
+    """A suite's file, a line for each of its keys."""
+    every = {**top, "problems": problems}
+    return "".join(f"{key}: {json.dumps(value)}\n" for key, value in every.items())
 
 
 def campaign(tmp_path: Path, cluster: str = "this-machine", gpus: int = 2, **top: Any) -> Campaign:
     """Two methods on one problem."""
     path = tmp_path / "measure.yaml"
     head = {"methods": ["keep_all", "full_recompute"], "cell_minutes": 5} | top
-    text = "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items())
-    problem = PROBLEM.format(name="one", cluster=cluster, gpus=gpus)
-    path.write_text(f"{text}problems:{problem}")
+    sizes = {"gpus": gpus, "seq_len": 64, "global_batch": gpus, "precision": "fp32"}
+    path.write_text(suite_text([tiny("one", cluster=cluster, **sizes)], **head))
     return Campaign(load_campaign_suite(path), all_methods())
 
 

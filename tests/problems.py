@@ -1,5 +1,6 @@
 """Tiny problems and named plans that the engine's tests share: kilobytes per tensor, 1-4 layers."""
 
+import dataclasses
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,8 @@ from rematbench.plugins.discover import discover
 from rematbench.plugins.registry import Registry
 from rematbench.problem import Problem
 from rematbench.program.action import Action, Kind
+from rematbench.simulate.evaluate import evaluate
+from rematbench.solve.relocate import Relocation
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_system
 from rematbench.spec.paths import data_dir
@@ -65,6 +68,24 @@ def problem(
         calibration(),
         attention,
     )
+
+
+def remade(given: Problem, **parts: Any) -> Problem:
+    """The problem with other parts, and nothing remembered of what it was."""
+    return dataclasses.replace(given, **parts, _memo={}, _weights={})
+
+
+def on(given: Problem, **facts: Any) -> Problem:
+    """The problem on a cluster that differs in some facts."""
+    return remade(given, cluster=replace(given.cluster, **facts))
+
+
+def tight(given: Problem, share: float) -> Problem:
+    """The problem on a device with room for so much of what lies between lean and keep-all."""
+    given = remade(given, evaluator=evaluate)
+    lean = Relocation(given, given.base_plan, exact=False).lean(given.base_plan)
+    least, most = (given.cost.peak_bytes(plan) for plan in (lean, given.base_plan))
+    return on(given, hbm_bytes=int(least + share * (most - least)) + given.non_torch_bytes)
 
 
 def make_problem(*, layout: Layout, **others: Any) -> Problem:

@@ -3,6 +3,7 @@
 Layouts differ in degrees only: the same weights from one seed and the same global batch.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,7 @@ from rematbench.simulate.evaluate import RankBytes, program_bytes
 from rematbench.torch.case import Case, Result
 from rematbench.torch.launch import execute_cases
 from rematbench.workload import Model, Precision
-from tests.problems import problem
+from tests.problems import problem, remade
 from tests.torch.cases import TINY as TWO_LAYERS
 from tests.torch.cases import TINY_GPT as TWO_LAYERS_GPT
 
@@ -84,8 +85,13 @@ def asked_problem(asked: Asked, **changes: Any) -> Problem:
         system="deepspeed" if "ulysses" in asked.layout else "rematbench",
         **{"global_batch": 4, **LAYOUTS[asked.layout], **changes},
     )
-    work = replace(made.workload, precision=asked.precision)
-    return Problem(work, made.cluster, made.system, made.layout, made.calibration, made.attention)
+    return remade(made, workload=replace(made.workload, precision=asked.precision))
+
+
+def deep(asked: Asked, num_layers: int, **parts: Any) -> Problem:
+    """The problem of another depth."""
+    model = replace(asked.model, num_layers=num_layers)
+    return remade(asked_problem(asked._replace(model=model)), **parts)
 
 
 def asked_job(baseline: str, asked: Asked, **options: Any) -> PackageJob:
@@ -133,17 +139,8 @@ def references(asked: tuple[Numbers, ...]) -> dict[Numbers, Result]:
     cases = []
     for model, precision, ignored in asked:
         made = asked_problem(Asked("one", {}, model, precision))
-        cases.append(
-            Case(
-                name="reference",
-                problem=made,
-                plan=made.base_plan,
-                steps=STEPS,
-                ignored=ignored,
-                gradients=True,
-                measure=False,
-            )
-        )
+        case = Case(name="reference", problem=made, plan=made.base_plan, gradients=True)
+        cases.append(dataclasses.replace(case, steps=STEPS, ignored=ignored, measure=False))
     results = execute_cases(cases)
     assert [result.status for result in results] == ["ok"] * len(cases), results[0].reason
     return dict(zip(asked, results, strict=True))
@@ -154,7 +151,6 @@ def assert_equal(asked: Asked, ran: Ran, tolerance: float) -> None:
     that a padded vocabulary adds: none)."""
     assert ran.record.status == "ok", ran.record.reason
     seen = ran.record.measured
-    assert seen is not None
     want = reference(asked.model, asked.precision, asked.ignored)
     assert seen.losses == pytest.approx(want.losses, rel=tolerance)
     norms = [sum(v * v for v in step.values()) ** 0.5 for step in want.gradient_norms]

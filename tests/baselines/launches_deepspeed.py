@@ -16,9 +16,8 @@ from torch import Tensor
 
 from baselines.deepspeed import engine, run
 from rematbench.packages.process import job, policy
-from rematbench.problem import Problem
 from rematbench.torch.batch import Batch
-from tests.baselines.cases import TINY, Asked, asked_problem
+from tests.baselines.cases import TINY, Asked, deep
 from tests.baselines.dispatched import Launches, of_more_layers
 
 WIDE = {"hidden": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "ffn": 14336}
@@ -29,9 +28,7 @@ the backward (stage3_max_live_parameters, 1e9)."""
 
 def launches(layout: str, model: str, num_layers: int) -> Counter[str]:
     """Of the last micro-batch of a whole model, after the pass that ZeRO 3 records."""
-    made = asked_problem(Asked(layout, {}, MODELS[model][0], "bf16"))
-    work = replace(made.workload, model=replace(made.workload.model, num_layers=num_layers))
-    given = Problem(work, made.cluster, made.system, made.layout, made.calibration, made.attention)
+    given = deep(Asked(layout, {}, MODELS[model][0], "bf16"), num_layers)
     asked = job(given, policy("deepspeed", {}), steps=1)
     asked = replace(asked, run=replace(asked.run, world="traced"))
     seen = Launches()

@@ -21,8 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from baselines.megatron_core import fake, step  # noqa: E402
 from rematbench.packages.megatron_core.plan import MegatronCore  # noqa: E402
 from rematbench.packages.process import job, policy  # noqa: E402
-from rematbench.problem import Problem  # noqa: E402
-from tests.baselines.cases import GPT, TINY, Asked, asked_problem  # noqa: E402
+from tests.baselines.cases import GPT, TINY, Asked, deep  # noqa: E402
 from tests.baselines.dispatched import Launches, of_more_layers  # noqa: E402
 
 MODELS = {"gpt": replace(GPT, dropout=0.1), "llama": TINY}
@@ -30,9 +29,7 @@ MODELS = {"gpt": replace(GPT, dropout=0.1), "llama": TINY}
 
 def launches(model: str, attention: str, num_layers: int) -> Counter[str]:
     """Of one micro-batch on one of two tensor-parallel ranks, all layers and both ends."""
-    made = asked_problem(Asked("tp2-no-sp", {}, MODELS[model], "bf16"))
-    work = replace(made.workload, model=replace(made.workload.model, num_layers=num_layers))
-    given = Problem(work, made.cluster, made.system, made.layout, made.calibration, attention)  # type: ignore[arg-type]
+    given = deep(Asked("tp2-no-sp", {}, MODELS[model], "bf16"), num_layers, attention=attention)
     asked = job(given, policy("megatron_core", {}), steps=1)
     asked = replace(asked, run=replace(asked.run, world="traced"))
     dist.init_process_group("fake", rank=0, world_size=asked.run.layout.gpus, store=FakeStore())

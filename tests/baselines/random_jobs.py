@@ -33,14 +33,9 @@ def draw(seed: int) -> Drawn:
         settings = _settings(random, layout["zero_stage"])
         try:
             problem = make_problem(
-                model=model,
-                cluster="a800-80gb",
-                system="deepspeed",
-                layout=Layout(**layout),
-                seq_len=seq_len,
-                precision=precision,
-                attention="flash",
-            )
+                model=model, cluster="a800-80gb", system="deepspeed", layout=Layout(**layout),
+                seq_len=seq_len, precision=precision, attention="flash",
+            )  # fmt: skip
         except (LayoutError, ConfigError):
             continue
         if not isinstance(policy("deepspeed", settings).plan(problem), Unsupported):

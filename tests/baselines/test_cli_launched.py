@@ -102,8 +102,6 @@ def test_torchrun_gives_one_record_and_one_answer(tmp_path: Path) -> None:
     own = tmp_path / "own.json"
     assert ended(started({}, *WORDS, "--out", str(own)))[0] == 0
     alone = read_record(own).measured
-    assert launched is not None
-    assert alone is not None
     assert launched.losses == alone.losses
     assert launched.parameter_norms == alone.parameter_norms
     assert len(launched.ranks) == 2
@@ -170,7 +168,6 @@ def test_a_single_process_of_an_allocation_starts_the_ranks_itself(tmp_path: Pat
     code, _, said = ended(started(slurm, *WORDS, "--steps", "1", "--out", str(out)))
     assert code == 0, said
     seen = read_record(out).measured
-    assert seen is not None
     assert len(seen.ranks) == 2
 
 

@@ -35,7 +35,6 @@ def committed() -> Record:
 
 
 def heavier(record: Record) -> Record:
-    assert record.measured is not None
     (rank,) = record.measured.ranks
     rank = msgspec.structs.replace(rank, activation_peak_bytes=rank.activation_peak_bytes + 1)
     seen = msgspec.structs.replace(record.measured, ranks=(rank,))
@@ -229,7 +228,6 @@ def said_of(name: str) -> tuple[list[str], int]:
     """The options that say a point's job, and the device's bytes that were traced of its rank."""
     (point,) = [point for point in load_points() if point.name == name]
     seen = read_record(TRACED / f"{name}.json").measured
-    assert seen is not None
     words = Variant(method=point.baseline, settings=point.settings).to_arguments(point)
     return words, seen.ranks[0].peak_bytes
 

@@ -34,8 +34,6 @@ def test_a_traced_record_is_labelled_and_near_its_published_cell(path: Path) -> 
     assert (record.world, record.status) == ("traced", "ok")
     assert record.spec.layout == point.layout
     seen, engine = record.measured, record.engine
-    assert seen is not None
-    assert engine is not None
     assert engine.label == LABELS[point.baseline]
     assert engine.shim
     assert VERSIONS.items() & engine.stack.items()
@@ -102,7 +100,6 @@ def test_a_loss_beyond_rounding_or_a_byte_differs_from_the_committed_record() ->
     for name, exact in (("megatron_core-one-fp32", True), ("megatron_core-tp2-fp32", False)):
         record = read_record(AGREEMENT / f"{name}.json")
         seen = record.measured
-        assert seen is not None
         assert differences(record, record) == []
         wrong = replace(seen, losses=(seen.losses[0] * (1 + 3e-5), *seen.losses[1:]))
         (line,) = differences(replace(record, measured=wrong), record)

@@ -16,7 +16,7 @@ from rematbench.program.check import check
 from rematbench.runs.record import run_spec
 from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.paths import data_dir
-from tests.problems import GPT, problem
+from tests.problems import GPT, problem, remade
 
 NAMES = sorted(baselines())
 PROBLEMS: dict[str, dict[str, Any]] = {
@@ -28,11 +28,7 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 
 
 def made(name: str) -> Problem:
-    plain = problem(**PROBLEMS[name])
-    return Problem(
-        plain.workload, plain.cluster, plain.system, plain.layout, plain.calibration,
-        plain.attention, evaluator=evaluate,
-    )  # fmt: skip
+    return remade(problem(**PROBLEMS[name]), evaluator=evaluate)
 
 
 def test_there_are_baselines_and_all_load() -> None:

@@ -122,8 +122,6 @@ def test_more_stages_and_precisions(slow: list[Ran], number: int) -> None:
 
 def test_the_record_says_what_ran(fast: list[Ran]) -> None:
     seen, engine = fast[0].record.measured, fast[0].record.engine
-    assert seen is not None
-    assert engine is not None
     assert (engine.label, engine.shim) == ("deepspeed + CPU shim", ("norm",))
     assert engine.stack["deepspeed"]
     assert not any(rank.host_bytes for rank in seen.ranks)
@@ -134,15 +132,11 @@ def test_what_is_kept_on_the_host_is_counted_apart(fast: list[Ran]) -> None:
     ran = {str(asked): ran.record for asked, ran in zip(FAST, fast, strict=True)}
     plain = ran["one checkpointing=plain"].measured
     cpu, engine = ran["one checkpointing=cpu"].measured, ran["one checkpointing=cpu"].engine
-    assert plain is not None
-    assert cpu is not None
-    assert engine is not None
     assert (engine.label, engine.shim) == ("deepspeed + CPU shim", ("places", "streams", "norm"))
     inputs = 2 * SEQ * TINY.hidden * 4  # of one layer's micro-batch: two sequences in fp32
     assert cpu.ranks[0].host_peak_bytes >= (TINY.num_layers - 1) * inputs  # the last one stays
     assert cpu.ranks[0].activation_peak_bytes < plain.ranks[0].activation_peak_bytes
     offloaded = ran["dp2-zero3 offload_optimizer=True offload_param=True"].measured
-    assert offloaded is not None
     # over two ranks: the part itself, its master copy, two moments, and gradients twice
     assert offloaded.ranks[0].host_state_bytes >= 6 * 4 * TINY.parameters // 2
 

@@ -20,7 +20,7 @@ from rematbench.torch.case import Case, Result
 from rematbench.torch.launch import execute_cases
 from tests.baselines.cases import LEFT_OUT, STEPS, TINY, Asked, asked_problem, weighed
 from tests.installed import needs
-from tests.problems import all_methods
+from tests.problems import plan_of
 
 FP32 = 1e-5
 ONE = Asked("one")
@@ -39,8 +39,7 @@ def answered(
     method: str, settings: dict[str, Any], baseline: str, asked: Asked = ONE
 ) -> tuple[Plan, FlagsAnswer]:
     problem = asked_problem(asked)
-    plan = all_methods().resolve(method, settings).plan(problem)
-    assert isinstance(plan, Plan)
+    plan = plan_of(problem, method, **settings)
     return plan, flags_of(problem, plan, baseline)
 
 
@@ -142,8 +141,6 @@ def test_offloading_runs_as_it_is_printed() -> None:
     records = ran("megatron_core")[OFFLOADING]
     assert [record.reason for record in records] == ["", ""]
     own, same = (record.measured for record in records)
-    assert own is not None
-    assert same is not None
     assert max(rank.host_peak_bytes for rank in own.ranks) > 0
     assert same.ranks == own.ranks
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from rematbench.problem import Problem
 from rematbench.spec.load import load_system
 from rematbench.spec.paths import data_dir
 from tests.baselines.cases import GPT, TINY, Asked, asked_problem
 from tests.baselines.dispatched import Launches, of_more_layers
 from tests.installed import needs
+from tests.problems import remade
 
 Choice = Literal["flash", "unfused"]
 DISPATCHED = {
@@ -157,15 +157,7 @@ def paths(root: str) -> dict[str, str]:
 
 def counted(asked: Asked, system: str, attention: Choice) -> dict[str, int]:
     """Of the operator table, for one layer."""
-    made = asked_problem(asked)
-    given = Problem(
-        made.workload,
-        made.cluster,
-        load_system(system),
-        made.layout,
-        made.calibration,
-        attention,
-    )
+    given = remade(asked_problem(asked), system=load_system(system), attention=attention)
     ops, cost = given.layer(0).ops, given.cost
     return {
         "forward": sum(cost.calls(op, "forward") for op in ops),

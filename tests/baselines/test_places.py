@@ -78,7 +78,6 @@ def test_a_backward_knows_places_too() -> None:
     x = torch.ones(4, device=DEVICE, requires_grad=True)
     Twice.apply(x).sum().backward()
     assert Twice.seen == (DEVICE, HOST, DEVICE)
-    assert x.grad is not None
     assert x.grad.device == DEVICE
 
 

@@ -168,7 +168,6 @@ def _job(
 def _bytes(record: Record, index: int) -> Bytes:
     assert record.status == "ok", record.reason
     seen = record.measured
-    assert seen is not None
     rank = seen.ranks[index]
     peaks = rank.activation_peak_bytes, rank.host_peak_bytes
     return (*peaks, rank.state_bytes, rank.host_state_bytes)

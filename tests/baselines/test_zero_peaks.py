@@ -26,7 +26,7 @@ from rematbench.spec.load import load_model
 from rematbench.workload import Model, Precision
 from tests.baselines.cases import GPT, LAYOUTS, SEQ, TINY
 from tests.installed import needs
-from tests.problems import problem
+from tests.problems import problem, remade
 
 LLAMA = replace(
     TINY, name="llama-512", hidden=512, ffn=1376, num_heads=4, num_kv_heads=4, head_dim=128,
@@ -55,8 +55,7 @@ class Case(NamedTuple):
             model=self.model, seq_len=SEQ, system="deepspeed", micro_batch=self.rows,
             global_batch=2 * self.rows, **LAYOUTS[self.layout],
         )  # fmt: skip
-        work = replace(made.workload, precision=self.precision)
-        return Problem(work, made.cluster, made.system, made.layout, made.calibration, "flash")
+        return remade(made, workload=replace(made.workload, precision=self.precision))
 
 
 PLAIN = {"checkpointing": "plain"}
@@ -77,7 +76,6 @@ def rank_of(case: Case) -> tuple[Problem, RankProgram, int]:
     """The problem with DeepSpeed's tensors, the program of its rank, bytes that are never freed."""
     method = policy("deepspeed", case.settings)
     stack = stack_of("deepspeed", method.methods[0], case.problem())
-    assert stack is not None
     here = stack.problem(case.problem())
     plan = method.plan(here)
     assert isinstance(plan, Plan)

@@ -4,7 +4,6 @@ Each file lists every rank's steps, then each distinct block once (written for i
 `pytest tests/golden --update-golden` rewrites the files; git shows what that changed.
 """
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,18 @@ from rematbench.problem import Problem
 from rematbench.program.action import to_text
 from rematbench.program.check import check
 from rematbench.program.program import Block, Program
-from rematbench.simulate.evaluate import evaluate
-from rematbench.solve.relocate import Relocation
 from tests.cost_constants import ROUND
 from tests.problems import (
     BALANCED,
     FULL,
-    all_methods,
     by_layer,
     half,
     layers,
+    plan_of,
     problem,
+    remade,
     rule,
+    tight,
     transfers,
 )
 
@@ -95,18 +94,12 @@ def lynx() -> tuple[Problem, Plan]:
     """The heuristic at round costs, on a device with half the room that keeping needs: rebuilding
     beside collectives of the backward."""
     given = problem(model=layers(4), tp=2, pp=2, global_batch=2)
-    given = dataclasses.replace(given, calibration=ROUND, evaluator=evaluate)
-    lean = Relocation(given, given.base_plan, exact=False).lean(given.base_plan)
-    room = (given.cost.peak_bytes(lean) + given.cost.peak_bytes(given.base_plan)) // 2
-    cluster = replace(given.cluster, hbm_bytes=room + given.non_torch_bytes)
-    return by_method(dataclasses.replace(given, cluster=cluster, _memo={}), "lynx_heu")
+    return by_method(tight(remade(given, calibration=ROUND), 0.5), "lynx_heu")
 
 
 def by_method(given: Problem, spec: str, **settings: Any) -> tuple[Problem, Plan]:
     """The plan of a file of methods/."""
-    plan = all_methods().resolve(spec, settings).plan(given)
-    assert isinstance(plan, Plan), plan
-    return given, plan
+    return given, plan_of(given, spec, **settings)
 
 
 CASES: dict[str, Callable[[], tuple[Problem, Plan]]] = {

@@ -48,7 +48,6 @@ def test_dates_and_hosts_are_no_difference() -> None:
 )
 def test_one_byte_is_a_difference(field: str) -> None:
     found = executed().measured
-    assert found is not None
     value = getattr(found.ranks[0], field)
     lines = changed(lambda found: first_rank(found, **{field: value + 1}))
     assert lines == [f"rank 0: {field} {value + 1}, committed {value}"]
@@ -106,7 +105,6 @@ def curve(method: str) -> Record:
 
 def moved(record: Record, share: float, **where: str) -> Record:
     """The same run with other losses after the first."""
-    assert record.measured is not None
     first, *others = record.measured.losses
     losses = (first, *(loss * (1 + share) for loss in others))
     return replace(

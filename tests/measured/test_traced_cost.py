@@ -1,8 +1,8 @@
 """What tracing the paper-scale cells cost, as committed: every cell, below a minute and 4 GB."""
 
-import csv
 from pathlib import Path
 
+from rematbench.published.sheets import read_sheet
 from rematbench.runs.cell import cell_names
 from rematbench.runs.suite import load_suite
 
@@ -10,8 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rows() -> list[dict[str, str]]:
-    with (ROOT / "benchmarks/traced_cost.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_sheet(ROOT / "benchmarks/traced_cost.csv")
 
 
 def test_every_cell_costs_less_than_a_minute_and_4_gb() -> None:

@@ -1,18 +1,15 @@
 """Figure 9 of ATC 2024: the paper's estimator gives every published alpha (an identity, not a
 prediction: the estimator is derived from these cells)."""
 
-import csv
-
 import pytest
 
-from rematbench.plan import Plan
 from rematbench.published.rows import read_case
+from rematbench.published.sheets import read_sheet
 from rematbench.spec.paths import data_dir
-from tests.problems import all_methods
+from tests.problems import all_methods, plan_of
 
-REGISTRY = all_methods()
-with (data_dir("published") / "runs.csv").open(newline="") as file:
-    ROWS = [row for row in csv.DictReader(file) if row["table"] == "Figure 9"]
+SHEET = read_sheet(data_dir("published") / "runs.csv")
+ROWS = [row for row in SHEET if row["table"] == "Figure 9"]
 BASE = {"none": "keep_all", "balanced": "balanced_checkpointing"}
 
 
@@ -22,8 +19,7 @@ def test_there_are_25_cells() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r['model']}-{r['gpus']}")
 def test_fit_paper_gives_the_published_alpha(row: dict[str, str]) -> None:
-    method = REGISTRY.resolve(f"{BASE[row['recompute']]}+pp_offload", {"fit": "paper"})
-    plan = method.plan(read_case(row, REGISTRY).problem())
-    assert isinstance(plan, Plan)
+    given = read_case(row, all_methods()).problem()
+    plan = plan_of(given, f"{BASE[row['recompute']]}+pp_offload", fit="paper")
     assert plan.fit["bound"] == "paper estimate"
     assert plan.fit["alpha"] == pytest.approx(float(row["offload_fraction"]), abs=0.001)

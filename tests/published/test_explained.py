@@ -12,7 +12,6 @@ from rematbench.choose.outcome import make_problem
 from rematbench.cost.constants import Calibration
 from rematbench.cost.fit import is_fit, with_values
 from rematbench.lowering.lower import lower
-from rematbench.plan import Plan
 from rematbench.program.action import Kind
 from rematbench.published.accuracy import MORE, SPEED, load_accuracy, members
 from rematbench.published.predict import predict_rows
@@ -24,7 +23,7 @@ from rematbench.spec.layout import Layout
 from rematbench.spec.load import calibration
 from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
-from tests.problems import all_methods
+from tests.problems import plan_of
 
 ROOT = data_dir("config").parent
 PAGE = ROOT / "docs" / "accuracy.md"
@@ -119,9 +118,7 @@ def in_pieces(mlp: int, head: int, constants: Calibration) -> tuple[float, float
     job = {"model": "llama3-8b", "cluster": "a100-80gb-single", "system": "mst-hf"}
     problem = make_problem(ProblemSpec.at(layout, seq_len=4096, **job), constants)
     settings = f"full_recompute+mst:mlp_chunks={mlp},head_chunks={head}"
-    plan = all_methods().resolve(settings, None, problem).plan(problem)
-    assert isinstance(plan, Plan)
-    program = lower(plan, problem)
+    program = lower(plan_of(problem, settings), problem)
     seconds = action_seconds(problem, program)
     step_s = simulate_chunks(program, seconds).step_s
     kinds: dict[str, float] = defaultdict(float)

@@ -1,6 +1,5 @@
 """runs_more.csv and offloaded_states.csv: every row is read, or refused by name."""
 
-import csv
 import math
 from collections import Counter
 
@@ -8,14 +7,14 @@ import pytest
 
 from rematbench.plugins.discover import discover
 from rematbench.published.rows import RowError, read_case
+from rematbench.published.sheets import read_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.load import load_cluster, names
 from rematbench.spec.paths import data_dir
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    with (data_dir("published") / name).open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_sheet(data_dir("published") / name)
 
 
 def test_more_runs_are_read_with_the_columns_of_runs() -> None:

@@ -1,6 +1,5 @@
 """Published peaks and verdicts of memory: ATC'24 Figure 7, Korthikanti Figure 1, torchtitan."""
 
-import csv
 from collections.abc import Callable
 from functools import cache
 
@@ -8,13 +7,13 @@ import pytest
 
 from rematbench.published.predict import predict_case
 from rematbench.published.rows import read_case
+from rematbench.published.sheets import read_sheet
 from rematbench.spec.paths import data_dir
 from tests.problems import all_methods
 
 Row = dict[str, str]
 REGISTRY = all_methods()
-with (data_dir("published") / "runs.csv").open(newline="") as file:
-    ROWS = list(csv.DictReader(file))
+ROWS = read_sheet(data_dir("published") / "runs.csv")
 
 TOLERANCE: dict[str, float] = {"Figure 7": 0.03, "Figure 1": 0.02, "torchtitan": 0.08}
 """Relative error of each cell, from the project's targets; Figure 1 holds formulas of its paper."""

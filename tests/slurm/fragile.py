@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from tests.campaigns import suite_text, tiny
+
 METHOD = '''
 """fragile: keeps everything; one rank fails in the middle of a step.
 
@@ -47,40 +49,17 @@ class Fragile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             Executor.run_step = lambda executor: fail(self.how)
         return base
 '''
-SUITE = """
-steps: 2
-cell_minutes: {minutes}
-methods: [fragile]
-problems:
-{problems}
-variants:
-{variants}
-"""
-PROBLEM = """
-  - name: {name}
-    why: tests
-    model: tiny-llama
-    cluster: this-machine
-    system: rematbench
-    gpus: {gpus}
-    seq_len: 32
-    global_batch: 2
-    tp: 2
-    pp: {pp}
-    precision: fp32
-"""
+SIZES = {"seq_len": 32, "global_batch": 2, "tp": 2, "precision": "fp32"}
 """Tensor parallel inside each node and, over two, a pipeline between them."""
 
 
 def write_suite(checkout: Path, shapes: dict[str, int], hows: list[str], minutes: int = 5) -> None:
     """A measurement of problems (name -> nodes); the first one also fails in every way told."""
     (checkout / "methods/fragile.py").write_text(METHOD)
-    problems = [
-        PROBLEM.format(name=name, gpus=2 * nodes, pp=nodes) for name, nodes in shapes.items()
-    ]
+    problems = [tiny(name, gpus=2 * nodes, pp=nodes, **SIZES) for name, nodes in shapes.items()]
     first = next(iter(shapes))
     variants = [
-        f"  - {{method: fragile, settings: {{how: {how}}}, problems: [{first}]}}\n" for how in hows
+        {"method": "fragile", "settings": {"how": how}, "problems": [first]} for how in hows
     ]
-    text = SUITE.format(minutes=minutes, problems="".join(problems), variants="".join(variants))
-    (checkout / "config/measure.yaml").write_text(text)
+    top = {"steps": 2, "cell_minutes": minutes, "methods": ["fragile"], "variants": variants}
+    (checkout / "config/measure.yaml").write_text(suite_text(problems, **top))

@@ -160,7 +160,6 @@ class LocalSlurm:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        assert holder.stdout is not None
         if holder.stdout.readline() != b"up\n":
             holder.wait()
             return

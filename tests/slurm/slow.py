@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.campaigns import suite_text, tiny
 from tests.workflow.checkout import ROOT
 
 METHOD = '''
@@ -38,16 +39,6 @@ class Slow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             calls.write(f"{{problem.workload.seq_len}}\\n")
         return base
 '''
-PROBLEM = """
-  - name: cell{number}
-    why: a tiny cell to be interrupted
-    model: tiny-llama
-    cluster: this-machine
-    system: rematbench
-    gpus: 1
-    seq_len: {seq_len}
-    global_batch: 1
-"""
 TARGET = "results/smoke/runs.csv"
 HERE = ("--config", "simulate_on=slurm")
 
@@ -61,8 +52,10 @@ def make_slow(
         shutil.copy2(ROOT / f"methods/{name}.py", checkout / "methods")
     (checkout / "methods/slow.py").write_text(METHOD.format(seconds=seconds))
     (checkout / "calls").write_text("")
-    problems = [PROBLEM.format(number=n, seq_len=32 * (n + 1)) for n in range(cells)]
-    (checkout / "config/smoke.yaml").write_text("problems:" + "".join(problems))
+    problems = [
+        tiny(f"cell{n}", gpus=1, seq_len=32 * (n + 1), global_batch=1) for n in range(cells)
+    ]
+    (checkout / "config/smoke.yaml").write_text(suite_text(problems))
 
 
 def leave_methods(checkout: Path, names: set[str]) -> None:

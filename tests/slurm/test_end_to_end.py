@@ -1,6 +1,5 @@
 """The targets of the workflow through a real Slurm: simulated bundles, executed cells."""
 
-import csv
 import json
 import re
 import sys
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rematbench.published.sheets import read_sheet
 from tests.slurm.conftest import Cluster
 from tests.slurm.fragile import write_suite
 from tests.slurm.slow import leave_methods
@@ -95,8 +95,7 @@ def test_a_cell_over_two_nodes_equals_the_local_one(cluster: Cluster, executed_t
 def test_failing_cells_are_rows_and_stop_no_other(cluster: Cluster, executed_there: str) -> None:
     """Rank 1 fails and rank 0 sees a connection break: the row names the cause, once each."""
     assert "Error in rule" not in executed_there
-    with (cluster.path / "results/measure/executed.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_sheet(cluster.path / "results/measure/executed.csv")
     assert [row["status"] for row in rows] == ["ok", "failed", "oom", "ok"]
     reasons = [row["reason"] for row in rows]
     assert "a fragile rank broke" in reasons[1]

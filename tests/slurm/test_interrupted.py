@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from tests.campaigns import suite_text, tiny
 from tests.slurm.conftest import FAST, Cluster, kill_session
 from tests.slurm.slow import HERE, TARGET, calls, finished, leftovers, make_slow, rows
 
@@ -87,21 +88,11 @@ def test_scancel_is_retried_and_repeats_no_finished_cell(cluster: Cluster) -> No
     assert sum(calls(cluster.path).values()) == CELLS
 
 
-LONG = """
-steps: 4
-cell_minutes: 20
-methods: [keep_all]
-problems:
-  - name: long
-    why: long enough to be preempted
-    model: tiny-llama
-    cluster: this-machine
-    system: rematbench
-    gpus: 1
-    seq_len: 64
-    global_batch: 4
-    precision: fp32
-"""
+LONG = suite_text(
+    [tiny("long", gpus=1, seq_len=64, global_batch=4, precision="fp32")],
+    steps=4, cell_minutes=20, methods=["keep_all"],
+)  # fmt: skip
+"""Long enough to be preempted."""
 
 
 def hurry(cluster: Cluster) -> None:

@@ -30,7 +30,6 @@ ANSWERS = {
 def packages() -> Path:
     """Where torch and NVIDIA's packages are."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parent.parent
 

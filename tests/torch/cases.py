@@ -1,6 +1,5 @@
 """The grid of the twin and gradient tests: tiny models, layouts, plans and methods by name."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,19 @@ from rematbench.problem import Problem
 from rematbench.simulate.evaluate import evaluate, program_bytes
 from rematbench.torch.case import Case
 from rematbench.workload import Model, Precision
-from tests.problems import FULL, GPT, LLAMA, SKELETAL, by_layer, half, problem, rule, transfers
+from tests.problems import (
+    FULL,
+    GPT,
+    LLAMA,
+    SKELETAL,
+    by_layer,
+    half,
+    on,
+    problem,
+    remade,
+    rule,
+    transfers,
+)
 
 TINY = replace(LLAMA, name="tiny", num_layers=2, hidden=64, head_dim=16, ffn=96, vocab=160)
 TINY_GPT = replace(
@@ -68,15 +79,7 @@ def tiny(
     layers = max(model.num_layers, degrees.get("pp", 1) * degrees.get("vpp", 1))
     made = problem(model=replace(model, num_layers=layers), seq_len=SEQ, **(changes | degrees))
     work = replace(made.workload, precision=precision)
-    return Problem(
-        work,
-        made.cluster,
-        made.system,
-        made.layout,
-        made.calibration,
-        made.attention,
-        evaluator=evaluate,
-    )
+    return remade(made, workload=work, evaluator=evaluate)
 
 
 def mini(plan: Plan) -> Plan:
@@ -158,8 +161,7 @@ def tight(given: Problem) -> Problem:
         max(rank.device_peak for rank in program_bytes(given, plan, lower(plan, given)))
         for plan in (base, PLANS["full"](base))
     ]
-    cluster = replace(given.cluster, hbm_bytes=sum(peaks) // 2, non_torch_bytes=0)
-    return dataclasses.replace(given, cluster=cluster, _memo={}, _weights={})
+    return on(given, hbm_bytes=sum(peaks) // 2, non_torch_bytes=0)
 
 
 def method_case(layout: str, name: str, method: Any) -> Case | str:

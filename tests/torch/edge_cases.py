@@ -1,5 +1,6 @@
 """What is run without one of its edges: cases by name, and scenes of what no case shows."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -48,9 +49,8 @@ def late_copies() -> Case:
 def held() -> Case:
     """A copy ends before the next send of a forward starts."""
     case = cases.case("pp2", "offload", precision="bf16")
-    return Case(
-        **{**vars(case), "plan": transfers(case.plan, before_send_phases=("warmup", "steady"))}
-    )
+    plan = transfers(case.plan, before_send_phases=("warmup", "steady"))
+    return dataclasses.replace(case, plan=plan)
 
 
 def hosted(layout: str) -> Case:

@@ -1,15 +1,17 @@
 """Test functions shared by the modules of one, two and four processes."""
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 
-from msgspec.structs import replace
+import pytest
+from msgspec import structs
 
 from rematbench.lowering.lower import lower
 from rematbench.plugins.registry import Composition
 from rematbench.program.action import Kind
 from rematbench.torch.case import Case, Result
-from tests.problems import all_methods
+from tests.problems import all_methods, remade
 from tests.torch import cases, laws
 
 TOLERANCE = 1e-10
@@ -65,21 +67,19 @@ def in_groups(layout: str) -> list[Case]:
 
 def short(found: list[Case]) -> list[Case]:
     """The same with one optimizer step: bytes, losses and gradients of the first."""
-    return [Case(**{**vars(case), "steps": 1}) for case in found]
+    return [replace(case, steps=1) for case in found]
 
 
 def on_gpus(case: Case) -> Case:
     """The same on CUDA, with kernels that give the same bits every time."""
-    return Case(**{**vars(case), "device": "cuda", "deterministic": True, "timed_steps": 1})
+    return replace(case, device="cuda", deterministic=True, timed_steps=1)
 
 
 def in_order(case: Case, *order: str) -> Case:
     """The same with ranks counted along these dimensions, the first fastest."""
-    given = case.problem
-    system = replace(given.system, rank_order=order)
-    problem = dataclasses.replace(given, system=system, _memo={}, _weights={})
+    system = structs.replace(case.problem.system, rank_order=order)
     name = f"{case.name} {','.join(order)}"
-    return Case(**{**vars(case), "name": name, "problem": problem})
+    return replace(case, name=name, problem=remade(case.problem, system=system))
 
 
 def raw_cases(layout: str, *plans: str) -> list[Case]:
@@ -90,7 +90,31 @@ def raw_cases(layout: str, *plans: str) -> list[Case]:
 def bitwise_cases(layout: str) -> list[Case]:
     """fp32 runs that must give keep's bits."""
     made = [cases.case(layout, plan, precision="fp32") for plan in ("keep", *cases.SAME_NUMBERS)]
-    return [Case(**{**vars(c), "name": f"fp32 {c.name}"}) for c in made]
+    return [replace(c, name=f"fp32 {c.name}") for c in made]
+
+
+def tests_of(made: list[Case]) -> tuple[Callable[..., None], ...]:
+    """Tests of a module: one torchrun of all its cases, and the laws of each."""
+    names = [case.name for case in made]
+
+    @cache
+    def results() -> dict[str, tuple[Case, Result]]:
+        return laws.torchrun(made)
+
+    @pytest.mark.parametrize("name", names)
+    def twin(name: str) -> None:
+        check_twin(*results()[name])
+
+    @pytest.mark.parametrize("name", names)
+    def gradients(name: str) -> None:
+        check_gradients(*results()[name])
+
+    @pytest.mark.parametrize("name", [name for name in names if name.startswith("fp32")])
+    def bits(name: str) -> None:
+        keep = results()[f"fp32 {name.split()[1]} keep"][1]
+        assert laws.same_bits(results()[name][1], keep)
+
+    return twin, gradients, bits
 
 
 def check_twin(case: Case, result: Result) -> None:

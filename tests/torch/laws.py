@@ -12,8 +12,10 @@ import torch
 
 from rematbench.lowering.lower import lower
 from rematbench.program.ledger import live_bytes
+from rematbench.torch import worker
 from rematbench.torch.batch import Batch, make_batch
 from rematbench.torch.case import Case, Result
+from rematbench.torch.gather import combine
 from rematbench.torch.launch import execute_cases
 from tests.torch import reference
 
@@ -28,6 +30,11 @@ def launch(cases: Sequence[Case]) -> dict[str, tuple[Case, Result]]:
     """One launch of all cases in processes that the runtime starts, by name."""
     results = execute_cases(cases, timeout_s=120.0)
     return {case.name: (case, result) for case, result in zip(cases, results, strict=True)}
+
+
+def run_here(case: Case) -> Result:
+    """In this process (one rank needs no other)."""
+    return combine(case, [worker.run_case(case, 0, torch.device("cpu"), {})])
 
 
 def torchrun(cases: Sequence[Case]) -> dict[str, tuple[Case, Result]]:

@@ -64,7 +64,6 @@ class Event:
 
     def wait(self) -> None:
         """The current stream waits."""
-        assert self.recorder is not None
         self.recorder.current.wait_event(self)
 
     def record(self, stream: Stream) -> None:

@@ -121,7 +121,6 @@ def train(
         run.losses.append(float(loss.detach()))
         gradients = {}
         for name, weight in weights.items():
-            assert weight.grad is not None
             gradients[name] = weight.grad.clone()
         run.gradients.append(gradients)
         for name, given in (along[len(run.losses) - 1] if along else {}).items():

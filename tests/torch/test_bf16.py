@@ -12,20 +12,17 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-import torch
 from msgspec.structs import replace
 
 from rematbench.plan import Plan
-from rematbench.problem import Problem
 from rematbench.runs.cell import Cell, cells
 from rematbench.runs.measured import BOUNDS
 from rematbench.runs.suite import load_suite
-from rematbench.simulate.evaluate import evaluate
-from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
-from rematbench.torch.gather import combine
 from rematbench.workload import Precision
 from rematbench.worlds.measure import norm_error
+from tests.problems import remade
+from tests.torch.laws import run_here
 
 SUITE = Path(__file__).resolve().parents[2] / "config" / "executed.yaml"
 SHARE = 1 / 3
@@ -43,13 +40,8 @@ def run(method: str, precision: Precision = "bf16") -> Result:
     """Three AdamW steps of a cell of the committed grid."""
     given, plan = cell(method).problem, cell(method).plan
     assert isinstance(plan, Plan)
-    problem = Problem(
-        replace(given.workload, precision=precision),
-        *(given.cluster, given.system, given.layout, given.calibration, given.attention),
-        evaluator=evaluate,
-    )
-    case = Case(name=method, problem=problem, plan=plan, gradients=True, measure=False)
-    return combine(case, [worker.run_case(case, 0, torch.device("cpu"), {})])
+    problem = remade(given, workload=replace(given.workload, precision=precision))
+    return run_here(Case(name=method, problem=problem, plan=plan, gradients=True, measure=False))
 
 
 def errors(a: Result, b: Result) -> list[float]:

@@ -7,18 +7,16 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 from msgspec.structs import replace
 
-from rematbench.torch import worker
 from rematbench.torch.case import Result
-from rematbench.torch.gather import combine
 from rematbench.worlds.measure import compared, norm_error, without_gradient
 from tests.torch import cases
+from tests.torch.laws import run_here
 
 GPT = replace(cases.TINY_GPT, tied_embeddings=True)
 
 
 def run(plan: str) -> Result:
-    given = cases.case("one", plan, precision="fp32", model=GPT)
-    return combine(given, [worker.run_case(given, 0, torch.device("cpu"), {})])
+    return run_here(cases.case("one", plan, precision="fp32", model=GPT))
 
 
 def test_a_key_bias_that_only_rounds_does_not_make_a_split_lossy() -> None:

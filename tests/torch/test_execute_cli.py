@@ -84,10 +84,8 @@ def test_a_baseline_is_no_method_and_its_command_is_named() -> None:
 def test_a_method_file_dropped_in_is_executed(executed: tuple[Record, str]) -> None:
     record, text = executed
     found = record.measured
-    assert found is not None
     assert (record.world, record.status, found.differing_actions) == ("executed", "ok", 0)
     assert all(rank.recompute_flop == 0 for rank in found.ranks)  # norms are no matrix products
-    assert found.comparison is not None
     assert found.comparison.lossless
     assert "lossless against keep_all: yes" in text
     assert record.provenance.torch
@@ -104,8 +102,6 @@ def test_the_same_file_is_traced_to_the_same_bytes(
     done = rematbench("trace", "drop_norms", *TINY, *words, *more)
     assert done.returncode == 0, done.stderr
     traced, real = read_record(out).measured, executed[0].measured
-    assert traced is not None
-    assert real is not None
     assert traced.differing_actions == 0
     assert traced.fullest.boundary_peak_bytes == real.fullest.boundary_peak_bytes
     assert traced.fullest.state_bytes == real.fullest.state_bytes

@@ -28,6 +28,7 @@ from rematbench.torch.memory import ExecutionError, Value
 from rematbench.torch.parameters import AdamW
 from tests.torch import cases, laws
 from tests.torch.cases import TINY_GPT
+from tests.torch.laws import run_here
 
 Edit = Callable[[Action], list[Action]]
 
@@ -76,11 +77,6 @@ def no_wait(action: Action) -> list[Action]:
 def run(case: Case) -> Result:
     """In processes of its own."""
     return execute_cases([case], timeout_s=60.0)[0]
-
-
-def run_here(case: Case) -> Result:
-    """In this process (one rank needs no other)."""
-    return combine(case, [worker.run_case(case, 0, torch.device("cpu"), {})])
 
 
 def test_a_dropped_row_is_found() -> None:

@@ -1,13 +1,10 @@
 """Twin law and gradients, four processes: one torchrun; the fast share (the rest: test_grid.py)."""
 
-from functools import cache
-
 import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.torch.case import Case, Result
-from tests.torch import grid, laws
+from tests.torch import grid
 
 METHODS = ("keep_all", "full_recompute", "pp_offload", "memo")
 STATE_PEERS = [
@@ -28,20 +25,9 @@ CASES = grid.short(
         *grid.method_cases("tp2-pp2", METHODS),
     ]
 )
-NAMES = [case.name for case in CASES]
 pytestmark = pytest.mark.full
-
-
-@cache
-def results() -> dict[str, tuple[Case, Result]]:
-    return laws.torchrun(CASES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_live_bytes_equal_the_ledger_after_every_action(name: str) -> None:
-    grid.check_twin(*results()[name])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_equal_the_autograd_model(name: str) -> None:
-    grid.check_gradients(*results()[name])
+(
+    test_live_bytes_equal_the_ledger_after_every_action,
+    test_gradients_equal_the_autograd_model,
+    _,
+) = grid.tests_of(CASES)

@@ -29,7 +29,6 @@ def held(folder: Path, *planned: str) -> dict[str, Finding]:
 def large(folder: Path) -> tuple[Record, Path]:
     """A record of a large cell whose peak is right, and the folder that it is in."""
     record = read_record(data_dir("config").parent / "results/measured/executed" / RECORD)
-    assert record.measured is not None
     (rank,) = record.measured.ranks
     rank = replace(rank, allocated_bytes=rank.simulated_peak_bytes)
     record = replace(record, measured=replace(record.measured, ranks=(rank,)))

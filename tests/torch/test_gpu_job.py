@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,9 +155,7 @@ def test_bytes_of_the_first_step_and_seconds_of_steps_without_an_observer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = cases.case("tp2", "offload", precision="bf16")
-    case = Case(
-        **{**vars(case), "steps": 2, "timed_steps": 2, "shards": False, "deterministic": True}
-    )
+    case = replace(case, steps=2, timed_steps=2, shards=False, deterministic=True)
     result, faults, asked = on_fake_gpu(case, monkeypatch)
     assert faults == []
     forgets = ("workspaces", "empty_cache", "empty_host_cache", "reset_peak_memory_stats",
@@ -174,11 +173,11 @@ def test_bytes_of_the_first_step_and_seconds_of_steps_without_an_observer(
 
 def test_kernels_that_need_no_same_bits_cost_no_import(monkeypatch: pytest.MonkeyPatch) -> None:
     case = cases.case("tp2", "offload", precision="bf16")
-    given = {**vars(case), "steps": 1, "timed_steps": 0, "shards": False, "deterministic": False}
-    asked = on_fake_gpu(Case(**given), monkeypatch)[2]
+    case = replace(case, steps=1, timed_steps=0, shards=False, deterministic=False)
+    asked = on_fake_gpu(case, monkeypatch)[2]
     assert [words for words in asked if words.startswith("same bits")] == []
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    asked = on_fake_gpu(Case(**given), monkeypatch)[2]  # after a case that asked for them
+    asked = on_fake_gpu(case, monkeypatch)[2]  # after a case that asked for them
     assert asked[0] == "same bits False"
 
 

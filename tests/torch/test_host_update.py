@@ -15,7 +15,6 @@ from rematbench.plan import Plan
 from rematbench.torch import worker
 from rematbench.torch.case import Case
 from rematbench.torch.executor import Executor
-from rematbench.torch.gather import combine
 from rematbench.torch.launch import execute_cases
 from rematbench.torch.model import RankModel
 from rematbench.torch.parameters import Parameter
@@ -100,10 +99,7 @@ def test_a_failure_on_the_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_bytes_are_the_ledgers_and_states_leave_the_device() -> None:
     whole, given = pair("one", "keep")
-    results = [
-        combine(case, [worker.run_case(case, 0, torch.device("cpu"), {})])
-        for case in (whole, given)
-    ]
+    results = [laws.run_here(case) for case in (whole, given)]
     assert laws.same_bits(*results)
     assert laws.bytes_differ(given, results[1]) == []
     grid.check_gradients(given, results[1])

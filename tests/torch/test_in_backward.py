@@ -1,24 +1,24 @@
 """Optimizer-in-backward: each unit is updated, and its gradients freed, inside the backward."""
 
+import dataclasses
+
 import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-import torch
 from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan, StateFate
 from rematbench.program.action import Action, Kind
-from rematbench.torch import worker
-from rematbench.torch.case import Case, Result
-from rematbench.torch.gather import combine
+from rematbench.torch.case import Case
 from rematbench.torch.launch import execute_cases
 from rematbench.torch.model import NotExecutable, require_executable
 from rematbench.torch.trace import trace_rank
 from rematbench.workload import Model, Precision
-from tests.problems import all_methods
+from tests.problems import plan_of
 from tests.torch import cases, grid, laws
+from tests.torch.laws import run_here
 from tests.torch.test_faults import edited
 
 ONCE = {
@@ -45,13 +45,8 @@ def case(
     names = f"once-{layout}"
     cases.LAYOUTS[names] = degrees
     whole = cases.case(names, plan, precision=precision, model=model)
-    return whole, Case(
-        **{**vars(whole), "name": f"{whole.name} beside", "plan": beside(whole.plan)}
-    )
-
-
-def run_here(given: Case) -> Result:
-    return combine(given, [worker.run_case(given, 0, torch.device("cpu"), {})])
+    name = f"{whole.name} beside"
+    return whole, dataclasses.replace(whole, name=name, plan=beside(whole.plan))
 
 
 @pytest.mark.parametrize("plan", ["keep", "full", "offload", "mini"])
@@ -89,23 +84,11 @@ def test_the_gradient_of_a_tied_embedding_lives_from_the_head_on(plan: str) -> N
 
 
 @pytest.mark.full
-def test_sharded() -> None:
-    check_layouts("dp2")
-
-
-@pytest.mark.full
-def test_staged_and_split() -> None:
-    check_layouts("pp2", "tp2")
-
-
-def check_layouts(*layouts: str) -> None:
-    pairs = [case(layout, plan) for layout in layouts for plan in ("keep", "full")]
-    given = [part for pair in pairs for part in pair]
-    known = {
-        c.name: (c, r) for c, r in zip(given, execute_cases(given, timeout_s=120.0), strict=True)
-    }
-    for whole, changed in pairs:
-        a, b = known[whole.name][1], known[changed.name][1]
+def test_sharded_staged_and_split() -> None:
+    pairs = [case(layout, plan) for layout in ("dp2", "pp2", "tp2") for plan in ("keep", "full")]
+    found = iter(execute_cases([part for pair in pairs for part in pair], timeout_s=120.0))
+    for _, changed in pairs:
+        a, b = next(found), next(found)
         assert (a.status, b.status) == ("ok", "ok"), (a.reason, b.reason)
         assert laws.same_bits(a, b)
         assert laws.bytes_differ(changed, b) == []
@@ -123,10 +106,7 @@ def test_traced_as_executed() -> None:
 
 def test_mst_with_its_update_in_the_backward() -> None:
     _, given = case("one", "keep")
-    method = all_methods().resolve("mst", {"mst.optimizer_in_backward": True})
-    plan = method.plan(given.problem)
-    assert isinstance(plan, Plan)
-    own = Case(**{**vars(given), "plan": plan})
+    own = dataclasses.replace(given, plan=plan_of(given.problem, "mst", optimizer_in_backward=True))
     result = run_here(own)
     assert laws.bytes_differ(own, result) == []
     grid.check_gradients(own, result)
@@ -137,21 +117,13 @@ def test_a_unit_that_is_never_updated_is_found() -> None:
         return [] if action.kind is Kind.OPTIMIZER and action.part == "L1" else [action]
 
     _, given = case("one", "keep")
-    given = Case(**{**vars(given), "shards": False, "gradients": False})
+    given = dataclasses.replace(given, shards=False, gradients=False)
     whole, broken = run_here(given), run_here(edited(given, skip))
     assert whole.losses[0] == broken.losses[0]
     assert whole.losses[1] != broken.losses[1]
 
 
-@pytest.mark.parametrize(
-    ("layout", "changes", "said"),
-    [
-        ("one", {"precision": "fp64"}, "4-byte gradients where it sums 64 bits"),
-    ],
-)
-def test_what_it_cannot_have_is_refused_by_name(
-    layout: str, changes: dict[str, object], said: str
-) -> None:
-    given = cases.tiny(layout, **{"precision": "fp32", **changes})  # type: ignore[arg-type]
-    with pytest.raises(NotExecutable, match=said):
+def test_what_it_cannot_have_is_refused_by_name() -> None:
+    given = cases.tiny("one", precision="fp64")
+    with pytest.raises(NotExecutable, match="4-byte gradients where it sums 64 bits"):
         require_executable(given, beside(given.base_plan))

@@ -14,27 +14,18 @@ from rematbench.runs.measured import Comparison
 from rematbench.runs.record import Record, read_record, write_record
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.gpu_checks import Ran, Summary, findings
+from tests.campaigns import suite_text, tiny
 from tests.torch.test_execute_cli import rematbench
 
 CELLS = ("lossless-fp32.keep_all", "lossless-fp32.full_recompute", "large.keep_all")
-PROBLEM = """  - name: {name}
-    why: for the tests
-    model: tiny-llama-deep
-    cluster: this-machine
-    system: rematbench
-    gpus: 1
-    seq_len: 32
-    global_batch: 2
-    precision: {precision}
-"""
 
 
 def suite(folder: Path, *names: str) -> Path:
     path = folder / "suite.yaml"
-    text = "".join(
-        PROBLEM.format(name=name, precision="bf16" if name == "large" else "fp32") for name in names
-    )
-    path.write_text(f"problems:\n{text}")
+    sizes = {"model": "tiny-llama-deep", "gpus": 1, "seq_len": 32, "global_batch": 2}
+    kinds = {name: "bf16" if name == "large" else "fp32" for name in names}
+    problems = [tiny(name, precision=kind, **sizes) for name, kind in kinds.items()]
+    path.write_text(suite_text(problems))
     return path
 
 
@@ -137,7 +128,6 @@ def test_packages_stand_beside_the_executor_where_they_were_asked_for(tmp_path: 
     for name in names:
         write_record(record_of(name), tmp_path / "agreement" / f"{name}.json")
     there, plain = tmp_path / "baselines", record_of("megatron_core-one-bf16").measured
-    assert plain is not None
     rank = replace(plain.ranks[0], step_s=(0.5, 0.7, 0.6), allocated_bytes=3 << 30)
     timed = record_of("megatron_core-one-bf16", ranks=(rank,))
     write_record(timed, there / "megatron_core-none.json")
@@ -148,7 +138,6 @@ def test_packages_stand_beside_the_executor_where_they_were_asked_for(tmp_path: 
     assert (ran.holds, ran.text) == (True, "megatron_core-none 0.6 s, allocated 3.000 GiB")
 
     seen = record_of("megatron_core-one-fp32").measured
-    assert seen is not None
     off = record_of("megatron_core-one-fp32", losses=(seen.losses[0] * 1.0001, 0.0))
     write_record(off, tmp_path / "agreement" / "megatron_core-one-fp32.json")
     lost = replace(record_of("megatron_core-one-bf16"), measured=None, status="oom", reason="full")
@@ -182,7 +171,6 @@ def test_the_allocators_peak_is_held_within_workspaces_and_activations(
 ) -> None:
     """One GiB of activations beside sixteen of states: two per cent are of the activations."""
     record = read_record(whole[0] / "records" / "large.keep_all.0.json")
-    assert record.measured is not None
     (rank,) = record.measured.ranks
     mib = 1 << 20
     rank = replace(

@@ -18,24 +18,13 @@ from rematbench.runs.cell import cells
 from rematbench.runs.record import read_record, write_record
 from rematbench.runs.suite import load_suite
 from rematbench.worlds import traced
+from tests.campaigns import suite_text, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACED = ROOT / "config" / "traced.yaml"
 RECORDS = sorted((ROOT / "results" / "measured" / "traced").glob("*.json"))
 """One of every cell (tests/measured): their names, without planning them."""
-SUITE = """
-problems:
-  - name: small
-    why: for the test
-    model: tiny-llama
-    cluster: this-machine
-    system: rematbench
-    gpus: 4
-    seq_len: 64
-    global_batch: 4
-    tp: 2
-    pp: 2
-"""
+SUITE = suite_text([tiny("small", gpus=4, seq_len=64, global_batch=4, tp=2, pp=2)])
 CELL = "small.full_recompute.0"
 
 
@@ -60,7 +49,6 @@ def test_a_byte_of_difference_fails_and_writes_nothing(
     suite: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = read_record(suite.with_name(f"{CELL}.json"))
-    assert record.measured is not None
     rank = replace(record.measured.ranks[0], state_bytes=record.measured.ranks[0].state_bytes + 1)
     changed = replace(record, measured=replace(record.measured, ranks=(rank,)))
     write_record(changed, tmp_path / f"{CELL}.json")

@@ -20,9 +20,7 @@ pytest.importorskip("torch", reason="the executed world needs torch")
 import torch
 
 from rematbench.spec.layout import Layout
-from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
-from rematbench.torch.gather import combine
 from rematbench.torch.parameters import AdamW, Parameter
 from rematbench.workload import Precision
 from rematbench.worlds.measure import norm_error
@@ -53,7 +51,7 @@ def run_here(case: Case) -> Result:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return combine(case, [worker.run_case(case, 0, torch.device("cpu"), {})])
+        return laws.run_here(case)
     finally:
         torch.set_num_threads(before)
 

@@ -14,42 +14,12 @@ from rematbench.torch import groups, streams
 from rematbench.torch.streams import CudaStreams
 
 
-class Stream:
-    """Notes whom it waits for."""
-
-    def __init__(self, *_: object) -> None:
-        self.waited: list[object] = []
-
-    def wait_stream(self, other: object) -> None:
-        self.waited.append(other)
-
-
-@pytest.fixture
-def current(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """The device's current stream."""
-    found = Stream()
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(streams, "MADE", {})
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: found)
-    return found
-
-
-def test_a_step_starts_after_its_batch_and_is_read_after_its_end(current: Stream) -> None:
-    own = CudaStreams(torch.device("cuda", 0))
-    every = list(own.streams.values())
-    own.begin()
-    assert [stream.waited for stream in every] == [[current]] * len(every)
-    assert current.waited == []
-    own.flush()
-    assert current.waited == every
-
-
-def test_executors_of_one_process_share_its_streams(
-    current: Stream, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_executors_of_one_process_share_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch gives out 32 in turn: were they new each time, one's compute would be another's."""
     made: list[object] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or Stream())
+    monkeypatch.setattr(streams, "MADE", {})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or len(made))
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream: None))
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     work: Any = SimpleNamespace(wait=lambda: None)

@@ -12,16 +12,13 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-import torch
-
 from rematbench.lowering.lower import lower
 from rematbench.program.action import Action, Kind
-from rematbench.torch import worker
 from rematbench.torch.case import Case, Result
 from rematbench.torch.failures import NotFinite
-from rematbench.torch.gather import combine
 from rematbench.torch.launch import execute_cases
 from tests.torch import cases, grid, laws
+from tests.torch.laws import run_here
 from tests.torch.test_faults import Edit, edited, no_wait
 
 DELAY_S = 2e-3
@@ -31,13 +28,8 @@ PLANS = ("offload", "offload-layers", "offload-slots", "skeletal")
 
 def delayed(case: Case, seed: int, delay_s: float = DELAY_S) -> Case:
     """The case with streams as threads; one step, so that many repetitions are cheap."""
-    changes = {"delay_s": delay_s, "delay_seed": 1000 * seed, "steps": 1}
-    return Case(**{**vars(case), **changes, "name": f"{case.name} #{seed}"})
-
-
-def run_here(case: Case) -> Result:
-    """In this process."""
-    return combine(case, [worker.run_case(case, 0, torch.device("cpu"), {})])
+    name = f"{case.name} #{seed}"
+    return replace(case, name=name, delay_s=delay_s, delay_seed=1000 * seed, steps=1)
 
 
 def events(case: Case, wanted: Callable[[Action], bool]) -> set[str]:

@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-import torch
 from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
@@ -16,9 +15,7 @@ from rematbench.problem import Problem
 from rematbench.simulate.evaluate import program_bytes
 from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_model, load_system, names
-from rematbench.torch import worker
 from rematbench.torch.case import Case, RankResult
-from rematbench.torch.gather import combine
 from rematbench.torch.model import NotExecutable, require_executable
 from rematbench.torch.trace import trace_rank
 from rematbench.worlds.measure import measured_ranks
@@ -41,7 +38,7 @@ def holding(plan: Plan) -> Plan:
 def check_both(case: Case) -> None:
     """Twin law and gradients of one in-process step."""
     (case,) = grid.short([case])
-    result = combine(case, [worker.run_case(case, 0, torch.device("cpu"), {})])
+    result = laws.run_here(case)
     assert laws.bytes_differ(case, result) == []
     grid.check_gradients(case, result)
 

@@ -6,11 +6,10 @@ import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.plan import Plan
 from rematbench.spec.layout import Layout
 from rematbench.torch.case import Case, Result
 from rematbench.worlds.measure import measured_ranks
-from tests.problems import all_methods, make_problem
+from tests.problems import make_problem, plan_of
 from tests.torch import laws
 
 LAYOUTS = {
@@ -31,8 +30,7 @@ def case(layout: str, method: str) -> Case:
         layout=LAYOUTS[layout],
         seq_len=256,
     )
-    plan = all_methods().resolve(method).plan(problem)
-    assert isinstance(plan, Plan)
+    plan = plan_of(problem, method)
     return Case(name=f"{layout} {method}", problem=problem, plan=plan, steps=1)
 
 

@@ -53,7 +53,6 @@ def walked(plan: str, patch: pytest.MonkeyPatch) -> tuple[list[int], list[int]]:
     to_host = movers.Movers.to_host
 
     def noted(self: movers.Movers, *args: object) -> None:
-        assert self.tracker is not None
         self.tracker.device_peak_bytes = self.tracker.device_bytes
         before.append(self.tracker.device_bytes)
         to_host(self, *args)  # type: ignore[arg-type]

@@ -1,14 +1,12 @@
 """Twin law and gradients, two processes: one torchrun; the fast share (all of it: test_grid.py)."""
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
 pytest.importorskip("torch", reason="the executed world needs torch")
 
-from rematbench.torch.case import Case, Result
-from tests.torch import cases, grid, laws
+from tests.torch import cases, grid
 from tests.torch.cases import TINY_GPT
 
 LAYOUTS = ("tp2", "pp2", "cp2", "ulysses2", "dp2")
@@ -37,25 +35,8 @@ CASES = grid.short(
         *(replace(case, name=name) for name, case in VARIANTS.items()),
     ]
 ) + [case for layout in BITWISE for case in grid.bitwise_cases(layout)]
-NAMES = [case.name for case in CASES]
-
-
-@cache
-def results() -> dict[str, tuple[Case, Result]]:
-    return laws.torchrun(CASES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_live_bytes_equal_the_ledger_after_every_action(name: str) -> None:
-    grid.check_twin(*results()[name])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_equal_the_autograd_model(name: str) -> None:
-    grid.check_gradients(*results()[name])
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("fp32")])
-def test_keep_offload_and_whole_recompute_give_the_same_bits(name: str) -> None:
-    keep = results()[f"fp32 {name.split()[1]} keep"][1]
-    assert laws.same_bits(results()[name][1], keep)
+(
+    test_live_bytes_equal_the_ledger_after_every_action,
+    test_gradients_equal_the_autograd_model,
+    test_keep_offload_and_whole_recompute_give_the_same_bits,
+) = grid.tests_of(CASES)

@@ -57,48 +57,45 @@ def test_segments(nbytes: int, reserved: int) -> None:
     assert run(f"x={nbytes}").reserved_bytes == reserved
 
 
-def test_a_small_segment_is_shared_to_the_last_block() -> None:
-    assert run("x=1048576", "y=1048064", "z=512").reserved_bytes == 2 * MIB
-    assert run("x=1048576", "y=1048064", "z=513").reserved_bytes == 4 * MIB
+FRAGMENTED = [f"x={20 * MIB}", f"y={20 * MIB}", "-x", "-y", f"z={40 * MIB}"]
+"""The fragmentation of users' reports: 40 MiB are free, 40 MiB do not fit."""
+FIVE = [f"{name}={4 * MIB}" for name in "abcde"]
+RESERVED = {
+    "a small segment is shared to the last block": (["x=1048576", "y=1048064", "z=512"], 2),
+    "and no further": (["x=1048576", "y=1048064", "z=513"], 4),
+    "a remainder of over one MiB is split off": (
+        [f"x={9 * MIB}", f"y={9 * MIB}", f"z={2 * MIB}"],
+        20,
+    ),
+    "small and large never share": ([f"x={15 * MIB}", "-x", "y=1024"], 18),
+    "best fit: 14 MiB into the free 16, not into the free 30": (
+        [f"x={30 * MIB}", f"y={16 * MIB}", "-x", "-y", f"z={14 * MIB}", f"w={30 * MIB}"],
+        46,
+    ),
+    "neighbours coalesce inside a segment": ([*FIVE, "-b", "-d", "-c", f"f={12 * MIB}"], 20),
+    "others do not": ([*FIVE, "-b", "-d", f"f={8 * MIB}"], 40),
+    "segments do not coalesce": (FRAGMENTED, 80),
+    "scratch is reserved and reused": ([f"!{30 * MIB}", f"!{30 * MIB}"], 30),
+    "host memory is none of its business": (["x@host=4096", "-x@host"], 0),
+    "nor are slots": (["x=4096:slot/reload0", "-x"], 0),
+}
+
+
+@pytest.mark.parametrize("what", RESERVED)
+def test_reserved_bytes(what: str) -> None:
+    words, mib = RESERVED[what]
+    assert run(*words).reserved_bytes == mib * MIB
 
 
 def test_a_large_remainder_of_one_mib_stays_with_its_block() -> None:
-    """20 MiB segment: a remainder of 1 MiB is not split off, one of more than 1 MiB is."""
+    """20 MiB segment: y got the 1 MiB with it."""
     words = [f"{name}={9 * MIB + MIB // 2}" for name in "xy"]
-    assert run(*words).allocated_bytes == 20 * MIB  # y got the 1 MiB with it
-    assert run(f"x={9 * MIB}", f"y={9 * MIB}", f"z={2 * MIB}").reserved_bytes == 20 * MIB
-
-
-def test_small_and_large_never_share() -> None:
-    assert run(f"x={15 * MIB}", "-x", "y=1024").reserved_bytes == 18 * MIB
-
-
-def test_best_fit_takes_the_smallest_that_fits() -> None:
-    """30 and 16 MiB are free: 14 MiB goes into the 16, and 30 MiB still fits."""
-    words = [f"x={30 * MIB}", f"y={16 * MIB}", "-x", "-y", f"z={14 * MIB}", f"w={30 * MIB}"]
-    assert run(*words).reserved_bytes == 46 * MIB
-
-
-def test_neighbours_coalesce_inside_a_segment() -> None:
-    parts = [f"{name}={4 * MIB}" for name in "abcde"]
-    assert run(*parts, "-b", "-d", "-c", f"f={12 * MIB}").reserved_bytes == 20 * MIB
-    assert run(*parts, "-b", "-d", f"f={8 * MIB}").reserved_bytes == 40 * MIB
-
-
-def test_segments_do_not_coalesce() -> None:
-    """The fragmentation of users' reports: 40 MiB are free, 40 MiB do not fit."""
-    words = [f"x={20 * MIB}", f"y={20 * MIB}", "-x", "-y", f"z={40 * MIB}"]
-    peaks = run(*words)
-    assert (peaks.reserved_bytes, peaks.allocated_bytes) == (80 * MIB, 40 * MIB)
+    assert run(*words).allocated_bytes == 20 * MIB
 
 
 def test_a_failing_malloc_gives_back_whole_segments_first() -> None:
-    words = [f"x={20 * MIB}", f"y={20 * MIB}", "-x", "-y", f"z={40 * MIB}"]
-    assert run(*words, capacity=60 * MIB) == AllocatorPeaks(
-        reserved_bytes=40 * MIB,
-        allocated_bytes=40 * MIB,
-        retries=1,
-    )
+    found = AllocatorPeaks(reserved_bytes=40 * MIB, allocated_bytes=40 * MIB, retries=1)
+    assert run(*FRAGMENTED, capacity=60 * MIB) == found
 
 
 def test_a_segment_in_use_is_not_given_back() -> None:
@@ -113,45 +110,30 @@ def test_states_come_first_and_may_not_fit() -> None:
     assert run("x=512", resident=(100 * MIB,), capacity=99 * MIB).oom_at == 0
 
 
-def test_scratch_is_reserved_and_reused() -> None:
-    peaks = run(f"!{30 * MIB}", f"!{30 * MIB}")
-    assert (peaks.reserved_bytes, peaks.allocated_bytes) == (30 * MIB, 30 * MIB)
-
-
-def test_host_memory_and_slots_are_none_of_its_business() -> None:
-    assert run("x@host=4096", "-x@host").reserved_bytes == 0
-    assert run("x=4096:slot/reload0", "-x").reserved_bytes == 0
+def test_scratch_is_allocated() -> None:
+    assert run(f"!{30 * MIB}", f"!{30 * MIB}").allocated_bytes == 30 * MIB
 
 
 # -- expandable segments --------------------------------------------------------------------------
 
 
-def test_expandable_segments_coalesce_everything() -> None:
-    """What stays fragmented by default is one segment here: 40 MiB are mapped, 40 MiB fit."""
-    words = [f"x={20 * MIB}", f"y={20 * MIB}", "-x", "-y", f"z={40 * MIB}"]
-    assert run(*words, mode="expandable").reserved_bytes == 40 * MIB
-
-
 @pytest.mark.parametrize(
     ("words", "reserved"),
     [
+        (FRAGMENTED, 40 * MIB),  # one segment here: everything coalesces
         (["x=512"], 2 * MIB),
         ([f"x={2 * MIB}"], 20 * MIB),
         ([f"x={21 * MIB}"], 40 * MIB),
         ([f"x={19 * MIB}", f"y={2 * MIB}"], 40 * MIB),
         ([f"x={19 * MIB}", f"y={MIB + 512}", "-x", "-y", f"z={20 * MIB + 512}"], 40 * MIB),
         ([f"x={19 * MIB}", "y=512"], 22 * MIB),
+        # a hole of 8 MiB is preferred to the 4 MiB at the end, which can grow
+        ([f"x={8 * MIB}", f"y={8 * MIB}", "-x", f"z={3 * MIB}", f"w={5 * MIB}"], 20 * MIB),
     ],
 )
 def test_expandable_pages(words: list[str], reserved: int) -> None:
     """20 MiB pages for large blocks, 2 MiB for small, mapped where the last free block ends."""
     assert run(*words, mode="expandable").reserved_bytes == reserved
-
-
-def test_the_endless_block_is_taken_last() -> None:
-    """A hole of 8 MiB is preferred to the 4 MiB at the end, which can grow."""
-    words = [f"x={8 * MIB}", f"y={8 * MIB}", "-x", f"z={3 * MIB}", f"w={5 * MIB}"]
-    assert run(*words, mode="expandable").reserved_bytes == 20 * MIB
 
 
 def test_expandable_pages_are_unmapped_under_pressure() -> None:

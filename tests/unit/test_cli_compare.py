@@ -1,6 +1,5 @@
 """`rematbench compare` and `simulate --estimator` as typed: results, mistakes, my own files."""
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -16,55 +15,14 @@ from rematbench.cli.options import Request, RunOptions, request
 from rematbench.cli.ranking import Ranking, ShownTable
 from rematbench.cost.estimators import fujii_estimate
 from rematbench.packages.flags import Engines
-from rematbench.plan import Plan, Unsupported
+from rematbench.plan import Unsupported
 from rematbench.published.closed_forms import closed_form
 from rematbench.published.rule80 import rule_table, scored_cells
+from rematbench.published.sheets import read_sheet
 from rematbench.simulate.breakdown import PARTS
-from tests.problems import all_methods
+from tests.problems import all_methods, plan_of
 from tests.typed import typed
-
-DEMO = [
-    *("--model", "llama-7b", "--cluster", "a800-80gb", "--gpus", "4"),
-    *("--seq-len", "4096", "--global-batch", "8"),
-]
-PIPE = [*DEMO, "--system", "megatron-kwai", "--pp", "4", "--vpp", "2"]
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["compare"], "missing option: --model, --cluster, --gpus"),
-        (["compare", "keep_all", *DEMO], "unexpected extra argument"),
-        (["compare", *DEMO, "--gpus", "0"], "'--gpus'"),
-        (["compare", *DEMO, "--gpus", "6", "--pp", "4"], "multiple of tp x cp x pp"),
-        (["compare", *DEMO, "--cluster", "h900"], "unknown cluster 'h900'"),
-        (["compare", *DEMO, "--model", "no.json"], "no.json: no such model file"),
-        (["compare", *DEMO, "--set", "alpha=1"], "No such option: --set"),
-        (["compare", *DEMO, "--limit", "0"], "'--limit'"),
-        (["compare", *DEMO, "--processes", "0"], "'--processes'"),
-        (["compare", *DEMO, "--methods", "nowhere"], "no such folder of methods"),
-        (["compare", *DEMO, "-o", "/dev/null/x.csv"], "cannot be written"),
-        (["compare", *DEMO, "-o", "."], "-o .: cannot be written (Is a directory)"),
-        (["compare", *DEMO, "--pp", "4", "--partition", "8,8,8,9"], "33 layers"),
-        (["simulate", "keep_all", *DEMO, "--estimator", "guess"], "'fujii', 'atc24'"),
-        (["simulate", "full_recompute", *DEMO, "--estimator", "fujii"], "every activation is kept"),
-        (["simulate", "keep_all", *DEMO, "--zero", "3", "--estimator", "fujii"], "not zero 3"),
-        (["simulate", "mst", *PIPE, "--estimator", "atc24"], "no term for mini-sequences"),
-        (["simulate", "memo", *PIPE, "--estimator", "atc24"], "one share alpha of all chunks"),
-        (["simulate", "keep_all", *DEMO, "--estimator", "atc24"], "3 stages or more, not 1"),
-        (["simulate", "full_recompute", *PIPE, "--estimator", "atc24"], "run again whole"),
-    ],
-)
-def test_a_mistake_is_one_clear_line(words: list[str], told: str) -> None:
-    ran = typed(*words)
-    assert ran.code == 2
-    assert ran.out == ""
-    assert ran.err.startswith(f"rematbench {words[0]}: ")
-    assert ran.err.count("\n") == 1
-    assert told in ran.err
-
-
-# -- compare ----------------------------------------------------------------------------------
+from tests.unit.test_cli import DEMO, PIPE
 
 
 def test_the_csv_says_what_simulate_says(tmp_path: Path) -> None:
@@ -72,8 +30,7 @@ def test_the_csv_says_what_simulate_says(tmp_path: Path) -> None:
     ran = typed("compare", *PIPE, "--limit", "60", "-o", str(path))
     assert ran.code == 0
     assert ran.out.splitlines()[4].startswith("FASTEST: ")
-    with path.open(newline="") as file:
-        rows = {row["name"]: row for row in csv.DictReader(file)}
+    rows = {row["name"]: row for row in read_sheet(path)}
     assert rows["memo+mst"]["origin"] == "composition"
     assert rows["selective_recompute"]["same_as"] == "keep_all"
     for name in ("keep_all", "selective_recompute", "memo", "memo+mst"):
@@ -208,8 +165,7 @@ def test_long_contexts_fit_where_a_composition_does(
     assert ran.code == 0
     first = ran.out.splitlines()[4]
     assert first.startswith("FASTEST: ")
-    with path.open(newline="") as file:
-        best = next(csv.DictReader(file))
+    best = read_sheet(path)[0]
     assert (best["status"], best["origin"]) == ("ok", "variant")
     assert float(best["step_s"]) < faster_than
     alone = json.loads(typed("simulate", best["name"], *LONG, "--seq-len", seq_len, "--json").out)
@@ -247,11 +203,9 @@ def test_fujii_stands_beside_the_ledger() -> None:
 
 def test_atc24_is_the_estimate_that_the_method_asks() -> None:
     """The alpha that `fit: paper` chooses is the smallest whose estimate is below its cap."""
-    method = all_methods().resolve("balanced_checkpointing+pp_offload", {"fit": "paper"})
     asked = asked_of(model="llama-7b", cluster="a800-80gb", gpus=4, seq_len=16384, global_batch=8,
                      pp=4, vpp=2, system="megatron-kwai")  # fmt: skip
-    plan = method.plan(asked.problem)
-    assert isinstance(plan, Plan)
+    plan = plan_of(asked.problem, "balanced_checkpointing+pp_offload", fit="paper")
     assert 0 < float(plan.fit["alpha"]) < 1
     form = closed_form("atc24", asked.problem, plan)
     assert not isinstance(form, Unsupported)

@@ -1,21 +1,18 @@
 """What composes with what: in one order only, or where the base has left something to decide."""
 
-import dataclasses
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
-from rematbench.plan import Fate, Offload, Plan, Recompute, Rule, Select, Split, Unsupported
+from rematbench.plan import Fate, Offload, Plan, Recompute, Rule, Select, Split
 from rematbench.problem import Problem
 from rematbench.program.action import Kind
 from rematbench.program.check import check
 from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.kept import kept_activations, parted_activations
-from tests.problems import all_methods, layers, problem, rule
+from tests.problems import all_methods, layers, on, plan_of, problem, refusal, remade, rule
 
-REGISTRY = all_methods()
 SMALL = {"granularity": 256, "min_bytes": 512}
 SETTINGS: dict[str, dict[str, Any]] = {
     "memo": {"alpha": 0.5, "exempt_layers": 1},
@@ -30,24 +27,25 @@ def pipeline(num_layers: int = 8, **degrees: Any) -> Problem:
 
 def with_room(given: Problem, share: float) -> Problem:
     """On devices that hold so much of what keeping everything needs."""
-    given = dataclasses.replace(given, evaluator=evaluate)
+    given = remade(given, evaluator=evaluate)
     usable = int(share * given.cost.peak_bytes(given.base_plan))
-    cluster = replace(given.cluster, hbm_bytes=usable + given.non_torch_bytes)
-    return dataclasses.replace(given, cluster=cluster, _memo={})
+    return on(given, hbm_bytes=usable + given.non_torch_bytes)
 
 
 def sound(given: Problem, spec: str, **settings: Any) -> Plan:
     """The plan, which lowers and is safe."""
-    plan = REGISTRY.resolve(spec, settings).plan(given)
-    assert isinstance(plan, Plan), plan
+    plan = plan_of(given, spec, **settings)
     check(lower(plan, given))
     return plan
 
 
-def refusal(given: Problem, spec: str, **settings: Any) -> str:
-    answer = REGISTRY.resolve(spec, settings).plan(given)
-    assert isinstance(answer, Unsupported), answer
-    return answer.reason
+def in_pieces(given: Problem, base: Plan) -> Plan:
+    """Mini-sequences on a base of rules, which lowers and is safe."""
+    (method,) = all_methods().resolve("mst", {"mlp_chunks": 3}).methods
+    plan = method.plan(given, base)
+    assert isinstance(plan, Plan), plan
+    check(lower(plan, given))
+    return plan
 
 
 @pytest.mark.parametrize("offloads", SETTINGS)
@@ -82,10 +80,7 @@ def test_a_rule_for_some_micro_batches_counts_too() -> None:
     )
     assert {"up_out", "gate_out"} <= kept_activations(given, base)
     assert parted_activations(given, base) == {"up_out"}
-    (method,) = REGISTRY.resolve("mst", {"mlp_chunks": 3}).methods
-    plan = method.plan(given, base)
-    assert isinstance(plan, Plan), plan
-    check(lower(plan, given))
+    in_pieces(given, base)
 
 
 @pytest.mark.parametrize("fate", [Split(recompute=0.5), Split(offload=0.5), Offload()])
@@ -93,11 +88,7 @@ def test_pieces_are_cut_where_the_base_parts_nothing_but_the_loss(fate: Fate) ->
     """A user's own rules: rows of the loss's softmax or of an inner tensor that part ways."""
     given = pipeline()
     loss = Select(parts=("head",), activations=("loss_saved",))
-    base = given.base_plan.with_rules(Rule(loss, fate), rule(fate, "up_out"))
-    (method,) = REGISTRY.resolve("mst", {"mlp_chunks": 3}).methods
-    plan = method.plan(given, base)
-    assert isinstance(plan, Plan), plan
-    check(lower(plan, given))
+    plan = in_pieces(given, given.base_plan.with_rules(Rule(loss, fate), rule(fate, "up_out")))
     assert [sequence.ops[0] for sequence in plan.mini_sequences] == ["lm_head"]
     assert str(plan.fit["mlp"]).endswith("part of up_out")
 
@@ -164,8 +155,7 @@ def test_groups_of_layers_are_refused_where_windows_read_inputs_before_their_tur
     reason = refusal(given, f"{rebuilds}+full_recompute", num_layers=num_layers)
     assert f"num_layers 1, not {num_layers}" in reason
     for settings in ({}, {"num_layers": num_layers, "method": "block"}):
-        each = REGISTRY.resolve(f"{rebuilds}+full_recompute", settings).plan(given)
-        assert isinstance(each, Plan), each
+        plan_of(given, f"{rebuilds}+full_recompute", **settings)
 
 
 def test_groups_of_which_nothing_is_left_are_left_out() -> None:

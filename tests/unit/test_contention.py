@@ -1,6 +1,5 @@
 """What copies share: closed forms, laws, and that actions alone are what they were."""
 
-from dataclasses import replace as replaced
 from typing import Any
 
 import pytest
@@ -23,20 +22,18 @@ from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.workload import Workload
 from tests.cost_constants import ROUND
 from tests.problems import (
+    BALANCED,
     all_methods,
     by_layer,
     half,
     layers,
     make_problem,
+    on,
     problem,
     rule,
     transfers,
 )
-from tests.unit.test_host_clock import CELLS, PP_4, ZERO_3
-
-
-def on(given: Problem, **changes: Any) -> Problem:
-    return replaced(given, cluster=replace(given.cluster, **changes), _memo={}, _weights={})
+from tests.unit.test_host_clock import PP_4, VPP_5, ZERO_3
 
 
 def chunked() -> tuple[Problem, Plan]:
@@ -45,9 +42,14 @@ def chunked() -> tuple[Problem, Plan]:
     return given, transfers(given.base_plan.with_rules(half()))
 
 
+def copied(given: Problem) -> Plan:
+    """Three tensors of every layer, copied layer by layer."""
+    return by_layer(given.base_plan.with_rules(rule(Offload(), "q", "k", "v")))
+
+
 def layered() -> tuple[Problem, Plan]:
     given = problem(model=layers(6), global_batch=2)
-    return given, by_layer(given.base_plan.with_rules(rule(Offload(), "q", "k", "v")))
+    return given, copied(given)
 
 
 def crowd_of(given: Problem, plan: Plan) -> Crowd:
@@ -109,13 +111,13 @@ def test_kernels_lose_the_rate_that_copies_take_of_the_device() -> None:
 def trailing() -> tuple[Problem, Plan]:
     """A pipeline with copies by layer: a forward's last copy runs on beside the next pass."""
     given = problem(model=layers(8), pp=4, global_batch=12)
-    return given, by_layer(given.base_plan.with_rules(rule(Offload(), "q", "k", "v")))
+    return given, copied(given)
 
 
 def ringed() -> tuple[Problem, Plan]:
     """A ring between nodes whose NICs take more than half a link."""
     given = on(problem(model=layers(6), cp=2, global_batch=2), nic_bytes_per_s=1e11)
-    return given, by_layer(given.base_plan.with_rules(rule(Offload(), "q", "k", "v")))
+    return given, copied(given)
 
 
 def test_a_copy_that_runs_into_a_backward_runs_beside_its_reloads() -> None:
@@ -140,19 +142,16 @@ def test_collectives_between_nodes_run_beside_copies() -> None:
     """ZeRO 3: a forward's copies meet the gathers of forwards; reloads meet what backwards gather
     and reduce."""
     given = problem(model=layers(6), dp=2, zero_stage=3, global_batch=4, system="torchtitan")
-    plan = by_layer(given.base_plan.with_rules(rule(Offload(), "q", "k", "v")))
+    plan = copied(given)
     found = crowd_of(given, plan)
     program = lower(plan, given)
-    actions = [
-        (block.label, action)
-        for block, runs in zip(program.ranks[0].blocks, program.ranks[0].runs, strict=True)
-        for action in block.actions * runs
-    ]
+    rank = program.ranks[0]
     for label, kind, messages in (
         ("F", Kind.D2H, found.sent_per_d2h),
         ("B", Kind.H2D, found.received_per_h2d),
     ):
-        inside = [action for where, action in actions if where == label]
+        steps = (rank.blocks[step.block] for step in rank.steps)
+        inside = [a for block in steps if block.label == label for a in block.actions]
         sent = sum(
             action.comm.nbytes / 2
             for action in inside
@@ -165,8 +164,7 @@ def test_collectives_between_nodes_run_beside_copies() -> None:
 
 
 def test_a_context_parallel_ring_between_nodes_runs_beside_copies() -> None:
-    given = problem(model=layers(6), cp=2, global_batch=2)
-    plan = by_layer(given.base_plan.with_rules(rule(Offload(), "q", "k", "v")))
+    given, plan = ringed()
     found = crowd_of(given, plan)
     assert found.sent_per_d2h > 0.0
     assert found.received_per_h2d > 0.0
@@ -189,13 +187,8 @@ def test_ranks_of_a_socket_share_its_memory(gpus: int, sharing: int) -> None:
 
 @pytest.mark.parametrize(("gpus", "sharing"), [(1, 1), (2, 2), (4, 2)])
 def test_a_gpu_alone_on_its_link_has_all_of_it(gpus: int, sharing: int) -> None:
-    node = on(
-        problem(tp=gpus),
-        gpus_per_node=8,
-        pcie_gpus_per_link=2,
-        pcie_bytes_per_s=1e9,
-        dram_bytes_per_s=None,
-    )
+    links = {"pcie_gpus_per_link": 2, "pcie_bytes_per_s": 1e9, "dram_bytes_per_s": None}
+    node = on(problem(tp=gpus), gpus_per_node=8, **links)
     common = node.calibration.common
     assert node.cost.copy_s(10**9, "d2h") == pytest.approx(
         common.copy_latency_s + sharing / common.pcie_efficiency
@@ -240,6 +233,14 @@ def test_both_simulators_see_the_same_crowd(case: Any) -> None:
 
 
 OFFLOADED: dict[str, tuple[dict[str, str], int, tuple[Any, ...], bool, Layout, float]] = {
+    "vpp 5, half offloaded": (
+        VPP_5,
+        4096,
+        (BALANCED, half()),
+        False,
+        Layout(tp=4, pp=4, vpp=5, dp=2, global_batch=16),
+        2.5005145411243257,
+    ),
     "pp 4 across nodes, half offloaded": (
         {**PP_4, "cluster": "a800-80gb"},
         4096,
@@ -266,30 +267,21 @@ OFFLOADED: dict[str, tuple[dict[str, str], int, tuple[Any, ...], bool, Layout, f
     ),
 }
 """What ran, and the seconds of its step (see the test)."""
-AT_ONCE = {name: cell[-1] for name, cell in CELLS.items()} | {
-    "vpp 5, half offloaded": 2.5005145411243257
-}
 
 
-@pytest.mark.parametrize("name", [*CELLS, *OFFLOADED])
+@pytest.mark.parametrize("name", OFFLOADED)
 def test_infinite_links_leave_every_number_as_it_was(name: str) -> None:
     """Seconds kept of the code before a lone rank had its whole link, before collectives and copies
     slowed each other, and before copies that run into a backward counted: where hosts issue at
     once, PCIe has 1e21 bytes/s and DRAM no limit, no such factor may be left.  (Half offloaded, a
     step gains what PCIe took; copies still take HBM rate from kernels.)"""
-    if name in CELLS:
-        what, seq_len, attention, rules, layout, _ = CELLS[name]
-        by, step_s = False, AT_ONCE[name]
-    else:
-        what, seq_len, rules, by, layout, step_s = OFFLOADED[name]
-        attention = "flash"
+    what, seq_len, rules, by, layout, step_s = OFFLOADED[name]
     given = Problem(
         Workload(model=load_model(what["model"]), seq_len=seq_len),
         replace(load_cluster(what["cluster"]), pcie_bytes_per_s=1e21, dram_bytes_per_s=None),
         load_system(what["system"]),
         layout,
         instant_hosts(ROUND),
-        attention,  # type: ignore[arg-type]  # one of its words
     )
     plan = given.base_plan.with_rules(*rules)
     found = evaluate(given, by_layer(plan) if by else plan)

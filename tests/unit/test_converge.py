@@ -14,7 +14,6 @@ from rematbench.plan import Plan
 from rematbench.plugins.registry import IDENTITY
 from rematbench.runs.cell import Cell, cells
 from rematbench.runs.suite import load_suite
-from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.paths import data_dir
 from rematbench.worlds.trained import chosen
 from tests.problems import all_methods
@@ -40,11 +39,6 @@ def test_every_method_is_trained_once_and_keep_all_everywhere() -> None:
 def test_what_is_trained_does_something() -> None:
     for cell in of_the_suite()[0]:
         assert isinstance(cell.plan, Plan)
-        found = evaluate(cell.problem, cell.plan)
-        if "pp_offload" in cell.method.name:
-            assert found.offload_bytes > 0
-        if "lynx" in cell.method.name:
-            assert found.recompute_flop > 0
         base = lower(cell.problem.base_plan, cell.problem)
         assert (lower(cell.plan, cell.problem) == base) is (cell.method.name == IDENTITY)
 

@@ -20,7 +20,9 @@ from tests.problems import (
     SCORES,
     half,
     layers,
+    on,
     problem,
+    remade,
     rule,
     transfers,
 )
@@ -156,14 +158,7 @@ def test_peaks_add_up() -> None:
 @pytest.mark.parametrize("per_node", [1, 2, 4])
 def test_host_memory_is_summed_over_the_ranks_of_a_node(per_node: int) -> None:
     """Ranks are placed tp, cp, dp, pp: 2 a stage, so a node of 4 holds two stages."""
-    one = problem(pp=2, tp=2, global_batch=4)
-    given = Problem(
-        one.workload,
-        replace(one.cluster, gpus_per_node=per_node),
-        one.system,
-        one.layout,
-        one.calibration,
-    )
+    given = on(problem(pp=2, tp=2, global_batch=4), gpus_per_node=per_node)
     evaluation = evaluate(given, given.base_plan.with_rules(rule(Offload())))
     first, second = evaluation.peak_host_bytes
     expected = {1: max(first, second), 2: 2 * max(first, second), 4: 2 * (first + second)}
@@ -178,9 +173,7 @@ def test_a_problem_evaluates_through_its_facade_once() -> None:
         return evaluate(given, plan)
 
     base = problem(model=layers(2))
-    given = Problem(
-        base.workload, base.cluster, base.system, base.layout, base.calibration, "flash", counting
-    )
+    given = remade(base, evaluator=counting)
     plan = given.base_plan.with_rules(Rule(Select(), Offload()))
     assert given.cost.step_s(plan) == evaluate(given, plan).step_s
     assert given.cost.peak_bytes(plan) == max(evaluate(given, plan).peak_device_bytes)

@@ -17,6 +17,7 @@ from rematbench.cost.constants import (
 from rematbench.cost.fit import PredictAll, Row, fit, fit_rows, matches, published_step_s
 from rematbench.spec.paths import data_dir
 from tests.cost_constants import ROUND
+from tests.wrong_inputs import ROW
 
 RESULTS = ("tokens_per_s_per_gpu", "tflops_per_gpu_as_published", "mfu_pct_as_published", "status")
 RULE = FitRule(source="Somebody", model=("a", "b"), tp=(2,))
@@ -41,23 +42,9 @@ class Guarded(Mapping[str, Any]):
 
 
 def row(model: str, tp: str = "2", speed: str = "100", **more: str) -> dict[str, Any]:
-    cells = {
-        "source": "Somebody et al.",
-        "table": "Table 1",
-        "system": "default",
-        "cluster": "here",
-        "model": model,
-        "gpus": "8",
-        "tp": tp,
-        "cp": "1",
-        "pp": "1",
-        "micro_batch": "1",
-        "global_batch": "16",
-        "seq_len": "1000",
-        "tokens_per_s_per_gpu": speed,
-        "status": "ok",
-    }
-    return {**cells, **more}
+    own = {"source": "Somebody et al.", "system": "default", "cluster": "here", "model": model}
+    sizes = {"tp": tp, "pp": "1", "seq_len": "1000", "tokens_per_s_per_gpu": speed}
+    return ROW | own | sizes | more
 
 
 def predict(given: Mapping[str, Any], calibration: Calibration) -> float:

@@ -8,17 +8,17 @@ from msgspec.structs import replace
 from rematbench.lowering.lower import lower
 from rematbench.packages.flags import flags_of
 from rematbench.packages.process import BaselineError, job, policy
-from rematbench.plan import MiniSequence, Plan, PlanError, Unsupported
+from rematbench.plan import MiniSequence, Plan, PlanError
 from rematbench.problem import Problem
-from rematbench.program.action import Action, Kind
+from rematbench.program.action import Kind
 from rematbench.program.program import Program
 from rematbench.runs.executable import refusals
-from rematbench.simulate.evaluate import evaluate_program
+from rematbench.simulate.evaluate import evaluate
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import ActionCosts, action_seconds
 from rematbench.simulate.step import simulate
 from tests.cost_constants import ROUND
-from tests.problems import BALANCED, FULL, all_methods, half, problem, transfers
+from tests.problems import BALANCED, FULL, all_methods, half, problem, refusal, remade, transfers
 from tests.unit.test_host_clock import timed, with_host
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -38,7 +38,7 @@ def graphed(
 ) -> Problem:
     """A problem on a stack that captures layers, with a host that takes its time."""
     given = problem(system_changes={"cuda_graphs": graphs, **(system_changes or {})}, **layout)
-    return Problem(given.workload, given.cluster, given.system, given.layout, with_host(launch_s))
+    return remade(given, calibration=with_host(launch_s))
 
 
 def launches(given: Problem, program: Program, part: str) -> dict[Kind, int]:
@@ -105,24 +105,14 @@ def test_a_graph_holds_a_share_of_what_its_layer_keeps() -> None:
     kept = sum(given.layer(0).activations[name].nbytes for name in given.layer(0).saved)
     share = int(ROUND.common.graph_bytes_share * kept)
     assert share > 0
-    made = [a for a in actions(given) if a.allocs and a.allocs[0].name.endswith(".graph")]
+    (rank,) = lower(given.base_plan, given).ranks
+    actions = [action for action, *_ in rank.actions()]
+    made = [a for a in actions if a.allocs and a.allocs[0].name.endswith(".graph")]
     assert {a.allocs[0].nbytes for a in made} == {share}
-    freed = [name for a in actions(given) for name in a.frees if name.endswith(".graph")]
+    freed = [name for a in actions for name in a.frees if name.endswith(".graph")]
     assert len(freed) == len(made) == given.workload.model.num_layers * 2
-    peaks = [peak(one, one.base_plan) for one in (given, eager)]
+    peaks = [max(evaluate(one, one.base_plan).peak_device_bytes) for one in (given, eager)]
     assert peaks[0] == peaks[1] + share * given.workload.model.num_layers
-
-
-def actions(given: Problem) -> list[Action]:
-    """Actions of rank 0's step, in order."""
-    program = lower(given.base_plan, given)
-    (rank,) = program.ranks
-    return [action for step in rank.steps for action in rank.blocks[step.block].actions]
-
-
-def peak(given: Problem, plan: Plan) -> int:
-    """Allocated bytes of the fullest rank."""
-    return max(evaluate_program(given, plan, lower(plan, given)).peak_device_bytes)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +136,8 @@ def test_parameters_gathered_per_layer_are_refused() -> None:
 
 def test_methods_that_no_graph_contains_are_unsupported() -> None:
     given = graphed(global_batch=2)
-    answer = all_methods().resolve("full_recompute").plan(given)
-    assert isinstance(answer, Unsupported)
-    assert "whole layers recomputed" in answer.reason
-    kept = all_methods().resolve("keep_all").plan(given)
-    assert not isinstance(kept, Unsupported)
+    assert "whole layers recomputed" in refusal(given, "full_recompute")
+    assert isinstance(all_methods().resolve("keep_all").plan(given), Plan)
 
 
 def test_copies_of_gradients_are_launches_of_their_own() -> None:

@@ -20,7 +20,7 @@ from rematbench.spec.layout import Layout
 from rematbench.spec.load import load_cluster, load_model, load_system
 from rematbench.workload import Workload
 from tests.cost_constants import ROUND
-from tests.problems import BALANCED, FULL, SKELETAL, half, problem, transfers
+from tests.problems import BALANCED, FULL, SKELETAL, half, problem, remade, transfers
 
 LAYOUTS: list[dict[str, Any]] = [
     {"global_batch": 3},
@@ -122,10 +122,7 @@ def test_a_slower_host_or_fewer_cores_never_make_a_step_faster(name: str) -> Non
 
 def test_cores_are_shared_by_the_ranks_of_a_node_only() -> None:
     given, _ = lowered("tp 8", with_host(1e-5, ranks=4.0))
-    wide = replace(given.layout, tp=16)
-    spread = Problem(
-        given.workload, given.cluster, given.system, wide, given.calibration, "unfused"
-    )
+    spread = remade(given, layout=replace(given.layout, tp=16))
     assert spread.cost.host_launch_s == given.cost.host_launch_s == 2e-5
 
 
@@ -159,10 +156,7 @@ def test_chunk_level_equals_op_level(layout: dict[str, Any], name: str) -> None:
     rules, moves = PLANS[name]
     for launch_s, synchronous in ((1e-6, False), (1e-4, True)):
         waits = {"p2p_synchronous": synchronous, "blocking_copies": synchronous}
-        given = problem(system_changes=waits, **layout)
-        given = Problem(
-            given.workload, given.cluster, given.system, given.layout, with_host(launch_s)
-        )
+        given = remade(problem(system_changes=waits, **layout), calibration=with_host(launch_s))
         program = lower(transfers(given.base_plan.with_rules(*rules), **moves), given)
         for seconds in (action_seconds(given), Whimsical()):
             op, chunk = simulate(program, seconds), simulate_chunks(program, seconds)
@@ -223,10 +217,7 @@ def test_a_very_slow_host_sets_the_step() -> None:
 def test_messages_hold_a_host_only_where_the_stack_waits_for_them() -> None:
     def held(name: str, **changes: Any) -> int:
         given, program = lowered(name, ROUND)
-        system = replace(given.system, **changes)
-        costs = ActionCosts(
-            Problem(given.workload, given.cluster, system, given.layout, ROUND, given.attention)
-        )
+        costs = ActionCosts(remade(given, system=replace(given.system, **changes)))
         return sum(costs.held(a) for r in program.ranks for b in r.blocks for a in b.actions)
 
     assert held("tp 2, pp 2, synchronous")
@@ -239,8 +230,7 @@ def test_what_is_compiled_is_issued_at_once() -> None:
     eager, cost = given.layer(0).op("attention"), given.cost
     assert cost.calls(eager, "forward") == 4  # two batched GEMMs, softmax, dropout
     assert cost.calls(eager, "backward_input") == 6
-    compiled = replace(given.system, compiled=True)
-    whole = Problem(given.workload, given.cluster, compiled, given.layout, ROUND, given.attention)
+    whole = remade(given, system=replace(given.system, compiled=True), calibration=ROUND)
     assert whole.cost.calls(eager, "backward_input") == 1
 
 
@@ -248,9 +238,7 @@ def test_what_is_compiled_is_issued_at_once() -> None:
 def test_a_compiled_region_is_a_launch_between_collectives(tp: int) -> None:
     """A layer's pass is a launch, and one more for each collective between two of its kernels."""
     given = problem(system="torchtitan", system_changes={"compiled": True}, tp=tp, global_batch=1)
-    given = Problem(
-        given.workload, given.cluster, given.system, given.layout, with_host(1.0), given.attention
-    )
+    given = remade(given, calibration=with_host(1.0))
     costs, (rank, *_) = ActionCosts(given), lower(given.base_plan, given).ranks
     for block in rank.blocks:
         mine = [action for action in block.actions if action.part == "L0"]
@@ -279,14 +267,9 @@ def test_blocking_copies_never_make_a_step_faster() -> None:
     """The host issues nothing while it waits for a copy, so a slow host pays for each."""
     steps = []
     for blocks in (False, True):
-        given = problem(
-            system="deepspeed",
-            system_changes={"blocking_copies": blocks},
-            dp=2,
-            zero_stage=3,
-            global_batch=4,
-        )
-        given = Problem(given.workload, given.cluster, given.system, given.layout, with_host(1e-4))
+        layout = {"dp": 2, "zero_stage": 3, "global_batch": 4}
+        given = problem(system="deepspeed", system_changes={"blocking_copies": blocks}, **layout)
+        given = remade(given, calibration=with_host(1e-4))
         program = lower(given.base_plan.with_rules(BALANCED, half()), given)
         steps.append(simulate_chunks(program, action_seconds(given)).step_s)
     assert steps[1] > steps[0]

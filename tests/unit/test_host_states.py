@@ -1,7 +1,5 @@
 """Training states in host memory: what they cost, laws, and the published rows of one node each."""
 
-import csv
-from dataclasses import replace as replaced
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from rematbench.problem import Problem
 from rematbench.program.action import GRADIENTS_DOWN, HOST_UPDATE, WEIGHTS_UP, Kind
 from rematbench.program.check import CheckError, check
 from rematbench.program.program import Program
+from rematbench.published.sheets import read_sheet
 from rematbench.simulate.evaluate import evaluate, evaluate_program, program_bytes
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import Interval, simulate
@@ -22,7 +21,7 @@ from rematbench.spec.cluster import Cluster
 from rematbench.spec.layout import Layout
 from rematbench.spec.paths import data_dir
 from rematbench.workload import Model
-from tests.problems import all_methods, make_problem, problem
+from tests.problems import make_problem, on, plan_of, problem, remade
 
 HOMES = (("optimizer",), ("gradient", "optimizer"), ("gradient", "optimizer", "parameter"))
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -44,11 +43,6 @@ def on_host(plan: Plan, kinds: tuple[str, ...]) -> Plan:
     return replace(plan, states=tuple(moved))
 
 
-def on(given: Problem, **changes: Any) -> Problem:
-    """The problem on a cluster that differs in some rates."""
-    return replaced(given, cluster=replace(given.cluster, **changes), _memo={}, _weights={})
-
-
 CASES = [
     (name, kinds)
     for name, layout in LAYOUTS.items()
@@ -59,8 +53,7 @@ CASES = [
 
 def timed(name: str, kinds: tuple[str, ...]) -> tuple[Problem, Plan]:
     given = on(problem(**LAYOUTS[name]), host_update_parameters_per_s=RATE)
-    constants = instant_hosts(given.calibration)
-    given = replaced(given, calibration=constants, _memo={}, _weights={})
+    given = remade(given, calibration=instant_hosts(given.calibration))
     return given, on_host(given.base_plan, kinds)
 
 
@@ -88,13 +81,8 @@ def test_with_infinite_rates_only_the_devices_update_is_gone(name: str) -> None:
     given = on(
         given, host_update_parameters_per_s=1e21, pcie_bytes_per_s=1e21, dram_bytes_per_s=None
     )
-    constants = given.calibration.common
-    free = replaced(
-        given,
-        calibration=replace(given.calibration, common=replace(constants, copy_latency_s=0.0)),
-        _memo={},
-        _weights={},
-    )
+    common = replace(given.calibration.common, copy_latency_s=0.0)
+    free = remade(given, calibration=replace(given.calibration, common=common))
     program = lower(free.base_plan, free)
     seconds = action_seconds(free)
     (update,) = [a for a, _, _ in program.ranks[0].actions() if a.kind is Kind.OPTIMIZER]
@@ -146,19 +134,14 @@ def test_a_node_without_a_rate_keeps_the_bytes_and_gives_no_time() -> None:
     given, plan = timed("zero1", ("optimizer",))
     untimed = on(given, host_update_parameters_per_s=None)
     assert program_bytes(untimed, plan, lower(plan, untimed)) == evaluate(given, plan).ranks
-    outcome = run_plan(_with_evaluator(untimed), plan)
+    outcome = run_plan(remade(untimed, evaluator=evaluate), plan)
     assert outcome.status == "unsupported"
     assert outcome.reason == (
         "time not modelled: an optimizer in host memory on cluster h800-80gb, whose file has no "
         "host_update_parameters_per_s"
     )
-    assert outcome.evaluation is not None
     assert outcome.evaluation.ranks[0].optimizer == 0
-    assert run_plan(_with_evaluator(given), plan).status == "ok"
-
-
-def _with_evaluator(given: Problem) -> Problem:
-    return replaced(given, evaluator=evaluate, _memo={}, _weights={})
+    assert run_plan(remade(given, evaluator=evaluate), plan).status == "ok"
 
 
 def test_what_no_stack_does_is_refused() -> None:
@@ -174,15 +157,13 @@ def test_what_no_stack_does_is_refused() -> None:
 def published() -> list[dict[str, str]]:
     """DeepSpeed's runs on the two nodes whose ranks have cores of their own, all states on the
     host."""
-    path = data_dir("published") / "offloaded_states.csv"
-    with path.open(encoding="utf-8", newline="") as file:
-        return [
-            row
-            for row in csv.DictReader(file)
-            if row["cluster"] in ("polaris-a100-40gb-bound", "h100-80gb-dos")
-            and row["variant"] == "deepspeed_async"
-            and row["host_ratio"] == "1"
-        ]
+    return [
+        row
+        for row in read_sheet(data_dir("published") / "offloaded_states.csv")
+        if row["cluster"] in ("polaris-a100-40gb-bound", "h100-80gb-dos")
+        and row["variant"] == "deepspeed_async"
+        and row["host_ratio"] == "1"
+    ]
 
 
 def of_row(row: dict[str, str]) -> tuple[Problem, Plan]:
@@ -196,9 +177,7 @@ def of_row(row: dict[str, str]) -> tuple[Problem, Plan]:
     layout = Layout(dp=int(row["dp"]), zero_stage=3, global_batch=int(row["global_batch"]))
     given = make_problem(model=model, cluster=row["cluster"], system="deepspeed", layout=layout,
                          seq_len=int(row["seq_len"]), attention="unfused")  # fmt: skip
-    plan = all_methods().resolve("full_recompute").plan(given)
-    assert isinstance(plan, Plan)
-    return given, on_host(plan, ("gradient", "optimizer"))
+    return given, on_host(plan_of(given, "full_recompute"), ("gradient", "optimizer"))
 
 
 @pytest.mark.parametrize("row", published(), ids=lambda row: f"{row['cluster']}-{row['model']}")

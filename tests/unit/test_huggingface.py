@@ -194,6 +194,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "hidden_size: required key is missing",
     ),
     ({**LLAMA, "vocab_size": "many"}, "vocab_size: expected int, got str"),
+    (
+        {"model_type": "qwen2_moe", "num_experts": 60},
+        "num_experts: mixture of experts (60 experts) is not modelled",
+    ),
+    (
+        {"model_type": "qwen2_vl", "vision_config": {"depth": 32}},
+        "model_type: 'qwen2_vl': it has an image encoder, which is not modelled "
+        f"(modelled: {KNOWN})",
+    ),
+    (
+        {"model_type": "minicpm3", "kv_lora_rank": 256},
+        "model_type: 'minicpm3': it has latent attention (keys and values of low rank), which is "
+        f"not modelled (modelled: {KNOWN})",
+    ),
 ]
 
 

@@ -1,8 +1,7 @@
 """Closed forms of kernels by name, and what a generation refuses."""
 
-import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -55,31 +54,31 @@ DEVICE = Device(peak_flop_per_s=1e15, hbm_bytes_per_s=2e12, sm_count=128)
 SHIPPED = load_kernel_rates(data_dir("config") / "kernels")
 
 
+def seconds(q_rows: Any, pairs: Any, heads: float = 8.0, *, backward: bool = False) -> Any:
+    """Attention over heads of 128 columns."""
+    sizes = {"heads": heads, "head_dim": 128.0, "q_rows": q_rows, "pairs": pairs}
+    return attention_s(ATTENTION, DEVICE, backward=backward, **sizes)
+
+
 def test_attention_is_flop_over_a_saturating_rate() -> None:
     s, heads = 4096.0, 8.0
     pairs = s * s / 2
     waves = heads * s / 128 / 128
     share = 0.6 * s / (s + 512) * waves / (waves + 1)
-    told = attention_s(
-        ATTENTION, DEVICE, backward=False, heads=heads, head_dim=128.0, q_rows=s, pairs=pairs
-    )
-    assert told == pytest.approx(4 * 128 * heads * pairs / (1e15 * share))
-    back = attention_s(
-        ATTENTION, DEVICE, backward=True, heads=heads, head_dim=128.0, q_rows=s, pairs=pairs
-    )
+    assert seconds(s, pairs) == pytest.approx(4 * 128 * heads * pairs / (1e15 * share))
     share = 0.5 * s / (s + 1024) * waves / (waves + 2)
+    back = seconds(s, pairs, backward=True)
     assert back == pytest.approx(2.5 * 4 * 128 * heads * pairs / (1e15 * share))
 
 
 def test_a_window_saturates_by_what_a_query_sees() -> None:
     s, window = 65536.0, 1024.0
-    whole = {"backward": False, "heads": 64.0, "head_dim": 128.0}
-    near = attention_s(ATTENTION, DEVICE, q_rows=s, pairs=s * window, **whole)  # type: ignore[arg-type]
+    near = seconds(s, s * window, 64.0)
     waves = 64 * 2 * window / 128 / 128
     share = 0.6 * 2 * window / (2 * window + 512) * waves / (waves + 1)
     assert near == pytest.approx(4 * 128 * 64 * s * window / (1e15 * share))
     # queries of one rank against a longer prefix: no longer than its own queries
-    rank = attention_s(ATTENTION, DEVICE, q_rows=s / 8, pairs=s * s / 16, **whole)  # type: ignore[arg-type]
+    rank = seconds(s / 8, s * s / 16, 64.0)
     own = attention_share(ATTENTION.forward, s / 8, 64.0, 128)
     assert rank == pytest.approx(4 * 128 * 64 * s * s / 16 / (1e15 * own))
 
@@ -154,36 +153,29 @@ def test_gemm_is_the_longer_of_arithmetic_and_traffic() -> None:
     assert gemm_s(GEMM, slow, m, n, k, 2.0, element_bytes=2) == pytest.approx(moved / 1e9)
 
 
+BYTES = ByteRates(
+    forward_bytes=50.0,
+    forward_fixed_s=1e-5,
+    backward_bytes=129.0,
+    backward_fixed_s=4e-5,
+    forward_launches=8,
+    backward_launches=12,
+    evidence=NONE,
+)
+
+
 def test_memory_bound_operators() -> None:
-    rates = ByteRates(
-        forward_bytes=50.0,
-        forward_fixed_s=1e-5,
-        backward_bytes=129.0,
-        backward_fixed_s=4e-5,
-        forward_launches=8,
-        backward_launches=12,
-        evidence=NONE,
-    )
     count = np.array([0.0, 1e6])
-    ahead = bytes_s(rates, count, backward=False, hbm_bytes_per_s=1e12)
+    ahead = bytes_s(BYTES, count, backward=False, hbm_bytes_per_s=1e12)
     assert ahead == pytest.approx([1e-5, 1e-5 + 5e-5])
-    assert bytes_s(rates, 1e6, backward=True, hbm_bytes_per_s=1e12) == pytest.approx(1.69e-4)
+    assert bytes_s(BYTES, 1e6, backward=True, hbm_bytes_per_s=1e12) == pytest.approx(1.69e-4)
 
 
 def test_a_named_operator_moves_its_own_bytes_each_way() -> None:
-    rates = ByteRates(
-        forward_bytes=5.0,
-        forward_fixed_s=1.0,
-        backward_bytes=8.0,
-        backward_fixed_s=1.0,
-        forward_launches=2,
-        backward_launches=3,
-        evidence=NONE,
-    )
     kernel = Named("norm", "eager", 1000, 2)
-    assert named_bytes(rates, kernel, backward=False) == 5000.0
-    assert named_bytes(rates, kernel, backward=True) == 8000.0
-    assert named_bytes(rates, Named("norm", "eager", 1000, 4), backward=False) == 10000.0
+    assert named_bytes(BYTES, kernel, backward=False) == 50000.0
+    assert named_bytes(BYTES, kernel, backward=True) == 129000.0
+    assert named_bytes(BYTES, Named("norm", "eager", 1000, 4), backward=False) == 100000.0
 
 
 def test_seconds_of_a_named_operator_are_traffic_and_gaps() -> None:
@@ -224,35 +216,21 @@ def test_unfused_attention_passes_over_its_scores() -> None:
 
 def test_functions_broadcast() -> None:
     s = np.array([2048.0, 4096.0, 8192.0])
-    many = attention_s(
-        ATTENTION, DEVICE, backward=False, heads=8.0, head_dim=128.0, q_rows=s, pairs=s * s / 2
-    )
-    ones = [
-        attention_s(
-            ATTENTION, DEVICE, backward=False, heads=8.0, head_dim=128.0, q_rows=x, pairs=x * x / 2
-        )
-        for x in s
-    ]
-    assert np.asarray(many) == pytest.approx(ones)
+    ones = [seconds(x, x * x / 2) for x in s]
+    assert np.asarray(seconds(s, s * s / 2)) == pytest.approx(ones)
     wide = gemm_s(GEMM, DEVICE, s, 4096.0, 4096.0, element_bytes=2)
     assert np.asarray(wide).shape == (3,)
 
 
 def test_what_a_generation_cannot_do_is_refused_by_name() -> None:
-    with pytest.raises(
-        RateError, match="attention 'fa3' on ampere: FlashAttention-3 is written for"
+    for generation, name, said in (
+        ("ampere", "fa3", "attention 'fa3' on ampere: FlashAttention-3 is written for"),
+        ("blackwell", "fa3", r"attention 'fa3' on blackwell: .*Hopper alone"),
+        ("hopper", "fa9", r"no attention 'fa9' on hopper .known: unfused, fa2, fa1,"),
+        ("volta", "fa2", r"no kernel rates for GPU generation 'volta' .known: ampere"),
     ):
-        SHIPPED.attention("ampere", "fa3")
-    with pytest.raises(RateError, match=r"attention 'fa3' on blackwell: .*Hopper alone"):
-        SHIPPED.attention("blackwell", "fa3")
-    with pytest.raises(
-        RateError, match=re.escape("no attention 'fa9' on hopper (known: unfused, fa2, fa1,")
-    ):
-        SHIPPED.attention("hopper", "fa9")
-    with pytest.raises(
-        RateError, match=r"no kernel rates for GPU generation 'volta' .known: ampere"
-    ):
-        SHIPPED.generation("volta")
+        with pytest.raises(RateError, match=said):
+            SHIPPED.attention(generation, name)
 
 
 def test_every_generation_answers_for_every_backend() -> None:

@@ -1,7 +1,5 @@
 """Tensors made between activations: what the replay of a rank with late tensors reserves."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,16 +8,13 @@ from msgspec.structs import replace
 from rematbench.choose.outcome import evaluate
 from rematbench.lowering.lower import lower
 from rematbench.plan import Plan
-from rematbench.plugins.discover import discover
 from rematbench.problem import Problem
 from rematbench.program.allocator import MIB
 from rematbench.program.late import Late, LateUnit
 from rematbench.program.program import RankProgram, parse_program
 from rematbench.program.replay import replay
 from rematbench.simulate.evaluate import program_bytes
-from rematbench.spec.configfile import ConfigError
-from rematbench.spec.load import load_system
-from tests.problems import layers, problem
+from tests.problems import layers, plan_of, problem
 
 EARLY = {"mlp_chunks": 1, "head_chunks": 1, "optimizer_in_backward": True}
 
@@ -95,8 +90,6 @@ def test_an_unfused_projection_has_a_gradient_of_its_own() -> None:
     made, plan = accumulated()
     whole, _ = accumulated(fused_linears=True)
     apart, fused = (lower(plan, each).ranks[0].late for each in (made, whole))
-    assert apart is not None
-    assert fused is not None
     assert apart.gradient_bytes == fused.gradient_bytes
     mine, theirs = apart.units[0, "L1"].gradients, fused.units[0, "L1"].gradients
     assert {op: len(tensors) for op, tensors in mine.items()} == {
@@ -128,7 +121,6 @@ def test_late_tensors_are_the_states_and_gradients_of_the_ledger() -> None:
     made, plan = accumulated()
     (program,) = lower(plan, made).ranks
     held = program_bytes(made, plan, lower(plan, made))[0]
-    assert program.late is not None
     assert program.late.state_bytes == held.optimizer
     assert program.late.gradient_bytes == held.gradient
     assert held.blocks(program.late) == (held.parameter,)
@@ -138,7 +130,6 @@ def test_late_tensors_are_the_states_and_gradients_of_the_ledger() -> None:
 def test_each_fact_stands_alone(facts: dict[str, object]) -> None:
     made, plan = accumulated(**facts)
     (program,) = lower(plan, made).ranks
-    assert program.late is not None
     held = program_bytes(made, plan, lower(plan, made))[0]
     states, gradients = program.late.state_bytes, program.late.gradient_bytes
     wanted = (0, held.gradient) if "late_state_bytes" in facts else (held.optimizer, 0)
@@ -161,17 +152,9 @@ def test_reserved_bytes_hold_the_live_bytes(seq_len: int, m: int, *, early: bool
     before = on_one_gpu(seq_len, m, late_state_bytes=0, fresh_gradients=False)
     results = []
     for each in (on_one_gpu(seq_len, m), before):
-        plan = discover(()).resolve("mst", EARLY, each).plan(each) if early else each.base_plan
-        assert isinstance(plan, Plan)
+        plan = plan_of(each, "mst", **EARLY) if early else each.base_plan
         found = evaluate(each, plan)
         assert found.reserved_bytes >= max(found.peak_device_bytes)
         results.append(found)
     assert results[0].step_s == results[1].step_s
     assert results[0].peak_device_bytes == results[1].peak_device_bytes
-
-
-def test_more_late_bytes_than_states_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("name: mine\nbase: mst-hf\nlate_state_bytes: {value: 8, source: mine}\n")
-    with pytest.raises(ConfigError, match="late_state_bytes: more than the optimizer's 4 bytes"):
-        load_system(path)

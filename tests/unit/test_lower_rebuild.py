@@ -1,17 +1,16 @@
 """What is rebuilt where: groups and mini-sequences, windows and pieces, outputs that are kept."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
-from rematbench.plan import Group, MiniSequence, Plan, PlanError, Recompute, Rule, Select, Window
+from rematbench.plan import Group, MiniSequence, PlanError, Recompute, Rule, Select, Window
 from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
 from rematbench.program.program import Program
-from tests.problems import LLAMA, all_methods, half, layers, problem, rule, transfers
+from tests.problems import LLAMA, half, layers, plan_of, problem, rule, transfers
 
 MLP = ("mlp_norm", "fc1", "act", "mul", "fc2")
 
@@ -20,19 +19,14 @@ def of_kind(program: Program, kind: Kind) -> list[Action]:
     return [a for a, *_ in program.ranks[0].actions() if a.kind is kind]
 
 
-def recomputing(given: Any, **settings: int) -> Plan:
-    plan = all_methods().resolve("full_recompute", settings).plan(given)
-    assert isinstance(plan, Plan)
-    return plan
-
-
 @pytest.mark.parametrize("degrees", [{}, {"cp": 2}])
 def test_a_group_of_layers_is_run_again_once_though_pieces_come_back_later(
     degrees: dict[str, int],
 ) -> None:
     """The second layer of a group is not run as a whole again in its own turn."""
     given = problem(model=layers(2), **degrees)
-    plan = replace(recomputing(given, num_layers=2), mini_sequences=(MiniSequence(MLP, 2),))
+    plan = plan_of(given, "full_recompute", num_layers=2)
+    plan = replace(plan, mini_sequences=(MiniSequence(MLP, 2),))
     program = lower(plan, given)
     check(program)
     again = Counter((a.part, a.op) for a in of_kind(program, Kind.RECOMPUTE))

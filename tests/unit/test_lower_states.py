@@ -124,12 +124,16 @@ def test_tied_embeddings_exchange_their_gradient() -> None:
     check(program)
 
 
-def test_optimizer_in_backward_updates_unit_by_unit() -> None:
-    given = problem(model=layers(2))
-    update = StateFate(kind="optimizer", update="backward")
-    plan = replace(given.base_plan, states=(update,))
-    parts = [a.part for a in actions(lower(plan, given), Kind.OPTIMIZER)]
-    assert parts == ["H", "L1", "L0", "E"]
+@pytest.mark.parametrize("dp", [1, 2])
+def test_optimizer_in_backward_updates_unit_by_unit(dp: int) -> None:
+    """With peers each unit's gradients are reduced right before its update."""
+    given = problem(model=layers(2), dp=dp, zero_stage=1, global_batch=dp)
+    fate = replace(given.base_plan.state("optimizer"), update="backward")
+    program = lower(with_state(given.base_plan, fate), given)
+    check(program)
+    found = [(a.kind, a.part) for a in actions(program, Kind.OPTIMIZER, Kind.REDUCE_SCATTER)]
+    kinds = [Kind.OPTIMIZER] if dp == 1 else [Kind.REDUCE_SCATTER, Kind.OPTIMIZER]
+    assert found == [(kind, part) for part in ("H", "L1", "L0", "E") for kind in kinds]
 
 
 def test_tied_ends_of_a_pipeline_are_not_updated_before_their_exchange() -> None:

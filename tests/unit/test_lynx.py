@@ -1,6 +1,5 @@
 """Recomputation beside collectives: windows, the front, the MILP, and plans that fit."""
 
-import dataclasses
 import time
 from typing import Any
 
@@ -10,12 +9,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from rematbench.lowering.lower import lower
-from rematbench.plan import Recompute, Unsupported, Window
+from rematbench.plan import Recompute, Window
 from rematbench.problem import Problem
 from rematbench.program.action import Action, Kind
 from rematbench.program.check import check
 from rematbench.program.program import Block
-from rematbench.simulate.evaluate import evaluate
 from rematbench.simulate.seconds import action_seconds
 from rematbench.simulate.step import simulate
 from rematbench.solve.lynx import (
@@ -30,10 +28,9 @@ from rematbench.solve.relocate import Relocation
 from rematbench.solve.stage_times import balance, contiguous
 from rematbench.solve.windows import LayerWindows, Slot, WindowJob, idle_s, layer_windows
 from rematbench.spec.layout import Layout
-from tests.problems import all_methods, layers, make_problem, plan_of, problem, rule
+from tests.problems import layers, make_problem, plan_of, problem, refusal, rule, tight
 from tests.twin.interpreter import interpret
 
-REGISTRY = all_methods()
 BOTH = ("lynx_heu", "lynx_opt")
 SHARES = [0.5, *(pytest.param(share, marks=pytest.mark.full) for share in (0.15, 0.85))]
 
@@ -53,16 +50,6 @@ def gpt(system: str = "rematbench", seq_len: int = 2048, **layout: Any) -> Probl
 def windows_of(p: Problem) -> LayerWindows:
     table = p.layer(0)
     return layer_windows(p, table, set(table.saved) - {"layer_input"})
-
-
-def tight(p: Problem, share: float) -> Problem:
-    """The problem on a device with room for so much of what lies between lean and keep-all."""
-    p = dataclasses.replace(p, evaluator=evaluate)
-    lean = p.cost.peak_bytes(Relocation(p, p.base_plan, exact=False).lean(p.base_plan))
-    full = p.cost.peak_bytes(p.base_plan)
-    usable = int(lean + share * (full - lean))
-    cluster = replace(p.cluster, hbm_bytes=usable + p.non_torch_bytes)
-    return dataclasses.replace(p, cluster=cluster, _memo={})
 
 
 # -- windows ----------------------------------------------------------------------------------
@@ -339,9 +326,7 @@ def _rebuilds_beside_tp(block: Block) -> bool:
 
 
 def test_refusal_and_composition() -> None:
-    answer = REGISTRY.resolve("lynx_heu").plan(problem())
-    assert isinstance(answer, Unsupported)
-    assert "communication" in answer.reason
+    assert "communication" in refusal(problem(), "lynx_heu")
     p = tight(problem(model=layers(8), seq_len=64, tp=2, pp=2, global_batch=4), 0.6)
     plan = plan_of(p, "balanced_checkpointing+lynx_heu+mst")
     check(lower(plan, p))

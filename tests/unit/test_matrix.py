@@ -130,6 +130,7 @@ def test_the_fastest_plan_of_all_is_no_slower_than_any_arm(ran: list[Line]) -> N
     assert found["gap"] <= WITHIN
 
 
+@pytest.mark.full  # that a search finds what trying everything finds: test_search.py
 def test_no_layout_of_the_space_is_faster_by_more_than_the_gap(
     tiny_ran: tuple[MatrixSpec, list[Line]],
 ) -> None:

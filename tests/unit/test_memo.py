@@ -1,6 +1,5 @@
 """MEMO: alpha in closed form, what leaves, the rounding buffers, and who binds."""
 
-import dataclasses
 from typing import Any
 
 import msgspec
@@ -20,7 +19,17 @@ from rematbench.simulate.step import simulate
 from rematbench.solve.memory_plan import lifetimes, placed, planned_peak
 from rematbench.spec.layout import Layout
 from rematbench.spec.paths import data_dir
-from tests.problems import GPT, all_methods, layers, make_problem, plan_of, problem, refusal
+from tests.problems import (
+    GPT,
+    all_methods,
+    layers,
+    make_problem,
+    on,
+    plan_of,
+    problem,
+    refusal,
+    remade,
+)
 from tests.twin.interpreter import interpret
 
 REGISTRY = all_methods()
@@ -201,8 +210,7 @@ def test_overwriting_a_buffer_without_its_wait_is_caught() -> None:
 def pipelined() -> tuple[Problem, Program]:
     """A slow link: a layer's copies take longer than its forward."""
     p = problem(model=layers(12), pp=2, vpp=2, global_batch=4)
-    slow = msgspec.structs.replace(p.cluster, pcie_bytes_per_s=1e8)
-    p = dataclasses.replace(p, cluster=slow, _memo={}, _weights={})
+    p = on(p, pcie_bytes_per_s=1e8)
     return p, lower(plan_of(p, "memo", alpha=1.0), p)
 
 
@@ -250,8 +258,6 @@ def test_memo_gets_the_verdict_of_its_own_addresses() -> None:
     found = run_plan(p, plan)
     left = run_plan(p, msgspec.structs.replace(plan, addresses="allocator"))
     assert (found.status, left.status) == ("ok", "oom")
-    assert found.evaluation is not None
-    assert left.evaluation is not None
     peak = max(found.evaluation.peak_device_bytes)
     assert peak <= found.evaluation.reserved_bytes < 1.01 * peak
     assert left.evaluation.reserved_bytes > 1.1 * peak
@@ -269,7 +275,6 @@ def test_the_tensors_that_do_not_fit_are_those_that_the_readme_names() -> None:
     )
     plan = plan_of(p, "memo")
     found = run_plan(p, plan)
-    assert found.verdict is not None
     assert found.verdict.headroom_bytes == pytest.approx(-32.44 * 2**30, rel=1e-3)
     lives = [life.tensor for life in lifetimes(lower(plan, p).ranks[0])]
     largest = max(lives, key=lambda tensor: tensor.nbytes)
@@ -294,11 +299,8 @@ def test_addresses_of_many_tensors_are_the_allocators() -> None:
 def test_expandable_segments_are_a_fact_of_the_stack() -> None:
     p = paper(1 << 20)
     plan = msgspec.structs.replace(plan_of(p, "memo+mst"), addresses="allocator")
-    growing = msgspec.structs.replace(p.system, expandable_segments=True)
-    grown = dataclasses.replace(p, system=growing, _memo={}, _weights={})
+    grown = remade(p, system=msgspec.structs.replace(p.system, expandable_segments=True))
     found = [run_plan(q, plan).evaluation for q in (p, grown)]
-    assert found[0] is not None
-    assert found[1] is not None
     assert found[1].reserved_bytes < found[0].reserved_bytes
     assert found[1].step_s == found[0].step_s
 

@@ -1,11 +1,11 @@
 """Model shapes against published totals and against every shape in the published rows."""
 
-import csv
 import re
 from functools import cache
 
 import pytest
 
+from rematbench.published.sheets import read_sheet
 from rematbench.spec.load import load_cluster, load_model, load_system, names
 from rematbench.spec.paths import data_dir
 from rematbench.spec.system import System
@@ -56,9 +56,7 @@ SHAPE = {
 
 @cache
 def rows() -> list[dict[str, str]]:
-    path = data_dir("published") / "runs.csv"
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return read_sheet(data_dir("published") / "runs.csv")
 
 
 @pytest.mark.parametrize("name", sorted(EXACT))

@@ -16,7 +16,7 @@ from rematbench.program.ledger import issue_order
 from rematbench.simulate.evaluate import evaluate, program_bytes
 from rematbench.spec.layout import Layout
 from rematbench.studies.longest import longest_sequence
-from tests.problems import LLAMA, all_methods, layers, make_problem, plan_of, problem
+from tests.problems import LLAMA, all_methods, layers, make_problem, plan_of, problem, refusal
 from tests.twin.interpreter import interpret
 
 REGISTRY = all_methods()
@@ -168,13 +168,11 @@ def test_optimizer_in_backward_alone_changes_nothing_else() -> None:
 
 
 def test_refusals() -> None:
-    several = problem(global_batch=2)
-    answer = REGISTRY.resolve("mst", {"optimizer_in_backward": True}).plan(several)
-    assert answer == Unsupported("mst: optimizer-in-backward needs one micro-batch per step, not 2")
+    assert refusal(problem(global_batch=2), "mst", optimizer_in_backward=True) == (
+        "mst: optimizer-in-backward needs one micro-batch per step, not 2"
+    )
     tied = problem(model=replace(layers(2), tied_embeddings=True), pp=2, global_batch=1)
-    answer = REGISTRY.resolve("mst", {"optimizer_in_backward": True}).plan(tied)
-    assert isinstance(answer, Unsupported)
-    assert "tied embeddings" in answer.reason
+    assert "tied embeddings" in refusal(tied, "mst", optimizer_in_backward=True)
     twice = (
         REGISTRY.resolve("mst").methods[0].plan(problem(), plan_of(problem(), "mst", mlp_chunks=2))
     )
@@ -272,8 +270,7 @@ def test_bytes_a_token_beside_layer_inputs_are_those_that_are_stated() -> None:
     """Of Llama-3-8B at 60K tokens (config/study/mst.yaml): one rebuilt layer, and four tensors of
     hidden width on the way."""
     p = one_a100("llama3-8b", 60_000)
-    plan = REGISTRY.resolve("mst+full_recompute").plan(p)
-    assert isinstance(plan, Plan)
+    plan = plan_of(p, "mst+full_recompute")
     (rank,) = program_bytes(p, plan, lower(plan, p))
     hidden = 2 * p.workload.model.hidden
     a_token = rank.activation_peak / 60_000 - p.workload.model.num_layers * hidden

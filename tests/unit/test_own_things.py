@@ -15,11 +15,13 @@ import rematbench
 from rematbench.choose.outcome import run_method
 from rematbench.operators.block import embedding_table, head_table, layer_table
 from rematbench.operators.names import ACTIVATIONS
-from rematbench.plan import Plan
+from rematbench.plan import Plan, Unsupported
 from rematbench.plugins.discover import discover, entry_of
 from rematbench.plugins.registry import Composition
 from rematbench.published.predict import predict_rows
 from rematbench.published.sheets import write_sheet
+from rematbench.runs.cell import cells
+from rematbench.runs.suite import load_suite
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.load import load_model, load_system
@@ -131,27 +133,25 @@ def test_a_table_says_once_which_method_failed(tmp_path: Path) -> None:
     assert typed("simulate", "keep_all", *WORDS).err == ""
 
 
+def test_a_method_that_raises_while_planning_does_not_end_the_suite(tmp_path: Path) -> None:
+    raises = "from rematbench.plan import PlanError\n        raise PlanError('no such plan')"
+    own(tmp_path, raises)
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(SUITE)
+    found = {cell.name: cell.plan for cell in cells(load_suite(suite), [tmp_path])}
+    assert found["tiny.mine.0"] == Unsupported("no such plan")
+    assert isinstance(found["tiny.keep_all.0"], Plan)
+
+
+SUITE = """
+problems:
+  - {name: tiny, why: small, model: tiny-llama, cluster: this-machine, system: rematbench,
+     gpus: 1, seq_len: 64, global_batch: 1}
+variants:
+  - {method: mine}
+"""
+
 # -- models -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "told"),
-    [
-        ({"model_type": "qwen2_moe", "num_experts": 60}, "mixture of experts (60 experts)"),
-        ({"model_type": "qwen2_vl", "vision_config": {"depth": 32}}, "it has an image encoder"),
-        ({"model_type": "minicpm3", "kv_lora_rank": 256}, "it has latent attention"),
-        ({"model_type": "qwen9"}, "'qwen9': is not modelled (modelled: "),
-    ],
-)
-def test_an_architecture_is_never_answered_with_a_near_name(
-    tmp_path: Path, config: dict[str, object], told: str
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    with pytest.raises(ConfigError) as caught:
-        load_model(path)
-    assert told in str(caught.value)
-    assert "did you mean" not in str(caught.value)
 
 
 def test_names_of_hubs_are_not_looked_up() -> None:

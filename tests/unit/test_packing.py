@@ -13,7 +13,7 @@ from rematbench.simulate.evaluate import evaluate
 from rematbench.solve.memory_plan import lifetimes, memory_plan
 from rematbench.solve.packing import Packing, Tensor, best_fit, live_peak, pack
 from rematbench.studies.measures import fragmentation
-from tests.problems import all_methods, layers, problem
+from tests.problems import layers, plan_of, problem
 from tests.strategies import cases
 
 GAP = (Tensor(2, 0, 4), Tensor(1, 0, 2), Tensor(2, 2, 6), Tensor(1, 4, 8), Tensor(3, 6, 8))
@@ -89,9 +89,7 @@ def test_the_milp_closes_a_gap_that_best_fit_leaves() -> None:
 
 def program(spec: str) -> Program:
     p = problem(model=layers(6), tp=2)
-    plan = all_methods().resolve(spec).plan(p)
-    assert isinstance(plan, Plan)
-    return lower(plan, p)
+    return lower(plan_of(p, spec), p)
 
 
 @pytest.mark.parametrize("spec", ["keep_all", "full_recompute", "memo", "memo+mst"])
@@ -131,8 +129,7 @@ def test_any_program_has_a_plan_between_its_live_bytes_and_their_sum(
 @pytest.mark.parametrize("spec", ["keep_all", "full_recompute", "memo", "memo+mst"])
 def test_no_allocator_reserves_less_than_lives(spec: str) -> None:
     p = problem(model=layers(6), tp=2)
-    plan = all_methods().resolve(spec).plan(p)
-    assert isinstance(plan, Plan)
+    plan = plan_of(p, spec)
     found = fragmentation(p, plan)
     assert found.live_bytes <= found.planned_bytes
     assert found.live_bytes <= min(found.reserved_bytes, found.expandable_bytes)

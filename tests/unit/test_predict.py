@@ -1,6 +1,5 @@
 """Rows of a sheet: every published kind is understood, and no bad row brings the sheet down."""
 
-import csv
 import re
 from pathlib import Path
 from typing import Any
@@ -16,38 +15,9 @@ from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.spec.configfile import ConfigError
 from rematbench.spec.paths import data_dir
 from tests.problems import all_methods
+from tests.wrong_inputs import ROW
 
 REGISTRY = all_methods()
-ROW = {
-    "source": "mine",
-    "system": "megatron-kwai",
-    "cluster": "h800-80gb",
-    "gpus": "8",
-    "model": "llama-7b",
-    "layers": "32",
-    "hidden": "4096",
-    "heads": "32",
-    "kv_heads": "32",
-    "ffn": "11008",
-    "vocab": "32004",
-    "mlp": "swiglu",
-    "seq_len": "4096",
-    "global_batch": "16",
-    "micro_batch": "1",
-    "tp": "2",
-    "sp": "yes",
-    "cp": "1",
-    "pp": "4",
-    "vpp": "1",
-    "dp": "1",
-    "zero_stage": "1",
-    "attention": "flash",
-    "recompute": "none",
-    "offload_fraction": "0",
-    "precision": "bf16",
-    "compile": "",
-    "async_tp": "",
-}
 
 
 def row(**changes: Any) -> dict[str, str]:
@@ -299,9 +269,7 @@ def test_variants_predict(changes: dict[str, Any]) -> None:
 
 
 def test_every_published_row_is_read_or_refused_by_name() -> None:
-    path = data_dir("published") / "runs.csv"
-    with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_sheet(data_dir("published") / "runs.csv")
     refused = []
     for cells in rows:
         try:

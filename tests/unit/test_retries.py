@@ -15,7 +15,7 @@ from rematbench.simulate.evaluate import evaluate_program
 from rematbench.spec.layout import Layout
 from rematbench.spec.problemspec import ProblemSpec
 from tests.typed import typed
-from tests.unit.test_allocator import run, sequence
+from tests.unit.test_allocator import FRAGMENTED, run, sequence
 
 METHOD = "full_recompute"
 LAYOUT = Layout(tp=2, pp=4, global_batch=8)
@@ -50,18 +50,17 @@ def words(problem: Problem, *more: str) -> list[str]:
 
 
 def test_a_retry_is_a_failed_malloc_that_gave_segments_back() -> None:
-    words = [f"x={20 * MIB}", f"y={20 * MIB}", "-x", "-y", f"z={40 * MIB}"]
-    assert run(*words).retries == 0
-    assert run(*words, capacity=80 * MIB).retries == 0
-    assert run(*words, capacity=60 * MIB).retries == 1
-    failed = run(*words, capacity=39 * MIB)
+    assert run(*FRAGMENTED).retries == 0
+    assert run(*FRAGMENTED, capacity=80 * MIB).retries == 0
+    assert run(*FRAGMENTED, capacity=60 * MIB).retries == 1
+    failed = run(*FRAGMENTED, capacity=39 * MIB)
     assert (failed.retries, failed.oom_at) == (1, 1)
 
 
 def test_a_later_step_finds_what_the_first_left() -> None:
     """One segment of 40 MiB serves x and y, then z."""
-    words = [f"x={20 * MIB}", f"y={20 * MIB}", "-x", "-y", f"z={40 * MIB}", "-z"]
-    passes = [replay(sequence(*words), (), 60 * MIB, passes=count).retries for count in (1, 2, 3)]
+    step = sequence(*FRAGMENTED, "-z")
+    passes = [replay(step, (), 60 * MIB, passes=count).retries for count in (1, 2, 3)]
     assert passes == [1, 0, 0]
 
 
@@ -83,7 +82,6 @@ def test_a_plan_near_the_limit(usable_bytes: int, found: Retries) -> None:
     problem = given(usable_bytes)
     outcome = ran(problem)
     assert outcome.status == "ok"
-    assert outcome.evaluation is not None
     assert outcome.plan is not None
     assert outcome.evaluation.pressed == (found != Retries())
     assert outcome.verdict == judge(problem, outcome.evaluation)

@@ -19,7 +19,6 @@ with scratch() as folder:
 
 def test_sigterm_leaves_no_folder() -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True) as held:
-        assert held.stdout is not None
         folder = Path(held.stdout.readline().strip())
         assert folder.is_dir()
         held.send_signal(signal.SIGTERM)

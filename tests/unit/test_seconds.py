@@ -1,33 +1,24 @@
 """Ranks that are alike share compiled blocks: no second may change by it."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from msgspec import structs
 
 from rematbench.lowering.fates import ChunkSites, covered
 from rematbench.lowering.lower import lower
 from rematbench.operators.ops import Activation
 from rematbench.plan import Keep, Rule, Select
-from rematbench.problem import Problem
 from rematbench.simulate.breakdown import Spared
 from rematbench.simulate.max_plus import simulate_chunks
 from rematbench.simulate.seconds import ActionCosts
 from rematbench.simulate.step import RankedSeconds, simulate
-from tests.problems import BALANCED, half, problem, transfers
+from tests.problems import BALANCED, half, on, problem, transfers
 
 LAYOUTS: list[dict[str, Any]] = [
     {"tp": 2, "pp": 4, "global_batch": 4},
     {"pp": 4, "cp": 2, "dp": 2, "global_batch": 8},
     {"system": "megatron-kwai", "tp": 2, "sp": False, "pp": 4, "dp": 3, "global_batch": 12},
 ]
-
-
-def on_nodes(gpus: int, **layout: Any) -> Problem:
-    """A problem on nodes of so many GPUs."""
-    given = problem(**layout)
-    return replace(given, cluster=structs.replace(given.cluster, gpus_per_node=gpus))
 
 
 class Apart(Spared):
@@ -47,7 +38,7 @@ class Apart(Spared):
 def test_every_action_takes_equally_long_on_ranks_that_are_alike(
     layout: dict[str, Any], gpus: int
 ) -> None:
-    given = on_nodes(gpus, **layout)
+    given = on(problem(**layout), gpus_per_node=gpus)
     costs = ActionCosts(given)
     assert isinstance(costs, RankedSeconds)
     program = lower(transfers(given.base_plan.with_rules(BALANCED, half())), given)
@@ -65,7 +56,7 @@ def test_every_action_takes_equally_long_on_ranks_that_are_alike(
 
 def test_links_that_differ_are_told_apart() -> None:
     """Two stages on a node: every other send leaves it."""
-    costs = ActionCosts(on_nodes(4, **LAYOUTS[0]))
+    costs = ActionCosts(on(problem(**LAYOUTS[0]), gpus_per_node=4))
     assert [costs.alike(0) == costs.alike(rank) for rank in range(4)] == [True, False, True, False]
 
 

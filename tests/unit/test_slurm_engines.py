@@ -38,8 +38,6 @@ def test_methods_and_variants_may_name_baselines(tmp_path: Path) -> None:
     assert [made.is_baseline(cell) for cell in made.cells] == [False, True, True]
     again = made.simulated(made.cells[2])
     kept = made.simulated(made.cells[1])
-    assert again is not None
-    assert kept is not None
     assert again.recompute_flop > kept.recompute_flop == 0
 
 
@@ -155,9 +153,7 @@ def test_a_cell_of_a_package_is_predicted_with_what_the_package_holds(tmp_path: 
     )  # fmt: skip
     made = Campaign(replace(made.suite, problems=(spec,)), made.registry)
     found = made.simulated(made.cells[1])
-    assert found is not None
     seen = traced.measured
-    assert seen is not None
     peak = seen.ranks[0].peak_bytes
     assert max(found.peak_device_bytes) == pytest.approx(peak, rel=0.015)
 

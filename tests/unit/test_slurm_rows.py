@@ -60,7 +60,6 @@ def rows(made: Campaign, folder: Path, status: str = "ok", **parts: Any) -> list
     origin = replace(plain.provenance, torch="2.13", device=parts.pop("device", "NVIDIA H800"))
     record = replace(plain, provenance=origin, **parts)
     lease = store.claim(made.key(cell))
-    assert lease is not None
     done = CellRecord(key=lease.key, cell=cell, status=status, attempts=1, written="now",
                       record=record if parts else None)  # type: ignore[arg-type]  # fmt: skip
     store.commit(lease, encode(done))
@@ -81,7 +80,6 @@ def test_seconds_of_gpus_are_speed_beside_the_simulated_step(tmp_path: Path) -> 
             rate * model_flop_per_token(model, 64, causal=causal) / peak
         )
     simulated = made.simulated(made.cells[0])
-    assert simulated is not None
     assert row["simulated_step_s"] == simulated.step_s
     assert row["step_error_percent"] == pytest.approx(100 * (0.03 / simulated.step_s - 1), abs=1e-3)
     assert waiting["status"] == "waiting"

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from rematbench.host.console import CommandError
 from rematbench.runs.store import Store
 from rematbench.slurm import runner as runner_module
 from rematbench.slurm.cellrecord import MAX_ATTEMPTS, decode, is_final
-from rematbench.slurm.cells import Campaign
 from rematbench.slurm.launch import Allocation
 from rematbench.slurm.nodefacts import NodeFacts
 from rematbench.slurm.retry import forget
@@ -50,33 +50,49 @@ else:
 """
 
 
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, str]) -> None:
-    """Cells end as told, by method."""
-    script = tmp_path / "fake.py"
-    script.write_text(FAKE)
+class Bundles:
+    """Bundles of a campaign whose cells end as told."""
 
-    def command(allocation: Allocation, words: list[str]) -> list[str]:
-        return [sys.executable, str(script), kinds[next(w for w in words if w in kinds)], *words]
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.patch, self.made = folder, patch, campaign(folder)
+        self.ends: dict[str, str] = {}
+        self.script = folder / "fake.py"
+        self.script.write_text(FAKE)
+        patch.setattr(runner_module, "torchrun", self._command)
+        self.facts(lambda *_: [FACTS])
 
-    monkeypatch.setattr(runner_module, "torchrun", command)
-    monkeypatch.setattr(runner_module, "all_facts", lambda *_: [FACTS])
+    def facts(self, facts: Callable[..., list[NodeFacts]]) -> None:
+        """What the check of the nodes finds."""
+        self.patch.setattr(runner_module, "all_facts", facts)
+
+    def twice(self, **top: Any) -> None:
+        """A campaign of two cells in one bundle."""
+        variants = [{"method": "keep_all", "name": "again"}]
+        self.made = campaign(self.folder, methods=["keep_all"], variants=variants, **top)
+
+    def _command(self, allocation: Allocation, words: list[str]) -> list[str]:
+        end = self.ends[next(word for word in words if word in self.ends)]
+        return [sys.executable, str(self.script), end, *words]
+
+    def run(self, end: str, method: str = "keep_all", job_id: str = "") -> tuple[Any, str]:
+        """A bundle's records, and what it said; its cells end so."""
+        said: list[str] = []
+        self.ends[method] = end
+        store = Store(self.folder / "store", is_final=is_final)
+        allocation = Allocation(nodes=1, gpus_per_node=2, job_id=job_id)
+        bundle = self.made.bundle(f"{method}.1x2.0")
+        before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+        try:
+            records = Runner(self.made, bundle, store, allocation, say=said.append).run()
+        finally:
+            signal.signal(signal.SIGTERM, before[0])
+            signal.signal(signal.SIGINT, before[1])
+        return records, " ".join(said)
 
 
-def run(
-    made: Campaign, method: str, folder: Path, job_id: str = "", **more: Any
-) -> tuple[Any, str]:
-    """A bundle's records, and what it said."""
-    said: list[str] = []
-    store = Store(folder, is_final=is_final)
-    allocation = Allocation(nodes=1, gpus_per_node=2, job_id=job_id)
-    bundle = made.bundle(f"{method}.1x2.0")
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    try:
-        records = Runner(made, bundle, store, allocation, say=said.append, **more).run()
-    finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])
-    return records, " ".join(said)
+@pytest.fixture
+def bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundles:
+    return Bundles(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -89,86 +105,65 @@ def run(
         ("broken", "failed", "no good"),
     ],
 )
-def test_every_end_of_a_cell_is_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, status: str, words: str
-) -> None:
-    made = campaign(tmp_path)
-    fake(tmp_path, monkeypatch, {"keep_all": kind})
-    (record,), _ = run(made, "keep_all", tmp_path / "store")
+def test_every_end_of_a_cell_is_a_row(bundles: Bundles, kind: str, status: str, words: str) -> None:
+    (record,), _ = bundles.run(kind)
     assert (record.status, record.final, record.attempts) == (status, True, 1)
     assert words in record.reason
     assert [host.host for host in record.hosts] == ["n1"]
 
 
-def test_a_cell_over_its_limit_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = campaign(tmp_path)
-    fake(tmp_path, monkeypatch, {"keep_all": "hangs"})
+def test_a_cell_over_its_limit_is_a_row(bundles: Bundles) -> None:
     real = runner_module.run_limited
-    monkeypatch.setattr(runner_module, "run_limited", lambda w, log, _, s: real(w, log, 0.5, s))
-    (record,), _ = run(made, "keep_all", tmp_path / "store")
+    bundles.patch.setattr(runner_module, "run_limited", lambda w, log, _, s: real(w, log, 0.5, s))
+    (record,), _ = bundles.run("hangs")
     assert record.status == "timeout"
 
 
-def test_a_failing_cell_does_not_stop_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variants = [{"method": "keep_all", "name": "again"}]
-    made = campaign(tmp_path, methods=["keep_all"], variants=variants)
-    fake(tmp_path, monkeypatch, {"keep_all": "broken"})
-    records, _ = run(made, "keep_all", tmp_path / "store")
+def test_a_failing_cell_does_not_stop_the_next(bundles: Bundles) -> None:
+    bundles.twice()
+    records, _ = bundles.run("broken")
     assert [record.status for record in records] == ["failed", "failed"]
 
 
-def test_a_preempted_cell_is_tried_again_and_then_final(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = campaign(tmp_path)
-    fake(tmp_path, monkeypatch, {"keep_all": "preempted"})
+def test_a_preempted_cell_is_tried_again_and_then_final(bundles: Bundles, tmp_path: Path) -> None:
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        records, said = run(made, "keep_all", tmp_path / "store")
+        records, said = bundles.run("preempted")
         assert (records is None) == (attempt < MAX_ATTEMPTS)
         assert "SIGTERM" in said
         (path,) = (tmp_path / "store").glob("*.json")
         record = decode(path.read_bytes())
         assert (record.status, record.attempts) == ("preempted", attempt)
         assert record.final == (attempt == MAX_ATTEMPTS)
-    (record,), _ = run(made, "keep_all", tmp_path / "store")
+    (record,), _ = bundles.run("preempted")
     assert record.status == "preempted", "now a result: it stops no other cell"
 
 
-def test_a_failing_node_check_is_no_cells_result_at_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = campaign(tmp_path)
-    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
-
+def test_a_failing_node_check_is_no_cells_result_at_first(bundles: Bundles) -> None:
     def broken(*_: object) -> list[NodeFacts]:
         raise RuntimeError("the node check failed: no such node")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "all_facts", broken)
-        records, said = run(made, "keep_all", tmp_path / "store")
+    bundles.facts(broken)
+    records, said = bundles.run("ok")
     assert records is None
     assert "no such node" in said
-    (record,), _ = run(made, "keep_all", tmp_path / "store")
+    bundles.facts(lambda *_: [FACTS])
+    (record,), _ = bundles.run("ok")
     assert (record.status, record.attempts) == ("ok", 2)
 
 
 def test_nodes_that_fail_their_check_in_every_job_are_a_row_of_every_cell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundles: Bundles,
 ) -> None:
-    variants = [{"method": "keep_all", "name": "again"}]
-    made = campaign(tmp_path, methods=["keep_all"], variants=variants)
-    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
+    bundles.twice()
     checks = []
 
     def broken(*_: object) -> list[NodeFacts]:
         checks.append("")
         raise RuntimeError("the node check failed: no such node")
 
-    monkeypatch.setattr(runner_module, "all_facts", broken)
+    bundles.facts(broken)
     for attempt in range(1, MAX_ATTEMPTS + 1):
-        records, _ = run(made, "keep_all", tmp_path / "store")
+        records, _ = bundles.run("ok")
         assert (records is None) == (attempt < MAX_ATTEMPTS)
         assert len(checks) == attempt, "once in a job"
     assert records is not None
@@ -176,22 +171,15 @@ def test_nodes_that_fail_their_check_in_every_job_are_a_row_of_every_cell(
     assert {r.reason for r in records} == {"the node check failed: no such node"}
 
 
-def test_a_finished_cell_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = campaign(tmp_path)
-    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
-    run(made, "keep_all", tmp_path / "store")
-    fake(tmp_path, monkeypatch, {"keep_all": "broken"})
-    (record,), _ = run(made, "keep_all", tmp_path / "store")
+def test_a_finished_cell_is_not_run_again(bundles: Bundles) -> None:
+    bundles.run("ok")
+    (record,), _ = bundles.run("broken")
     assert record.status == "ok"
 
 
-def test_pinned_bytes_that_do_not_fit_start_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = campaign(tmp_path)
-    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
-    monkeypatch.setattr(runner_module.Runner, "_predicted_pinned", lambda *_: 96)
-    (record,), _ = run(made, "keep_all", tmp_path / "store")
+def test_pinned_bytes_that_do_not_fit_start_nothing(bundles: Bundles) -> None:
+    bundles.patch.setattr(runner_module.Runner, "_predicted_pinned", lambda *_: 96)
+    (record,), _ = bundles.run("ok")
     assert record.status == "failed"
     assert record.reason.startswith("not started: n1: memory")
 
@@ -204,35 +192,32 @@ H800 = "gpu: H800-SXM5-80GB\ngeneration: hopper\n"
     [("7", "gpu", 0, "failed"), ("7", "gpu", 2, "ok"), ("7", "", 0, "ok"), ("", "gpu", 0, "ok")],
 )
 def test_a_job_with_gpus_that_torch_does_not_see_starts_no_cell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job_id: str, gres: str, seen: int, status: str
+    bundles: Bundles, tmp_path: Path, job_id: str, gres: str, seen: int, status: str
 ) -> None:
     """It would run on CPUs until its limit; here, and without GPUs asked for, that is meant."""
     cluster = Path(center_file(tmp_path, gres=gres))
     cluster.write_text(cluster.read_text().replace("gpu: cpu\ngeneration: cpu\n", H800))
-    variants = [{"method": "keep_all", "name": "again"}]
-    made = campaign(tmp_path, str(cluster), methods=["keep_all"], variants=variants)
-    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
+    bundles.twice(cluster=str(cluster))
 
     def facts(allocation: Allocation, canary_s: float, count_gpus: bool) -> list[NodeFacts]:
         return [replace(FACTS, torch="2.0+cpu", torch_gpus=seen if count_gpus else -1)]
 
-    monkeypatch.setattr(runner_module, "all_facts", facts)
-    records, _ = run(made, "keep_all", tmp_path / "store", job_id=job_id)
+    bundles.facts(facts)
+    records, _ = bundles.run("ok", job_id=job_id)
     assert [record.status for record in records] == [status, status]
     if status == "failed":
         text = "not started: n1: torch 2.0+cpu sees 0 of 2 GPUs that the job asked for"
         assert {record.reason for record in records} == {text}
 
 
-def test_what_is_forgotten_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = campaign(tmp_path)
-    store, bundles = Store(tmp_path / "store", is_final=is_final), tmp_path / "bundles"
+def test_what_is_forgotten_is_run_again(bundles: Bundles, tmp_path: Path) -> None:
+    made = bundles.made
+    store, ended = Store(tmp_path / "store", is_final=is_final), tmp_path / "bundles"
     (tmp_path / "executed.csv").touch()
-    fake(tmp_path, monkeypatch, {"keep_all": "broken", "full_recompute": "ok"})
-    for method in ("keep_all", "full_recompute"):
-        run(made, method, tmp_path / "store")
-        (bundles / f"{method}.1x2.0.json").parent.mkdir(exist_ok=True)
-        (bundles / f"{method}.1x2.0.json").touch()
+    ended.mkdir()
+    for method, end in (("keep_all", "broken"), ("full_recompute", "ok")):
+        bundles.run(end, method)
+        (ended / f"{method}.1x2.0.json").touch()
     assert forget(made, store, tmp_path, statuses=["timeout"]) == {}
     other = ["one.full_recompute.0"]
     assert forget(made, store, tmp_path, statuses=["failed"], names=other) == {}
@@ -240,9 +225,8 @@ def test_what_is_forgotten_is_run_again(tmp_path: Path, monkeypatch: pytest.Monk
     gone = forget(made, store, tmp_path, statuses=["failed"])
     assert gone == {"one.keep_all.0": "failed"}
     assert not (tmp_path / "executed.csv").exists()
-    assert [path.name for path in bundles.iterdir()] == ["full_recompute.1x2.0.json"]
-    fake(tmp_path, monkeypatch, {"keep_all": "ok"})
-    (record,), _ = run(made, "keep_all", tmp_path / "store")
+    assert [path.name for path in ended.iterdir()] == ["full_recompute.1x2.0.json"]
+    (record,), _ = bundles.run("ok")
     assert (record.status, record.attempts) == ("ok", 1)
     with pytest.raises(CommandError, match="'fail' is no status; did you mean 'failed'"):
         forget(made, store, tmp_path, statuses=["fail"])

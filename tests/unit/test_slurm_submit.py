@@ -32,26 +32,39 @@ def test_more_nodes_than_the_center_has_are_refused(tmp_path: Path) -> None:
         refuse(made, rows, max_gpu_hours=0.0, ask_slurm=False)
 
 
+EXECUTED = [
+    ({"partition": "p"}, node(), "no partition p (known: main)"),
+    ({}, node(up=False), "it is not up"),
+    ({}, node(minutes=5), "allows 5"),
+    ({"gres": "gpu:h800"}, node(), "gpu:h800; the default partition has 0 such of 1"),
+    ({"mem_mb_per_node": 5000}, node(), "5000 MB of memory"),
+    ({"cpus_per_node": 9}, node(), "9 CPUs"),
+    ({"gres": "gpu"}, node(gres="gpu:1"), "2 gpu;"),
+]
+NO_CPU = "slurm: cpu_partition: Slurm has no partition cpu (known: main)"
+SIMULATED = [
+    ({"cpu_partition": "cpu"}, node(), NO_CPU),
+    ({"partition": "p"}, node(), "slurm: partition: Slurm has no partition p (known: main)"),
+    ({"cpu_partition": "main"}, node(up=False), "partition main takes no jobs now"),
+    ({"cpu_partition": "main"}, node(minutes=30), "asks for 60 minutes; partition main allow"),
+    ({}, node(mem_mb=500), "2000 MB of memory; the default partition has 0 such of 1"),
+]
+
+
 @pytest.mark.parametrize(
-    ("slurm", "nodes", "words"),
-    [
-        ({"partition": "p"}, [node()], "no partition p (known: main)"),
-        ({}, [node(up=False)], "it is not up"),
-        ({}, [node(minutes=5)], "allows 5"),
-        ({"gres": "gpu:h800"}, [node()], "gpu:h800; the default partition has 0 such of 1"),
-        ({"mem_mb_per_node": 5000}, [node()], "5000 MB of memory"),
-        ({"cpus_per_node": 9}, [node()], "9 CPUs"),
-        ({"gres": "gpu"}, [node(gres="gpu:1")], "2 gpu;"),
-    ],
+    ("slurm", "other", "words", "executed"),
+    [*((*case, True) for case in EXECUTED), *((*case, False) for case in SIMULATED)],
 )
 def test_what_no_node_holds_is_refused(
-    tmp_path: Path, slurm: dict[str, Any], nodes: list[Node], words: str
+    tmp_path: Path, slurm: dict[str, Any], other: Node, words: str, executed: bool
 ) -> None:
     made = campaign(tmp_path, center_file(tmp_path, **slurm))
     bundle = next(iter(made.bundles.values()))
+    asked = executed_request(made.center, bundle) if executed else simulated_request(made.center)
     with pytest.raises(CommandError) as error:
-        check_request(executed_request(made.center, bundle), nodes)
+        check_request(asked, [other])
     assert words in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_what_a_node_holds_passes(tmp_path: Path) -> None:
@@ -59,34 +72,6 @@ def test_what_a_node_holds_passes(tmp_path: Path) -> None:
     for gres in ("gpu:2", "gpu:h800:2(S:0-1)", "nic:1,gpu:a:1,gpu:b:1"):
         request = executed_request(made.center, next(iter(made.bundles.values())))
         check_request(request, [node(gres=gres)])
-
-
-@pytest.mark.parametrize(
-    ("slurm", "nodes", "words"),
-    [
-        (
-            {"cpu_partition": "cpu"},
-            [node()],
-            "slurm: cpu_partition: Slurm has no partition cpu (known: main)",
-        ),
-        ({"partition": "p"}, [node()], "slurm: partition: Slurm has no partition p (known: main)"),
-        ({"cpu_partition": "main"}, [node(up=False)], "partition main takes no jobs now"),
-        (
-            {"cpu_partition": "main"},
-            [node(minutes=30)],
-            "asks for 60 minutes; partition main allow",
-        ),
-        ({}, [node(mem_mb=500)], "2000 MB of memory; the default partition has 0 such of 1"),
-    ],
-)
-def test_what_simulated_jobs_ask_for_is_checked_too(
-    tmp_path: Path, slurm: dict[str, Any], nodes: list[Node], words: str
-) -> None:
-    request = simulated_request(load_center(center_file(tmp_path, **slurm)))
-    with pytest.raises(CommandError) as error:
-        check_request(request, nodes)
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_simulated_jobs_need_no_gpu_and_may_have_a_partition_of_their_own(tmp_path: Path) -> None:

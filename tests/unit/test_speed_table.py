@@ -1,6 +1,5 @@
 """The table and figure of measured speed, from made-up rows of executed.csv."""
 
-import csv
 import subprocess
 import sys
 from pathlib import Path
@@ -132,8 +131,7 @@ def test_the_figure_is_drawn_where_a_gpu_has_seconds_and_nowhere_else(tmp_path: 
     assert drawn(table, figure) == "measured_speed.pdf: 6 cells with seconds of a GPU\n"
     assert figure.stat().st_size > 1000
     assert figure.with_suffix(".png").stat().st_size > 1000
-    with table.open() as file:
-        assert "mst" in {row["method"] for row in csv.DictReader(file)}
+    assert "mst" in {row["method"] for row in read_sheet(table)}
     said = drawn(written(tmp_path, ROWS[-3:]), figure)
     assert said == "no figure: no cell has seconds of a GPU (a CPU's time is never performance)\n"
     assert not figure.exists(), "nor an older one"

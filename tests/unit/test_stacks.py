@@ -254,7 +254,6 @@ def test_deepspeed_is_the_decoder_that_its_baseline_runs() -> None:
     """And around Hugging Face's layers it is another stack."""
     pin = (data_dir("baselines") / "deepspeed" / "requirements.txt").read_text(encoding="utf-8")
     release = re.search(r"deepspeed==([0-9.]+)", pin)
-    assert release is not None
     plain, layers = load_system("deepspeed"), load_system("huggingface-deepspeed")
     for found in (plain, layers):
         assert f"DeepSpeed {release[1]}" in found.version

@@ -1,5 +1,6 @@
 """Studies: files, candidate layouts, every question on a small model, commands to type."""
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -34,27 +35,27 @@ workloads:
     system: megatron-core
     gpus: 1
     seq_len: 512
-questions:
-"""
+questions: """
+KEEP = {"name": "keep", "method": "keep_all"}
 
 
-def study(tmp_path: Path, questions: str) -> Path:
+def question(ask: str, workload: str = "one", *methods: dict[str, Any], **more: Any) -> Any:
+    return {"ask": ask, "workloads": [workload], "methods": methods or (KEEP,), **more}
+
+
+def study(tmp_path: Path, *questions: Any) -> Path:
     path = tmp_path / "small.yaml"
-    path.write_text(HEAD + questions)
+    path.write_text(HEAD + json.dumps(questions))
     return path
 
 
-def ask(tmp_path: Path, questions: str) -> list[StudyAnswer]:
-    return ask_study(load_study(study(tmp_path, questions)), REGISTRY, "small.yaml")
+def ask(tmp_path: Path, *questions: Any) -> list[StudyAnswer]:
+    return ask_study(load_study(study(tmp_path, *questions)), REGISTRY, "small.yaml")
 
 
 def test_every_method_has_every_layout(tmp_path: Path) -> None:
-    found = ask(
-        tmp_path,
-        "  - ask: run\n    workloads: [two]\n    methods:\n"
-        "      - {name: keep, method: keep_all}\n"
-        "      - {name: full, method: full_recompute}\n",
-    )
+    full = {"name": "full", "method": "full_recompute"}
+    found = ask(tmp_path, question("run", "two", KEEP, full))
     cells = {(answer.method, answer.layout): answer for answer in found}
     assert len(cells) == 4
     assert {answer.status for answer in found} <= {"ok", "oom"}
@@ -65,34 +66,27 @@ def test_every_method_has_every_layout(tmp_path: Path) -> None:
 
 def test_fewest_is_the_smallest_that_fits(tmp_path: Path) -> None:
     """One layer less does not fit."""
-    template = (
-        "  - ask: run\n    workloads: [two]\n    methods:\n"
-        "      - {name: block, method: full_recompute, settings: {method: block}, "
-        "fewest: num_layers}\n"
-    )
-    path = study(tmp_path, template)
-    text = path.read_text().replace("micro_batch: 16", "micro_batch: 32")
-    path.write_text(text)
-    found = ask_study(load_study(path), REGISTRY, "small.yaml")
-    tight = found[1]
+
+    def second(settings: dict[str, Any], **more: str) -> Answer:
+        block = {"name": "block", "method": "full_recompute", "settings": settings, **more}
+        path = study(tmp_path, question("run", "two", block))
+        path.write_text(path.read_text().replace("micro_batch: 16", "micro_batch: 32"))
+        return ask_study(load_study(path), REGISTRY, "small.yaml")[1]
+
+    tight = second({"method": "block"}, fewest="num_layers")
     count = int(tight.values["num_layers"])
     assert tight.status == "ok"
     assert count > 1
-    fewer = template.replace("method: block", f"method: block, num_layers: {count - 1}")
-    path.write_text(text.replace(template, fewer.replace(", fewest: num_layers", "")))
-    assert ask_study(load_study(path), REGISTRY, "small.yaml")[1].status == "oom"
+    assert second({"method": "block", "num_layers": count - 1}).status == "oom"
 
 
 def test_every_question_answers(tmp_path: Path) -> None:
-    keep = "    methods: [{name: keep, method: keep_all}]\n"
+    words = ("longest", "saved", "parts", "attention_share", "estimate")
     found = ask(
         tmp_path,
-        "".join(
-            f"  - ask: {word}\n    workloads: [one]\n    limit: 2048\n    granularity: 512\n{keep}"
-            for word in ("longest", "saved", "parts", "attention_share", "estimate")
-        )
-        + "  - ask: fragmentation\n    workloads: [one]\n" + keep,
-    )  # fmt: skip
+        *(question(word, limit=2048, granularity=512) for word in words),
+        question("fragmentation"),
+    )
     assert all(answer.status == "ok" and answer.values for answer in found), found
     values: dict[str, Any] = {answer.ask: answer.values for answer in found}
     assert values["longest"]["seq_len"] == 2048
@@ -104,9 +98,8 @@ def test_every_question_answers(tmp_path: Path) -> None:
 def test_what_cannot_be_answered_says_why(tmp_path: Path) -> None:
     found = ask(
         tmp_path,
-        "  - ask: hidden_from\n    workloads: [one]\n    limit: 1024\n    granularity: 512\n"
-        "    methods: [{name: keep, method: keep_all}]\n"
-        "  - ask: run\n    workloads: [one]\n    methods: [{method: lynx_heu}]\n",
+        question("hidden_from", limit=1024, granularity=512),
+        question("run", "one", {"method": "lynx_heu"}),
     )
     assert [answer.status for answer in found] == ["failed", "unsupported"]
     assert "never hidden" in found[0].reason
@@ -114,22 +107,15 @@ def test_what_cannot_be_answered_says_why(tmp_path: Path) -> None:
 
 
 def test_answers_survive_json(tmp_path: Path) -> None:
-    found = ask(
-        tmp_path,
-        "  - ask: saved\n    workloads: [one]\n    methods: [{name: keep, method: keep_all}]\n",
-    )
+    found = ask(tmp_path, question("saved"))
     assert read_answers(dump(found), "x") == found
     with pytest.raises(ValueError, match=r"x: .*"):
         read_answers(b"[{}]", "x")
 
 
 def test_commands_are_runnable_words(tmp_path: Path) -> None:
-    (plain, _, searched) = ask(
-        tmp_path,
-        "  - ask: run\n    workloads: [two]\n    methods:\n"
-        "      - {name: b, method: full_recompute, settings: {method: block, num_layers: 2}}\n"
-        "  - ask: saved\n    workloads: [one]\n    methods: [{name: keep, method: keep_all}]\n",
-    )
+    two = {"method": "full_recompute", "settings": {"method": "block", "num_layers": 2}}
+    plain, _, searched = ask(tmp_path, question("run", "two", two), question("saved"))
     words = shlex.split(plain.command)
     assert words[:3] == ["rematbench", "simulate", "full_recompute"]
     for pair in (["--zero", "0"], ["--micro-batch", "8"], ["--set", "method=block"]):
@@ -138,12 +124,11 @@ def test_commands_are_runnable_words(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    keep = "    methods: [{method: keep_all}]\n"
     with pytest.raises(ConfigError, match=r"no workload 'tow'; did you mean 'two'"):
-        load_study(study(tmp_path, f"  - ask: run\n    workloads: [tow]\n{keep}"))
+        load_study(study(tmp_path, question("run", "tow")))
     with pytest.raises(ConfigError, match=r"unknown key|contains unknown field"):
-        load_study(study(tmp_path, f"  - ask: run\n    workload: [two]\n{keep}"))
-    good = load_study(study(tmp_path, f"  - ask: run\n{keep}"))
+        load_study(study(tmp_path, {"ask": "run", "workload": ["two"], "methods": [KEEP]}))
+    good = load_study(study(tmp_path, {"ask": "run", "methods": [KEEP]}))
     with pytest.raises(ConfigError, match=r"--workload: 'three' is not in study small"):
         narrowed(good, "three", "")
     assert [q.workloads for q in narrowed(good, "two", "").questions] == [("two",)]
@@ -151,8 +136,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 
 def test_the_command_line(tmp_path: Path) -> None:
     """study writes answers, claims reads them; a person's mistakes are one line and exit code 2."""
-    keep = "    methods: [{name: keep, method: keep_all}]\n"
-    path = study(tmp_path, f"  - ask: saved\n    workloads: [one]\n{keep}")
+    path = study(tmp_path, question("saved"))
     answers = tmp_path / "answers.json"
     assert typed("study", str(path), "-o", str(answers)).code == 0
     assert "kept_bytes" in typed("study", str(path)).out

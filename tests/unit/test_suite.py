@@ -21,7 +21,7 @@ from rematbench.runs.record import (
     run_spec,
     write_record,
 )
-from tests.problems import all_methods, layers, problem
+from tests.problems import all_methods, layers, plan_of, problem
 
 REGISTRY = all_methods()
 KEEP = REGISTRY.resolve("keep_all")
@@ -46,8 +46,6 @@ def test_a_fitting_plan_is_ok_with_headroom() -> None:
     p = case()
     got = outcome(p)
     assert (got.status, got.reason) == ("ok", "")
-    assert got.verdict is not None
-    assert got.evaluation is not None
     reserved = got.evaluation.reserved_bytes
     assert reserved >= max(got.evaluation.peak_device_bytes)
     assert got.verdict.headroom_bytes == p.usable_bytes - reserved
@@ -59,11 +57,8 @@ def test_the_verdict_turns_where_the_allocator_fails() -> None:
     """Reserved bytes fit exactly; the tensors themselves do not fit in one byte less than they
     take, however hard the allocator tries."""
     got = outcome(case())
-    assert got.evaluation is not None
     reserved, peaks = got.evaluation.reserved_bytes, got.evaluation.peak_device_bytes
     exact, short = outcome(sized(reserved)), outcome(sized(max(peaks) - 1))
-    assert exact.verdict is not None
-    assert short.verdict is not None
     assert (exact.status, exact.verdict.headroom_bytes) == ("ok", 0)
     assert (short.status, short.verdict.headroom_bytes) == ("oom", max(peaks) - 1 - reserved)
     rank = peaks.index(max(peaks))
@@ -74,7 +69,6 @@ def test_host_memory_binds_too() -> None:
     settings = {"alpha": 1.0, "min_bytes": 256, "granularity": 64}
     got = outcome(case(host_bytes=1), "pp_offload", **settings)
     assert got.status == "oom"
-    assert got.verdict is not None
     assert got.verdict.headroom_bytes > 0 > got.verdict.host_headroom_bytes
     assert got.verdict.binds.startswith("host memory of a node")
 
@@ -96,8 +90,7 @@ def test_unsupported_and_failed_are_outcomes() -> None:
 
 def test_checked_and_memoised_runs_agree() -> None:
     p = case()
-    plan = REGISTRY.resolve("balanced_checkpointing").plan(p)
-    assert isinstance(plan, Plan)
+    plan = plan_of(p, "balanced_checkpointing")
     proved = run_plan(p, plan, checked=True)
     assert proved.proof is not None
     assert run_plan(p, plan) == msgspec.structs.replace(proved, proof=None)

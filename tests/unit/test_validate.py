@@ -22,6 +22,7 @@ from rematbench.published.sheets import read_sheet
 from rematbench.published.validate import by_source, validate
 from rematbench.spec.paths import data_dir
 from tests.problems import calibration
+from tests.wrong_inputs import PREDICTED
 
 FIT = replace(
     calibration(),
@@ -33,27 +34,10 @@ SPEED = "tokens_per_s_per_gpu"
 
 def row(published: float, predicted: float, **changes: Any) -> dict[str, Any]:
     """A cell with a constant MFU factor of 0.001 per token/s."""
-    base = {
-        "source": "Paper",
-        "table": "1",
-        "system": "megatron-core",
-        "cluster": "h100-80gb",
-        "model": "big",
-        "gpus": "8",
-        "tp": "1",
-        "cp": "1",
-        "pp": "1",
-        "status": "ok",
-        "note": "",
-        SPEED: str(published),
-        f"pred_{SPEED}": str(predicted),
-        "pred_mfu_causal": str(predicted * 0.001),
-        "pred_peak_device_bytes": str(2**30),
-        "pred_usable_bytes": str(70 * 2**30),
-        "pred_status": "ok",
-        "pred_reason": "",
-    }
-    return base | changes
+    own = {"source": "Paper", "table": "1", "model": "big", "peak_device_bytes": ""}
+    speeds = {SPEED: str(published), f"pred_{SPEED}": str(predicted)}
+    memory = {"pred_peak_device_bytes": str(2**30), "pred_usable_bytes": str(70 * 2**30)}
+    return PREDICTED | own | speeds | memory | {"pred_mfu_causal": str(predicted * 0.001)} | changes
 
 
 def promise(target: float, accepted: float) -> Promise:

@@ -1,11 +1,11 @@
 """What simulated cells cost through Snakemake; CPU seconds, as machines are shared."""
 
-import csv
 from pathlib import Path
 
 import pytest
 
 from benchmarks.workflow import checkout, run, table, write
+from rematbench.published.sheets import read_sheet
 from rematbench.slurm.cells import CampaignSuite
 from tests.workflow.checkout import ROOT
 
@@ -15,8 +15,7 @@ MEASURED = ROOT / "benchmarks/workflow.csv"
 
 def rows() -> list[dict[str, str]]:
     """The committed lines."""
-    with MEASURED.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return read_sheet(MEASURED)
 
 
 def test_the_table_of_the_page_is_the_measured_one() -> None:
@@ -34,8 +33,7 @@ def test_a_line_replaces_the_one_it_repeats(tmp_path: Path) -> None:
     first = {"where": "here", "cells": "100", "jobs": "1", "wall_s": "9"}
     write(path, [first, first | {"cells": "10"}])
     write(path, [first | {"wall_s": "8"}])
-    with path.open(newline="") as file:
-        found = [(row["cells"], row["wall_s"]) for row in csv.DictReader(file)]
+    found = [(row["cells"], row["wall_s"]) for row in read_sheet(path)]
     assert found == [("10", "9"), ("100", "8")]
 
 

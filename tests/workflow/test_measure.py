@@ -1,6 +1,5 @@
 """`snakemake measure`: what a change makes due again, and what runs where, without a Slurm."""
 
-import csv
 import importlib.util
 import os
 import re
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rematbench.published.sheets import read_sheet
 from tests.slurm.local_slurm import TOOLS
 from tests.workflow.checkout import ROOT, Checkout
 
@@ -211,8 +211,7 @@ def test_the_committed_suite_is_executed_here(tmp_path: Path) -> None:
     checkout = Checkout(tmp_path)
     done = checkout.snakemake("measure")
     assert done.returncode == 0, done.stderr
-    with (checkout.path / "results/measure/executed.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_sheet(checkout.path / "results/measure/executed.csv")
     assert [row["status"] for row in rows] == ["ok"] * 5
     losses = {row["cell"]: row["losses"] for row in rows}
     assert losses["tiny-one.full_recompute.0"] == losses["tiny-one.keep_all.0"]

@@ -1,12 +1,12 @@
 """`smoke` from a clean checkout, twice; editing a method; the README's first ten minutes."""
 
-import csv
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
+from rematbench.published.sheets import read_sheet
 from tests.slurm.slow import leave_methods
 from tests.workflow.checkout import ROOT, Checkout
 
@@ -31,11 +31,6 @@ def smoked(tmp_path_factory: pytest.TempPathFactory, short: bool) -> Checkout:
     return checkout
 
 
-def lines(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def planned(checkout: Checkout) -> set[str]:
     """`rule: method` of the bundles that a dry run would run."""
     text = checkout.snakemake("smoke", "--dry-run").stdout
@@ -45,7 +40,7 @@ def planned(checkout: Checkout) -> set[str]:
 def test_the_method_of_the_readme_is_in_the_table(smoked: Checkout) -> None:
     table = (smoked.path / "results/smoke/tables/methods.md").read_text()
     assert f"| {NAME} " in table
-    runs = lines(smoked.path / "results/smoke/runs.csv")
+    runs = read_sheet(smoked.path / "results/smoke/runs.csv")
     own = [run for run in runs if run["method"] == NAME]
     assert len(own) == 2
     assert {run["status"] for run in own} <= {"ok", "oom"}
@@ -53,8 +48,10 @@ def test_the_method_of_the_readme_is_in_the_table(smoked: Checkout) -> None:
 
 
 def test_every_run_has_its_measurements_and_no_problem_lacks_a_method(smoked: Checkout) -> None:
-    runs = lines(smoked.path / "results/smoke/runs.csv")
-    measured = {line["run_id"] for line in lines(smoked.path / "results/smoke/measurements.csv")}
+    runs, measurements = (
+        read_sheet(smoked.path / f"results/smoke/{name}.csv") for name in ("runs", "measurements")
+    )
+    measured = {line["run_id"] for line in measurements}
     assert {run["run_id"] for run in runs if run["step_s"]} == measured
     assert "failed" not in {run["status"] for run in runs}
     by_problem = {problem: 0 for problem in (run["problem"] for run in runs)}
