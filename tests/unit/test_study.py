@@ -67,7 +67,7 @@ def test_every_method_has_every_layout(tmp_path: Path) -> None:
 def test_fewest_is_the_smallest_that_fits(tmp_path: Path) -> None:
     """One layer less does not fit."""
 
-    def second(settings: dict[str, Any], **more: str) -> Answer:
+    def second(settings: dict[str, Any], **more: str) -> StudyAnswer:
         block = {"name": "block", "method": "full_recompute", "settings": settings, **more}
         path = study(tmp_path, question("run", "two", block))
         path.write_text(path.read_text().replace("micro_batch: 16", "micro_batch: 32"))
