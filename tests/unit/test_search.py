@@ -4,6 +4,7 @@ what it proved."""
 import csv
 import itertools
 import json
+import math
 import re
 import shlex
 from collections.abc import Iterator
@@ -16,17 +17,19 @@ from typer.testing import CliRunner
 
 from rematbench.cli.app import command_line
 from rematbench.lowering.schedule import passes
+from rematbench.plan import Plan
 from rematbench.plugins.registry import MethodError
-from rematbench.search import questions
+from rematbench.search import answer, questions
 from rematbench.search.arms import Arm, Tree
 from rematbench.search.halves import Progress, rounds
 from rematbench.search.job import Asked, SearchJob
 from rematbench.search.probe import Probe
 from rematbench.search.shard import Shard
 from rematbench.search.skeleton import in_order
-from rematbench.search.space import Fixed, partitions
+from rematbench.search.space import Choice, Fixed, partitions
 from rematbench.search.trial import Tried, tried_plan
 from rematbench.simulate.breakdown import PARTS
+from rematbench.simulate.evaluate import evaluate
 from rematbench.spec.layout import Layout, LayoutError
 from rematbench.spec.paths import data_dir
 from rematbench.spec.problemspec import ProblemSpec
@@ -399,3 +402,58 @@ def test_a_method_with_settings_is_searched_as_it_is_typed() -> None:
     assert [one.composes for one in made.singles] == [True, False]
     with pytest.raises(MethodError, match="one method at a time"):
         _ = SearchJob(replace(asked(), only=("memo+mst",))).singles
+
+
+def test_gpipe_is_no_faster_and_no_leaner() -> None:
+    """So the space has 1F1B and interleaving alone."""
+    made = SearchJob(asked(hbm_bytes=80 * GIB))
+    deep = [one for one in made.space.choices if one.layout.pp > 2 and one.layout.vpp == 1]
+    for choice in deep[:6]:
+        problem = made.problem(choice)
+        for text in ("keep_all", "full_recompute", "pp_offload:alpha=0.5"):
+            plan = made.registry.resolve(text, None, problem).plan(
+                problem, choice.base(problem.base_plan)
+            )
+            assert isinstance(plan, Plan)
+            one, gpipe = (
+                evaluate(problem, replace(plan, schedule=name)) for name in ("1f1b", "gpipe")
+            )
+            assert gpipe.step_s >= one.step_s * (1 - 1e-9)
+            assert max(gpipe.peak_device_bytes) >= max(one.peak_device_bytes)
+
+
+def test_joint_plans_are_counted() -> None:
+    """Each layout with each arm, at every step of its scalars."""
+    made = SearchJob(asked(gpus=2))
+    search = made.search()
+    arms = list(search.tree.roots)
+    for arm in arms:
+        arms += search.tree.more(arm)
+    expected = 0
+    for choice, arm in itertools.product(made.space.choices, arms):
+        scalars = [part.scalar for part in arm.parts if part.scalar]
+        sizes = {"share": 32, "layers": max(choice.sizes)}
+        assert all(one.steps in (0, 32) for one in scalars)
+        counts = [len(one.values) or sizes[one.scale] for one in scalars]
+        expected += math.prod(counts)
+    assert search.plans == expected > len(made.space.choices)
+    assert last(asked(gpus=2)).plans == expected
+
+
+def test_plans_of_one_layout_tie_by_the_error_of_one_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That error is smaller than the error between layouts."""
+    made = SearchJob(asked(hbm_bytes=80 * GIB))
+    first, second = made.space.choices[:2]
+
+    def tried(choice: Choice, text: str) -> Tried:
+        return tried_plan(choice, made.problem(choice), text, 0.0, made.registry)
+
+    one, same, other = (
+        tried(first, "keep_all"), tried(first, "full_recompute"), tried(second, "full_recompute")
+    )  # fmt: skip
+    slower = max(same.step_s, other.step_s) / one.step_s
+    bands = {True: 0.0, False: math.log(slower) + 0.01}
+    monkeypatch.setattr(answer, "ratio_band", lambda *, one_layout: bands[one_layout])
+    assert [found.tied for found in answer.judged(made, [one, same, other])] == [False, False, True]
