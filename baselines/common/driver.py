@@ -117,6 +117,7 @@ def _attempt(runner: Runner, jobs: list[PackageJob], first: int, last: int, fold
     start = "fork" if job.run.world == "traced" else START[job.device]
     ranks = [(_name(runner), jobs, numbers, scratch, rank, size) for rank in range(size)]
     ended = run_ranks(start, _rank_main, ranks, scratch, job.timeout_s)
+    # A job that took too long has failed: its record has no status of its own for that.
     ended = RankError("failed", ended.reason) if ended.status == "timeout" else ended
     return _collect(runner, jobs, numbers, scratch, size, folder, ended)
 

@@ -19,7 +19,7 @@ from baselines.deepspeed.model import Attention, Decoder
 from baselines.deepspeed.options import read
 from baselines.deepspeed.places import SHIM, apart, moves
 from rematbench.packages.deepspeed.plan import DeepSpeed
-from rematbench.packages.deepspeed.stack import ZERO_3
+from rematbench.packages.deepspeed.weights import ZERO_3
 from rematbench.packages.process import PackageJob
 from rematbench.runs.record import RunSpec
 from rematbench.torch.batch import Batch, make_batch

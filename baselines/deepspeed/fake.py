@@ -37,7 +37,7 @@ from baselines.common.contract import RankAnswer
 from baselines.deepspeed import engine as ds
 from baselines.deepspeed.model import Decoder
 from rematbench.packages.deepspeed.plan import DeepSpeed
-from rematbench.packages.deepspeed.stack import ZERO_3
+from rematbench.packages.deepspeed.weights import ZERO_3
 from rematbench.packages.process import PackageJob
 
 _tiled_backward = TiledFusedLogitsLoss.backward

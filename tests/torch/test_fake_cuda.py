@@ -7,9 +7,11 @@ import pytest
 pytest.importorskip("torch", reason="the executed world needs torch")
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from rematbench.lowering.lower import lower
+from rematbench.program.action import Action, Kind
 from rematbench.program.ledger import live_bytes
 from rematbench.torch import memory, operators_attention
 from rematbench.torch.case import Case
@@ -17,7 +19,8 @@ from rematbench.torch.streams import CudaStreams
 from tests.torch import cases, grid
 from tests.torch.cases import TINY_GPT
 from tests.torch.fake_cuda import DEVICE, OVERLAP, run
-from tests.torch.recorder import recording
+from tests.torch.recorder import Event, recording
+from tests.torch.test_faults import edited
 
 FAST = (
     *(("one", "offload-slots"), ("tp2", "windows"), ("cp2", "rows")),
@@ -79,7 +82,29 @@ def test_every_plan_on_every_layout(
         check(case, monkeypatch)
 
 
-# -- what the recorder must find (beside what test_edges.py and test_runtime_edges.py leave out) --
+# -- what the recorder must find --------------------------------------------------------------
+
+
+def faults(layout: str, plan: str, patch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
+    case = cases.case(layout, plan, precision="bf16")
+    return run(Case(**{**vars(case), **changes}), 0, patch)[0].faults
+
+
+def test_steps_that_do_not_wait_for_their_batch_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaStreams, "begin", lambda streams: None)
+    assert any("does not wait for default" in fault for fault in faults("one", "keep", monkeypatch))
+
+
+def test_a_step_that_does_not_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaStreams, "flush", lambda streams: None)
+    assert any("zero_ on default" in fault for fault in faults("one", "keep", monkeypatch))
+
+
+def test_receives_whose_memory_compute_still_uses_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CudaStreams, "lend", lambda streams, stream, tensor: None)
+    assert any("message" in fault for fault in faults("pp2", "keep", monkeypatch))
 
 
 def test_a_message_whose_handle_outlives_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +112,18 @@ def test_a_message_whose_handle_outlives_it_is_found(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(CudaStreams, "under_way", lambda streams, channel, work: work)
     with pytest.raises(AssertionError):
         check(cases.case("pp2", "keep", precision="bf16"), monkeypatch)
+
+
+@pytest.mark.parametrize("stream", ["compute", "tp", "d2h", "h2d"])
+def test_a_stream_that_waits_for_nothing_is_found(
+    stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without(action: Action) -> list[Action]:
+        waits = action.kind is Kind.WAIT and action.stream == stream
+        return [replace(action, kind=Kind.EVENT, wait="") if waits else action]
+
+    whole = cases.case("tp2", "offload-layers", precision="bf16")
+    assert faults("tp2", "offload-layers", monkeypatch, program=edited(whole, without).program)
 
 
 def test_scratch_of_a_collective_from_computes_pool_is_found(
@@ -114,7 +151,7 @@ def test_a_blocking_copy_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return slices.index_select(1, index)
 
     monkeypatch.setattr(operators_attention, "_in_order", by_index)
-    found = run(cases.case("cp2", "keep", precision="bf16"), 0, monkeypatch)[0].faults
+    found = faults("cp2", "keep", monkeypatch)
     assert "aten::_to_copy holds up the host" in found
 
 
@@ -152,3 +189,21 @@ def test_a_pinned_block_is_written_again_after_its_last_reader(
 ) -> None:
     assert reused(monkeypatch, wait=True) == []
     assert any("does not wait for" in fault for fault in reused(monkeypatch, wait=False))
+
+
+def test_the_executor_waits_for_a_reused_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[str, object]] = []
+    wait = CudaStreams.wait
+
+    def noted(streams: CudaStreams, stream: str, mark: Any) -> None:
+        waits.append((stream, mark))
+        wait(streams, stream, mark)
+
+    monkeypatch.setattr(CudaStreams, "wait", noted)
+    _, executor = run(cases.case("one", "offload", precision="bf16"), 0, monkeypatch)
+    given = {id(block.free_at) for block in executor.movers.host.spare}
+    assert {stream for stream, _ in waits} >= {"d2h", "h2d", "compute"}
+    copies = sum(a.kind is Kind.D2H for _, a, _, _ in executor.actions)
+    reused_blocks = 2 * copies - len(given)
+    asked = sum(1 for stream, mark in waits if stream == "d2h" and isinstance(mark.event, Event))
+    assert asked >= reused_blocks > 0

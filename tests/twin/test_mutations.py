@@ -1,6 +1,7 @@
 """Named mutations of sound programs: each must be caught, by check or by bytes that are wrong."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -189,6 +190,143 @@ def test_parameters_used_before_their_gather_is_done_are_caught() -> None:
         check(broken)
     with pytest.raises(TwinError, match=r"is corrupt|yet to use it"):
         interpret(broken)
+
+
+def states(zero_stage: int, system: str, *, update: bool = False, **changes: Any) -> Program:
+    """Two layers on two data-parallel ranks; `update`: in the backward."""
+    layout = {"dp": 2, "global_batch": 2 if update else 4, **changes}
+    given = problem(model=layers(2), system=system, zero_stage=zero_stage, **layout)
+    kept = tuple(fate for fate in given.base_plan.states if fate.kind != "optimizer")
+    fate = given.base_plan.state("optimizer")
+    fate = replace(fate, update="backward") if update else fate
+    return lower(replace(given.base_plan, states=(*kept, fate)), given)
+
+
+def own(kind: Kind, op: str, part: str = "") -> Callable[[Action], bool]:
+    return lambda a: a.kind is kind and a.op == op and part in ("", a.part)
+
+
+def before(label: str, wanted: Callable[[Action], bool], stream: str, program: Program) -> Change:
+    """Drop the stream's last wait in front of an action."""
+    actions = next(b.actions for b in program.ranks[0].blocks if wanted_in(b, label, wanted))
+    at = next(i for i, action in enumerate(actions) if wanted(action))
+    waits = [a for a in actions[:at] if a.kind is Kind.WAIT and a.stream == stream]
+    return without(lambda a: a is waits[-1])
+
+
+def wanted_in(block: Block, label: str, wanted: Callable[[Action], bool]) -> bool:
+    return block.label == label and any(wanted(action) for action in block.actions)
+
+
+REDUCES, UPDATES = own(Kind.REDUCE_SCATTER, "gradients"), own(Kind.OPTIMIZER, "optimizer")
+FIRST = own(Kind.FORWARD, "embedding")
+OF_L1 = own(Kind.REDUCE_SCATTER, "gradients", "L1")
+GATHERED = own(Kind.ALL_GATHER, "parameters")
+
+WAITS: dict[str, tuple[Program, str, Callable[[Action], bool], str, str]] = {
+    # name: program, block, the action in front of which a stream's wait is left out, what is said
+    "a kernel for its gather": (
+        *(states(1, "megatron-core"), "F", FIRST, "compute"),
+        "uses weights of E before dp is known to have gathered them",
+    ),
+    "a reduction in a bucket for the backward": (
+        *(states(1, "megatron-core"), "B", REDUCES, "dp"),
+        "exchanges gradients of H while compute may still use them",
+    ),
+    "a reduction of a chunk for its backward": (
+        *(states(1, "megatron-kwai"), "reduce", REDUCES, "dp"),
+        "exchanges gradients of H while compute may still use them",
+    ),
+    "a reduction of norms for the backward": (
+        *(states(1, "megatron-kwai", tp=2), "norms", lambda a: a.op == "norm_gradients", "tp"),
+        "exchanges gradients of H while (compute|dp) may still use them",
+    ),
+    "an update in the backward for its reduction": (
+        *(states(1, "megatron-core", update=True), "B", UPDATES, "compute"),
+        "updates H while dp may still use its weights or gradients",
+    ),
+    "a gather for the update": (
+        *(states(1, "megatron-kwai"), "gather", GATHERED, "dp"),
+        "gathers weights of . while compute may still use them",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_who_does_not_wait_for_parameters_or_gradients_is_caught(name: str) -> None:
+    program, label, wanted, stream, words = WAITS[name]
+    check(program)
+    with pytest.raises(CheckError, match=words):
+        check(mutate(program, label, before(label, wanted, stream, program)))
+
+
+def test_an_update_that_does_not_wait_for_the_last_reduction_is_caught() -> None:
+    program = states(1, "megatron-core")
+    broken = mutate(program, "reduced", without(wait_for("compute", "reduced")))
+    with pytest.raises(CheckError, match="updates E while dp may still use its weights or grad"):
+        check(broken)
+
+
+def test_tied_ends_that_do_not_wait_are_caught() -> None:
+    tied = replace(layers(2), tied_embeddings=True)
+    given = problem(model=tied, pp=2, dp=2, zero_stage=1, global_batch=4, system="megatron-kwai")
+    program = lower(given.base_plan, given)
+    check(program)
+    wait = without(lambda a: a.kind is Kind.WAIT and a.stream == "pp_send")
+    with pytest.raises(CheckError, match=r"exchanges gradients of E while .* may still use them"):
+        check(mutate(program, "tied_send", wait))
+    for event in ("sent_e", "recv_e"):
+        deaf = mutate(program, "tied_recv", without(wait_for("compute", event)))
+        with pytest.raises(CheckError, match=r"updates E while pp_(send|recv) may still use its"):
+            check(deaf)
+
+
+LATE = Action(kind=Kind.BACKWARD_WEIGHT, stream="compute", part="L1", op="late")
+EARLY_UPDATE = Action(kind=Kind.OPTIMIZER, stream="compute", part="L1", op="optimizer")
+ORDERS: dict[str, tuple[Program, Change, str]] = {
+    # name: program, what one action of a backward becomes, what is said
+    "a gradient is added to after its reduction": (
+        states(1, "torchtitan"),
+        lambda a: [a, LATE] if OF_L1(a) else [a],
+        "adds to gradients of L1 after their reduction",
+    ),
+    "a gradient is added to when its buffer is gone": (
+        states(3, "torchtitan"),
+        lambda a: [a, LATE] if "L1.gradients" in a.frees else [a],
+        "adds to L1.gradients, which is not alive",
+    ),
+    "weights are used after their update": (
+        states(1, "megatron-core", update=True),
+        lambda a: [a, replace(LATE, kind=Kind.RECOMPUTE)] if UPDATES(a) and a.part == "L1" else [a],
+        "uses weights of L1 after their update",
+    ),
+    "an update comes before its reduction": (
+        states(1, "torchtitan", update=True),
+        lambda a: [EARLY_UPDATE, a] if OF_L1(a) else [a],
+        "updates L1 with gradients that are not reduced",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_parameters_and_gradients_out_of_order_are_caught(name: str) -> None:
+    program, change, words = ORDERS[name]
+    check(program)
+    with pytest.raises(CheckError, match=words):
+        check(mutate(program, "B", change))
+
+
+@pytest.mark.parametrize("label", ["F", "B"])
+def test_a_kernel_that_knows_of_no_gather_is_caught(label: str) -> None:
+    def forget(action: Action) -> list[Action]:
+        left = tuple(name for name in action.reads if name != "L1.parameters")
+        kernel = action.op == "fc1" and left != action.reads
+        return [replace(action, reads=left)] if kernel else [action]
+
+    program = states(3, "torchtitan")
+    check(program)
+    with pytest.raises(CheckError, match="uses weights of L1, which are not gathered"):
+        check(mutate(program, label, forget))
 
 
 def test_offloading_one_byte_less_is_caught() -> None:

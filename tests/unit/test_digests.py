@@ -70,6 +70,7 @@ def test_only_what_can_change_a_prediction_changes_its_digest(package: Path) -> 
         ("verify", "torch/kernels.py"),  # imported inside a function
         ("study", "studies/answers.py"),
         ("points", "packages/process.py"),
+        ("points", "packages/megatron_core/stack.py"),  # loaded by name
     ],
 )
 def test_tables_are_made_again_when_their_own_code_changes(

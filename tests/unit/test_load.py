@@ -197,6 +197,12 @@ def test_a_missing_or_broken_file_is_one_line(tmp_path: Path) -> None:
     assert error_of("model", broken).startswith(f"{broken}: line 1: Expecting property name")
 
 
+def changed(kind: Kind, name: str, old: str, new: str, folder: Path) -> Path:
+    text = (data_dir("config") / f"{kind}s" / f"{name}.yaml").read_text(encoding="utf-8")
+    assert old in text
+    return yaml_file(folder, text.replace(old, new))
+
+
 def test_a_new_generation_is_a_section_of_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,8 +213,7 @@ def test_a_new_generation_is_a_section_of_numbers(
     config.mkdir()
     made = text.replace("networks:\n", f"{section.replace('ampere', 'feynman')}\nnetworks:\n", 1)
     (config / "calibration.yaml").write_text(made, encoding="utf-8")
-    shipped = (data_dir("config") / "clusters/h800-80gb.yaml").read_text(encoding="utf-8")
-    path = yaml_file(tmp_path, shipped.replace("generation: hopper", "generation: feynman"))
+    path = changed("cluster", "h800-80gb", "generation: hopper", "generation: feynman", tmp_path)
     assert "'feynman' (allowed: hopper, ampere, blackwell, cpu)" in error_of("cluster", path)
     monkeypatch.setattr("rematbench.spec.load.data_dir", lambda kind: tmp_path / kind)
     assert load_cluster(path).generation == "feynman"
@@ -216,14 +221,29 @@ def test_a_new_generation_is_a_section_of_numbers(
     assert new.gpu("feynman") == new.gpu("ampere")
 
 
-def test_blackwell_has_no_published_step() -> None:
-    """Its GEMMs: tests/published/test_kernel_fit.py."""
-    gpu = calibration().gpu("blackwell")
+def test_blackwell_has_the_numbers_of_its_published_kernels_and_no_published_step() -> None:
+    gpu, rates = calibration().gpu("blackwell"), calibration().kernels.generation("blackwell")
+    assert (gpu.sm_count, gpu.gemm_efficiency) == (rates.sm_count, rates.gemm.efficiency)
+    assert (gpu.gemm_half_k, gpu.gemm_tail_waves) == (rates.gemm.half_k, rates.gemm.tail)
     assert gpu.hbm_efficiency == calibration().gpu("hopper").hbm_efficiency  # as its source says
     problem = make_problem(
         layout=Layout(), model="llama-7b", cluster="b200-180gb", system="nemo-24.12", seq_len=4096
     )
     assert band_of(problem, "keep_all").outside["generation"] == "generation blackwell"
+
+
+def test_closed_sets_of_clusters_and_systems(tmp_path: Path) -> None:
+    path = changed("cluster", "h800-80gb", "generation: hopper", "generation: hoper", tmp_path)
+    assert error_of("cluster", path) == (
+        f"{path}: generation: 'hoper'; did you mean 'hopper'? "
+        "(allowed: hopper, ampere, blackwell, cpu)"
+    )
+    (tmp_path / "system").mkdir()
+    path = changed("system", "torchtitan", "[async_tp, compile]", "[float8]", tmp_path / "system")
+    assert error_of("system", path) == (
+        f"{path}: features: 'float8' (allowed: activation_offload, async_tp, compile, "
+        "optimizer_offload, param_offload, ulysses)"
+    )
 
 
 def test_an_anchor_is_merged_and_given_keys_win(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from rematbench.published.sheets import read_sheet, write_sheet
 from rematbench.published.user_fit import (
     SPREADS,
     Array,
-    MeasuredRow,
+    MeasuredRows,
     ScalePrior,
     learnt,
     left_one_by_one,
@@ -51,15 +51,15 @@ ROWS = read_sheet(data_dir("published") / "runs.csv")
 TRUE = np.log([1.1, 0.9, 1.3, 1.2])
 
 
-def drawn(count: int, noise: float = 0.0) -> MeasuredRow:
+def drawn(count: int, noise: float = 0.0) -> MeasuredRows:
     random = np.random.default_rng(7)
     rows = random.uniform(0.05, 1.0, (count, len(SCALES)))
     return linear(rows, rows @ TRUE + noise * random.standard_normal(count))
 
 
-def linear(slopes: Array, errors: Array) -> MeasuredRow:
+def linear(slopes: Array, errors: Array) -> MeasuredRows:
     """Rows of one tangent."""
-    return MeasuredRow(slopes[None], np.zeros((1, len(errors))), errors)
+    return MeasuredRows(slopes[None], np.zeros((1, len(errors))), errors)
 
 
 def test_many_exact_rows_give_the_scales_back() -> None:
@@ -128,7 +128,7 @@ def test_a_host_that_nobody_saw_is_found() -> None:
     kernels, host = np.array([1.0, 0.3, 0.0, 0.0]), np.array([0.0, 0.0, 0.0, 1.0])
     heights = -np.random.default_rng(7).uniform(0.1, 0.9, 12)
     told = np.maximum(0.0, heights + math.log(3.0))
-    rows = MeasuredRow(
+    rows = MeasuredRows(
         np.stack([np.tile(kernels, (12, 1)), np.tile(host, (12, 1))]),
         np.stack([np.zeros(12), heights]),
         told,

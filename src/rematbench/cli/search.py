@@ -150,7 +150,7 @@ def search(  # noqa: PLR0913, PLR0917  # an option of the command line each
             "gap": at.gap if found else None,
             "ended": ended,
             "layouts": len(made.space.choices),
-            "plans": at.plans,
+            "plans": at.plans or None,
             "assumes": assumed_of(made),
         }
         fell = {"refused": made.space.refused, "fell": at.fell}

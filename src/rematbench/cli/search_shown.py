@@ -115,7 +115,7 @@ def notes(made: SearchJob, at: Progress, found: list[Found], ended: bool) -> Ite
                 f"({near} on one layout, {far} between layouts)"
             )
     elif not ended:
-        yield f"stopped: {at.simulations} plans simulated, none that fits so far"
+        yield f"stopped: {at.simulations} of {at.plans:,} joint plans simulated, none fits so far"
     elif at.short_bytes < inf:
         yield f"NOTHING FITS: every plan is at least {gib(at.short_bytes)} GiB short on some device"
     else:

@@ -20,7 +20,7 @@ from rematbench.published.left_out import out_of_source
 from rematbench.published.rows import read_case
 from rematbench.published.user_fit import (
     Array,
-    MeasuredRow,
+    MeasuredRows,
     ScalePrior,
     by_stack,
     learnt,
@@ -107,7 +107,7 @@ def band_after(count: int) -> float:
     return quantile(errors)
 
 
-def band_of_rows(data: MeasuredRow, theta: Array, before: ScalePrior) -> float:
+def band_of_rows(data: MeasuredRows, theta: Array, before: ScalePrior) -> float:
     """Half-width of the band after a calibration on `data`, with the fitted log scales `theta`: the
     wider of `band_after` and of the LEVEL quantile of the rows' own absolute log errors, each left
     out of the fit (`bands.quantile`: the largest of up to three).
@@ -132,7 +132,7 @@ def _rest(rows: int, some: Sequence[int]) -> list[int]:
     return [index for index in range(rows) if index not in set(some)]
 
 
-def _calibrated(data: MeasuredRow, before: ScalePrior, some: Sequence[int]) -> Array:
+def _calibrated(data: MeasuredRows, before: ScalePrior, some: Sequence[int]) -> Array:
     """Log errors of the rows not in `some`, under the scales fitted to the rows in `some`."""
     theta, _ = solved(data.some(some), before)
     return data.some(_rest(len(data.errors), some)).left(theta)

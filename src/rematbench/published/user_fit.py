@@ -50,7 +50,7 @@ class ScalePrior(Struct, frozen=True, kw_only=True):
     noise: float
 
 
-class MeasuredRow(Struct, frozen=True):
+class MeasuredRows(Struct, frozen=True):
     """Rows of one stack on one cluster: slopes (tangents x rows x scales), heights at log scales of
     zero (tangents x rows), and log errors (rows)."""
 
@@ -58,10 +58,10 @@ class MeasuredRow(Struct, frozen=True):
     heights: Array
     errors: Array
 
-    def some(self, rows: Sequence[int]) -> "MeasuredRow":
+    def some(self, rows: Sequence[int]) -> "MeasuredRows":
         """The rows with the given indices."""
         own = list(rows)
-        return MeasuredRow(self.slopes[:, own], self.heights[:, own], self.errors[own])
+        return MeasuredRows(self.slopes[:, own], self.heights[:, own], self.errors[own])
 
     def at(self, theta: Array) -> tuple[Array, Array]:
         """Slopes (rows x scales) and heights (rows) of the larger tangent of each row at log scales
@@ -77,7 +77,7 @@ class MeasuredRow(Struct, frozen=True):
         return left
 
 
-def measured(rows: Sequence[Row]) -> MeasuredRow:
+def measured(rows: Sequence[Row]) -> MeasuredRows:
     """The tangents and log errors of predicted rows, which must have a published speed."""
     slopes = np.array(
         [
@@ -89,7 +89,7 @@ def measured(rows: Sequence[Row]) -> MeasuredRow:
     heights = np.stack([np.zeros(len(rows)), steps - slopes[1] @ LATE])
     errors = [log_error(row) for row in rows]
     assert None not in errors
-    return MeasuredRow(slopes, heights, np.array(errors, dtype=np.float64))
+    return MeasuredRows(slopes, heights, np.array(errors, dtype=np.float64))
 
 
 def by_stack(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
@@ -101,7 +101,7 @@ def by_stack(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
     return dict(found)
 
 
-def solved(rows: MeasuredRow, prior: ScalePrior) -> tuple[Array, Array]:
+def solved(rows: MeasuredRows, prior: ScalePrior) -> tuple[Array, Array]:
     """The MAP log scales (scales) and their covariance: the likeliest of all iterates."""
     met: list[tuple[Array, Array]] = []
     for start in (np.zeros_like(LATE), LATE):
@@ -125,13 +125,13 @@ def _ridge(slopes: Array, errors: Array, prior: ScalePrior) -> tuple[Array, Arra
     return theta, covariance
 
 
-def _surprise(rows: MeasuredRow, theta: Array, prior: ScalePrior) -> float:
+def _surprise(rows: MeasuredRows, theta: Array, prior: ScalePrior) -> float:
     """Minus twice the log density of log scales and errors, up to a constant."""
     believed = theta / np.array(prior.spreads)
     return float(np.sum((rows.left(theta) / prior.noise) ** 2) + np.sum(believed**2))
 
 
-def learnt(stacks: Sequence[MeasuredRow]) -> ScalePrior:
+def learnt(stacks: Sequence[MeasuredRows]) -> ScalePrior:
     """The prior with SPREADS and the noise of maximum likelihood over published stacks, each of
     weight 1."""
     prior = ScalePrior(spreads=SPREADS, noise=ROW_SPREAD)
@@ -151,7 +151,7 @@ def mean_error(log_errors: Array) -> float:
     return float(np.mean(np.abs(np.expm1(log_errors))))
 
 
-def left_one_by_one(rows: MeasuredRow, prior: ScalePrior) -> list[float]:
+def left_one_by_one(rows: MeasuredRows, prior: ScalePrior) -> list[float]:
     """The log error of each row under the scales fitted to the other rows (there are two rows or
     more)."""
     count = len(rows.errors)
@@ -169,7 +169,7 @@ SIGMAS = 3.0
 """Number of standard deviations beyond which a row is suspect, or refused."""
 
 
-def suspects(rows: MeasuredRow, theta: Array, prior: ScalePrior) -> list[str]:
+def suspects(rows: MeasuredRows, theta: Array, prior: ScalePrior) -> list[str]:
     """At most two lines: on rows that the fit leaves beyond SIGMAS times the noise, and on scales
     beyond SIGMAS of their prior spreads, each with the row that is the furthest off.  One row with
     a unit mistyped makes either."""

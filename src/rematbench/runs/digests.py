@@ -15,6 +15,9 @@ COMMANDS = "rematbench.cli"
 SIMULATED = ("rematbench.choose.outcome", "rematbench.runs.record")
 """The root modules of a simulated record."""
 
+LOADS_BY_NAME = "rematbench.packages.process"
+"""The module that loads the modules of packages/NAME by name: no import statement names them."""
+
 
 def executed_roots() -> tuple[str, ...]:
     """The root modules of an executed record: the torch runtime, and SIMULATED."""
@@ -35,6 +38,9 @@ def closure(roots: tuple[str, ...]) -> tuple[Path, ...]:
         seen.add(name)
         found.add(path)
         waiting += _imports(path)
+        if name == LOADS_BY_NAME:
+            files = (PACKAGE / "packages").glob("*/*.py")
+            waiting += [f"rematbench.packages.{file.parent.name}.{file.stem}" for file in files]
     return tuple(sorted(found))
 
 

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct, convert
+from msgspec.structs import replace
 
 from rematbench.choose.job import WORDS, Job
 from rematbench.lowering.lower import lower
 from rematbench.plan import Unsupported
 from rematbench.published.bands import Band, band_of, fits_word, ratio_band
 from rematbench.search.job import Asked, SearchJob
-from rematbench.search.space import partitions
+from rematbench.search.space import Choice, partitions
 from rematbench.search.trial import Tried, tried_plan
 from rematbench.simulate.breakdown import PARTS, losses, parts_of
 from rematbench.spec.configfile import ConfigError
@@ -50,7 +51,7 @@ def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
         base = one.choice.base(problem.base_plan)
         plan = composed.plan(problem, base)
         assert not isinstance(plan, Unsupported)
-        alike = one.choice == tried[0].choice
+        alike = _parallel(one.choice) == _parallel(tried[0].choice)
         limit = math.exp(ratio_band(one_layout=alike)) * tried[0].step_s
         found.append(
             Found(
@@ -63,6 +64,11 @@ def judged(search: SearchJob, tried: Sequence[Tried]) -> list[Found]:
             )
         )
     return found
+
+
+def _parallel(choice: Choice) -> Choice:
+    """A choice without its micro-batch, which the error of ratios at one layout covers."""
+    return replace(choice, layout=replace(choice.layout, micro_batch=1))
 
 
 def line(place: int, found: Found) -> dict[str, Any]:

@@ -110,7 +110,8 @@ class Search:
 
     @cached_property
     def plans(self) -> int:
-        """The number of joint plans: every layout with every plan of the tree there."""
+        """The number of joint plans: every layout (also those whose states do not fit) with every
+        plan of the tree there."""
         counts = (self.tree.plans(layers) * n for layers, n in self.longest.items())
         return sum(counts)
 

@@ -83,7 +83,7 @@ def cell_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
 
 def number_rows(campaign: Campaign, store: Store) -> list[dict[str, Any]]:
     """The rows of `cell_rows` with all measured and simulated numbers (`shown.COLUMNS`,
-    `alike.COLUMNS`); every cell is planned and simulated."""
+    `COLUMNS`); every cell is planned and simulated."""
     found: list[dict[str, Any]] = []
     ran: list[CellRan | None] = []
     for cell in campaign.cells:

@@ -23,9 +23,9 @@ Kind = Literal["model", "cluster", "system"]
 _FOLDERS: dict[Kind, str] = {"model": "models", "cluster": "clusters", "system": "systems"}
 
 
-def names(kind: Kind) -> list[str]:
+def names(kind: Kind) -> tuple[str, ...]:
     """The names of one kind that config/ ships, sorted."""
-    return sorted(path.stem for path in _folder(kind).glob("*.yaml"))
+    return _stems(_folder(kind))
 
 
 def load_model(name_or_path: str | Path) -> Model:
@@ -148,6 +148,11 @@ def _constants(
     return tuple(name for name in names if name in entries)
 
 
+@cache
+def _stems(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
+
+
 # Shipped files do not change while a program runs and are cached; a user's file may change and is
 # read each time.
 _shipped_model = cache(_model)
@@ -176,12 +181,11 @@ def located(kind: Kind, name_or_path: str | Path) -> Path:
         return path
     aliases = _aliases() if kind == "system" else {}
     stem = aliases.get(text, text)
-    path = _folder(kind) / f"{stem}.yaml"
-    if not path.is_file():
-        known = names(kind)
+    known = names(kind)
+    if stem not in known:
         hint = closest(stem, [*known, *aliases])
         raise ConfigError("", "", f"unknown {kind} {text!r}{hint} (known: {', '.join(known)})")
-    return path
+    return _folder(kind) / f"{stem}.yaml"
 
 
 def _of_a_hub(kind: Kind, text: str) -> str:

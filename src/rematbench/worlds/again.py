@@ -130,7 +130,7 @@ def _said(now: object, then: object) -> str:
     if isinstance(now, Struct) and isinstance(then, Struct):
         now, then = (msgspec.structs.asdict(value) for value in (now, then))
     if isinstance(now, dict) and isinstance(then, dict):
-        places = {key: (now.get(key), then.get(key)) for key in {**then, **now}}
+        places = {key: (now.get(key, "none"), then.get(key, "none")) for key in {**then, **now}}
     elif isinstance(now, tuple) and isinstance(then, tuple) and len(now) == len(then):
         places = dict(enumerate(zip(now, then, strict=True)))
     else:

@@ -1,4 +1,4 @@
-"""Tensors that this baseline's plain torch model keeps beside the operator table.
+"""Tensors that the plain torch model of baselines/deepspeed keeps beside the operator table.
 
 Sizes are from shapes; per layer they are the traced bytes exactly (tests/baselines/test_stack.py).
 """
@@ -8,13 +8,13 @@ from functools import partial
 from rematbench.operators.ops import Part
 from rematbench.packages.deepspeed import weights, zero_peaks
 from rematbench.packages.deepspeed.plan import DeepSpeed
+from rematbench.packages.deepspeed.weights import ZERO_2, ZERO_3
 from rematbench.packages.stack import Extra, Stack
 from rematbench.problem import Problem
 from rematbench.program.program import RankProgram
 from rematbench.spec.shapes import shapes
 
 WIDE = 4
-ZERO_2, ZERO_3 = 2, 3
 NORMS: tuple[tuple[str, Part], ...] = (
     ("attn_norm", "layer"),
     ("mlp_norm", "layer"),

@@ -1,4 +1,5 @@
-"""The parameters of this baseline's model in DeepSpeed's order, and the order of gradients."""
+"""The parameters of the model of baselines/deepspeed in DeepSpeed's order, the order of gradients,
+and the sizes that ZeRO depends on."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -6,6 +7,7 @@ from typing import NamedTuple
 
 from rematbench.workload import Model
 
+ZERO_2, ZERO_3 = 2, 3
 KEPT_WHOLE = 100_000
 """stage3_param_persistence_threshold of deepspeed 0.19.8, in elements."""
 

@@ -10,7 +10,7 @@ rebuilds its tiles in its backward, one at a time, also in a layer that is recom
 from collections import Counter
 
 from rematbench.packages.deepspeed import reducing, weights, whole
-from rematbench.packages.deepspeed.weights import Sizes, Weight
+from rematbench.packages.deepspeed.weights import ZERO_3, Sizes, Weight
 from rematbench.program.action import HOST, Action, Kind
 from rematbench.program.program import RankProgram
 from rematbench.workload import Model
@@ -73,9 +73,6 @@ class Alive:
 
 def _variable(tensor: str) -> str:
     return tensor.partition(".")[2].partition("%")[0]
-
-
-ZERO_3 = 3
 
 
 def activation_peak(model: Model, sizes: Sizes, rank: RankProgram) -> int:

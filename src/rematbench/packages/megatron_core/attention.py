@@ -1,4 +1,4 @@
-"""Tensors of core attention that the traced stack holds beside the operator table.
+"""Tensors of core attention that Megatron-core holds beside the operator table.
 
 The attention is Megatron-core's own with materialised scores, or ours under context parallelism
 (layers.GatheredAttention).
