@@ -80,7 +80,7 @@ def _mark_ties(cell: list[Line]) -> None:
         return
     best["rank"] = "best"
     for line in cell:
-        alike = all(line[key] == best[key] for key in (*LAYOUT, "partition"))
+        alike = all(line.get(key) == best.get(key) for key in (*LAYOUT, "partition"))
         half_width = ratio_band(one_layout=alike)
         if line is not best and speed(line) >= speed(best) * math.exp(-half_width):
             line["rank"] = "tie"
