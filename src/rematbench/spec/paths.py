@@ -1,6 +1,5 @@
 """Directories of the shipped data: in a checkout, or inside an installed wheel."""
 
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,6 @@ IN_CHECKOUT: dict[DataKind, str] = {
 }
 
 
-@cache
 def data_dir(kind: DataKind) -> Path:
     """The directory of one kind of shipped data.
 
