@@ -90,7 +90,7 @@ class Search:
         least_pp: int = 1,
     ) -> None:
         self.tree, self.registry, self.engine, self.within = tree, registry, engine, within
-        self.longest = Counter(max(one.sizes) for shard in shards for one in shard.choices)
+        self.shards = shards
         self.faster_than_s, self.least_pp = faster_than_s, least_pp
         self.queue: Queue[Item] = Queue()
         self.work = 0
@@ -112,8 +112,8 @@ class Search:
     def plans(self) -> int:
         """The number of joint plans: every layout (also those whose states do not fit) with every
         plan of the tree there."""
-        counts = (self.tree.plans(layers) * n for layers, n in self.longest.items())
-        return sum(counts)
+        longest = Counter(max(one.sizes) for shard in self.shards for one in shard.choices)
+        return sum(self.tree.plans(layers) * n for layers, n in longest.items())
 
     @property
     def bound_s(self) -> float:
