@@ -233,7 +233,7 @@ def test_the_words_on_replicas_are_so() -> None:
 
 
 @pytest.mark.parametrize("layers", ["12", "16", "20", "24"])
-def test_no_count_of_launches_explains_these_points(layers: str) -> None:
+def test_the_host_s_floor_does_not_explain_these_points(layers: str) -> None:
     """A floor is the same at every micro-batch, and at most what micro-batch 1 takes."""
 
     def more(tp: str, one: str, other: str) -> float:
